@@ -1,0 +1,33 @@
+"""swiftopt: find the sub-layers a language model can skip while drafting, and decode with them, losslessly."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Public name -> module that defines it, loaded on first use: importing swiftopt must not import torch.
+_EXPORTS = {
+    "Completion": "core.types",
+    "LayerSet": "core.types",
+    "LayerSetRecord": "core.types",
+    "Prompt": "core.types",
+    "Sampling": "core.types",
+    "SwiftSettings": "core.settings",
+    "SwiftoptError": "core.errors",
+}
+
+__all__ = ["__version__", *sorted(_EXPORTS)]
+
+if TYPE_CHECKING:
+    from .core.errors import SwiftoptError
+    from .core.settings import SwiftSettings
+    from .core.types import Completion, LayerSet, LayerSetRecord, Prompt, Sampling
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_EXPORTS[name]}", __name__), name)

@@ -1,0 +1,1 @@
+"""Benchmarks: interleaved runs that print a table, then one JSON line."""

@@ -1,0 +1,98 @@
+"""Every error a user can meet, each with the exit code its front door answers with.
+
+SwiftoptError                         exit 1
+├── InvalidInput (ValueError)         exit 2   something the caller passed cannot be used
+│   ├── LayerSetError                          a layer set is out of range or of another model
+│   ├── SettingsError                          a setting is out of its range or unknown
+│   ├── ShapeError                             tensors or tree arrays do not fit together
+│   ├── StreamError                            a stream of prompts has a line that cannot be read
+│   ├── UnsupportedModel                       the architecture is not one that swiftopt can skip in
+│   └── ContextOverflow                        prompt and completion do not fit the model's context
+├── NotFound (LookupError)            exit 3
+│   ├── ModelNotFound                          no alias, folder, file or hub model of that name
+│   ├── StreamNotFound                         no such file
+│   └── LayerSetNotFound                       nothing stored for that model and task
+├── StoreError                        exit 1   the database cannot be used
+│   └── SchemaTooNew                           it was written by a newer swiftopt
+├── OutputError                       exit 1   a result cannot be written (disk full, no permission)
+├── SuggestionError                   exit 1   the suggestion process failed for good
+└── ServiceUnreachable                exit 6   a server the caller named does not answer
+"""
+
+from __future__ import annotations
+
+
+class SwiftoptError(Exception):
+    """Base of all; its text is one sentence that says what, where and what to do."""
+
+    exit_code = 1
+
+
+class InvalidInput(SwiftoptError, ValueError):
+    """Something the caller passed cannot be used."""
+
+    exit_code = 2
+
+
+class LayerSetError(InvalidInput):
+    """A layer set is out of range or belongs to another model."""
+
+
+class SettingsError(InvalidInput):
+    """A setting is unknown or out of its range."""
+
+
+class ShapeError(InvalidInput):
+    """Tensors or tree arrays do not fit together."""
+
+
+class StreamError(InvalidInput):
+    """A stream of prompts has a line that cannot be read."""
+
+
+class UnsupportedModel(InvalidInput):
+    """The architecture is not one in which swiftopt can skip sub-layers."""
+
+
+class ContextOverflow(InvalidInput):
+    """Prompt and completion together do not fit the model's context."""
+
+
+class NotFound(SwiftoptError, LookupError):
+    """What was asked for does not exist."""
+
+    exit_code = 3
+
+
+class ModelNotFound(NotFound):
+    """No alias, folder, file or hub model of that name can be loaded."""
+
+
+class StreamNotFound(NotFound):
+    """The file with the prompts does not exist."""
+
+
+class LayerSetNotFound(NotFound):
+    """Nothing is stored for that model and task."""
+
+
+class StoreError(SwiftoptError):
+    """The database cannot be opened, read or written."""
+
+
+class SchemaTooNew(StoreError):
+    """The database was written by a newer swiftopt."""
+
+
+class OutputError(SwiftoptError):
+    """A result cannot be written."""
+
+
+class SuggestionError(SwiftoptError):
+    """The process that suggests candidates failed for good."""
+
+
+class ServiceUnreachable(SwiftoptError):
+    """A server that the caller named does not answer."""
+
+    exit_code = 6

@@ -1,0 +1,97 @@
+"""What a tuning run reports while it goes on: written to the store by the runner, drawn by the terminal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .types import Completion, LayerSet, LayerSetRecord, Prompt, Trial, Verdict
+
+Phase = Literal["load", "profile", "accumulate", "optimise", "accelerate", "verdict"]
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseChanged:
+    """A task entered a phase; `detail` is a few words for a person."""
+
+    task: str
+    phase: Phase
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptStarted:
+    """Prompt `index` (0-based) of `n_prompts` is being decoded."""
+
+    task: str
+    prompt_id: str
+    index: int
+    n_prompts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The state of a task after a round. Matchness is of the latest trial and of the set in use."""
+
+    task: str
+    phase: Phase
+    tokens: int
+    tok_s: float
+    matchness: float | None
+    best_matchness: float | None
+    n_trials: int
+    acceptance_rate: float | None
+    mean_generated_length: float | None
+    skip_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrialsDone:
+    """Candidates that one pass scored."""
+
+    task: str
+    trials: tuple[Trial, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """The draft uses this layer set from now on."""
+
+    task: str
+    layer_set: LayerSet
+    matchness: float | None
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class SkipRatioLowered:
+    """α stayed too low for too long (SWIFT C.2)."""
+
+    task: str
+    skip_ratio: float
+    acceptance_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFinished:
+    """A completion is final; `held_out` ones were decoded for the verdict."""
+
+    prompt: Prompt
+    index: int
+    completion: Completion
+    held_out: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFinished:
+    """A task's layer set with its figures, ready to be stored."""
+
+    task: str
+    record: LayerSetRecord
+    verdict: Verdict
+    stopped_because: str
+
+
+Event = (
+    PhaseChanged | PromptStarted | Progress | TrialsDone | Adopted | SkipRatioLowered | PromptFinished | TaskFinished
+)

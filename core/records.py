@@ -1,0 +1,102 @@
+"""Layer-set records to and from JSON: the one object that the CLI, the store's export and the API share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .errors import LayerSetError
+from .types import LayerSet, LayerSetRecord
+
+SCHEMA = "swiftopt.layer-set/1"
+REQUIRED = ("schema", "model", "n_layers", "skip_attn", "skip_mlp")
+
+
+def record_to_json(record: LayerSetRecord) -> dict[str, Any]:
+    """The exchanged object of design §8, keys in its order, with the store's `version` last where there is one."""
+    layer_set = record.layer_set
+    out: dict[str, Any] = {
+        "schema": SCHEMA,
+        "model": record.model,
+        "fingerprint": record.fingerprint,
+        "task": record.task,
+        "n_layers": layer_set.n_layers,
+        "skip_attn": sorted(layer_set.skip_attn),
+        "skip_mlp": sorted(layer_set.skip_mlp),
+        "quantised": dict(record.quantised),
+        "skip_ratio": round(layer_set.skip_ratio, 4),
+        "matchness": record.matchness,
+        "acceptance_rate": record.acceptance_rate,
+        "mean_generated_length": record.mean_generated_length,
+        "expected_speedup": record.expected_speedup,
+        "measured_speedup": record.measured_speedup,
+        "measured_interval": list(record.measured_interval) if record.measured_interval else None,
+        "verdict": record.verdict,
+        "device": record.device,
+        "dtype": record.dtype,
+        "settings": dict(record.settings),
+        "stream_sha256": record.stream_sha256,
+        "swiftopt_version": record.swiftopt_version,
+        "created_at": record.created_at,
+    }
+    if record.version is not None:
+        out["version"] = record.version
+    return out
+
+
+def record_from_json(values: Mapping[str, Any], where: str) -> LayerSetRecord:
+    """Inverse of `record_to_json`; `where` names the file in errors.
+
+    Raises: LayerSetError: a required key is missing, of the wrong type, or the set is out of range.
+    """
+    missing = [key for key in REQUIRED if key not in values]
+    if missing:
+        raise LayerSetError(f"{where} is no layer set: it lacks {missing}; required are {list(REQUIRED)}")
+    if values["schema"] != SCHEMA:
+        raise LayerSetError(f"{where} has schema {values['schema']!r}, this version reads {SCHEMA!r}")
+    try:
+        interval = values.get("measured_interval")
+        return LayerSetRecord(
+            model=str(values["model"]),
+            task=str(values.get("task") or "default"),
+            layer_set=LayerSet(
+                int(values["n_layers"]),
+                frozenset(_layers(values["skip_attn"])),
+                frozenset(_layers(values["skip_mlp"])),
+            ),
+            fingerprint=values.get("fingerprint"),
+            quantised=dict(values.get("quantised") or {}),
+            matchness=_number(values.get("matchness")),
+            acceptance_rate=_number(values.get("acceptance_rate")),
+            mean_generated_length=_number(values.get("mean_generated_length")),
+            expected_speedup=_number(values.get("expected_speedup")),
+            measured_speedup=_number(values.get("measured_speedup")),
+            measured_interval=(float(interval[0]), float(interval[1])) if interval else None,
+            verdict=_verdict(values.get("verdict")),
+            device=values.get("device"),
+            dtype=values.get("dtype"),
+            settings=dict(values.get("settings") or {}),
+            stream_sha256=values.get("stream_sha256"),
+            swiftopt_version=str(values.get("swiftopt_version") or ""),
+            created_at=str(values.get("created_at") or ""),
+        )
+    except LayerSetError as error:
+        raise LayerSetError(f"{where}: {error}") from error
+    except (TypeError, ValueError, IndexError) as error:
+        raise LayerSetError(f"{where} cannot be read as a layer set: {error}") from error
+
+
+def _layers(value: Any) -> list[int]:
+    if not isinstance(value, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in value):
+        raise LayerSetError(f"layers must be a list of whole numbers, not {value!r}")
+    return value
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _verdict(value: Any) -> Any:
+    if value not in ("use", "plain", "unmeasured", None):
+        raise LayerSetError(f"verdict {value!r} is none of use, plain, unmeasured")
+    return value or "unmeasured"

@@ -1,0 +1,348 @@
+"""The words of swiftopt, as frozen values.
+
+| paper | code                    | meaning, unit, range                                                    |
+|-------|-------------------------|-------------------------------------------------------------------------|
+| z     | `LayerSet`              | sub-layers the draft leaves out; 0-based; first and last layer are kept |
+| r     | `skip_ratio`            | skipped / searchable sub-layers, searchable = 2 (L - 2); [0, 1]         |
+| γ     | `context_window`        | generated tokens that score a layer set; tokens                         |
+| ε     | `stop_threshold`        | drafting stops after a token whose draft probability is below it        |
+| N_D   | `max_draft_length`      | draft steps per round; tokens                                           |
+| k     | `branching`             | candidates that a draft position offers, by confidence                  |
+| S     | `max_steps`             | optimisation steps; one step scores one candidate                       |
+| β     | `bayes_interval`        | every β-th step takes its candidate from the model of the scores        |
+| –     | `matchness`             | share of window positions where the draft's argmax is the token         |
+| α     | `acceptance_rate`       | accepted tokens (a hit side leaf is one) / draft steps; no bonus token  |
+| M     | `mean_generated_length` | tokens per target pass, bonus token included                            |
+| c     | `draft_cost`            | one draft pass / one plain target pass, measured                        |
+| E(Spd.)| `expected_speedup`     | tokens per round / (draft steps · c + cost of verifying n rows)         |
+
+Source: SWIFT (arXiv:2410.06916), sections 3-4, appendix B.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .errors import LayerSetError, SettingsError
+
+SubLayer = tuple[Literal["attn", "mlp"], int]
+FinishReason = Literal["stop", "length", "stop_string"]
+VerdictWord = Literal["use", "plain", "unmeasured"]
+
+
+def searchable(n_layers: int) -> tuple[SubLayer, ...]:
+    """Sub-layers a draft may leave out, attention first: 2 (L - 2) of them, none in the first or last layer."""
+    inner = range(1, n_layers - 1)
+    return (*(("attn", i) for i in inner), *(("mlp", i) for i in inner))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSet:
+    """Sub-layers the draft pass leaves out; 0-based, first and last layer always kept.
+
+    Raises: LayerSetError: a layer outside 1..n_layers-2 is named.
+    """
+
+    n_layers: int
+    skip_attn: frozenset[int] = frozenset()
+    skip_mlp: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        stray = sorted(i for i in self.skip_attn | self.skip_mlp if not 0 < i < self.n_layers - 1)
+        if stray:
+            raise LayerSetError(
+                f"layer set skips layers {stray}, but of {self.n_layers} layers only 1..{self.n_layers - 2} may be skipped"
+            )
+
+    @classmethod
+    def of(cls, n_layers: int, skipped: Sequence[SubLayer]) -> LayerSet:
+        """The set that leaves out the named sub-layers."""
+        return cls(
+            n_layers,
+            frozenset(i for kind, i in skipped if kind == "attn"),
+            frozenset(i for kind, i in skipped if kind == "mlp"),
+        )
+
+    @classmethod
+    def uniform(cls, n_layers: int, n_skipped: int) -> LayerSet:
+        """The set that a search starts from (SWIFT 4.1.1): half attention, half MLP, each evenly spaced in depth."""
+        n_inner = max(0, n_layers - 2)
+        n_skipped = min(n_skipped, 2 * n_inner)
+
+        def spaced(n: int) -> frozenset[int]:
+            return frozenset(1 + math.floor((j + 0.5) * n_inner / n) for j in range(n))
+
+        return cls(n_layers, spaced(n_skipped // 2), spaced(n_skipped - n_skipped // 2))
+
+    @property
+    def n_skipped(self) -> int:
+        """How many sub-layers are left out."""
+        return len(self.skip_attn) + len(self.skip_mlp)
+
+    @property
+    def skip_ratio(self) -> float:
+        """r: skipped / searchable sub-layers; 0 for a model with nothing to skip."""
+        return self.n_skipped / max(1, 2 * (self.n_layers - 2))
+
+    def skips(self, kind: Literal["attn", "mlp"], layer: int) -> bool:
+        """Whether that sub-layer is left out."""
+        return layer in (self.skip_attn if kind == "attn" else self.skip_mlp)
+
+    def bits(self) -> tuple[int, ...]:
+        """One 0/1 per searchable sub-layer, in the order of `searchable`; 1 is skipped."""
+        return tuple(int(self.skips(kind, i)) for kind, i in searchable(self.n_layers))
+
+    @classmethod
+    def from_bits(cls, n_layers: int, bits: Sequence[int]) -> LayerSet:
+        """Inverse of `bits`."""
+        return cls.of(n_layers, [sub for sub, bit in zip(searchable(n_layers), bits, strict=True) if bit])
+
+
+def n_skipped_for(n_layers: int, skip_ratio: float) -> int:
+    """Number of sub-layers that `skip_ratio` of the searchable ones is, rounded to the nearest."""
+    return round(skip_ratio * 2 * max(0, n_layers - 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One line of a stream: raw `text`, or chat `turns` of the user (or whole `messages`) for the chat template."""
+
+    id: str
+    task: str
+    text: str | None = None
+    messages: tuple[Mapping[str, str], ...] = ()
+    turns: tuple[str, ...] = ()
+    max_new_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a token is taken from the target's distribution; temperature 0 is greedy.
+
+    `repetition_penalty` None means what the model's own generation config says.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise SettingsError(f"temperature {self.temperature} is out of range: use 0 (greedy) or more")
+        if not 0 < self.top_p <= 1:
+            raise SettingsError(f"top_p {self.top_p} is out of range: use a number above 0, at most 1")
+        if self.top_k < 0:
+            raise SettingsError(f"top_k {self.top_k} is out of range: use 0 (off) or more")
+        if self.repetition_penalty is not None and not self.repetition_penalty > 0:
+            raise SettingsError(f"repetition_penalty {self.repetition_penalty} is out of range: use more than 0")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is taken, with no draw."""
+        return self.temperature == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where the seconds of a completion went (SWIFT Figure 6); prefill counts as `other_s`."""
+
+    optimise_s: float = 0.0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    other_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """All four together."""
+        return self.optimise_s + self.draft_s + self.verify_s + self.other_s
+
+    def __add__(self, other: Timings) -> Timings:
+        return Timings(
+            self.optimise_s + other.optimise_s,
+            self.draft_s + other.draft_s,
+            self.verify_s + other.verify_s,
+            self.other_s + other.other_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What one prompt came to, with the counts that α and M are made of.
+
+    `target_passes` are the passes of the full model after the prefill; `first_tokens` (0 or 1) came from the
+    prefill itself. `drafted` counts draft steps, `accepted` those whose position was accepted (a hit side leaf is
+    one), `accepted_per_position[i]` the rounds in which draft step i was. `verified_rows` is the sum over rounds of
+    the rows that the target checked.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    method: str
+    n_prompt_tokens: int = 0
+    target_passes: int = 0
+    first_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+    verified_rows: int = 0
+    timings: Timings = field(default_factory=Timings)
+    layer_set: LayerSet | None = None
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the completion."""
+        return len(self.token_ids)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """α; None if nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def mean_generated_length(self) -> float | None:
+        """M; None if no target pass was needed."""
+        return (self.n_tokens - self.first_tokens) / self.target_passes if self.target_passes else None
+
+
+@dataclass(frozen=True, slots=True)
+class CostProfile:
+    """Measured seconds of a model's parts on one device, dtype and context bucket.
+
+    `attn_s`, `mlp_s`: one sub-layer on one row; `head_s`: final norm, head and reading its answer; `fixed_s`: the
+    rest of a one-row pass; `pass_s[n]`: a whole target pass over n rows, n ascending.
+    """
+
+    fingerprint: str
+    device: str
+    dtype: str
+    context_bucket: int
+    n_layers: int
+    attn_s: float
+    mlp_s: float
+    head_s: float
+    fixed_s: float
+    pass_s: Mapping[int, float]
+
+    def target_pass_s(self, n_rows: int) -> float:
+        """Seconds of a target pass over `n_rows` rows, linear between the measured widths and beyond the last."""
+        widths = sorted(self.pass_s)
+        if n_rows <= widths[0] or len(widths) == 1:
+            return self.pass_s[widths[0]]
+        high = next((w for w in widths if w >= n_rows), widths[-1])
+        low = widths[widths.index(high) - 1]
+        slope = (self.pass_s[high] - self.pass_s[low]) / (high - low)
+        return self.pass_s[low] + slope * (n_rows - low)
+
+    def draft_pass_s(self, layer_set: LayerSet) -> float:
+        """Seconds of a one-row pass that leaves out the set's sub-layers."""
+        kept_attn = self.n_layers - len(layer_set.skip_attn)
+        kept_mlp = self.n_layers - len(layer_set.skip_mlp)
+        return self.fixed_s + self.head_s + kept_attn * self.attn_s + kept_mlp * self.mlp_s
+
+    def draft_cost(self, layer_set: LayerSet) -> float:
+        """c: one draft pass / one plain target pass."""
+        return self.draft_pass_s(layer_set) / self.target_pass_s(1)
+
+    def verify_cost(self, n_rows: int) -> float:
+        """A target pass over `n_rows` rows / one over a single row."""
+        return self.target_pass_s(n_rows) / self.target_pass_s(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One candidate layer set, scored once.
+
+    `origin` says who proposed it: "uniform" (the start), "random", "gp", "tpe", "late" (a suggestion was due but not
+    there yet, so the step was random), "incumbent" never appears: re-scoring before a swap is no trial.
+    `score` is the value that was maximised; `window` names the context: prompt id and the first position scored.
+    """
+
+    step: int
+    layer_set: LayerSet
+    origin: str
+    matchness: float
+    score: float
+    prompt_id: str = ""
+    position: int = 0
+    seed: int = 0
+    adopted: bool = False
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The answer on held-out prompts: `use` only if the interval's lower end is above 1."""
+
+    word: VerdictWord
+    ratio: float | None = None
+    interval: tuple[float, float] | None = None
+    expected: float | None = None
+    n_prompts: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the store must know of a model so that look-ups need no torch."""
+
+    fingerprint: str
+    architecture: str
+    n_layers: int
+    n_parameters: int
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSetRecord:
+    """A stored layer set with its figures and provenance: the object of the CLI, the API and the export file.
+
+    `version` is given by the store and is no part of the exchanged JSON's identity; None before it is stored.
+    Figures are None where nothing was measured (an imported set).
+    """
+
+    model: str
+    task: str
+    layer_set: LayerSet
+    fingerprint: str | None = None
+    quantised: Mapping[str, str] = field(default_factory=dict)
+    matchness: float | None = None
+    acceptance_rate: float | None = None
+    mean_generated_length: float | None = None
+    expected_speedup: float | None = None
+    measured_speedup: float | None = None
+    measured_interval: tuple[float, float] | None = None
+    verdict: VerdictWord = "unmeasured"
+    device: str | None = None
+    dtype: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    stream_sha256: str | None = None
+    swiftopt_version: str = ""
+    created_at: str = ""
+    version: int | None = None
+    job: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How to decode for a model and task: a method, and what it needs. `method` is "plain" or "swift"."""
+
+    method: str
+    layer_set: LayerSetRecord | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    verdict: VerdictWord = "unmeasured"
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPlan:
+    """A look-up's answer; `fallback` says in words what differs from what was asked, None for an exact hit."""
+
+    plan: Plan
+    version: int
+    alias: str
+    fallback: str | None = None

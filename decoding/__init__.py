@@ -1,0 +1,1 @@
+"""Draft, verify, commit: one loop for every method."""

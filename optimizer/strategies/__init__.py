@@ -1,0 +1,1 @@
+"""Who proposes the next candidate: ask/tell strategies by name."""

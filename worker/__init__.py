@@ -1,0 +1,1 @@
+"""Run a tuning job and write what it reports to the store."""
