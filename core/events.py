@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .types import Completion, LayerSet, LayerSetRecord, Prompt, Trial, Verdict
+from .types import Completion, LayerSet, LayerSetRecord, Prompt, Timings, Trial, Verdict
 
 Phase = Literal["load", "profile", "accumulate", "optimise", "accelerate", "verdict"]
 
@@ -84,12 +84,23 @@ class PromptFinished:
 
 @dataclass(frozen=True, slots=True)
 class TaskFinished:
-    """A task's layer set with its figures, ready to be stored."""
+    """A task's layer set with its figures, and what a summary of the run needs.
+
+    `timings` covers the prompts that were decoded while tuning (SWIFT Figure 6), not the verdict's runs;
+    `stopped_because` says in words what ended the search; `record.version` is set once the runner has stored it.
+    """
 
     task: str
     record: LayerSetRecord
     verdict: Verdict
     stopped_because: str
+    trials: tuple[Trial, ...]
+    timings: Timings
+    n_prompts: int
+    n_tokens: int
+    draft_cost: float
+    plain_tok_s: float | None
+    tuned_tok_s: float | None
 
 
 Event = (

@@ -55,9 +55,16 @@ class SwiftSettings:
         for name in ("max_draft_length", "context_window", "bayes_interval", "patience", "min_acceptance_rounds"):
             _check(name, getattr(self, name), getattr(self, name) >= 1, "1 or more")
         _check("max_steps", self.max_steps, self.max_steps >= 0, "0 or more")
-        _check("skip_ratio", self.skip_ratio, self.skip_ratio is None or 0 <= self.skip_ratio <= 1, "a number from 0 to 1")
+        _check(
+            "skip_ratio", self.skip_ratio, self.skip_ratio is None or 0 <= self.skip_ratio <= 1, "a number from 0 to 1"
+        )
         _check("skip_ratio_step", self.skip_ratio_step, 0 < self.skip_ratio_step <= 1, "more than 0, at most 1")
-        _check("objective", self.objective, self.objective in ("expected_speedup", "matchness"), "expected_speedup or matchness")
+        _check(
+            "objective",
+            self.objective,
+            self.objective in ("expected_speedup", "matchness"),
+            "expected_speedup or matchness",
+        )
         bounds = [bound for bound, _ in self.branching]
         rising = bounds == sorted(set(bounds)) and bounds[-1:] == [1.0] and all(k >= 1 for _, k in self.branching)
         _check("branching", self.branching, rising, "rising (confidence, candidates) pairs that end at confidence 1")

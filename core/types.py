@@ -54,7 +54,8 @@ class LayerSet:
         stray = sorted(i for i in self.skip_attn | self.skip_mlp if not 0 < i < self.n_layers - 1)
         if stray:
             raise LayerSetError(
-                f"layer set skips layers {stray}, but of {self.n_layers} layers only 1..{self.n_layers - 2} may be skipped"
+                f"layer set skips layers {stray}, but of {self.n_layers} layers"
+                f" only 1..{self.n_layers - 2} may be skipped"
             )
 
     @classmethod
@@ -176,8 +177,8 @@ class Completion:
 
     `target_passes` are the passes of the full model after the prefill; `first_tokens` (0 or 1) came from the
     prefill itself. `drafted` counts draft steps, `accepted` those whose position was accepted (a hit side leaf is
-    one), `accepted_per_position[i]` the rounds in which draft step i was. `verified_rows` is the sum over rounds of
-    the rows that the target checked.
+    one), `accepted_per_position[i]` the rounds in which draft step i was. `verified_widths` counts the passes per
+    number of rows that the target checked. `prefill_s` is part of `timings.other_s`.
     """
 
     token_ids: tuple[int, ...]
@@ -190,8 +191,9 @@ class Completion:
     drafted: int = 0
     accepted: int = 0
     accepted_per_position: tuple[int, ...] = ()
-    verified_rows: int = 0
+    verified_widths: Mapping[int, int] = field(default_factory=dict)
     timings: Timings = field(default_factory=Timings)
+    prefill_s: float = 0.0
     layer_set: LayerSet | None = None
 
     @property
@@ -252,6 +254,18 @@ class CostProfile:
     def verify_cost(self, n_rows: int) -> float:
         """A target pass over `n_rows` rows / one over a single row."""
         return self.target_pass_s(n_rows) / self.target_pass_s(1)
+
+    def expected_speedup(
+        self, layer_set: LayerSet, tokens: float, draft_steps: float, widths: Mapping[int, float]
+    ) -> float:
+        """E(Spd.): tokens per plain pass's time, for that many draft steps and target passes per width.
+
+        Source: SWIFT Eq. 6. DEVIATION: c is measured instead of 1 - r, and a verification costs what its rows cost
+        instead of one plain pass.
+        """
+        spent = draft_steps * self.draft_cost(layer_set)
+        spent += sum(count * self.verify_cost(n_rows) for n_rows, count in widths.items())
+        return tokens / spent
 
 
 @dataclass(frozen=True, slots=True)

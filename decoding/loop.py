@@ -1,0 +1,180 @@
+"""The decode loop of every method: draft, let the target check, commit; round after round until the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+
+from ..core.types import Completion, FinishReason, Timings
+from ..models.runtime import Rows, Runtime
+from .context import Context, Ending
+from .drafters import Drafter
+from .rule import TokenRule
+from .tree import DraftTree, ancestor_mask
+from .verify import Walk, walk
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One draft and its verification, as those who watch see it."""
+
+    n_steps: int
+    n_accepted: int
+    n_emitted: int
+    n_rows: int
+    draft_s: float
+    verify_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Calls into the loop. `before_round` may score candidates behind the committed slots and change the drafter; it
+    gets `scratch_rows` slots of buffer for that, and its time counts as optimisation."""
+
+    on_tokens: Callable[[Sequence[int]], None] | None = None
+    before_round: Callable[[Context], None] | None = None
+    after_round: Callable[[Context, Round], None] | None = None
+    scratch_rows: int = 0
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Counts and seconds of a completion while it grows."""
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    widths: dict[int, int] = field(default_factory=dict)
+    per_position: list[int] = field(default_factory=list)
+    optimise_s: float = 0.0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+
+    def add(self, tree: DraftTree, n_accepted: int) -> None:
+        self.rounds += 1
+        self.drafted += tree.n_steps
+        self.accepted += n_accepted
+        self.widths[tree.n_nodes] = self.widths.get(tree.n_nodes, 0) + 1
+        self.per_position += [0] * (tree.n_steps - len(self.per_position))
+        for position in range(n_accepted):
+            self.per_position[position] += 1
+
+
+@torch.inference_mode()
+def decode(
+    runtime: Runtime,
+    prompt_ids: Sequence[int],
+    drafter: Drafter,
+    rule: TokenRule,
+    ending: Ending,
+    watch: Watch | None = None,
+) -> Completion:
+    """Decode one prompt; the tokens are those of plain decoding with the same rule.
+
+    Args:   prompt_ids: at least one token.
+    Raises: ContextOverflow: prompt and completion do not fit the model's context.
+            LayerSetError: the drafter's layer set was made for another depth.
+    """
+    watch = watch or Watch()
+    started = perf_counter()
+    runtime.check_context(len(prompt_ids), ending.max_new_tokens)
+    if drafter.layer_set is not None:
+        runtime.check_layer_set(drafter.layer_set)
+    behind = max(drafter.max_nodes(ending.max_new_tokens), watch.scratch_rows)
+    buffer = runtime.new_buffer(len(prompt_ids) + ending.max_new_tokens + behind)
+    context = Context(runtime, buffer, rule, list(prompt_ids), len(prompt_ids))
+
+    tally = _Tally()
+    logits = runtime.prefill(prompt_ids, buffer)
+    first = rule.choose(context.token_ids, logits)
+    prefill_s = perf_counter() - started
+    finish = _commit(context, (first,), ending, watch)
+    while finish is None:
+        finish = _round(context, drafter, ending, watch, tally)
+    total = perf_counter() - started
+    spent = tally.optimise_s + tally.draft_s + tally.verify_s
+    return Completion(
+        token_ids=tuple(context.generated),
+        text=completion_text(runtime, context.generated, ending),
+        finish_reason=finish,
+        method=drafter.name,
+        n_prompt_tokens=len(prompt_ids),
+        target_passes=tally.rounds,
+        first_tokens=1,
+        drafted=tally.drafted,
+        accepted=tally.accepted,
+        accepted_per_position=tuple(tally.per_position),
+        verified_widths=tally.widths,
+        timings=Timings(tally.optimise_s, tally.draft_s, tally.verify_s, max(0.0, total - spent)),
+        prefill_s=prefill_s,
+        layer_set=drafter.layer_set,
+    )
+
+
+def completion_text(runtime: Runtime, token_ids: Sequence[int], ending: Ending) -> str:
+    """The completion as text, without special tokens and cut where a stop string begins; "" without a tokenizer."""
+    if runtime.tokenizer is None:
+        return ""
+    text = str(runtime.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+    cut = ending.cut(text)
+    return text if cut is None else text[:cut]
+
+
+def _round(context: Context, drafter: Drafter, ending: Ending, watch: Watch, tally: _Tally) -> FinishReason | None:
+    clock = perf_counter()
+    if watch.before_round is not None:
+        watch.before_round(context)
+    optimised = perf_counter()
+    # The last token of the completion needs no draft: it comes with the pass that verifies the one before it.
+    tree = drafter.draft(context, ending.max_new_tokens - len(context.generated) - 1)
+    drafted = perf_counter()
+    walked = _verify(context, tree)
+    before = len(context.token_ids)
+    _keep(context, tree, walked)
+    verified = perf_counter()
+    finish = _commit(context, walked.token_ids, ending, watch)
+    n_emitted = len(context.token_ids) - before
+    n_accepted = min(len(walked.path), n_emitted)
+    tally.add(tree, n_accepted)
+    tally.optimise_s += optimised - clock
+    tally.draft_s += drafted - optimised
+    tally.verify_s += verified - drafted
+    if watch.after_round is not None:
+        round_ = Round(tree.n_steps, n_accepted, n_emitted, tree.n_nodes, drafted - optimised, verified - drafted)
+        watch.after_round(context, round_)
+    return finish
+
+
+def _verify(context: Context, tree: DraftTree) -> Walk:
+    """One target pass over the tree, and the target's way down it."""
+    root = context.root_slot
+    if tree.is_chain:
+        rows = Rows(tree.token_ids, root)
+    else:
+        committed = torch.ones((tree.n_nodes, root), dtype=torch.bool)
+        visible = torch.cat((committed, ancestor_mask(tree.parents)), dim=1)
+        rows = Rows(tree.token_ids, root, [root + depth for depth in tree.depths()], visible)
+    logits = context.runtime.forward(rows, context.buffer)  # (n_nodes, vocab)
+    rule = context.rule
+    if rule.is_argmax:
+        choices: list[int] = logits.argmax(dim=-1).tolist()
+        return walk(tree, lambda node, _: choices[node])
+    return walk(tree, lambda node, accepted: rule.choose([*context.token_ids, *accepted], logits[node]))
+
+
+def _keep(context: Context, tree: DraftTree, walked: Walk) -> None:
+    """Bring the accepted nodes' keys and values to the slots of their positions."""
+    for depth, node in enumerate(walked.path, 1):
+        if node != depth:  # a side leaf; spine node i already lies at depth i
+            context.buffer.move(context.root_slot + node, context.root_slot + depth)
+
+
+def _commit(context: Context, block: Sequence[int], ending: Ending, watch: Watch) -> FinishReason | None:
+    kept, finish = ending.crop(context.generated, block)
+    context.token_ids += kept
+    if watch.on_tokens is not None:
+        watch.on_tokens(kept)
+    return finish

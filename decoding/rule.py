@@ -1,0 +1,93 @@
+"""How scores become a token: penalties, temperature, top-k and top-p, applied once, to draft and target alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from ..core.types import Sampling
+
+
+class TokenRule:
+    """Turns a row of logits into the target's token or the draft's candidates.
+
+    Sampling draws one uniform number per emitted token from a generator of the request's seed and inverts the
+    cumulative distribution, so that speculative and plain decoding of one seed give the same tokens.
+    """
+
+    def __init__(self, sampling: Sampling, processors: LogitsProcessorList) -> None:
+        self.greedy = sampling.greedy
+        self.processors = processors
+        self._generator = torch.Generator().manual_seed(sampling.seed)
+
+    @classmethod
+    def of(cls, sampling: Sampling, generation_config: Any) -> TokenRule:
+        """The rule of a request on a model whose `generation_config` may ask for a repetition penalty."""
+        processors = LogitsProcessorList()
+        penalty = sampling.repetition_penalty
+        if penalty is None:
+            penalty = getattr(generation_config, "repetition_penalty", None)
+        if penalty not in (None, 1.0):
+            processors.append(RepetitionPenaltyLogitsProcessor(float(penalty)))
+        if not sampling.greedy:
+            if sampling.temperature != 1.0:
+                processors.append(TemperatureLogitsWarper(float(sampling.temperature)))
+            if sampling.top_k:
+                processors.append(TopKLogitsWarper(sampling.top_k))
+            if sampling.top_p < 1.0:
+                processors.append(TopPLogitsWarper(sampling.top_p))
+        return cls(sampling, processors)
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the target's token is just the argmax of its logits."""
+        return self.greedy and not self.processors
+
+    def scores(self, token_ids: Sequence[int], logits: Tensor) -> Tensor:
+        """float32 (vocab,): `logits` (vocab,) after all processors, in the context of `token_ids`."""
+        scores = logits.float()
+        if self.processors:
+            context: Any = torch.tensor([token_ids], device=logits.device)
+            scores = self.processors(context, cast(Any, scores[None]))[0]
+        return scores
+
+    def choose(self, token_ids: Sequence[int], logits: Tensor) -> int:
+        """The target's next token after `token_ids`."""
+        scores = self.scores(token_ids, logits)
+        if self.greedy:
+            return int(scores.argmax())
+        return self.draw(torch.softmax(scores.double(), dim=-1))
+
+    def draw(self, target_probs: Tensor) -> int:
+        """A token of `target_probs` (vocab,), float64, by inversion with one uniform draw."""
+        uniform = torch.rand((), generator=self._generator, dtype=torch.float64).item()
+        cumulative = target_probs.cumsum(-1)
+        index = int(torch.searchsorted(cumulative, uniform * float(cumulative[-1]), right=True))
+        return min(index, int(target_probs.nonzero()[-1]))
+
+    def confidence(self, scores: Tensor) -> tuple[int, float]:
+        """The most probable token of `scores` (vocab,) and its probability."""
+        top, index = scores.max(-1)
+        # One transfer: on a GPU each is a synchronisation.
+        value, token_id = torch.stack(((top - scores.logsumexp(-1)).double(), index.double())).tolist()
+        return int(token_id), float(torch.tensor(value).exp())
+
+    def candidates(self, scores: Tensor, token_id: int, n: int) -> tuple[int, ...]:
+        """The `n` most probable tokens, `token_id` first; fewer where the rest has no probability."""
+        if n == 1:
+            return (token_id,)
+        values, tokens = scores.topk(min(n, scores.shape[-1]))
+        offered = [
+            t for t, v in zip(tokens.tolist(), values.tolist(), strict=True) if v > float("-inf") and t != token_id
+        ]
+        return (token_id, *offered[: n - 1])

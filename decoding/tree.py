@@ -1,0 +1,74 @@
+"""The draft tree: a spine that was drafted step by step, and side leaves that hang from it.
+
+Order: the root (the last committed token), spine 1, spine 2, …, then the side leaves. Accepting a prefix of the spine
+then needs no move of keys and values at all, and accepting a side leaf moves one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core.errors import ShapeError
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """Nodes in buffer order; `parents[0]` is -1. `n_steps` draft passes made it: the length of the spine."""
+
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...]
+    n_steps: int
+
+    @classmethod
+    def grow(cls, root: int, candidates: Sequence[Sequence[int]]) -> DraftTree:
+        """The tree of a draft: `candidates[i]` are the tokens offered at draft step i, the spine's own first."""
+        spine = [offered[0] for offered in candidates]
+        token_ids, parents = [root, *spine], list(range(-1, len(spine)))
+        for step, offered in enumerate(candidates):
+            token_ids += offered[1:]
+            parents += [step] * (len(offered) - 1)
+        return cls(tuple(token_ids), tuple(parents), len(spine))
+
+    @property
+    def n_nodes(self) -> int:
+        """Rows that the target checks, root included."""
+        return len(self.token_ids)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether there are no side leaves, so that slots are positions."""
+        return self.n_nodes == self.n_steps + 1
+
+    def child(self, node: int, token_id: int) -> int | None:
+        """The node that continues `node` with `token_id`, None where the draft did not offer it."""
+        for other in range(node + 1, self.n_nodes):
+            if self.parents[other] == node and self.token_ids[other] == token_id:
+                return other
+        return None
+
+    def depths(self) -> list[int]:
+        """Distance of each node from the root."""
+        depths = [0] * self.n_nodes
+        for node in range(1, self.n_nodes):
+            depths[node] = depths[self.parents[node]] + 1
+        return depths
+
+
+def ancestor_mask(parents: Sequence[int]) -> Tensor:
+    """Which nodes each node of a tree may attend to.
+
+    Args:    parents: parent index per node, parents first, -1 for the root.
+    Returns: bool, (n_nodes, n_nodes); row i is True at i and at its ancestors.
+    Raises:  ShapeError: a parent does not come before its child.
+    """
+    mask = torch.eye(len(parents), dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        if parent >= node:
+            raise ShapeError(f"node {node} lists parent {parent}, which does not come before it")
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    return mask

@@ -1,0 +1,45 @@
+"""One preallocated key/value buffer per request, shared by draft and target; nothing in it is ever cloned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class KVBuffer:
+    """Keys and values of every layer by slot.
+
+    Slot i holds position i of the committed text. Behind the committed slots a draft writes its chain, the target
+    overwrites it when it verifies, and candidate evaluation writes scratch rows that the next pass overwrites.
+    Layers on one device share one block of shape (2, layers, kv_heads, capacity, head_dim), so that moving a row
+    is one copy per device. Zero-filled: a masked slot that was never written must not hold a NaN.
+    """
+
+    def __init__(
+        self, devices: Sequence[torch.device], kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype
+    ) -> None:
+        self.capacity = capacity
+        self._blocks: dict[torch.device, Tensor] = {}
+        self.keys: list[Tensor] = []  # per layer (kv_heads, capacity, head_dim)
+        self.values: list[Tensor] = []
+        for device in dict.fromkeys(devices):
+            shape = (2, sum(d == device for d in devices), kv_heads, capacity, head_dim)
+            self._blocks[device] = torch.zeros(shape, dtype=dtype, device=device)
+        taken = dict.fromkeys(devices, 0)
+        for device in devices:
+            block = self._blocks[device]
+            self.keys.append(block[0, taken[device]])
+            self.values.append(block[1, taken[device]])
+            taken[device] += 1
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory the buffer holds."""
+        return sum(block.numel() * block.element_size() for block in self._blocks.values())
+
+    def move(self, source: int, target: int) -> None:
+        """Copy one slot's keys and values of all layers to another slot."""
+        for block in self._blocks.values():
+            block[:, :, :, target] = block[:, :, :, source]

@@ -1,0 +1,106 @@
+"""What the parts of a model cost here: measured by running whole passes, never assumed from counts."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from ..core.types import CostProfile, LayerSet
+from .buffer import KVBuffer
+from .runtime import Rows, Runtime
+
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # rows of the target passes that are measured
+BUDGET_S = 5.0  # seconds that the repetitions may take, beyond the least number of them
+REPEATS = (3, 15)  # least and most repetitions of each pass
+SMALLEST_BUCKET = 256  # slots
+
+
+def context_bucket(n_positions: int) -> int:
+    """The power of two at or above `n_positions`, at least 256: the context length that costs are measured at."""
+    return max(SMALLEST_BUCKET, 1 << (max(1, n_positions) - 1).bit_length())
+
+
+def device_name(device: torch.device) -> str:
+    """What a stored figure is valid for: the GPU's name, or the processor's with its number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_cpu_name()} ({torch.get_num_threads()} threads)"
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+@torch.inference_mode()
+def measure_costs(runtime: Runtime, bucket: int, on_step: Callable[[str], None] | None = None) -> CostProfile:
+    """Time passes of several widths and with sub-layers left out, interleaved, and take medians.
+
+    Attention and MLP are what a one-row pass gets cheaper by without the inner ones; the head is what it gets cheaper
+    by without logits; the rest of the pass is the fixed part.
+    """
+    bucket = min(bucket, max(1, runtime.max_positions - WIDTHS[-1]))
+    inner = frozenset(range(1, runtime.n_layers - 1))
+    none = frozenset[int]()
+    buffer = runtime.new_buffer(bucket + WIDTHS[-1])
+    runs: dict[str, Callable[[], None]] = {
+        f"rows {n}": _pass(runtime, buffer, bucket, n, LayerSet(runtime.n_layers)) for n in WIDTHS
+    }
+    runs["no attention"] = _pass(runtime, buffer, bucket, 1, LayerSet(runtime.n_layers, inner, none))
+    runs["no mlp"] = _pass(runtime, buffer, bucket, 1, LayerSet(runtime.n_layers, none, inner))
+    runs["no head"] = _pass(runtime, buffer, bucket, 1, LayerSet(runtime.n_layers), n_logits=0)
+    seconds = _interleave(runs, on_step)
+    whole = seconds["rows 1"]
+    attn = max(0.0, (whole - seconds["no attention"]) / max(1, len(inner)))
+    mlp = max(0.0, (whole - seconds["no mlp"]) / max(1, len(inner)))
+    head = max(0.0, whole - seconds["no head"])
+    return CostProfile(
+        fingerprint=runtime.info.fingerprint,
+        device=device_name(runtime.device),
+        dtype=str(runtime.dtype).removeprefix("torch."),
+        context_bucket=bucket,
+        n_layers=runtime.n_layers,
+        attn_s=attn,
+        mlp_s=mlp,
+        head_s=head,
+        fixed_s=max(0.0, whole - head - runtime.n_layers * (attn + mlp)),
+        pass_s={n: seconds[f"rows {n}"] for n in WIDTHS},
+    )
+
+
+def _pass(
+    runtime: Runtime, buffer: KVBuffer, first_slot: int, n_rows: int, layer_set: LayerSet, n_logits: int | None = None
+) -> Callable[[], None]:
+    rows = Rows([0] * n_rows, first_slot, variants=(layer_set,) if layer_set.n_skipped else ())
+
+    def run() -> None:
+        out = runtime.forward(rows, buffer, n_logits=n_logits)
+        # Reading the answer belongs to a pass: on a GPU it is what waits for it.
+        (out.argmax(dim=-1) if n_logits is None else out.sum()).tolist()
+
+    return run
+
+
+def _interleave(runs: dict[str, Callable[[], None]], on_step: Callable[[str], None] | None) -> dict[str, float]:
+    """Median seconds per run; one round of all at a time, so that a slow moment of the machine hits all alike."""
+    for run in runs.values():
+        run()  # the first pass of a width allocates and chooses kernels
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    started, repeats = perf_counter(), 0
+    while repeats < REPEATS[0] or (repeats < REPEATS[1] and perf_counter() - started < BUDGET_S):
+        for name, run in runs.items():
+            clock = perf_counter()
+            run()
+            samples[name].append(perf_counter() - clock)
+        repeats += 1
+        if on_step is not None:
+            on_step(f"measuring costs, round {repeats}")
+    return {name: median(values) for name, values in samples.items()}

@@ -1,0 +1,127 @@
+"""Where each supported architecture of transformers keeps its sub-layers: one row per family.
+
+A skipped sub-layer contributes zero to the residual stream, so all that is needed of a family is the names of its
+modules, the shape of its query/key/value projection and whether attention and MLP read the same residual.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..core.errors import UnsupportedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Module names, dotted from the causal-LM model (`layers` … `head`) or from one decoder layer (the rest).
+
+    `projection`: "split" has q_proj, k_proj, v_proj; "fused" one projection, queries then keys then values; "heads" one
+    projection that interleaves query, key and value per head (GPT-NeoX).
+    """
+
+    layers: str = "model.layers"
+    embed: str = "model.embed_tokens"
+    positions: str | None = None  # learned position embedding, added to the token's
+    norm: str = "model.norm"
+    rotary: str | None = "model.rotary_emb"
+    rotary_by_type: bool = False  # the rotary module wants the layer type (Gemma 3)
+    head: str = "lm_head"
+    attn: str = "self_attn"
+    attn_norm: str = "input_layernorm"
+    attn_post_norm: str | None = None
+    mlp: str = "mlp"
+    mlp_norm: str = "post_attention_layernorm"
+    mlp_post_norm: str | None = None
+    projection: Literal["split", "fused", "heads"] = "split"
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    out: str = "o_proj"
+    sliding: Literal["none", "all", "by_layer"] = "none"  # which layers a configured sliding window holds for
+    parallel_flag: str | None = None  # config flag: attention and MLP both read the layer's input
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(),
+    "mistral": Family(sliding="all"),
+    "qwen2": Family(sliding="by_layer"),
+    "qwen3": Family(sliding="by_layer"),
+    "gemma3_text": Family(
+        rotary_by_type=True,
+        attn_post_norm="post_attention_layernorm",
+        mlp_norm="pre_feedforward_layernorm",
+        mlp_post_norm="post_feedforward_layernorm",
+        sliding="by_layer",
+    ),
+    "phi3": Family(projection="fused", qkv=("qkv_proj",), sliding="all"),
+    "gpt2": Family(
+        layers="transformer.h",
+        embed="transformer.wte",
+        positions="transformer.wpe",
+        norm="transformer.ln_f",
+        rotary=None,
+        attn="attn",
+        attn_norm="ln_1",
+        mlp_norm="ln_2",
+        projection="fused",
+        qkv=("c_attn",),
+        out="c_proj",
+    ),
+    "gpt_neox": Family(
+        layers="gpt_neox.layers",
+        embed="gpt_neox.embed_in",
+        norm="gpt_neox.final_layer_norm",
+        rotary="gpt_neox.rotary_emb",
+        attn="attention",
+        projection="heads",
+        qkv=("query_key_value",),
+        out="dense",
+        parallel_flag="use_parallel_residual",
+    ),
+}
+
+
+def family_of(config: Any) -> Family:
+    """The row for a transformers config.
+
+    Raises: UnsupportedModel: the model type has no row, or the config asks for what no test proves.
+    """
+    model_type = str(getattr(config, "model_type", "unknown"))
+    if model_type not in FAMILIES:
+        raise UnsupportedModel(
+            f"model type {model_type!r} is not supported: swiftopt can skip sub-layers in {', '.join(sorted(FAMILIES))}"
+        )
+    refused = {
+        "attn_logit_softcapping": "attention soft-capping",
+        "use_bidirectional_attention": "bidirectional attention",
+        "add_cross_attention": "cross-attention",
+        "attention_chunk_size": "chunked attention",
+    }
+    for flag, words in refused.items():
+        if getattr(config, flag, None):
+            raise UnsupportedModel(f"this {model_type} model sets {flag}, and {words} is not supported")
+    return FAMILIES[model_type]
+
+
+def windows_of(config: Any, family: Family, n_layers: int) -> tuple[int | None, ...]:
+    """Per layer the sliding window in tokens, None where a layer sees everything before it."""
+    window = getattr(config, "sliding_window", None)
+    if family.sliding == "none" or window is None:
+        return (None,) * n_layers
+    if family.sliding == "all":
+        return (int(window),) * n_layers
+    return tuple(int(window) if kind == "sliding_attention" else None for kind in config.layer_types)
+
+
+def context_limit(config: Any) -> int:
+    """Most positions (prompt and completion) that the runtime lays out for this model.
+
+    Rotary schemes that change their frequencies beyond the trained length ("dynamic", "longrope") are used up to that
+    length only: a position must have one rotation, whenever it is reached.
+    """
+    limit = int(getattr(config, "max_position_embeddings", None) or config.n_positions)
+    rope = getattr(config, "rope_parameters", None) or {}
+    per_type = [value for value in rope.values() if isinstance(value, dict)] or [rope]
+    for parameters in per_type:
+        if parameters.get("rope_type") == "longrope":
+            limit = min(limit, int(parameters.get("original_max_position_embeddings", limit)))
+    return limit

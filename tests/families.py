@@ -1,0 +1,84 @@
+"""Random tiny models of every supported family: four layers, float64, a vocabulary of 97 words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from swiftopt.core.types import ModelInfo
+from swiftopt.models.runtime import Runtime
+
+VOCAB = 97
+WINDOW = 12  # tokens; shorter than what the tests decode, so that windows are crossed
+_SIZE: dict[str, Any] = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    max_position_embeddings=256,
+    bos_token_id=1,
+    eos_token_id=None,
+    pad_token_id=0,
+)
+_GROUPED: dict[str, Any] = {**_SIZE, "num_key_value_heads": 2}
+_BY_LAYER = ["sliding_attention", "full_attention"] * 2
+
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**_GROUPED),
+    "mistral": MistralConfig(**_GROUPED, sliding_window=None),
+    "mistral-window": MistralConfig(**_GROUPED, sliding_window=WINDOW),
+    "qwen2": Qwen2Config(**_GROUPED),
+    "qwen2-window": Qwen2Config(
+        **_GROUPED, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2, layer_types=_BY_LAYER
+    ),
+    "qwen3": Qwen3Config(**_GROUPED, head_dim=16),
+    "gemma3": Gemma3TextConfig(**_GROUPED, head_dim=16, sliding_window=WINDOW, layer_types=_BY_LAYER),
+    "gemma3-softcap": Gemma3TextConfig(
+        **_GROUPED, head_dim=16, sliding_window=WINDOW, layer_types=_BY_LAYER, final_logit_softcapping=3.0
+    ),
+    "phi3": Phi3Config(**_GROUPED, sliding_window=None),
+    "phi3-window": Phi3Config(**_GROUPED, sliding_window=WINDOW),
+    "gpt2": GPT2Config(
+        vocab_size=VOCAB,
+        n_embd=32,
+        n_layer=4,
+        n_head=4,
+        n_positions=256,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    ),
+    "gpt_neox": GPTNeoXConfig(**_SIZE, rotary_pct=0.25),
+    "gpt_neox-serial": GPTNeoXConfig(**_SIZE, rotary_pct=0.5, use_parallel_residual=False),
+}
+
+
+def tiny_model(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
+    """A random model whose residual stream is large enough that skipping a sub-layer changes few argmaxes."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[family], dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and "embed" not in name and "wte" not in name:
+                parameter.mul_(4.0)
+    return model.to(dtype).eval().requires_grad_(False)
+
+
+def tiny_runtime(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Runtime:
+    """The runtime of a random tiny model, without a tokenizer."""
+    model = tiny_model(family, dtype, seed)
+    return Runtime(model, None, ModelInfo(f"tiny-{family}", family, 4, sum(p.numel() for p in model.parameters())))

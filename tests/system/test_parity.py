@@ -1,0 +1,136 @@
+"""The promise: whatever is skipped, the tokens are those of plain decoding; float64, so kernel order flips no tie."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from families import CONFIGS, VOCAB, WINDOW, tiny_runtime
+
+from swiftopt.core.settings import SwiftSettings
+from swiftopt.core.types import LayerSet, Sampling, searchable
+from swiftopt.decoding.context import Ending
+from swiftopt.decoding.drafters import NoDrafter, SkipDrafter
+from swiftopt.decoding.loop import decode
+from swiftopt.decoding.rule import TokenRule
+from swiftopt.models.runtime import Rows, Runtime
+
+N_NEW = 40
+SETTINGS = [
+    SwiftSettings(stop_threshold=0.02, max_draft_length=5, branching=((0.03, 4), (0.06, 2), (1.0, 1))),
+    SwiftSettings(early_stop=False, max_draft_length=7),
+    SwiftSettings(early_stop=False, max_draft_length=4, dynamic_verification=False),
+]
+
+
+def prompt(seed: int, length: int = 9) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(2, VOCAB) for _ in range(length)]
+
+
+def reference(runtime: Runtime, token_ids: list[int], **options: Any) -> list[int]:
+    """What transformers' own greedy generate says."""
+    inputs = torch.tensor([token_ids])
+    out = runtime.hf_model.generate(  # type: ignore[operator]
+        inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=N_NEW, do_sample=False, **options
+    )
+    return list(out[0].tolist()[len(token_ids) :])
+
+
+def random_set(seed: int, n_layers: int = 4) -> LayerSet:
+    rng = random.Random(seed)
+    subs = searchable(n_layers)
+    return LayerSet.of(n_layers, rng.sample(subs, rng.randrange(1, len(subs) + 1)))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_plain_decoding_equals_transformers_generate(family: str) -> None:
+    runtime = tiny_runtime(family)
+    for seed in range(3):
+        ids = prompt(seed, length=WINDOW + 5 * seed)
+        done = decode(runtime, ids, NoDrafter(), TokenRule.of(Sampling(), None), Ending(N_NEW))
+        assert list(done.token_ids) == reference(runtime, ids)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=0.9, top_p=0.9, seed=5)], ids=["greedy", "sampled"]
+)
+def test_swift_equals_plain_decoding_for_any_layer_set(family: str, sampling: Sampling) -> None:
+    runtime = tiny_runtime(family)
+    for seed, settings in enumerate(SETTINGS):
+        ids = prompt(seed)
+        plain = decode(runtime, ids, NoDrafter(), TokenRule.of(sampling, None), Ending(N_NEW))
+        drafter = SkipDrafter(random_set(seed), settings)
+        swift = decode(runtime, ids, drafter, TokenRule.of(sampling, None), Ending(N_NEW))
+        assert swift.token_ids == plain.token_ids
+        assert swift.drafted > 0 and swift.target_passes <= plain.target_passes
+
+
+def test_swift_accepts_side_leaves_somewhere() -> None:
+    """Guards the parity tests: they must cross the path that moves a row."""
+    runtime = tiny_runtime("llama")
+    drafter = SkipDrafter(LayerSet(4, frozenset({1, 2}), frozenset({1})), SETTINGS[1])
+    moved = 0
+    move = type(runtime.new_buffer(1)).move
+
+    class Counting(type(runtime.new_buffer(1))):  # type: ignore[misc]
+        def move(self, source: int, target: int) -> None:
+            nonlocal moved
+            moved += 1
+            move(self, source, target)
+
+    first = runtime.blocks[0]
+    runtime.new_buffer = lambda capacity: Counting(  # type: ignore[method-assign]
+        [b.device for b in runtime.blocks], first.n_kv_heads, first.head_dim, capacity, runtime.dtype
+    )
+    for seed in range(4):
+        decode(runtime, prompt(seed), drafter, TokenRule.of(Sampling(), None), Ending(N_NEW))
+    assert moved > 0
+
+
+def test_repetition_penalty_is_that_of_transformers() -> None:
+    runtime = tiny_runtime("llama")
+    sampling = Sampling(repetition_penalty=1.7)
+    expected = reference(runtime, prompt(1), repetition_penalty=1.7)
+    assert expected != reference(runtime, prompt(1))
+    for drafter in (NoDrafter(), SkipDrafter(random_set(2), SETTINGS[1])):
+        done = decode(runtime, prompt(1), drafter, TokenRule.of(sampling, None), Ending(N_NEW))
+        assert list(done.token_ids) == expected
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_batch_of_candidates_equals_each_candidate_alone(family: str) -> None:
+    runtime = tiny_runtime(family)
+    ids = prompt(3, length=30)
+    at, n = 18, 8  # a window of 8 tokens that starts at position 18
+    variants = tuple(random_set(seed) for seed in range(3))
+    buffer = runtime.new_buffer(30 + 3 * n)
+    runtime.prefill(ids, buffer)
+
+    def window(share: tuple[LayerSet, ...]) -> torch.Tensor:
+        count = n * len(share)
+        visible = torch.zeros((count, 30 + count), dtype=torch.bool)
+        visible[:, :at] = True
+        for v in range(len(share)):
+            visible[v * n : (v + 1) * n, 30 + v * n : 30 + (v + 1) * n] = torch.ones((n, n), dtype=torch.bool).tril()
+        positions = [at + i for i in range(n)] * len(share)
+        return runtime.forward(Rows(ids[at : at + n] * len(share), 30, positions, visible, share), buffer)
+
+    together = window(variants)
+    for v, layer_set in enumerate(variants):
+        torch.testing.assert_close(together[v * n : (v + 1) * n], window((layer_set,)))
+
+
+def test_two_requests_with_different_sets_do_not_see_each_other() -> None:
+    runtime = tiny_runtime("qwen2")
+    alone = [
+        decode(runtime, prompt(7), SkipDrafter(random_set(s), SETTINGS[0]), TokenRule.of(Sampling(), None), Ending(12))
+        for s in (1, 2)
+    ]
+    again = decode(
+        runtime, prompt(7), SkipDrafter(random_set(1), SETTINGS[0]), TokenRule.of(Sampling(), None), Ending(12)
+    )
+    assert (again.token_ids, again.drafted, again.accepted) == (alone[0].token_ids, alone[0].drafted, alone[0].accepted)
