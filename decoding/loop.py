@@ -25,6 +25,7 @@ class Round:
     n_accepted: int
     n_emitted: int
     n_rows: int
+    optimise_s: float
     draft_s: float
     verify_s: float
 
@@ -143,8 +144,8 @@ def _round(context: Context, drafter: Drafter, ending: Ending, watch: Watch, tal
     tally.draft_s += drafted - optimised
     tally.verify_s += verified - drafted
     if watch.after_round is not None:
-        round_ = Round(tree.n_steps, n_accepted, n_emitted, tree.n_nodes, drafted - optimised, verified - drafted)
-        watch.after_round(context, round_)
+        seconds = optimised - clock, drafted - optimised, verified - drafted
+        watch.after_round(context, Round(tree.n_steps, n_accepted, n_emitted, tree.n_nodes, *seconds))
     return finish
 
 

@@ -1,0 +1,104 @@
+"""From a line of a stream to token ids and back: chat templates, turns, stop tokens, and the model's own defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..core.errors import ContextOverflow, InvalidInput
+from ..core.types import Completion, Prompt, Sampling
+from ..models.runtime import Runtime
+from .context import Ending
+from .drafters import Drafter
+from .loop import Watch, decode
+from .rule import TokenRule
+
+
+class Session:
+    """Decodes prompts on one runtime with one way of sampling; every prompt starts from the request's seed."""
+
+    def __init__(
+        self, runtime: Runtime, sampling: Sampling, max_new_tokens: int, stop_strings: Sequence[str] = ()
+    ) -> None:
+        self.runtime = runtime
+        self.sampling = sampling
+        self.max_new_tokens = max_new_tokens
+        self.stop_strings = tuple(stop_strings)
+        self.generation_config: Any = getattr(runtime.hf_model, "generation_config", None)
+
+    def check(self, prompt: Prompt) -> int:
+        """Positions that the prompt's first turn needs, completion included.
+
+        Raises: ContextOverflow, InvalidInput: it cannot be decoded on this model; the message names the prompt.
+        """
+        ids = self._encode(prompt, next(self._first_messages(prompt), None))
+        try:
+            self.runtime.check_context(len(ids), self._room(prompt))
+        except ContextOverflow as error:
+            raise ContextOverflow(f"prompt {prompt.id!r}: {error}") from error
+        return len(ids) + self._room(prompt)
+
+    def run(self, prompt: Prompt, drafter: Drafter, watch: Watch | None = None) -> Iterator[tuple[Prompt, Completion]]:
+        """Decode a prompt; one completion per turn of the user, later turns seeing the earlier answers."""
+        if not prompt.turns:
+            yield prompt, self._decode(prompt, next(self._first_messages(prompt), None), drafter, watch)
+            return
+        messages: list[Mapping[str, str]] = []
+        for number, turn in enumerate(prompt.turns, 1):
+            messages.append({"role": "user", "content": turn})
+            completion = self._decode(prompt, messages, drafter, watch)
+            messages.append({"role": "assistant", "content": completion.text})
+            name = prompt.id if len(prompt.turns) == 1 else f"{prompt.id}#{number}"
+            yield replace(prompt, id=name), completion
+
+    def rule(self) -> TokenRule:
+        """A fresh rule, its draws starting from the seed."""
+        return TokenRule.of(self.sampling, self.generation_config)
+
+    def ending(self, max_new_tokens: int) -> Ending:
+        """When a completion of this session ends."""
+        return Ending(max_new_tokens, self._stop_token_ids(), self.stop_strings, self._to_text)
+
+    def _decode(
+        self, prompt: Prompt, messages: Sequence[Mapping[str, str]] | None, drafter: Drafter, watch: Watch | None
+    ) -> Completion:
+        ids = self._encode(prompt, messages)
+        return decode(self.runtime, ids, drafter, self.rule(), self.ending(self._room(prompt)), watch)
+
+    def _room(self, prompt: Prompt) -> int:
+        return prompt.max_new_tokens or self.max_new_tokens
+
+    def _first_messages(self, prompt: Prompt) -> Iterator[Sequence[Mapping[str, str]]]:
+        if prompt.messages:
+            yield prompt.messages
+        elif prompt.turns:
+            yield [{"role": "user", "content": prompt.turns[0]}]
+
+    def _encode(self, prompt: Prompt, messages: Sequence[Mapping[str, str]] | None) -> list[int]:
+        tokenizer = self.runtime.tokenizer
+        if messages is None:
+            ids = list(tokenizer(prompt.text)["input_ids"])
+        elif getattr(tokenizer, "chat_template", None) is None:
+            raise InvalidInput(
+                f"prompt {prompt.id!r} is a chat, but this model's tokenizer has no chat template:"
+                ' give it as {"prompt": …} or use an instruct model'
+            )
+        else:
+            encoded = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+            ids = list(encoded["input_ids"])
+        if not ids:
+            raise InvalidInput(f"prompt {prompt.id!r} has no tokens: write at least one word")
+        return ids
+
+    def _stop_token_ids(self) -> frozenset[int]:
+        """The generation config's stop tokens, else the tokenizer's."""
+        stops = getattr(self.generation_config, "eos_token_id", None)
+        if stops is None:
+            stops = getattr(self.runtime.tokenizer, "eos_token_id", None)
+        if stops is None:
+            return frozenset()
+        return frozenset([stops] if isinstance(stops, int) else stops)
+
+    def _to_text(self, token_ids: Sequence[int]) -> str:
+        return str(self.runtime.tokenizer.decode(list(token_ids), skip_special_tokens=True))

@@ -1,0 +1,56 @@
+"""What a window's predictions are worth: the score that a search maximises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..core.settings import SwiftSettings
+from ..core.types import CostProfile, LayerSet
+from .evaluation import WindowScore
+
+
+@dataclass(slots=True)
+class Replay:
+    """What rounds of drafting would have come to: tokens, draft steps, and target passes per number of rows."""
+
+    tokens: int = 0
+    draft_steps: int = 0
+    widths: dict[int, int] = field(default_factory=dict)
+
+
+def replay(score: WindowScore, settings: SwiftSettings) -> Replay:
+    """Replay SWIFT's rounds over a window, one from every position, the window taken as a ring.
+
+    A position is accepted if the generated token is the draft's argmax, or, as a side leaf that ends the round, among
+    the candidates its confidence offers. Starting everywhere instead of where the last round ended makes one window
+    worth as many rounds as it has tokens.
+
+    DEVIATION: after a miss the draft goes on with the confidences it had on the true text; its own wrong
+    continuation was never computed.
+    """
+    n = len(score.ranks)
+    total = Replay()
+    for start in range(n):
+        steps, accepted, rows, on_path = 0, 0, 1, True
+        while True:
+            at = (start + steps) % n
+            offered = settings.candidates_at(score.confidences[at])
+            steps += 1
+            rows += offered
+            if on_path and score.ranks[at] < offered:
+                accepted += 1
+            on_path = on_path and score.ranks[at] == 0
+            if settings.stops_after(score.confidences[at], steps):
+                break
+        total.tokens += accepted + 1
+        total.draft_steps += steps
+        total.widths[rows] = total.widths.get(rows, 0) + 1
+    return total
+
+
+def objective(score: WindowScore, layer_set: LayerSet, settings: SwiftSettings, costs: CostProfile | None) -> float:
+    """The number that a search maximises: matchness (SWIFT), or tokens per measured time against plain decoding."""
+    if settings.objective == "matchness" or costs is None:
+        return score.matchness
+    played = replay(score, settings)
+    return costs.expected_speedup(layer_set, played.tokens, played.draft_steps, played.widths)

@@ -1,0 +1,246 @@
+"""One task's search: which layer set drafts now, what was tried, and when the search is over (SWIFT 4.1, B.2, C.2)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any, Protocol
+
+from ..core.events import Adopted, SkipRatioLowered, TrialsDone
+from ..core.settings import SwiftSettings
+from ..core.types import CostProfile, LayerSet, Trial, n_skipped_for
+from ..decoding.context import Context
+from ..decoding.drafters import SkipDrafter
+from ..decoding.loop import Round
+from .evaluation import WindowScore, score_window
+from .objective import objective
+from .strategies import make_strategy
+
+LARGEST_BATCH = 8  # candidates per pass
+BATCH_GAIN = 0.95  # a larger batch must cut the seconds per candidate at least to this share
+CONFIRM_WINDOWS = 2  # a swap is decided on this many context windows
+
+
+class Tell(Protocol):
+    """Takes the events of a search."""
+
+    def __call__(self, event: Any, /) -> None: ...
+
+
+def candidates_per_pass(costs: CostProfile | None, window: int) -> int:
+    """How many candidates one pass should score: as many as make each cheaper, by the measured cost of rows."""
+    best = 1
+    if costs is not None:
+        for n in (2, 4, LARGEST_BATCH):
+            if costs.target_pass_s(n * window) / n < BATCH_GAIN * costs.target_pass_s(best * window) / best:
+                best = n
+    return best
+
+
+@dataclass(slots=True)
+class _Incumbent:
+    """The set in use with the mean of its scores over all windows it was scored on."""
+
+    layer_set: LayerSet
+    n: int = 0
+    score: float = 0.0
+    matchness: float = 0.0
+
+    def add(self, score: float, matchness: float) -> None:
+        self.n += 1
+        self.score += (score - self.score) / self.n
+        self.matchness += (matchness - self.matchness) / self.n
+
+
+class Search:
+    """Proposes, scores and adopts layer sets between rounds of decoding, until one of the stopping rules holds.
+
+    `drafter` drafts with the set in use; pass `before_round` and `after_round` to the decode loop.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        n_layers: int,
+        settings: SwiftSettings,
+        skip_ratio: float,
+        costs: CostProfile | None,
+        tell: Tell,
+        prompt_id: Callable[[], str],
+    ) -> None:
+        self.task, self.settings, self.costs = task, settings, costs
+        self.skip_ratio = skip_ratio
+        self.n_layers = n_layers
+        start = LayerSet.uniform(n_layers, n_skipped_for(n_layers, skip_ratio))
+        self.drafter = SkipDrafter(start, settings)
+        self.trials: list[Trial] = []
+        self.stopped_because = "" if settings.optimise else "optimisation is switched off"
+        self.batch = candidates_per_pass(costs, settings.context_window)
+        self._incumbent = _Incumbent(start)
+        self._last_gain = 0  # step of the last adoption
+        self._rounds: deque[Round] = deque(maxlen=settings.min_acceptance_rounds)
+        self._tell, self._prompt_id = tell, prompt_id
+        self._strategy = None if self.stopped_because else self._make_strategy(start.n_skipped)
+
+    @property
+    def layer_set(self) -> LayerSet:
+        """The set in use."""
+        return self._incumbent.layer_set
+
+    @property
+    def optimising(self) -> bool:
+        """Whether the search still goes on."""
+        return not self.stopped_because
+
+    @property
+    def matchness(self) -> float | None:
+        """Mean matchness of the set in use over the windows it was scored on; None before its first."""
+        return self._incumbent.matchness if self._incumbent.n else None
+
+    @property
+    def scratch_rows(self) -> int:
+        """Buffer slots that `before_round` may write behind the committed ones."""
+        if not self.optimising:
+            return 0
+        # The first pass scores the starting set beside a batch; a confirmation scores two sets on a longer window.
+        return self.settings.context_window * max(self.batch + 1, 2 * CONFIRM_WINDOWS)
+
+    def before_round(self, context: Context) -> None:
+        """One pass over candidates, once the context window is full."""
+        n_generated = len(context.generated)
+        if not self.optimising or n_generated < self.settings.context_window:
+            return
+        assert self._strategy is not None
+        clock = perf_counter()
+        room = self.settings.max_steps - len(self.trials)
+        starting = self._incumbent.n == 0
+        proposals = [self._strategy.propose() for _ in range(min(self.batch, max(1, room - starting)))]
+        sets = [(p.layer_set, p.origin) for p in proposals]
+        if starting:
+            sets.insert(0, (self.layer_set, "uniform" if not self.trials else "trimmed"))
+        scores = score_window(context, [layer_set for layer_set, _ in sets], self.settings.context_window)
+        share = (perf_counter() - clock) / len(sets)
+        trials = [
+            self._trial(context, i, layer_set, origin, score, share)
+            for i, ((layer_set, origin), score) in enumerate(zip(sets, scores, strict=True))
+        ]
+        if starting:
+            self._incumbent.add(trials[0].score, trials[0].matchness)
+        self._settle(context, trials)
+
+    def after_round(self, context: Context, round_: Round) -> None:
+        """Lower the skip ratio where acceptance stays too low while optimising (SWIFT C.2)."""
+        if not self.optimising:
+            return
+        self._rounds.append(round_)
+        drafted = sum(r.n_steps for r in self._rounds)
+        if len(self._rounds) < self.settings.min_acceptance_rounds or not drafted:
+            return
+        acceptance = sum(r.n_accepted for r in self._rounds) / drafted
+        lowered = self.skip_ratio - self.settings.skip_ratio_step
+        if acceptance < self.settings.min_acceptance and n_skipped_for(self.n_layers, lowered) > 0:
+            self._lower(lowered, acceptance)
+
+    def finish(self, reason: str) -> None:
+        """End the search, if it has not ended yet."""
+        if self.optimising:
+            self.stopped_because = reason
+            assert self._strategy is not None
+            self._strategy.close()
+
+    def _make_strategy(self, n_skipped: int) -> Any:
+        settings = self.settings
+        return make_strategy(
+            settings.strategy,
+            self.n_layers,
+            n_skipped,
+            settings.seed,
+            interval=settings.bayes_interval,
+            deterministic=settings.deterministic,
+        )
+
+    def _trial(
+        self, context: Context, offset: int, layer_set: LayerSet, origin: str, score: WindowScore, seconds: float
+    ) -> Trial:
+        return Trial(
+            step=len(self.trials) + offset,
+            layer_set=layer_set,
+            origin=origin,
+            matchness=score.matchness,
+            score=objective(score, layer_set, self.settings, self.costs),
+            prompt_id=self._prompt_id(),
+            position=len(context.token_ids) - self.settings.context_window,
+            seed=self.settings.seed,
+            seconds=seconds,
+        )
+
+    def _settle(self, context: Context, trials: list[Trial]) -> None:
+        """Tell the strategy, swap if the best of the batch holds up, and see whether the search is over."""
+        assert self._strategy is not None
+        best = max(trials, key=lambda trial: trial.score)
+        if best.layer_set != self.layer_set and best.score > self._incumbent.score and self._confirm(context, best):
+            trials[trials.index(best)] = replace(best, adopted=True)
+            self._last_gain = best.step
+            self._tell(Adopted(self.task, self.layer_set, self._incumbent.matchness, best.step))
+        self.trials += trials
+        for trial in trials:
+            self._strategy.observe(trial)
+        self._tell(TrialsDone(self.task, tuple(trials)))
+        self._check_end()
+
+    def _confirm(self, context: Context, challenger: Trial) -> bool:
+        """Score incumbent and challenger together on one longer window; adopt the challenger if it is better there.
+
+        Scores of different windows are different noise, and a challenger that looks best was lucky in its own window;
+        the tokens before that one are as good a judge of both.
+        """
+        window = min(len(context.generated), CONFIRM_WINDOWS * self.settings.context_window)
+        sets = (self.layer_set, challenger.layer_set)
+        held, new = score_window(context, sets, window)
+        held_score, new_score = (
+            objective(score, layer_set, self.settings, self.costs)
+            for layer_set, score in zip(sets, (held, new), strict=True)
+        )
+        if new_score <= held_score:
+            self._incumbent.add(held_score, held.matchness)
+            return False
+        self._use(challenger.layer_set)
+        self._incumbent.add(new_score, new.matchness)
+        return True
+
+    def _use(self, layer_set: LayerSet) -> None:
+        self._incumbent = _Incumbent(layer_set)
+        self.drafter.layer_set = layer_set
+        self._rounds.clear()
+
+    def _check_end(self) -> None:
+        settings, n = self.settings, len(self.trials)
+        if self._incumbent.matchness > settings.target_matchness:
+            self.finish(f"matchness {self._incumbent.matchness:.2f} is above {settings.target_matchness}")
+        elif n >= settings.max_steps:
+            self.finish(f"{n} candidates were scored")
+        elif n - self._last_gain >= settings.patience:
+            self.finish(f"no better layer set in {settings.patience} candidates")
+
+    def _lower(self, skip_ratio: float, acceptance: float) -> None:
+        """Go on with fewer skipped sub-layers, starting from the set in use without some of them."""
+        assert self._strategy is not None
+        self.skip_ratio = skip_ratio
+        n_skipped = n_skipped_for(self.n_layers, skip_ratio)
+        self._strategy.set_n_skipped(n_skipped)
+        self._use(trimmed(self.layer_set, n_skipped))
+        self._last_gain = len(self.trials)
+        self._tell(SkipRatioLowered(self.task, skip_ratio, acceptance))
+
+
+def trimmed(layer_set: LayerSet, n_skipped: int) -> LayerSet:
+    """`layer_set` with `n_skipped` of its sub-layers still skipped, the ones given back spread over the depth."""
+    skipped = sorted(
+        [("attn", i) for i in layer_set.skip_attn] + [("mlp", i) for i in layer_set.skip_mlp], key=lambda sub: sub[::-1]
+    )
+    if n_skipped >= len(skipped):
+        return layer_set
+    kept = [skipped[(j * len(skipped)) // n_skipped] for j in range(n_skipped)] if n_skipped else []
+    return LayerSet.of(layer_set.n_layers, kept)  # type: ignore[arg-type]

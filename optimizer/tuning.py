@@ -1,0 +1,221 @@
+"""Tuning while serving: decode a stream, search between the rounds, and judge the result on held-out prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..core.events import Event, PhaseChanged, Progress, PromptFinished, PromptStarted, TaskFinished
+from ..core.settings import SwiftSettings
+from ..core.types import Completion, CostProfile, LayerSetRecord, Prompt, Sampling, Timings, Verdict
+from ..decoding.context import Context
+from ..decoding.drafters import Drafter, NoDrafter, SkipDrafter
+from ..decoding.loop import Round, Watch
+from ..decoding.session import Session
+from ..models.runtime import Runtime
+from .search import Search
+from .verdict import Timed, hold_out, judge, speed_ratio
+
+TellEvent = Callable[[Event], None]
+
+
+@dataclass(slots=True)
+class _Task:
+    """One task of the stream: its search, its completions so far, and its phase."""
+
+    name: str
+    search: Search
+    held_out: list[Prompt]
+    phase: Any = ""
+    prompt_id: str = ""
+    tokens: int = 0
+    seconds: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
+    rounds: int = 0
+    timings: Timings = field(default_factory=Timings)
+    n_prompts: int = 0
+    n_tokens: int = 0
+
+
+class Tuner:
+    """Tunes every task of a stream on one model.
+
+    Args: model: the name the caller used, for the record. costs: the measured profile that scores are made of.
+          tell: takes every event; what it raises ends the run.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        settings: SwiftSettings,
+        sampling: Sampling,
+        max_new_tokens: int,
+        costs: CostProfile,
+        tell: TellEvent,
+        model: str,
+    ) -> None:
+        self.runtime, self.settings, self.costs, self.model = runtime, settings, costs, model
+        self.session = Session(runtime, sampling, max_new_tokens)
+        self.sampling, self.tell = sampling, tell
+
+    def run(self, prompts: Sequence[Prompt]) -> list[TaskFinished]:
+        """Decode the stream in its order; held-out prompts come last. One result per task, in order of appearance."""
+        tasks = self._tasks(prompts)
+        held = {id(prompt) for task in tasks.values() for prompt in task.held_out}
+        tuning = [(i, prompt) for i, prompt in enumerate(prompts) if id(prompt) not in held]
+        try:
+            for index, prompt in tuning:
+                self._serve(tasks[prompt.task], prompt, index, len(prompts))
+        finally:
+            for task in tasks.values():
+                task.search.finish("the stream ended")
+        index_of = {id(prompt): i for i, prompt in enumerate(prompts)}
+        return [self._conclude(task, index_of, len(prompts)) for task in tasks.values()]
+
+    def _tasks(self, prompts: Sequence[Prompt]) -> dict[str, _Task]:
+        by_task: dict[str, list[Prompt]] = {}
+        for prompt in prompts:
+            by_task.setdefault(prompt.task, []).append(prompt)
+        tasks: dict[str, _Task] = {}
+        ratio = self.settings.start_skip_ratio(self.runtime.info.n_parameters)
+        for name, own in by_task.items():
+            search = Search(
+                name,
+                self.runtime.n_layers,
+                self.settings,
+                ratio,
+                self.costs,
+                self.tell,
+                lambda name=name: tasks[name].prompt_id,  # type: ignore[misc]
+            )
+            tasks[name] = _Task(name, search, hold_out(own)[1])
+        return tasks
+
+    def _serve(self, task: _Task, prompt: Prompt, index: int, n_prompts: int) -> None:
+        """Decode one prompt with the set in use, searching before each round while the search goes on."""
+        task.prompt_id = prompt.id
+        self.tell(PromptStarted(task.name, prompt.id, index, n_prompts))
+        watch = Watch(
+            before_round=task.search.before_round if task.search.optimising else None,
+            after_round=lambda context, round_: self._after_round(task, context, round_),
+            scratch_rows=task.search.scratch_rows,
+        )
+        for turn, completion in self.session.run(prompt, task.search.drafter, watch):
+            task.timings += completion.timings
+            task.n_prompts += 1
+            task.n_tokens += completion.n_tokens
+            self.tell(PromptFinished(turn, index, completion))
+
+    def _after_round(self, task: _Task, context: Context, round_: Round) -> None:
+        search = task.search
+        search.after_round(context, round_)
+        task.tokens += round_.n_emitted
+        task.drafted += round_.n_steps
+        task.accepted += round_.n_accepted
+        task.rounds += 1
+        task.seconds += round_.optimise_s + round_.draft_s + round_.verify_s
+        waiting = search.matchness is None or len(context.generated) < self.settings.context_window
+        phase = "accelerate" if not search.optimising else "accumulate" if waiting else "optimise"
+        if phase != task.phase:
+            task.phase = phase
+            self.tell(PhaseChanged(task.name, phase, search.stopped_because))  # type: ignore[arg-type]
+        self.tell(self._progress(task))
+
+    def _progress(self, task: _Task) -> Progress:
+        trials = task.search.trials
+        return Progress(
+            task=task.name,
+            phase=task.phase,
+            tokens=task.tokens,
+            tok_s=task.tokens / max(1e-9, task.seconds),
+            matchness=trials[-1].matchness if trials else None,
+            best_matchness=task.search.matchness,
+            n_trials=len(trials),
+            acceptance_rate=task.accepted / task.drafted if task.drafted else None,
+            mean_generated_length=task.tokens / task.rounds if task.rounds else None,
+            skip_ratio=task.search.skip_ratio,
+        )
+
+    def _conclude(self, task: _Task, index_of: dict[int, int], n_prompts: int) -> TaskFinished:
+        """Run the held-out prompts plain and tuned, interleaved, and put the task's result together."""
+        if task.held_out:
+            self.tell(PhaseChanged(task.name, "verdict", f"{len(task.held_out)} held-out prompts, plain and tuned"))
+        plain: list[Completion] = []
+        tuned: list[Completion] = []
+        for number, prompt in enumerate(task.held_out):
+            self.tell(PromptStarted(task.name, prompt.id, index_of[id(prompt)], n_prompts))
+            pair = self._both(task, prompt, tuned_first=number % 2 == 1)
+            for turn, plain_done, tuned_done in pair:
+                plain.append(plain_done)
+                tuned.append(tuned_done)
+                self.tell(PromptFinished(turn, index_of[id(prompt)], plain_done, held_out=True))
+        fast, slow = [Timed.of(done) for done in tuned], [Timed.of(done) for done in plain]
+        expected = self._expected(task, tuned)
+        verdict = judge(fast, slow, expected)
+        result = TaskFinished(
+            task=task.name,
+            record=self._record(task, tuned, verdict),
+            verdict=verdict,
+            stopped_because=task.search.stopped_because,
+            trials=tuple(task.search.trials),
+            timings=task.timings,
+            n_prompts=task.n_prompts,
+            n_tokens=task.n_tokens,
+            draft_cost=self.costs.draft_cost(task.search.layer_set),
+            plain_tok_s=speed_ratio(slow, [Timed(1, 1.0)]) if slow else None,
+            tuned_tok_s=speed_ratio(fast, [Timed(1, 1.0)]) if fast else None,
+        )
+        self.tell(result)
+        return result
+
+    def _both(self, task: _Task, prompt: Prompt, tuned_first: bool) -> list[tuple[Prompt, Completion, Completion]]:
+        """A prompt's turns under plain and tuned decoding, in alternating order."""
+        drafters: list[Drafter] = [NoDrafter(), SkipDrafter(task.search.layer_set, self.settings)]
+        runs = [
+            list(self.session.run(prompt, drafter)) for drafter in (reversed(drafters) if tuned_first else drafters)
+        ]
+        plain, tuned = reversed(runs) if tuned_first else runs
+        return [(turn, p, t) for (turn, p), (_, t) in zip(plain, tuned, strict=True)]
+
+    def _expected(self, task: _Task, tuned: Sequence[Completion]) -> float | None:
+        """E(Spd.) of the held-out runs from their own counts and the measured costs."""
+        widths: dict[int, float] = {}
+        for done in tuned:
+            for n_rows, count in done.verified_widths.items():
+                widths[n_rows] = widths.get(n_rows, 0) + count
+        if not widths:
+            return None
+        tokens = sum(done.n_tokens - done.first_tokens for done in tuned)
+        return self.costs.expected_speedup(task.search.layer_set, tokens, sum(done.drafted for done in tuned), widths)
+
+    def _record(self, task: _Task, tuned: Sequence[Completion], verdict: Verdict) -> LayerSetRecord:
+        drafted, passes = sum(done.drafted for done in tuned), sum(done.target_passes for done in tuned)
+        if not tuned:
+            drafted, accepted, passes, tokens = task.drafted, task.accepted, task.rounds, task.tokens
+        else:
+            accepted = sum(done.accepted for done in tuned)
+            tokens = sum(done.n_tokens - done.first_tokens for done in tuned)
+        return LayerSetRecord(
+            model=self.model,
+            task=task.name,
+            layer_set=task.search.layer_set,
+            fingerprint=self.runtime.info.fingerprint,
+            matchness=_rounded(task.search.matchness),
+            acceptance_rate=_rounded(accepted / drafted if drafted else None),
+            mean_generated_length=_rounded(tokens / passes if passes else None),
+            expected_speedup=_rounded(verdict.expected),
+            measured_speedup=_rounded(verdict.ratio),
+            measured_interval=None
+            if verdict.interval is None
+            else (round(verdict.interval[0], 4), round(verdict.interval[1], 4)),
+            verdict=verdict.word,
+            device=self.costs.device,
+            dtype=self.costs.dtype,
+            settings=self.settings.to_json(),
+        )
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)

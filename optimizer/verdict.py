@@ -1,0 +1,63 @@
+"""The honest answer: plain and tuned decoding side by side on prompts that the search did not see."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..core.types import Completion, Prompt, Verdict
+
+BOOTSTRAPS = 2000  # resamples of the prompts behind the interval
+CONFIDENCE = 0.95
+SMALLEST_HELD_OUT, HELD_OUT_SHARE, LARGEST_HELD_OUT = 4, 0.2, 16
+
+
+def hold_out(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
+    """One task's prompts to tune on, and its last max(4, 20 %), at most 16 and at most half, kept for the verdict."""
+    wanted = max(SMALLEST_HELD_OUT, -(-len(prompts) // round(1 / HELD_OUT_SHARE)))
+    n = min(wanted, LARGEST_HELD_OUT, len(prompts) // 2)
+    return list(prompts[: len(prompts) - n]), list(prompts[len(prompts) - n :])
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Tokens and seconds of one prompt under one method."""
+
+    tokens: int
+    seconds: float
+
+    @classmethod
+    def of(cls, completion: Completion) -> Timed:
+        """The whole request, prefill included: what a user waits for."""
+        return cls(completion.n_tokens, completion.timings.total_s)
+
+
+def speed_ratio(fast: Sequence[Timed], slow: Sequence[Timed]) -> float:
+    """Total tokens ÷ total time of one, divided by the other's."""
+    return _speed(fast) / _speed(slow)
+
+
+def bootstrap_interval(fast: Sequence[Timed], slow: Sequence[Timed], seed: int = 0) -> tuple[float, float]:
+    """Percentile interval of `speed_ratio` over resampled prompts; the two sequences are pairs of one prompt each."""
+    rng = random.Random(seed)
+    ratios = []
+    for _ in range(BOOTSTRAPS):
+        picks = rng.choices(range(len(fast)), k=len(fast))
+        ratios.append(speed_ratio([fast[i] for i in picks], [slow[i] for i in picks]))
+    ratios.sort()
+    tail = (1 - CONFIDENCE) / 2
+    return ratios[int(tail * BOOTSTRAPS)], ratios[int((1 - tail) * BOOTSTRAPS) - 1]
+
+
+def judge(tuned: Sequence[Timed], plain: Sequence[Timed], expected: float | None) -> Verdict:
+    """`use` only if the whole interval is above 1; with nothing held out there is no answer."""
+    if not tuned:
+        return Verdict("unmeasured", reason="the stream has too few prompts to hold any out")
+    ratio, interval = speed_ratio(tuned, plain), bootstrap_interval(tuned, plain)
+    word, reason = ("use", "faster on held-out prompts") if interval[0] > 1 else ("plain", "not reliably faster here")
+    return Verdict(word, ratio, interval, expected, len(tuned), reason)  # type: ignore[arg-type]
+
+
+def _speed(runs: Sequence[Timed]) -> float:
+    return sum(run.tokens for run in runs) / max(1e-12, sum(run.seconds for run in runs))

@@ -1,0 +1,142 @@
+"""Laws that every search strategy keeps, whatever it learns with."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import closing
+from functools import cache
+
+import pytest
+
+from swiftopt.core.errors import LayerSetError, SettingsError
+from swiftopt.core.types import LayerSet, Trial, searchable
+from swiftopt.optimizer.strategies import STRATEGIES, Proposal, Strategy, make_strategy
+
+N_LAYERS, N_SKIPPED, N_SKIPPED_LATER = 12, 8, 6
+N_STEPS, INTERVAL = 8, 3
+LEARNING = sorted(set(STRATEGIES) - {"random"})
+WORTH = [random.Random(f"worth/{i}").random() for i in range(len(searchable(N_LAYERS)))]
+
+
+def worth(layer_set: LayerSet) -> float:
+    """A separable objective: what each skipped sub-layer brings adds up."""
+    return sum(w for w, bit in zip(WORTH, layer_set.bits(), strict=True) if bit)
+
+
+def played(strategy: Strategy, n_steps: int) -> Iterator[Proposal]:
+    for step in range(n_steps):
+        proposal = strategy.propose()
+        score = worth(proposal.layer_set) if proposal.layer_set.n_layers == N_LAYERS else 0.5
+        strategy.observe(Trial(step, proposal.layer_set, proposal.origin, score, score))
+        yield proposal
+
+
+@cache
+def run(name: str, seed: int) -> tuple[tuple[Proposal, ...], tuple[Proposal, ...]]:
+    """Proposals before and after the number of skipped sub-layers is lowered."""
+    with closing(make_strategy(name, N_LAYERS, N_SKIPPED, seed, interval=INTERVAL, deterministic=True)) as strategy:
+        before = tuple(played(strategy, N_STEPS))
+        strategy.set_n_skipped(N_SKIPPED_LATER)
+        return before, tuple(played(strategy, N_STEPS))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategy_never_proposes_first_or_last_layer(name: str) -> None:
+    for proposal in (*run(name, 1)[0], *run(name, 1)[1]):
+        skipped = proposal.layer_set.skip_attn | proposal.layer_set.skip_mlp
+        assert proposal.layer_set.n_layers == N_LAYERS
+        assert not skipped & {0, N_LAYERS - 1}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategy_skips_exactly_the_number_asked_for_also_when_it_changes(name: str) -> None:
+    before, after = run(name, 1)
+    assert [proposal.layer_set.n_skipped for proposal in before] == [N_SKIPPED] * N_STEPS
+    assert [proposal.layer_set.n_skipped for proposal in after] == [N_SKIPPED_LATER] * N_STEPS
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategy_proposes_no_set_twice(name: str) -> None:
+    proposed = [proposal.layer_set for half in run(name, 1) for proposal in half]
+    assert len(set(proposed)) == len(proposed)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategy_repeats_itself_when_seed_and_observations_are_equal(name: str) -> None:
+    first = run(name, 1)
+    run.cache_clear()
+    assert run(name, 1) == first
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategy_differs_when_seed_differs(name: str) -> None:
+    assert run(name, 1)[0] != run(name, 2)[0]
+
+
+@pytest.mark.parametrize(("name", "origin"), [("bayes", "gp"), ("swift", "gp"), ("tpe", "tpe")])
+def test_strategy_uses_a_suggestion_one_interval_after_asking(name: str, origin: str) -> None:
+    every = INTERVAL if name == "swift" else 1
+    first = 2 * every if name == "swift" else 3  # at step 1 there is nothing to ask about yet
+    steps = range(1, N_STEPS + 1)
+    expected = [origin if step >= first and step % every == 0 else "random" for step in steps]
+    assert [proposal.origin for proposal in run(name, 1)[0]] == expected
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategy_draws_a_step_when_its_suggestion_was_for_another_size(name: str) -> None:
+    origins = [proposal.origin for proposal in run(name, 1)[1]]
+    assert origins.count("late") == (0 if name == "random" else 1)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(("n_layers", "n_skipped"), [(2, 0), (3, 0), (3, 2), (4, 2)])
+def test_strategy_works_when_model_is_tiny(name: str, n_layers: int, n_skipped: int) -> None:
+    with closing(make_strategy(name, n_layers, n_skipped, 0, interval=4, deterministic=True)) as strategy:
+        proposals = list(played(strategy, 12))
+    assert {proposal.layer_set.n_skipped for proposal in proposals} == {n_skipped}
+    n_sets = 6 if n_layers == 4 else 1
+    assert len({proposal.layer_set for proposal in proposals[:n_sets]}) == n_sets
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategy_gives_different_candidates_when_several_are_asked_before_a_score(name: str) -> None:
+    with closing(make_strategy(name, N_LAYERS, N_SKIPPED, 0, interval=2, deterministic=True)) as strategy:
+        list(played(strategy, 3))
+        batch = [strategy.propose().layer_set for _ in range(6)]
+    assert len(set(batch)) == 6
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_strategy_beats_random_on_a_separable_objective(name: str) -> None:
+    def best(of: str) -> float:
+        with closing(make_strategy(of, N_LAYERS, N_SKIPPED, 5, interval=INTERVAL, deterministic=True)) as strategy:
+            return max(worth(proposal.layer_set) for proposal in played(strategy, 60))
+
+    assert best(name) > best("random") + 0.05 * sum(sorted(WORTH)[-N_SKIPPED:])
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategy_refuses_a_trial_of_another_model(name: str) -> None:
+    with (
+        closing(make_strategy(name, N_LAYERS, N_SKIPPED, 0)) as strategy,
+        pytest.raises(LayerSetError, match="13 layers"),
+    ):
+        strategy.observe(Trial(0, LayerSet(13), "uniform", 1.0, 1.0))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("n_skipped", [-1, 2 * (N_LAYERS - 2) + 1])
+def test_strategy_refuses_a_number_of_sub_layers_the_model_lacks(name: str, n_skipped: int) -> None:
+    with pytest.raises(SettingsError, match="use 0 to 20"):
+        make_strategy(name, N_LAYERS, n_skipped, 0)
+
+
+def test_make_strategy_names_the_known_and_the_nearest_when_name_is_unknown() -> None:
+    with pytest.raises(SettingsError, match=r"'bayse'.*random, bayes, swift, tpe.*nearest: bayes"):
+        make_strategy("bayse", N_LAYERS, N_SKIPPED, 0)
+
+
+def test_make_strategy_refuses_an_interval_below_one() -> None:
+    with pytest.raises(SettingsError, match="interval 0"):
+        make_strategy("swift", N_LAYERS, N_SKIPPED, 0, interval=0)

@@ -1,0 +1,283 @@
+"""The suggestion process: never waited for, replaced when it dies, given up when it keeps failing, free of torch."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from swiftopt.core.types import LayerSet, Trial
+from swiftopt.optimizer.strategies.history import History
+from swiftopt.optimizer.strategies.interval import IntervalStrategy, draw, exchanged
+from swiftopt.optimizer.strategies.process import MAX_FAILURES, MODULE, SuggestionProcess
+from swiftopt.optimizer.strategies.tpe import repaired
+
+SIZE, N_SKIPPED = 12, 5
+WAIT_S = 60.0  # how long a test waits for a process on a busy machine
+
+
+@pytest.fixture
+def process() -> Iterator[SuggestionProcess]:
+    """Of the Parzen estimator, which starts quickest, with ten observations."""
+    with closing(SuggestionProcess("tpe", seed=3)) as made:
+        observe(made, 10)
+        yield made
+
+
+def observe(process: SuggestionProcess, n: int) -> None:
+    for i in range(n):
+        rng = random.Random(i)
+        process.observe(draw(SIZE, N_SKIPPED, rng), rng.random())
+
+
+def suggested(process: SuggestionProcess, step: int) -> tuple[int, ...] | None:
+    process.ask(step, N_SKIPPED, [])
+    return process.take(wait=True)
+
+
+def play(strategy: IntervalStrategy, step: int) -> str:
+    proposal = strategy.propose()
+    score = random.Random(step).random()
+    strategy.observe(Trial(step, proposal.layer_set, proposal.origin, score, score))
+    return proposal.origin
+
+
+def test_propose_is_late_and_quick_when_the_suggestion_is_not_there() -> None:
+    """The process needs more than a second to load its library; 20 steps of at most 50 ms do not wait for it."""
+    with closing(IntervalStrategy(30, 25, 0, engine="gp", interval=1)) as strategy:
+        assert [play(strategy, step) for step in (1, 2)] == ["random", "random"]
+        seconds, origins = [], []
+        for step in range(3, 23):
+            started = time.perf_counter()
+            origins.append(play(strategy, step))
+            seconds.append(time.perf_counter() - started)
+    assert origins == ["late"] * 20
+    assert sorted(seconds)[-2] < 0.05  # one pause of a busy machine is not a wait
+
+
+def test_propose_uses_a_late_suggestion_at_the_next_due_step() -> None:
+    with closing(IntervalStrategy(8, 4, 0, engine="tpe", interval=2)) as strategy:
+        origins = [play(strategy, step) for step in range(1, 5)]
+        give_up = time.monotonic() + WAIT_S
+        while origins[-1] != "tpe" and time.monotonic() < give_up:
+            time.sleep(0.01)
+            origins.append(play(strategy, len(origins) + 1))
+    assert origins[:4] == ["random", "random", "random", "late"]
+    assert set(origins[5:-1:2]) <= {"late"}
+    assert set(origins[::2]) == {"random"}
+    assert origins[-1] == "tpe"
+
+
+def test_propose_leaves_other_steps_alone_when_one_is_suggested() -> None:
+    with (
+        closing(IntervalStrategy(12, 8, 7, engine="tpe", interval=3, deterministic=True)) as learning,
+        closing(IntervalStrategy(12, 8, 7)) as drawing,
+    ):
+        pairs = []
+        for step in range(1, 10):
+            proposal = learning.propose()
+            learning.observe(Trial(step, proposal.layer_set, proposal.origin, 0.5, 0.1 * step))
+            pairs.append((proposal, drawing.propose()))
+    assert [one.origin for one, _ in pairs] == ["random"] * 5 + ["tpe"] + ["random"] * 2 + ["tpe"]
+    assert [one for one, _ in pairs if one.origin == "random"] == [
+        other for one, other in pairs if one.origin == "random"
+    ]
+
+
+def test_process_starts_with_the_first_request_and_ends_with_close(process: SuggestionProcess) -> None:
+    assert process.pid is None
+    process.ask(1, N_SKIPPED, [])
+    pid = process.pid
+    assert pid is not None
+    process.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert process.take(wait=True) is None
+
+
+def test_process_is_restarted_with_its_history_when_killed(process: SuggestionProcess) -> None:
+    expected = suggested(process, step=1)
+    pid = process.pid
+    assert expected is not None and pid is not None
+    process.ask(2, N_SKIPPED, [])
+    os.kill(pid, signal.SIGKILL)
+    assert process.take(wait=True) is None  # that suggestion is lost
+    assert suggested(process, step=1) == expected
+    assert process.pid not in (None, pid)
+
+
+def test_process_suggests_the_same_whether_told_in_parts_or_at_once(process: SuggestionProcess) -> None:
+    suggested(process, step=1)
+    extra = draw(SIZE, N_SKIPPED, random.Random(99))
+    process.observe(extra, 2.0)
+    in_two_parts = suggested(process, step=2)
+    with closing(SuggestionProcess("tpe", seed=3)) as whole:
+        observe(whole, 10)
+        whole.observe(extra, 2.0)
+        assert in_two_parts == suggested(whole, step=2)
+
+
+def test_process_gives_up_with_one_warning_when_deadlines_are_missed(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), closing(SuggestionProcess("gp", seed=0, deadline_s=0.01)) as process:
+        observe(process, 4)
+        assert [suggested(process, step) for step in range(MAX_FAILURES)] == [None] * MAX_FAILURES
+        assert process.gave_up
+        process.ask(9, N_SKIPPED, [])
+        assert not process.in_flight and process.pid is None
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "no suggestion within 0.01 s" in caplog.text
+
+
+def test_process_gives_up_when_there_is_no_interpreter_to_start(
+    process: SuggestionProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert [suggested(process, step) for step in range(MAX_FAILURES)] == [None] * MAX_FAILURES
+    assert process.gave_up
+
+
+def test_process_fails_with_its_request_when_the_answer_cannot_be_read(
+    process: SuggestionProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A site hook of the environment that writes to standard output comes before the answer."""
+    (tmp_path / "sitecustomize.py").write_text("print('welcome', flush=True)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with caplog.at_level(logging.INFO):
+        assert suggested(process, step=1) is None
+    assert "suggestions=failed" in caplog.text
+    monkeypatch.delenv("PYTHONPATH")
+    assert suggested(process, step=2) is not None
+
+
+def test_suggestion_process_ends_when_its_owner_is_killed() -> None:
+    script = (
+        "import os, signal\n"
+        "from swiftopt.optimizer.strategies.process import SuggestionProcess\n"
+        "process = SuggestionProcess('tpe', 0)\n"
+        "process.observe((1, 0, 0, 1), 0.5)\n"
+        "process.ask(1, 2, [])\n"
+        "process.take(wait=True)\n"
+        "print(process.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=WAIT_S)
+    pid = int(killed.stdout)
+    give_up = time.monotonic() + WAIT_S
+    while is_running(pid) and time.monotonic() < give_up:
+        time.sleep(0.01)
+    assert not is_running(pid)
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process does anything; one that ended and was not waited for by its new parent does not."""
+    try:
+        os.kill(pid, 0)
+        stat = Path(f"/proc/{pid}/stat")
+        return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+def test_process_reports_why_it_failed(caplog: pytest.LogCaptureFixture, process: SuggestionProcess) -> None:
+    with caplog.at_level(logging.INFO):
+        process.ask(1, SIZE + 1, [])  # more sub-layers than there are
+        assert process.take(wait=True) is None
+    assert "ValueError" in caplog.text
+    assert not process.gave_up
+
+
+def test_strategy_draws_when_its_process_has_given_up() -> None:
+    with closing(IntervalStrategy(8, 4, 0, engine="gp", interval=1, deterministic=True, deadline_s=0.01)) as strategy:
+        origins = [play(strategy, step) for step in range(1, 9)]
+    assert origins == ["random"] * 2 + ["late"] * MAX_FAILURES + ["random"] * 3
+
+
+def test_process_leaves_out_a_score_that_is_not_finite() -> None:
+    with closing(SuggestionProcess("gp", seed=0)) as process:
+        process.observe((1, 0), float("nan"))
+        process.observe((0, 1), float("-inf"))
+        process.ask(1, 1, [])
+        assert not process.in_flight  # nothing to learn from
+
+
+@pytest.mark.parametrize(("engine", "library"), [("gp", "bayes_opt"), ("tpe", "optuna")])
+def test_suggestion_process_imports_its_library_and_never_torch(engine: str, library: str) -> None:
+    """The interpreter lists every import it makes on standard error; the answer shows that the engine ran."""
+    new = [["110000", 0.5], ["011000", 0.7], ["000110", 0.2]]
+    request = {"step": 4, "n_skipped": 2, "new": new, "pending": ["001100"]}
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", MODULE, engine, "0"],
+        input=json.dumps(request) + "\n",
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=True,
+    )
+    answer = json.loads(done.stdout)
+    imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
+    assert sum(answer["bits"]) == 2
+    assert library in imported
+    assert "torch" not in imported
+
+
+def test_suggestion_is_another_when_the_first_is_still_being_scored() -> None:
+    with closing(SuggestionProcess("gp", seed=0)) as process:
+        observe(process, 12)
+        first = suggested(process, step=1)
+        assert first is not None
+        process.ask(1, N_SKIPPED, [first])
+        assert process.take(wait=True) not in (None, first)
+
+
+def test_suggestion_process_needs_no_main_guard_in_the_callers_script() -> None:
+    script = (
+        "from swiftopt.optimizer.strategies import make_strategy\n"
+        "from swiftopt.core.types import Trial\n"
+        "strategy = make_strategy('tpe', 6, 3, 0, deterministic=True)\n"
+        "for step in range(3):\n"
+        "    proposal = strategy.propose()\n"
+        "    strategy.observe(Trial(step, proposal.layer_set, proposal.origin, 0.5, 0.5))\n"
+        "print(proposal.origin)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=WAIT_S, check=True)
+    assert (done.stdout, done.stderr) == ("tpe\n", "")
+
+
+def test_history_keeps_the_best_and_the_latest_sets_once_each() -> None:
+    history = History()
+    sets = [tuple(map(int, f"{i:06b}")) for i in range(60)]
+    for i, bits in enumerate(sets):
+        history.add(bits, 100.0 if i in (3, 8) else float(i % 7))
+    history.add(sets[3], 50.0)  # scored again: its mean, and now the latest
+    points = history.points(limit=9)
+    assert [bits for bits, _ in points[-6:]] == [*sets[55:], sets[3]]
+    assert points[-1] == (sets[3], 75.0)
+    assert points[0] == (sets[8], 100.0)
+    assert len({bits for bits, _ in points}) == 9
+
+
+def test_repair_flips_no_more_than_needed() -> None:
+    bits = (1, 1, 1, 1, 0, 0, 0, 0)
+    for n_skipped in range(9):
+        fixed = repaired(bits, n_skipped, random.Random(n_skipped))
+        assert sum(fixed) == n_skipped
+        assert sum(a != b for a, b in zip(bits, fixed, strict=True)) == abs(n_skipped - 4)
+
+
+def test_exchange_keeps_the_number_skipped_and_moves_one() -> None:
+    bits = draw(SIZE, N_SKIPPED, random.Random(0))
+    moved = exchanged(bits, random.Random(1))
+    assert sum(moved) == N_SKIPPED
+    assert sum(a != b for a, b in zip(bits, moved, strict=True)) == 2
+    assert exchanged((1, 1), random.Random(0)) == (1, 1)
+    assert LayerSet.from_bits(8, bits).n_skipped == N_SKIPPED
