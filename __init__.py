@@ -15,14 +15,35 @@ _EXPORTS = {
     "Sampling": "core.types",
     "SwiftSettings": "core.settings",
     "SwiftoptError": "core.errors",
+    "Runtime": "models.runtime",
+    "Store": "store",
+    "custom_generate": "decoding.hf",
+    "load": "models.loading",
 }
 
-__all__ = ["__version__", *sorted(_EXPORTS)]
+__all__ = [
+    "Completion",
+    "LayerSet",
+    "LayerSetRecord",
+    "Prompt",
+    "Runtime",
+    "Sampling",
+    "Store",
+    "SwiftSettings",
+    "SwiftoptError",
+    "__version__",
+    "custom_generate",
+    "load",
+]
 
 if TYPE_CHECKING:
     from .core.errors import SwiftoptError
     from .core.settings import SwiftSettings
     from .core.types import Completion, LayerSet, LayerSetRecord, Prompt, Sampling
+    from .decoding.hf import custom_generate
+    from .models.loading import load
+    from .models.runtime import Runtime
+    from .store import Store
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,8 @@ SwiftoptError                         exit 1
 │   └── ContextOverflow                        prompt and completion do not fit the model's context
 ├── NotFound (LookupError)            exit 3
 │   ├── ModelNotFound                          no alias, folder, file or hub model of that name
-│   ├── StreamNotFound                         no such file
+│   ├── FileNotFound                           no such file
+│   │   └── StreamNotFound                     no such file of prompts
 │   └── LayerSetNotFound                       nothing stored for that model and task
 ├── StoreError                        exit 1   the database cannot be used
 │   └── SchemaTooNew                           it was written by a newer swiftopt
@@ -68,7 +69,11 @@ class ModelNotFound(NotFound):
     """No alias, folder, file or hub model of that name can be loaded."""
 
 
-class StreamNotFound(NotFound):
+class FileNotFound(NotFound):
+    """A file that the caller named does not exist."""
+
+
+class StreamNotFound(FileNotFound):
     """The file with the prompts does not exist."""
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from .errors import LayerSetError
+from .errors import FileNotFound, LayerSetError
 from .types import LayerSet, LayerSetRecord
 
 SCHEMA = "swiftopt.layer-set/1"
@@ -57,14 +60,14 @@ def record_from_json(values: Mapping[str, Any], where: str) -> LayerSetRecord:
     try:
         interval = values.get("measured_interval")
         return LayerSetRecord(
-            model=str(values["model"]),
-            task=str(values.get("task") or "default"),
+            model=_word(values["model"], "model"),
+            task=_word(values.get("task") or "default", "task"),
             layer_set=LayerSet(
-                int(values["n_layers"]),
+                _depth(values["n_layers"]),
                 frozenset(_layers(values["skip_attn"])),
                 frozenset(_layers(values["skip_mlp"])),
             ),
-            fingerprint=values.get("fingerprint"),
+            fingerprint=_word_or_none(values.get("fingerprint"), "fingerprint"),
             quantised=dict(values.get("quantised") or {}),
             matchness=_number(values.get("matchness")),
             acceptance_rate=_number(values.get("acceptance_rate")),
@@ -73,8 +76,8 @@ def record_from_json(values: Mapping[str, Any], where: str) -> LayerSetRecord:
             measured_speedup=_number(values.get("measured_speedup")),
             measured_interval=(float(interval[0]), float(interval[1])) if interval else None,
             verdict=_verdict(values.get("verdict")),
-            device=values.get("device"),
-            dtype=values.get("dtype"),
+            device=_word_or_none(values.get("device"), "device"),
+            dtype=_word_or_none(values.get("dtype"), "dtype"),
             settings=dict(values.get("settings") or {}),
             stream_sha256=values.get("stream_sha256"),
             swiftopt_version=str(values.get("swiftopt_version") or ""),
@@ -82,8 +85,24 @@ def record_from_json(values: Mapping[str, Any], where: str) -> LayerSetRecord:
         )
     except LayerSetError as error:
         raise LayerSetError(f"{where}: {error}") from error
-    except (TypeError, ValueError, IndexError) as error:
+    except (TypeError, ValueError, IndexError, KeyError, OverflowError) as error:
         raise LayerSetError(f"{where} cannot be read as a layer set: {error}") from error
+
+
+def load_record(path: Path) -> LayerSetRecord:
+    """The layer set in an exported file.
+
+    Raises: FileNotFound: no such file. LayerSetError: it is not a layer set.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise FileNotFound(f"there is no layer-set file {path}: export one with `swiftopt layers export`") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise LayerSetError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise LayerSetError(f"{path} holds no JSON object: export a set with `swiftopt layers export`")
+    return record_from_json(values, str(path))
 
 
 def _layers(value: Any) -> list[int]:
@@ -93,7 +112,27 @@ def _layers(value: Any) -> list[int]:
 
 
 def _number(value: Any) -> float | None:
-    return None if value is None else float(value)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise LayerSetError(f"a figure must be a finite number, not {value!r}")
+    return float(value)
+
+
+def _depth(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise LayerSetError(f"n_layers must be a whole number above 0, not {value!r}")
+    return value
+
+
+def _word(value: Any, key: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise LayerSetError(f"{key} must be a text, not {value!r}")
+    return value
+
+
+def _word_or_none(value: Any, key: str) -> str | None:
+    return None if value is None else _word(value, key)
 
 
 def _verdict(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ..core.types import FinishReason
 from ..models.buffer import KVBuffer
@@ -34,6 +35,23 @@ class Context:
     def generated(self) -> list[int]:
         """Tokens committed after the prompt."""
         return self.token_ids[self.n_prompt :]
+
+
+class EndRule(Protocol):
+    """Decides where a completion ends."""
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Most tokens it can have."""
+        ...
+
+    def crop(self, generated: Sequence[int], block: Sequence[int]) -> tuple[list[int], FinishReason | None]:
+        """As much of `block` as belongs to the completion, and why it ended there; None if it goes on."""
+        ...
+
+    def cut(self, text: str) -> int | None:
+        """Where the text of the completion ends early, None if nowhere."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

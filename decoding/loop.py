@@ -10,7 +10,7 @@ import torch
 
 from ..core.types import Completion, FinishReason, Timings
 from ..models.runtime import Rows, Runtime
-from .context import Context, Ending
+from .context import Context, EndRule
 from .drafters import Drafter
 from .rule import TokenRule
 from .tree import DraftTree, ancestor_mask
@@ -70,7 +70,7 @@ def decode(
     prompt_ids: Sequence[int],
     drafter: Drafter,
     rule: TokenRule,
-    ending: Ending,
+    ending: EndRule,
     watch: Watch | None = None,
 ) -> Completion:
     """Decode one prompt; the tokens are those of plain decoding with the same rule.
@@ -115,7 +115,7 @@ def decode(
     )
 
 
-def completion_text(runtime: Runtime, token_ids: Sequence[int], ending: Ending) -> str:
+def completion_text(runtime: Runtime, token_ids: Sequence[int], ending: EndRule) -> str:
     """The completion as text, without special tokens and cut where a stop string begins; "" without a tokenizer."""
     if runtime.tokenizer is None:
         return ""
@@ -124,7 +124,7 @@ def completion_text(runtime: Runtime, token_ids: Sequence[int], ending: Ending) 
     return text if cut is None else text[:cut]
 
 
-def _round(context: Context, drafter: Drafter, ending: Ending, watch: Watch, tally: _Tally) -> FinishReason | None:
+def _round(context: Context, drafter: Drafter, ending: EndRule, watch: Watch, tally: _Tally) -> FinishReason | None:
     clock = perf_counter()
     if watch.before_round is not None:
         watch.before_round(context)
@@ -173,7 +173,7 @@ def _keep(context: Context, tree: DraftTree, walked: Walk) -> None:
             context.buffer.move(context.root_slot + node, context.root_slot + depth)
 
 
-def _commit(context: Context, block: Sequence[int], ending: Ending, watch: Watch) -> FinishReason | None:
+def _commit(context: Context, block: Sequence[int], ending: EndRule, watch: Watch) -> FinishReason | None:
     kept, finish = ending.crop(context.generated, block)
     context.token_ids += kept
     if watch.on_tokens is not None:

@@ -27,12 +27,19 @@ class Session:
         self.stop_strings = tuple(stop_strings)
         self.generation_config: Any = getattr(runtime.hf_model, "generation_config", None)
 
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, up to its first turn.
+
+        Raises: InvalidInput: the model has no chat template for it, or it has no tokens.
+        """
+        return self._encode(prompt, next(self._first_messages(prompt), None))
+
     def check(self, prompt: Prompt) -> int:
         """Positions that the prompt's first turn needs, completion included.
 
         Raises: ContextOverflow, InvalidInput: it cannot be decoded on this model; the message names the prompt.
         """
-        ids = self._encode(prompt, next(self._first_messages(prompt), None))
+        ids = self.encode(prompt)
         try:
             self.runtime.check_context(len(ids), self._room(prompt))
         except ContextOverflow as error:

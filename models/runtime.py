@@ -68,7 +68,8 @@ class Runtime:
         self._rotary_tables: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = {}
         self.device: torch.device = self._embed.weight.device
         self.dtype: torch.dtype = self._embed.weight.dtype
-        self.one_device = len({block.device for block in self.blocks} | {self.device}) == 1
+        ends = {self.device, self._norm.weight.device, self._head.weight.device}
+        self.one_device = len({block.device for block in self.blocks} | ends) == 1
 
     def new_buffer(self, capacity: int) -> KVBuffer:
         """An empty buffer of `capacity` slots."""
@@ -119,7 +120,11 @@ class Runtime:
         return self._logits(kept)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        logits = cast(Tensor, self._head(self._norm(hidden))).to(self.device)
+        if self.one_device:
+            logits = cast(Tensor, self._head(self._norm(hidden)))
+        else:
+            normed = self._norm(hidden.to(self._norm.weight.device))
+            logits = self._head(normed.to(self._head.weight.device)).to(self.device)
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits

@@ -58,11 +58,12 @@ class Tuner:
     ) -> None:
         self.runtime, self.settings, self.costs, self.model = runtime, settings, costs, model
         self.session = Session(runtime, sampling, max_new_tokens)
-        self.sampling, self.tell = sampling, tell
+        self.tell = tell
+        self._running: dict[str, _Task] = {}
 
     def run(self, prompts: Sequence[Prompt]) -> list[TaskFinished]:
         """Decode the stream in its order; held-out prompts come last. One result per task, in order of appearance."""
-        tasks = self._tasks(prompts)
+        self._running = tasks = self._tasks(prompts)
         held = {id(prompt) for task in tasks.values() for prompt in task.held_out}
         tuning = [(i, prompt) for i, prompt in enumerate(prompts) if id(prompt) not in held]
         try:
@@ -72,7 +73,16 @@ class Tuner:
             for task in tasks.values():
                 task.search.finish("the stream ended")
         index_of = {id(prompt): i for i, prompt in enumerate(prompts)}
-        return [self._conclude(task, index_of, len(prompts)) for task in tasks.values()]
+        results = []
+        for task in list(tasks.values()):
+            results.append(self._conclude(task, index_of, len(prompts)))
+            del self._running[task.name]
+        return results
+
+    def unfinished(self) -> list[LayerSetRecord]:
+        """The sets in use of tasks that were cut short after their search had tried something, without a verdict."""
+        tried = [task for task in self._running.values() if task.search.trials]
+        return [self._record(task, [], Verdict("unmeasured", reason="the run was cut short")) for task in tried]
 
     def _tasks(self, prompts: Sequence[Prompt]) -> dict[str, _Task]:
         by_task: dict[str, list[Prompt]] = {}
@@ -167,7 +177,6 @@ class Tuner:
             plain_tok_s=speed_ratio(slow, [Timed(1, 1.0)]) if slow else None,
             tuned_tok_s=speed_ratio(fast, [Timed(1, 1.0)]) if fast else None,
         )
-        self.tell(result)
         return result
 
     def _both(self, task: _Task, prompt: Prompt, tuned_first: bool) -> list[tuple[Prompt, Completion, Completion]]:

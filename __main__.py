@@ -1,0 +1,5 @@
+"""`python -m swiftopt`."""
+
+from .cli.main import main
+
+main()

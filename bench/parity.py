@@ -1,0 +1,127 @@
+"""Token parity with transformers' greedy `generate` on real prompts, under several layer sets.
+
+    python -m swiftopt.bench.parity --model smollm2-135m --stream humaneval.jsonl --dtype float32 --random-sets 3
+
+Prints a line per prompt, then one JSON object; in a 16-bit dtype every first divergence is shown with the margin
+between the target's two best logits there, next to what one row and several rows of the same text differ by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core.records import load_record
+from ..core.settings import SwiftSettings
+from ..core.streams import read_stream
+from ..core.types import LayerSet, Prompt, Sampling, n_skipped_for, searchable
+from ..decoding.drafters import SkipDrafter
+from ..decoding.session import Session
+from ..models.costs import device_name
+from ..models.loading import load
+from ..models.runtime import Rows, Runtime
+
+SKIP_RATIOS = (0.2, 0.45, 0.7)  # of the random sets, in turn
+MARGIN_ROWS = 8  # rows of the wide pass that the one-row logits are held against
+
+
+def random_sets(n_layers: int, count: int) -> dict[str, LayerSet]:
+    """`count` layer sets drawn with fixed seeds, at rising skip ratios."""
+    sets = {}
+    for seed in range(count):
+        ratio = SKIP_RATIOS[seed % len(SKIP_RATIOS)]
+        picked = random.Random(seed).sample(searchable(n_layers), n_skipped_for(n_layers, ratio))
+        sets[f"random {seed} (r = {ratio})"] = LayerSet.of(n_layers, picked)
+    return sets
+
+
+def reference(runtime: Runtime, session: Session, ids: Sequence[int], max_new_tokens: int) -> list[int]:
+    """What transformers' greedy generate says."""
+    inputs = torch.tensor([ids], device=runtime.device)
+    model: Any = runtime.hf_model
+    out = model.generate(
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=sorted(session.ending(1).stop_token_ids) or None,
+    )
+    return list(out[0, len(ids) :].tolist())
+
+
+@torch.inference_mode()
+def margin_and_noise(runtime: Runtime, ids: Sequence[int]) -> tuple[float, float]:
+    """At the end of `ids`: the target's top-2 margin, and the largest logit difference between a pass over one row
+    and one over several, over the two best tokens."""
+    buffer = runtime.new_buffer(len(ids) + MARGIN_ROWS)
+    runtime.prefill(ids[:-1], buffer)
+    one = runtime.forward(Rows(ids[-1:], len(ids) - 1), buffer)[0].float()
+    start = max(0, len(ids) - MARGIN_ROWS)
+    wide = runtime.forward(Rows(ids[start:], start), buffer)[-1].float()
+    best = one.topk(2)
+    return float(best.values[0] - best.values[1]), float((one - wide).abs()[best.indices].max())
+
+
+def compare(
+    runtime: Runtime, prompts: Sequence[Prompt], sets: dict[str, LayerSet], max_new_tokens: int
+) -> dict[str, Any]:
+    """Counts of identical prompts per layer set, and every first divergence with its margin."""
+    session = Session(runtime, Sampling(), max_new_tokens)
+    same = dict.fromkeys(sets, 0)
+    divergences: list[dict[str, Any]] = []
+    n_tokens = 0
+    for prompt in prompts:
+        ids = session.encode(prompt)
+        expected = reference(runtime, session, ids, max_new_tokens)
+        n_tokens += len(expected)
+        for name, layer_set in sets.items():
+            done = next(iter(session.run(prompt, SkipDrafter(layer_set, SwiftSettings()))))[1]
+            if list(done.token_ids) == expected:
+                same[name] += 1
+                continue
+            at = next(
+                (i for i, (a, b) in enumerate(zip(done.token_ids, expected, strict=False)) if a != b), len(expected)
+            )
+            margin, noise = margin_and_noise(runtime, [*ids, *expected[:at]])
+            divergences.append({"prompt": prompt.id, "set": name, "token": at, "margin": margin, "noise": noise})
+        print(f"{prompt.id}: {json.dumps(same)}", file=sys.stderr, flush=True)
+    return {
+        "schema": "swiftopt.bench-parity/1",
+        "device": device_name(runtime.device),
+        "dtype": str(runtime.dtype).removeprefix("torch."),
+        "prompts": len(prompts),
+        "tokens": n_tokens,
+        "identical": same,
+        "divergences": divergences,
+    }
+
+
+def main() -> None:
+    """Parse, run, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--stream", required=True)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--limit", type=int)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--random-sets", type=int, default=3)
+    parser.add_argument("--layer-set", action="append", default=[], help="an exported file; may be repeated")
+    args = parser.parse_args()
+    runtime = load(args.model, args.dtype, args.device)
+    sets = random_sets(runtime.n_layers, args.random_sets)
+    for path in args.layer_set:
+        sets[Path(path).name] = load_record(Path(path)).layer_set
+    prompts = read_stream(args.stream, limit=args.limit)
+    print(json.dumps({"model": args.model, **compare(runtime, prompts, sets, args.max_new_tokens)}))
+
+
+if __name__ == "__main__":
+    main()

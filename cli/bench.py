@@ -1,0 +1,86 @@
+"""`swiftopt bench`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ..core.requests import GenerateRequest
+from ..core.streams import read_stream
+from .options import PresetGroup, db_option, json_option, machine_options, open_store, pick, positive, read_layer_set
+from .output import emit_json, note, show
+
+
+@click.group(cls=PresetGroup, short_help="Measure decoding on this machine.")
+def bench() -> None:
+    """Measure decoding on this machine.
+
+    \b
+    Example:
+      swiftopt bench decode --model smollm2-135m --stream prompts.jsonl --methods plain,swift,hf-plain
+    """
+
+
+@bench.command(short_help="Methods side by side on the same prompts.")
+@click.option("--model", required=True, help="Alias, hub id, folder or GGUF file; `swiftopt models` lists aliases.")
+@click.option("--stream", required=True, metavar="FILE", help="Prompts, one JSON object per line; - is standard input.")
+@click.option("--task", help="Whose stored layer set to use.  [default: each prompt's own task]")
+@click.option("--layer-set", "layer_set_file", metavar="FILE", help="Draft with this exported layer set.")
+@click.option("--methods", default="plain,swift,hf-plain,hf-lookup", show_default=True, help="What to compare.")
+@click.option("--limit", type=positive, help="Take only the first prompts of the stream.")
+@machine_options(GenerateRequest)
+@db_option
+@json_option
+def decode(
+    stream: str,
+    methods: str,
+    layer_set_file: str | None,
+    limit: int | None,
+    db: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Decode every prompt with every method, interleaved in one process, greedily.
+
+    `swift` drafts with the task's stored layer set or the given one; with neither it searches while it decodes, and
+    the time of that counts. `hf-plain` and `hf-lookup` are transformers' own generate, without and with prompt lookup.
+
+    \b
+    Example:
+      swiftopt bench decode --model smollm2-135m --stream prompts.jsonl --limit 8 --max-new-tokens 64 --json
+    """
+    prompts = read_stream(stream, options["task"], limit)
+    record = read_layer_set(layer_set_file) if layer_set_file else None
+    request = pick(GenerateRequest, {**options, "layer_set": record})
+
+    from ..bench.decode import run_methods
+    from ..models.loading import load
+
+    runtime = load(request.model, request.dtype, request.device)
+    with open_store(db) as store:
+        store.remember_model(runtime.info)
+        report = run_methods(runtime, prompts, methods.split(","), request, store, _show_run)
+    if as_json:
+        emit_json(report)
+    else:
+        _show_table(report)
+
+
+def _show_run(method: str, number: int, n_prompts: int, timed: Any) -> None:
+    speed = timed.tokens / timed.seconds
+    note(f"prompt {number + 1} of {n_prompts}, {method}: {timed.tokens} tokens, {speed:.1f} tok/s")
+
+
+def _show_table(report: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    from ..bench.decode import rows
+
+    title = f"{report['model']}, {report['dtype']}, {report['device']}, {report['prompts']} prompts"
+    table = Table(title=title, title_justify="left")
+    for name in ("method", "tok/s", f"ratio to {report['base']}", "95 % interval", "α", "M", "identical"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for row in rows(report):
+        table.add_row(*row)
+    show(table)

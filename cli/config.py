@@ -1,0 +1,79 @@
+"""Where the program's own settings come from: `SWIFTOPT_*` in the environment, then ./swiftopt.toml."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from typing import Any
+
+from pydantic import AliasChoices, Field, ValidationError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+
+from ..core.errors import SettingsError
+
+TOML_FILE = "swiftopt.toml"
+PREFIX = "SWIFTOPT_"
+
+
+class ProgramSettings(BaseSettings):
+    """What the environment or the file may preset; each is the default of the option of that name.
+
+    Ranges are the business of the values built from them; None means not set.
+    """
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, toml_file=TOML_FILE, extra="forbid", populate_by_name=True)
+
+    # the plain name db is for the file, the long one is what other programs use as well
+    db: str | None = Field(
+        default=None, validation_alias=AliasChoices("SWIFTOPT_DATABASE_URL", "SWIFTOPT_DB", "database_url", "db")
+    )
+    model: str | None = None
+    dtype: str | None = None
+    device: str | None = None
+    max_new_tokens: int | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    strategy: str | None = None
+    objective: str | None = None
+    skip_ratio: float | None = None
+    context_window: int | None = None
+    max_steps: int | None = None
+    stop_threshold: float | None = None
+    max_draft_length: int | None = None
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], *sources: PydanticBaseSettingsSource, **named: PydanticBaseSettingsSource
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Environment before file, and nothing else."""
+        return named["env_settings"], TomlConfigSettingsSource(settings_cls)
+
+
+def load_settings() -> dict[str, Any]:
+    """The presets by option name, without those that are not set.
+
+    Raises: SettingsError: the file is broken or has an unknown key, or a value is of the wrong type.
+    """
+    try:
+        return ProgramSettings().model_dump(exclude_none=True)
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{TOML_FILE} is no valid TOML: {error}; correct or remove it") from error
+    except OSError as error:
+        raise SettingsError(f"{TOML_FILE} cannot be read: {error.strerror}; correct its permissions") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise SettingsError(_sentence(str(first["loc"][0]), first["type"], first["msg"], first["input"])) from error
+
+
+def _sentence(key: str, kind: str, message: str, value: object) -> str:
+    if kind == "extra_forbidden":
+        known = sorted(ProgramSettings.model_fields)
+        near = difflib.get_close_matches(key, known, n=1)
+        advice = f"did you mean {near[0]!r}" if near else f"known are {', '.join(known)}"
+        return f"{TOML_FILE} has the unknown key {key!r}: {advice}"
+    variable = key if key.startswith(PREFIX) else PREFIX + key.upper()
+    where = variable if variable in os.environ else f"{key} in {TOML_FILE}"
+    return f"{where} is {value!r}, which cannot be used: {message[0].lower()}{message[1:]}"

@@ -1,0 +1,147 @@
+"""`swiftopt doctor`: what a person would check first when something does not work."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from ..core.errors import SwiftoptError
+from .options import db_option, json_option
+from .output import emit_json, show
+
+Status = Literal["ok", "warn", "fail"]
+
+GIB = 1 << 30
+LOW_MEMORY = 2 * GIB  # below it even small models of the alias table do not fit in bfloat16 with room to work
+LOW_DISK = 5 * GIB  # below it a download or a converted GGUF file of a small model may not fit
+MEMINFO = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the report."""
+
+    name: str
+    status: Status
+    text: str
+
+
+@click.command(short_help="Check versions, devices, memory and database.")
+@click.option("--model", help="Check that this model can be found as well.")
+@db_option
+@json_option
+@click.pass_context
+def doctor(context: click.Context, model: str | None, db: str | None, as_json: bool) -> None:
+    """Check this machine: versions, devices, memory, database, cache; ends with 1 if something fails.
+
+    \b
+    Example:
+      swiftopt doctor --model smollm2-135m
+    """
+    from .tables import checks_table
+
+    checks = list(examine(model, db))
+    healthy = all(check.status != "fail" for check in checks)
+    if as_json:
+        emit_json({"schema": "swiftopt.doctor/1", "ok": healthy, "checks": [asdict(check) for check in checks]})
+    else:
+        show(checks_table([(check.name, check.status, check.text) for check in checks]))
+    context.exit(0 if healthy else 1)
+
+
+def examine(model: str | None, db: str | None) -> Iterator[Check]:
+    """Every check, cheap ones first."""
+    yield Check("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    for package in ("torch", "transformers"):
+        yield check_package(package)
+    yield from check_devices()
+    yield Check("cores", "ok", str(os.cpu_count()))
+    yield check_memory()
+    yield guarded("database", lambda: check_database(db))
+    yield guarded("cache", check_cache)
+    if model is not None:
+        yield guarded("model", lambda: check_model(model))
+
+
+def guarded(name: str, check: Callable[[], Check]) -> Check:
+    """A check whose errors are its answer."""
+    try:
+        return check()
+    except (SwiftoptError, OSError) as error:
+        return Check(name, "fail", str(error))
+
+
+def check_package(name: str) -> Check:
+    """Whether a package that decoding needs is installed."""
+    try:
+        return Check(name, "ok", version(name))
+    except PackageNotFoundError:
+        return Check(name, "fail", f"not installed: pip install {name}")
+
+
+def check_devices() -> Iterator[Check]:
+    """CUDA devices with their free memory; torch is asked, for it is what must see them."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        yield Check("devices", "fail", f"torch cannot be imported: {error}")
+        return
+    if not torch.cuda.is_available():
+        yield Check("devices", "warn", "no CUDA device, models run on the CPU")
+        return
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        text = f"{torch.cuda.get_device_name(index)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
+        yield Check(f"cuda:{index}", "warn" if free < LOW_MEMORY else "ok", text)
+
+
+def check_memory() -> Check:
+    """Main memory that programs may still take."""
+    try:
+        lines = dict(line.split(":", 1) for line in MEMINFO.read_text(encoding="ascii").splitlines())
+        free, total = (int(lines[key].split()[0]) * 1024 for key in ("MemAvailable", "MemTotal"))
+    except (OSError, KeyError, ValueError):
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Check("memory", "ok", f"{total / GIB:.1f} GiB")
+    return Check("memory", "warn" if free < LOW_MEMORY else "ok", f"{free / GIB:.1f} of {total / GIB:.1f} GiB free")
+
+
+def check_database(db: str | None) -> Check:
+    """Whether the database opens, which brings it to the newest schema."""
+    from ..store import Store, as_url, default_url
+    from ..store.database import shown
+    from ..store.migrations import HEAD
+
+    url = as_url(db) if db else default_url()
+    with Store.open(url) as store:
+        n_sets = len(store.layer_sets())
+    return Check("database", "ok", f"{shown(url)}, schema {HEAD}, {n_sets} layer sets")
+
+
+def check_cache() -> Check:
+    """Where converted models go, and whether there is room."""
+    import platformdirs
+
+    named = os.environ.get("SWIFTOPT_CACHE_DIR") or platformdirs.user_cache_dir("swiftopt", appauthor=False)
+    folder = Path(named).expanduser()
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if not os.access(there, os.W_OK):
+        return Check("cache", "fail", f"{folder} cannot be written: set SWIFTOPT_CACHE_DIR to a folder of yours")
+    return Check("cache", "warn" if free < LOW_DISK else "ok", f"{folder}, {free / GIB:.1f} GiB free")
+
+
+def check_model(name: str) -> Check:
+    """Where a model's name leads; nothing is downloaded or loaded."""
+    from ..models.sources import resolve
+
+    source = resolve(name)
+    return Check("model", "ok", f"{name} is the {source.kind} {source.location}")

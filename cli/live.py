@@ -1,0 +1,155 @@
+"""Progress of a tuning run on stderr: a live display on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from ..core.events import (
+    Event,
+    PhaseChanged,
+    Progress,
+    PromptFinished,
+    PromptStarted,
+    SkipRatioLowered,
+    TaskFinished,
+    TrialsDone,
+)
+from .render import number, sparkline
+
+REFRESH_PER_S = 4  # redraws of the live display
+KEPT_VALUES = 4000  # matchness values that the live curve shows at most
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """What the display shows; each event gives the next one."""
+
+    task: str = ""
+    phase: str = "load"
+    detail: str = ""
+    prompt_id: str = ""
+    index: int = 0
+    n_prompts: int = 0
+    progress: Progress | None = None
+    matchness: tuple[float, ...] = field(default=())
+
+    def after(self, event: Event) -> RunState:
+        """The state once `event` has happened."""
+        state = self if event_task(event) in ("", self.task) else RunState(task=event_task(event))
+        match event:
+            case PhaseChanged():
+                return replace(state, phase=event.phase, detail=event.detail)
+            case PromptStarted():
+                return replace(state, prompt_id=event.prompt_id, index=event.index, n_prompts=event.n_prompts)
+            case Progress():
+                return replace(state, phase=event.phase, progress=event)
+            case TrialsDone():
+                values = (*state.matchness, *(trial.matchness for trial in event.trials))
+                return replace(state, matchness=values[-KEPT_VALUES:])
+            case _:
+                return state
+
+
+def event_task(event: Event) -> str:
+    """The task an event belongs to; empty before the first one."""
+    return event.prompt.task if isinstance(event, PromptFinished) else event.task
+
+
+def event_line(event: Event, state: RunState) -> str | None:
+    """The line for a log; None for an event that would only fill it."""
+    task = f"{event_task(event)}: " if event_task(event) else ""
+    match event:
+        case PhaseChanged():
+            return f"{task}{event.phase}" + (f": {event.detail}" if event.detail else "")
+        case SkipRatioLowered():
+            return f"{task}skip ratio lowered to {event.skip_ratio:.2f}, for α was {event.acceptance_rate:.2f}"
+        case PromptFinished():
+            done = event.completion
+            held_out = ", held out" if event.held_out else ""
+            speed = done.n_tokens / done.timings.total_s if done.timings.total_s else None
+            figures = f"α {number(done.acceptance_rate)}, M {number(done.mean_generated_length)}"
+            place = f"prompt {event.index + 1}" + (f" of {state.n_prompts}" if state.n_prompts else "")
+            decoded = f"{done.n_tokens} tokens, {number(speed, 1)} tok/s, {figures}"
+            return f"{task}{place} ({event.prompt.id}{held_out}): {decoded}"
+        case TaskFinished():
+            return f"{task}finished, {event.verdict.word}"
+        case _:
+            return None
+
+
+def live_view(state: RunState, width: int) -> RenderableType:
+    """At most four lines: where the run is, its figures, and the curve of matchness so far."""
+    place = f"prompt {state.index + 1} of {state.n_prompts}" if state.n_prompts else ""
+    head = Text(" · ".join(filter(None, (state.task, state.phase, place, state.detail or state.prompt_id))))
+    head.truncate(width - 2, overflow="ellipsis")
+    lines: list[RenderableType] = []
+    if state.n_prompts:
+        lines.append(_bar(state.index, state.n_prompts, min(40, width - 2)))
+    if state.progress is not None:
+        figures = Text("  " + progress_words(state.progress))
+        figures.truncate(width, overflow="ellipsis")
+        lines.append(figures)
+    if state.matchness:
+        lines.append(Text("  " + sparkline(state.matchness, min(60, width - 2)), style="green"))
+    return Group(head, *lines)
+
+
+def progress_words(progress: Progress) -> str:
+    """The figures of a round on one line of 80 columns."""
+    return (
+        f"{progress.tok_s:.1f} tok/s  matchness {number(progress.matchness)} (best {number(progress.best_matchness)})"
+        f"  {progress.n_trials} trials  α {number(progress.acceptance_rate)}"
+        f"  M {number(progress.mean_generated_length, 1)}  r {progress.skip_ratio:.2f}"
+    )
+
+
+def _bar(done: int, total: int, width: int) -> Text:
+    filled = round(width * min(1.0, done / total))
+    return Text.assemble("  ", ("━" * filled, "cyan"), ("━" * (width - filled), "dim"))
+
+
+class TuneProgress:
+    """Hears the events of a run; to be used as a context manager."""
+
+    def __init__(self, console: Console) -> None:
+        self.state = RunState()
+        self._console = console
+        self._spinner = Spinner("dots")
+        self._live: Live | None = None
+
+    def __enter__(self) -> TuneProgress:
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(
+                get_renderable=self._view,
+                console=self._console,
+                refresh_per_second=REFRESH_PER_S,
+                transient=True,
+                redirect_stdout=False,
+            )
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def __call__(self, event: Event) -> None:
+        """Take note of an event."""
+        self.state = self.state.after(event)
+        line = event_line(event, self.state)
+        if line is not None and (self._live is None or not isinstance(event, PromptFinished)):
+            self._console.print(line, soft_wrap=True)
+
+    def _view(self) -> RenderableType:
+        table = Table.grid(padding=(0, 1, 0, 0))
+        table.add_row(self._spinner, live_view(self.state, self._console.width - 2))
+        return table

@@ -1,0 +1,163 @@
+"""Options that several commands share; every default is read from the dataclass that has it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_hints
+
+import click
+
+from ..core.errors import LayerSetError
+from ..core.settings import SwiftSettings
+from ..core.types import LayerSetRecord, Sampling
+
+if TYPE_CHECKING:
+    from ..store import Store
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+Decorator = Callable[[Command], Command]
+
+
+class PresetGroup(click.Group):
+    """Hands its presets on to each of its commands, where click looks a command's own up."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        presets = ctx.default_map or {}
+        ctx.default_map = {name: presets for name in self.list_commands(ctx)}
+        return super().invoke(ctx)
+
+
+class ModelTask(NamedTuple):
+    """What MODEL/TASK names."""
+
+    model: str
+    task: str
+
+    def __str__(self) -> str:
+        return f"{self.model}/{self.task}"
+
+
+class ModelTaskType(click.ParamType[ModelTask]):
+    """Splits MODEL/TASK at the last slash, for a model may be a folder or a hub id."""
+
+    name = "MODEL/TASK"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> ModelTask:
+        if isinstance(value, ModelTask):
+            return value
+        model, _, task = str(value).rpartition("/")
+        if not model or not task:
+            self.fail(f"{value!r} lacks a model or a task: give MODEL/TASK, for example smollm2-135m/notes", param, ctx)
+        return ModelTask(model, task)
+
+
+model_task_argument = click.argument("name", type=ModelTaskType(), metavar="MODEL/TASK")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+db_option = click.option(
+    "--db",
+    metavar="URL|FILE",
+    help="Database of layer sets: a file or an SQLAlchemy URL.  [default: in your data folder]",
+)
+alias_option = click.option("--alias", default="best", show_default=True, help="Name of the choice.")
+
+
+def default_of(values: type[Any], name: str) -> Any:
+    """The default of a dataclass's field."""
+    return next(field.default for field in dataclasses.fields(values) if field.name == name)
+
+
+def from_field(values: type[Any], name: str, help: str, **more: Any) -> Decorator[Any]:
+    """An option for a field, with the field's default; a Literal's words become choices."""
+    hint = get_type_hints(values)[name]
+    if "type" not in more and get_args(hint) and all(isinstance(word, str) for word in get_args(hint)):
+        more["type"] = click.Choice(get_args(hint))
+    flag = f"--{name.replace('_', '-')}"
+    return click.option(flag, name, default=default_of(values, name), show_default=True, help=help, **more)
+
+
+def switch_off(name: str, help: str) -> Decorator[Any]:
+    """`--no-NAME` for a field of SwiftSettings that is on by default."""
+    on = default_of(SwiftSettings, name)
+    return click.option(f"--no-{name.replace('_', '-')}", name, flag_value=False, default=on, help=help)
+
+
+def together(*options: Decorator[Any]) -> Decorator[Any]:
+    """One decorator for several, listed in the help in the order given."""
+
+    def decorate(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def machine_options(values: type[Any]) -> Decorator[Any]:
+    """Where the model runs and how long its answers get; `values` has the defaults."""
+    return together(
+        from_field(values, "dtype", "auto (as stored), float32, bfloat16 or float16."),
+        from_field(values, "device", "auto, cpu, cuda, cuda:N, or auto-map for several GPUs."),
+        from_field(
+            values, "max_new_tokens", "Tokens per completion, where the stream's line says nothing.", type=positive
+        ),
+    )
+
+
+positive = click.IntRange(min=1)
+
+sampling_options = together(
+    from_field(Sampling, "temperature", "0 takes the most probable token.", type=float),
+    from_field(Sampling, "top_p", "Draw from the most probable tokens that reach this mass.", type=float),
+    from_field(Sampling, "top_k", "Draw from the k most probable tokens; 0 is off.", type=int),
+    from_field(Sampling, "seed", "Seed of every random choice.", type=int),
+)
+
+settings_options = together(
+    from_field(SwiftSettings, "strategy", "Who proposes layer sets: random, bayes, swift or tpe."),
+    from_field(SwiftSettings, "objective", "What a layer set is scored by."),
+    from_field(SwiftSettings, "skip_ratio", "r, from 0 to 1.  [default: 0.45, 0.5 from 34B on]", type=float),
+    from_field(SwiftSettings, "context_window", "γ, generated tokens that score a layer set.", type=int),
+    from_field(SwiftSettings, "max_steps", "S, candidates to try at most.", type=int),
+    from_field(SwiftSettings, "stop_threshold", "ε, confidence below which drafting stops.", type=float),
+    from_field(SwiftSettings, "max_draft_length", "N_D, draft steps per round.", type=int),
+    switch_off("early_stop", "Always draft N_D tokens."),
+    switch_off("dynamic_verification", "Verify a chain, not a tree."),
+    switch_off("optimise", "Keep the evenly spaced layer set that a search starts from."),
+    click.option(
+        "--deterministic",
+        is_flag=True,
+        default=default_of(SwiftSettings, "deterministic"),
+        help="Wait for late suggestions: the same seed then gives the same trials.",
+    ),
+)
+
+
+def pick(values: type[Any], options: dict[str, Any]) -> Any:
+    """A dataclass from those options that are its fields.
+
+    Raises: SettingsError: a value is out of its range.
+    """
+    names = {field.name for field in dataclasses.fields(values)}
+    return values(**{name: value for name, value in options.items() if name in names})
+
+
+def open_store(db: str | None) -> Store:
+    """The database of --db, or the default one, at the newest schema."""
+    from ..store import Store, as_url
+
+    return Store.open(as_url(db) if db else None)
+
+
+def read_layer_set(file: str) -> LayerSetRecord:
+    """The one layer set in a file.
+
+    Raises: NotFound: no such file. LayerSetError: it holds none, or several.
+    """
+    from ..models.catalog import find_alias
+    from ..store import import_file
+
+    records = import_file(file, lambda name: alias.n_layers if (alias := find_alias(name)) else None)
+    if len(records) != 1:
+        raise LayerSetError(f"{file} holds {len(records)} layer sets: import it, then choose one with --task")
+    return records[0]

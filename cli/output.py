@@ -1,0 +1,67 @@
+"""The two channels: results go to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console, RenderableType
+
+from ..core.errors import OutputError
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A rich console that obeys --no-color and NO_COLOR, and takes no text for markup."""
+    context = click.get_current_context(silent=True)
+    plain = context is not None and context.color is False
+    return Console(stderr=stderr, color_system=None if plain else "auto", markup=False, highlight=False, emoji=False)
+
+
+def show(*renderables: RenderableType) -> None:
+    """Print a result for a person."""
+    console().print(*renderables, sep="\n")
+
+
+def emit_json(value: Mapping[str, Any]) -> None:
+    """Print a result for a program: one object on one line."""
+    click.echo(json_line(value))
+
+
+def json_line(value: Mapping[str, Any]) -> str:
+    """ASCII only, so that no terminal's encoding can fail on a model's text."""
+    return json.dumps(value)
+
+
+def note(text: str) -> None:
+    """A remark beside the result."""
+    click.echo(text, err=True)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what the file system refuses into one sentence.
+
+    Raises: OutputError: disk full, no permission, no such folder.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        reason = "the disk is full" if error.errno == errno.ENOSPC else (error.strerror or str(error)).lower()
+        advice = "free some space" if error.errno == errno.ENOSPC else "choose another file"
+        raise OutputError(f"cannot write {path}: {reason}; {advice} and run the command again") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole small file.
+
+    Raises: OutputError: it cannot be written.
+    """
+    with writing(path):
+        path.write_text(text, encoding="utf-8")

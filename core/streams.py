@@ -1,0 +1,212 @@
+"""A stream of prompts: JSON Lines in a file or on standard input, checked line by line before any model is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from .errors import SettingsError, StreamError, StreamNotFound
+from .types import Prompt
+
+STDIN = "-"
+FIELDS = ("prompt", "messages", "question", "turns")  # a line has exactly one of them
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def read_stream(path: str, default_task: str | None = None, limit: int | None = None) -> list[Prompt]:
+    """The prompts of a JSON Lines file, or of standard input for "-", in their order.
+
+    `prompt` becomes raw text; `question` and `turns` become turns of the user; `messages` stay whole. The task is the
+    line's, else `default_task`, else the file's stem ("default" for standard input). The id is the line's, else its
+    number from 1. With `limit`, lines after the first `limit` prompts are not looked at.
+
+    Raises: StreamNotFound: there is no such file. StreamError: it cannot be read, holds no prompt, or a line is none.
+        SettingsError: `limit` is below 1.
+    """
+    if limit is not None and limit < 1:
+        raise SettingsError(f"limit {limit} is out of range: use 1 or more")
+    where = "standard input" if path == STDIN else path
+    task = default_task if default_task is not None else ("default" if path == STDIN else Path(path).stem)
+    prompts: list[Prompt] = []
+    with _opened(path) as source:
+        _check_task(task, "the task")
+        for number, line in enumerate(_text_lines(source, where), start=1):
+            if not line.strip():
+                continue
+            prompts.append(_prompt(line, number, task, f"{where} line {number}"))
+            if len(prompts) == limit:
+                break
+    if not prompts:
+        raise StreamError(f"{where} holds no prompt: write one JSON object per line, such as {_example()}")
+    return prompts
+
+
+def stream_sha256(prompts: Iterable[Prompt]) -> str:
+    """Hex SHA-256 over the prompts in their order, whatever file they came from."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        values = {**dataclasses.asdict(prompt), "messages": [dict(message) for message in prompt.messages]}
+        digest.update(json.dumps(values, sort_keys=True).encode() + b"\n")
+    return digest.hexdigest()
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[BinaryIO]:
+    if path == STDIN:
+        yield sys.stdin.buffer
+        return
+    target = Path(path)
+    if os.path.isdir(path):  # pathlib raises for a path that is too long
+        inside = sorted(entry.name for entry in target.glob("*.jsonl"))
+        name_one = f"name one of its files, such as {inside[0]}" if inside else "name a JSON Lines file"
+        raise StreamNotFound(f"the stream {path} is a folder: {name_one}")
+    try:
+        source = target.open("rb")
+    except FileNotFoundError as error:
+        raise StreamNotFound(f"there is no stream {path}: {_nearest_file(target)}") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL character in the path
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise StreamError(f"the stream {path} cannot be read ({reason}): check its path and permissions") from error
+    with source:
+        yield source
+
+
+def _nearest_file(target: Path) -> str:
+    try:
+        names = sorted(entry.name for entry in target.parent.iterdir() if entry.is_file())
+    except OSError:
+        return f"the folder {target.parent} does not exist either, check the path"
+    near = difflib.get_close_matches(target.name, names, n=1, cutoff=0.5)
+    return f"did you mean {target.parent / near[0]}?" if near else "check the path"
+
+
+def _text_lines(source: BinaryIO, where: str) -> Iterator[str]:
+    """Lines split at newlines only (JSON strings may hold other Unicode separators), without a byte-order mark."""
+    lines = iter(source)
+    number = 0
+    while True:
+        number += 1
+        try:
+            raw = next(lines, None)
+        except OSError as error:
+            raise StreamError(f"{where} cannot be read to its end ({error.strerror}): check the file") from error
+        if raw is None:
+            return
+        try:
+            text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise StreamError(f"{where} line {number} is not UTF-8 text: save the stream as JSON Lines") from error
+        if "\0" in text:
+            raise StreamError(f"{where} line {number} holds binary data: save the stream as JSON Lines in UTF-8")
+        yield text
+
+
+def _prompt(line: str, number: int, task: str, at: str) -> Prompt:
+    values = _object(line, at)
+    given = [name for name in FIELDS if values.get(name) is not None]
+    if not given:
+        raise StreamError(f"{at} has none of the fields {', '.join(FIELDS)}: give it one of them")
+    if len(given) > 1:
+        raise StreamError(f"{at} has {' and '.join(repr(name) for name in given)}: keep only one of them")
+    own_task = values.get("task")
+    if own_task is not None:
+        _check_task(own_task, f"{at}: the task")
+    field = given[0]
+    return Prompt(
+        id=_line_id(values.get("id"), number, at),
+        task=task if own_task is None else own_task,
+        text=_text(values["prompt"], "'prompt'", at) if field == "prompt" else None,
+        messages=_messages(values["messages"], at) if field == "messages" else (),
+        turns=_turns(values, field, at) if field in ("question", "turns") else (),
+        max_new_tokens=_max_new_tokens(values.get("max_new_tokens"), at),
+    )
+
+
+def _object(line: str, at: str) -> Mapping[str, Any]:
+    try:
+        values = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise StreamError(
+            f"{at} is not valid JSON ({error.msg}, column {error.colno}): expected {_example()}"
+        ) from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of nested lists
+        raise StreamError(f"{at} cannot be read as JSON ({error}): expected {_example()}") from error
+    if not isinstance(values, dict):
+        raise StreamError(f"{at} holds {_kind(values)}: expected one JSON object per line, such as {_example()}")
+    return values
+
+
+def _text(value: Any, what: str, at: str) -> str:
+    if not isinstance(value, str):
+        raise StreamError(f"{at}: {what} is {_kind(value)}, expected a string")
+    if not value.strip():
+        raise StreamError(f"{at}: {what} is empty: write a text or delete the line")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise StreamError(f"{at}: {what} holds half of a surrogate pair, which is no text: delete that character")
+    return value
+
+
+def _turns(values: Mapping[str, Any], field: str, at: str) -> tuple[str, ...]:
+    if field == "question":
+        return (_text(values["question"], "'question'", at),)
+    return tuple(_text(turn, f"turn {i}", at) for i, turn in enumerate(_items(values["turns"], "turns", at), start=1))
+
+
+def _messages(value: Any, at: str) -> tuple[Mapping[str, str], ...]:
+    found = []
+    for i, message in enumerate(_items(value, "messages", at), start=1):
+        if not isinstance(message, dict):
+            raise StreamError(f"{at}: message {i} is {_kind(message)}, expected an object with 'role' and 'content'")
+        role = message.get("role")
+        if role not in ROLES:
+            raise StreamError(f"{at}: message {i} has the role {role!r}, expected one of {', '.join(ROLES)}")
+        found.append({"role": role, "content": _text(message.get("content"), f"the content of message {i}", at)})
+    return tuple(found)
+
+
+def _items(value: Any, field: str, at: str) -> Sequence[Any]:
+    if not isinstance(value, list):
+        raise StreamError(f"{at}: {field!r} is {_kind(value)}, expected a list")
+    if not value:
+        raise StreamError(f"{at}: {field!r} is empty: write at least one entry or delete the line")
+    return value
+
+
+def _max_new_tokens(value: Any, at: str) -> int | None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise StreamError(f"{at}: 'max_new_tokens' is {json.dumps(value)}, expected a whole number of 1 or more")
+    return value
+
+
+def _line_id(value: Any, number: int, at: str) -> str:
+    if value is None:
+        return str(number)
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise StreamError(f"{at}: 'id' is {_kind(value)}, expected a string or a whole number")
+    return str(value)
+
+
+def _check_task(task: Any, what: str) -> None:
+    if not isinstance(task, str) or not task.strip():
+        raise StreamError(f"{what} {json.dumps(task)} is no name: use a word such as 'code'")
+    if "/" in task:
+        raise StreamError(
+            f"{what} {task!r} holds a '/', which parts model from task in MODEL/TASK: use another character"
+        )
+
+
+def _kind(value: Any) -> str:
+    kinds = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "a number")
+
+
+def _example() -> str:
+    return '{"prompt": "..."}'

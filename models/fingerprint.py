@@ -1,0 +1,225 @@
+"""Which model this is: a hash over what makes it compute what it computes.
+
+It covers the configuration (the fields that change the function), and of every tensor its name, its shape and 64 values
+at fixed places. A folder is read as stored, a model in memory as it was cast: a bfloat16 model gives one value from its
+folder, loaded in bfloat16 and loaded in float32, because that cast loses nothing. A model whose load did lose digits
+(float32 or float16 weights loaded as bfloat16) has another fingerprint in memory than its folder; `load_pretrained`
+therefore always takes the folder's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.errors import InvalidInput, ModelNotFound, UnsupportedModel
+
+VERSION = "v1"
+N_RUNS = 4  # places per tensor that are looked at
+RUN_LENGTH = 16  # values at each of them
+
+# Fields that a config carries and the function does not depend on: how it was stored, loaded or trained, and tokens.
+_IGNORED = frozenset(
+    {
+        *("architectures", "auto_map", "dtype", "name_or_path", "torch_dtype", "torchscript", "transformers_version"),
+        *("chunk_size_feed_forward", "initializer_range", "pretraining_tp", "is_decoder", "return_dict", "use_cache"),
+        *("output_attentions", "output_hidden_states", "output_router_logits", "keys_to_ignore_at_inference"),
+        *("finetuning_task", "id2label", "label2id", "prefix", "problem_type", "task_specific_params"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "tokenizer_class"),
+    }
+)
+_PREFIXES = ("model.", "transformer.", "gpt_neox.")  # hub files of GPT-2 leave the base model's name out
+_HEAD = "lm_head.weight"
+# Masks and frequencies that older transformers versions wrote into the files; they hold nothing learned.
+_LEFTOVERS = ("attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias", "rotary_emb.inv_freq")
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor that can be sampled without being read whole; `sample` returns float32 on the CPU, shape (≤ 64,)."""
+
+    name: str
+    shape: tuple[int, ...]
+    sample: Callable[[], Tensor]
+
+
+def fingerprint(model: Any) -> str:
+    """Of a folder (path) or of a causal-LM model of transformers in memory; "v1:" and 16 hex digits.
+
+    Raises: ModelNotFound: the folder has no readable config or weights. InvalidInput: a weight of the model in memory
+        is on the meta device, where nothing is stored.
+    """
+    if isinstance(model, str | Path):
+        return fingerprint_of_folder(Path(model))
+    return _digest(model.config, [_in_memory(name, tensor) for name, tensor in model.state_dict().items()])
+
+
+def fingerprint_of_folder(folder: Path) -> str:
+    """The fingerprint of a saved model; reads headers and samples only, so its time does not grow with the weights."""
+    from transformers import AutoConfig
+
+    files = weight_files(folder)
+    if not files:
+        raise ModelNotFound(f"{folder} holds no weights: expected model.safetensors, pytorch_model.bin or their index")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ModelNotFound(f"{folder / 'config.json'} cannot be read as a model's config: check the folder") from error
+    return _digest(config, [stored for path in files for stored in _in_file(path)])
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold a saved model's weights, in the order of preference of transformers; empty if there are none.
+
+    Files that an index names are listed whether they exist or not.
+    """
+    for single in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / single).is_file():
+            return [folder / single]
+        index = folder / f"{single}.index.json"
+        if index.is_file():
+            try:
+                shards: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ModelNotFound(f"{index} is no index of weights: copy the model's folder again") from error
+            return [folder / name for name in sorted(set(shards.values()))]
+    return []
+
+
+def n_layers_of(config: Any) -> int:
+    """Depth of a model of transformers.
+
+    Raises: UnsupportedModel: the config does not say.
+    """
+    text_config = config.get_text_config()
+    n_layers = getattr(text_config, "num_hidden_layers", None) or getattr(text_config, "n_layer", None)
+    if not n_layers:
+        raise UnsupportedModel(f"the config of this {config.model_type} model gives no number of layers: use a decoder")
+    return int(n_layers)
+
+
+def _digest(config: Any, tensors: list[_Stored]) -> str:
+    digest = hashlib.sha256(json.dumps(_function_of(config), sort_keys=True, default=str).encode())
+    tied = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
+    for stored in sorted(tensors, key=lambda stored: (_plain_name(stored.name), stored.name)):
+        name = _plain_name(stored.name)
+        if name.endswith(_LEFTOVERS) or (tied and name == _HEAD):
+            continue
+        digest.update(f"{name}{list(stored.shape)}".encode())
+        digest.update(stored.sample().numpy().tobytes())
+    return f"{VERSION}:{digest.hexdigest()[:16]}"
+
+
+def _function_of(config: Any) -> dict[str, Any]:
+    """Config fields that change the function and differ from the class's defaults.
+
+    Defaults are left out so that a field which a later transformers adds does not rename every model.
+    """
+    try:
+        defaults = _relevant(type(config)().to_dict())
+    except (TypeError, ValueError):  # a config class that cannot be built empty
+        defaults = {}
+    values = _relevant(config.to_dict())
+    kept = {key: value for key, value in values.items() if key not in defaults or value != defaults[key]}
+    return {**kept, "model_type": config.model_type}
+
+
+def _relevant(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        str(key): _relevant(value) if isinstance(value, Mapping) else value
+        for key, value in values.items()
+        if key not in _IGNORED
+        and value is not None
+        and not str(key).startswith("_")
+        and not str(key).endswith(("dropout", "dropout_prob", "pdrop"))
+    }
+
+
+def _plain_name(name: str) -> str:
+    """A tensor's name as transformers has it in memory, whichever name its file uses."""
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    return _HEAD if name == "embed_out.weight" else name  # GPT-NeoX files
+
+
+def _runs(n_values: int) -> list[tuple[int, int]]:
+    """Half-open ranges of flat positions that are sampled: all of a small tensor, else evenly spaced runs."""
+    if n_values <= N_RUNS * RUN_LENGTH:
+        return [(0, n_values)]
+    starts = [i * (n_values - RUN_LENGTH) // (N_RUNS - 1) for i in range(N_RUNS)]
+    return [(start, start + RUN_LENGTH) for start in starts]
+
+
+def _in_memory(name: str, tensor: Tensor) -> _Stored:
+    def sample() -> Tensor:
+        if tensor.is_meta:
+            raise InvalidInput(f"weight {name} is on the meta device: load the model with all its weights in memory")
+        flat = tensor.detach().reshape(-1)
+        return torch.cat([flat[start:stop] for start, stop in _runs(flat.numel())]).to("cpu").to(torch.float32)
+
+    return _Stored(name, tuple(tensor.shape), sample)
+
+
+def _in_file(path: Path) -> list[_Stored]:
+    try:
+        if path.suffix == ".safetensors":
+            return _in_safetensors(path)
+        values = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return [_in_memory(name, tensor) for name, tensor in values.items() if isinstance(tensor, Tensor)]
+    except FileNotFoundError as error:
+        raise ModelNotFound(f"the weights {path} are missing: copy the model's folder again") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise ModelNotFound(f"the weights {path} cannot be read: copy the model's folder again") from error
+
+
+def _in_safetensors(path: Path) -> list[_Stored]:
+    """Tensors of one file, found through its header: 8 bytes of length, JSON, then the raw values."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        n_header = int.from_bytes(file.read(8), "little")
+        if not 2 <= n_header <= min(_MAX_HEADER_BYTES, size - 8):
+            raise ValueError("no safetensors header")
+        header: dict[str, Any] = json.loads(file.read(n_header))
+    header.pop("__metadata__", None)
+    if any(entry["data_offsets"][1] > size - 8 - n_header for entry in header.values()):
+        raise ValueError("truncated")
+    return [_in_range(path, name, entry, 8 + n_header) for name, entry in header.items()]
+
+
+def _in_range(path: Path, name: str, entry: Mapping[str, Any], data_start: int) -> _Stored:
+    dtype = _DTYPES[entry["dtype"]]
+    shape = tuple(int(n) for n in entry["shape"])
+    first, last = (data_start + int(offset) for offset in entry["data_offsets"])
+
+    def sample() -> Tensor:
+        parts = []
+        with path.open("rb") as file:
+            for start, stop in _runs((last - first) // dtype.itemsize):
+                file.seek(first + start * dtype.itemsize)
+                parts.append(bytearray(file.read((stop - start) * dtype.itemsize)))
+        raw = bytearray().join(parts)
+        return (torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0)).to(torch.float32)
+
+    return _Stored(name, shape, sample)

@@ -1,0 +1,104 @@
+"""Aliases: which plan `best` means, as moves that are only ever added, so that each can be undone."""
+
+from __future__ import annotations
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session, aliased
+
+from ..core.errors import LayerSetNotFound
+from ..core.types import FoundPlan
+from .layer_sets import not_found
+from .names import find_model, lock
+from .rows import found_plan, now
+from .tables import LayerSetRow, ModelRow, MoveRow, PlanRow
+
+DEFAULT_TASK = "default"  # its plan stands in for a task that has none
+
+
+def move(session: Session, plan: PlanRow, alias: str) -> FoundPlan:
+    """Let the alias mean the plan, for the device and dtype that it was tuned on; no move if it does already."""
+    target = plan.layer_set
+    lock(session, target.model)
+    standing = _standing(session, target.model, target.task, alias)
+    if not standing or standing[0].plan_id != plan.id:
+        session.add(_row(target, alias, plan))
+    return found_plan(plan, alias)
+
+
+def undo(session: Session, model: str, task: str, alias: str) -> FoundPlan:
+    """Take back the alias's last move that still stands, and give the plan of the one before it.
+
+    Raises: LayerSetNotFound: there is no move before the last one.
+    """
+    row = find_model(session, model)
+    if row is None:
+        raise not_found(session, model, task, alias)
+    lock(session, row)
+    standing = _standing(session, row, task, alias)
+    if not standing:
+        raise not_found(session, model, task, alias)
+    if len(standing) == 1:
+        raise LayerSetNotFound(
+            f"the alias {alias!r} of {model}/{task} cannot go back: "
+            f"version {standing[0].plan.layer_set.version} is the first it had; promote another version"
+        )
+    last, before = standing[0], standing[1]
+    session.add(_row(before.plan.layer_set, alias, before.plan, undoes=last))
+    return found_plan(before.plan, alias)
+
+
+def lookup(session: Session, model: str, task: str, device: str | None, dtype: str | None, alias: str) -> FoundPlan:
+    """The plan for the task on this device and dtype, else the nearest that the model has.
+
+    Raises: LayerSetNotFound: the model has neither a plan for the task nor a default one.
+    """
+    row = find_model(session, model)
+    for candidate in dict.fromkeys((task, DEFAULT_TASK)) if row is not None else ():
+        standing = _standing(session, row, candidate, alias) if row is not None else []
+        if standing:
+            chosen = _nearest(standing, device, dtype)
+            return found_plan(chosen.plan, alias, _difference(chosen, task, device, dtype))
+    raise not_found(session, model, task, alias)
+
+
+def _standing(session: Session, model: ModelRow, task: str, alias: str) -> list[MoveRow]:
+    """The moves that no rollback has taken back, newest first."""
+    undoing = aliased(MoveRow)
+    query = (
+        select(MoveRow)
+        .where(MoveRow.model_id == model.id, MoveRow.task == task, MoveRow.alias == alias)
+        .where(MoveRow.undoes_id.is_(None), ~select(undoing.id).where(undoing.undoes_id == MoveRow.id).exists())
+        .order_by(MoveRow.id.desc())
+    )
+    return list(session.scalars(query))
+
+
+def _nearest(standing: list[MoveRow], device: str | None, dtype: str | None) -> MoveRow:
+    """The newest move of the right device and dtype, else of the device, else of the dtype, else of all."""
+
+    def closeness(found: MoveRow) -> tuple[bool, bool]:
+        return device in (None, found.device), dtype in (None, found.dtype)
+
+    return max(standing, key=closeness)  # the first of equals, which is the newest
+
+
+def _difference(found: MoveRow, task: str, device: str | None, dtype: str | None) -> str | None:
+    """What the answer is not, compared with what was asked, in words."""
+    parts = ["model default"] if found.task != task else []
+    if device not in (None, found.device) or dtype not in (None, found.dtype):
+        where = " ".join(part for part in (found.device, found.dtype) if part)
+        parts.append(f"tuned on {where or 'an unknown device'}")
+    return ", ".join(parts) or None
+
+
+def _row(target: LayerSetRow, alias: str, plan: PlanRow, undoes: MoveRow | None = None) -> MoveRow:
+    return MoveRow(
+        model_id=target.model_id,
+        task=target.task,
+        alias=alias,
+        device=target.device,
+        dtype=target.dtype,
+        plan_id=plan.id,
+        undoes_id=undoes.id if undoes else None,
+        created_at=now(),
+    )

@@ -1,0 +1,151 @@
+"""Core types to rows and back: rows never leave the store."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import cast
+
+from ..core.types import CostProfile, FoundPlan, LayerSet, LayerSetRecord, ModelInfo, Plan, Trial, VerdictWord
+from .tables import CostProfileRow, LayerSetRow, ModelRow, PlanRow, TrialRow
+
+
+def now() -> str:
+    """The time in UTC, ISO 8601, to the second: 2026-11-21T00:00:00Z."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def model_info(row: ModelRow, names: list[str]) -> ModelInfo:
+    """The value of a model that has a fingerprint."""
+    return ModelInfo(row.fingerprint or "", row.architecture, row.n_layers, row.n_parameters, tuple(sorted(names)))
+
+
+def layer_set_row(record: LayerSetRecord, model: ModelRow, version: int) -> LayerSetRow:
+    """A new row; a record without a time gets the present one."""
+    low, high = record.measured_interval or (None, None)
+    return LayerSetRow(
+        model_id=model.id,
+        task=record.task,
+        version=version,
+        model_name=record.model,
+        skip_attn=sorted(record.layer_set.skip_attn),
+        skip_mlp=sorted(record.layer_set.skip_mlp),
+        quantised=dict(record.quantised),
+        matchness=record.matchness,
+        acceptance_rate=record.acceptance_rate,
+        mean_generated_length=record.mean_generated_length,
+        expected_speedup=record.expected_speedup,
+        measured_speedup=record.measured_speedup,
+        measured_low=low,
+        measured_high=high,
+        verdict=record.verdict,
+        device=record.device,
+        dtype=record.dtype,
+        settings=dict(record.settings),
+        stream_sha256=record.stream_sha256,
+        swiftopt_version=record.swiftopt_version,
+        created_at=record.created_at or now(),
+        job_id=record.job,
+    )
+
+
+def layer_set_record(row: LayerSetRow) -> LayerSetRecord:
+    """Inverse of `layer_set_row`."""
+    low, high = row.measured_low, row.measured_high
+    return LayerSetRecord(
+        model=row.model_name,
+        task=row.task,
+        layer_set=LayerSet(row.model.n_layers, frozenset(row.skip_attn), frozenset(row.skip_mlp)),
+        fingerprint=row.model.fingerprint,
+        quantised=row.quantised,
+        matchness=row.matchness,
+        acceptance_rate=row.acceptance_rate,
+        mean_generated_length=row.mean_generated_length,
+        expected_speedup=row.expected_speedup,
+        measured_speedup=row.measured_speedup,
+        measured_interval=None if low is None or high is None else (low, high),
+        verdict=cast(VerdictWord, row.verdict),
+        device=row.device,
+        dtype=row.dtype,
+        settings=row.settings,
+        stream_sha256=row.stream_sha256,
+        swiftopt_version=row.swiftopt_version,
+        created_at=row.created_at,
+        version=row.version,
+        job=row.job_id,
+    )
+
+
+def found_plan(row: PlanRow, alias: str, fallback: str | None = None) -> FoundPlan:
+    """A look-up's answer."""
+    record = layer_set_record(row.layer_set)
+    plan = Plan(row.method, record, row.settings, cast(VerdictWord, row.verdict))
+    return FoundPlan(plan, row.layer_set.version, alias, fallback)
+
+
+def cost_profile_row(profile: CostProfile) -> CostProfileRow:
+    """A new row."""
+    return CostProfileRow(
+        fingerprint=profile.fingerprint,
+        device=profile.device,
+        dtype=profile.dtype,
+        context_bucket=profile.context_bucket,
+        n_layers=profile.n_layers,
+        attn_s=profile.attn_s,
+        mlp_s=profile.mlp_s,
+        head_s=profile.head_s,
+        fixed_s=profile.fixed_s,
+        pass_s={str(width): seconds for width, seconds in profile.pass_s.items()},
+        created_at=now(),
+    )
+
+
+def cost_profile(row: CostProfileRow) -> CostProfile:
+    """Inverse of `cost_profile_row`."""
+    return CostProfile(
+        fingerprint=row.fingerprint,
+        device=row.device,
+        dtype=row.dtype,
+        context_bucket=row.context_bucket,
+        n_layers=row.n_layers,
+        attn_s=row.attn_s,
+        mlp_s=row.mlp_s,
+        head_s=row.head_s,
+        fixed_s=row.fixed_s,
+        pass_s={int(width): seconds for width, seconds in row.pass_s.items()},
+    )
+
+
+def trial_row(job: str, task: str, trial: Trial) -> TrialRow:
+    """A new row."""
+    return TrialRow(
+        job_id=job,
+        task=task,
+        step=trial.step,
+        n_layers=trial.layer_set.n_layers,
+        skip_attn=sorted(trial.layer_set.skip_attn),
+        skip_mlp=sorted(trial.layer_set.skip_mlp),
+        origin=trial.origin,
+        matchness=trial.matchness,
+        score=trial.score,
+        prompt_id=trial.prompt_id,
+        position=trial.position,
+        seed=trial.seed,
+        adopted=trial.adopted,
+        seconds=trial.seconds,
+    )
+
+
+def trial(row: TrialRow) -> Trial:
+    """Inverse of `trial_row`."""
+    return Trial(
+        step=row.step,
+        layer_set=LayerSet(row.n_layers, frozenset(row.skip_attn), frozenset(row.skip_mlp)),
+        origin=row.origin,
+        matchness=row.matchness,
+        score=row.score,
+        prompt_id=row.prompt_id,
+        position=row.position,
+        seed=row.seed,
+        adopted=row.adopted,
+        seconds=row.seconds,
+    )

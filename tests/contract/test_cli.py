@@ -1,0 +1,484 @@
+"""The program's promises: channels, exit codes, JSON, presets, and that looking things up needs no torch.
+
+What a user can only see in a process of its own goes through the installed console script; the rest calls what the
+script calls. Tuning and decoding have their own tests, on a model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from swiftopt.cli.main import COMMANDS, run, swiftopt
+from swiftopt.core.events import TaskFinished
+from swiftopt.core.records import record_from_json, record_to_json
+from swiftopt.core.types import Completion, LayerSet, LayerSetRecord, Prompt, Timings, Trial, Verdict
+from swiftopt.store import Store
+
+SCRIPT = shutil.which("swiftopt", path=str(Path(sys.executable).parent)) or "swiftopt"
+HEAVY = {"torch", "transformers", "sqlalchemy", "matplotlib", "optuna", "bayes_opt", "sklearn"}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder with a database of its own."""
+    for name in [name for name in os.environ if name.startswith("SWIFTOPT_")] + ["NO_COLOR", "FORCE_COLOR", "COLUMNS"]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SWIFTOPT_DATABASE_URL", str(tmp_path / "home.db"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def some_record(**changes: Any) -> LayerSetRecord:
+    record = LayerSetRecord(
+        model="smollm2-135m",
+        task="notes",
+        layer_set=LayerSet(30, frozenset({3, 4}), frozenset({5})),
+        matchness=0.9,
+        measured_speedup=1.2,
+        measured_interval=(1.1, 1.3),
+        verdict="use",
+        device="cpu",
+        dtype="bfloat16",
+        created_at="2026-11-21T00:00:00Z",
+    )
+    return replace(record, **changes)
+
+
+@pytest.fixture
+def stored(home: Path) -> LayerSetRecord:
+    """One layer set with the trials of its run, in the default database."""
+    with Store.open() as store:
+        job = store.create_job({"model": "smollm2-135m"})
+        trials = [Trial(i, LayerSet.uniform(30, 9), "random", 0.1 * i, 0.1 * i, adopted=i == 3) for i in range(8)]
+        store.add_trials(job, "notes", trials)
+        return store.add_layer_set(some_record(job=job))
+
+
+def script(*args: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([SCRIPT, *args], capture_output=True, text=True, timeout=60, **more)
+
+
+def every_command(group: click.Group = swiftopt, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    context = click.Context(group)
+    found: list[tuple[str, ...]] = [path]
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        found += every_command(command, (*path, name)) if isinstance(command, click.Group) else [(*path, name)]
+    return found
+
+
+def command_at(path: tuple[str, ...]) -> click.Command:
+    command: click.Command = swiftopt
+    for name in path:
+        assert isinstance(command, click.Group)
+        found = command.get_command(click.Context(command), name)
+        assert found is not None
+        command = found
+    return command
+
+
+def is_group(path: tuple[str, ...]) -> bool:
+    return isinstance(command_at(path), click.Group)
+
+
+# --- help and start
+
+
+@pytest.mark.parametrize("path", every_command(), ids=" ".join)
+def test_help_has_an_example_for_every_command(path: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*path, "--help"]) == 0
+    shown = capsys.readouterr().out
+    example = shown.partition("Example:")[2].strip().splitlines()[0]
+    assert example.startswith(" ".join(("swiftopt", *path)))
+
+
+@pytest.mark.parametrize("path", [path for path in every_command() if not is_group(path)], ids=" ".join)
+def test_every_command_offers_json(path: tuple[str, ...]) -> None:
+    assert "--json" in {option for param in command_at(path).params for option in param.opts}
+
+
+def test_help_lists_every_command_through_the_installed_script() -> None:
+    done = script("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(f"\n  {name} " in done.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("args", "allowed"),
+    [
+        (["--help"], set[str]()),
+        (["tune", "--help"], set[str]()),
+        (["layers", "best", "--help"], set[str]()),
+        (["layers", "list", "--json"], {"sqlalchemy"}),
+        (["models"], {"sqlalchemy"}),
+    ],
+    ids=lambda value: " ".join(sorted(value) if isinstance(value, set) else value),
+)
+def test_start_imports_nothing_heavy(args: list[str], allowed: set[str]) -> None:
+    code = (
+        "import sys; from swiftopt.cli.main import run; c = run(sys.argv[1:]); print(c, *sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60)
+    exit_code, *modules = done.stderr.splitlines()[-1].split()
+    assert exit_code == "0"
+    assert HEAVY & set(modules) <= allowed
+
+
+def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == "swiftopt, version 0.1.0\n"
+
+
+# --- exit codes, one sentence, channels
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        (["nonsense"], 2, "nonsense"),
+        (["tune"], 2, "--model"),
+        (["layers", "best", "no-slash"], 2, "MODEL/TASK"),
+        (["layers", "best", "smollm2-135m/notes"], 3, "swiftopt tune --model smollm2-135m"),
+        (["layers", "show", "smollm2-135m/notes", "--version", "7"], 3, "smollm2-135m"),
+        (["layers", "rollback", "smollm2-135m/notes"], 3, "smollm2-135m"),
+        (["layers", "import", "missing.json"], 3, "missing.json"),
+        (["tune", "--model", "m", "--stream", "missing.jsonl"], 3, "missing.jsonl"),
+        (["tune", "--model", "m", "--stream", "broken.jsonl"], 2, "broken.jsonl line 2"),
+        (["tune", "--model", "m", "--stream", "good.jsonl", "--skip-ratio", "2"], 2, "skip_ratio"),
+        (["tune", "--model", "m", "--stream", "good.jsonl", "--objective", "fun"], 2, "objective"),
+        (["generate", "--model", "m", "--stream", "missing.jsonl"], 3, "missing.jsonl"),
+        (["generate", "--model", "m", "--prompt", "x", "--stream", "good.jsonl"], 2, "exclude each other"),
+        (["generate", "--model", "m", "--prompt", " "], 2, "empty"),
+        (["generate", "--model", "m", "--prompt", "x", "--layer-set", "missing.json"], 3, "missing.json"),
+        (["generate", "--model", "m", "--prompt", "x", "--layer-set", "good.jsonl"], 2, "good.jsonl"),
+        (["generate", "--model", "m", "--prompt", "x", "--temperature", "-1"], 2, "temperature"),
+        (["layers", "list", "--db", "good.jsonl"], 1, "good.jsonl"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bad_input_gets_its_code_and_one_sentence(
+    args: list[str], code: int, says: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (home / "good.jsonl").write_text('{"prompt": "a"}\n' * 9)
+    (home / "broken.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
+    assert run(args) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert says in err
+    assert len([line for line in err.splitlines() if not line.startswith(("Usage:", "Try ", "\n")) and line]) == 1
+
+
+def test_error_leaves_stdout_empty_through_the_installed_script() -> None:
+    done = script("layers", "best", "smollm2-135m/notes", "--json")
+    assert done.returncode == 3
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_interrupt_ends_with_130_and_one_sentence(home: Path) -> None:
+    os.mkfifo(home / "prompts")
+    args = [SCRIPT, "generate", "--model", "m", "--stream", "prompts"]
+    process = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with (home / "prompts").open("wb"):  # opens when the program does, which then waits for a line
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert (out, err.strip()) == ("", "interrupted: what was finished until now is kept")
+
+
+def test_reader_that_leaves_is_no_error() -> None:
+    process = subprocess.Popen([SCRIPT, "models"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait(timeout=60) == 1
+
+
+def test_unexpected_error_is_not_swallowed() -> None:
+    code = (
+        "import sys; from swiftopt.cli.main import main\n"
+        "sys.modules['swiftopt.store'] = None\n"  # a broken installation, as Python reports it
+        "sys.argv[1:] = ['layers', 'list']; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "ModuleNotFoundError" in done.stderr
+
+
+# --- JSON
+
+
+def json_of(args: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert run([*args, "--json"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    value: dict[str, Any] = json.loads(out)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("args", "schema"),
+    [
+        (["layers", "list"], "swiftopt.layers-list/1"),
+        (["layers", "best", "smollm2-135m/notes"], "swiftopt.layer-set/1"),
+        (["layers", "show", "smollm2-135m/notes"], "swiftopt.layers-show/1"),
+        (["layers", "export", "smollm2-135m/notes"], "swiftopt.layer-set/1"),
+        (["layers", "promote", "smollm2-135m/notes", "--version", "1"], "swiftopt.layers-promote/1"),
+        (["models"], "swiftopt.models/1"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_json_is_one_object_with_its_schema(
+    args: list[str], schema: str, stored: LayerSetRecord, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert json_of(args, capsys)["schema"] == schema
+
+
+def test_best_and_export_print_exactly_the_record(stored: LayerSetRecord, capsys: pytest.CaptureFixture[str]) -> None:
+    assert json_of(["layers", "best", "smollm2-135m/notes"], capsys) == record_to_json(stored)
+    assert run(["layers", "export", "smollm2-135m/notes"]) == 0
+    assert json.loads(capsys.readouterr().out) == record_to_json(stored)
+
+
+def test_list_tells_the_best_version(stored: LayerSetRecord, capsys: pytest.CaptureFixture[str]) -> None:
+    with Store.open() as store:
+        store.add_layer_set(some_record(matchness=0.5), promote=False)
+    sets = json_of(["layers", "list"], capsys)["layer_sets"]
+    assert [(entry["version"], entry["best"]) for entry in sets] == [(2, False), (1, True)]
+
+
+def test_show_tells_the_trials_of_the_run(stored: LayerSetRecord, capsys: pytest.CaptureFixture[str]) -> None:
+    trials = json_of(["layers", "show", "smollm2-135m/notes"], capsys)["trials"]
+    assert [trial["step"] for trial in trials] == list(range(8))
+    assert trials[3]["adopted"]
+
+
+def test_doctor_reports_and_its_code_follows_the_checks(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = json_of(["doctor", "--model", "smollm2-135m"], capsys)
+    assert report["ok"]
+    names = {check["name"] for check in report["checks"]}
+    assert {"python", "torch", "transformers", "cores", "memory", "database", "cache", "model"} <= names
+    (home / "home.db").write_text("this is no database, and long enough to be taken for one" * 40)
+    assert run(["doctor"]) == 1
+    shown = capsys.readouterr().out
+    assert [line.split()[1] for line in shown.splitlines() if line.startswith("fail")] == ["database"]
+
+
+def test_tune_object_keeps_the_verdict_and_the_command() -> None:
+    from swiftopt.cli.payloads import task_json, tune_json
+
+    finished = TaskFinished(
+        "notes", some_record(version=1), Verdict("plain", 0.9), "done", (), Timings(1, 2, 3, 4), 5, 60, 0.6, 9.0, 8.0
+    )
+    value = json.loads(json.dumps(tune_json("m", "job", "out", "db", [task_json(finished, ["swiftopt", "generate"])])))
+    assert value["schema"] == "swiftopt.tune/1"
+    assert value["tasks"][0]["verdict"]["word"] == "plain"
+    assert value["tasks"][0]["timings"] == {"optimise": 1, "draft": 2, "verify": 3, "other": 4}
+    assert value["tasks"][0]["command"] == ["swiftopt", "generate"]
+    assert value["tasks"][0]["layer_set"] == record_to_json(some_record(version=1))
+
+
+def test_completion_object_names_the_layer_set_only_when_it_was_used() -> None:
+    from swiftopt.cli.payloads import completion_json
+    from swiftopt.worker.generate import GenerateInfo
+
+    record = some_record(version=1)
+    prompt, info = Prompt("1", "notes", text="x"), GenerateInfo("swift", record, 1, "use", "tuned on cpu")
+    drafted = Completion((5, 6, 7), "abc", "length", "swift", target_passes=1, first_tokens=1, drafted=2, accepted=1)
+    value = json.loads(json.dumps(completion_json("smollm2-135m", prompt, drafted, info)))
+    wanted = "schema id task model text token_ids n_tokens finish_reason method target_passes drafted accepted"
+    wanted += " accepted_per_position acceptance_rate mean_generated_length timings layer_set fallback verdict"
+    assert set(wanted.split()) <= set(value)
+    assert value["layer_set"] == record_to_json(record)
+    assert (value["acceptance_rate"], value["fallback"], value["verdict"]) == (0.5, "tuned on cpu", "use")
+    plain = replace(drafted, method="plain")
+    assert completion_json("smollm2-135m", prompt, plain, info)["layer_set"] is None
+
+
+# --- layer sets in and out
+
+
+def test_exported_set_comes_back_the_same_on_import(
+    stored: LayerSetRecord, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["layers", "export", "smollm2-135m/notes", "-o", "notes.json"]) == 0
+    assert capsys.readouterr().out == ""
+    value = json_of(["layers", "import", "notes.json", "--db", "other.db"], capsys)
+    written = record_from_json(json.loads((home / "notes.json").read_text()), "notes.json")
+    assert value["layer_sets"] == [{**record_to_json(replace(written, version=1)), "promoted": True}]
+
+
+def test_import_leaves_the_best_alone_when_there_is_one(
+    stored: LayerSetRecord, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(["layers", "export", "smollm2-135m/notes", "-o", "notes.json"])
+    assert json_of(["layers", "import", "notes.json"], capsys)["layer_sets"][0]["promoted"] is False
+    assert json_of(["layers", "best", "smollm2-135m/notes"], capsys)["version"] == 1
+
+
+def test_import_reads_the_published_file(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sets = {f"llama-2-13b_{task}": {"attention": [3], "mlp": [4, 5]} for task in ("cnndm", "gsm8k")}
+    (home / "skip_layers.json").write_text(json.dumps(sets))
+    imported = json_of(["layers", "import", "skip_layers.json"], capsys)["layer_sets"]
+    assert [(s["model"], s["task"], s["n_layers"]) for s in imported] == [
+        ("llama-2-13b", "cnndm", 40),
+        ("llama-2-13b", "gsm8k", 40),
+    ]
+    assert run(["layers", "import", "skip_layers.json", "--model", "mine"]) == 2
+
+
+def test_import_takes_depth_and_names_from_options(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (home / "one.json").write_text(json.dumps({"mine_notes": {"attention": [3], "mlp": []}}))
+    assert run(["layers", "import", "one.json"]) == 2
+    assert "--n-layers" in capsys.readouterr().err
+    args = ["layers", "import", "one.json", "--n-layers", "12", "--model", "org/mine", "--task", "code"]
+    assert json_of(args, capsys)["layer_sets"][0]["n_layers"] == 12
+    assert json_of(["layers", "best", "org/mine/code"], capsys)["skip_attn"] == [3]
+
+
+def test_promote_and_rollback_move_the_best(stored: LayerSetRecord, capsys: pytest.CaptureFixture[str]) -> None:
+    with Store.open() as store:
+        store.add_layer_set(some_record(matchness=0.5), promote=False)
+    assert json_of(["layers", "promote", "smollm2-135m/notes", "--version", "2"], capsys)["version"] == 2
+    assert json_of(["layers", "best", "smollm2-135m/notes"], capsys)["version"] == 2
+    assert json_of(["layers", "rollback", "smollm2-135m/notes"], capsys)["version"] == 1
+    assert json_of(["layers", "best", "smollm2-135m/notes"], capsys)["version"] == 1
+
+
+def test_png_is_drawn_with_and_without_trials(stored: LayerSetRecord, home: Path) -> None:
+    assert run(["layers", "show", "smollm2-135m/notes", "--png", "notes.png"]) == 0
+    with Store.open() as store:
+        store.add_layer_set(some_record(task="a $bare$ task", job=None))
+    assert run(["layers", "show", "smollm2-135m/a $bare$ task", "--png", "bare.png"]) == 0
+    heights = []
+    for name in ("notes.png", "bare.png"):
+        head = (home / name).read_bytes()[:24]
+        assert head.startswith(b"\x89PNG")
+        heights.append(int.from_bytes(head[20:24], "big"))
+    assert heights[0] > heights[1] > 200
+
+
+@pytest.mark.parametrize("command", [["export", "-o"], ["show", "--png"]], ids=" ".join)
+@pytest.mark.parametrize(("file", "says"), [("/dev/full", "the disk is full"), ("no/such/folder.x", "no such file")])
+def test_unwritable_file_is_one_sentence(
+    command: list[str], file: str, says: str, stored: LayerSetRecord, capsys: pytest.CaptureFixture[str]
+) -> None:
+    action, option = command
+    assert run(["layers", action, "smollm2-135m/notes", option, file]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"error: cannot write {file}: {says}")
+
+
+# --- presets
+
+
+def test_option_wins_over_environment_over_file_over_default(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for task in ("toml", "env", "option"):
+        with Store.open(str(home / f"{task}.db")) as store:
+            store.add_layer_set(some_record(task=task))
+
+    def task_listed(*args: str) -> list[str]:
+        return [entry["task"] for entry in json_of(["layers", "list", *args], capsys)["layer_sets"]]
+
+    monkeypatch.setenv("SWIFTOPT_DATABASE_URL", str(home / "env.db"))
+    (home / "swiftopt.toml").write_text('db = "toml.db"\n')
+    assert task_listed("--db", "option.db") == ["option"]
+    assert task_listed() == ["env"]
+    monkeypatch.delenv("SWIFTOPT_DATABASE_URL")
+    assert task_listed() == ["toml"]
+    (home / "swiftopt.toml").write_text('database_url = "toml.db"\n')
+    assert task_listed() == ["toml"]
+
+
+@pytest.mark.parametrize("command", [["tune"], ["generate"], ["bench", "decode"]], ids=" ".join)
+def test_preset_reaches_the_options_of_every_command(
+    command: list[str], home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = [*command, "--stream", "missing.jsonl"]
+    assert run(args) == 2
+    assert "'--model'" in capsys.readouterr().err  # required, and preset nowhere
+    (home / "swiftopt.toml").write_text('model = "m"\nmax_new_tokens = 0\n')
+    assert run(args) == 2
+    assert "'--max-new-tokens'" in capsys.readouterr().err
+    monkeypatch.setenv("SWIFTOPT_MAX_NEW_TOKENS", "8")
+    assert run(args) == 3
+    assert "missing.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("toml", "env", "says"),
+    [
+        ("modle = 'x'", {}, "swiftopt.toml has the unknown key 'modle': did you mean 'model'"),
+        ("zzz = 1", {}, "swiftopt.toml has the unknown key 'zzz': known are "),
+        ("seed = 'x'", {}, "seed in swiftopt.toml is 'x'"),
+        ("seed = ", {}, "swiftopt.toml is no valid TOML"),
+        ("", {"SWIFTOPT_SEED": "x"}, "SWIFTOPT_SEED is 'x'"),
+    ],
+)
+def test_bad_preset_is_one_sentence(
+    toml: str,
+    env: dict[str, str],
+    says: str,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (home / "swiftopt.toml").write_text(toml)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert run(["layers", "list"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {says}")
+    assert err.count("\n") == 1
+
+
+def test_unknown_variable_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWIFTOPT_SOMETHING_ELSE", "1")
+    assert run(["layers", "list"]) == 0
+
+
+# --- colour and width
+
+
+def test_colours_come_only_where_they_are_wanted(
+    stored: LayerSetRecord, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def coloured(*args: str) -> bool:
+        assert run([*args, "layers", "show", "smollm2-135m/notes"]) == 0
+        return "\x1b[" in capsys.readouterr().out
+
+    assert not coloured()  # no terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert coloured()
+    assert not coloured("--no-color")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not coloured()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_output_keeps_to_the_terminals_width(
+    width: int, stored: LayerSetRecord, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    for args in (["layers", "list"], ["layers", "show", "smollm2-135m/notes"], ["models"]):
+        assert run(args) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= width
+        assert max(map(len, lines)) > width // 2

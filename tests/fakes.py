@@ -1,0 +1,50 @@
+"""Small stand-ins for what a test does not want to load: a tokenizer of 97 words and a flat cost profile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from families import VOCAB, tiny_runtime
+
+from swiftopt.core.types import CostProfile
+from swiftopt.models.runtime import Runtime
+
+N_LAYERS = 4
+
+
+class WordTokenizer:
+    """One token per word: word "w17" is token 17, any other word hashes to one; token 1 ends a text."""
+
+    chat_template: str | None = None
+    eos_token_id = 1
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [self._id(word) for word in text.split()]}
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return " ".join(f"w{i}" for i in token_ids if not (skip_special_tokens and i == self.eos_token_id))
+
+    @staticmethod
+    def _id(word: str) -> int:
+        if word.startswith("w") and word[1:].isdigit():
+            return int(word[1:])
+        return 2 + sum(map(ord, word)) % (VOCAB - 2)
+
+
+def worded_runtime(family: str = "llama", dtype: torch.dtype = torch.float64) -> Runtime:
+    """A tiny runtime that reads and writes words and never stops by itself."""
+    runtime = tiny_runtime(family, dtype)
+    tokenizer: Any = WordTokenizer()
+    tokenizer.eos_token_id = None
+    runtime.tokenizer = tokenizer
+    return runtime
+
+
+def flat_costs(attn_s: float = 1.0, mlp_s: float = 1.0, n_layers: int = N_LAYERS) -> CostProfile:
+    """A profile in which a pass is its sub-layers and rows are free."""
+    whole = n_layers * (attn_s + mlp_s)
+    return CostProfile(
+        "tiny", "test", "float64", 256, n_layers, attn_s, mlp_s, 0.0, 0.0, {n: whole for n in (1, 2, 4, 8, 16, 32, 64)}
+    )

@@ -1,0 +1,64 @@
+"""What only a CUDA device can show: parity, margins and memory there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import CONFIGS, tiny_model, tiny_runtime
+
+from swiftopt.core.settings import SwiftSettings
+from swiftopt.core.types import LayerSet, ModelInfo, Sampling
+from swiftopt.decoding.context import Ending
+from swiftopt.decoding.drafters import Drafter, NoDrafter, SkipDrafter
+from swiftopt.decoding.loop import decode
+from swiftopt.decoding.rule import TokenRule
+from swiftopt.models.runtime import Runtime
+
+pytestmark = pytest.mark.gpu
+
+PROMPT = [3, 17, 42, 8, 91, 5]
+DRAFTER = SkipDrafter(LayerSet(4, frozenset({1}), frozenset({2})), SwiftSettings(early_stop=False, max_draft_length=5))
+
+
+def on_gpu(family: str, dtype: torch.dtype) -> Runtime:
+    model = tiny_model(family, dtype).to("cuda")
+    return Runtime(model, None, ModelInfo("tiny", family, 4, 1))
+
+
+def tokens(runtime: Runtime, drafter: Drafter) -> tuple[int, ...]:
+    return decode(runtime, PROMPT, drafter, TokenRule.of(Sampling(), None), Ending(40)).token_ids
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_gpu_tokens_equal_cpu_tokens_in_float64(family: str) -> None:
+    cpu = tokens(tiny_runtime(family), NoDrafter())
+    gpu = on_gpu(family, torch.float64)
+    assert tokens(gpu, NoDrafter()) == tokens(gpu, DRAFTER) == cpu
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_gpu_bfloat16_logits_of_one_row_and_of_several_are_close(family: str) -> None:
+    runtime = on_gpu(family, torch.bfloat16)
+    from swiftopt.bench.parity import margin_and_noise
+
+    _, noise = margin_and_noise(runtime, PROMPT * 3)
+    assert noise < 0.5
+
+
+def test_drafting_on_a_gpu_adds_little_memory() -> None:
+    runtime = on_gpu("llama", torch.float32)
+    peaks = []
+    for drafter in (NoDrafter(), DRAFTER):
+        torch.cuda.reset_peak_memory_stats()
+        tokens(runtime, drafter)
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert peaks[1] <= 1.05 * peaks[0] + 2**20
+
+
+def test_a_model_split_over_devices_decodes_the_same() -> None:
+    model = tiny_model("llama", torch.float64)
+    whole = tokens(Runtime(model, None, ModelInfo("tiny", "llama", 4, 1)), NoDrafter())
+    for layer in model.model.layers[2:]:
+        layer.to("cuda")
+    split = Runtime(model, None, ModelInfo("tiny", "llama", 4, 1))
+    assert not split.one_device and tokens(split, DRAFTER) == whole

@@ -1,0 +1,138 @@
+"""Models of the hub: a server in a thread that speaks as much of it as a client needs."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_files import save
+
+from swiftopt.core.errors import ModelNotFound, UnsupportedModel
+from swiftopt.models.fingerprint import fingerprint
+from swiftopt.models.sources import load_pretrained
+
+
+class Hub(ThreadingHTTPServer):
+    """As much of the hub as a client needs for one repository, `ours/tiny`; `gated` withholds its files."""
+
+    daemon_threads = True
+    commit = "a" * 40
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), _HubHandler)
+        self.files = {path.name: path.read_bytes() for path in folder.iterdir()}
+        self.gated = False
+        self.served: list[str] = []
+
+
+class _HubHandler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        hub = self.server
+        path = self.path.partition("?")[0]
+        hub.served.append(path)
+        name = path.rsplit("/", 1)[-1]
+        if "/ours/tiny" not in path:
+            self._answer(404, b"", {"X-Error-Code": "RepoNotFound"})
+        elif path.startswith("/api/models/ours/tiny/tree/"):
+            self._answer(200, self._json([self._entry(name) for name in hub.files]))
+        elif path.startswith("/api/"):
+            siblings = [{"rfilename": name} for name in hub.files]
+            self._answer(200, self._json({"id": "ours/tiny", "sha": hub.commit, "siblings": siblings}))
+        elif hub.gated:
+            self._answer(403, b"", {"X-Error-Code": "GatedRepo"})
+        elif name in hub.files:
+            self._answer(200, hub.files[name], {"ETag": f'"{name}"', "X-Repo-Commit": hub.commit})
+        else:
+            self._answer(404, b"", {"X-Error-Code": "EntryNotFound"})
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        return {"type": "file", "path": name, "size": len(self.server.files[name]), "oid": "b" * 40}
+
+    @staticmethod
+    def _json(value: Any) -> bytes:
+        return json.dumps(value).encode()
+
+    def _answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing goes to stderr."""
+
+
+def use_hub(monkeypatch: pytest.MonkeyPatch, endpoint: str, cache: Path) -> None:
+    """The hub's client reads its environment at import; these are what it keeps of it."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+    template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    server = Hub(save(tmp_path / "origin"))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    use_hub(monkeypatch, f"http://127.0.0.1:{server.server_port}", tmp_path / "hub-cache")
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_hub_model_is_fetched_once_and_then_needs_no_network(
+    hub: Hub, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hub.files["pytorch_model.bin"] = hub.files["README.md"] = b"not wanted"
+    first = load_pretrained("ours/tiny")
+    n_served = len(hub.served)
+    assert not any("pytorch_model" in path or "README" in path for path in hub.served)
+    second = load_pretrained("ours/tiny", device="cpu")
+    assert len(hub.served) == n_served
+    assert first.info == second.info
+    assert first.info.fingerprint == fingerprint(tmp_path / "origin")
+    assert first.tokenizer("w3")["input_ids"] == [3]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_hub_model_of_an_unsupported_family_is_refused_before_its_weights_are_fetched(hub: Hub) -> None:
+    hub.files["config.json"] = json.dumps({"model_type": "mamba"}).encode()
+    with pytest.raises(UnsupportedModel, match="mamba"):
+        load_pretrained("ours/tiny")
+    assert not any(path.endswith(".safetensors") for path in hub.served)
+
+
+def test_hub_refusals_are_one_sentence(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelNotFound, match=r"the hub has no model theirs/qwen3-8bb.*qwen3-8b"):
+        load_pretrained("theirs/qwen3-8bb")
+    hub.gated = True
+    with pytest.raises(ModelNotFound, match="is gated: accept its terms"):
+        load_pretrained("ours/tiny")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelNotFound, match="HF_HUB_OFFLINE forbids"):
+        load_pretrained("ours/tiny")
+
+
+def test_hub_out_of_reach_is_said_quickly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_hub(monkeypatch, "http://127.0.0.1:9", tmp_path)  # the discard port, where nobody answers
+    started = time.perf_counter()
+    with pytest.raises(ModelNotFound, match=r"the hub cannot be used .*check the network") as caught:
+        load_pretrained("codellama-7b")
+    assert time.perf_counter() - started < 5
+    assert "\n" not in str(caught.value)

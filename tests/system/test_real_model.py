@@ -1,0 +1,189 @@
+"""The product on SmolLM2-135M, through its real entry point: tune, look up, generate, bench."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swiftopt.bench.parity import compare, margin_and_noise, random_sets
+from swiftopt.core.settings import SwiftSettings
+from swiftopt.core.streams import read_stream
+from swiftopt.core.types import LayerSet, Prompt, Sampling
+from swiftopt.decoding.drafters import NoDrafter, SkipDrafter
+from swiftopt.decoding.session import Session
+from swiftopt.models.loading import load
+from swiftopt.models.runtime import Runtime
+
+pytestmark = pytest.mark.model
+
+MODEL = "smollm2-135m"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "stream.jsonl"
+
+
+def swiftopt(*args: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run the program as a user does."""
+    done = subprocess.run([sys.executable, "-m", "swiftopt", *args], capture_output=True, text=True, check=False)
+    assert done.returncode == expect, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def short_stream(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five prompts of the second example task."""
+    lines = [line for line in EXAMPLES.read_text(encoding="utf-8").splitlines() if '"code"' in line]
+    path = tmp_path_factory.mktemp("stream") / "code.jsonl"
+    path.write_text("\n".join(lines[:5]) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def runtime32() -> Runtime:
+    return load(MODEL, "float32", "cpu")
+
+
+@pytest.fixture(scope="module")
+def tuned(short_stream: Path, own_folders: Path) -> dict[str, Any]:
+    """A short tuning run; its JSON summary."""
+    out = own_folders / "out.jsonl"
+    args = ["tune", "--model", MODEL, "--stream", str(short_stream), "--out", str(out), "--max-new-tokens", "40"]
+    summary: dict[str, Any] = json.loads(swiftopt(*args, "--max-steps", "24", "--json").stdout)
+    assert len(out.read_text(encoding="utf-8").splitlines()) == 5
+    return summary
+
+
+def test_tokens_equal_transformers_generate_in_float32(runtime32: Runtime) -> None:
+    prompts = read_stream(str(EXAMPLES))
+    picked = [prompts[0], prompts[-1]]
+    sets = {**random_sets(runtime32.n_layers, 2), "uniform": LayerSet.uniform(runtime32.n_layers, 25)}
+    report = compare(runtime32, picked, sets, 24)
+    assert report["identical"] == dict.fromkeys(sets, 2), report["divergences"]
+
+
+def test_bfloat16_diverges_only_where_the_margin_is_within_the_noise() -> None:
+    """A first divergence is excused only if the two best logits are closer than what one row and several rows of
+    the same text differ by, doubled: both tokens may move. The bound is measured at the very spot."""
+    runtime = load(MODEL, "bfloat16", "cpu")
+    session = Session(runtime, Sampling(), 32)
+    for prompt in read_stream(str(EXAMPLES), limit=3):
+        plain = next(iter(session.run(prompt, NoDrafter())))[1].token_ids
+        drafter = SkipDrafter(LayerSet.uniform(runtime.n_layers, 25), SwiftSettings())
+        swift = next(iter(session.run(prompt, drafter)))[1].token_ids
+        at = next((i for i, (a, b) in enumerate(zip(plain, swift, strict=False)) if a != b), None)
+        if at is not None:
+            margin, noise = margin_and_noise(runtime, [*session.encode(prompt), *plain[:at]])
+            ulp = 2.0**-3  # one step of bfloat16 for logits from 16 to 32
+            assert margin <= 2 * max(noise, ulp), (prompt.id, at, margin, noise)
+
+
+def test_sampling_with_a_seed_gives_plain_tokens(runtime32: Runtime) -> None:
+    session = Session(runtime32, Sampling(temperature=0.8, top_p=0.9, seed=7), 32)
+    prompt = Prompt("1", "t", text="Once upon a time")
+    drafter = SkipDrafter(LayerSet.uniform(runtime32.n_layers, 12), SwiftSettings())
+    plain, swift = (next(iter(session.run(prompt, d)))[1] for d in (NoDrafter(), drafter))
+    assert plain.token_ids == swift.token_ids and swift.accepted > 0
+
+
+def test_stop_string_ends_the_text_before_it(runtime32: Runtime) -> None:
+    prompt = Prompt("1", "t", text="def add(a, b):")
+    full = next(iter(Session(runtime32, Sampling(), 24).run(prompt, NoDrafter())))[1].text
+    stop = full.strip().split()[3]
+    drafter = SkipDrafter(LayerSet.uniform(runtime32.n_layers, 12), SwiftSettings())
+    for way in (NoDrafter(), drafter):
+        done = next(iter(Session(runtime32, Sampling(), 24, [stop]).run(prompt, way)))[1]
+        assert done.finish_reason == "stop_string" and done.text == full[: full.index(stop)]
+
+
+def test_tune_stores_a_set_that_best_prints(tuned: dict[str, Any]) -> None:
+    best = json.loads(swiftopt("layers", "best", f"{MODEL}/code", "--json").stdout)
+    assert best["schema"] == "swiftopt.layer-set/1" and best["task"] == "code" and best["n_layers"] == 30
+    assert best["verdict"] in ("use", "plain") and best["measured_speedup"] > 0
+    low, high = best["measured_interval"]
+    assert low <= best["measured_speedup"] <= high
+    assert tuned["schema"].startswith("swiftopt.tune/")
+
+
+def test_generate_reports_what_it_did(tuned: dict[str, Any]) -> None:
+    common = ["generate", "--model", MODEL, "--task", "code", "--prompt", "def add(a, b):", "--max-new-tokens", "16"]
+    swift = json.loads(swiftopt(*common, "--method", "swift", "--dtype", "float32", "--json").stdout)
+    plain = json.loads(swiftopt(*common, "--method", "plain", "--dtype", "float32", "--json").stdout)
+    assert swift["token_ids"] == plain["token_ids"] and len(plain["token_ids"]) <= 16
+    assert swift["drafted"] >= swift["accepted"] > 0 and plain["drafted"] == 0
+    assert swift["target_passes"] < plain["target_passes"]
+    assert set(swift["timings"]) == {"optimise", "draft", "verify", "other"}
+    assert swift["layer_set"]["schema"] == "swiftopt.layer-set/1"
+    obeyed = json.loads(swiftopt(*common, "--json").stdout)
+    assert obeyed["method"] == ("swift" if obeyed["verdict"] == "use" else "plain")
+
+
+def test_generate_takes_an_exported_set_and_a_stream(tuned: dict[str, Any], short_stream: Path, tmp_path: Path) -> None:
+    file = tmp_path / "set.json"
+    swiftopt("layers", "export", f"{MODEL}/code", "-o", str(file))
+    args = ["generate", "--model", MODEL, "--stream", str(short_stream), "--limit", "2", "--layer-set", str(file)]
+    lines = swiftopt(*args, "--max-new-tokens", "8", "--json").stdout.splitlines()
+    assert [json.loads(line)["method"] for line in lines] == ["swift", "swift"]
+
+
+def test_bench_decode_ends_with_one_json_object(tuned: dict[str, Any], short_stream: Path) -> None:
+    args = [
+        "bench",
+        "decode",
+        "--model",
+        MODEL,
+        "--stream",
+        str(short_stream),
+        "--limit",
+        "2",
+        "--max-new-tokens",
+        "12",
+    ]
+    report = json.loads(swiftopt(*args, "--dtype", "float32", "--json").stdout)
+    assert {"schema", "model", "device", "dtype", "prompts", "results"} <= set(report)
+    assert [result["method"] for result in report["results"]] == ["plain", "swift", "hf-plain", "hf-lookup"]
+    assert all(result["identical"] == result["of"] == 2 for result in report["results"])
+    assert report["results"][0]["ratio"] == 1.0
+
+
+def test_interrupting_a_tune_keeps_what_was_finished(short_stream: Path, tmp_path: Path) -> None:
+    out, db = tmp_path / "out.jsonl", tmp_path / "cut.db"
+    args = ["tune", "--model", MODEL, "--stream", str(short_stream), "--out", str(out), "--db", str(db)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "swiftopt", *args, "--max-new-tokens", "40"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ),
+    )
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (out.exists() and out.read_text(encoding="utf-8")):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in errors
+    lines = out.read_text(encoding="utf-8").splitlines()
+    assert lines and all(json.loads(line)["n_tokens"] > 0 for line in lines)
+    kept = json.loads(swiftopt("layers", "list", "--db", str(db), "--json").stdout)
+    assert [record["verdict"] for record in kept["layer_sets"]] == ["unmeasured"]
+
+
+def test_a_prompt_longer_than_the_context_is_refused_by_name(tmp_path: Path) -> None:
+    stream = tmp_path / "long.jsonl"
+    stream.write_text(json.dumps({"id": "huge", "prompt": "word " * 9000}) + "\n", encoding="utf-8")
+    done = swiftopt("generate", "--model", MODEL, "--stream", str(stream), expect=2)
+    assert "'huge'" in done.stderr and "context of 8192" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_peak_rows_of_a_draft_cost_little_memory(runtime32: Runtime) -> None:
+    """The buffer that drafting needs beyond plain decoding's stays below 5 % of the model's weights."""
+    drafter = SkipDrafter(LayerSet.uniform(runtime32.n_layers, 25), SwiftSettings())
+    weights = sum(p.numel() * p.element_size() for p in runtime32.hf_model.parameters())
+    extra = runtime32.new_buffer(drafter.max_nodes(128)).n_bytes
+    assert isinstance(runtime32.device, torch.device) and extra < 0.05 * weights

@@ -1,0 +1,134 @@
+"""Searching while decoding, on a tiny random model."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+from fakes import flat_costs, worded_runtime
+
+from swiftopt.core.events import Adopted, Event, PromptFinished, SkipRatioLowered, TrialsDone
+from swiftopt.core.settings import SwiftSettings
+from swiftopt.core.types import LayerSet, Prompt, Sampling
+from swiftopt.decoding.context import Ending
+from swiftopt.decoding.drafters import NoDrafter
+from swiftopt.decoding.loop import decode
+from swiftopt.decoding.rule import TokenRule
+from swiftopt.optimizer.search import candidates_per_pass, trimmed
+from swiftopt.optimizer.tuning import Tuner
+
+SMALL: dict[str, Any] = dict(context_window=8, strategy="random", stop_threshold=0.05, max_draft_length=4)
+
+
+def stream(n: int, task: str = "t") -> list[Prompt]:
+    rng = random.Random(0)
+    return [Prompt(f"{task}{i}", task, text=" ".join(f"w{rng.randrange(2, 97)}" for _ in range(6))) for i in range(n)]
+
+
+def tune(prompts: list[Prompt], max_new_tokens: int = 24, **settings: Any) -> tuple[list[Any], list[Event]]:
+    events: list[Event] = []
+    tuner = Tuner(
+        worded_runtime(),
+        SwiftSettings(**{**SMALL, **settings}),
+        Sampling(),
+        max_new_tokens,
+        flat_costs(),
+        events.append,
+        "tiny",
+    )
+    return tuner.run(prompts), events
+
+
+def test_tuning_produces_plain_output_for_every_prompt() -> None:
+    prompts = stream(6)
+    _, events = tune(prompts, max_steps=40)
+    runtime = worded_runtime()
+    finished = [event for event in events if isinstance(event, PromptFinished)]
+    assert [event.index for event in finished] == list(range(6))
+    for event in finished:
+        ids = runtime.tokenizer(event.prompt.text)["input_ids"]
+        plain = decode(runtime, ids, NoDrafter(), TokenRule.of(Sampling(), None), Ending(24))
+        assert event.completion.token_ids == plain.token_ids
+
+
+def test_every_trial_is_reported_once_in_order() -> None:
+    (result,), events = tune(stream(4), max_steps=30)
+    reported = [trial for event in events if isinstance(event, TrialsDone) for trial in event.trials]
+    assert tuple(reported) == result.trials
+    assert [trial.step for trial in reported] == list(range(30))
+    assert reported[0].origin == "uniform" and result.stopped_because == "30 candidates were scored"
+
+
+def test_same_seed_and_profile_give_the_same_trials() -> None:
+    def trials(seed: int) -> list[tuple[LayerSet, float, bool]]:
+        (result,), _ = tune(stream(4), max_steps=40, strategy="swift", bayes_interval=5, deterministic=True, seed=seed)
+        return [(trial.layer_set, trial.score, trial.adopted) for trial in result.trials]
+
+    assert trials(1) == trials(1) != trials(2)
+
+
+def test_adopted_set_beats_the_start_on_the_windows_both_saw() -> None:
+    (result,), events = tune(stream(8), max_steps=60, target_matchness=1.0)
+    adopted = [event for event in events if isinstance(event, Adopted)]
+    assert adopted and adopted[-1].layer_set == result.record.layer_set
+    assert [trial.step for trial in result.trials if trial.adopted] == [event.step for event in adopted]
+
+
+def test_search_ends_when_nothing_better_comes() -> None:
+    (result,), _ = tune(stream(8), patience=12, max_steps=500, target_matchness=1.0)
+    last_gain = max([trial.step for trial in result.trials if trial.adopted], default=0)
+    assert result.stopped_because == "no better layer set in 12 candidates"
+    assert len(result.trials) - last_gain >= 12
+
+
+def test_search_ends_when_matchness_is_high_enough() -> None:
+    (result,), _ = tune(stream(4), skip_ratio=0.25, target_matchness=0.0)
+    assert "is above 0.0" in result.stopped_because
+
+
+def test_skip_ratio_is_lowered_while_acceptance_stays_low() -> None:
+    (result,), events = tune(
+        stream(8), skip_ratio=1.0, early_stop=False, min_acceptance=1.0, min_acceptance_rounds=4, skip_ratio_step=0.25
+    )
+    lowered = [event for event in events if isinstance(event, SkipRatioLowered)]
+    assert lowered and all(event.acceptance_rate < 1.0 for event in lowered)
+    assert result.record.layer_set.n_skipped < 4
+    sizes = {trial.layer_set.n_skipped for trial in result.trials}
+    assert len(sizes) > 1
+
+
+def test_no_trials_when_optimisation_is_switched_off() -> None:
+    (result,), _ = tune(stream(4), optimise=False)
+    assert result.trials == () and result.record.layer_set == LayerSet.uniform(4, 2)
+
+
+def test_each_task_gets_its_own_set_and_verdict() -> None:
+    mixed = [prompt for pair in zip(stream(6, "a"), stream(6, "b"), strict=True) for prompt in pair]
+    results, events = tune(mixed, max_steps=20)
+    assert [result.task for result in results] == ["a", "b"]
+    assert all(result.verdict.n_prompts == 3 for result in results)
+    assert sum(isinstance(event, PromptFinished) for event in events) == 12
+
+
+def test_batch_grows_only_while_it_makes_a_candidate_cheaper() -> None:
+    assert candidates_per_pass(flat_costs(), 8) == 8
+    dear = {n: float(n) for n in (1, 2, 4, 8, 16, 32, 64)}
+    assert candidates_per_pass(dataclasses.replace(flat_costs(), pass_s=dear), 8) == 1
+    assert candidates_per_pass(None, 8) == 1
+
+
+@pytest.mark.parametrize("n", [0, 1, 3, 5, 9])
+def test_trimmed_keeps_a_subset_of_the_wanted_size(n: int) -> None:
+    whole = LayerSet(8, frozenset({1, 3, 4, 6}), frozenset({2, 5, 6}))
+    smaller = trimmed(whole, n)
+    assert smaller.n_skipped == min(n, whole.n_skipped)
+    assert smaller.skip_attn <= whole.skip_attn and smaller.skip_mlp <= whole.skip_mlp
+
+
+def test_nothing_is_searched_before_the_window_is_full() -> None:
+    (result,), _ = tune(stream(2), max_new_tokens=8)
+    assert result.trials == ()
+    (result,), _ = tune(stream(2), max_new_tokens=10)
+    assert result.trials

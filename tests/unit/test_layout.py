@@ -1,0 +1,83 @@
+"""The shape of the code: imports point down, and the front doors start without torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import swiftopt
+
+ROOT = Path(swiftopt.__file__).parent
+RANK = {
+    "core": 0,
+    "models": 1,
+    "decoding": 2,
+    "optimizer": 3,
+    "store": 3,
+    "worker": 4,
+    "server": 5,
+    "cli": 5,
+    "bench": 6,
+}
+# The bench command is the one front door to the benchmarks.
+ALLOWED = {("cli", "bench")}
+
+
+def imported(path: Path) -> list[tuple[str, int]]:
+    """(package of ours, line) for every import in a file, absolute or relative, also inside functions."""
+    depth = len(path.relative_to(ROOT).parts)
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level == depth and node.module:
+            found.append((node.module.split(".")[0], node.lineno))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("swiftopt."):
+            found.append((str(node.module).split(".")[1], node.lineno))
+        elif isinstance(node, ast.Import):
+            found += [(a.name.split(".")[1], node.lineno) for a in node.names if a.name.startswith("swiftopt.")]
+    return found
+
+
+def sources() -> list[Path]:
+    return [path for package in RANK for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def test_imports_point_down() -> None:
+    upward = []
+    for path in sources():
+        here = path.relative_to(ROOT).parts[0]
+        for there, line in imported(path):
+            peers = RANK.get(there) == RANK[here] and there != here
+            if there in RANK and (RANK[there] > RANK[here] or peers) and (here, there) not in ALLOWED:
+                upward.append(f"{path.relative_to(ROOT)}:{line} {here} -> {there}")
+    assert upward == []
+    assert any(imported(path) for path in sources())
+
+
+def test_only_front_doors_print() -> None:
+    printing = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sources()
+        if path.relative_to(ROOT).parts[0] not in ("cli", "bench")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
+    ]
+    assert printing == []
+
+
+@pytest.mark.parametrize(
+    "code", ["import swiftopt", "import swiftopt.store", "import swiftopt.cli.main", "swiftopt.Store"]
+)
+def test_front_doors_start_without_torch(code: str) -> None:
+    program = f"import sys, swiftopt\n{code}\nsys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_every_public_name_can_be_imported() -> None:
+    for name in swiftopt.__all__:
+        assert getattr(swiftopt, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        swiftopt.nothing  # noqa: B018

@@ -1,0 +1,78 @@
+"""What a window is worth, by hand and by law."""
+
+from __future__ import annotations
+
+import pytest
+from fakes import flat_costs
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swiftopt.core.settings import SwiftSettings
+from swiftopt.core.types import CostProfile, LayerSet
+from swiftopt.optimizer.evaluation import WindowScore
+from swiftopt.optimizer.objective import objective, replay
+
+CHAIN = SwiftSettings(dynamic_verification=False)
+
+
+def test_matchness_is_the_share_of_argmax_hits() -> None:
+    assert WindowScore((0, 3, 0, 1), (0.9,) * 4).matchness == 0.5
+
+
+def test_replay_counts_a_perfect_confident_window_by_hand() -> None:
+    """Ten positions, all right, all sure: every round drafts N_D = 4 tokens and gains the bonus token."""
+    score = WindowScore((0,) * 10, (0.99,) * 10)
+    played = replay(score, SwiftSettings(max_draft_length=4, dynamic_verification=False))
+    assert (played.tokens, played.draft_steps, played.widths) == (50, 40, {5: 10})
+
+
+def test_replay_stops_after_the_first_unsure_token_which_stays() -> None:
+    score = WindowScore((0, 0), (0.99, 0.1))
+    played = replay(score, CHAIN)
+    # from position 0: sure, unsure -> 2 steps, 3 tokens; from position 1: unsure -> 1 step, 2 tokens
+    assert (played.tokens, played.draft_steps, played.widths) == (5, 3, {3: 1, 2: 1})
+
+
+def test_replay_credits_a_side_leaf_once_and_nothing_behind_it() -> None:
+    score = WindowScore((4, 0), (0.6, 0.6))  # five candidates at confidence 0.6: rank 4 is the last of them
+    played = replay(score, SwiftSettings())
+    assert played.tokens == 2 + 2 and played.draft_steps == 2 and played.widths == {6: 2}
+    missed = replay(WindowScore((5, 0), (0.6, 0.6)), SwiftSettings())
+    assert missed.tokens == 1 + 2
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.floats(0.01, 1.0)), min_size=1, max_size=40))
+def test_replay_never_accepts_more_than_it_drafts(window: list[tuple[int, float]]) -> None:
+    score = WindowScore(tuple(rank for rank, _ in window), tuple(confidence for _, confidence in window))
+    played = replay(score, SwiftSettings())
+    rounds = sum(played.widths.values())
+    assert rounds == len(window) <= played.tokens <= rounds + played.draft_steps
+    assert all(n_rows <= 1 + 10 * SwiftSettings().max_draft_length for n_rows in played.widths)
+
+
+def test_expected_speedup_is_equation_6_when_rows_are_free() -> None:
+    """SWIFT Eq. 6 with M = 4.34, alpha = 0.99, c = 0.55 gives 1.52 (the paper's Table 4)."""
+    costs = flat_costs(n_layers=42)
+    layer_set = LayerSet.uniform(42, 38)  # c = 1 - 38/84
+    assert costs.draft_cost(layer_set) == pytest.approx(1 - 38 / 84)
+    mean_length, acceptance = 4.34, 0.99
+    steps = (mean_length - 1) / acceptance
+    c = costs.draft_cost(layer_set)
+    expected = mean_length * acceptance / ((mean_length - 1) * c + acceptance)
+    assert costs.expected_speedup(layer_set, mean_length, steps, {1: 1}) == pytest.approx(expected)
+    assert mean_length * acceptance / ((mean_length - 1) * 0.55 + acceptance) == pytest.approx(1.52, abs=0.005)
+
+
+def test_objective_prefers_the_set_that_saves_more_time_at_equal_matches() -> None:
+    """Two cheap attention blocks lose against one dear MLP where the clock says so; matchness cannot tell."""
+    costs = flat_costs(attn_s=1.0, mlp_s=8.0)
+    attention, mlp = LayerSet(4, frozenset({1, 2}), frozenset()), LayerSet(4, frozenset(), frozenset({1}))
+    score = WindowScore((0,) * 8, (0.9,) * 8)
+    assert objective(score, mlp, CHAIN, costs) > objective(score, attention, CHAIN, costs)
+    by_match = SwiftSettings(objective="matchness")
+    assert objective(score, mlp, by_match, costs) == objective(score, attention, by_match, costs) == 1.0
+
+
+def test_verification_cost_is_linear_between_measured_widths() -> None:
+    costs = CostProfile("f", "d", "float32", 256, 4, 1, 1, 1, 1, {1: 10.0, 8: 17.0, 16: 33.0})
+    assert [costs.target_pass_s(n) for n in (1, 4, 8, 12, 16, 32)] == [10.0, 13.0, 17.0, 25.0, 33.0, 65.0]

@@ -1,0 +1,175 @@
+"""Layer-set records in files: our exchanged object, and the published skip_layers.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swiftopt.core.errors import LayerSetError, NotFound
+from swiftopt.core.records import REQUIRED, SCHEMA, record_from_json, record_to_json
+from swiftopt.core.types import LayerSet, LayerSetRecord
+from swiftopt.store import import_file
+
+LEAST: dict[str, Any] = {"schema": SCHEMA, "model": "m", "n_layers": 40, "skip_attn": [7, 10], "skip_mlp": [7]}
+DEPTHS = {"llama-2-13b": 40, "llama-2-13b-chat": 40, "codellama-34b": 48}
+
+figures = st.none() | st.floats(0, 10)
+names = st.text(min_size=1, max_size=9)
+optional_names = st.none() | names
+
+
+@st.composite
+def layer_sets(draw: st.DrawFn) -> LayerSet:
+    n_layers = draw(st.integers(3, 50))
+    inner = st.frozensets(st.integers(1, n_layers - 2))
+    return LayerSet(n_layers, draw(inner), draw(inner))
+
+
+records = st.builds(
+    LayerSetRecord,
+    model=names,
+    task=names,
+    layer_set=layer_sets(),
+    fingerprint=optional_names,
+    quantised=st.dictionaries(names, names, max_size=2),
+    matchness=figures,
+    acceptance_rate=figures,
+    mean_generated_length=figures,
+    expected_speedup=figures,
+    measured_speedup=figures,
+    measured_interval=st.none() | st.tuples(st.floats(0, 10), st.floats(0, 10)),
+    verdict=st.sampled_from(["use", "plain", "unmeasured"]),
+    device=optional_names,
+    dtype=optional_names,
+    settings=st.dictionaries(names, st.integers() | st.booleans() | names, max_size=2),
+    stream_sha256=optional_names,
+    swiftopt_version=st.text(max_size=9),
+    created_at=st.text(max_size=9),
+    version=st.none() | st.integers(1, 9),
+    job=optional_names,
+)
+
+
+@given(record=records)
+@settings(max_examples=50, deadline=None)
+def test_record_survives_its_json_but_for_version_and_job(record: LayerSetRecord) -> None:
+    text = json.dumps(record_to_json(record), allow_nan=False)
+    assert record_from_json(json.loads(text), "x.json") == dataclasses.replace(record, version=None, job=None)
+
+
+def test_record_json_names_the_schema_first_and_the_version_only_where_there_is_one() -> None:
+    record = LayerSetRecord("m", "t", LayerSet(40, frozenset({10, 7}), frozenset({7})))
+    out = record_to_json(record)
+    assert next(iter(out.items())) == ("schema", SCHEMA)
+    assert (out["skip_attn"], out["skip_mlp"], out["skip_ratio"]) == ([7, 10], [7], 0.0395)
+    assert "version" not in out and "job" not in out
+    assert record_to_json(dataclasses.replace(record, version=3))["version"] == 3
+
+
+def test_record_needs_only_the_required_keys() -> None:
+    layer_set = LayerSet(40, frozenset({7, 10}), frozenset({7}))
+    assert set(LEAST) == set(REQUIRED)
+    assert record_from_json(LEAST, "x.json") == LayerSetRecord("m", "default", layer_set)
+
+
+@pytest.mark.parametrize("key", REQUIRED)
+def test_record_is_refused_when_a_required_key_is_missing(key: str) -> None:
+    values = {name: value for name, value in LEAST.items() if name != key}
+    with pytest.raises(LayerSetError, match=rf"x\.json is no layer set: it lacks \['{key}'\]"):
+        record_from_json(values, "x.json")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("schema", "swiftopt.layer-set/2", "has schema 'swiftopt.layer-set/2'"),
+        ("n_layers", "40", "n_layers must be a whole number above 0, not '40'"),
+        ("n_layers", None, "n_layers must be a whole number"),
+        ("n_layers", -3, "n_layers must be a whole number"),
+        ("n_layers", float("inf"), "n_layers must be a whole number"),
+        ("model", None, "model must be a text, not None"),
+        ("model", "", "model must be a text"),
+        ("fingerprint", 7, "fingerprint must be a text"),
+        ("device", ["cpu"], "device must be a text"),
+        ("matchness", float("nan"), "must be a finite number"),
+        ("measured_interval", {"low": 1}, "cannot be read as a layer set"),
+        ("skip_attn", [0], r"skips layers \[0\]"),
+        ("skip_mlp", [39], r"skips layers \[39\]"),
+        ("skip_mlp", "7", "list of whole numbers"),
+        ("skip_mlp", [7.0], "list of whole numbers"),
+        ("skip_attn", [True], "list of whole numbers"),
+        ("matchness", "good", "must be a finite number, not 'good'"),
+        ("measured_interval", [1.0], "cannot be read as a layer set"),
+        ("quantised", 3, "cannot be read as a layer set"),
+        ("settings", "none", "cannot be read as a layer set"),
+        ("verdict", "maybe", "'maybe' is none of"),
+    ],
+)
+def test_record_is_refused_with_the_files_name_when_a_value_is_wrong(key: str, value: Any, words: str) -> None:
+    with pytest.raises(LayerSetError, match=words) as caught:
+        record_from_json({**LEAST, key: value}, "x.json")
+    assert "x.json" in str(caught.value)
+
+
+def written(folder: Path, content: Any) -> Path:
+    path = folder / "sets.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return path
+
+
+def test_import_reads_an_exported_record(tmp_path: Path) -> None:
+    assert import_file(written(tmp_path, LEAST), DEPTHS.get) == [record_from_json(LEAST, "")]
+
+
+def test_import_reads_every_set_of_a_published_file(tmp_path: Path) -> None:
+    published = {
+        "llama-2-13b_cnndm": {"attention": [3, 5], "mlp": [6]},
+        "llama-2-13b_chat_cnndm": {"attention": [], "mlp": [7]},
+        "codellama-34b_humaneval": {"attention": [46], "mlp": []},
+    }
+    found = import_file(str(written(tmp_path, published)), DEPTHS.get)
+    assert found == [
+        LayerSetRecord("llama-2-13b", "cnndm", LayerSet(40, frozenset({3, 5}), frozenset({6}))),
+        LayerSetRecord("llama-2-13b-chat", "cnndm", LayerSet(40, frozenset(), frozenset({7}))),
+        LayerSetRecord("codellama-34b", "humaneval", LayerSet(48, frozenset({46}))),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ([LEAST], "holds a list"),
+        ({}, "holds no layer set"),
+        ({**LEAST, "skip_mlp": [39]}, r"skips layers \[39\]"),
+        ({"llama-2-13b": {"attention": [], "mlp": []}}, "'llama-2-13b' is no MODEL_TASK"),
+        ({"llama-2-13b_": {"attention": [], "mlp": []}}, "'llama-2-13b_' is no MODEL_TASK"),
+        ({"llama-2-13b_cnndm": [3]}, "'llama-2-13b_cnndm' is no layer set"),
+        ({"llama-2-13b_cnndm": {"attention": [3]}}, "'llama-2-13b_cnndm' is no layer set"),
+        ({"llama-2-13b_cnndm": {"attention": [39], "mlp": []}}, r"'llama-2-13b_cnndm': .*skips layers \[39\]"),
+        ({"llama-2-13b_cnndm": {"attention": [], "mlp": [True]}}, "'llama-2-13b_cnndm': .*list of whole numbers"),
+        ({"vicuna-7b_cnndm": {"attention": [], "mlp": []}}, "'vicuna-7b' is unknown: pass --n-layers"),
+    ],
+)
+def test_import_is_refused_in_one_sentence_that_names_file_and_key(tmp_path: Path, content: Any, words: str) -> None:
+    path = written(tmp_path, content)
+    with pytest.raises(LayerSetError, match=words) as caught:
+        import_file(path, DEPTHS.get)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_import_is_refused_when_the_file_is_not_there_or_no_text(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match=r"no file .*gone\.json"):
+        import_file(tmp_path / "gone.json", DEPTHS.get)
+    with pytest.raises(LayerSetError, match="cannot be read"):
+        import_file(tmp_path, DEPTHS.get)
+    (tmp_path / "latin.json").write_bytes(b'{"a": "\xe9"}')
+    with pytest.raises(LayerSetError, match="is not JSON"):
+        import_file(tmp_path / "latin.json", DEPTHS.get)

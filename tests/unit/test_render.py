@@ -1,0 +1,303 @@
+"""What the terminal shows: every line fits, and says what the values say."""
+
+from __future__ import annotations
+
+import io
+import random
+import shlex
+from itertools import pairwise
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+
+from swiftopt.cli.live import RunState, TuneProgress, event_line, live_view
+from swiftopt.cli.render import (
+    KEPT,
+    SKIPPED,
+    command_text,
+    layer_map,
+    record_view,
+    sparkline,
+    tune_summary,
+    verdict_words,
+)
+from swiftopt.cli.tables import aliases_table, checks_table, records_table, size, stored_table
+from swiftopt.core.events import (
+    Adopted,
+    PhaseChanged,
+    Progress,
+    PromptFinished,
+    PromptStarted,
+    SkipRatioLowered,
+    TaskFinished,
+    TrialsDone,
+)
+from swiftopt.core.types import (
+    Completion,
+    LayerSet,
+    LayerSetRecord,
+    ModelInfo,
+    Prompt,
+    Timings,
+    Trial,
+    Verdict,
+    searchable,
+)
+from swiftopt.models.catalog import ALIASES
+
+WIDTHS = (80, 120)
+COMMAND = ["swiftopt", "generate", "--model", "smollm2-135m", "--task", "notes", "--prompt", 'it\'s a "test"']
+
+
+def drawn(renderable: RenderableType, width: int) -> list[str]:
+    """The lines a console of that width prints; one that is too long stays too long."""
+    console = Console(file=io.StringIO(), width=width, markup=False, highlight=False, emoji=False)
+    with console.capture() as captured:
+        console.print(renderable)
+    return captured.get().splitlines()
+
+
+def widest(lines: list[str]) -> int:
+    return max(cell_len(line) for line in lines)
+
+
+def some_set(n_layers: int, seed: int = 0) -> LayerSet:
+    subs = searchable(n_layers)
+    return LayerSet.of(n_layers, random.Random(seed).sample(subs, round(0.45 * len(subs))))
+
+
+def some_trials(n: int, n_layers: int = 30) -> tuple[Trial, ...]:
+    layer_set = some_set(n_layers)
+    return tuple(Trial(i, layer_set, "random", i / max(1, n - 1), 1.0, adopted=i == n - 1) for i in range(n))
+
+
+def some_record(n_layers: int = 30, **changes: object) -> LayerSetRecord:
+    values: dict[str, object] = {
+        "model": "Qwen/Qwen2.5-Coder-32B-Instruct",
+        "task": "humaneval",
+        "layer_set": some_set(n_layers),
+        "fingerprint": "v1:0123456789abcdef",
+        "matchness": 0.94,
+        "acceptance_rate": 0.912,
+        "mean_generated_length": 3.81,
+        "expected_speedup": 1.31,
+        "measured_speedup": 1.27,
+        "measured_interval": (1.19, 1.33),
+        "verdict": "use",
+        "device": "NVIDIA A100-SXM4-80GB",
+        "dtype": "bfloat16",
+        "created_at": "2026-11-21T00:00:00Z",
+        "version": 12,
+    }
+    return LayerSetRecord(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def some_result(n_layers: int, n_trials: int = 400, word: str = "use") -> TaskFinished:
+    return TaskFinished(
+        task="humaneval",
+        record=some_record(n_layers),
+        verdict=Verdict(word, 1.27, (1.19, 1.33), 1.31, 5),  # type: ignore[arg-type]
+        stopped_because="no better layer set in 300 trials",
+        trials=some_trials(n_trials, n_layers),
+        timings=Timings(4.0, 10.0, 25.0, 1.0),
+        n_prompts=24,
+        n_tokens=4000,
+        draft_cost=0.61,
+        plain_tok_s=40.2,
+        tuned_tok_s=51.3,
+    )
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("n_layers", [3, 12, 30, 37, 38, 48, 74, 75, 80])
+def test_layer_map_has_one_mark_per_sub_layer_and_fits(n_layers: int, width: int) -> None:
+    layer_set = some_set(n_layers)
+    lines = drawn(layer_map(layer_set, width), width)
+    assert widest(lines) <= width
+    for kind, skipped in (("attn", layer_set.skip_attn), ("mlp", layer_set.skip_mlp)):
+        marks = "".join(line.removeprefix(kind).replace(" ", "") for line in lines if line.startswith(kind))
+        assert marks == "".join(SKIPPED if i in skipped else KEPT for i in range(n_layers))
+
+
+@pytest.mark.parametrize("n_layers", [30, 80])
+def test_layer_map_ruler_stands_above_its_layers(n_layers: int) -> None:
+    layer_set = LayerSet(n_layers, frozenset({10, 20}), frozenset())
+    lines = drawn(layer_map(layer_set, 80), 80)
+    ruler, attention = next((a, b) for a, b in pairwise(lines) if b.startswith("attn"))
+    assert attention.index(SKIPPED) == ruler.index("10")
+    assert attention.rindex(SKIPPED) == ruler.index("20")
+
+
+def test_layer_map_folds_into_rows_of_about_equal_length() -> None:
+    lines = drawn(layer_map(some_set(80), 80), 80)
+    assert [len(line.split()[1]) for line in lines if line.startswith("attn")] == [40, 40]
+
+
+def test_sparkline_rises_with_its_values_and_keeps_to_its_width() -> None:
+    line = sparkline([i / 999 for i in range(1000)], 40)
+    assert len(line) == 40
+    assert list(line) == sorted(line)
+    assert (line[0], line[-1]) == ("▁", "█")
+
+
+@pytest.mark.parametrize(("values", "length"), [([], 0), ([0.5], 1), ([0.5, 0.5, 0.5], 3)])
+def test_sparkline_draws_few_or_equal_values(values: list[float], length: int) -> None:
+    assert len(sparkline(values, 40)) == length
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("n_layers", [12, 30, 80])
+def test_summary_fits_and_has_every_figure(n_layers: int, width: int) -> None:
+    lines = drawn(tune_summary(some_result(n_layers), "notes.jsonl", COMMAND, width), width)
+    text = "\n".join(lines)
+    assert widest(lines) <= width
+    for word in ("0.91", "3.81", "0.61", "1.31x", "1.27x [1.19, 1.33]", "40.2", "51.3", "400 trials", "notes.jsonl"):
+        assert word in text
+    assert "no better layer set in 300 trials" in text
+
+
+def test_summary_breaks_a_token_time_down() -> None:
+    lines = drawn(tune_summary(some_result(30), "notes.jsonl", COMMAND, 80), 80)
+    rows = {line.split()[0]: line.split()[1:3] for line in lines if line.split()}
+    assert rows["optimise"] == ["1.0", "10"]
+    assert rows["draft"] == ["2.5", "25"]
+    assert rows["verify"][0] == "6.2"  # 6.25 ms, rounded to even
+    assert rows["total"][0] == "10.0"
+
+
+def test_summary_is_drawn_when_nothing_was_tried_or_measured() -> None:
+    bare = LayerSetRecord("m", "t", LayerSet(4))
+    empty = TaskFinished(
+        "t", bare, Verdict("unmeasured", reason="too few prompts"), "", (), Timings(), 0, 0, 1.0, None, None
+    )
+    text = "\n".join(drawn(tune_summary(empty, "out.jsonl", COMMAND, 80), 80))
+    assert "no trials were recorded" in text
+    assert "unmeasured: nothing was compared with plain decoding (too few prompts)" in text
+
+
+def test_verdict_says_that_plain_decoding_is_faster() -> None:
+    assert (
+        verdict_words(Verdict("plain", 0.9, (0.8, 0.95)))
+        == "plain: drafting is not reliably faster than plain decoding here"
+    )
+
+
+@pytest.mark.parametrize("width", [30, 60, 200])
+def test_command_survives_the_shell(width: int) -> None:
+    text = command_text(COMMAND, width).plain
+    assert shlex.split(text.replace("\\\n", "")) == COMMAND
+    assert (width == 200) == ("\n" not in text)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_record_view_fits(width: int) -> None:
+    lines = drawn(record_view(some_record(80), some_trials(500), width), width)
+    assert widest(lines) <= width
+    assert any("NVIDIA A100-SXM4-80GB bfloat16" in line for line in lines)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_records_table_fits_and_marks_the_best(width: int) -> None:
+    old = some_record(model="smollm2-135m", task="notes", verdict="unmeasured", measured_speedup=None, version=1)
+    lines = drawn(records_table([(some_record(), True), (old, False)], width), width)
+    assert widest(lines) <= width
+    assert ["*" in line for line in lines if "0.91" in line] == [True, False]
+    assert any("2026-11-21" in line for line in lines) == (width == 120)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_model_tables_fit_with_whole_hub_ids(width: int) -> None:
+    rows = [(name, alias.hub_id, alias.n_layers, alias.n_parameters) for name, alias in ALIASES.items()]
+    tasks = {"smollm2-135m": ["humaneval", "notes"]}
+    lines = drawn(aliases_table(rows, tasks), width)
+    assert widest(lines) <= width
+    assert all(any(alias.hub_id in line for line in lines) for alias in ALIASES.values())
+    info = ModelInfo("v1:0", "llama", 30, 134_515_008, ("smollm2-135m", "/a/long/" + "folder/" * 20))
+    stored = drawn(stored_table([info], tasks, width), width)
+    assert widest(stored) <= width
+    assert any("humaneval" in line for line in stored)
+
+
+def test_doctor_table_fits_when_a_path_is_long() -> None:
+    assert widest(drawn(checks_table([("cache", "fail", "/x" * 100)]), 80)) <= 80
+
+
+@pytest.mark.parametrize(("n", "said"), [(134_515_008, "135M"), (999_900_000, "1.0B"), (13_016_028_160, "13.0B")])
+def test_size_is_said_as_people_say_it(n: int, said: str) -> None:
+    assert size(n) == said
+
+
+def test_names_are_not_taken_for_markup() -> None:
+    lines = drawn(records_table([(some_record(model="[red]m[/red]", task=":smile:"), False)], 120), 120)
+    assert "[red]m[/red]" in "\n".join(lines)
+    assert ":smile:" in "\n".join(lines)
+
+
+def some_events() -> list[object]:
+    completion = Completion(tuple(range(64)), "", "length", "swift", 9, 20, 1, 50, 44, timings=Timings(0, 1, 2, 1))
+    progress = Progress("notes", "optimise", 1000, 1234.5, 0.812, 0.934, 1000, 0.917, 13.4, 0.45)
+    return [
+        PhaseChanged("", "load", "smollm2-135m"),
+        PhaseChanged("notes", "optimise", "a detail"),
+        PromptStarted("notes", "a prompt with a very long name " * 4, 2, 24),
+        progress,
+        TrialsDone("notes", some_trials(200)),
+        Adopted("notes", some_set(30), 0.9, 7),
+        SkipRatioLowered("notes", 0.4, 0.61),
+        PromptFinished(Prompt("p3", "notes", text="x"), 2, completion),
+        some_result(30),
+    ]
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_live_view_fits_after_every_event(width: int) -> None:
+    state = RunState()
+    for event in some_events():
+        state = state.after(event)  # type: ignore[arg-type]
+        assert widest(drawn(live_view(state, width), width)) <= width
+
+
+def test_live_view_shows_the_round_at_80_columns() -> None:
+    state = RunState()
+    for event in some_events()[:5]:
+        state = state.after(event)  # type: ignore[arg-type]
+    text = "\n".join(drawn(live_view(state, 80), 80))
+    for word in ("notes", "optimise", "prompt 3 of 24", "0.81 (best 0.93)", "1000 trials", "α 0.92", "M 13.4"):
+        assert word in text
+
+
+def test_state_starts_over_when_the_task_changes() -> None:
+    state = RunState().after(TrialsDone("notes", some_trials(3)))
+    assert len(state.matchness) == 3
+    assert state.after(PhaseChanged("code", "accumulate")).matchness == ()
+
+
+def test_progress_writes_plain_lines_when_there_is_no_terminal() -> None:
+    stream = io.StringIO()
+    with TuneProgress(Console(file=stream, width=80, markup=False, highlight=False)) as progress:
+        for event in some_events():
+            progress(event)  # type: ignore[arg-type]
+    assert stream.getvalue().splitlines() == [
+        "load: smollm2-135m",
+        "notes: optimise: a detail",
+        "notes: skip ratio lowered to 0.40, for α was 0.61",
+        "notes: prompt 3 of 24 (p3): 64 tokens, 16.0 tok/s, α 0.88, M 3.15",
+        "humaneval: finished, use",
+    ]
+
+
+def test_progress_draws_and_cleans_up_when_there_is_a_terminal() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, width=80, force_terminal=True, markup=False, highlight=False, legacy_windows=False)
+    with TuneProgress(console) as progress:
+        for event in some_events()[:5]:
+            progress(event)  # type: ignore[arg-type]
+    assert "prompt 3 of 24" in stream.getvalue()
+    assert stream.getvalue().endswith("\x1b[2K")  # the last line of the display is erased
+    assert "\x1b[?25h" in stream.getvalue()  # and the cursor is shown again
+
+
+def test_held_out_prompt_is_called_so() -> None:
+    finished = PromptFinished(Prompt("p", "t", text="x"), 0, Completion((), "", "stop", "plain"), held_out=True)
+    assert event_line(finished, RunState()) == "t: prompt 1 (p, held out): 0 tokens, – tok/s, α –, M –"

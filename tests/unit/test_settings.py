@@ -1,0 +1,82 @@
+"""One dataclass holds the paper's settings, and refuses what makes no sense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from swiftopt.core.errors import LayerSetError, SettingsError
+from swiftopt.core.settings import SwiftSettings
+from swiftopt.core.types import LayerSet, Sampling, searchable
+
+
+def test_defaults_are_those_of_appendix_b2() -> None:
+    settings = SwiftSettings()
+    assert (settings.context_window, settings.max_draft_length, settings.max_steps) == (32, 25, 1000)
+    assert (settings.bayes_interval, settings.patience, settings.target_matchness) == (25, 300, 0.95)
+    assert (settings.start_skip_ratio(13_000_000_000), settings.start_skip_ratio(34_000_000_000)) == (0.45, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("confidence", "k"), [(0.1, 10), (0.5, 10), (0.51, 5), (0.8, 5), (0.9, 3), (0.95, 3), (0.96, 1), (1.0, 1)]
+)
+def test_branching_is_the_papers_table(confidence: float, k: int) -> None:
+    assert SwiftSettings().candidates_at(confidence) == k
+    assert SwiftSettings(dynamic_verification=False).candidates_at(confidence) == 1
+
+
+def test_drafting_stops_when_confidence_is_below_the_threshold_or_the_draft_is_full() -> None:
+    settings = SwiftSettings(max_draft_length=3)
+    assert settings.stops_after(0.79, 1) and not settings.stops_after(0.8, 1) and settings.stops_after(0.99, 3)
+    assert not SwiftSettings(early_stop=False).stops_after(0.01, 1)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"stop_threshold": 1.5},
+        {"max_draft_length": 0},
+        {"skip_ratio": -0.1},
+        {"branching": ((0.5, 3), (0.4, 1))},
+        {"branching": ((0.5, 3),)},
+        {"objective": "speed"},
+        {"skip_ratio_step": 0},
+    ],
+)
+def test_settings_out_of_range_are_refused_with_the_value(values: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match="is out of range: use"):
+        SwiftSettings(**values)
+
+
+def test_settings_survive_json_and_unknown_keys_are_named() -> None:
+    settings = SwiftSettings(skip_ratio=0.3, branching=((0.6, 4), (1.0, 2)))
+    assert SwiftSettings.from_json(settings.to_json()) == settings
+    with pytest.raises(SettingsError, match="unknown settings \\['speed'\\]"):
+        SwiftSettings.from_json({"speed": 1})
+
+
+@pytest.mark.parametrize("values", [{"temperature": -1}, {"top_p": 0}, {"top_k": -1}, {"repetition_penalty": 0}])
+def test_sampling_out_of_range_is_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match="is out of range"):
+        Sampling(**values)
+
+
+def test_first_and_last_layer_cannot_be_skipped() -> None:
+    for layer in (0, 5, -1, 9):
+        with pytest.raises(LayerSetError, match=r"only 1\.\.4 may be skipped"):
+            LayerSet(6, frozenset({layer}), frozenset())
+
+
+def test_layer_set_survives_its_bits() -> None:
+    layer_set = LayerSet(6, frozenset({1, 4}), frozenset({2}))
+    assert LayerSet.from_bits(6, layer_set.bits()) == layer_set
+    assert sum(layer_set.bits()) == layer_set.n_skipped == 3 and layer_set.skip_ratio == 3 / 8
+
+
+@pytest.mark.parametrize("n", range(9))
+def test_uniform_set_has_the_wanted_size_and_spreads_over_the_depth(n: int) -> None:
+    layer_set = LayerSet.uniform(6, n)
+    assert layer_set.n_skipped == n
+    assert abs(len(layer_set.skip_attn) - len(layer_set.skip_mlp)) <= 1
+    assert set(LayerSet.uniform(6, 8).bits()) == {1} and len(searchable(6)) == 8

@@ -1,0 +1,46 @@
+"""The honest answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from swiftopt.core.types import Prompt
+from swiftopt.optimizer.verdict import Timed, bootstrap_interval, hold_out, judge, speed_ratio
+
+
+def prompts(n: int) -> list[Prompt]:
+    return [Prompt(str(i), "t", text="x") for i in range(n)]
+
+
+@pytest.mark.parametrize(("n", "held"), [(1, 0), (2, 1), (7, 3), (8, 4), (20, 4), (25, 5), (80, 16), (1000, 16)])
+def test_held_out_prompts_are_the_last_and_few(n: int, held: int) -> None:
+    tuning, last = hold_out(prompts(n))
+    assert len(last) == held and [*tuning, *last] == prompts(n)
+
+
+def runs(speeds: list[float]) -> list[Timed]:
+    return [Timed(100, 100 / speed) for speed in speeds]
+
+
+def test_speed_ratio_is_total_tokens_over_total_time() -> None:
+    assert speed_ratio([Timed(10, 1), Timed(90, 3)], [Timed(100, 5)]) == pytest.approx((100 / 4) / (100 / 5))
+
+
+def test_verdict_is_use_only_when_the_whole_interval_is_above_one() -> None:
+    plain = runs([10, 11, 9, 10])
+    assert judge(runs([15, 16, 14, 15]), plain, 1.5).word == "use"
+    mixed = judge(runs([15, 9, 8, 11]), plain, None)
+    assert mixed.word == "plain" and mixed.interval is not None and mixed.interval[0] <= 1
+    assert judge(runs([8, 9, 8, 8]), plain, None).word == "plain"
+
+
+def test_verdict_is_unmeasured_when_nothing_was_held_out() -> None:
+    verdict = judge([], [], None)
+    assert verdict.word == "unmeasured" and verdict.ratio is None
+
+
+def test_bootstrap_interval_holds_the_ratio_and_repeats_itself() -> None:
+    fast, slow = runs([12, 15, 11, 14, 13]), runs([10, 10, 9, 11, 10])
+    low, high = bootstrap_interval(fast, slow)
+    assert low <= speed_ratio(fast, slow) <= high
+    assert (low, high) == bootstrap_interval(fast, slow)
