@@ -136,9 +136,14 @@ def _result(own: MethodRuns, base: MethodRuns, costs: CostProfile | None) -> dic
 def _against_expected(
     own: MethodRuns, base: MethodRuns, costs: CostProfile | None
 ) -> tuple[float | None, float | None]:
-    """Ratio of decoding time without prefill and search, and what Eq. 6 says of it; None where that has no meaning."""
-    layer_set = own.completions[-1].layer_set if own.completions else None
-    if costs is None or layer_set is None or not base.completions:
+    """Ratio of decoding time without prefill and search, and what Eq. 6 says of it.
+
+    None where that has no meaning: no layer set or several, or no target pass after the prefill.
+    """
+    sets = {done.layer_set for done in own.completions}
+    layer_set = next(iter(sets)) if len(sets) == 1 else None
+    passes = [sum(done.target_passes for done in runs.completions) for runs in (own, base)]
+    if costs is None or layer_set is None or not all(passes):
         return None, None
     widths: dict[int, float] = {}
     for done in own.completions:

@@ -61,7 +61,8 @@ def margin_and_noise(runtime: Runtime, ids: Sequence[int]) -> tuple[float, float
     """At the end of `ids`: the target's top-2 margin, and the largest logit difference between a pass over one row
     and one over several, over the two best tokens."""
     buffer = runtime.new_buffer(len(ids) + MARGIN_ROWS)
-    runtime.prefill(ids[:-1], buffer)
+    if len(ids) > 1:
+        runtime.prefill(ids[:-1], buffer)
     one = runtime.forward(Rows(ids[-1:], len(ids) - 1), buffer)[0].float()
     start = max(0, len(ids) - MARGIN_ROWS)
     wide = runtime.forward(Rows(ids[start:], start), buffer)[-1].float()

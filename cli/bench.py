@@ -8,8 +8,11 @@ import click
 
 from ..core.requests import GenerateRequest
 from ..core.streams import read_stream
+from .checks import check_model, check_words
 from .options import PresetGroup, db_option, json_option, machine_options, open_store, pick, positive, read_layer_set
 from .output import emit_json, note, show
+
+METHODS = ("plain", "swift", "hf-plain", "hf-lookup")  # those of bench/decode.py, which imports torch
 
 
 @click.group(cls=PresetGroup, short_help="Measure decoding on this machine.")
@@ -27,7 +30,7 @@ def bench() -> None:
 @click.option("--stream", required=True, metavar="FILE", help="Prompts, one JSON object per line; - is standard input.")
 @click.option("--task", help="Whose stored layer set to use.  [default: each prompt's own task]")
 @click.option("--layer-set", "layer_set_file", metavar="FILE", help="Draft with this exported layer set.")
-@click.option("--methods", default="plain,swift,hf-plain,hf-lookup", show_default=True, help="What to compare.")
+@click.option("--methods", default=",".join(METHODS), show_default=True, help="What to compare.")
 @click.option("--limit", type=positive, help="Take only the first prompts of the stream.")
 @machine_options(GenerateRequest)
 @db_option
@@ -53,14 +56,20 @@ def decode(
     prompts = read_stream(stream, options["task"], limit)
     record = read_layer_set(layer_set_file) if layer_set_file else None
     request = pick(GenerateRequest, {**options, "layer_set": record})
+    chosen = [word.strip() for word in methods.split(",")]
+    check_words("method", chosen, METHODS)
+    check_model(request)
 
     from ..bench.decode import run_methods
     from ..models.loading import load
+    from ..worker.generate import plan_for
 
-    runtime = load(request.model, request.dtype, request.device)
+    runtime = load(request.model, request.dtype, request.device, lambda step: note(f"load: {step}"))
+    if record is not None:
+        plan_for(request, runtime, record.task, None)  # a set of another model must not cost the plain runs
     with open_store(db) as store:
         store.remember_model(runtime.info)
-        report = run_methods(runtime, prompts, methods.split(","), request, store, _show_run)
+        report = run_methods(runtime, prompts, chosen, request, store, _show_run)
     if as_json:
         emit_json(report)
     else:

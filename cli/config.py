@@ -59,6 +59,8 @@ def load_settings() -> dict[str, Any]:
     """
     try:
         return ProgramSettings().model_dump(exclude_none=True)
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{TOML_FILE} is not UTF-8 text; correct or remove it") from error
     except tomllib.TOMLDecodeError as error:
         raise SettingsError(f"{TOML_FILE} is no valid TOML: {error}; correct or remove it") from error
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -33,6 +34,7 @@ def draw(record: LayerSetRecord, trials: Sequence[Trial], path: Path) -> None:
 
     Raises: OutputError: the file cannot be written.
     """
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns where it has no folder of its own
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -6,13 +6,15 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..core.errors import StreamError
 from ..core.requests import GenerateRequest
-from ..core.streams import read_stream
+from ..core.streams import raw_prompt, read_stream
 from ..core.types import Completion, Prompt, Sampling
+from .checks import check_model
 from .options import (
     db_option,
     from_field,
@@ -25,10 +27,11 @@ from .options import (
     sampling_options,
     together,
 )
-from .output import emit_json, json_line, note, writing
+from .output import emit_json, json_line, note
 
 if TYPE_CHECKING:
     from ..worker.generate import GenerateInfo
+    from ..worker.outputs import LineWriter
 
 Turn = tuple[Prompt, Completion, "GenerateInfo"]
 
@@ -76,12 +79,15 @@ def generate(
     prompts = _prompts(prompt, stream, limit, options["task"])
     record = read_layer_set(layer_set_file) if layer_set_file else None
     request = pick(GenerateRequest, {**options, "layer_set": record, "sampling": pick(Sampling, options)})
+    check_model(request)
 
     from ..worker.generate import generate as decode
+    from ..worker.outputs import LineWriter
 
     with ExitStack() as stack:
         store = stack.enter_context(open_store(db))
-        sink = _Sink(request.model, as_json, one_only=stream is None, out=_opened(out, stack))
+        lines = stack.enter_context(LineWriter(Path(out), append=False)) if out is not None else None
+        sink = _Sink(request.model, as_json, one_only=stream is None, out=lines)
         for turn in decode(request, prompts, store, sink.on_text, lambda step: note(f"load: {step}")):
             sink.show(turn)
 
@@ -93,24 +99,23 @@ def _prompts(prompt: str | None, stream: str | None, limit: int | None, task: st
         return read_stream(stream, task, limit)
     if prompt is None and sys.stdin.isatty():
         raise click.UsageError("there is no prompt: give --prompt TEXT or --stream FILE, or pipe text in")
-    text = prompt if prompt is not None else sys.stdin.read()
+    text = prompt if prompt is not None else _piped_text()
     if not text.strip():
         raise click.UsageError("the prompt is empty: give --prompt TEXT or --stream FILE, or pipe text in")
-    return [Prompt(id="1", task=task or "default", text=text)]
+    return [raw_prompt(text, task or "default", "standard input" if prompt is None else "--prompt")]
 
 
-def _opened(out: str | None, stack: ExitStack) -> tuple[Path, TextIO] | None:
-    if out is None:
-        return None
-    path = Path(out)
-    with writing(path):
-        return path, stack.enter_context(path.open("w", encoding="utf-8"))
+def _piped_text() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise StreamError("standard input is not UTF-8 text: pipe text in, or give --stream FILE") from error
 
 
 class _Sink:
     """Where completions go: text to stdout as it grows, or JSON lines, and JSON lines to a file."""
 
-    def __init__(self, model: str, as_json: bool, one_only: bool, out: tuple[Path, TextIO] | None) -> None:
+    def __init__(self, model: str, as_json: bool, one_only: bool, out: LineWriter | None) -> None:
         self._model, self._as_json, self._out = model, as_json, out
         self.on_text: Callable[[str], None] | None = None if as_json or not one_only else self._grow
         self._noted: set[str] = set()
@@ -127,10 +132,7 @@ class _Sink:
         else:
             click.echo(f"== {prompt.id}\n{completion.text}")
         if self._out is not None:
-            path, file = self._out
-            with writing(path):
-                file.write(json_line(completion_json(self._model, *turn)) + "\n")
-                file.flush()
+            self._out.write(json_line(completion_json(self._model, *turn)))
         self._remark(completion, info)
 
     def _grow(self, text: str) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..core.errors import InvalidInput, LayerSetNotFound
+from ..core.records import check_task
 from ..core.types import FoundPlan, LayerSetRecord
 from .options import ModelTask, alias_option, db_option, json_option, model_task_argument, open_store, positive
 from .output import emit_json
@@ -99,6 +100,8 @@ def _read(store: Store, file: str, as_model: str | None, n_layers: int | None) -
 def _renamed(
     records: Sequence[LayerSetRecord], file: str, as_model: str | None, as_task: str | None
 ) -> list[LayerSetRecord]:
+    if as_task is not None:
+        check_task(as_task)
     if (as_model or as_task) and len(records) != 1:
         raise InvalidInput(f"{file} holds {len(records)} layer sets: leave --model and --task out to import them all")
     return [dataclasses.replace(r, model=as_model or r.model, task=as_task or r.task) for r in records]

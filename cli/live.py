@@ -120,6 +120,7 @@ class TuneProgress:
 
     def __init__(self, console: Console) -> None:
         self.state = RunState()
+        self.n_finished = 0  # completions that are on disk
         self._console = console
         self._spinner = Spinner("dots")
         self._live: Live | None = None
@@ -145,6 +146,7 @@ class TuneProgress:
     def __call__(self, event: Event) -> None:
         """Take note of an event."""
         self.state = self.state.after(event)
+        self.n_finished += isinstance(event, PromptFinished)
         line = event_line(event, self.state)
         if line is not None and (self._live is None or not isinstance(event, PromptFinished)):
             self._console.print(line, soft_wrap=True)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 import click
 
 from .. import __version__
 from ..core.errors import SwiftoptError
 from .options import PresetGroup
+from .output import note, silence
 
 # Each names a module of this package that holds a command of the same name.
 COMMANDS = ("tune", "generate", "layers", "models", "bench", "doctor")
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # where stdout goes, not how we write
 
 
 class LazyGroup(PresetGroup):
@@ -30,6 +33,14 @@ class LazyGroup(PresetGroup):
             return None
         command: click.Command = getattr(import_module(f".{cmd_name}", __package__), cmd_name)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.exceptions.NoSuchCommand as error:
+            raise click.exceptions.NoSuchCommand(error.command_name, possibilities=COMMANDS, ctx=ctx) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         from .config import load_settings
@@ -65,30 +76,47 @@ def run(args: Sequence[str]) -> int:
         return result if isinstance(result, int) else 0
     except click.exceptions.Exit as stop:
         return stop.exit_code
-    except click.Abort as abort:
+    except (click.Abort, KeyboardInterrupt) as abort:
         if isinstance(abort.__cause__, EOFError):  # click takes it for Ctrl-D, but nothing here asks questions
             raise abort.__cause__ from None
-        click.echo("interrupted: what was finished until now is kept", err=True)
+        note("interrupted: what was finished until now is kept")
         return INTERRUPTED
     except click.ClickException as error:
-        error.show()
+        note(_usage(error))
         return error.exit_code
     except SwiftoptError as error:
-        click.echo(f"error: {error}", err=True)
+        note(f"error: {error}")
         return error.exit_code
-    except BrokenPipeError:
-        _silence(sys.stdout)
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            if error.errno not in UNWRITABLE:
+                raise
+            note(f"error: cannot write the result: {(error.strerror or '').lower()}; send stdout somewhere else")
+        silence(sys.stdout)
         return 1
+
+
+def _usage(error: click.ClickException) -> str:
+    """One line, but the whole help for a group that was called with nothing."""
+    text = error.format_message().replace(". Did you", ": did you")
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        return text
+    context = getattr(error, "ctx", None)
+    advice = f" (see `{context.command_path} --help`)" if context is not None else ""
+    return f"error: {text[:1].lower()}{text[1:].rstrip('.')}{advice}"
 
 
 def main() -> NoReturn:
     """The console script."""
+    _open_closed()
     for stream in (sys.stdout, sys.stderr):
         # a terminal that cannot show α or a bar gets a question mark, not a traceback
         getattr(stream, "reconfigure", lambda **_: None)(errors="replace")
     sys.exit(run(sys.argv[1:]))
 
 
-def _silence(stream: TextIO) -> None:
-    """Let the flush at the interpreter's end go nowhere: the reader of the pipe has left."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+def _open_closed() -> None:
+    """Stand-ins for channels that the caller closed; else the next file opened would take their place."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115

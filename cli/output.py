@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 from rich.console import Console, RenderableType
@@ -38,8 +40,18 @@ def json_line(value: Mapping[str, Any]) -> str:
 
 
 def note(text: str) -> None:
-    """A remark beside the result."""
-    click.echo(text, err=True)
+    """A remark beside the result; where stderr cannot take it, the result still counts."""
+    try:
+        click.echo(text, err=True)
+    except BrokenPipeError:
+        raise
+    except OSError:
+        silence(sys.stderr)
+
+
+def silence(stream: TextIO) -> None:
+    """Let what is still to be written there go nowhere, such as at the interpreter's end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ..core.requests import TuneRequest
 from ..core.settings import SwiftSettings
 from ..core.streams import STDIN, read_stream
 from ..core.types import Sampling
+from .checks import check_model, check_words
 from .options import (
     db_option,
     from_field,
@@ -24,7 +26,7 @@ from .options import (
     sampling_options,
     settings_options,
 )
-from .output import console, emit_json
+from .output import console, emit_json, note
 
 
 @click.command(short_help="Find the layer set that decodes a stream fastest.")
@@ -52,11 +54,26 @@ def tune(db: str | None, as_json: bool, **options: Any) -> None:
     if _is_rereadable(request.stream):
         read_stream(request.stream, request.task, request.limit)  # a bad line must not cost the loading of torch
 
+    from ..optimizer.strategies import STRATEGIES
+    from ..worker.outputs import default_output
+
+    check_words("strategy", [request.settings.strategy], STRATEGIES)
+    check_model(request)
+    if request.out is None:  # decided here, so that a run cut short can tell where its completions are
+        request = replace(request, out=str(default_output(request.stream)))
+
     from ..worker.run import run_tuning
     from .live import TuneProgress
 
-    with open_store(db) as store, TuneProgress(console(stderr=True)) as progress:
-        result = run_tuning(request, store, progress)
+    with open_store(db) as store:
+        progress = TuneProgress(console(stderr=True))
+        try:
+            with progress:
+                result = run_tuning(request, store, progress)
+        except BaseException:
+            if progress.n_finished:
+                note(f"{progress.n_finished} completions are in {request.out}")
+            raise
         database = store.url
     commands = [_command(request, task, db) for task in result.tasks]
     _show(request, result.job, str(result.out), database, list(zip(result.tasks, commands, strict=True)), as_json)

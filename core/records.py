@@ -61,7 +61,7 @@ def record_from_json(values: Mapping[str, Any], where: str) -> LayerSetRecord:
         interval = values.get("measured_interval")
         return LayerSetRecord(
             model=_word(values["model"], "model"),
-            task=_word(values.get("task") or "default", "task"),
+            task=check_task(values.get("task") or "default"),
             layer_set=LayerSet(
                 _depth(values["n_layers"]),
                 frozenset(_layers(values["skip_attn"])),
@@ -128,6 +128,13 @@ def _depth(value: Any) -> int:
 def _word(value: Any, key: str) -> str:
     if not isinstance(value, str) or not value:
         raise LayerSetError(f"{key} must be a text, not {value!r}")
+    return value
+
+
+def check_task(value: Any) -> str:
+    """Raises: LayerSetError: no task could be called that in MODEL/TASK."""
+    if not isinstance(value, str) or not value.strip() or "/" in value or not value.isprintable():
+        raise LayerSetError(f"task {value!r} is no name: use a word without '/', such as 'code'")
     return value
 
 

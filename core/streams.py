@@ -49,6 +49,15 @@ def read_stream(path: str, default_task: str | None = None, limit: int | None = 
     return prompts
 
 
+def raw_prompt(text: str, task: str, where: str) -> Prompt:
+    """A text that came without a stream; `where` names its origin in errors.
+
+    Raises: StreamError: it is no text, or the task is no name.
+    """
+    _check_task(task, "the task")
+    return Prompt(id="1", task=task, text=_text(text, "the prompt", where))
+
+
 def stream_sha256(prompts: Iterable[Prompt]) -> str:
     """Hex SHA-256 over the prompts in their order, whatever file they came from."""
     digest = hashlib.sha256()
@@ -85,6 +94,7 @@ def _nearest_file(target: Path) -> str:
     except OSError:
         return f"the folder {target.parent} does not exist either, check the path"
     near = difflib.get_close_matches(target.name, names, n=1, cutoff=0.5)
+    near = [name for name in near if difflib.get_close_matches(target.stem, [Path(name).stem])]  # not for .jsonl alone
     return f"did you mean {target.parent / near[0]}?" if near else "check the path"
 
 
@@ -135,7 +145,7 @@ def _object(line: str, at: str) -> Mapping[str, Any]:
         values = json.loads(line)
     except json.JSONDecodeError as error:
         raise StreamError(
-            f"{at} is not valid JSON ({error.msg}, column {error.colno}): expected {_example()}"
+            f"{at} is not valid JSON ({error.msg.removesuffix(' at')}, column {error.colno}): expected {_example()}"
         ) from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of nested lists
         raise StreamError(f"{at} cannot be read as JSON ({error}): expected {_example()}") from error
@@ -149,6 +159,10 @@ def _text(value: Any, what: str, at: str) -> str:
         raise StreamError(f"{at}: {what} is {_kind(value)}, expected a string")
     if not value.strip():
         raise StreamError(f"{at}: {what} is empty: write a text or delete the line")
+    return _encodable(value, what, at)
+
+
+def _encodable(value: str, what: str, at: str) -> str:
     if any("\ud800" <= character <= "\udfff" for character in value):
         raise StreamError(f"{at}: {what} holds half of a surrogate pair, which is no text: delete that character")
     return value
@@ -191,7 +205,7 @@ def _line_id(value: Any, number: int, at: str) -> str:
         return str(number)
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise StreamError(f"{at}: 'id' is {_kind(value)}, expected a string or a whole number")
-    return str(value)
+    return _encodable(str(value), "'id'", at)
 
 
 def _check_task(task: Any, what: str) -> None:
@@ -201,6 +215,8 @@ def _check_task(task: Any, what: str) -> None:
         raise StreamError(
             f"{what} {task!r} holds a '/', which parts model from task in MODEL/TASK: use another character"
         )
+    if not task.isprintable():  # a line break, or half of a surrogate pair
+        raise StreamError(f"{what} {task!r} holds a character that cannot be shown: use a word such as 'code'")
 
 
 def _kind(value: Any) -> str:

@@ -79,6 +79,8 @@ class Ending:
         return min(found, default=None)
 
     def _tail(self, generated: Sequence[int], block: Sequence[int]) -> str:
+        """The end of the text, long enough for a stop string that the last token completes."""
         assert self.to_text is not None  # built together with stop_strings
-        reach = max(map(len, self.stop_strings)) + 8  # a token is at least a byte; 8 more for split characters
+        # A token that shows is at least a byte of UTF-8; 8 more for special tokens and characters cut at the start.
+        reach = max(len(stop.encode(errors="surrogatepass")) for stop in self.stop_strings) + 8
         return self.to_text([*generated, *block][-reach:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -80,7 +81,7 @@ class TokenRule:
         top, index = scores.max(-1)
         # One transfer: on a GPU each is a synchronisation.
         value, token_id = torch.stack(((top - scores.logsumexp(-1)).double(), index.double())).tolist()
-        return int(token_id), float(torch.tensor(value).exp())
+        return int(token_id), math.exp(value)
 
     def candidates(self, scores: Tensor, token_id: int, n: int) -> tuple[int, ...]:
         """The `n` most probable tokens, `token_id` first; fewer where the rest has no probability."""

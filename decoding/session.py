@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from ..core.errors import ContextOverflow, InvalidInput
+from jinja2 import TemplateError
+
+from ..core.errors import ContextOverflow, InvalidInput, SettingsError
 from ..core.types import Completion, Prompt, Sampling
 from ..models.runtime import Runtime
 from .context import Ending
@@ -16,7 +19,10 @@ from .rule import TokenRule
 
 
 class Session:
-    """Decodes prompts on one runtime with one way of sampling; every prompt starts from the request's seed."""
+    """Decodes prompts on one runtime with one way of sampling; every completion starts from the request's seed.
+
+    Raises: SettingsError: a stop string is empty.
+    """
 
     def __init__(
         self, runtime: Runtime, sampling: Sampling, max_new_tokens: int, stop_strings: Sequence[str] = ()
@@ -25,12 +31,14 @@ class Session:
         self.sampling = sampling
         self.max_new_tokens = max_new_tokens
         self.stop_strings = tuple(stop_strings)
+        if "" in self.stop_strings:
+            raise SettingsError("a stop string is empty, and would end every completion at once: leave it out")
         self.generation_config: Any = getattr(runtime.hf_model, "generation_config", None)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, up to its first turn.
 
-        Raises: InvalidInput: the model has no chat template for it, or it has no tokens.
+        Raises: InvalidInput: the model has no tokenizer or chat template for it, or it has no tokens.
         """
         return self._encode(prompt, next(self._first_messages(prompt), None))
 
@@ -40,24 +48,25 @@ class Session:
         Raises: ContextOverflow, InvalidInput: it cannot be decoded on this model; the message names the prompt.
         """
         ids = self.encode(prompt)
-        try:
+        with _naming(prompt.id):
             self.runtime.check_context(len(ids), self._room(prompt))
-        except ContextOverflow as error:
-            raise ContextOverflow(f"prompt {prompt.id!r}: {error}") from error
         return len(ids) + self._room(prompt)
 
     def run(self, prompt: Prompt, drafter: Drafter, watch: Watch | None = None) -> Iterator[tuple[Prompt, Completion]]:
-        """Decode a prompt; one completion per turn of the user, later turns seeing the earlier answers."""
+        """Decode a prompt; one completion per turn of the user, later turns seeing the earlier answers.
+
+        Raises: ContextOverflow: a turn with all before it does not fit; the turns before it were yielded.
+        """
         if not prompt.turns:
             yield prompt, self._decode(prompt, next(self._first_messages(prompt), None), drafter, watch)
             return
         messages: list[Mapping[str, str]] = []
         for number, turn in enumerate(prompt.turns, 1):
             messages.append({"role": "user", "content": turn})
-            completion = self._decode(prompt, messages, drafter, watch)
+            named = replace(prompt, id=prompt.id if len(prompt.turns) == 1 else f"{prompt.id}#{number}")
+            completion = self._decode(named, messages, drafter, watch)
             messages.append({"role": "assistant", "content": completion.text})
-            name = prompt.id if len(prompt.turns) == 1 else f"{prompt.id}#{number}"
-            yield replace(prompt, id=name), completion
+            yield named, completion
 
     def rule(self) -> TokenRule:
         """A fresh rule, its draws starting from the seed."""
@@ -71,7 +80,8 @@ class Session:
         self, prompt: Prompt, messages: Sequence[Mapping[str, str]] | None, drafter: Drafter, watch: Watch | None
     ) -> Completion:
         ids = self._encode(prompt, messages)
-        return decode(self.runtime, ids, drafter, self.rule(), self.ending(self._room(prompt)), watch)
+        with _naming(prompt.id):
+            return decode(self.runtime, ids, drafter, self.rule(), self.ending(self._room(prompt)), watch)
 
     def _room(self, prompt: Prompt) -> int:
         return prompt.max_new_tokens or self.max_new_tokens
@@ -84,6 +94,8 @@ class Session:
 
     def _encode(self, prompt: Prompt, messages: Sequence[Mapping[str, str]] | None) -> list[int]:
         tokenizer = self.runtime.tokenizer
+        if tokenizer is None:
+            raise InvalidInput("this model has no tokenizer: put its tokenizer's files next to its weights")
         if messages is None:
             ids = list(tokenizer(prompt.text)["input_ids"])
         elif getattr(tokenizer, "chat_template", None) is None:
@@ -92,7 +104,12 @@ class Session:
                 ' give it as {"prompt": …} or use an instruct model'
             )
         else:
-            encoded = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+            try:
+                encoded = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+            except TemplateError as error:  # templates raise it for roles that their model was not trained on
+                raise InvalidInput(
+                    f"prompt {prompt.id!r} does not suit this model's chat template ({error}): change its messages"
+                ) from error
             ids = list(encoded["input_ids"])
         if not ids:
             raise InvalidInput(f"prompt {prompt.id!r} has no tokens: write at least one word")
@@ -109,3 +126,12 @@ class Session:
 
     def _to_text(self, token_ids: Sequence[int]) -> str:
         return str(self.runtime.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+@contextmanager
+def _naming(prompt_id: str) -> Iterator[None]:
+    """Say which prompt does not fit the context."""
+    try:
+        yield
+    except ContextOverflow as error:
+        raise ContextOverflow(f"prompt {prompt_id!r}: {error}") from error

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from statistics import median
+from itertools import accumulate
+from statistics import quantiles
 from time import perf_counter
 
 import torch
@@ -13,7 +14,7 @@ from ..core.types import CostProfile, LayerSet
 from .buffer import KVBuffer
 from .runtime import Rows, Runtime
 
-WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # rows of the target passes that are measured
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # rows of the target passes that are measured, where the context has room for them
 BUDGET_S = 5.0  # seconds that the repetitions may take, beyond the least number of them
 REPEATS = (3, 15)  # least and most repetitions of each pass
 SMALLEST_BUCKET = 256  # slots
@@ -42,17 +43,18 @@ def _cpu_name() -> str:
 
 @torch.inference_mode()
 def measure_costs(runtime: Runtime, bucket: int, on_step: Callable[[str], None] | None = None) -> CostProfile:
-    """Time passes of several widths and with sub-layers left out, interleaved, and take medians.
+    """Time passes of several widths and with sub-layers left out, interleaved.
 
     Attention and MLP are what a one-row pass gets cheaper by without the inner ones; the head is what it gets cheaper
     by without logits; the rest of the pass is the fixed part.
     """
-    bucket = min(bucket, max(1, runtime.max_positions - WIDTHS[-1]))
+    widths = [n for n in WIDTHS if n < runtime.max_positions]
+    bucket = min(bucket, runtime.max_positions - widths[-1])
     inner = frozenset(range(1, runtime.n_layers - 1))
     none = frozenset[int]()
-    buffer = runtime.new_buffer(bucket + WIDTHS[-1])
+    buffer = runtime.new_buffer(bucket + widths[-1])
     runs: dict[str, Callable[[], None]] = {
-        f"rows {n}": _pass(runtime, buffer, bucket, n, LayerSet(runtime.n_layers)) for n in WIDTHS
+        f"rows {n}": _pass(runtime, buffer, bucket, n, LayerSet(runtime.n_layers)) for n in widths
     }
     runs["no attention"] = _pass(runtime, buffer, bucket, 1, LayerSet(runtime.n_layers, inner, none))
     runs["no mlp"] = _pass(runtime, buffer, bucket, 1, LayerSet(runtime.n_layers, none, inner))
@@ -72,7 +74,8 @@ def measure_costs(runtime: Runtime, bucket: int, on_step: Callable[[str], None] 
         mlp_s=mlp,
         head_s=head,
         fixed_s=max(0.0, whole - head - runtime.n_layers * (attn + mlp)),
-        pass_s={n: seconds[f"rows {n}"] for n in WIDTHS},
+        # More rows cannot cost less; where they seem to, the narrower pass was the one that was disturbed.
+        pass_s=dict(zip(widths, accumulate((seconds[f"rows {n}"] for n in widths), max), strict=True)),
     )
 
 
@@ -84,13 +87,16 @@ def _pass(
     def run() -> None:
         out = runtime.forward(rows, buffer, n_logits=n_logits)
         # Reading the answer belongs to a pass: on a GPU it is what waits for it.
-        (out.argmax(dim=-1) if n_logits is None else out.sum()).tolist()
+        (out.max(dim=-1).indices if n_logits is None else out.sum()).tolist()
 
     return run
 
 
 def _interleave(runs: dict[str, Callable[[], None]], on_step: Callable[[str], None] | None) -> dict[str, float]:
-    """Median seconds per run; one round of all at a time, so that a slow moment of the machine hits all alike."""
+    """Lower-quartile seconds per run: what else the machine does only ever adds time.
+
+    One round of all runs at a time, so that a slow minute hits all alike.
+    """
     for run in runs.values():
         run()  # the first pass of a width allocates and chooses kernels
     samples: dict[str, list[float]] = {name: [] for name in runs}
@@ -103,4 +109,4 @@ def _interleave(runs: dict[str, Callable[[], None]], on_step: Callable[[str], No
         repeats += 1
         if on_step is not None:
             on_step(f"measuring costs, round {repeats}")
-    return {name: median(values) for name, values in samples.items()}
+    return {name: quantiles(values, n=4, method="inclusive")[0] for name, values in samples.items()}

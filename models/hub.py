@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 from pathlib import Path
 
 from ..core.errors import ModelNotFound, UnsupportedModel
-from .catalog import nearest
+from .catalog import ALIASES, nearest
 from .saved import OnStep, first_line, has_tokenizer, is_complete, supported_config
 
 TIMEOUT_S = 10  # to the hub's first answer
@@ -71,5 +72,8 @@ def _sentence(hub_id: str, otherwise: str, error: Exception) -> str:
         return f"the hub has no model {hub_id} that this account may read: check the name, or take {near}"
     if isinstance(error, OfflineModeIsEnabled):
         return f"{hub_id} is not on this machine and HF_HUB_OFFLINE forbids fetching it: unset it{otherwise}"
-    reason = first_line(error)
-    return f"{hub_id} is not on this machine and the hub cannot be used ({reason}): check the network{otherwise}"
+    likely = get_close_matches(hub_id, [alias.hub_id for alias in ALIASES.values()], n=1, cutoff=0.85)
+    advice = "check the network" + otherwise
+    if likely and likely[0] != hub_id:
+        advice += f", or did you mean {likely[0]}?"
+    return f"{hub_id} is not on this machine and the hub cannot be used ({first_line(error)}): {advice}"

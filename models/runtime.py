@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import ContextOverflow, LayerSetError
+from ..core.errors import ContextOverflow, LayerSetError, UnsupportedModel
 from ..core.types import LayerSet, ModelInfo
 from .blocks import Block, RowGroup, submodule
 from .buffer import KVBuffer
@@ -43,12 +43,18 @@ class Rows:
 class Runtime:
     """A decoder-only model of transformers, run sub-layer by sub-layer.
 
-    Raises: UnsupportedModel: its architecture has no row in the table of families.
+    Raises: UnsupportedModel: its architecture has no row in the table of families, or some of its weights are
+        not in memory.
     """
 
     def __init__(self, hf_model: nn.Module, tokenizer: Any, info: ModelInfo) -> None:
         config = cast(Any, hf_model.config)
         family = family_of(config)
+        if any(parameter.is_meta for parameter in hf_model.parameters()):
+            raise UnsupportedModel(
+                "some of the model's weights are offloaded (on the meta device), and a pass would read nothing there:"
+                " load it on devices that hold all of it, or on cpu"
+            )
         layers = cast(nn.ModuleList, hf_model.get_submodule(family.layers))
         self.hf_model = hf_model
         self.config = config
@@ -159,7 +165,9 @@ class Runtime:
             positions = torch.arange(max(size, n_positions), device=device)[None]
             cos, sin = self._rotary(probe, positions, layer_type) if layer_type else self._rotary(probe, positions)
             half = sin.shape[-1] // 2
-            table = (cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1))
+            folded = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
+            # Dispatched over devices, the rotary module answers on its own, whatever device it was asked for.
+            table = (cos[0].to(device), folded.to(device))
             self._rotary_tables[(layer_type, device)] = table
         return table
 

@@ -65,6 +65,26 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
+def supported_type(folder: Path) -> str:
+    """The model type in the folder's config, read without transformers.
+
+    Raises: ModelNotFound: it cannot be read. UnsupportedModel: swiftopt cannot skip in that architecture.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelNotFound(f"{path} is no model's config ({first_line(error)}): copy the folder again") from error
+    if not isinstance(config, dict):
+        raise ModelNotFound(f"{path} is no model's config (it holds no JSON object): copy the folder again")
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise UnsupportedModel(
+            f"{path} has the model type {model_type!r}, which is not supported: use {', '.join(sorted(FAMILIES))}"
+        )
+    return str(model_type)
+
+
 def supported_config(folder: Path) -> Any:
     """The folder's config.
 
@@ -72,16 +92,12 @@ def supported_config(folder: Path) -> Any:
     """
     from transformers import AutoConfig
 
-    path = folder / "config.json"
+    supported_type(folder)
     try:
-        model_type = json.loads(path.read_text(encoding="utf-8")).get("model_type")
-        config = AutoConfig.from_pretrained(folder, local_files_only=True) if model_type in FAMILIES else None
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # config classes check their values, each with errors of its own
+        path = folder / "config.json"
         raise ModelNotFound(f"{path} is no model's config ({first_line(error)}): copy the folder again") from error
-    if config is None:
-        raise UnsupportedModel(
-            f"{path} has the model type {model_type!r}, which is not supported: use {', '.join(sorted(FAMILIES))}"
-        )
     family_of(config)
     return config
 
@@ -95,6 +111,8 @@ def refuse_missing(missing: Any, where: Path) -> None:
 
 def first_line(error: BaseException) -> str:
     """What an error of another library says, cut to fit into a sentence."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror  # without its number and its paths
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].strip().rstrip(".:")[:160]
 

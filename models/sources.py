@@ -16,11 +16,12 @@ from typing import Any, Literal
 from ..core.errors import ModelNotFound, SettingsError
 from ..core.types import ModelInfo
 from .catalog import ALIASES, Alias, find_alias, nearest
-from .saved import OnStep, first_line, has_tokenizer, no_step, quiet, refuse_missing, supported_config
+from .saved import OnStep, first_line, has_tokenizer, no_step, quiet, refuse_missing, supported_config, supported_type
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda", "cuda:N", "auto-map")
 HEADROOM = 1.15  # free GPU memory that a model needs / its weights: keys, values and activations come on top
+_DEVICE = re.compile(r"auto|cpu|auto-map|cuda(:\d+)?")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -75,10 +76,19 @@ def resolve(name: str) -> Source:
     if _HUB_ID.fullmatch(name):
         aliases = [key for key, known in ALIASES.items() if known.hub_id == name and _wheel_gguf(known) is None]
         return Source(name, "hub", name, _distinct(name, *aliases))
-    raise ModelNotFound(
-        f"there is no model {name!r} (nearest: {', '.join(nearest(name))}): give an alias, a folder with config.json,"
-        " a .gguf file or a hub id such as Qwen/Qwen2.5-0.5B"
-    )
+    raise ModelNotFound(_no_model(name, path))
+
+
+def check_names(name: str, dtype: str, device: str) -> Source:
+    """`resolve` with all else that can be refused without torch, so that a slip costs no waiting.
+
+    Raises: ModelNotFound, UnsupportedModel: as `load_pretrained`. SettingsError: dtype or device is no word for one.
+    """
+    _check_words(dtype, device)
+    source = resolve(name)
+    if source.kind == "folder":
+        supported_type(Path(source.location))
+    return source
 
 
 def load_pretrained(name: str, dtype: str = "auto", device: str = "auto", on_step: OnStep | None = None) -> LoadedModel:
@@ -90,10 +100,9 @@ def load_pretrained(name: str, dtype: str = "auto", device: str = "auto", on_ste
     Raises: ModelNotFound: nothing of that name can be loaded. UnsupportedModel: its architecture is not supported.
         SettingsError: dtype or device is unknown, not here or too small. OutputError: the cache cannot be written.
     """
-    if dtype not in DTYPES:
-        raise SettingsError(f"dtype {dtype!r} is unknown: use one of {', '.join(DTYPES)}")
+    _check_words(dtype, device)
     check_device(device)
-    source = resolve(name)
+    source = check_names(name, dtype, device)
     step = on_step or no_step
     with quiet():
         folder = local_folder(source, step)
@@ -141,19 +150,34 @@ def describe(hf_model: Any, names: tuple[str, ...] = (), fingerprint: str | None
 
 
 def check_device(device: str) -> None:
-    """Raises: SettingsError: no such device, or not on this machine."""
+    """Raises: SettingsError: the device is not on this machine."""
     import torch
 
-    if device in ("auto", "cpu", "auto-map"):
+    if not device.startswith("cuda"):
         return
-    matched = re.fullmatch(r"cuda(?::(\d+))?", device)
-    if matched is None:
-        raise SettingsError(f"device {device!r} is unknown: use one of {', '.join(DEVICES)}")
     n_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if n_devices == 0:
         raise SettingsError(f"device {device} was asked for, but no CUDA device can be used here: use cpu or auto")
-    if int(matched[1] or 0) >= n_devices:
+    if int(device.partition(":")[2] or 0) >= n_devices:
         raise SettingsError(f"device {device} was asked for, but the last one here is cuda:{n_devices - 1}: use that")
+
+
+def _check_words(dtype: str, device: str) -> None:
+    if dtype not in DTYPES:
+        raise SettingsError(f"dtype {dtype!r} is unknown: use one of {', '.join(DTYPES)}")
+    if not _DEVICE.fullmatch(device):
+        raise SettingsError(f"device {device!r} is unknown: use one of {', '.join(DEVICES)}")
+
+
+def _no_model(name: str, path: str) -> str:
+    if os.path.isfile(path):
+        return f"the file {name} is no model: give a .gguf file, a folder with config.json, an alias or a hub id"
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        return f"there is no folder {name}: check the path, or give an alias or a hub id such as Qwen/Qwen2.5-0.5B"
+    return (
+        f"there is no model {name!r} (nearest: {', '.join(nearest(name))}): give an alias, a folder with config.json,"
+        " a .gguf file or a hub id such as Qwen/Qwen2.5-0.5B"
+    )
 
 
 def _local(name: str, kind: Literal["folder", "gguf"], path: str) -> Source:

@@ -68,6 +68,8 @@ def _read(context: Context, logits: Tensor, first: int, window: int) -> tuple[li
         scores = logits.float()
     wanted = torch.tensor(context.token_ids[first + 1 :], device=scores.device).repeat(scores.shape[0] // window)
     at_wanted = scores.gather(1, wanted[:, None])
+    top, argmax = scores.max(dim=-1)
     ranks = (scores > at_wanted).sum(dim=-1)
-    confidences = (scores.max(dim=-1).values - scores.logsumexp(dim=-1)).exp()
+    ranks += (ranks == 0) & (argmax != wanted)  # of equal scores, frequent in 16 bits, the draft takes one
+    confidences = (top - scores.logsumexp(dim=-1)).exp()
     return ranks.tolist(), confidences.tolist()

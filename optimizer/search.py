@@ -77,9 +77,11 @@ class Search:
         self.drafter = SkipDrafter(start, settings)
         self.trials: list[Trial] = []
         self.stopped_because = "" if settings.optimise else "optimisation is switched off"
+        if settings.optimise and not settings.max_steps:
+            self.stopped_because = "no candidates were asked for"
         self.batch = candidates_per_pass(costs, settings.context_window)
         self._incumbent = _Incumbent(start)
-        self._last_gain = 0  # step of the last adoption
+        self._n_at_gain = 0  # candidates scored when the set in use was first scored or adopted
         self._rounds: deque[Round] = deque(maxlen=settings.min_acceptance_rounds)
         self._tell, self._prompt_id = tell, prompt_id
         self._strategy = None if self.stopped_because else self._make_strategy(start.n_skipped)
@@ -116,7 +118,7 @@ class Search:
         clock = perf_counter()
         room = self.settings.max_steps - len(self.trials)
         starting = self._incumbent.n == 0
-        proposals = [self._strategy.propose() for _ in range(min(self.batch, max(1, room - starting)))]
+        proposals = [self._strategy.propose() for _ in range(min(self.batch, room - starting))]
         sets = [(p.layer_set, p.origin) for p in proposals]
         if starting:
             sets.insert(0, (self.layer_set, "uniform" if not self.trials else "trimmed"))
@@ -128,6 +130,7 @@ class Search:
         ]
         if starting:
             self._incumbent.add(trials[0].score, trials[0].matchness)
+            self._n_at_gain = trials[0].step + 1
         self._settle(context, trials)
 
     def after_round(self, context: Context, round_: Round) -> None:
@@ -139,7 +142,9 @@ class Search:
         if len(self._rounds) < self.settings.min_acceptance_rounds or not drafted:
             return
         acceptance = sum(r.n_accepted for r in self._rounds) / drafted
-        lowered = self.skip_ratio - self.settings.skip_ratio_step
+        n_skipped, lowered = self.layer_set.n_skipped, self.skip_ratio - self.settings.skip_ratio_step
+        while 0 < n_skipped <= n_skipped_for(self.n_layers, lowered):
+            lowered -= self.settings.skip_ratio_step  # on a small model one step may give nothing back
         if acceptance < self.settings.min_acceptance and n_skipped_for(self.n_layers, lowered) > 0:
             self._lower(lowered, acceptance)
 
@@ -182,7 +187,7 @@ class Search:
         best = max(trials, key=lambda trial: trial.score)
         if best.layer_set != self.layer_set and best.score > self._incumbent.score and self._confirm(context, best):
             trials[trials.index(best)] = replace(best, adopted=True)
-            self._last_gain = best.step
+            self._n_at_gain = best.step + 1
             self._tell(Adopted(self.task, self.layer_set, self._incumbent.matchness, best.step))
         self.trials += trials
         for trial in trials:
@@ -191,7 +196,7 @@ class Search:
         self._check_end()
 
     def _confirm(self, context: Context, challenger: Trial) -> bool:
-        """Score incumbent and challenger together on one longer window; adopt the challenger if it is better there.
+        """Score both on one window, twice as long if the text is; adopt the challenger if it is better there.
 
         Scores of different windows are different noise, and a challenger that looks best was lucky in its own window;
         the tokens before that one are as good a judge of both.
@@ -221,7 +226,7 @@ class Search:
             self.finish(f"matchness {self._incumbent.matchness:.2f} is above {settings.target_matchness}")
         elif n >= settings.max_steps:
             self.finish(f"{n} candidates were scored")
-        elif n - self._last_gain >= settings.patience:
+        elif n - self._n_at_gain >= settings.patience:
             self.finish(f"no better layer set in {settings.patience} candidates")
 
     def _lower(self, skip_ratio: float, acceptance: float) -> None:
@@ -231,7 +236,6 @@ class Search:
         n_skipped = n_skipped_for(self.n_layers, skip_ratio)
         self._strategy.set_n_skipped(n_skipped)
         self._use(trimmed(self.layer_set, n_skipped))
-        self._last_gain = len(self.trials)
         self._tell(SkipRatioLowered(self.task, skip_ratio, acceptance))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ class _Task:
 
     name: str
     search: Search
-    held_out: list[Prompt]
+    held_out: list[tuple[int, Prompt]]  # with their places in the stream
     phase: Any = ""
     prompt_id: str = ""
     tokens: int = 0
@@ -61,23 +61,24 @@ class Tuner:
         self.tell = tell
         self._running: dict[str, _Task] = {}
 
-    def run(self, prompts: Sequence[Prompt]) -> list[TaskFinished]:
-        """Decode the stream in its order; held-out prompts come last. One result per task, in order of appearance."""
+    def run(self, prompts: Sequence[Prompt]) -> Iterator[TaskFinished]:
+        """Decode the stream in its order; held-out prompts come last. One result per task, in order of appearance.
+
+        Each result is yielded before the next task is judged, so that a run cut short there has lost nothing.
+        """
         self._running = tasks = self._tasks(prompts)
-        held = {id(prompt) for task in tasks.values() for prompt in task.held_out}
-        tuning = [(i, prompt) for i, prompt in enumerate(prompts) if id(prompt) not in held]
+        held = {index for task in tasks.values() for index, _ in task.held_out}
         try:
-            for index, prompt in tuning:
-                self._serve(tasks[prompt.task], prompt, index, len(prompts))
+            for index, prompt in enumerate(prompts):
+                if index not in held:
+                    self._serve(tasks[prompt.task], prompt, index, len(prompts))
         finally:
             for task in tasks.values():
                 task.search.finish("the stream ended")
-        index_of = {id(prompt): i for i, prompt in enumerate(prompts)}
-        results = []
         for task in list(tasks.values()):
-            results.append(self._conclude(task, index_of, len(prompts)))
+            result = self._conclude(task, len(prompts))
             del self._running[task.name]
-        return results
+            yield result
 
     def unfinished(self) -> list[LayerSetRecord]:
         """The sets in use of tasks that were cut short after their search had tried something, without a verdict."""
@@ -85,9 +86,9 @@ class Tuner:
         return [self._record(task, [], Verdict("unmeasured", reason="the run was cut short")) for task in tried]
 
     def _tasks(self, prompts: Sequence[Prompt]) -> dict[str, _Task]:
-        by_task: dict[str, list[Prompt]] = {}
-        for prompt in prompts:
-            by_task.setdefault(prompt.task, []).append(prompt)
+        by_task: dict[str, list[tuple[int, Prompt]]] = {}
+        for index, prompt in enumerate(prompts):
+            by_task.setdefault(prompt.task, []).append((index, prompt))
         tasks: dict[str, _Task] = {}
         ratio = self.settings.start_skip_ratio(self.runtime.info.n_parameters)
         for name, own in by_task.items():
@@ -148,23 +149,21 @@ class Tuner:
             skip_ratio=task.search.skip_ratio,
         )
 
-    def _conclude(self, task: _Task, index_of: dict[int, int], n_prompts: int) -> TaskFinished:
+    def _conclude(self, task: _Task, n_prompts: int) -> TaskFinished:
         """Run the held-out prompts plain and tuned, interleaved, and put the task's result together."""
         if task.held_out:
             self.tell(PhaseChanged(task.name, "verdict", f"{len(task.held_out)} held-out prompts, plain and tuned"))
         plain: list[Completion] = []
         tuned: list[Completion] = []
-        for number, prompt in enumerate(task.held_out):
-            self.tell(PromptStarted(task.name, prompt.id, index_of[id(prompt)], n_prompts))
-            pair = self._both(task, prompt, tuned_first=number % 2 == 1)
-            for turn, plain_done, tuned_done in pair:
-                plain.append(plain_done)
-                tuned.append(tuned_done)
-                self.tell(PromptFinished(turn, index_of[id(prompt)], plain_done, held_out=True))
+        for number, (index, prompt) in enumerate(task.held_out):
+            self.tell(PromptStarted(task.name, prompt.id, index, n_prompts))
+            plain_done, tuned_done = self._both(task, prompt, index, tuned_first=number % 2 == 1)
+            plain += plain_done
+            tuned += tuned_done
         fast, slow = [Timed.of(done) for done in tuned], [Timed.of(done) for done in plain]
         expected = self._expected(task, tuned)
         verdict = judge(fast, slow, expected)
-        result = TaskFinished(
+        return TaskFinished(
             task=task.name,
             record=self._record(task, tuned, verdict),
             verdict=verdict,
@@ -177,16 +176,20 @@ class Tuner:
             plain_tok_s=speed_ratio(slow, [Timed(1, 1.0)]) if slow else None,
             tuned_tok_s=speed_ratio(fast, [Timed(1, 1.0)]) if fast else None,
         )
-        return result
 
-    def _both(self, task: _Task, prompt: Prompt, tuned_first: bool) -> list[tuple[Prompt, Completion, Completion]]:
-        """A prompt's turns under plain and tuned decoding, in alternating order."""
+    def _both(
+        self, task: _Task, prompt: Prompt, index: int, tuned_first: bool
+    ) -> tuple[list[Completion], list[Completion]]:
+        """A prompt's turns under plain and tuned decoding; those of plain decoding are its output."""
         drafters: list[Drafter] = [NoDrafter(), SkipDrafter(task.search.layer_set, self.settings)]
-        runs = [
-            list(self.session.run(prompt, drafter)) for drafter in (reversed(drafters) if tuned_first else drafters)
-        ]
-        plain, tuned = reversed(runs) if tuned_first else runs
-        return [(turn, p, t) for (turn, p), (_, t) in zip(plain, tuned, strict=True)]
+        done: dict[str, list[Completion]] = {drafter.name: [] for drafter in drafters}
+        for drafter in reversed(drafters) if tuned_first else drafters:
+            for turn, completion in self.session.run(prompt, drafter):
+                done[drafter.name].append(completion)
+                if drafter.layer_set is None:
+                    self.tell(PromptFinished(turn, index, completion, held_out=True))
+        plain, tuned = (done[drafter.name] for drafter in drafters)
+        return plain, tuned
 
     def _expected(self, task: _Task, tuned: Sequence[Completion]) -> float | None:
         """E(Spd.) of the held-out runs from their own counts and the measured costs."""

@@ -5,15 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from ..core.types import Completion, Prompt, Verdict
+from ..core.types import Completion, Verdict
+
+T = TypeVar("T")
 
 BOOTSTRAPS = 2000  # resamples of the prompts behind the interval
 CONFIDENCE = 0.95
 SMALLEST_HELD_OUT, HELD_OUT_SHARE, LARGEST_HELD_OUT = 4, 0.2, 16
 
 
-def hold_out(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
+def hold_out(prompts: Sequence[T]) -> tuple[list[T], list[T]]:
     """One task's prompts to tune on, and its last max(4, 20 %), at most 16 and at most half, kept for the verdict."""
     wanted = max(SMALLEST_HELD_OUT, -(-len(prompts) // round(1 / HELD_OUT_SHARE)))
     n = min(wanted, LARGEST_HELD_OUT, len(prompts) // 2)
@@ -54,7 +57,10 @@ def judge(tuned: Sequence[Timed], plain: Sequence[Timed], expected: float | None
     """`use` only if the whole interval is above 1; with nothing held out there is no answer."""
     if not tuned:
         return Verdict("unmeasured", reason="the stream has too few prompts to hold any out")
-    ratio, interval = speed_ratio(tuned, plain), bootstrap_interval(tuned, plain)
+    ratio = speed_ratio(tuned, plain)
+    if len(tuned) == 1:
+        return Verdict("plain", ratio, None, expected, 1, "one held-out prompt is too few to tell")
+    interval = bootstrap_interval(tuned, plain)
     word, reason = ("use", "faster on held-out prompts") if interval[0] > 1 else ("plain", "not reliably faster here")
     return Verdict(word, ratio, interval, expected, len(tuned), reason)  # type: ignore[arg-type]
 

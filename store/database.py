@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from platformdirs import user_data_dir
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import SAWarning, SQLAlchemyError
 
 from ..core.errors import StoreError
 
@@ -47,7 +48,7 @@ def shown(url: str) -> str:
     """The URL as errors may show it: a plain path for a SQLite file, and no password."""
     try:
         parsed = make_url(url)
-    except SQLAlchemyError:
+    except (SQLAlchemyError, ValueError):
         return "(unreadable URL)"  # it may hold a password
     if parsed.get_backend_name() == "sqlite" and parsed.database:
         return parsed.database
@@ -80,12 +81,17 @@ def connect(url: str) -> Engine:
             return create_engine(parsed, pool_pre_ping=True)
         _make_folder(parsed)
         wait = {} if "timeout" in parsed.query else {"timeout": LOCK_WAIT_S}
-        engine = create_engine(parsed, connect_args=wait)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", SAWarning)  # an option that the driver does not know
+            engine = create_engine(parsed, connect_args=wait)
+    except SAWarning as error:
+        options = ", ".join(sorted(parsed.query))
+        raise StoreError(f"the database {shown(url)} has options that SQLite lacks ({options}): remove them") from error
     except ImportError as error:
         raise StoreError(
             f"the database {shown(url)} needs the package {error.name!r}, which is missing: install it with pip"
         ) from error
-    except SQLAlchemyError as error:
+    except (SQLAlchemyError, ValueError) as error:  # ValueError: a port that is no number
         raise StoreError(
             f"{shown(url)} names no database: use a path or a URL such as postgresql://user@host/name"
         ) from error

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import LayerSetError, NotFound
-from ..core.records import record_from_json
+from ..core.records import check_task, record_from_json
 from ..core.types import LayerSet, LayerSetRecord
 
 
@@ -36,6 +36,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise LayerSetError(
             f"{path} cannot be read ({error.strerror}): check that it is a file you may read"
         ) from error
+    except UnicodeDecodeError as error:
+        raise LayerSetError(f"{path} is not UTF-8 text: expected one JSON object with a layer set") from error
     except (ValueError, RecursionError) as error:
         raise LayerSetError(f"{path} is not JSON ({error}): expected one object with a layer set") from error
     if not isinstance(values, dict):
@@ -57,7 +59,7 @@ def _published(path: Path, key: str, value: Any, n_layers_of: Callable[[str], in
         layer_set = LayerSet(n_layers, _layers(value["attention"]), _layers(value["mlp"]))
     except LayerSetError as error:
         raise LayerSetError(f"{path}: key {key!r}: {error}") from error
-    return LayerSetRecord(model, task, layer_set)
+    return LayerSetRecord(model, check_task(task), layer_set)
 
 
 def _layers(value: Any) -> frozenset[int]:

@@ -54,8 +54,11 @@ def generate(
         session.check(prompt)
     for prompt in prompts:
         drafter, info = plan_for(request, runtime, request.task or prompt.task, store)
-        watch = Watch(on_tokens=TextStream(runtime, on_text).add) if on_text is not None else None
+        text = TextStream(runtime, on_text, request.stop) if on_text is not None else None
+        watch = Watch(on_tokens=text.add) if text is not None else None
         for turn, completion in session.run(prompt, drafter, watch):
+            if text is not None:
+                text.finish(completion)
             yield turn, completion, info
 
 
@@ -106,11 +109,12 @@ def _skipping(request: GenerateRequest, record: LayerSetRecord, runtime: Runtime
 
 
 class TextStream:
-    """Turns tokens into text as they come; holds back what a later token could still change."""
+    """Turns tokens into text as they come; holds back what a later token could still change or a stop string cut."""
 
-    def __init__(self, runtime: Runtime, on_text: Callable[[str], None]) -> None:
+    def __init__(self, runtime: Runtime, on_text: Callable[[str], None], stop: Sequence[str] = ()) -> None:
         self._tokenizer = runtime.tokenizer
         self._on_text = on_text
+        self._stop = tuple(stop)
         self._token_ids: list[int] = []
         self._shown = 0
 
@@ -119,5 +123,24 @@ class TextStream:
         self._token_ids += token_ids
         text = str(self._tokenizer.decode(self._token_ids, skip_special_tokens=True))
         if not text.endswith("\ufffd"):  # half of a character
+            self._show(text[: settled(text, self._stop)])
+
+    def finish(self, completion: Completion) -> None:
+        """Pass on the rest of the completion's text; the next tokens begin another one."""
+        self._show(completion.text)
+        self._token_ids, self._shown = [], 0
+
+    def _show(self, text: str) -> None:
+        if len(text) > self._shown:
             self._on_text(text[self._shown :])
             self._shown = len(text)
+
+
+def settled(text: str, stop_strings: Sequence[str]) -> int:
+    """Length of the part of `text` that no stop string, found or begun at its end, can cut."""
+    length = len(text)
+    for stop in stop_strings:
+        found = text.find(stop)
+        begun = next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+        length = min(length, found if found >= 0 else len(text) - begun)
+    return length

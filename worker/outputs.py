@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, Self
 
 import platformdirs
 
@@ -23,46 +24,75 @@ def default_output(stream: str) -> Path:
     return folder / f"{stem}-{stamp}-{os.getpid()}.jsonl"
 
 
-class CompletionWriter:
-    """Appends completions to a file.
+class LineWriter:
+    """Adds whole lines to a file, each on its way to the disk when `write` returns.
 
-    Raises: OutputError: the file cannot be opened or written; lines written before stay.
+    Without `append` an old content is dropped when the first line comes, not before: a run that ends early spares it.
+
+    Raises: OutputError: the file cannot be opened or written; lines written before stay, and no half line follows them.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, append: bool = True) -> None:
         self.path = path
         self.n_written = 0
+        self._drop_old = not append and path.is_file()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: TextIO = path.open("a", encoding="utf-8")
+            self._file = path.open("ab", buffering=0)  # unbuffered, so that closing has nothing left to fail with
         except OSError as error:
-            raise OutputError(f"cannot write completions to {path}: {error.strerror}; choose another --out") from error
+            reason = (error.strerror or str(error)).lower()
+            raise OutputError(f"cannot write completions to {path}: {reason}; choose another --out") from error
 
-    def write(self, prompt: Prompt, completion: Completion) -> None:
-        """Add one line, and see it on its way to the disk."""
-        line = json.dumps({"id": prompt.id, "task": prompt.task, **completion_to_json(completion)}, ensure_ascii=False)
+    def write(self, line: str) -> None:
+        """Add one line."""
+        size = os.fstat(self._file.fileno()).st_size
+        rest = memoryview(f"{line}\n".encode())
         try:
-            self._file.write(line + "\n")
-            self._file.flush()
+            if self._drop_old:
+                self._file.truncate(0)
+                self._drop_old, size = False, 0
+            while rest:
+                rest = rest[self._file.write(rest) :]
         except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(size)
             raise OutputError(
-                f"cannot write to {self.path}: {error.strerror}; the {self.n_written} completions before this one are"
-                " there, free some space and run again"
+                f"cannot write to {self.path}: {(error.strerror or str(error)).lower()}; the {self.n_written}"
+                " completions before this one are there, free some space and run again"
             ) from error
         self.n_written += 1
 
-    def __enter__(self) -> CompletionWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            self._file.close()
-        except OSError as error:
-            # What close() could not flush was reported by write() already, unless nothing else went wrong.
-            if value is None:
-                raise OutputError(f"cannot write to {self.path}: {error.strerror}; free some space") from error
+        self._file.close()
+
+
+class CompletionWriter:
+    """Appends completions to a file of JSON lines.
+
+    Raises: OutputError: as `LineWriter`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lines = LineWriter(path)
+
+    def write(self, prompt: Prompt, completion: Completion) -> None:
+        """Add one completion."""
+        values = {"id": prompt.id, "task": prompt.task, **completion_to_json(completion)}
+        self._lines.write(json.dumps(values, ensure_ascii=False))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lines.__exit__(kind, value, trace)
 
 
 def completion_to_json(completion: Completion) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,7 +39,7 @@ def run_tuning(request: TuneRequest, store: Store, on_event: Callable[[Event], N
     Raises: SwiftoptError: as the parts raise it; KeyboardInterrupt after the best sets so far were stored.
     """
     prompts = read_stream(request.stream, request.task, request.limit)
-    _check_room(request)
+    _check_room(request, prompts)
     with CompletionWriter(Path(request.out) if request.out else default_output(request.stream)) as writer:
         job = store.create_job(request.to_json())
         run = _Run(request, store, on_event, job, writer, stream_sha256(prompts))
@@ -46,8 +47,10 @@ def run_tuning(request: TuneRequest, store: Store, on_event: Callable[[Event], N
             tasks = run.tune(prompts)
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt)
-            run.keep_unfinished()
-            store.finish_job(job, "cancelled" if interrupted else "failed", str(error) or type(error).__name__)
+            # Where the store is what failed, too, the first error is the one to report.
+            with suppress(SwiftoptError):
+                run.keep_unfinished()
+                store.finish_job(job, "cancelled" if interrupted else "failed", str(error) or type(error).__name__)
             raise
         store.finish_job(job, "succeeded")
         return TuneResult(job, tuple(tasks), writer.path)
@@ -119,10 +122,7 @@ class _Run:
     def keep_unfinished(self) -> None:
         """Store the best sets so far of a run that was cut short, without making them anyone's plan."""
         for record in self.tuner.unfinished() if self.tuner is not None else ():
-            try:
-                self.store.add_layer_set(self._stamped(record), promote=False)
-            except SwiftoptError:
-                return  # the store itself is what failed; the first error is the one to report
+            self.store.add_layer_set(self._stamped(record), promote=False)
 
     def _stamped(self, record: LayerSetRecord) -> LayerSetRecord:
         return replace(
@@ -134,10 +134,11 @@ class _Run:
         )
 
 
-def _check_room(request: TuneRequest) -> None:
+def _check_room(request: TuneRequest, prompts: Sequence[Prompt]) -> None:
     window = request.settings.context_window
-    if request.settings.optimise and request.max_new_tokens <= window:
+    longest = max(prompt.max_new_tokens or request.max_new_tokens for prompt in prompts)
+    if request.settings.optimise and longest <= window:
         raise SettingsError(
-            f"max_new_tokens {request.max_new_tokens} leaves nothing to decode after the context window of {window}"
+            f"max_new_tokens {longest} leaves nothing to decode after the context window of {window}"
             " tokens: raise --max-new-tokens or lower --context-window"
         )

@@ -38,7 +38,7 @@ def tune(prompts: list[Prompt], max_new_tokens: int = 24, **settings: Any) -> tu
         events.append,
         "tiny",
     )
-    return tuner.run(prompts), events
+    return list(tuner.run(prompts)), events
 
 
 def test_tuning_produces_plain_output_for_every_prompt() -> None:

@@ -1,0 +1,116 @@
+"""The README's table of results, made of the files in bench/results.
+
+    python -m swiftopt.bench.tables            prints the table
+    python -m swiftopt.bench.tables --write    puts it between the marks of README.md
+
+A file holds one object: {"date", "commit", "command", "note", "report"}, where `report` is what `swiftopt bench decode
+--json` printed for `command`. Every row of every file is shown, those that lose among them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import InvalidInput, SwiftoptError
+from .decode import SCHEMA, rows
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- results -->", "<!-- /results -->"
+KEYS = ("date", "commit", "command", "note", "report")
+HEADER = ("model", "task", "method", "tok/s", "ratio [95 %]", "α", "M", "identical", "device, dtype", "file")
+NOTHING = "No measurement is published yet."
+
+
+def table(folder: Path = RESULTS) -> str:
+    """All results as a markdown table, and under it the command that makes each file again.
+
+    Raises: InvalidInput: a file is no result.
+    """
+    results = [(path, _read(path)) for path in sorted(folder.glob("*.json"))]
+    if not results:
+        return NOTHING
+    results.sort(key=lambda item: [item[1]["report"][key] for key in ("model", "device", "dtype")])
+    cells = [HEADER, ("---",) * len(HEADER), *(row for path, result in results for row in _rows(path, result))]
+    lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in cells]
+    return "\n".join([*lines, "", *(_origin(path, result) for path, result in results)])
+
+
+def refreshed(text: str, body: str) -> str:
+    """`text` with `body` between the marks.
+
+    Raises: InvalidInput: the marks are not there, once each and in order.
+    """
+    head, begin, rest = text.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end or BEGIN in rest or END in head + tail:
+        raise InvalidInput(f"the page must have {BEGIN} and, after it, {END}, once each: put them where the table goes")
+    return f"{head}{BEGIN}\n{body}\n{END}{tail}"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InvalidInput(f"{path} is not JSON ({error}): write the bench's object into it again") from error
+    missing = [key for key in KEYS if key not in result] if isinstance(result, dict) else list(KEYS)
+    if missing:
+        raise InvalidInput(f"{path} is no result: it lacks {missing}")
+    schema = result["report"].get("schema") if isinstance(result["report"], dict) else None
+    if schema != SCHEMA:
+        raise InvalidInput(f"{path} holds a report of schema {schema!r}: this version reads {SCHEMA!r}")
+    return dict(result)
+
+
+def _rows(path: Path, result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    report = result["report"]
+    task = f"{_task(result['command'])}, {report['prompts']} prompts, {report['max_new_tokens']} tokens"
+    where = f"{report['device']}, {report['dtype']}"
+    for row, own in zip(rows(report), report["results"], strict=True):
+        method, tok_s, ratio, interval, acceptance, length, identical = row
+        compared = "1 (base)" if method == report["base"] else f"{ratio} [{interval}]"
+        named = f"{method}, searching" if own["optimise_seconds"] else method
+        figures = (named, tok_s, compared, acceptance, length, identical)
+        yield (report["model"], task, *figures, where, f"[{path.stem}](bench/results/{path.name})")
+
+
+def _origin(path: Path, result: dict[str, Any]) -> str:
+    note = f" {result['note']}" if result["note"] else ""
+    return f"- {path.stem}: commit {result['commit']}, {result['date']}, `{result['command']}`.{note}"
+
+
+def _task(command: str) -> str:
+    """The task that a bench command names, or the stem of its stream."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--task")
+    parser.add_argument("--stream", default="")
+    known, _ = parser.parse_known_args(shlex.split(command))
+    return known.task or Path(known.stream).stem
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Print the table, or write it into the README; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write README.md instead of printing")
+    parsed = parser.parse_args(args)
+    try:
+        body = table()
+        if parsed.write:
+            README.write_text(refreshed(README.read_text(encoding="utf-8"), body), encoding="utf-8")
+        else:
+            print(body)
+    except SwiftoptError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

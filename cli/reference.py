@@ -1,0 +1,78 @@
+"""The reference page of the command line, made of what `--help` prints.
+
+    python -m swiftopt.cli.reference > docs/cli.md
+
+A test compares page and help, so that neither goes its own way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import click
+
+from .config import PREFIX, TOML_FILE, ProgramSettings
+from .main import INTERRUPTED, swiftopt
+
+WIDTH = 80  # columns, whatever the terminal has
+
+EXIT_CODES = {
+    0: "done",
+    1: "something failed: the database or an output file cannot be used, or a check of `doctor`",
+    2: "the input cannot be used: an option, a stream's line, a layer set, a model's architecture",
+    3: "not found: a model, a file, a stored layer set",
+    6: "a server that was named does not answer (no command talks to one yet)",
+    INTERRUPTED: "Ctrl-C; what was finished until then is kept",
+}
+
+INTRODUCTION = """\
+# Command line
+
+This page is printed by `python -m swiftopt.cli.reference`; a test compares the two, so change the help texts instead.
+
+Results go to stdout; progress, remarks and errors go to stderr. `--json` makes the result one JSON object with a
+`schema` key (`generate --stream`: one object per prompt, each on its own line). An error is one sentence.\
+"""
+
+
+def commands(command: click.Command, name: str, parent: click.Context | None = None) -> Iterator[tuple[str, str]]:
+    """(command line, help text) of a command and of all below it, in the order in which help lists them."""
+    settings = {**command.context_settings, "terminal_width": WIDTH}
+    context = click.Context(command, info_name=name, parent=parent, **settings)
+    yield context.command_path, command.get_help(context)
+    if isinstance(command, click.Group):
+        for below in command.list_commands(context):
+            found = command.get_command(context, below)
+            if found is not None:
+                yield from commands(found, below, context)
+
+
+def page() -> str:
+    """The whole page, as markdown."""
+    parts = [INTRODUCTION, _exit_codes(), _presets()]
+    parts += [f"## {path}\n\n```text\n{text}\n```" for path, text in commands(swiftopt, "swiftopt")]
+    return "\n\n".join(parts) + "\n"
+
+
+def _exit_codes() -> str:
+    rows = [f"| {code} | {words} |" for code, words in EXIT_CODES.items()]
+    return "\n".join(["## Exit codes", "", "| code | meaning |", "|---|---|", *rows])
+
+
+def _presets() -> str:
+    """What the environment and the file may preset."""
+    rows = [f"| `{_variable(key)}` | `{key}` | `--{key.replace('_', '-')}` |" for key in ProgramSettings.model_fields]
+    words = (
+        f"An option on the command line wins over its environment variable, that over `{TOML_FILE}` in the working"
+        "\nfolder, that over the default. An unknown key in the file is an error."
+    )
+    head = f"| variable | key in `{TOML_FILE}` | option |"
+    return "\n".join(["## Presets", "", words, "", head, "|---|---|---|", *rows])
+
+
+def _variable(key: str) -> str:
+    return "SWIFTOPT_DATABASE_URL" if key == "db" else PREFIX + key.upper()
+
+
+if __name__ == "__main__":
+    click.echo(page(), nl=False)

@@ -1,0 +1,380 @@
+"""The edges: shortest and longest texts, smallest models, ends inside things, and runs that break in the middle."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from fakes import flat_costs, worded_runtime
+from families import CONFIGS, VOCAB, tiny_model, tiny_runtime
+from tiny_files import save
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from swiftopt.bench.decode import run_methods
+from swiftopt.core.errors import ContextOverflow, InvalidInput, OutputError, SettingsError, UnsupportedModel
+from swiftopt.core.events import Event, PhaseChanged, PromptFinished, SkipRatioLowered, TaskFinished
+from swiftopt.core.requests import GenerateRequest, TuneRequest
+from swiftopt.core.settings import SwiftSettings
+from swiftopt.core.types import CostProfile, LayerSet, ModelInfo, Prompt, Sampling, n_skipped_for
+from swiftopt.decoding.context import Context, Ending
+from swiftopt.decoding.drafters import NoDrafter, SkipDrafter
+from swiftopt.decoding.loop import decode
+from swiftopt.decoding.rule import TokenRule
+from swiftopt.decoding.session import Session
+from swiftopt.models.costs import measure_costs
+from swiftopt.models.runtime import PREFILL_ROWS, Runtime
+from swiftopt.optimizer.evaluation import score_window
+from swiftopt.optimizer.tuning import Tuner
+from swiftopt.optimizer.verdict import Timed, judge
+from swiftopt.store import Store
+from swiftopt.worker.generate import TextStream
+from swiftopt.worker.run import run_tuning
+
+WIDE = SwiftSettings(early_stop=False, max_draft_length=25, branching=((1.0, 10),))
+SMALL: dict[str, Any] = dict(context_window=8, strategy="random", stop_threshold=0.05, max_draft_length=4)
+DEAR = dataclasses.replace(flat_costs(), pass_s={n: float(n) for n in (1, 2, 4, 8, 16, 32, 64)})  # batches of one
+
+
+def runtime_of(config: PreTrainedConfig) -> Runtime:
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval().requires_grad_(False)
+    return Runtime(model, None, ModelInfo("tiny", "tiny", config.num_hidden_layers, 1))
+
+
+def changed(family: str, **changes: Any) -> PreTrainedConfig:
+    return type(CONFIGS[family])(**{**CONFIGS[family].to_dict(), **changes})
+
+
+def words(*token_ids: int) -> str:
+    return " ".join(f"w{i}" for i in token_ids)
+
+
+def stream(n: int, task: str = "t") -> list[Prompt]:
+    return [Prompt(f"{task}{i}", task, text=words(2 + i, 40 + i, 7)) for i in range(n)]
+
+
+def tuner(events: list[Event], costs: CostProfile | None = None, max_new_tokens: int = 24, **settings: Any) -> Tuner:
+    return Tuner(
+        worded_runtime(),
+        SwiftSettings(**{**SMALL, **settings}),
+        Sampling(),
+        max_new_tokens,
+        costs or flat_costs(),
+        events.append,
+        "tiny",
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "n_prompt", "n_new"),
+    [
+        ("gpt2", {"n_positions": 48}, 8, 40),
+        ("gpt2", {"n_positions": 48}, 47, 1),
+        ("llama", {"max_position_embeddings": 48}, 1, 47),
+        ("mistral-window", {"max_position_embeddings": 1200}, PREFILL_ROWS, 12),
+        ("mistral-window", {"max_position_embeddings": 1200}, 2 * PREFILL_ROWS + 1, 12),
+        ("llama", {"num_hidden_layers": 1}, 1, 12),
+        ("llama", {"num_hidden_layers": 2}, 2, 12),
+        ("llama", {"num_hidden_layers": 3}, 2, 12),
+    ],
+)
+def test_wide_trees_change_nothing_at_the_edges(
+    family: str, changes: dict[str, Any], n_prompt: int, n_new: int
+) -> None:
+    """Prompt and completion fill the context to its last position, cross prefill passes, or the model is tiny."""
+    runtime = runtime_of(changed(family, **changes))
+    ids = [(7 * i + 3) % (VOCAB - 2) + 2 for i in range(n_prompt)]
+    inputs = torch.tensor([ids])
+    model: Any = runtime.hf_model
+    expected = model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=n_new, do_sample=False)[
+        0, n_prompt:
+    ].tolist()
+    drafter = SkipDrafter(LayerSet.uniform(runtime.n_layers, max(0, runtime.n_layers - 2)), WIDE)
+    done = decode(runtime, ids, drafter, TokenRule.of(Sampling(), None), Ending(n_new))
+    assert list(done.token_ids) == expected
+
+
+@pytest.mark.parametrize("n_positions", [24, 40, 100])
+def test_costs_are_measured_within_the_context(n_positions: int) -> None:
+    costs = measure_costs(runtime_of(changed("gpt2", n_positions=n_positions)), 256)
+    assert costs.target_pass_s(64) > 0 and max(costs.pass_s) <= n_positions
+
+
+def test_a_model_that_is_not_all_in_memory_is_refused() -> None:
+    model = tiny_model("llama")
+    model.model.layers[2].to("meta")
+    with pytest.raises(UnsupportedModel, match="meta"):
+        Runtime(model, None, ModelInfo("tiny", "llama", 4, 1))
+
+
+@pytest.mark.gpu
+def test_rotations_follow_the_layers_when_the_rotary_module_is_elsewhere() -> None:
+    """As accelerate dispatches a model: what a module returns stays on the module's own device."""
+    model = tiny_model("llama")
+    runtime = Runtime(model, None, ModelInfo("tiny", "llama", 4, 1))
+    whole = decode(runtime, [3, 4, 5], NoDrafter(), TokenRule.of(Sampling(), None), Ending(20))
+    for layer in model.model.layers[2:]:
+        layer.to("cuda")
+    add_hook_to_module(model.model.rotary_emb, AlignDevicesHook(execution_device="cpu"))
+    split = Runtime(model, None, ModelInfo("tiny", "llama", 4, 1))
+    again = decode(split, [3, 4, 5], NoDrafter(), TokenRule.of(Sampling(), None), Ending(20))
+    assert again.token_ids == whole.token_ids
+
+
+# where completions end
+
+
+class ByteTokenizer:
+    """One token per byte of UTF-8, as byte-level vocabularies fall back to."""
+
+    chat_template = None
+    eos_token_id = None
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode())}
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+
+def test_stop_string_is_found_when_each_character_is_several_tokens() -> None:
+    tokenizer = ByteTokenizer()
+    stop = "結束標記在這裡出現了"
+    ending = Ending(200, stop_strings=(stop,), to_text=tokenizer.decode)
+    ids = tokenizer(f"well: {stop} and more")["input_ids"]
+    kept, reason = ending.crop([], ids)
+    assert reason == "stop_string" and bytes(kept).decode() == f"well: {stop}"
+
+
+def test_streamed_text_is_the_completion_text_with_stop_strings() -> None:
+    runtime = worded_runtime()
+    prompt = Prompt("1", "t", text=words(5, 9, 11))
+    full = next(iter(Session(runtime, Sampling(), 24).run(prompt, NoDrafter())))[1].text
+    halfway = full.split()[9]
+    for stop in (halfway, f"{halfway} no such word"):
+        completion = next(iter(Session(runtime, Sampling(), 24, [stop]).run(prompt, NoDrafter())))[1]
+        shown: list[str] = []
+        text = TextStream(runtime, shown.append, (stop,))
+        for token_id in completion.token_ids:
+            text.add([token_id])
+            assert stop not in "".join(shown)
+        text.finish(completion)
+        assert "".join(shown) == completion.text
+
+
+def test_streamed_text_shows_a_character_that_the_length_cut_in_half() -> None:
+    runtime = worded_runtime()
+    tokenizer: Any = ByteTokenizer()
+    runtime.tokenizer = tokenizer
+    half = tuple("né".encode()[:-1])
+    completion = next(iter(Session(worded_runtime(), Sampling(), 3).run(stream(1)[0], NoDrafter())))[1]
+    completion = dataclasses.replace(completion, token_ids=half, text=tokenizer.decode(half))
+    shown: list[str] = []
+    text = TextStream(runtime, shown.append)
+    text.add(half)
+    text.finish(completion)
+    assert "".join(shown) == "n\ufffd"
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(SettingsError, match="stop string"):
+        Session(worded_runtime(), Sampling(), 8, ["", "x"])
+
+
+# prompts that cannot be encoded
+
+
+def test_a_prompt_without_a_tokenizer_is_refused_in_a_sentence() -> None:
+    with pytest.raises(InvalidInput, match="has no tokenizer"):
+        Session(tiny_runtime("llama"), Sampling(), 8).encode(stream(1)[0])
+
+
+def chatting(tmp_path: Path, template: str, **changes: Any) -> Runtime:
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(save(tmp_path / "chat"))
+    tokenizer.chat_template = template
+    runtime = runtime_of(changed("llama", **changes))
+    runtime.tokenizer = tokenizer
+    return runtime
+
+
+def test_a_chat_that_the_template_refuses_is_named(tmp_path: Path) -> None:
+    runtime = chatting(tmp_path, "{{ raise_exception('System role not supported') }}")
+    prompt = Prompt("7", "t", messages=({"role": "system", "content": "w3"},))
+    with pytest.raises(InvalidInput, match=r"'7'.*System role not supported"):
+        Session(runtime, Sampling(), 8).encode(prompt)
+
+
+TURNS = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+
+
+def test_a_later_turn_beyond_the_context_is_named_after_the_finished_turns(tmp_path: Path) -> None:
+    runtime = chatting(tmp_path, TURNS, max_position_embeddings=40)
+    turns = Prompt("chat", "t", turns=(words(3, 4, 5), words(6, 7), words(8)))
+    finished = []
+    with pytest.raises(ContextOverflow, match="'chat#3'"):
+        for turn, _ in Session(runtime, Sampling(), 15).run(turns, NoDrafter()):
+            finished.append(turn.id)
+    assert finished == ["chat#1", "chat#2"]
+
+
+def test_held_out_turns_are_reported_before_a_later_one_overflows(tmp_path: Path) -> None:
+    runtime = chatting(tmp_path, TURNS, max_position_embeddings=40)
+    prompts = [Prompt("short", "t", turns=(words(3, 4),)), Prompt("long", "t", turns=(words(3), words(4), words(5)))]
+    events: list[Event] = []
+    settings = SwiftSettings(**SMALL)
+    run = Tuner(runtime, settings, Sampling(), 15, flat_costs(), events.append, "tiny").run(prompts)
+    with pytest.raises(ContextOverflow, match="'long#3'"):
+        list(run)
+    finished = [event.prompt.id for event in events if isinstance(event, PromptFinished)]
+    assert finished == ["short", "long#1", "long#2"]
+
+
+# the search's bookkeeping
+
+
+@pytest.mark.parametrize("max_steps", [0, 1, 2, 3])
+def test_search_scores_no_more_candidates_than_max_steps(max_steps: int) -> None:
+    events: list[Event] = []
+    (result,) = tuner(events, max_steps=max_steps, target_matchness=1.0).run(stream(4))
+    assert len(result.trials) == max_steps
+
+
+def test_patience_counts_the_candidates_after_the_last_better_one() -> None:
+    events: list[Event] = []
+    (result,) = tuner(events, DEAR, patience=5, target_matchness=1.0, skip_ratio=0.5).run(stream(8))
+    last_gain = max((trial.step for trial in result.trials if trial.adopted), default=0)
+    assert result.stopped_because == "no better layer set in 5 candidates"
+    assert len(result.trials) - 1 - last_gain == 5
+
+
+def test_each_lowering_of_the_skip_ratio_gives_a_sub_layer_back() -> None:
+    """The default step of 0.05 is less than one of this model's four searchable sub-layers."""
+    events: list[Event] = []
+    settings = dict(skip_ratio=1.0, early_stop=False, min_acceptance=1.0, min_acceptance_rounds=4)
+    (result,) = tuner(events, target_matchness=1.0, **settings).run(stream(8))
+    sizes = [n_skipped_for(4, event.skip_ratio) for event in events if isinstance(event, SkipRatioLowered)]
+    assert len(sizes) > 1 and sizes == sorted(set(sizes), reverse=True)
+    assert result.record.layer_set.n_skipped == sizes[-1]
+
+
+def test_a_tie_counts_as_a_match_only_for_the_draft_token() -> None:
+    """All logits equal: the draft's argmax is token 0, whatever was generated."""
+    runtime = tiny_runtime("llama")
+    head: Any = runtime.hf_model
+    head.lm_head.weight.zero_()
+    ids = [5, 6, 7, 8, 0, 9]
+    buffer = runtime.new_buffer(20)
+    runtime.prefill(ids[:-1], buffer)
+    context = Context(runtime, buffer, TokenRule.of(Sampling(), None), ids, 2)
+    (score,) = score_window(context, [LayerSet(4)], 4)
+    assert score.matchness == 0.25
+
+
+@pytest.mark.parametrize("n_layers", [1, 2])
+def test_a_model_with_nothing_to_skip_is_tuned_to_nothing(n_layers: int) -> None:
+    runtime = runtime_of(changed("llama", num_hidden_layers=n_layers))
+    runtime.tokenizer = worded_runtime().tokenizer
+    events: list[Event] = []
+    costs = flat_costs(n_layers=n_layers)
+    (result,) = Tuner(runtime, SwiftSettings(**SMALL), Sampling(), 24, costs, events.append, "tiny").run(stream(3))
+    assert result.record.layer_set.n_skipped == 0 and result.record.matchness == 1.0
+
+
+def test_the_same_prompt_many_times_is_tuned_on_and_held_out() -> None:
+    events: list[Event] = []
+    (result,) = tuner(events, max_steps=5).run(stream(1) * 6)
+    assert result.verdict.n_prompts == 3 and result.n_prompts == 3 and len(result.trials) == 5
+    finished = [event for event in events if isinstance(event, PromptFinished)]
+    assert [event.index for event in finished] == list(range(6))
+
+
+def test_one_held_out_prompt_never_says_use() -> None:
+    """One pair has no spread to make an interval of."""
+    verdict = judge([Timed(10, 1.0)], [Timed(10, 2.0)], None)
+    assert verdict.word == "plain" and verdict.interval is None and verdict.ratio == 2.0
+
+
+# runs that break in the middle
+
+
+class Tuning:
+    """A tuning run on files, with a listener that may break it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.url = folder, str(folder / "test.db")
+        self.model = str(save(folder / "model"))
+
+    def run(self, lines: list[dict[str, Any]], on_event: Any, **changes: Any) -> Any:
+        path = self.folder / "stream.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        request = TuneRequest(
+            self.model,
+            str(path),
+            out=str(self.folder / "out.jsonl"),
+            **{"max_new_tokens": 12, "settings": SwiftSettings(**SMALL, max_steps=4), **changes},
+        )
+        with Store.open(self.url) as store:
+            return run_tuning(request, store, on_event)
+
+
+@pytest.fixture
+def tuning(tmp_path: Path) -> Tuning:
+    return Tuning(tmp_path)
+
+
+def two_tasks() -> list[dict[str, Any]]:
+    return [{"prompt": words(3 + i, 9), "task": task} for i in range(4) for task in ("a", "b")]
+
+
+def test_a_finished_task_is_stored_when_a_later_one_is_interrupted(tuning: Tuning) -> None:
+    def on_event(event: Event) -> None:
+        if isinstance(event, PhaseChanged) and event.phase == "verdict" and event.task == "b":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tuning.run(two_tasks(), on_event)
+    with Store.open(tuning.url) as store:
+        kept = {record.task: record for record in store.layer_sets()}
+    assert kept["a"].measured_speedup is not None
+    assert kept["b"].verdict == "unmeasured"
+
+
+def test_the_first_error_is_reported_when_the_database_fails_too(tuning: Tuning) -> None:
+    def on_event(event: Event) -> None:
+        if isinstance(event, PromptFinished):
+            with sqlite3.connect(tuning.url) as database:
+                database.execute("DROP TABLE swiftopt_jobs")
+            raise OutputError("the disk is full")
+
+    with pytest.raises(OutputError, match="the disk is full"):
+        tuning.run(two_tasks(), on_event)
+
+
+def test_room_for_the_window_is_judged_by_what_the_lines_ask_for(tuning: Tuning) -> None:
+    lines = [{"prompt": words(3 + i, 9), "max_new_tokens": 20} for i in range(3)]
+    finished: list[Event] = []
+    result = tuning.run(lines, finished.append, max_new_tokens=4)
+    assert result.tasks[0].trials and any(isinstance(event, TaskFinished) for event in finished)
+    short = [{"prompt": words(3), "max_new_tokens": 6}]
+    with pytest.raises(SettingsError, match="context window of 8"):
+        tuning.run(short, finished.append, max_new_tokens=100)
+
+
+def test_a_benchmark_of_single_tokens_has_no_expected_ratio() -> None:
+    runtime = worded_runtime()
+    request = GenerateRequest("tiny", max_new_tokens=1)
+    with Store.open("sqlite://") as store:
+        store.save_cost_profile(dataclasses.replace(flat_costs(), fingerprint=runtime.info.fingerprint))
+        report = run_methods(runtime, stream(2), ["plain", "swift"], request, store)
+    for result in report["results"]:
+        assert result["tokens"] == 2 and result["identical"] == 2
+        assert result["expected_ratio"] is None and result["decode_ratio"] is None

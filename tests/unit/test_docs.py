@@ -1,0 +1,239 @@
+"""The documentation is held to the code: pages agree with what they describe, commands parse, examples run."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from tiny_files import save
+
+import swiftopt
+from swiftopt.bench.decode import SCHEMA
+from swiftopt.bench.tables import BEGIN, END, NOTHING, README, main, refreshed, table
+from swiftopt.cli.main import INTERRUPTED
+from swiftopt.cli.main import swiftopt as program
+from swiftopt.cli.reference import EXIT_CODES, page
+from swiftopt.core.errors import InvalidInput, SwiftoptError
+from swiftopt.models.families import FAMILIES
+
+ROOT = Path(swiftopt.__file__).parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
+HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def fences(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+# --- the command line's page
+
+
+def test_command_page_is_what_the_generator_prints() -> None:
+    assert text_of("docs/cli.md") == page(), "run: python -m swiftopt.cli.reference > docs/cli.md"
+
+
+def test_command_page_does_not_depend_on_terminal_and_presets(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = page()
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("SWIFTOPT_MAX_STEPS", "7")
+    assert page() == before
+
+
+def test_command_page_knows_every_exit_code() -> None:
+    def codes(error: type[SwiftoptError]) -> set[int]:
+        return {error.exit_code}.union(*map(codes, error.__subclasses__()))
+
+    assert codes(SwiftoptError) | {0, INTERRUPTED} == set(EXIT_CODES)
+
+
+# --- what the pages say of the code
+
+
+def command_lines() -> list[tuple[str, list[str]]]:
+    """(page, words) of every `swiftopt …` line in a fence without a language."""
+    blocks = [(path.name, block) for path in PAGES for block in fences(path, "")]
+    lines = [(name, line) for name, block in blocks for line in block.splitlines()]
+    return [(name, shlex.split(line)[1:]) for name, line in lines if line.startswith("swiftopt ")]
+
+
+@pytest.mark.parametrize(("where", "words"), command_lines(), ids=lambda value: str(value)[:60])
+def test_command_in_the_docs_parses(where: str, words: list[str]) -> None:
+    command: click.Command = program
+    context = click.Context(command)
+    while isinstance(command, click.Group):
+        found = command.get_command(context, words[0])
+        assert found is not None, f"{where}: no command {words[0]}"
+        command, words = found, words[1:]
+        context = click.Context(command, parent=context)
+    command.parse_args(context, words)
+
+
+def test_docs_have_commands_of_every_kind() -> None:
+    assert {words[0] for _, words in command_lines()} >= {"tune", "generate", "layers", "bench"}
+
+
+def test_test_named_in_the_docs_exists() -> None:
+    named = {name for path in PAGES for name in re.findall(r"`(test_\w+)`", path.read_text(encoding="utf-8"))}
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    assert len(named) > 10 and sorted(name for name in named if f"def {name}(" not in sources) == []
+
+
+def test_link_in_the_docs_leads_to_a_file() -> None:
+    broken = []
+    for path in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8")):
+            if "://" not in target and not (path.parent / target).exists():
+                broken.append(f"{path.name}: {target}")
+    assert broken == []
+
+
+def test_file_named_in_the_docs_exists() -> None:
+    named = {
+        name for path in PAGES for name in re.findall(r"`([a-z_]+/[\w./]+\.py)`", path.read_text(encoding="utf-8"))
+    }
+    assert named and sorted(name for name in named if not (ROOT / name).is_file()) == []
+
+
+def test_every_deviation_is_told() -> None:
+    told = text_of("docs/how-it-works.md")
+    packages = [path for path in ROOT.iterdir() if path.is_dir() and path.name not in ("tests", "bench")]
+    files = [file for package in packages if not package.name.startswith(".") for file in package.rglob("*.py")]
+    deviating = [str(file.relative_to(ROOT)) for file in files if "DEVIATION:" in file.read_text(encoding="utf-8")]
+    assert deviating and sorted(name for name in deviating if f"`{name}`" not in told) == []
+
+
+def test_models_page_has_a_row_per_supported_type() -> None:
+    section = text_of("docs/models.md").partition("## Architectures")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+    assert sorted(rows) == sorted(FAMILIES)
+
+
+def test_readme_explains_every_word_of_the_types() -> None:
+    words = re.findall(r"^\|[^|]+\| `(\w+)`", text_of("core/types.py"), re.MULTILINE)
+    assert len(words) == 13 and [word for word in words if f"| `{word}` |" not in text_of("README.md")] == []
+
+
+def test_readme_maps_every_folder_of_the_package() -> None:
+    known = re.findall(r"^([a-z]+)/ ", text_of("README.md"), re.MULTILINE)
+    packages = [path.parent.name for path in ROOT.glob("*/__init__.py")]
+    assert sorted(known) == sorted([*packages, "examples", "docs", "tests"])
+
+
+# --- Python examples
+
+
+def examples() -> list[Any]:
+    found = [(path.name, block) for path in PAGES for block in fences(path, "python")]
+    return [pytest.param(block, id=f"{name}-{number}") for number, (name, block) in enumerate(found)]
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that stands in for SmolLM2 in the examples, with a layer set stored for it."""
+    folder = save(tmp_path_factory.mktemp("tiny"))
+    record = swiftopt.LayerSetRecord(str(folder), "code", swiftopt.LayerSet(4, frozenset({1}), frozenset({2})))
+    with swiftopt.Store.open() as store:
+        store.add_layer_set(record)
+    return folder
+
+
+@pytest.mark.parametrize("example", examples())
+def test_python_example_runs(example: str, tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = example.replace(HUB_ID, str(tiny_folder)).replace("smollm2-135m", str(tiny_folder))
+    assert code != example and len(ast.parse(example).body) <= 10
+    exec(compile(code, "example", "exec"), {})
+    assert capsys.readouterr().out.strip()
+
+
+# --- the table of results
+
+
+def result(**changes: Any) -> dict[str, Any]:
+    """A result file's object with a method that wins and one that loses; the figures are made up."""
+
+    def method(name: str, ratio: float, **more: Any) -> dict[str, Any]:
+        figures = {"tok_s": 10 * ratio, "ratio": ratio, "ratio_interval": [ratio - 0.1, ratio + 0.1]}
+        counts = {"acceptance_rate": None, "mean_generated_length": None, "identical": 3, "of": 4}
+        return {"method": name, **figures, **counts, "optimise_seconds": 0.0, **more}
+
+    swift = method("swift", 0.8, acceptance_rate=0.91, mean_generated_length=2.5)
+    report = {
+        **{"schema": SCHEMA, "model": "tiny", "device": "cpu|x", "dtype": "float32", "base": "plain"},
+        **{"max_new_tokens": 16, "prompts": 4, "results": [method("plain", 1.0), swift, method("hf-lookup", 1.3)]},
+    }
+    command = "swiftopt bench decode --model tiny --stream a/notes.jsonl --limit 4"
+    made = {"date": "2026-01-02", "commit": "abc1234", "command": command, "note": "Busy.", "report": report}
+    return {**made, **changes}
+
+
+def put(folder: Path, name: str, value: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(value if isinstance(value, str) else json.dumps(value), encoding="utf-8")
+    return folder
+
+
+def test_readme_table_agrees_with_the_result_files() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert refreshed(text, table()) == text, "run: python -m swiftopt.bench.tables --write"
+
+
+def test_table_shows_every_row_those_that_lose_among_them(tmp_path: Path) -> None:
+    lines = table(put(tmp_path, "2026-01-02-abc1234-cpu.json", result())).splitlines()
+    where = "cpu\\|x, float32 | [2026-01-02-abc1234-cpu](bench/results/2026-01-02-abc1234-cpu.json) |"
+    assert lines[2] == f"| tiny | notes, 4 prompts, 16 tokens | plain | 10.0 | 1 (base) | – | – | 3/4 | {where}"
+    assert "| swift | 8.0 | 0.80x [0.70-0.90] | 0.91 | 2.50 | 3/4 |" in lines[3]
+    assert "| hf-lookup | 13.0 | 1.30x [1.20-1.40] | – | – | 3/4 |" in lines[4]
+    assert lines[6] == f"- 2026-01-02-abc1234-cpu: commit abc1234, 2026-01-02, `{result()['command']}`. Busy."
+    assert len(lines) == 7
+
+
+def test_table_takes_the_task_from_the_command_and_says_when_a_search_ran(tmp_path: Path) -> None:
+    searching = result(command="swiftopt bench decode --stream a.jsonl --task code --model tiny", note="")
+    searching["report"]["results"][1]["optimise_seconds"] = 2.5
+    shown = table(put(tmp_path, "x.json", searching))
+    assert "| code, 4 prompts, 16 tokens | swift, searching |" in shown and shown.endswith("--model tiny`.")
+
+
+def test_table_of_no_files_says_so(tmp_path: Path) -> None:
+    assert table(tmp_path) == table(tmp_path / "absent") == NOTHING
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "is not JSON"),
+        ([1], "it lacks"),
+        ({"date": "2026-01-02"}, r"it lacks \['commit', 'command', 'note', 'report'\]"),
+        (result(report={"schema": "other/1"}), "schema 'other/1'"),
+        (result(report=3), "schema None"),
+    ],
+    ids=["broken", "list", "short", "other-schema", "number"],
+)
+def test_table_names_a_file_that_is_no_result(content: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=rf"odd\.json.*{words}"):
+        table(put(tmp_path, "odd.json", content))
+
+
+def test_refreshing_replaces_what_is_between_the_marks_and_nothing_else() -> None:
+    once = refreshed(f"head\n{BEGIN}\nold\n{END}\ntail\n", "new")
+    assert once == f"head\n{BEGIN}\nnew\n{END}\ntail\n" and refreshed(once, "new") == once
+
+
+@pytest.mark.parametrize("text", ["", BEGIN, END, END + BEGIN, BEGIN + BEGIN + END, BEGIN + END + END])
+def test_refreshing_refuses_a_page_without_its_marks(text: str) -> None:
+    with pytest.raises(InvalidInput, match="once each"):
+        refreshed(text, "new")
+
+
+def test_table_is_printed_by_its_module(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0 and capsys.readouterr().out == table() + "\n"
