@@ -145,18 +145,12 @@ def _against_expected(
     passes = [sum(done.target_passes for done in runs.completions) for runs in (own, base)]
     if costs is None or layer_set is None or not all(passes):
         return None, None
-    widths: dict[int, float] = {}
-    for done in own.completions:
-        for n_rows, count in done.verified_widths.items():
-            widths[n_rows] = widths.get(n_rows, 0) + count
-    tokens = sum(done.n_tokens - done.first_tokens for done in own.completions)
-    expected = costs.expected_speedup(layer_set, tokens, sum(done.drafted for done in own.completions), widths)
     speeds = [
         sum(done.n_tokens - done.first_tokens for done in runs.completions)
         / sum(done.timings.total_s - done.prefill_s - done.timings.optimise_s for done in runs.completions)
         for runs in (own, base)
     ]
-    return speeds[0] / speeds[1], expected
+    return speeds[0] / speeds[1], costs.expected_of(layer_set, own.completions)
 
 
 def _warm_up(method: str, runtime: Runtime, session: Session, prompt: Prompt) -> None:

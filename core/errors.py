@@ -15,9 +15,7 @@ SwiftoptError                         exit 1
 │   └── LayerSetNotFound                       nothing stored for that model and task
 ├── StoreError                        exit 1   the database cannot be used
 │   └── SchemaTooNew                           it was written by a newer swiftopt
-├── OutputError                       exit 1   a result cannot be written (disk full, no permission)
-├── SuggestionError                   exit 1   the suggestion process failed for good
-└── ServiceUnreachable                exit 6   a server the caller named does not answer
+└── OutputError                       exit 1   a result cannot be written (disk full, no permission)
 """
 
 from __future__ import annotations
@@ -91,13 +89,3 @@ class SchemaTooNew(StoreError):
 
 class OutputError(SwiftoptError):
     """A result cannot be written."""
-
-
-class SuggestionError(SwiftoptError):
-    """The process that suggests candidates failed for good."""
-
-
-class ServiceUnreachable(SwiftoptError):
-    """A server that the caller named does not answer."""
-
-    exit_code = 6

@@ -61,7 +61,7 @@ def record_from_json(values: Mapping[str, Any], where: str) -> LayerSetRecord:
         interval = values.get("measured_interval")
         return LayerSetRecord(
             model=_word(values["model"], "model"),
-            task=check_task(values.get("task") or "default"),
+            task=_word(values.get("task") or "default", "task"),
             layer_set=LayerSet(
                 _depth(values["n_layers"]),
                 frozenset(_layers(values["skip_attn"])),

@@ -22,7 +22,8 @@ Source: SWIFT (arXiv:2410.06916), sections 3-4, appendix B.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -267,14 +268,24 @@ class CostProfile:
         spent += sum(count * self.verify_cost(n_rows) for n_rows, count in widths.items())
         return tokens / spent
 
+    def expected_of(self, layer_set: LayerSet, completions: Iterable[Completion]) -> float | None:
+        """E(Spd.) of real runs with that set, from their own counts, without prefill; None without a target pass."""
+        tokens, steps = 0, 0
+        widths: Counter[int] = Counter()
+        for done in completions:
+            tokens += done.n_tokens - done.first_tokens
+            steps += done.drafted
+            widths.update(done.verified_widths)
+        return self.expected_speedup(layer_set, tokens, steps, widths) if widths else None
+
 
 @dataclass(frozen=True, slots=True)
 class Trial:
     """One candidate layer set, scored once.
 
-    `origin` says who proposed it: "uniform" (the start), "random", "gp", "tpe", "late" (a suggestion was due but not
-    there yet, so the step was random), "incumbent" never appears: re-scoring before a swap is no trial.
-    `score` is the value that was maximised; `window` names the context: prompt id and the first position scored.
+    `origin` says who proposed it: "uniform" (the start), "trimmed" (the start after r was lowered), "random", "gp",
+    "tpe", or "late" (a suggestion was due but not there yet, so the step was drawn at random). Re-scoring before a swap
+    is no trial. `score` is the value that is maximised; the window is the one at `position` of the prompt's text.
     """
 
     step: int

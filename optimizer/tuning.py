@@ -161,7 +161,7 @@ class Tuner:
             plain += plain_done
             tuned += tuned_done
         fast, slow = [Timed.of(done) for done in tuned], [Timed.of(done) for done in plain]
-        expected = self._expected(task, tuned)
+        expected = self.costs.expected_of(task.search.layer_set, tuned)
         verdict = judge(fast, slow, expected)
         return TaskFinished(
             task=task.name,
@@ -190,17 +190,6 @@ class Tuner:
                     self.tell(PromptFinished(turn, index, completion, held_out=True))
         plain, tuned = (done[drafter.name] for drafter in drafters)
         return plain, tuned
-
-    def _expected(self, task: _Task, tuned: Sequence[Completion]) -> float | None:
-        """E(Spd.) of the held-out runs from their own counts and the measured costs."""
-        widths: dict[int, float] = {}
-        for done in tuned:
-            for n_rows, count in done.verified_widths.items():
-                widths[n_rows] = widths.get(n_rows, 0) + count
-        if not widths:
-            return None
-        tokens = sum(done.n_tokens - done.first_tokens for done in tuned)
-        return self.costs.expected_speedup(task.search.layer_set, tokens, sum(done.drafted for done in tuned), widths)
 
     def _record(self, task: _Task, tuned: Sequence[Completion], verdict: Verdict) -> LayerSetRecord:
         drafted, passes = sum(done.drafted for done in tuned), sum(done.target_passes for done in tuned)
