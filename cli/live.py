@@ -24,6 +24,7 @@ from ..core.events import (
 from .render import number, sparkline
 
 REFRESH_PER_S = 4  # redraws of the live display
+LIVE_PHASES = ("load", "profile", "accumulate", "optimise")  # which the display shows well enough while they last
 KEPT_VALUES = 4000  # matchness values that the live curve shows at most
 
 
@@ -49,7 +50,8 @@ class RunState:
             case PromptStarted():
                 return replace(state, prompt_id=event.prompt_id, index=event.index, n_prompts=event.n_prompts)
             case Progress():
-                return replace(state, phase=event.phase, progress=event)
+                best = max((m for m in (*state.matchness, event.best_matchness) if m is not None), default=None)
+                return replace(state, phase=event.phase, progress=replace(event, best_matchness=best))
             case TrialsDone():
                 values = (*state.matchness, *(trial.matchness for trial in event.trials))
                 return replace(state, matchness=values[-KEPT_VALUES:])
@@ -124,6 +126,7 @@ class TuneProgress:
         self._console = console
         self._spinner = Spinner("dots")
         self._live: Live | None = None
+        self._told: set[tuple[str, str, str]] = set()
 
     def __enter__(self) -> TuneProgress:
         if self._console.is_terminal and not self._console.is_dumb_terminal:
@@ -148,8 +151,21 @@ class TuneProgress:
         self.state = self.state.after(event)
         self.n_finished += isinstance(event, PromptFinished)
         line = event_line(event, self.state)
-        if line is not None and (self._live is None or not isinstance(event, PromptFinished)):
+        if line is None or not self._is_news(event):
+            return
+        if self._live is None:
             self._console.print(line, soft_wrap=True)
+        else:
+            self._console.print(line, no_wrap=True, overflow="ellipsis")  # a wrapped line would tear the display
+
+    def _is_news(self, event: Event) -> bool:
+        """Whether the event is worth a line that stays: phases come and go with every prompt."""
+        if isinstance(event, PhaseChanged):
+            key = (event.task, event.phase, "" if event.phase == "profile" else event.detail)
+            is_new = key not in self._told
+            self._told.add(key)
+            return is_new and (self._live is None or event.phase not in LIVE_PHASES)
+        return self._live is None or not isinstance(event, PromptFinished)
 
     def _view(self) -> RenderableType:
         table = Table.grid(padding=(0, 1, 0, 0))

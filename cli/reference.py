@@ -21,7 +21,6 @@ EXIT_CODES = {
     1: "something failed: the database or an output file cannot be used, or a check of `doctor`",
     2: "the input cannot be used: an option, a stream's line, a layer set, a model's architecture",
     3: "not found: a model, a file, a stored layer set",
-    6: "a server that was named does not answer (no command talks to one yet)",
     INTERRUPTED: "Ctrl-C; what was finished until then is kept",
 }
 

@@ -112,4 +112,4 @@ def _show(
         return
     to = console()
     for task, command in tasks:
-        to.print(tune_summary(task, out, command, to.width))
+        to.print(tune_summary(task, out, command, to.width), crop=False)  # a path that is cut is of no use

@@ -21,7 +21,9 @@ def import_file(path: str | Path, n_layers_of: Callable[[str], int | None]) -> l
     path = Path(path)
     values = _read(path)
     if "schema" in values:
-        return [record_from_json(values, str(path))]
+        record = record_from_json(values, str(path))
+        _task(path, record.task)
+        return [record]
     if not values:
         raise LayerSetError(f"{path} holds no layer set: expected an exported one or SWIFT's skip_layers.json")
     return [_published(path, key, value, n_layers_of) for key, value in values.items()]
@@ -59,7 +61,14 @@ def _published(path: Path, key: str, value: Any, n_layers_of: Callable[[str], in
         layer_set = LayerSet(n_layers, _layers(value["attention"]), _layers(value["mlp"]))
     except LayerSetError as error:
         raise LayerSetError(f"{path}: key {key!r}: {error}") from error
-    return LayerSetRecord(model, check_task(task), layer_set)
+    return LayerSetRecord(model, _task(path, task), layer_set)
+
+
+def _task(path: Path, task: str) -> str:
+    try:
+        return check_task(task)
+    except LayerSetError as error:
+        raise LayerSetError(f"{path}: {error}") from error
 
 
 def _layers(value: Any) -> frozenset[int]:

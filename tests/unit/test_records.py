@@ -171,5 +171,5 @@ def test_import_is_refused_when_the_file_is_not_there_or_no_text(tmp_path: Path)
     with pytest.raises(LayerSetError, match="cannot be read"):
         import_file(tmp_path, DEPTHS.get)
     (tmp_path / "latin.json").write_bytes(b'{"a": "\xe9"}')
-    with pytest.raises(LayerSetError, match="is not JSON"):
+    with pytest.raises(LayerSetError, match="is not UTF-8 text"):
         import_file(tmp_path / "latin.json", DEPTHS.get)

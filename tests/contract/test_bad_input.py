@@ -1,0 +1,371 @@
+"""What a user can do wrong: each gets one sentence on stderr, the right exit code, and loses nothing finished.
+
+The first half needs no model, and the program then starts no torch; the second half runs a random tiny one.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from swiftopt.cli.bench import METHODS
+from swiftopt.cli.live import TuneProgress
+from swiftopt.cli.main import run
+from swiftopt.core.events import PhaseChanged, Progress, PromptStarted, TrialsDone
+from swiftopt.core.types import LayerSet, LayerSetRecord, Trial
+from swiftopt.store import Store
+
+SCRIPT = shutil.which("swiftopt", path=str(Path(sys.executable).parent)) or "swiftopt"
+GENERATE = ["generate", "--prompt", "w1"]
+TUNE = ["tune", "--model", "smollm2-135m", "--stream"]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a database of its own and a file for each mistake."""
+    for name in [name for name in os.environ if name.startswith("SWIFTOPT_")] + ["NO_COLOR", "FORCE_COLOR", "COLUMNS"]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SWIFTOPT_DATABASE_URL", str(tmp_path / "home.db"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.chdir(tmp_path)
+    good = '{"prompt": "w1 w2"}\n'
+    texts = {
+        "good.jsonl": good * 20,
+        "empty.jsonl": "",
+        "line17.jsonl": good * 16 + '{"prompt": "w1\n' + good,
+        "field.jsonl": '{"text": "w1"}\n',
+        "half.jsonl": '{"prompt": "w1", "id": "\\ud800"}\n',
+        "letter.txt": "Dear reader, " * 100,
+        "set.json": json.dumps(layer_set_values()),
+        "range.json": json.dumps(layer_set_values(skip_attn=[29])),
+        "list.json": "[1]",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "binary.jsonl").write_bytes(b"\x7fELF\xd0\xff" * 50)
+    for folder, config in {"bert": '{"model_type": "bert"}', "list": "[1]", "broken": "{bad"}.items():
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(config)
+    return tmp_path
+
+
+def layer_set_values(**changes: Any) -> dict[str, Any]:
+    values = {"schema": "swiftopt.layer-set/1", "model": "smollm2-135m", "n_layers": 30}
+    return {**values, "skip_attn": [3], "skip_mlp": [4], **changes}
+
+
+def script(*args: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.run([SCRIPT, *args], **{**pipes, **more}, text=True, timeout=120)
+
+
+def sentence(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on stderr, with nothing on stdout."""
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1
+    return err
+
+
+# --- without a model
+
+SLIPS: list[tuple[list[str], int, str]] = [
+    ([*GENERATE, "--model", "smollm-135m"], 3, "nearest: smollm2-135m"),
+    ([*GENERATE, "--model", "./nowhere"], 3, "no folder ./nowhere: check the path"),
+    ([*GENERATE, "--model", "good.jsonl"], 3, "the file good.jsonl is no model"),
+    ([*GENERATE, "--model", "missing.gguf"], 3, "no GGUF file missing.gguf"),
+    ([*GENERATE, "--model", "bert"], 2, "'bert', which is not supported: use gemma3_text"),
+    ([*GENERATE, "--model", "list"], 3, "config.json is no model's config"),
+    ([*GENERATE, "--model", "broken"], 3, "config.json is no model's config"),
+    ([*GENERATE, "--model", "gpt2", "--dtype", "fp8"], 2, "dtype 'fp8' is unknown: use one of auto"),
+    ([*GENERATE, "--model", "gpt2", "--device", "cdua"], 2, "device 'cdua' is unknown: use one of auto"),
+    ([*GENERATE, "--model", "gpt2", "--task", "a/b"], 2, "holds a '/'"),
+    ([*GENERATE, "--model", "gpt2", "--layer-set", "range.json"], 2, "range.json: layer set skips layers [29]"),
+    ([*GENERATE, "--model", "gpt2", "--layer-set", "list.json"], 2, "expected one JSON object"),
+    (["generate", "--model", "gpt2", "--prompt", "a\udcff"], 2, "--prompt: the prompt holds half of a surrogate"),
+    ([*TUNE, "empty.jsonl"], 2, "empty.jsonl holds no prompt: write"),
+    ([*TUNE, "line17.jsonl"], 2, "line17.jsonl line 17 is not valid JSON (Invalid control character, column 15)"),
+    ([*TUNE, "field.jsonl"], 2, "field.jsonl line 1 has none of the fields prompt, messages, question, turns"),
+    ([*TUNE, "half.jsonl"], 2, "half.jsonl line 1: 'id' holds half of a surrogate pair"),
+    ([*TUNE, "binary.jsonl"], 2, "binary.jsonl line 1 is not UTF-8 text"),
+    ([*TUNE, "missing.jsonl"], 3, "no stream missing.jsonl: check the path"),
+    ([*TUNE, "god.jsonl"], 3, "did you mean good.jsonl?"),
+    ([*TUNE, "good.jsonl", "--max-new-tokens", "0"], 2, "'--max-new-tokens': 0 is not in the range x>=1 (see `"),
+    ([*TUNE, "good.jsonl", "--strategy", "swfit"], 2, "strategy 'swfit' is unknown: use random, bayes"),
+    ([*TUNE, "good.jsonl", "--strategy", "swfit"], 2, "nearest: swift"),
+    (["tune", "--model", "bert", "--stream", "good.jsonl"], 2, "'bert', which is not supported"),
+    (["bench", "decode", "--model", "gpt2", "--stream", "good.jsonl", "--methods", "plain,swfit"], 2, "nearest: swift"),
+    (["bench", "decode", "--model", "bert", "--stream", "good.jsonl"], 2, "'bert', which is not supported"),
+    (["genrate"], 2, "no such command 'genrate': did you mean 'generate'?"),
+    (["layers", "lst"], 2, "did you mean 'list'?"),
+    (["layers", "promote", "smollm2-135m/t", "--version", "7"], 3, "swiftopt tune --model smollm2-135m"),
+    (["layers", "rollback", "smollm2-135m/t"], 3, "swiftopt tune --model smollm2-135m"),
+    (["layers", "import", "range.json"], 2, "range.json: layer set skips layers [29]"),
+    (["layers", "import", "letter.txt"], 2, "letter.txt is not JSON"),
+    (["layers", "import", "binary.jsonl"], 2, "binary.jsonl is not UTF-8 text"),
+    (["layers", "import", "set.json", "--task", "a/b"], 2, "task 'a/b' is no name"),
+    (["layers", "import", "set.json", "--task", ""], 2, "task '' is no name"),
+    (["layers", "list", "--db", "letter.txt"], 1, "letter.txt is no database: choose another file with --db"),
+    (["layers", "list", "--db", "bert"], 1, "bert cannot be opened: check"),
+    (["layers", "list", "--db", "letter.txt/x/a.db"], 1, "cannot be created"),
+    (["layers", "list", "--db", "postgresql://u:secret@h:port/x"], 1, "names no database: use a path or a URL"),
+    (["layers", "list", "--db", "sqlite:///a.db?foo=bar"], 1, "has options that SQLite lacks (foo)"),
+]
+
+
+@pytest.mark.parametrize(("args", "code", "says"), SLIPS, ids=range(len(SLIPS)))
+def test_slip_gets_its_code_and_one_sentence(
+    args: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(args) == code
+    told = sentence(capsys)
+    assert says in told
+    assert "secret" not in told
+
+
+def test_slips_cost_no_loading_of_torch() -> None:
+    program = (
+        "import json, sys; from swiftopt.cli.main import run\n"
+        "codes = [run(args) for args in json.loads(sys.argv[1])]\n"
+        "print(*codes, *{'torch', 'transformers'} & set(sys.modules))"
+    )
+    cases = json.dumps([args for args, _, _ in SLIPS])
+    done = subprocess.run([sys.executable, "-c", program, cases], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == [str(code) for _, code, _ in SLIPS]
+
+
+def test_bench_knows_the_methods_that_it_runs() -> None:
+    from swiftopt.bench import decode
+
+    assert METHODS == decode.METHODS
+
+
+def test_promote_and_rollback_name_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with Store.open() as store:
+        store.add_layer_set(LayerSetRecord("m", "t", LayerSet(30, frozenset({3}), frozenset())))
+    assert run(["layers", "promote", "m/t", "--version", "7"]) == 3
+    assert "no version 7: stored are 1" in sentence(capsys)
+    assert run(["layers", "rollback", "m/t"]) == 3
+    assert "version 1 is the first it had" in sentence(capsys)
+
+
+def test_database_of_a_newer_version_is_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Store.open().close()
+    with sqlite3.connect(home / "home.db") as connection:
+        connection.execute("UPDATE swiftopt_alembic_version SET version_num = '9999_future'")
+    connection.close()
+    assert run(["layers", "list"]) == 1
+    assert "was written by a newer swiftopt" in sentence(capsys)
+
+
+def test_preset_file_that_is_no_text_is_one_sentence(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (home / "swiftopt.toml").write_bytes(b"seed = '\xff\xfe'")
+    assert run(["layers", "list"]) == 2
+    assert "swiftopt.toml is not UTF-8 text" in sentence(capsys)
+
+
+def test_data_folder_that_cannot_be_made_is_one_sentence(home: Path) -> None:
+    env = {**os.environ, "HOME": "/proc/nothing"}
+    del env["SWIFTOPT_DATABASE_URL"], env["XDG_DATA_HOME"]
+    done = script("layers", "list", env=env)
+    assert done.returncode == 1
+    assert "cannot be created" in done.stderr and "choose another with --db" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_picture_says_nothing_of_matplotlibs_folders(home: Path) -> None:
+    with Store.open() as store:
+        store.add_layer_set(LayerSetRecord("m", "t", LayerSet(30, frozenset({3}), frozenset())))
+    done = script("layers", "show", "m/t", "--png", "x.png", env={**os.environ, "HOME": "/proc/nothing"})
+    assert (done.returncode, done.stderr) == (0, "drawn to x.png\n")
+
+
+@pytest.mark.parametrize("args", [["models"], ["models", "--json"], ["--help"]], ids=" ".join)
+def test_full_disk_under_stdout_is_one_sentence(args: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = script(*args, stdout=full)
+    assert done.returncode == 1
+    assert done.stderr == "error: cannot write the result: no space left on device; send stdout somewhere else\n"
+
+
+def test_full_disk_under_stderr_changes_no_exit_code() -> None:
+    with open("/dev/full", "w") as full:
+        assert script("layers", "best", "m/t", stderr=full).returncode == 3
+        assert script("layers", "list", stderr=full).returncode == 0
+
+
+@pytest.mark.parametrize(("closed", "code"), [(0, 2), (1, 0), (2, 0)])
+def test_closed_channels_cause_no_traceback(closed: int, code: int) -> None:
+    args = ["generate", "--model", "gpt2"] if closed == 0 else ["models"]
+    done = script(*args, preexec_fn=lambda: os.close(closed))
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+
+
+def test_piped_prompt_that_is_no_text_is_one_sentence() -> None:
+    process = subprocess.Popen([SCRIPT, "generate", "--model", "gpt2"], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    _, err = process.communicate(b"\xff\xfe", timeout=60)
+    assert process.returncode == 2
+    assert err == b"error: standard input is not UTF-8 text: pipe text in, or give --stream FILE\n"
+
+
+def test_lines_before_a_full_disk_stay_whole(home: Path) -> None:
+    program = """
+import resource, sys
+from pathlib import Path
+from swiftopt.core.errors import OutputError
+from swiftopt.worker.outputs import LineWriter
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    with LineWriter(Path("out.jsonl")) as lines:
+        for _ in range(9):
+            lines.write("x" * 299)
+except OutputError as error:
+    sys.exit(str(error))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "cannot write to out.jsonl" in done.stderr and "the 3 completions before this one are there" in done.stderr
+    assert (home / "out.jsonl").read_text() == ("x" * 299 + "\n") * 3
+
+
+# --- the live display
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_live_display_wraps_no_line_and_keeps_only_news(width: int) -> None:
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, width=width, color_system=None, legacy_windows=False)
+    with TuneProgress(console) as progress:
+        for n in range(3):
+            progress(PhaseChanged("notes", "profile", f"measuring costs, round {n}"))
+            progress(PromptStarted("notes", str(n), n, 3))
+            progress(PhaseChanged("notes", "optimise", ""))
+        progress(PhaseChanged("notes", "accelerate", "no better layer set in 300 candidates, " * 6))
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())
+    kept = [line for line in plain.replace("\r", "\n").splitlines() if line.startswith("notes: ")]
+    assert len(kept) == 1 and kept[0].startswith("notes: accelerate: no better")
+    assert len(kept[0].rstrip()) <= width
+
+
+def test_display_never_shows_a_best_matchness_below_one_that_it_has_shown() -> None:
+    trials = tuple(
+        Trial(step, LayerSet.uniform(30, 9), "random", value, value) for step, value in enumerate((0.8, 0.4))
+    )
+    now = Progress("notes", "optimise", 9, 5.0, 0.4, 0.4, 2, 0.9, 3.0, 0.45)
+    progress = TuneProgress(Console(file=io.StringIO()))
+    progress(TrialsDone("notes", trials))
+    progress(now)
+    assert progress.state.progress is not None and progress.state.progress.best_matchness == 0.8
+
+
+def test_log_tells_each_phase_once() -> None:
+    shown = io.StringIO()
+    with TuneProgress(Console(file=shown, width=80)) as progress:
+        for n in range(3):
+            progress(PhaseChanged("", "profile", f"measuring costs, round {n}"))
+        for _ in range(3):
+            progress(PhaseChanged("notes", "accumulate", ""))
+            progress(PhaseChanged("notes", "optimise", ""))
+    assert shown.getvalue().splitlines() == [
+        "profile: measuring costs, round 0",
+        "notes: accumulate",
+        "notes: optimise",
+    ]
+
+
+# --- with a model
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from tiny_files import save
+
+    return str(save(tmp_path_factory.mktemp("tiny") / "model"))
+
+
+def told_last(capsys: pytest.CaptureFixture[str]) -> str:
+    """The last line on stderr; nothing but steps of loading came before it."""
+    *steps, last = capsys.readouterr().err.splitlines()
+    assert all(step.startswith("load: ") for step in steps)
+    return last
+
+
+def test_prompt_longer_than_the_context_is_named(tiny: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (home / "long.jsonl").write_text('{"prompt": "w1"}\n' + json.dumps({"prompt": "w5 " * 400, "id": "six"}) + "\n")
+    assert run(["generate", "--model", tiny, "--stream", "long.jsonl", "--max-new-tokens", "8"]) == 2
+    told = told_last(capsys)
+    assert "'six'" in told and "400 tokens" in told and "context of 256" in told
+
+
+def test_chat_is_refused_where_the_model_has_no_template(
+    tiny: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (home / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "w1"}]}\n')
+    assert run(["generate", "--model", tiny, "--stream", "chat.jsonl"]) == 2
+    assert "no chat template" in told_last(capsys)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"), [({}, "is for 30 layers"), ({"n_layers": 4, "skip_attn": [1], "skip_mlp": []}, "fp")]
+)
+@pytest.mark.parametrize("command", [GENERATE, ["bench", "decode", "--stream", "good.jsonl", "--methods", "plain"]])
+def test_layer_set_of_another_model_is_refused_before_anything_is_decoded(
+    command: list[str],
+    changes: dict[str, Any],
+    says: str,
+    tiny: str,
+    home: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fingerprint = {"fingerprint": "v1:fp"} if changes else {}
+    (home / "other.json").write_text(json.dumps(layer_set_values(**changes, **fingerprint)))
+    assert run([*command, "--model", tiny, "--layer-set", "other.json"]) == 2
+    assert says in told_last(capsys)
+
+
+def test_full_disk_under_the_output_file_is_one_sentence(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*GENERATE, "--model", tiny, "--max-new-tokens", "4", "-o", "/dev/full"]) == 1
+    assert "cannot write to /dev/full: no space left on device" in told_last(capsys)
+
+
+def test_old_output_is_spared_by_a_run_that_fails_before_its_first_completion(
+    tiny: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = home / "out.jsonl"
+    out.write_text("old\n")
+    assert run([*GENERATE, "--model", tiny, "--max-new-tokens", "4000", "-o", str(out)]) == 2
+    assert out.read_text() == "old\n"
+    assert run([*GENERATE, "--model", tiny, "--max-new-tokens", "4", "-o", str(out)]) == 0
+    assert [json.loads(line)["n_tokens"] for line in out.read_text().splitlines()] == [4]
+
+
+def test_interrupted_tuning_tells_where_its_completions_are(tiny: str, home: Path) -> None:
+    args = ["tune", "--model", tiny, "--stream", "good.jsonl", "--max-new-tokens", "8", "--no-optimise"]
+    process = subprocess.Popen([SCRIPT, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    told = ""
+    while "prompt 2" not in told:
+        line = process.stderr.readline()
+        assert line, told
+        told += line
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    assert "Traceback" not in told + err and "interrupted" in err
+    counted = next(line for line in err.splitlines() if " completions are in " in line)
+    n_told, path = counted.split(" completions are in ")
+    ids = [json.loads(line)["id"] for line in Path(path).read_text().splitlines()]
+    assert ids == [str(n + 1) for n in range(int(n_told))] and len(ids) >= 2
