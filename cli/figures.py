@@ -99,7 +99,7 @@ def _draw_curve(axes: Axes, record: LayerSetRecord, trials: Sequence[Trial]) -> 
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(length=0, colors=PALE)
-    axes.legend(loc="lower right", frameon=False, fontsize=9, ncols=3)
+    axes.legend(loc="upper right", frameon=False, fontsize=9, ncols=3)
     axes.set_title(_figures(record), loc="left", fontsize=9, color=PALE)
 
 

@@ -114,6 +114,7 @@ def test_each_task_gets_its_own_set_and_verdict() -> None:
 
 def test_batch_grows_only_while_it_makes_a_candidate_cheaper() -> None:
     assert candidates_per_pass(flat_costs(), 8) == 8
+    assert candidates_per_pass(flat_costs(), 32) == 2  # 64 rows are the most that was measured
     dear = {n: float(n) for n in (1, 2, 4, 8, 16, 32, 64)}
     assert candidates_per_pass(dataclasses.replace(flat_costs(), pass_s=dear), 8) == 1
     assert candidates_per_pass(None, 8) == 1
