@@ -78,7 +78,7 @@ def _rows(path: Path, result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         compared = "1 (base)" if method == report["base"] else f"{ratio} [{interval}]"
         named = f"{method}, searching" if own["optimise_seconds"] else method
         figures = (named, tok_s, compared, acceptance, length, identical)
-        yield (report["model"], task, *figures, where, f"[{path.stem}](bench/results/{path.name})")
+        yield (report["model"], task, *figures, where, f"[{result['commit']}](bench/results/{path.name})")
 
 
 def _origin(path: Path, result: dict[str, Any]) -> str:
