@@ -15,7 +15,7 @@ from ..decoding.loop import Round, Watch
 from ..decoding.session import Session
 from ..models.runtime import Runtime
 from .search import Search
-from .verdict import Timed, hold_out, judge, speed_ratio
+from .verdict import Timed, faster, hold_out, is_open, judge, speed_ratio, timed
 
 TellEvent = Callable[[Event], None]
 
@@ -153,16 +153,15 @@ class Tuner:
         """Run the held-out prompts plain and tuned, interleaved, and put the task's result together."""
         if task.held_out:
             self.tell(PhaseChanged(task.name, "verdict", f"{len(task.held_out)} held-out prompts, plain and tuned"))
-        plain: list[Completion] = []
-        tuned: list[Completion] = []
-        for number, (index, prompt) in enumerate(task.held_out):
-            self.tell(PromptStarted(task.name, prompt.id, index, n_prompts))
-            plain_done, tuned_done = self._both(task, prompt, index, tuned_first=number % 2 == 1)
-            plain += plain_done
-            tuned += tuned_done
-        fast, slow = [Timed.of(done) for done in tuned], [Timed.of(done) for done in plain]
+        plain, tuned = self._side_by_side(task, n_prompts, is_first=True)
+        slow, fast = timed(plain), timed(tuned)
         expected = self.costs.expected_of(task.search.layer_set, tuned)
         verdict = judge(fast, slow, expected)
+        if is_open(verdict):
+            # One slow moment of the machine in four prompts is enough to hide a gain: look again, keep the faster runs.
+            again = self._side_by_side(task, n_prompts, is_first=False)
+            slow, fast = (faster(runs, timed(more)) for runs, more in zip((slow, fast), again, strict=True))
+            verdict = judge(fast, slow, expected)
         return TaskFinished(
             task=task.name,
             record=self._record(task, tuned, verdict),
@@ -177,8 +176,20 @@ class Tuner:
             tuned_tok_s=speed_ratio(fast, [Timed(1, 1.0)]) if fast else None,
         )
 
+    def _side_by_side(self, task: _Task, n_prompts: int, is_first: bool) -> tuple[list[Completion], list[Completion]]:
+        """All held-out prompts under plain and tuned decoding, the order of the two changing from one to the next."""
+        plain: list[Completion] = []
+        tuned: list[Completion] = []
+        for number, (index, prompt) in enumerate(task.held_out):
+            self.tell(PromptStarted(task.name, prompt.id, index, n_prompts))
+            tell = self.tell if is_first else _silent
+            plain_done, tuned_done = self._both(task, prompt, index, (number % 2 == 1) == is_first, tell)
+            plain += plain_done
+            tuned += tuned_done
+        return plain, tuned
+
     def _both(
-        self, task: _Task, prompt: Prompt, index: int, tuned_first: bool
+        self, task: _Task, prompt: Prompt, index: int, tuned_first: bool, tell: TellEvent
     ) -> tuple[list[Completion], list[Completion]]:
         """A prompt's turns under plain and tuned decoding; those of plain decoding are its output."""
         drafters: list[Drafter] = [NoDrafter(), SkipDrafter(task.search.layer_set, self.settings)]
@@ -187,7 +198,7 @@ class Tuner:
             for turn, completion in self.session.run(prompt, drafter):
                 done[drafter.name].append(completion)
                 if drafter.layer_set is None:
-                    self.tell(PromptFinished(turn, index, completion, held_out=True))
+                    tell(PromptFinished(turn, index, completion, held_out=True))
         plain, tuned = (done[drafter.name] for drafter in drafters)
         return plain, tuned
 
@@ -220,3 +231,7 @@ class Tuner:
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
+
+
+def _silent(event: Event) -> None:
+    """Takes the completions of a repeated run, which are those of the first."""

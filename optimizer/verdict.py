@@ -36,6 +36,16 @@ class Timed:
         return cls(completion.n_tokens, completion.timings.total_s)
 
 
+def timed(completions: Sequence[Completion]) -> list[Timed]:
+    """One entry per completion."""
+    return [Timed.of(completion) for completion in completions]
+
+
+def faster(first: Sequence[Timed], second: Sequence[Timed]) -> list[Timed]:
+    """Of two runs of each prompt the faster one: what else the machine does only ever adds time."""
+    return [min(pair, key=lambda run: run.seconds / max(1, run.tokens)) for pair in zip(first, second, strict=True)]
+
+
 def speed_ratio(fast: Sequence[Timed], slow: Sequence[Timed]) -> float:
     """Total tokens ÷ total time of one, divided by the other's."""
     return _speed(fast) / _speed(slow)
@@ -63,6 +73,11 @@ def judge(tuned: Sequence[Timed], plain: Sequence[Timed], expected: float | None
     interval = bootstrap_interval(tuned, plain)
     word, reason = ("use", "faster on held-out prompts") if interval[0] > 1 else ("plain", "not reliably faster here")
     return Verdict(word, ratio, interval, expected, len(tuned), reason)  # type: ignore[arg-type]
+
+
+def is_open(verdict: Verdict) -> bool:
+    """Whether the interval holds 1, so that a second look may tell."""
+    return verdict.interval is not None and verdict.interval[0] <= 1 <= verdict.interval[1]
 
 
 def _speed(runs: Sequence[Timed]) -> float:

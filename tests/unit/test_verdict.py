@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from swiftopt.core.types import Prompt
-from swiftopt.optimizer.verdict import Timed, bootstrap_interval, hold_out, judge, speed_ratio
+from swiftopt.optimizer.verdict import Timed, bootstrap_interval, faster, hold_out, is_open, judge, speed_ratio
 
 
 def prompts(n: int) -> list[Prompt]:
@@ -44,3 +44,16 @@ def test_bootstrap_interval_holds_the_ratio_and_repeats_itself() -> None:
     low, high = bootstrap_interval(fast, slow)
     assert low <= speed_ratio(fast, slow) <= high
     assert (low, high) == bootstrap_interval(fast, slow)
+
+
+def test_a_second_look_undoes_one_slow_moment() -> None:
+    """Drafting is 1.2 times as fast, but one plain run and one tuned run were disturbed, in different looks."""
+    plain, tuned = runs([10, 10, 10, 2]), runs([12, 12, 1.5, 12])
+    assert is_open(judge(tuned, plain, None))
+    settled = judge(faster(tuned, runs([12, 3, 12, 12])), faster(plain, runs([10, 10, 4, 10])), None)
+    assert settled.word == "use" and not is_open(settled) and settled.ratio == pytest.approx(1.2)
+
+
+def test_a_clear_verdict_is_not_looked_at_again() -> None:
+    plain = runs([10, 10, 10, 10])
+    assert not is_open(judge(runs([8, 8.1, 8, 8.2]), plain, None)) and not is_open(judge([], [], None))
