@@ -62,7 +62,7 @@ def test_command_page_knows_every_exit_code() -> None:
 def command_lines() -> list[tuple[str, list[str]]]:
     """(page, words) of every `swiftopt …` line in a fence without a language."""
     blocks = [(path.name, block) for path in PAGES for block in fences(path, "")]
-    lines = [(name, line) for name, block in blocks for line in block.splitlines()]
+    lines = [(name, line) for name, block in blocks for line in block.replace("\\\n", " ").splitlines()]
     return [(name, shlex.split(line)[1:]) for name, line in lines if line.startswith("swiftopt ")]
 
 
@@ -189,7 +189,7 @@ def test_readme_table_agrees_with_the_result_files() -> None:
 
 def test_table_shows_every_row_those_that_lose_among_them(tmp_path: Path) -> None:
     lines = table(put(tmp_path, "2026-01-02-abc1234-cpu.json", result())).splitlines()
-    where = "cpu\\|x, float32 | [2026-01-02-abc1234-cpu](bench/results/2026-01-02-abc1234-cpu.json) |"
+    where = "cpu\\|x, float32 | [abc1234](bench/results/2026-01-02-abc1234-cpu.json) |"
     assert lines[2] == f"| tiny | notes, 4 prompts, 16 tokens | plain | 10.0 | 1 (base) | – | – | 3/4 | {where}"
     assert "| swift | 8.0 | 0.80x [0.70-0.90] | 0.91 | 2.50 | 3/4 |" in lines[3]
     assert "| hf-lookup | 13.0 | 1.30x [1.20-1.40] | – | – | 3/4 |" in lines[4]
