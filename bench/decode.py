@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 import torch
 
-from ..core.errors import SettingsError
+from ..core.errors import LayerSetNotFound, SettingsError
 from ..core.requests import GenerateRequest
 from ..core.settings import SwiftSettings
 from ..core.types import Completion, CostProfile, Prompt
-from ..decoding.drafters import Drafter, NoDrafter, SkipDrafter
+from ..decoding.drafters import Drafter, NoDrafter
 from ..decoding.loop import Watch
 from ..decoding.session import Session
 from ..models.costs import device_name
@@ -75,7 +75,7 @@ def run_methods(
     costs = stored_costs(runtime, store, n_positions) if store is not None and "swift" in methods else None
     runners = {method: _runner(method, runtime, session, request, store, costs) for method in methods}
     for method in methods:
-        _warm_up(method, runtime, session, prompts[0])
+        _warm_up(method, session, prompts[0])
     runs = {method: MethodRuns(method, [], [], []) for method in methods}
     for number, prompt in enumerate(prompts):
         turn = number % len(methods)
@@ -103,7 +103,7 @@ def _report(
         "schema": SCHEMA,
         "model": request.model,
         "device": device_name(runtime.device),
-        "dtype": str(runtime.dtype).removeprefix("torch."),
+        "dtype": runtime.dtype_name,
         "torch": torch.__version__,
         "max_new_tokens": request.max_new_tokens,
         "prompts": n_prompts,
@@ -153,11 +153,11 @@ def _against_expected(
     return speeds[0] / speeds[1], costs.expected_of(layer_set, own.completions)
 
 
-def _warm_up(method: str, runtime: Runtime, session: Session, prompt: Prompt) -> None:
+def _warm_up(method: str, session: Session, prompt: Prompt) -> None:
     """A few tokens, so that no method pays for first allocations."""
     brief = replace(prompt, max_new_tokens=4)
     if method.startswith("hf-"):
-        _hf_runner(method, runtime, session)(brief)
+        _hf_runner(method, session)(brief)
     else:
         list(session.run(brief, NoDrafter()))
 
@@ -171,7 +171,7 @@ def _runner(
     costs: CostProfile | None,
 ) -> Runner:
     if method.startswith("hf-"):
-        return _hf_runner(method, runtime, session)
+        return _hf_runner(method, session)
     if method == "plain":
         return _own_runner(session, lambda prompt: (NoDrafter(), None))
     return _own_runner(session, _SwiftPlans(runtime, request, store, costs))
@@ -193,49 +193,54 @@ class _SwiftPlans:
         self, runtime: Runtime, request: GenerateRequest, store: Store | None, costs: CostProfile | None
     ) -> None:
         self.runtime, self.request, self.store, self.costs = runtime, request, store, costs
+        self._stored: dict[str, Drafter] = {}
         self._searches: dict[str, Search] = {}
 
     def __call__(self, prompt: Prompt) -> tuple[Drafter, Watch | None]:
         task = self.request.task or prompt.task
-        auto = replace(self.request, method=None)
-        _, info = plan_for(auto, self.runtime, task, self.store)
-        if info.record is not None:
-            insisted = replace(self.request, method="swift")
-            return plan_for(insisted, self.runtime, task, self.store)[0], None
-        search = self._searches.get(task) or self._start(task)
+        if task not in self._stored and task not in self._searches:
+            try:
+                insisted = replace(self.request, method="swift")
+                self._stored[task] = plan_for(insisted, self.runtime, task, self.store)[0]
+            except LayerSetNotFound:
+                self._searches[task] = self._start(task)
+        if task in self._stored:
+            return self._stored[task], None
+        search = self._searches[task]
         watch = Watch(
             before_round=search.before_round if search.optimising else None,
             after_round=search.after_round,
             scratch_rows=search.scratch_rows,
         )
-        drafter: SkipDrafter = search.drafter
-        return drafter, watch
+        return search.drafter, watch
 
     def _start(self, task: str) -> Search:
         settings = self.request.settings or SwiftSettings()
         ratio = settings.start_skip_ratio(self.runtime.info.n_parameters)
-        search = Search(task, self.runtime.n_layers, settings, ratio, self.costs, lambda event: None, lambda: "")
-        self._searches[task] = search
-        return search
+        return Search(task, self.runtime.n_layers, settings, ratio, self.costs, lambda event: None, lambda: "")
 
 
-def _hf_runner(method: str, runtime: Runtime, session: Session) -> Runner:
-    """transformers' own generate on the very same model object."""
+def hf_generate(session: Session, token_ids: Sequence[int], max_new_tokens: int, **options: Any) -> tuple[int, ...]:
+    """What transformers' own greedy generate says, on the very same model object and with the same stop tokens."""
+    model: Any = session.runtime.hf_model
+    inputs = torch.tensor([token_ids], device=session.runtime.device)
+    out = model.generate(
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=sorted(session.ending(1).stop_token_ids) or None,
+        **options,
+    )
+    return tuple(out[0, len(token_ids) :].tolist())
+
+
+def _hf_runner(method: str, session: Session) -> Runner:
     options: dict[str, Any] = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if method == "hf-lookup" else {}
-    stops = sorted(session.ending(1).stop_token_ids)
-    model: Any = runtime.hf_model
 
     def run(prompt: Prompt) -> tuple[tuple[int, ...], Completion | None]:
-        inputs = torch.tensor([session.encode(prompt)], device=runtime.device)
-        out = model.generate(
-            inputs,
-            attention_mask=torch.ones_like(inputs),
-            max_new_tokens=prompt.max_new_tokens or session.max_new_tokens,
-            do_sample=False,
-            eos_token_id=stops or None,
-            **options,
-        )
-        return tuple(out[0, inputs.shape[1] :].tolist()), None
+        max_new_tokens = prompt.max_new_tokens or session.max_new_tokens
+        return hf_generate(session, session.encode(prompt), max_new_tokens, **options), None
 
     return run
 

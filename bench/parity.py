@@ -27,6 +27,7 @@ from ..decoding.session import Session
 from ..models.costs import device_name
 from ..models.loading import load
 from ..models.runtime import Rows, Runtime
+from .decode import hf_generate
 
 SKIP_RATIOS = (0.2, 0.45, 0.7)  # of the random sets, in turn
 MARGIN_ROWS = 8  # rows of the wide pass that the one-row logits are held against
@@ -40,20 +41,6 @@ def random_sets(n_layers: int, count: int) -> dict[str, LayerSet]:
         picked = random.Random(seed).sample(searchable(n_layers), n_skipped_for(n_layers, ratio))
         sets[f"random {seed} (r = {ratio})"] = LayerSet.of(n_layers, picked)
     return sets
-
-
-def reference(runtime: Runtime, session: Session, ids: Sequence[int], max_new_tokens: int) -> list[int]:
-    """What transformers' greedy generate says."""
-    inputs = torch.tensor([ids], device=runtime.device)
-    model: Any = runtime.hf_model
-    out = model.generate(
-        inputs,
-        attention_mask=torch.ones_like(inputs),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        eos_token_id=sorted(session.ending(1).stop_token_ids) or None,
-    )
-    return list(out[0, len(ids) :].tolist())
 
 
 @torch.inference_mode()
@@ -80,7 +67,7 @@ def compare(
     n_tokens = 0
     for prompt in prompts:
         ids = session.encode(prompt)
-        expected = reference(runtime, session, ids, max_new_tokens)
+        expected = list(hf_generate(session, ids, max_new_tokens))
         n_tokens += len(expected)
         for name, layer_set in sets.items():
             done = next(iter(session.run(prompt, SkipDrafter(layer_set, SwiftSettings()))))[1]
@@ -96,7 +83,7 @@ def compare(
     return {
         "schema": "swiftopt.bench-parity/1",
         "device": device_name(runtime.device),
-        "dtype": str(runtime.dtype).removeprefix("torch."),
+        "dtype": runtime.dtype_name,
         "prompts": len(prompts),
         "tokens": n_tokens,
         "identical": same,

@@ -40,7 +40,7 @@ class Session:
 
         Raises: InvalidInput: the model has no tokenizer or chat template for it, or it has no tokens.
         """
-        return self._encode(prompt, next(self._first_messages(prompt), None))
+        return self._encode(prompt, self._opening(prompt))
 
     def check(self, prompt: Prompt) -> int:
         """Positions that the prompt's first turn needs, completion included.
@@ -58,7 +58,7 @@ class Session:
         Raises: ContextOverflow: a turn with all before it does not fit; the turns before it were yielded.
         """
         if not prompt.turns:
-            yield prompt, self._decode(prompt, next(self._first_messages(prompt), None), drafter, watch)
+            yield prompt, self._decode(prompt, self._opening(prompt), drafter, watch)
             return
         messages: list[Mapping[str, str]] = []
         for number, turn in enumerate(prompt.turns, 1):
@@ -86,11 +86,11 @@ class Session:
     def _room(self, prompt: Prompt) -> int:
         return prompt.max_new_tokens or self.max_new_tokens
 
-    def _first_messages(self, prompt: Prompt) -> Iterator[Sequence[Mapping[str, str]]]:
+    def _opening(self, prompt: Prompt) -> Sequence[Mapping[str, str]] | None:
+        """The messages that a chat begins with; None for raw text."""
         if prompt.messages:
-            yield prompt.messages
-        elif prompt.turns:
-            yield [{"role": "user", "content": prompt.turns[0]}]
+            return prompt.messages
+        return [{"role": "user", "content": prompt.turns[0]}] if prompt.turns else None
 
     def _encode(self, prompt: Prompt, messages: Sequence[Mapping[str, str]] | None) -> list[int]:
         tokenizer = self.runtime.tokenizer

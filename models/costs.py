@@ -67,7 +67,7 @@ def measure_costs(runtime: Runtime, bucket: int, on_step: Callable[[str], None] 
     return CostProfile(
         fingerprint=runtime.info.fingerprint,
         device=device_name(runtime.device),
-        dtype=str(runtime.dtype).removeprefix("torch."),
+        dtype=runtime.dtype_name,
         context_bucket=bucket,
         n_layers=runtime.n_layers,
         attn_s=attn,

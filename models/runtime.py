@@ -77,6 +77,11 @@ class Runtime:
         ends = {self.device, self._norm.weight.device, self._head.weight.device}
         self.one_device = len({block.device for block in self.blocks} | ends) == 1
 
+    @property
+    def dtype_name(self) -> str:
+        """The dtype as figures are stored under it, for example "bfloat16"."""
+        return str(self.dtype).removeprefix("torch.")
+
     def new_buffer(self, capacity: int) -> KVBuffer:
         """An empty buffer of `capacity` slots."""
         first = self.blocks[0]

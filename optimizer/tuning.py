@@ -15,7 +15,7 @@ from ..decoding.loop import Round, Watch
 from ..decoding.session import Session
 from ..models.runtime import Runtime
 from .search import Search
-from .verdict import Timed, faster, hold_out, is_open, judge, speed_ratio, timed
+from .verdict import faster, hold_out, is_open, judge, speed, timed
 
 TellEvent = Callable[[Event], None]
 
@@ -172,8 +172,8 @@ class Tuner:
             n_prompts=task.n_prompts,
             n_tokens=task.n_tokens,
             draft_cost=self.costs.draft_cost(task.search.layer_set),
-            plain_tok_s=speed_ratio(slow, [Timed(1, 1.0)]) if slow else None,
-            tuned_tok_s=speed_ratio(fast, [Timed(1, 1.0)]) if fast else None,
+            plain_tok_s=speed(slow) if slow else None,
+            tuned_tok_s=speed(fast) if fast else None,
         )
 
     def _side_by_side(self, task: _Task, n_prompts: int, is_first: bool) -> tuple[list[Completion], list[Completion]]:

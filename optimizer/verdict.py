@@ -48,7 +48,7 @@ def faster(first: Sequence[Timed], second: Sequence[Timed]) -> list[Timed]:
 
 def speed_ratio(fast: Sequence[Timed], slow: Sequence[Timed]) -> float:
     """Total tokens ÷ total time of one, divided by the other's."""
-    return _speed(fast) / _speed(slow)
+    return speed(fast) / speed(slow)
 
 
 def bootstrap_interval(fast: Sequence[Timed], slow: Sequence[Timed], seed: int = 0) -> tuple[float, float]:
@@ -80,5 +80,6 @@ def is_open(verdict: Verdict) -> bool:
     return verdict.interval is not None and verdict.interval[0] <= 1 <= verdict.interval[1]
 
 
-def _speed(runs: Sequence[Timed]) -> float:
+def speed(runs: Sequence[Timed]) -> float:
+    """Tokens per second: total tokens ÷ total time."""
     return sum(run.tokens for run in runs) / max(1e-12, sum(run.seconds for run in runs))

@@ -92,7 +92,7 @@ def _look_up(
 ) -> tuple[FoundPlan | None, LayerSetNotFound | None]:
     if store is None:
         return None, LayerSetNotFound("no database to look a layer set up in: pass --db or --layer-set FILE")
-    dtype = str(runtime.dtype).removeprefix("torch.")
+    dtype = runtime.dtype_name
     try:
         return store.lookup(runtime.info.fingerprint, task, device_name(runtime.device), dtype), None
     except LayerSetNotFound:

@@ -61,7 +61,7 @@ def stored_costs(
 ) -> CostProfile:
     """The cost profile of this model here, measured once and kept."""
     bucket = min(context_bucket(n_positions), runtime.max_positions)
-    dtype = str(runtime.dtype).removeprefix("torch.")
+    dtype = runtime.dtype_name
     found = store.cost_profile(runtime.info.fingerprint, device_name(runtime.device), dtype, bucket)
     if found is None:
         found = replace(measure_costs(runtime, bucket, on_step), context_bucket=bucket)
