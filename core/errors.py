@@ -14,8 +14,14 @@ SwiftoptError                         exit 1
 │   │   └── StreamNotFound                     no such file of prompts
 │   └── LayerSetNotFound                       nothing stored for that model and task
 ├── StoreError                        exit 1   the database cannot be used
-│   └── SchemaTooNew                           it was written by a newer swiftopt
-└── OutputError                       exit 1   a result cannot be written (disk full, no permission)
+│   ├── SchemaTooNew                           it was written by a newer swiftopt
+│   └── StoreUnavailable                       it cannot be reached just now: trying again may help
+├── OutputError                       exit 1   a result cannot be written (disk full, no permission)
+├── JobFailed                         exit 4   a job that was followed ended without a result
+├── JobCancelled                      exit 5   a job that was followed was cancelled
+├── ServiceUnreachable                exit 6   Redis or the API does not answer
+├── Conflict                          exit 7   the job is not in a state for that
+└── LeaseLost                         exit 1   a job's attempt was replaced by a newer one, or its job has ended
 """
 
 from __future__ import annotations
@@ -87,5 +93,37 @@ class SchemaTooNew(StoreError):
     """The database was written by a newer swiftopt."""
 
 
+class StoreUnavailable(StoreError):
+    """The database cannot be reached just now."""
+
+
 class OutputError(SwiftoptError):
     """A result cannot be written."""
+
+
+class JobFailed(SwiftoptError):
+    """A job that was followed ended without a result."""
+
+    exit_code = 4
+
+
+class JobCancelled(SwiftoptError):
+    """A job that was followed was cancelled."""
+
+    exit_code = 5
+
+
+class ServiceUnreachable(SwiftoptError):
+    """Redis or the API does not answer."""
+
+    exit_code = 6
+
+
+class Conflict(SwiftoptError):
+    """The job is not in a state for that, or was submitted with other values under the same key."""
+
+    exit_code = 7
+
+
+class LeaseLost(SwiftoptError):
+    """A write came from an attempt that was replaced, or whose job has ended: stop working on it."""

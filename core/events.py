@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from .jobs import JobState
 from .types import Completion, LayerSet, LayerSetRecord, Prompt, Timings, Trial, Verdict
 
 Phase = Literal["load", "profile", "accumulate", "optimise", "accelerate", "verdict"]
@@ -103,6 +104,24 @@ class TaskFinished:
     tuned_tok_s: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class StateChanged:
+    """A job entered a state; `detail` says in words why, where that is not plain."""
+
+    state: JobState
+    attempt: int
+    detail: str = ""
+    task: str = ""
+
+
 Event = (
-    PhaseChanged | PromptStarted | Progress | TrialsDone | Adopted | SkipRatioLowered | PromptFinished | TaskFinished
+    StateChanged
+    | PhaseChanged
+    | PromptStarted
+    | Progress
+    | TrialsDone
+    | Adopted
+    | SkipRatioLowered
+    | PromptFinished
+    | TaskFinished
 )

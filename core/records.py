@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,14 @@ def record_from_json(values: Mapping[str, Any], where: str) -> LayerSetRecord:
         raise LayerSetError(f"{where}: {error}") from error
     except (TypeError, ValueError, IndexError, KeyError, OverflowError) as error:
         raise LayerSetError(f"{where} cannot be read as a layer set: {error}") from error
+
+
+def stored_from_json(values: Mapping[str, Any], where: str) -> LayerSetRecord:
+    """As `record_from_json`, with the version and the job that a store gave the set.
+
+    Raises: LayerSetError: as there.
+    """
+    return replace(record_from_json(values, where), version=values.get("version"), job=values.get("job"))
 
 
 def load_record(path: Path) -> LayerSetRecord:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .errors import SettingsError
 from .settings import SwiftSettings
 from .types import LayerSetRecord, Sampling
 
@@ -35,6 +37,25 @@ class TuneRequest:
         """Plain values, for the store."""
         return {**dataclasses.asdict(self), "settings": self.settings.to_json()}
 
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> TuneRequest:
+        """Inverse of `to_json`; a missing key takes its default.
+
+        Raises: SettingsError: a key is unknown, missing, or its value of the wrong type or out of range.
+        """
+        unknown = sorted(set(values) - {field.name for field in dataclasses.fields(cls)})
+        if unknown:
+            raise SettingsError(f"a tuning job has no {unknown[0]!r}: known are {_names(cls)}")
+        for name, kind in _KINDS.items():
+            if name in values and not _is(values[name], kind):
+                raise SettingsError(f"{name} of a tuning job is {values[name]!r}: use {_WORDS[kind]}")
+        try:
+            sampling = Sampling(**(values.get("sampling") or {}))
+            settings = SwiftSettings.from_json(values.get("settings") or {})
+            return cls(**{**values, "sampling": sampling, "settings": settings})
+        except TypeError as error:
+            raise SettingsError(f"this tuning job cannot be read: {error}") from error
+
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
@@ -55,3 +76,35 @@ class GenerateRequest:
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     settings: SwiftSettings | None = None
+
+
+_KINDS = {
+    "model": str,
+    "stream": str,
+    "task": str | None,
+    "out": str | None,
+    "dtype": str,
+    "device": str,
+    "max_new_tokens": int,
+    "limit": int | None,
+    "sampling": Mapping,
+    "settings": Mapping,
+}
+_WORDS = {
+    str: "a string",
+    str | None: "a string or null",
+    int: "a whole number of 1 or more",
+    int | None: "a whole number of 1 or more, or null",
+    Mapping: "an object",
+}
+
+
+def _is(value: Any, kind: Any) -> bool:
+    """Whether `value` is of that kind; true and false are no numbers, and numbers begin at 1."""
+    if not isinstance(value, kind):
+        return False
+    return not isinstance(value, bool) and (not isinstance(value, int) or value >= 1)
+
+
+def _names(values: type[Any]) -> str:
+    return ", ".join(field.name for field in dataclasses.fields(values))

@@ -104,7 +104,9 @@ class SwiftSettings:
             if "branching" in merged:
                 merged["branching"] = tuple((float(bound), int(k)) for bound, k in merged["branching"])
             return cls(**merged)
-        except TypeError as error:
+        except SettingsError:
+            raise
+        except (TypeError, ValueError) as error:
             raise SettingsError(f"settings {dict(values)} cannot be read: {error}") from error
 
 

@@ -35,18 +35,42 @@ def read_stream(path: str, default_task: str | None = None, limit: int | None = 
         raise SettingsError(f"limit {limit} is out of range: use 1 or more")
     where = "standard input" if path == STDIN else path
     task = default_task if default_task is not None else ("default" if path == STDIN else Path(path).stem)
-    prompts: list[Prompt] = []
     with _opened(path) as source:
-        _check_task(task, "the task")
-        for number, line in enumerate(_text_lines(source, where), start=1):
-            if not line.strip():
-                continue
-            prompts.append(_prompt(line, number, task, f"{where} line {number}"))
-            if len(prompts) == limit:
-                break
+        return parse_stream(source, where, task, limit)
+
+
+def parse_stream(source: Iterable[bytes], where: str, task: str, limit: int | None = None) -> list[Prompt]:
+    """The prompts of JSON Lines, as `read_stream`; `where` names their origin in errors.
+
+    Raises: StreamError: there is no prompt, or a line is none.
+    """
+    _check_task(task, "the task")
+    prompts: list[Prompt] = []
+    for number, line in enumerate(_text_lines(source, where), start=1):
+        if not line.strip():
+            continue
+        prompts.append(_prompt(line, number, task, f"{where} line {number}"))
+        if len(prompts) == limit:
+            break
     if not prompts:
         raise StreamError(f"{where} holds no prompt: write one JSON object per line, such as {_example()}")
     return prompts
+
+
+def stream_lines(prompts: Iterable[Prompt]) -> str:
+    """The prompts as JSON Lines that `parse_stream` gives back exactly, whatever its task."""
+    return "".join(json.dumps(_line(prompt)) + "\n" for prompt in prompts)
+
+
+def _line(prompt: Prompt) -> dict[str, Any]:
+    values: dict[str, Any] = {"id": prompt.id, "task": prompt.task}
+    if prompt.text is not None:
+        values["prompt"] = prompt.text
+    elif prompt.messages:
+        values["messages"] = [dict(message) for message in prompt.messages]
+    else:
+        values["turns"] = list(prompt.turns)
+    return values if prompt.max_new_tokens is None else {**values, "max_new_tokens": prompt.max_new_tokens}
 
 
 def raw_prompt(text: str, task: str, where: str) -> Prompt:
@@ -98,7 +122,7 @@ def _nearest_file(target: Path) -> str:
     return f"did you mean {target.parent / near[0]}?" if near else "check the path"
 
 
-def _text_lines(source: BinaryIO, where: str) -> Iterator[str]:
+def _text_lines(source: Iterable[bytes], where: str) -> Iterator[str]:
     """Lines split at newlines only (JSON strings may hold other Unicode separators), without a byte-order mark."""
     lines = iter(source)
     number = 0

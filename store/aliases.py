@@ -25,6 +25,11 @@ def move(session: Session, plan: PlanRow, alias: str) -> FoundPlan:
     return found_plan(plan, alias)
 
 
+def stands(session: Session, plan: PlanRow, alias: str = "best") -> bool:
+    """Whether the alias means anything for the plan's model and task."""
+    return bool(_standing(session, plan.layer_set.model, plan.layer_set.task, alias))
+
+
 def undo(session: Session, model: str, task: str, alias: str) -> FoundPlan:
     """Take back the alias's last move that still stands, and give the plan of the one before it.
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import re
 import sqlite3
 import warnings
 from collections.abc import Iterator
@@ -12,22 +15,60 @@ from typing import Any
 
 from platformdirs import user_data_dir
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
-from sqlalchemy.exc import SAWarning, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, SAWarning, SQLAlchemyError
 
-from ..core.errors import StoreError
+from ..core.errors import StoreError, StoreUnavailable
 
 LOCK_WAIT_S = 30  # seconds that a SQLite write waits for another process's write
 
-# What a driver's message contains -> what to tell the user.
-ADVICE = (
-    ("database is locked", "stays locked by another process: wait until that one is done, or end it"),
-    ("readonly database", "is read-only: give yourself permission to write it, or choose another with --db"),
-    ("disk is full", "cannot grow because the disk is full: free some space"),
-    ("disk i/o error", "cannot be read or written (disk full, or a failing or network disk): check the disk"),
-    ("not a database", "is no database: choose another file with --db"),
-    ("malformed", "is damaged: restore a copy of it, or choose another file with --db"),
-    ("unable to open", "cannot be opened: check that the path is a file you may write, or choose another with --db"),
-)
+# Of libpq, where the URL does not say otherwise: a server that vanished is noticed before a job's lease runs out.
+POSTGRES_OPTIONS = {
+    "connect_timeout": 5,  # s
+    "keepalives_idle": 5,  # s
+    "keepalives_interval": 5,  # s
+    "keepalives_count": 2,
+    "tcp_user_timeout": 15_000,  # ms
+}
+
+UNREACHABLE = "cannot be reached: check that its server runs, and the host and port in its URL"
+
+# What a driver's message contains, in lower case -> what to tell the user.
+ADVICE = {
+    "readonly database": "is read-only: give yourself permission to write it, or choose another with --db",
+    "disk is full|no space left": "cannot grow because the disk is full: free some space",
+    "disk i/o error": "cannot be read or written (disk full, or a failing or network disk): check the disk",
+    "not a database": "is no database: choose another file with --db",
+    "malformed": "is damaged: restore a copy of it, or choose another file with --db",
+    "unable to open": "cannot be opened: check that the path is a file you may write, or choose another with --db",
+    'password authentication failed|role "[^"]*" does not exist|no password supplied': (
+        "refuses the user or the password: check both in its URL"
+    ),
+    "no pg_hba.conf entry": "does not let this user or machine in: allow it in the server's pg_hba.conf",
+    'database "[^"]*" does not exist': (
+        "does not exist on its server: create it (`createdb NAME`), or choose another with --db"
+    ),
+    "permission denied": "does not allow that to its user: grant the rights, or use the tables' owner",
+    "read-only transaction": "is a copy that takes no writes: use the primary server's URL",
+}
+
+UNREACHABLE = "cannot be reached: check that its server runs, and the host and port in its URL"
+
+# The same for what may pass by itself.
+PASSING = {
+    "database is locked": "stays locked by another process: wait until that one is done, or end it",
+    "too many (clients|connections)|connection slots are reserved|queuepool limit": (
+        "has no free connection left: try again, or run fewer clients"
+    ),
+    "starting up|shutting down|in recovery mode|not yet accepting|administrator command|another server process": (
+        "is just being started or stopped: try again in a moment"
+    ),
+    "could not translate host name|failed to resolve host": (
+        "is on a host whose name leads nowhere: check the name in its URL, or the network"
+    ),
+    "connection refused|connection reset|connection timed out|timeout expired|no route to host"
+    "|network is unreachable|server on socket .* no such file|closed the connection|closed unexpectedly"
+    "|connection is (closed|lost)|eof detected|could not (receive|send) data": UNREACHABLE,
+}
 
 
 def default_url() -> str:
@@ -57,17 +98,27 @@ def shown(url: str) -> str:
 
 @contextmanager
 def store_errors(url: str) -> Iterator[None]:
-    """Turn what the database driver raises into a StoreError of one sentence."""
+    """Turn what the database driver raises into one sentence.
+
+    Raises: StoreUnavailable: the database cannot be reached or is locked just now. StoreError: it cannot be used.
+    """
     try:
         yield
     except SQLAlchemyError as error:
-        message = str(getattr(error, "orig", None) or error).split("\n")[0].rstrip(".")
-        advice = next((advice for part, advice in ADVICE if part in message.lower()), None)
-        raise StoreError(
-            f"the database {shown(url)} {advice}"
-            if advice
-            else f"the database {shown(url)} cannot be used ({message}): check it, or choose another with --db"
-        ) from error
+        raise _translated(error, url) from error
+
+
+def _translated(error: SQLAlchemyError, url: str) -> StoreError:
+    message = str(getattr(error, "orig", None) or error)
+    lowered = message.lower()
+    for kind, known in ((StoreError, ADVICE), (StoreUnavailable, PASSING)):
+        advice = next((advice for part, advice in known.items() if re.search(part, lowered, re.DOTALL)), None)
+        if advice:
+            return kind(f"the database {shown(url)} {advice}")
+    if isinstance(error, DBAPIError) and error.connection_invalidated:
+        return StoreUnavailable(f"the database {shown(url)} {UNREACHABLE}")
+    first_line = message.split("\n")[0].rstrip(".")
+    return StoreError(f"the database {shown(url)} cannot be used ({first_line}): check it, or choose another with --db")
 
 
 def connect(url: str) -> Engine:
@@ -78,12 +129,14 @@ def connect(url: str) -> Engine:
     try:
         parsed = make_url(url)
         if parsed.get_backend_name() != "sqlite":
-            return create_engine(parsed, pool_pre_ping=True)
+            return create_engine(
+                parsed, pool_pre_ping=True, connect_args=_server_options(parsed), json_serializer=json_text
+            )
         _make_folder(parsed)
         wait = {} if "timeout" in parsed.query else {"timeout": LOCK_WAIT_S}
         with warnings.catch_warnings():
             warnings.simplefilter("error", SAWarning)  # an option that the driver does not know
-            engine = create_engine(parsed, connect_args=wait)
+            engine = create_engine(parsed, connect_args=wait, json_serializer=json_text)
     except SAWarning as error:
         options = ", ".join(sorted(parsed.query))
         raise StoreError(f"the database {shown(url)} has options that SQLite lacks ({options}): remove them") from error
@@ -92,17 +145,54 @@ def connect(url: str) -> Engine:
             f"the database {shown(url)} needs the package {error.name!r}, which is missing: install it with pip"
         ) from error
     except (SQLAlchemyError, ValueError) as error:  # ValueError: a port that is no number
-        raise StoreError(
-            f"{shown(url)} names no database: use a path or a URL such as postgresql://user@host/name"
-        ) from error
+        raise _unreadable(url) from error
     event.listen(engine, "connect", _set_pragmas)
     event.listen(engine, "begin", _begin)
     return engine
 
 
+def exists(url: str) -> bool:
+    """Whether opening the database would not create it; a server's database is taken to be there.
+
+    Raises: StoreError: the URL cannot be read.
+    """
+    try:
+        parsed = make_url(url)
+    except (SQLAlchemyError, ValueError) as error:
+        raise _unreadable(url) from error
+    in_file = parsed.get_backend_name() == "sqlite" and parsed.database not in (None, "", ":memory:")
+    return not in_file or str(parsed.database).startswith("file:") or Path(str(parsed.database)).exists()
+
+
+def json_text(value: Any) -> str:
+    """JSON that every database takes: a number that is not finite becomes null."""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    return [_finite(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
 def writing(engine: Engine) -> Engine:
     """The same engine for transactions that write."""
     return engine.execution_options(swiftopt_writes=True)
+
+
+def _unreadable(url: str) -> StoreError:
+    return StoreError(f"{shown(url)} names no database: use a path or a URL such as postgresql://user@host/name")
+
+
+def _server_options(url: URL) -> dict[str, int]:
+    if url.get_dialect().driver not in ("psycopg", "psycopg2"):
+        return {}
+    return {name: value for name, value in POSTGRES_OPTIONS.items() if name not in url.query}
 
 
 def _make_folder(url: URL) -> None:

@@ -29,7 +29,7 @@ def by_fingerprint(session: Session, fingerprint: str) -> ModelRow | None:
 def list_models(session: Session) -> list[ModelInfo]:
     """Every model that has a fingerprint, in the order in which they came."""
     names: dict[int, list[str]] = {}
-    for name in session.scalars(select(NameRow)):
+    for name in sorted(session.scalars(select(NameRow)), key=lambda row: row.name):
         names.setdefault(name.model_id, []).append(name.name)
     found = session.scalars(select(ModelRow).where(ModelRow.fingerprint.is_not(None)).order_by(ModelRow.id))
     return [model_info(row, names.get(row.id, [])) for row in found]
@@ -37,7 +37,7 @@ def list_models(session: Session) -> list[ModelInfo]:
 
 def list_names(session: Session) -> list[str]:
     """Every name, those of imported sets among them."""
-    return list(session.scalars(select(NameRow.name).order_by(NameRow.name)))
+    return sorted(session.scalars(select(NameRow.name)))  # a server's collation may order them otherwise
 
 
 def remember(session: Session, info: ModelInfo) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sqlalchemy import Connection, Engine, inspect, text
-from sqlalchemy.exc import IntegrityError, ProgrammingError
+from sqlalchemy import Connection, Engine, func, inspect, select, text
 
 from ..core.errors import SchemaTooNew
-from .database import shown, writing
+from .database import connect, exists, shown, store_errors, writing
 from .migrations import HEAD, VERSION_TABLE
 from .tables import Base
 
@@ -18,7 +20,59 @@ if TYPE_CHECKING:
     from alembic.config import Config
 
 FOLDER = Path(__file__).parent / "migrations"
+LOCK_KEY = 0x5317F7  # of PostgreSQL's advisory locks in one database: who migrates
 ALEMBIC = threading.Lock()  # alembic keeps the migration that runs in module globals
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaState:
+    """Where a database stands; `revision` is None for an empty one, or a file that does not exist."""
+
+    database: str  # as errors show it: no password
+    revision: str | None
+    head: str = HEAD
+
+    @property
+    def ok(self) -> bool:
+        """Whether the database has the schema that this swiftopt writes."""
+        return self.revision == self.head
+
+    @property
+    def newer(self) -> bool:
+        """Whether only a newer swiftopt can have written it."""
+        return self.revision is not None and not self.ok and self.revision not in known_revisions()
+
+
+def look(url: str) -> SchemaState:
+    """Where the database stands, without changing or creating it.
+
+    Raises: StoreError: it cannot be opened.
+    """
+    if not exists(url):
+        return SchemaState(shown(url), None)
+    with _opened(url) as engine, engine.connect() as connection:
+        return SchemaState(shown(url), revision(connection))
+
+
+def bring_to_head(url: str) -> tuple[SchemaState, SchemaState]:
+    """Create or migrate the database as opening a store does; where it stood before, and where it stands now.
+
+    Raises: SchemaTooNew: a newer swiftopt has written it. StoreError: it cannot be opened.
+    """
+    before = look(url)
+    with _opened(url) as engine:
+        ensure_head(engine, url)
+    return before, look(url)
+
+
+@contextmanager
+def _opened(url: str) -> Iterator[Engine]:
+    engine = connect(url)
+    try:
+        with store_errors(url):
+            yield engine
+    finally:
+        engine.dispose()
 
 
 def ensure_head(engine: Engine, url: str) -> None:
@@ -29,13 +83,7 @@ def ensure_head(engine: Engine, url: str) -> None:
     with engine.connect() as connection:
         if revision(connection) == HEAD:
             return
-    try:
-        _migrate(engine, url)
-    except (IntegrityError, ProgrammingError):
-        # Two processes met at a new PostgreSQL database; the other one has created the tables.
-        with engine.connect() as connection:
-            if revision(connection) != HEAD:
-                raise
+    _migrate(engine, url)
 
 
 def revision(connection: Connection) -> str | None:
@@ -71,14 +119,20 @@ def known_revisions() -> list[str]:
 
 def _migrate(engine: Engine, url: str) -> None:
     with writing(engine).begin() as connection:
+        if connection.dialect.name == "postgresql":
+            connection.execute(select(func.pg_advisory_xact_lock(LOCK_KEY)))
         found = revision(connection)  # again, now that no other process can migrate
         if found is not None and found not in known_revisions():
-            raise SchemaTooNew(
-                f"the database {shown(url)} was written by a newer swiftopt (its schema is {found}, this version knows "
-                f"up to {HEAD}): install that version, or choose another database with --db"
-            )
+            raise _too_new(url, found)
         if found != HEAD:
             upgrade(connection)
+
+
+def _too_new(url: str, found: str) -> SchemaTooNew:
+    return SchemaTooNew(
+        f"the database {shown(url)} was written by a newer swiftopt (its schema is {found}, this version knows "
+        f"up to {HEAD}): install that version, or choose another database with --db"
+    )
 
 
 def _config(connection: Connection) -> Config:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from sqlalchemy import Engine
-from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from ..core.types import CostProfile, FoundPlan, LayerSetRecord, ModelInfo, Trial
 from . import aliases, layer_sets, names, rows, runs
-from .database import as_url, connect, default_url, store_errors, writing
+from .database import as_url, connect, default_url, store_errors
+from .jobs import Jobs
 from .schema import ensure_head
-
-T = TypeVar("T")
-
-ATTEMPTS = 3  # of a write that met another one creating the same row
+from .transactions import Transactions
 
 
 class Store:
@@ -28,8 +25,8 @@ class Store:
 
     def __init__(self, engine: Engine, url: str) -> None:
         self.url = url
-        self._engine = engine
-        self._writer = writing(engine)
+        self._do = Transactions(engine, url)
+        self.jobs = Jobs(self._do)
 
     @classmethod
     def open(cls, url: str | None = None) -> Store:
@@ -49,7 +46,7 @@ class Store:
 
     def close(self) -> None:
         """Close the connections."""
-        self._engine.dispose()
+        self._do.engine.dispose()
 
     def __enter__(self) -> Store:
         return self
@@ -64,15 +61,15 @@ class Store:
 
         Such a set keeps its version, unless the model has sets for the same task: then it is numbered after those.
         """
-        self._write(lambda session: names.remember(session, info))
+        self._do.write(lambda session: names.remember(session, info))
 
     def models(self) -> list[ModelInfo]:
         """Every model that was loaded once; one known only from an imported set has no fingerprint and is left out."""
-        return self._read(names.list_models)
+        return self._do.read(names.list_models)
 
     def model_names(self) -> list[str]:
         """Every name that a model can be looked up by, sorted."""
-        return self._read(names.list_names)
+        return self._do.read(names.list_names)
 
     def add_layer_set(self, record: LayerSetRecord, plan_method: str = "swift", promote: bool = True) -> LayerSetRecord:
         """Store a new version with its plan and, unless told otherwise, let `best` mean it; the record as stored.
@@ -86,32 +83,39 @@ class Store:
                 aliases.move(session, plan, "best")
             return rows.layer_set_record(plan.layer_set)
 
-        return self._write(work)
+        return self._do.write(work)
 
     def layer_set(self, model: str, task: str, version: int) -> LayerSetRecord:
         """One version.
 
         Raises: LayerSetNotFound: it names the versions that exist.
         """
-        return self._read(lambda s: rows.layer_set_record(layer_sets.plan_of(s, model, task, version).layer_set))
+        return self._do.read(lambda s: rows.layer_set_record(layer_sets.plan_of(s, model, task, version).layer_set))
+
+    def plan(self, model: str, task: str, version: int) -> FoundPlan:
+        """The plan of one version, whatever alias means it; its `alias` is "".
+
+        Raises: LayerSetNotFound: it names the versions that exist.
+        """
+        return self._do.read(lambda session: rows.found_plan(layer_sets.plan_of(session, model, task, version), ""))
 
     def layer_sets(self, model: str | None = None, task: str | None = None) -> list[LayerSetRecord]:
         """The stored versions of a model, a task, both or all, newest first."""
-        return self._read(lambda session: layer_sets.list_layer_sets(session, model, task))
+        return self._do.read(lambda session: layer_sets.list_layer_sets(session, model, task))
 
     def promote(self, model: str, task: str, version: int, alias: str = "best") -> FoundPlan:
         """Let the alias mean that version, for the device and dtype that it was tuned on.
 
         Raises: LayerSetNotFound: it names the versions that exist.
         """
-        return self._write(lambda s: aliases.move(s, layer_sets.plan_of(s, model, task, version), alias))
+        return self._do.write(lambda s: aliases.move(s, layer_sets.plan_of(s, model, task, version), alias))
 
     def rollback(self, model: str, task: str, alias: str = "best") -> FoundPlan:
         """Take back the alias's last move, whatever device and dtype it was for.
 
         Raises: LayerSetNotFound: no plan was there before it.
         """
-        return self._write(lambda session: aliases.undo(session, model, task, alias))
+        return self._do.write(lambda session: aliases.undo(session, model, task, alias))
 
     def lookup(
         self, model: str, task: str, device: str | None = None, dtype: str | None = None, alias: str = "best"
@@ -122,60 +126,44 @@ class Store:
 
         Raises: LayerSetNotFound: it names the nearest model and task, and the command that tunes this one.
         """
-        return self._read(lambda session: aliases.lookup(session, model, task, device, dtype, alias))
+        return self._do.read(lambda session: aliases.lookup(session, model, task, device, dtype, alias))
 
     def save_cost_profile(self, profile: CostProfile) -> None:
         """Store measured costs in place of those of the same model, device, dtype and context bucket."""
 
-        self._write(lambda session: runs.save_cost_profile(session, profile))
+        self._do.write(lambda session: runs.save_cost_profile(session, profile))
 
     def cost_profile(self, fingerprint: str, device: str, dtype: str, context_bucket: int) -> CostProfile | None:
         """The measured costs, if there are any."""
-        return self._read(lambda session: runs.find_cost_profile(session, fingerprint, device, dtype, context_bucket))
+        return self._do.read(
+            lambda session: runs.find_cost_profile(session, fingerprint, device, dtype, context_bucket)
+        )
 
     def create_job(self, request: Mapping[str, Any]) -> str:
         """Store a running job; its id, 12 hexadecimal digits. `request` is stored as JSON."""
-        return self._write(lambda session: runs.create_job(session, request))
+        return self._do.write(lambda session: runs.create_job(session, request))
 
     def finish_job(self, job: str, state: str, error: str | None = None) -> None:
         """Give a running job its last state: succeeded, failed or cancelled. The first end of a job stands.
 
         Raises: NotFound: no such job. InvalidInput: no such state.
         """
-        self._write(lambda session: runs.finish_job(session, job, state, error))
+        self._do.write(lambda session: runs.finish_job(session, job, state, error))
 
     def job_state(self, job: str) -> str:
         """running, succeeded, failed or cancelled.
 
         Raises: NotFound: no such job.
         """
-        return self._read(lambda session: runs.find_job(session, job).state)
+        return self._do.read(lambda session: runs.find_job(session, job).state)
 
     def add_trials(self, job: str, task: str, trials: Sequence[Trial]) -> None:
         """Append a job's trials.
 
         Raises: NotFound: no such job.
         """
-        self._write(lambda session: runs.add_trials(session, job, task, trials))
+        self._do.write(lambda session: runs.add_trials(session, job, task, trials))
 
     def trials(self, job: str, task: str) -> list[Trial]:
         """A job's trials for a task in step order; none if nothing was tried."""
-        return self._read(lambda session: runs.list_trials(session, job, task))
-
-    def _read(self, work: Callable[[Session], T]) -> T:
-        with store_errors(self.url), Session(self._engine) as session:
-            return work(session)
-
-    def _write(self, work: Callable[[Session], T]) -> T:
-        """Run `work` in one transaction, again if another one created the same row meanwhile (PostgreSQL only)."""
-        with store_errors(self.url):
-            for _ in range(ATTEMPTS - 1):
-                try:
-                    return self._write_once(work)
-                except IntegrityError:
-                    continue
-            return self._write_once(work)
-
-    def _write_once(self, work: Callable[[Session], T]) -> T:
-        with Session(self._writer) as session, session.begin():
-            return work(session)
+        return self._do.read(lambda session: runs.list_trials(session, job, task))

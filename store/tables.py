@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, ForeignKey, Index, MetaData, UniqueConstraint
+from sqlalchemy import JSON, BigInteger, Double, ForeignKey, Index, MetaData, UniqueConstraint, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
 NAMING = {
@@ -16,10 +16,14 @@ NAMING = {
 }
 
 
+UNFINISHED_SQL = "state IN ('queued', 'running', 'paused')"
+
+
 class Base(DeclarativeBase):
     """Holds the metadata; timestamps are text, UTC, ISO 8601."""
 
     metadata = MetaData(naming_convention=NAMING)
+    type_annotation_map = {float: Double}  # noqa: RUF012  (SQLAlchemy reads it)
 
 
 class ModelRow(Base):
@@ -44,17 +48,107 @@ class NameRow(Base):
     model_id: Mapped[int] = mapped_column(ForeignKey(ModelRow.id), index=True)
 
 
+class StreamRow(Base):
+    """The prompts of jobs as JSON Lines, once per content."""
+
+    __tablename__ = "swiftopt_streams"
+
+    sha256: Mapped[str] = mapped_column(primary_key=True)
+    lines: Mapped[str]
+    created_at: Mapped[str]
+
+
 class JobRow(Base):
-    """A tuning run, local or queued."""
+    """A job; `queue` null: it runs in the process that began it. `lease_until` and `due_at` are seconds since 1970 by
+    the database's clock, so that clocks of workers may differ.
+
+    `n_checkpoints_before` is what `n_checkpoints` was when the attempt began; `n_fruitless` counts the latest attempts
+    that ended without adding one.
+    """
 
     __tablename__ = "swiftopt_jobs"
+    __table_args__ = (
+        Index("ix_swiftopt_jobs_state", "state"),
+        # two unfinished jobs never have the same fingerprint, whoever submits them at the same moment
+        Index(
+            "uq_swiftopt_jobs_fingerprint",
+            "fingerprint",
+            unique=True,
+            sqlite_where=text(UNFINISHED_SQL),
+            postgresql_where=text(UNFINISHED_SQL),
+        ),
+        Index("uq_swiftopt_jobs_idempotency_key", "idempotency_key", unique=True),
+    )
 
     id: Mapped[str] = mapped_column(primary_key=True)
+    kind: Mapped[str] = mapped_column(server_default="tune")
     state: Mapped[str]
+    queue: Mapped[str | None]
+    fingerprint: Mapped[str | None]
+    idempotency_key: Mapped[str | None]
     request: Mapped[dict[str, Any]] = mapped_column(JSON)
+    stream: Mapped[str | None]  # the sha256 of a StreamRow
+    n_prompts: Mapped[int] = mapped_column(server_default="0")
+    attempt: Mapped[int] = mapped_column(server_default="1")
+    worker: Mapped[str | None]
+    wanted: Mapped[str | None]
+    lease_until: Mapped[float | None]
+    due_at: Mapped[float | None]
+    n_checkpoints: Mapped[int] = mapped_column(server_default="0")
+    n_checkpoints_before: Mapped[int] = mapped_column(server_default="0")
+    n_fruitless: Mapped[int] = mapped_column(server_default="0")
+    snapshot: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    progress: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     error: Mapped[str | None]
     created_at: Mapped[str]
+    started_at: Mapped[str | None]
     finished_at: Mapped[str | None]
+
+
+class EventRow(Base):
+    """What a job reported, in order of `id`; `data` is the event as JSON."""
+
+    __tablename__ = "swiftopt_events"
+    __table_args__ = (Index(None, "job_id", "id"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey(JobRow.id))
+    type: Mapped[str]
+    data: Mapped[dict[str, Any]] = mapped_column(JSON)
+    created_at: Mapped[str]
+
+
+class OutputRow(Base):
+    """A finished completion: the event that brought it. A prompt, or a turn of one, has one completion and no more."""
+
+    __tablename__ = "swiftopt_outputs"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey(JobRow.id), primary_key=True)
+    place: Mapped[int] = mapped_column(primary_key=True)  # of the prompt in the stream, from 0
+    prompt_id: Mapped[str] = mapped_column(primary_key=True)
+    event_id: Mapped[int] = mapped_column(ForeignKey(EventRow.id))
+
+
+class CounterRow(Base):
+    """A sum over all jobs for the metrics page; `label` is what the counter is split by, if anything."""
+
+    __tablename__ = "swiftopt_counters"
+
+    name: Mapped[str] = mapped_column(primary_key=True)
+    model: Mapped[str] = mapped_column(primary_key=True)
+    task: Mapped[str] = mapped_column(primary_key=True)
+    label: Mapped[str] = mapped_column(primary_key=True)
+    value: Mapped[float]
+
+
+class LockRow(Base):
+    """Who may do a thing that one process at a time should do, and until when (seconds since 1970, database clock)."""
+
+    __tablename__ = "swiftopt_locks"
+
+    name: Mapped[str] = mapped_column(primary_key=True)
+    owner: Mapped[str]
+    until: Mapped[float]
 
 
 class LayerSetRow(Base):
@@ -147,7 +241,7 @@ class TrialRow(Base):
     """One scored candidate of a job's task."""
 
     __tablename__ = "swiftopt_trials"
-    __table_args__ = (Index(None, "job_id", "task", "step"),)
+    __table_args__ = (Index(None, "job_id", "task", "step", unique=True),)
 
     id: Mapped[int] = mapped_column(primary_key=True)
     job_id: Mapped[str] = mapped_column(ForeignKey(JobRow.id))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -13,22 +12,15 @@ from swiftopt.core.errors import InvalidInput, LayerSetError, LayerSetNotFound, 
 from swiftopt.core.requests import TuneRequest
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import CostProfile, LayerSet, LayerSetRecord, ModelInfo, Trial
-from swiftopt.store import Store, as_url
+from swiftopt.store import Store
 
 MODEL = ModelInfo("f" * 16, "LlamaForCausalLM", 40, 13_015_864_320, ("codellama-13b", "codellama/CodeLlama-13b-hf"))
 H200, A100 = "NVIDIA H200", "NVIDIA A100"
 
 
-@pytest.fixture(params=["sqlite"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """An empty database of each kind."""
-    assert request.param == "sqlite"
-    return as_url(str(tmp_path / "folder that is not there yet" / "swift opt?.db"))
-
-
 @pytest.fixture
-def store(url: str) -> Iterator[Store]:
-    with Store.open(url) as opened:
+def store(database_url: str) -> Iterator[Store]:
+    with Store.open(database_url) as opened:
         yield opened
 
 
@@ -133,9 +125,9 @@ def test_layer_set_of_an_unknown_job_is_refused(store: Store) -> None:
         store.add_layer_set(dataclasses.replace(record(), job="0123"))
 
 
-def test_versions_are_distinct_when_two_stores_write_at_once(url: str) -> None:
+def test_versions_are_distinct_when_two_stores_write_at_once(database_url: str) -> None:
     def add(_: int) -> list[int | None]:
-        with Store.open(url) as mine:
+        with Store.open(database_url) as mine:
             return [mine.add_layer_set(record()).version for _ in range(10)]
 
     with ThreadPoolExecutor(2) as pool:

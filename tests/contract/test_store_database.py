@@ -3,45 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 import sqlite3
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import Engine, create_engine, inspect, text
+from servers import Postgres, new_database, server_folder
+from sqlalchemy import URL, Engine, NullPool, create_engine, inspect, make_url, text
+from sqlalchemy.orm import Session
 
-from swiftopt.core.errors import SchemaTooNew, StoreError
+from swiftopt.core.errors import SchemaTooNew, StoreError, StoreUnavailable
 from swiftopt.core.types import LayerSet, LayerSetRecord, Trial
 from swiftopt.store import Store, as_url, default_url
 from swiftopt.store.migrations import HEAD, VERSION_TABLE
 from swiftopt.store.schema import downgrade, known_revisions, revision, upgrade
 from swiftopt.store.tables import Base
+from swiftopt.store.transactions import Transactions
 
 RECORD = LayerSetRecord("m", "t", LayerSet(40, frozenset({7}), frozenset({8})))
 
 
-@pytest.fixture(params=["sqlite"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """An empty database of each kind."""
-    assert request.param == "sqlite"
-    return as_url(str(tmp_path / "a.db"))
-
-
 @pytest.fixture
-def store(url: str) -> Iterator[Store]:
-    with Store.open(url) as opened:
+def store(database_url: str) -> Iterator[Store]:
+    with Store.open(database_url) as opened:
         yield opened
 
 
 @pytest.fixture
-def engine(url: str) -> Iterator[Engine]:
+def engine(database_url: str) -> Iterator[Engine]:
     """Our own connection to the database of `store`, past its methods."""
-    made = create_engine(url)
+    made = create_engine(database_url)
     yield made
     made.dispose()
 
@@ -75,11 +74,20 @@ def test_downgrade_drops_our_tables_only_and_upgrade_brings_them_back(store: Sto
     assert store.add_layer_set(RECORD).version == 1
 
 
-def test_rows_stay_when_the_store_is_opened_again(url: str) -> None:
-    with Store.open(url) as first:
+def test_rows_stay_when_the_store_is_opened_again(database_url: str) -> None:
+    with Store.open(database_url) as first:
         stored = first.add_layer_set(RECORD)
-    with Store.open(url) as second:
+    with Store.open(database_url) as second:
         assert second.layer_sets() == [stored]
+
+
+def test_database_can_be_created_by_several_stores_at_once(database_url: str) -> None:
+    def create(_: int) -> int | None:
+        with Store.open(database_url) as store:
+            return store.add_layer_set(RECORD).version
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sorted(filter(None, pool.map(create, range(6)))) == [1, 2, 3, 4, 5, 6]
 
 
 def test_databases_can_be_created_by_several_threads_at_once(tmp_path: Path) -> None:
@@ -91,20 +99,20 @@ def test_databases_can_be_created_by_several_threads_at_once(tmp_path: Path) -> 
         assert list(pool.map(create, range(6))) == [1] * 6
 
 
-def test_database_of_a_newer_swiftopt_is_refused(url: str, store: Store, engine: Engine) -> None:
+def test_database_of_a_newer_swiftopt_is_refused(database_url: str, store: Store, engine: Engine) -> None:
     with engine.begin() as connection:
         connection.execute(text(f"UPDATE {VERSION_TABLE} SET version_num = '9999_future'"))
     with pytest.raises(SchemaTooNew, match=f"newer swiftopt .*9999_future, .*up to {HEAD}.*install that version"):
-        Store.open(url)
+        Store.open(database_url)
 
 
-def test_opening_prints_nothing_leaves_logging_alone_and_needs_no_torch(url: str) -> None:
+def test_opening_prints_nothing_leaves_logging_alone_and_needs_no_torch(database_url: str) -> None:
     script = (
         "import logging, sys; from swiftopt.store import Store; Store.open(sys.argv[1]).close();"
         "assert 'torch' not in sys.modules; root = logging.getLogger();"
         "assert (root.handlers, root.level) == ([], logging.WARNING)"
     )
-    ran = subprocess.run([sys.executable, "-c", script, url], capture_output=True, text=True)
+    ran = subprocess.run([sys.executable, "-c", script, database_url], capture_output=True, text=True)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
 
 
@@ -151,7 +159,7 @@ def test_write_is_refused_when_another_process_keeps_the_lock(tmp_path: Path) ->
     with Store.open(f"sqlite:///{path}?timeout=0.05") as store:
         other = sqlite3.connect(path)
         other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(StoreError, match="stays locked by another process"):
+        with pytest.raises(StoreUnavailable, match="stays locked by another process"):
             store.add_layer_set(RECORD)
         assert store.layer_sets() == []  # reading goes on
         other.close()
@@ -184,3 +192,143 @@ except StoreError as error:
     assert ran.returncode == 1
     assert ran.stderr.startswith(f"the database {path} cannot ") and "disk" in ran.stderr
     assert ran.stderr.count("\n") == 1
+
+
+# --- PostgreSQL -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def guest(postgres_url: str) -> Iterator[URL]:
+    """The database's URL for a role that has a password and may read nothing."""
+    role = f"guest_{uuid.uuid4().hex[:12]}"
+    engine = create_engine(postgres_url, poolclass=NullPool, isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        connection.execute(text(f"CREATE ROLE {role} LOGIN PASSWORD 'right horse'"))
+    yield make_url(postgres_url).set(username=role, password="right horse")
+    with engine.connect() as connection:
+        connection.execute(text(f"DROP OWNED BY {role}"))
+        connection.execute(text(f"DROP ROLE {role}"))
+
+
+def test_wrong_password_or_user_is_refused_and_not_shown(guest: URL) -> None:
+    for wrong in (guest.set(password="wrong horse"), guest.set(username="nobody_of_that_name"), guest.set(password="")):
+        told = refusal(wrong.render_as_string(hide_password=False))
+        assert told.endswith("refuses the user or the password: check both in its URL")
+        assert "horse" not in told
+
+
+def test_missing_database_is_said_to_be_missing(postgres_url: str) -> None:
+    told = refusal(make_url(postgres_url).set(database="not_there").render_as_string(hide_password=False))
+    assert "not_there" in told and "does not exist on its server: create it" in told
+
+
+def test_user_without_rights_is_told_so(postgres_url: str, guest: URL) -> None:
+    assert "does not allow that to its user" in refusal(guest.render_as_string(hide_password=False))  # to create tables
+    Store.open(postgres_url).close()
+    assert "does not allow that to its user" in refusal(guest.render_as_string(hide_password=False))  # to read
+
+
+@pytest.mark.parametrize(
+    "url", ["postgresql://u@127.0.0.1:1/d", "postgresql://u@localhost:1/d", "postgresql://u@/d?host=/not-there"]
+)
+def test_server_that_does_not_run_is_unavailable(url: str) -> None:
+    with pytest.raises(StoreUnavailable, match="cannot be reached: check that its server runs"):
+        Store.open(url)
+
+
+def test_server_that_does_not_answer_is_given_up_after_seconds() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"postgresql://u@127.0.0.1:{silent.getsockname()[1]}/d?connect_timeout=2"
+        with pytest.raises(StoreUnavailable, match="cannot be reached"):
+            Store.open(url)
+
+
+def test_store_goes_on_when_its_server_comes_back() -> None:
+    with (
+        server_folder() as folder,
+        Postgres(folder) as server,
+        new_database(server.url) as url,
+        Store.open(url) as store,
+    ):
+        store.add_layer_set(RECORD)
+        for end in (server.stop, server.kill):
+            end()
+            with pytest.raises(StoreUnavailable, match="cannot be reached"):
+                store.add_layer_set(RECORD)
+            server.start()
+        assert store.add_layer_set(RECORD).version == 2
+
+
+def test_connection_lost_in_the_middle_is_unavailable_and_the_next_write_works(postgres_url: str) -> None:
+    with Store.open(postgres_url) as store, create_engine(postgres_url, poolclass=NullPool).connect() as admin:
+
+        def work(session: Session) -> None:
+            ours = session.execute(text("SELECT pg_backend_pid()")).scalar()
+            admin.execute(text("SELECT pg_terminate_backend(:pid, 5000)"), {"pid": ours})
+            session.execute(text("SELECT 1"))
+
+        with pytest.raises(StoreUnavailable):
+            Transactions(store._do.engine, postgres_url).write(work)
+        assert store.add_layer_set(RECORD).version == 1
+
+
+def test_server_without_a_free_connection_is_unavailable(guest: URL, postgres_url: str) -> None:
+    with create_engine(postgres_url, poolclass=NullPool).begin() as connection:
+        connection.execute(text(f"ALTER ROLE {guest.username} CONNECTION LIMIT 0"))
+    with pytest.raises(StoreUnavailable, match="has no free connection left"):
+        Store.open(guest.render_as_string(hide_password=False))
+
+
+COUNT_UP = "UPDATE tally SET value = value + 1 WHERE name = {}"
+
+# Two writers each run the first statement, wait for the other, and run the second.
+MEETINGS = {
+    "both insert one key": (
+        "REPEATABLE READ",
+        ("SELECT count(*) AS seen FROM tally", "INSERT INTO tally SELECT 'c' || count(*), 1 FROM tally"),
+        {"a": 0, "b": 0, "c2": 1, "c3": 1},
+    ),
+    "both change what both have read": (
+        "REPEATABLE READ",
+        ("SELECT * FROM tally", COUNT_UP.format("'a'")),
+        {"a": 2, "b": 0},
+    ),
+    "each waits for the other's lock": (
+        "READ COMMITTED",
+        (
+            "UPDATE tally SET value = value + 1 WHERE name = :mine",
+            "UPDATE tally SET value = value + 1 WHERE name = :its",
+        ),
+        {"a": 2, "b": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("meeting", MEETINGS)
+def test_writes_that_meet_are_tried_again(postgres_url: str, meeting: str) -> None:
+    isolation, statements, after = MEETINGS[meeting]
+    engine = create_engine(postgres_url, isolation_level=isolation, poolclass=NullPool)
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE tally (name TEXT PRIMARY KEY, value INTEGER)"))
+        connection.execute(text("INSERT INTO tally VALUES ('a', 0), ('b', 0)"))
+    together, tries = Barrier(2), []
+
+    def write(names: str) -> None:
+        first = True
+
+        def work(session: Session) -> None:
+            nonlocal first
+            tries.append(names)
+            session.execute(text(statements[0]), {"mine": names[0]})
+            if first:
+                first = False
+                together.wait(10)
+            session.execute(text(statements[1]), {"its": names[1]})
+
+        Transactions(engine, postgres_url).write(work)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(write, ("ab", "ba")))
+    with engine.connect() as connection:
+        assert {name: value for name, value in connection.execute(text("SELECT * FROM tally"))} == after
+    assert len(tries) > 2

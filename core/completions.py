@@ -1,0 +1,98 @@
+"""Completions to JSON and back: one object for output files, the command line, the store and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .types import Completion, LayerSet, Timings
+
+
+def completion_to_json(completion: Completion) -> dict[str, Any]:
+    """A completion with its counts and rates, as the CLI and the output files show it."""
+    used = completion.layer_set
+    return {
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "n_tokens": completion.n_tokens,
+        "finish_reason": completion.finish_reason,
+        "method": completion.method,
+        "target_passes": completion.target_passes,
+        "drafted": completion.drafted,
+        "accepted": completion.accepted,
+        "accepted_per_position": list(completion.accepted_per_position),
+        "acceptance_rate": completion.acceptance_rate,
+        "mean_generated_length": completion.mean_generated_length,
+        "timings": timings_to_json(completion.timings),
+        "n_prompt_tokens": completion.n_prompt_tokens,
+        "first_tokens": completion.first_tokens,
+        "verified_widths": widths_to_json(completion.verified_widths),
+        "prefill_s": completion.prefill_s,
+        "layer_set": None if used is None else layer_set_to_json(used),
+    }
+
+
+def completion_from_json(values: Mapping[str, Any]) -> Completion:
+    """Inverse of `completion_to_json`; the rates are reckoned anew.
+
+    Raises: KeyError, TypeError, ValueError: something is missing or of another kind.
+    """
+    used = values["layer_set"]
+    return Completion(
+        token_ids=tuple(values["token_ids"]),
+        text=values["text"],
+        finish_reason=values["finish_reason"],
+        method=values["method"],
+        n_prompt_tokens=values["n_prompt_tokens"],
+        target_passes=values["target_passes"],
+        first_tokens=values["first_tokens"],
+        drafted=values["drafted"],
+        accepted=values["accepted"],
+        accepted_per_position=tuple(values["accepted_per_position"]),
+        verified_widths=widths_from_json(values["verified_widths"]),
+        timings=timings_from_json(values["timings"]),
+        prefill_s=values["prefill_s"],
+        layer_set=None if used is None else layer_set_from_json(used),
+    )
+
+
+def timings_to_json(timings: Timings) -> dict[str, float]:
+    """Seconds by part."""
+    return {
+        "optimise": timings.optimise_s,
+        "draft": timings.draft_s,
+        "verify": timings.verify_s,
+        "other": timings.other_s,
+    }
+
+
+def timings_from_json(values: Mapping[str, Any]) -> Timings:
+    """Inverse of `timings_to_json`."""
+    return Timings(values["optimise"], values["draft"], values["verify"], values["other"])
+
+
+def widths_to_json(widths: Mapping[int, int]) -> dict[str, int]:
+    """Passes per number of rows; JSON's keys are texts."""
+    return {str(n_rows): count for n_rows, count in widths.items()}
+
+
+def widths_from_json(values: Mapping[str, Any]) -> dict[int, int]:
+    """Inverse of `widths_to_json`."""
+    return {int(n_rows): count for n_rows, count in values.items()}
+
+
+def layer_set_to_json(layer_set: LayerSet) -> dict[str, Any]:
+    """The bare set, without figures."""
+    return {
+        "n_layers": layer_set.n_layers,
+        "skip_attn": sorted(layer_set.skip_attn),
+        "skip_mlp": sorted(layer_set.skip_mlp),
+    }
+
+
+def layer_set_from_json(values: Mapping[str, Any]) -> LayerSet:
+    """Inverse of `layer_set_to_json`.
+
+    Raises: LayerSetError: it names layers that may not be skipped.
+    """
+    return LayerSet(values["n_layers"], frozenset(values["skip_attn"]), frozenset(values["skip_mlp"]))
