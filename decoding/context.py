@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from time import perf_counter
 from typing import Protocol
 
 from ..core.types import FinishReason
@@ -13,11 +14,74 @@ from .rule import TokenRule
 
 
 @dataclass(slots=True)
+class Tally:
+    """Counts and seconds of a completion while it grows.
+
+    `elapsed_s` is what passed before `started`, a reading of `perf_counter`: in a request that was cut and taken up
+    again, the seconds of its earlier life.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    widths: dict[int, int] = field(default_factory=dict)
+    per_position: list[int] = field(default_factory=list)
+    optimise_s: float = 0.0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    prefill_s: float = 0.0
+    elapsed_s: float = 0.0
+    started: float = field(default_factory=perf_counter)
+
+    @property
+    def total_s(self) -> float:
+        """Seconds until now."""
+        return self.elapsed_s + perf_counter() - self.started
+
+    def add(self, n_steps: int, n_nodes: int, n_accepted: int) -> None:
+        """Count a round."""
+        self.rounds += 1
+        self.drafted += n_steps
+        self.accepted += n_accepted
+        self.widths[n_nodes] = self.widths.get(n_nodes, 0) + 1
+        self.per_position += [0] * (n_steps - len(self.per_position))
+        for position in range(n_accepted):
+            self.per_position[position] += 1
+
+    def stopped(self) -> Tally:
+        """A copy in which the clock's seconds until now are kept."""
+        return self._from(self.total_s)
+
+    def resumed(self) -> Tally:
+        """A copy whose clock goes on now from what was kept."""
+        return self._from(self.elapsed_s)
+
+    def _from(self, elapsed_s: float) -> Tally:
+        widths, per_position = dict(self.widths), list(self.per_position)
+        return replace(self, widths=widths, per_position=per_position, elapsed_s=elapsed_s, started=perf_counter())
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A request that was cut between two passes: all that is needed to go on with it, in another process too.
+
+    `token_ids` are those generated so far, at least one; `searched` says that the search of the round in progress is
+    done; `finish` that nothing is left to decode.
+    """
+
+    token_ids: tuple[int, ...]
+    tally: Tally
+    searched: bool = False
+    finish: FinishReason | None = None
+
+
+@dataclass(slots=True)
 class Context:
     """A request in flight.
 
     Slots 0 … n-2 of `buffer` hold the target's keys and values of `token_ids`; the last token, the root of the next
-    draft, is not in it yet and will go to slot n-1, behind which drafts and scratch rows are written.
+    draft, is not in it yet and will go to slot n-1, behind which drafts and scratch rows are written. `searched` and
+    `finish` are as in `Begun`.
     """
 
     runtime: Runtime
@@ -25,6 +89,9 @@ class Context:
     rule: TokenRule
     token_ids: list[int]
     n_prompt: int
+    tally: Tally = field(default_factory=Tally)
+    searched: bool = False
+    finish: FinishReason | None = None
 
     @property
     def root_slot(self) -> int:
@@ -35,6 +102,10 @@ class Context:
     def generated(self) -> list[int]:
         """Tokens committed after the prompt."""
         return self.token_ids[self.n_prompt :]
+
+    def begun(self) -> Begun:
+        """The request as it stands: to be asked for by those who watch, between the passes of a round."""
+        return Begun(tuple(self.generated), self.tally.stopped(), self.searched, self.finish)
 
 
 class EndRule(Protocol):

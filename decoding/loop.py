@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 
 from ..core.types import Completion, FinishReason, Timings
 from ..models.runtime import Rows, Runtime
-from .context import Context, EndRule
+from .context import Begun, Context, EndRule, Tally
 from .drafters import Drafter
 from .rule import TokenRule
 from .tree import DraftTree, ancestor_mask
@@ -41,29 +41,6 @@ class Watch:
     scratch_rows: int = 0
 
 
-@dataclass(slots=True)
-class _Tally:
-    """Counts and seconds of a completion while it grows."""
-
-    rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    widths: dict[int, int] = field(default_factory=dict)
-    per_position: list[int] = field(default_factory=list)
-    optimise_s: float = 0.0
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-
-    def add(self, tree: DraftTree, n_accepted: int) -> None:
-        self.rounds += 1
-        self.drafted += tree.n_steps
-        self.accepted += n_accepted
-        self.widths[tree.n_nodes] = self.widths.get(tree.n_nodes, 0) + 1
-        self.per_position += [0] * (tree.n_steps - len(self.per_position))
-        for position in range(n_accepted):
-            self.per_position[position] += 1
-
-
 @torch.inference_mode()
 def decode(
     runtime: Runtime,
@@ -72,37 +49,60 @@ def decode(
     rule: TokenRule,
     ending: EndRule,
     watch: Watch | None = None,
+    begun: Begun | None = None,
 ) -> Completion:
     """Decode one prompt; the tokens are those of plain decoding with the same rule.
 
-    Args:   prompt_ids: at least one token.
+    Args:   prompt_ids: at least one token. begun: where the same request was cut; its tokens are not told again.
     Raises: ContextOverflow: prompt and completion do not fit the model's context.
             LayerSetError: the drafter's layer set was made for another depth.
     """
     watch = watch or Watch()
-    started = perf_counter()
+    tally = Tally() if begun is None else begun.tally.resumed()
     runtime.check_context(len(prompt_ids), ending.max_new_tokens)
     if drafter.layer_set is not None:
         runtime.check_layer_set(drafter.layer_set)
     behind = max(drafter.max_nodes(ending.max_new_tokens), watch.scratch_rows)
     buffer = runtime.new_buffer(len(prompt_ids) + ending.max_new_tokens + behind)
-    context = Context(runtime, buffer, rule, list(prompt_ids), len(prompt_ids))
+    context = Context(runtime, buffer, rule, list(prompt_ids), len(prompt_ids), tally)
+    if begun is None:
+        _begin(context, ending, watch)
+    else:
+        _take_up(context, begun)
+    while context.finish is None:
+        _round(context, drafter, ending, watch)
+    return _completion(context, drafter, ending, context.finish)
 
-    tally = _Tally()
-    logits = runtime.prefill(prompt_ids, buffer)
-    first = rule.choose(context.token_ids, logits)
-    prefill_s = perf_counter() - started
-    finish = _commit(context, (first,), ending, watch)
-    while finish is None:
-        finish = _round(context, drafter, ending, watch, tally)
-    total = perf_counter() - started
+
+def _begin(context: Context, ending: EndRule, watch: Watch) -> None:
+    """Prefill the prompt; the pass gives the first token."""
+    logits = context.runtime.prefill(context.token_ids, context.buffer)
+    first = context.rule.choose(context.token_ids, logits)
+    context.tally.prefill_s = context.tally.total_s
+    _commit(context, (first,), ending, watch)
+
+
+def _take_up(context: Context, begun: Begun) -> None:
+    """Bring the buffer and the rule to where they were when the request was cut."""
+    clock = perf_counter()
+    context.token_ids += begun.token_ids
+    context.searched, context.finish = begun.searched, begun.finish
+    if begun.finish is None:
+        context.runtime.prefill(context.token_ids[:-1], context.buffer)
+        context.rule.skip(len(begun.token_ids))
+        context.tally.prefill_s += perf_counter() - clock
+
+
+def _completion(context: Context, drafter: Drafter, ending: EndRule, finish: FinishReason) -> Completion:
+    tally, token_ids = context.tally, context.generated
+    total = tally.total_s
     spent = tally.optimise_s + tally.draft_s + tally.verify_s
     return Completion(
-        token_ids=tuple(context.generated),
-        text=completion_text(runtime, context.generated, ending),
+        token_ids=tuple(token_ids),
+        text=completion_text(context.runtime, token_ids, ending),
         finish_reason=finish,
         method=drafter.name,
-        n_prompt_tokens=len(prompt_ids),
+        n_prompt_tokens=context.n_prompt,
         target_passes=tally.rounds,
         first_tokens=1,
         drafted=tally.drafted,
@@ -110,7 +110,7 @@ def decode(
         accepted_per_position=tuple(tally.per_position),
         verified_widths=tally.widths,
         timings=Timings(tally.optimise_s, tally.draft_s, tally.verify_s, max(0.0, total - spent)),
-        prefill_s=prefill_s,
+        prefill_s=tally.prefill_s,
         layer_set=drafter.layer_set,
     )
 
@@ -124,9 +124,10 @@ def completion_text(runtime: Runtime, token_ids: Sequence[int], ending: EndRule)
     return text if cut is None else text[:cut]
 
 
-def _round(context: Context, drafter: Drafter, ending: EndRule, watch: Watch, tally: _Tally) -> FinishReason | None:
+def _round(context: Context, drafter: Drafter, ending: EndRule, watch: Watch) -> None:
     clock = perf_counter()
-    if watch.before_round is not None:
+    if watch.before_round is not None and not context.searched:
+        context.searched = True  # who is told in there of what was scored may keep the request as it stands
         watch.before_round(context)
     optimised = perf_counter()
     # The last token of the completion needs no draft: it comes with the pass that verifies the one before it.
@@ -136,17 +137,18 @@ def _round(context: Context, drafter: Drafter, ending: EndRule, watch: Watch, ta
     before = len(context.token_ids)
     _keep(context, tree, walked)
     verified = perf_counter()
-    finish = _commit(context, walked.token_ids, ending, watch)
+    _commit(context, walked.token_ids, ending, watch)
+    context.searched = False
     n_emitted = len(context.token_ids) - before
     n_accepted = min(len(walked.path), n_emitted)
-    tally.add(tree, n_accepted)
+    tally = context.tally
+    tally.add(tree.n_steps, tree.n_nodes, n_accepted)
     tally.optimise_s += optimised - clock
     tally.draft_s += drafted - optimised
     tally.verify_s += verified - drafted
     if watch.after_round is not None:
         seconds = optimised - clock, drafted - optimised, verified - drafted
         watch.after_round(context, Round(tree.n_steps, n_accepted, n_emitted, tree.n_nodes, *seconds))
-    return finish
 
 
 def _verify(context: Context, tree: DraftTree) -> Walk:
@@ -174,9 +176,8 @@ def _keep(context: Context, tree: DraftTree, walked: Walk) -> None:
             context.buffer.move(context.root_slot + node, context.root_slot + depth)
 
 
-def _commit(context: Context, block: Sequence[int], ending: EndRule, watch: Watch) -> FinishReason | None:
-    kept, finish = ending.crop(context.generated, block)
+def _commit(context: Context, block: Sequence[int], ending: EndRule, watch: Watch) -> None:
+    kept, context.finish = ending.crop(context.generated, block)
     context.token_ids += kept
     if watch.on_tokens is not None:
         watch.on_tokens(kept)
-    return finish

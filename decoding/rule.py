@@ -76,6 +76,11 @@ class TokenRule:
         index = int(torch.searchsorted(cumulative, uniform * float(cumulative[-1]), right=True))
         return min(index, int(target_probs.nonzero()[-1]))
 
+    def skip(self, n: int) -> None:
+        """Let `n` draws pass, those of tokens that were emitted before a request was cut; greedy ones drew nothing."""
+        for _ in range(0 if self.greedy else n):  # one by one, as they were drawn
+            torch.rand((), generator=self._generator, dtype=torch.float64)
+
     def confidence(self, scores: Tensor) -> tuple[int, float]:
         """The most probable token of `scores` (vocab,) and its probability."""
         top, index = scores.max(-1)

@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 from ..core.errors import ContextOverflow, InvalidInput, SettingsError
 from ..core.types import Completion, Prompt, Sampling
 from ..models.runtime import Runtime
-from .context import Ending
+from .context import Begun, Ending
 from .drafters import Drafter
 from .loop import Watch, decode
 from .rule import TokenRule
@@ -52,21 +52,33 @@ class Session:
             self.runtime.check_context(len(ids), self._room(prompt))
         return len(ids) + self._room(prompt)
 
-    def run(self, prompt: Prompt, drafter: Drafter, watch: Watch | None = None) -> Iterator[tuple[Prompt, Completion]]:
+    def run(
+        self,
+        prompt: Prompt,
+        drafter: Drafter,
+        watch: Watch | None = None,
+        answers: Sequence[str] = (),
+        begun: Begun | None = None,
+    ) -> Iterator[tuple[Prompt, Completion]]:
         """Decode a prompt; one completion per turn of the user, later turns seeing the earlier answers.
 
+        Args:   answers: texts of the turns that are done, which are not decoded again. begun: the turn after them,
+                where it was cut.
         Raises: ContextOverflow: a turn with all before it does not fit; the turns before it were yielded.
         """
-        if not prompt.turns:
-            yield prompt, self._decode(prompt, self._opening(prompt), drafter, watch)
-            return
         messages: list[Mapping[str, str]] = []
-        for number, turn in enumerate(prompt.turns, 1):
-            messages.append({"role": "user", "content": turn})
-            named = replace(prompt, id=prompt.id if len(prompt.turns) == 1 else f"{prompt.id}#{number}")
-            completion = self._decode(named, messages, drafter, watch)
-            messages.append({"role": "assistant", "content": completion.text})
-            yield named, completion
+        said = list(answers)
+        for number in range(n_turns(prompt)):
+            if prompt.turns:
+                messages.append({"role": "user", "content": prompt.turns[number]})
+            if number == len(said):
+                named = turn_of(prompt, number)
+                opening = messages if prompt.turns else self._opening(prompt)
+                completion = self._decode(named, opening, drafter, watch, begun)
+                said.append(completion.text)
+                begun = None
+                yield named, completion
+            messages.append({"role": "assistant", "content": said[number]})
 
     def rule(self) -> TokenRule:
         """A fresh rule, its draws starting from the seed."""
@@ -77,11 +89,16 @@ class Session:
         return Ending(max_new_tokens, self._stop_token_ids(), self.stop_strings, self._to_text)
 
     def _decode(
-        self, prompt: Prompt, messages: Sequence[Mapping[str, str]] | None, drafter: Drafter, watch: Watch | None
+        self,
+        prompt: Prompt,
+        messages: Sequence[Mapping[str, str]] | None,
+        drafter: Drafter,
+        watch: Watch | None,
+        begun: Begun | None,
     ) -> Completion:
         ids = self._encode(prompt, messages)
         with _naming(prompt.id):
-            return decode(self.runtime, ids, drafter, self.rule(), self.ending(self._room(prompt)), watch)
+            return decode(self.runtime, ids, drafter, self.rule(), self.ending(self._room(prompt)), watch, begun)
 
     def _room(self, prompt: Prompt) -> int:
         return prompt.max_new_tokens or self.max_new_tokens
@@ -126,6 +143,16 @@ class Session:
 
     def _to_text(self, token_ids: Sequence[int]) -> str:
         return str(self.runtime.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+def n_turns(prompt: Prompt) -> int:
+    """How many completions a prompt has."""
+    return max(1, len(prompt.turns))
+
+
+def turn_of(prompt: Prompt, number: int) -> Prompt:
+    """The prompt under the name of one of its turns (0-based), which is its own where there is only one."""
+    return prompt if len(prompt.turns) < 2 else replace(prompt, id=f"{prompt.id}#{number + 1}")
 
 
 @contextmanager

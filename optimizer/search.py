@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
-from ..core.events import Adopted, SkipRatioLowered, TrialsDone
+from ..core.events import Adopted, Event, SkipRatioLowered, TrialsDone
 from ..core.settings import SwiftSettings
 from ..core.types import CostProfile, LayerSet, Trial, n_skipped_for
 from ..decoding.context import Context
 from ..decoding.drafters import SkipDrafter
 from ..decoding.loop import Round
 from .evaluation import WindowScore, score_window
+from .incumbent import Incumbent, lowered_ratio, trimmed
 from .objective import objective
 from .strategies import make_strategy
 
 LARGEST_BATCH = 8  # candidates per pass
 BATCH_GAIN = 0.95  # a larger batch must cut the seconds per candidate at least to this share
 CONFIRM_WINDOWS = 2  # a swap is decided on this many context windows
-
-
-class Tell(Protocol):
-    """Takes the events of a search."""
-
-    def __call__(self, event: Any, /) -> None: ...
+TellEvent = Callable[[Event], None]
 
 
 def candidates_per_pass(costs: CostProfile | None, window: int) -> int:
@@ -44,21 +39,6 @@ def candidates_per_pass(costs: CostProfile | None, window: int) -> int:
     return best
 
 
-@dataclass(slots=True)
-class _Incumbent:
-    """The set in use with the mean of its scores over all windows it was scored on."""
-
-    layer_set: LayerSet
-    n: int = 0
-    score: float = 0.0
-    matchness: float = 0.0
-
-    def add(self, score: float, matchness: float) -> None:
-        self.n += 1
-        self.score += (score - self.score) / self.n
-        self.matchness += (matchness - self.matchness) / self.n
-
-
 class Search:
     """Proposes, scores and adopts layer sets between rounds of decoding, until one of the stopping rules holds.
 
@@ -72,7 +52,7 @@ class Search:
         settings: SwiftSettings,
         skip_ratio: float,
         costs: CostProfile | None,
-        tell: Tell,
+        tell: TellEvent,
         prompt_id: Callable[[], str],
     ) -> None:
         self.task, self.settings, self.costs = task, settings, costs
@@ -85,9 +65,8 @@ class Search:
         if settings.optimise and not settings.max_steps:
             self.stopped_because = "no candidates were asked for"
         self.batch = candidates_per_pass(costs, settings.context_window)
-        self._incumbent = _Incumbent(start)
+        self._incumbent = Incumbent(start)
         self._n_at_gain = 0  # candidates scored when the set in use was first scored or adopted
-        self._rounds: deque[Round] = deque(maxlen=settings.min_acceptance_rounds)
         self._tell, self._prompt_id = tell, prompt_id
         self._strategy = None if self.stopped_because else self._make_strategy(start.n_skipped)
 
@@ -142,23 +121,50 @@ class Search:
         """Lower the skip ratio where acceptance stays too low while optimising (SWIFT C.2)."""
         if not self.optimising:
             return
-        self._rounds.append(round_)
-        drafted = sum(r.n_steps for r in self._rounds)
-        if len(self._rounds) < self.settings.min_acceptance_rounds or not drafted:
-            return
-        acceptance = sum(r.n_accepted for r in self._rounds) / drafted
-        n_skipped, lowered = self.layer_set.n_skipped, self.skip_ratio - self.settings.skip_ratio_step
-        while 0 < n_skipped <= n_skipped_for(self.n_layers, lowered):
-            lowered -= self.settings.skip_ratio_step  # on a small model one step may give nothing back
-        if acceptance < self.settings.min_acceptance and n_skipped_for(self.n_layers, lowered) > 0:
-            self._lower(lowered, acceptance)
+        settings = self.settings
+        acceptance = self._incumbent.acceptance_after(round_, settings.min_acceptance_rounds)
+        if acceptance is not None and acceptance < settings.min_acceptance:
+            lowered = lowered_ratio(self.n_layers, self.skip_ratio, self.layer_set.n_skipped, settings.skip_ratio_step)
+            if n_skipped_for(self.n_layers, lowered) > 0:
+                self._lower(lowered, acceptance)
 
     def finish(self, reason: str) -> None:
         """End the search, if it has not ended yet."""
         if self.optimising:
             self.stopped_because = reason
-            assert self._strategy is not None
+            self.close()
+
+    def close(self) -> None:
+        """Free what the strategy holds, whether the search has ended or was cut short."""
+        if self._strategy is not None:
             self._strategy.close()
+
+    def state(self) -> dict[str, Any]:
+        """Where the search stands between two passes, as JSON values, without its trials."""
+        return {
+            "n_trials": len(self.trials),
+            "skip_ratio": self.skip_ratio,
+            "incumbent": self._incumbent.to_json(),
+            "n_at_gain": self._n_at_gain,
+            "stopped_because": self.stopped_because,
+            "strategy": self._strategy.state() if self._strategy is not None and self.optimising else None,
+        }
+
+    def restore(self, state: Mapping[str, Any], trials: Sequence[Trial]) -> None:
+        """Go on from the `state` of a search of the same settings, and the trials it had made by then, in their order.
+
+        Raises: KeyError, TypeError, ValueError: they are no such state, or not its trials.
+        """
+        if [trial.step for trial in trials] != list(range(state["n_trials"])):
+            raise ValueError(f"task {self.task!r} stood at {state['n_trials']} trials, but {len(trials)} are stored")
+        self.trials, self.skip_ratio = list(trials), state["skip_ratio"]
+        self._incumbent = Incumbent.from_json(state["incumbent"])
+        self.drafter.layer_set = self.layer_set
+        self._n_at_gain, self.stopped_because = state["n_at_gain"], state["stopped_because"]
+        if self._strategy is not None and self.optimising:
+            for trial in self.trials:
+                self._strategy.observe(trial)
+            self._strategy.restore(state["strategy"])
 
     def _make_strategy(self, n_skipped: int) -> Any:
         settings = self.settings
@@ -197,8 +203,8 @@ class Search:
         self.trials += trials
         for trial in trials:
             self._strategy.observe(trial)
+        self._check_end()  # first, so that who is told of the trials may keep a state that knows of the end
         self._tell(TrialsDone(self.task, tuple(trials)))
-        self._check_end()
 
     def _confirm(self, context: Context, challenger: Trial) -> bool:
         """Score both on one window, twice as long if the text is; adopt the challenger if it is better there.
@@ -221,9 +227,8 @@ class Search:
         return True
 
     def _use(self, layer_set: LayerSet) -> None:
-        self._incumbent = _Incumbent(layer_set)
+        self._incumbent = Incumbent(layer_set)
         self.drafter.layer_set = layer_set
-        self._rounds.clear()
 
     def _check_end(self) -> None:
         settings, n = self.settings, len(self.trials)
@@ -242,14 +247,3 @@ class Search:
         self._strategy.set_n_skipped(n_skipped)
         self._use(trimmed(self.layer_set, n_skipped))
         self._tell(SkipRatioLowered(self.task, skip_ratio, acceptance))
-
-
-def trimmed(layer_set: LayerSet, n_skipped: int) -> LayerSet:
-    """`layer_set` with `n_skipped` of its sub-layers still skipped, the ones given back spread over the depth."""
-    skipped = sorted(
-        [("attn", i) for i in layer_set.skip_attn] + [("mlp", i) for i in layer_set.skip_mlp], key=lambda sub: sub[::-1]
-    )
-    if n_skipped >= len(skipped):
-        return layer_set
-    kept = [skipped[(j * len(skipped)) // n_skipped] for j in range(n_skipped)] if n_skipped else []
-    return LayerSet.of(layer_set.n_layers, kept)  # type: ignore[arg-type]

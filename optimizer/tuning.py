@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from time import perf_counter
 from typing import Any
 
-from ..core.events import Event, PhaseChanged, Progress, PromptFinished, PromptStarted, TaskFinished
+from ..core.events import PhaseChanged, PromptFinished, PromptStarted, TaskFinished
 from ..core.settings import SwiftSettings
-from ..core.types import Completion, CostProfile, LayerSetRecord, Prompt, Sampling, Timings, Verdict
+from ..core.types import CostProfile, LayerSetRecord, Prompt, Sampling, Trial, Verdict
 from ..decoding.context import Context
-from ..decoding.drafters import Drafter, NoDrafter, SkipDrafter
+from ..decoding.drafters import SkipDrafter
 from ..decoding.loop import Round, Watch
-from ..decoding.session import Session
+from ..decoding.session import Session, n_turns
 from ..models.runtime import Runtime
-from .search import Search
-from .verdict import faster, hold_out, is_open, judge, speed, timed
+from .reports import progress_of, record_of, result_of
+from .search import Search, TellEvent
+from .snapshot import VERSION, Flight, TaskState, check, reading
+from .verdict import Pair, faster, hold_out, is_open, judge, side_by_side, timed_pairs, turns_done
 
-TellEvent = Callable[[Event], None]
+BEAT_S = 0.5  # seconds between two signs of life while held-out prompts are timed
 
 
-@dataclass(slots=True)
-class _Task:
-    """One task of the stream: its search, its completions so far, and its phase."""
-
-    name: str
-    search: Search
-    held_out: list[tuple[int, Prompt]]  # with their places in the stream
-    phase: Any = ""
-    prompt_id: str = ""
-    tokens: int = 0
-    seconds: float = 0.0
-    drafted: int = 0
-    accepted: int = 0
-    rounds: int = 0
-    timings: Timings = field(default_factory=Timings)
-    n_prompts: int = 0
-    n_tokens: int = 0
+class _Stopped(Exception):
+    """Ends the decoding of a prompt when the run was asked to stop."""
 
 
 class Tuner:
@@ -59,179 +46,210 @@ class Tuner:
         self.runtime, self.settings, self.costs, self.model = runtime, settings, costs, model
         self.session = Session(runtime, sampling, max_new_tokens)
         self.tell = tell
-        self._running: dict[str, _Task] = {}
+        self._running: dict[str, TaskState] = {}
+        self._concluded: list[str] = []
+        self._prompts: Sequence[Prompt] = ()
+        self._next = 0  # place in the stream of the prompt in flight, or else of the first that was not begun
+        self._flight: Flight | None = None
+        self._stop_reason: str | None = None
+        self._next_beat = 0.0
 
-    def run(self, prompts: Sequence[Prompt]) -> Iterator[TaskFinished]:
+    def run(
+        self,
+        prompts: Sequence[Prompt],
+        start: Mapping[str, Any] | None = None,
+        trials: Mapping[str, Sequence[Trial]] = {},
+    ) -> Iterator[TaskFinished]:
         """Decode the stream in its order; held-out prompts come last. One result per task, in order of appearance.
 
         Each result is yielded before the next task is judged, so that a run cut short there has lost nothing.
+
+        Args:   start: a `snapshot` of the same run, from which this one goes on. trials: by task, all that the run had
+                made by then, in their order.
+        Raises: SettingsError: `start` is of another version, model or stream, or was changed.
         """
-        self._running = tasks = self._tasks(prompts)
-        held = {index for task in tasks.values() for index, _ in task.held_out}
+        self._running, self._prompts = self._tasks(prompts), prompts
+        held = {index for task in self._running.values() for index, _ in task.held_out}
         try:
+            if start is not None:
+                self._restore(start, trials)
+            self._check_stop()
             for index, prompt in enumerate(prompts):
-                if index not in held:
-                    self._serve(tasks[prompt.task], prompt, index, len(prompts))
-        finally:
-            for task in tasks.values():
+                if index >= self._next and index not in held:
+                    self._serve(self._running[prompt.task], prompt, index)
+            for task in self._running.values():
                 task.search.finish("the stream ended")
-        for task in list(tasks.values()):
-            result = self._conclude(task, len(prompts))
+            for task in list(self._running.values()):
+                result = self._conclude(task)
+                del self._running[task.name]
+                self._concluded.append(task.name)
+                yield result
+                self._check_stop()
+        except _Stopped:
+            return
+        finally:
+            for task in self._running.values():
+                task.search.close()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Where the run stands, as JSON values without the trials; `run` goes on from it in another process.
+
+        To be taken in any `tell` but that of `Adopted`, whose trial is told right after, or when a result was yielded.
+        """
+        return {
+            "version": VERSION,
+            "n_layers": self.runtime.n_layers,
+            "n_prompts": len(self._prompts),
+            "next": self._next,
+            "flight": None if self._flight is None else self._flight.to_json(),
+            "tasks": {name: task.to_json() for name, task in self._running.items()},
+            "concluded": list(self._concluded),
+        }
+
+    def stop(self, reason: str) -> None:
+        """End the run after the round in progress, without a verdict; may be called in `tell`, or by another thread.
+
+        The prompt in flight is dropped; what was tried is in `unfinished`, and a later `snapshot` can be gone on from.
+        """
+        self._stop_reason = reason
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stop_reason is not None
+
+    def unfinished(self) -> Iterator[TaskFinished]:
+        """Results, without a verdict, of tasks that were cut short after their search had tried something.
+
+        A task counts as concluded when it is yielded, in snapshots as well.
+        """
+        reason = self._stop_reason or "the run was cut short"
+        verdict = Verdict("unmeasured", reason=reason)
+        for task in [task for task in self._running.values() if task.search.trials]:
+            result = result_of(task, self._record(task, [], verdict), verdict, self.costs, [], [], reason)
             del self._running[task.name]
+            self._concluded.append(task.name)
             yield result
 
-    def unfinished(self) -> list[LayerSetRecord]:
-        """The sets in use of tasks that were cut short after their search had tried something, without a verdict."""
-        tried = [task for task in self._running.values() if task.search.trials]
-        return [self._record(task, [], Verdict("unmeasured", reason="the run was cut short")) for task in tried]
+    def _restore(self, start: Mapping[str, Any], trials: Mapping[str, Sequence[Trial]]) -> None:
+        with reading():
+            check(start, self.runtime.n_layers, len(self._prompts), self._running)
+            self._next, self._concluded = int(start["next"]), list(start["concluded"])
+            if start["flight"] is not None:
+                self._flight = Flight.from_json(start["flight"], self._prompts[self._next])
+            for name in self._concluded:
+                del self._running[name]
+            for name, task in self._running.items():
+                task.restore(start["tasks"][name], trials.get(name, ()))
 
-    def _tasks(self, prompts: Sequence[Prompt]) -> dict[str, _Task]:
+    def _check_stop(self) -> None:
+        if self.stopped:
+            raise _Stopped
+
+    def _tasks(self, prompts: Sequence[Prompt]) -> dict[str, TaskState]:
         by_task: dict[str, list[tuple[int, Prompt]]] = {}
         for index, prompt in enumerate(prompts):
             by_task.setdefault(prompt.task, []).append((index, prompt))
-        tasks: dict[str, _Task] = {}
+        tasks: dict[str, TaskState] = {}
         ratio = self.settings.start_skip_ratio(self.runtime.info.n_parameters)
         for name, own in by_task.items():
-            search = Search(
-                name,
-                self.runtime.n_layers,
-                self.settings,
-                ratio,
-                self.costs,
-                self.tell,
-                lambda name=name: tasks[name].prompt_id,  # type: ignore[misc]
-            )
-            tasks[name] = _Task(name, search, hold_out(own)[1])
+
+            def prompt_id(name: str = name) -> str:
+                return tasks[name].prompt_id
+
+            search = Search(name, self.runtime.n_layers, self.settings, ratio, self.costs, self.tell, prompt_id)
+            tasks[name] = TaskState(name, search, hold_out(own)[1])
         return tasks
 
-    def _serve(self, task: _Task, prompt: Prompt, index: int, n_prompts: int) -> None:
+    def _serve(self, task: TaskState, prompt: Prompt, index: int) -> None:
         """Decode one prompt with the set in use, searching before each round while the search goes on."""
+        flight = self._flight or Flight()
+        self._next, self._flight = index, flight
         task.prompt_id = prompt.id
-        self.tell(PromptStarted(task.name, prompt.id, index, n_prompts))
-        watch = Watch(
-            before_round=task.search.before_round if task.search.optimising else None,
-            after_round=lambda context, round_: self._after_round(task, context, round_),
-            scratch_rows=task.search.scratch_rows,
-        )
-        for turn, completion in self.session.run(prompt, task.search.drafter, watch):
-            task.timings += completion.timings
-            task.n_prompts += 1
-            task.n_tokens += completion.n_tokens
+        self.tell(PromptStarted(task.name, prompt.id, index, len(self._prompts)))
+        self._check_stop()
+        watch = self._watch(task, flight)
+        for turn, completion in self.session.run(prompt, task.search.drafter, watch, flight.answers, flight.begun):
+            task.count_completion(completion)
+            flight.answered(completion.text)
+            if len(flight.answers) == n_turns(prompt):
+                self._next, self._flight = index + 1, None
             self.tell(PromptFinished(turn, index, completion))
+            self._check_stop()
 
-    def _after_round(self, task: _Task, context: Context, round_: Round) -> None:
+    def _watch(self, task: TaskState, flight: Flight) -> Watch:
+        def before_round(context: Context) -> None:
+            flight.context = context
+            task.search.before_round(context)
+
+        def after_round(context: Context, round_: Round) -> None:
+            flight.context = context
+            self._after_round(task, context, round_)
+
+        optimising = task.search.optimising
+        return Watch(None, before_round if optimising else None, after_round, task.search.scratch_rows)
+
+    def _after_round(self, task: TaskState, context: Context, round_: Round) -> None:
         search = task.search
+        task.count(round_)
         search.after_round(context, round_)
-        task.tokens += round_.n_emitted
-        task.drafted += round_.n_steps
-        task.accepted += round_.n_accepted
-        task.rounds += 1
-        task.seconds += round_.optimise_s + round_.draft_s + round_.verify_s
         waiting = search.matchness is None or len(context.generated) < self.settings.context_window
         phase = "accelerate" if not search.optimising else "accumulate" if waiting else "optimise"
         if phase != task.phase:
             task.phase = phase
             self.tell(PhaseChanged(task.name, phase, search.stopped_because))  # type: ignore[arg-type]
-        self.tell(self._progress(task))
+        self.tell(progress_of(task))
+        if context.finish is None:
+            self._check_stop()
 
-    def _progress(self, task: _Task) -> Progress:
-        trials = task.search.trials
-        return Progress(
-            task=task.name,
-            phase=task.phase,
-            tokens=task.tokens,
-            tok_s=task.tokens / max(1e-9, task.seconds),
-            matchness=trials[-1].matchness if trials else None,
-            best_matchness=task.search.matchness,
-            n_trials=len(trials),
-            acceptance_rate=task.accepted / task.drafted if task.drafted else None,
-            mean_generated_length=task.tokens / task.rounds if task.rounds else None,
-            skip_ratio=task.search.skip_ratio,
-        )
-
-    def _conclude(self, task: _Task, n_prompts: int) -> TaskFinished:
+    def _conclude(self, task: TaskState) -> TaskFinished:
         """Run the held-out prompts plain and tuned, interleaved, and put the task's result together."""
+        task.phase = "verdict"
         if task.held_out:
             self.tell(PhaseChanged(task.name, "verdict", f"{len(task.held_out)} held-out prompts, plain and tuned"))
-        plain, tuned = self._side_by_side(task, n_prompts, is_first=True)
-        slow, fast = timed(plain), timed(tuned)
-        expected = self.costs.expected_of(task.search.layer_set, tuned)
+        n_turns_held = sum(n_turns(prompt) for _, prompt in task.held_out)
+        self._look(task, 0)
+        first = task.pairs[:n_turns_held]
+        slow, fast = timed_pairs(first)
+        expected = self.costs.expected_of(task.search.layer_set, [pair.tuned for pair in first])
         verdict = judge(fast, slow, expected)
         if is_open(verdict):
             # One slow moment of the machine in four prompts is enough to hide a gain: look again, keep the faster runs.
-            again = self._side_by_side(task, n_prompts, is_first=False)
-            slow, fast = (faster(runs, timed(more)) for runs, more in zip((slow, fast), again, strict=True))
+            self._look(task, n_turns_held)
+            again = timed_pairs(task.pairs[n_turns_held:])
+            slow, fast = (faster(runs, more) for runs, more in zip((slow, fast), again, strict=True))
             verdict = judge(fast, slow, expected)
-        return TaskFinished(
-            task=task.name,
-            record=self._record(task, tuned, verdict),
-            verdict=verdict,
-            stopped_because=task.search.stopped_because,
-            trials=tuple(task.search.trials),
-            timings=task.timings,
-            n_prompts=task.n_prompts,
-            n_tokens=task.n_tokens,
-            draft_cost=self.costs.draft_cost(task.search.layer_set),
-            plain_tok_s=speed(slow) if slow else None,
-            tuned_tok_s=speed(fast) if fast else None,
-        )
+        return result_of(task, self._record(task, first, verdict), verdict, self.costs, slow, fast)
 
-    def _side_by_side(self, task: _Task, n_prompts: int, is_first: bool) -> tuple[list[Completion], list[Completion]]:
-        """All held-out prompts under plain and tuned decoding, the order of the two changing from one to the next."""
-        plain: list[Completion] = []
-        tuned: list[Completion] = []
-        for number, (index, prompt) in enumerate(task.held_out):
-            self.tell(PromptStarted(task.name, prompt.id, index, n_prompts))
-            tell = self.tell if is_first else _silent
-            plain_done, tuned_done = self._both(task, prompt, index, (number % 2 == 1) == is_first, tell)
-            plain += plain_done
-            tuned += tuned_done
-        return plain, tuned
+    def _look(self, task: TaskState, n_before: int) -> None:
+        """Make the pairs behind the first `n_before`: all held-out prompts, the order of plain and tuned changing.
 
-    def _both(
-        self, task: _Task, prompt: Prompt, index: int, tuned_first: bool, tell: TellEvent
-    ) -> tuple[list[Completion], list[Completion]]:
-        """A prompt's turns under plain and tuned decoding; those of plain decoding are its output."""
-        drafters: list[Drafter] = [NoDrafter(), SkipDrafter(task.search.layer_set, self.settings)]
-        done: dict[str, list[Completion]] = {drafter.name: [] for drafter in drafters}
-        for drafter in reversed(drafters) if tuned_first else drafters:
-            for turn, completion in self.session.run(prompt, drafter):
-                done[drafter.name].append(completion)
-                if drafter.layer_set is None:
-                    tell(PromptFinished(turn, index, completion, held_out=True))
-        plain, tuned = (done[drafter.name] for drafter in drafters)
-        return plain, tuned
+        Plain decoding's completions are the output; those of a second look are the first's, and not told again.
+        """
+        is_first = not n_before
+        n_done, n_turns_done = turns_done([prompt for _, prompt in task.held_out], len(task.pairs) - n_before)
+        watch = Watch(after_round=lambda context, round_: self._beat(task))
+        drafter = SkipDrafter(task.search.layer_set, self.settings)
+        for number, (index, prompt) in list(enumerate(task.held_out))[n_done:]:
+            self._check_stop()
+            self.tell(PromptStarted(task.name, prompt.id, index, len(self._prompts)))
+            self._check_stop()
+            earlier = task.pairs[len(task.pairs) - n_turns_done :]
+            n_turns_done = 0
+            tuned_first = (number % 2 == 1) == is_first
+            for turn, pair in side_by_side(self.session, prompt, drafter, tuned_first, earlier, watch):
+                task.pairs.append(pair)
+                if is_first:
+                    self.tell(PromptFinished(turn, index, pair.plain, held_out=True))
+                self._check_stop()
 
-    def _record(self, task: _Task, tuned: Sequence[Completion], verdict: Verdict) -> LayerSetRecord:
-        drafted, passes = sum(done.drafted for done in tuned), sum(done.target_passes for done in tuned)
-        if not tuned:
-            drafted, accepted, passes, tokens = task.drafted, task.accepted, task.rounds, task.tokens
-        else:
-            accepted = sum(done.accepted for done in tuned)
-            tokens = sum(done.n_tokens - done.first_tokens for done in tuned)
-        return LayerSetRecord(
-            model=self.model,
-            task=task.name,
-            layer_set=task.search.layer_set,
-            fingerprint=self.runtime.info.fingerprint,
-            matchness=_rounded(task.search.matchness),
-            acceptance_rate=_rounded(accepted / drafted if drafted else None),
-            mean_generated_length=_rounded(tokens / passes if passes else None),
-            expected_speedup=_rounded(verdict.expected),
-            measured_speedup=_rounded(verdict.ratio),
-            measured_interval=None
-            if verdict.interval is None
-            else (round(verdict.interval[0], 4), round(verdict.interval[1], 4)),
-            verdict=verdict.word,
-            device=self.costs.device,
-            dtype=self.costs.dtype,
-            settings=self.settings.to_json(),
-        )
+    def _beat(self, task: TaskState) -> None:
+        """A sign of life now and then, so that who listens can stop the run; seldom, for these rounds are timed."""
+        self._check_stop()
+        now = perf_counter()
+        if now >= self._next_beat:
+            self._next_beat = now + BEAT_S
+            self.tell(progress_of(task))
 
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
-
-
-def _silent(event: Event) -> None:
-    """Takes the completions of a repeated run, which are those of the first."""
+    def _record(self, task: TaskState, pairs: Sequence[Pair], verdict: Verdict) -> LayerSetRecord:
+        return record_of(task, [pair.tuned for pair in pairs], verdict, self.model, self.runtime, self.costs)

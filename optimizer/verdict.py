@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ..core.types import Completion, Verdict
+from ..core.types import Completion, Prompt, Verdict
+from ..decoding.drafters import Drafter, NoDrafter
+from ..decoding.loop import Watch
+from ..decoding.session import Session, n_turns
 
 T = TypeVar("T")
 
@@ -24,6 +27,37 @@ def hold_out(prompts: Sequence[T]) -> tuple[list[T], list[T]]:
 
 
 @dataclass(frozen=True, slots=True)
+class Pair:
+    """One turn of a held-out prompt under plain and under tuned decoding."""
+
+    plain: Completion
+    tuned: Completion
+
+
+def side_by_side(
+    session: Session, prompt: Prompt, drafter: Drafter, tuned_first: bool, earlier: Sequence[Pair], watch: Watch
+) -> Iterator[tuple[Prompt, Pair]]:
+    """A prompt's turns after the `earlier` ones, each decoded plain and with `drafter` before the next begins."""
+    plain = session.run(prompt, NoDrafter(), watch, [pair.plain.text for pair in earlier])
+    tuned = session.run(prompt, drafter, watch, [pair.tuned.text for pair in earlier])
+    if tuned_first:
+        for (_, fast), (turn, slow) in zip(tuned, plain, strict=True):
+            yield turn, Pair(slow, fast)
+    else:
+        for (turn, slow), (_, fast) in zip(plain, tuned, strict=True):
+            yield turn, Pair(slow, fast)
+
+
+def turns_done(prompts: Sequence[Prompt], n_done: int) -> tuple[int, int]:
+    """How many of `prompts` are done, and how many turns of the next one, once `n_done` turns are."""
+    for number, prompt in enumerate(prompts):
+        if n_done < n_turns(prompt):
+            return number, n_done
+        n_done -= n_turns(prompt)
+    return len(prompts), 0
+
+
+@dataclass(frozen=True, slots=True)
 class Timed:
     """Tokens and seconds of one prompt under one method."""
 
@@ -36,9 +70,9 @@ class Timed:
         return cls(completion.n_tokens, completion.timings.total_s)
 
 
-def timed(completions: Sequence[Completion]) -> list[Timed]:
-    """One entry per completion."""
-    return [Timed.of(completion) for completion in completions]
+def timed_pairs(pairs: Sequence[Pair]) -> tuple[list[Timed], list[Timed]]:
+    """The plain and the tuned runs of each pair."""
+    return [Timed.of(pair.plain) for pair in pairs], [Timed.of(pair.tuned) for pair in pairs]
 
 
 def faster(first: Sequence[Timed], second: Sequence[Timed]) -> list[Timed]:

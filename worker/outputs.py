@@ -8,10 +8,11 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import platformdirs
 
+from ..core.completions import completion_to_json
 from ..core.errors import OutputError
 from ..core.types import Completion, Prompt
 
@@ -93,27 +94,3 @@ class CompletionWriter:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._lines.__exit__(kind, value, trace)
-
-
-def completion_to_json(completion: Completion) -> dict[str, Any]:
-    """The figures of a completion as the CLI and the output files show them."""
-    timings = completion.timings
-    return {
-        "text": completion.text,
-        "token_ids": list(completion.token_ids),
-        "n_tokens": completion.n_tokens,
-        "finish_reason": completion.finish_reason,
-        "method": completion.method,
-        "target_passes": completion.target_passes,
-        "drafted": completion.drafted,
-        "accepted": completion.accepted,
-        "accepted_per_position": list(completion.accepted_per_position),
-        "acceptance_rate": completion.acceptance_rate,
-        "mean_generated_length": completion.mean_generated_length,
-        "timings": {
-            "optimise": timings.optimise_s,
-            "draft": timings.draft_s,
-            "verify": timings.verify_s,
-            "other": timings.other_s,
-        },
-    }

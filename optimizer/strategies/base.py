@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from ...core.types import LayerSet, Trial
 
@@ -32,6 +33,15 @@ class Strategy(Protocol):
         """The skip ratio changed: candidates have `n_skipped` sub-layers from now on.
 
         Raises: SettingsError: the model has fewer searchable sub-layers.
+        """
+
+    def state(self) -> dict[str, Any]:
+        """Its position as JSON values, without the trials; to be taken when every proposal has been scored."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state` of a strategy of the same settings; its trials were observed here in their order before.
+
+        Raises: KeyError, TypeError, SettingsError: that is no such state.
         """
 
     def close(self) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from math import comb
+from typing import Any
 
 from ...core.errors import LayerSetError, SettingsError
 from ...core.types import LayerSet, Trial, searchable
 from .base import Proposal
-from .process import DEADLINE_S, Bits, Engine, SuggestionProcess
+from .process import DEADLINE_S, Bits, Engine, Request, SuggestionProcess
 
 MAX_REDRAWS = 64  # exchanges tried to get away from a set proposed before; spaces of a few sets run dry
 MAX_PENDING = 64  # proposed sets without a score that a suggestion is told of; a caller may drop candidates
@@ -85,6 +87,18 @@ class IntervalStrategy:
         self._pending.pop(bits, None)
         if self._process is not None:
             self._process.observe(bits, trial.score)
+
+    def state(self) -> dict[str, Any]:
+        """See `Strategy`; a suggestion on its way is kept as what was asked for."""
+        asked = self._process.request if self._process is not None else None
+        return {"step": self._step, "n_skipped": self._n_skipped, "asked": None if asked is None else asked.to_json()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See `Strategy`; a suggestion that was on its way is asked for again, of the scores it was asked of."""
+        self._step = state["step"]
+        self.set_n_skipped(state["n_skipped"])
+        if state["asked"] is not None and self._process is not None:
+            self._process.ask_again(Request.from_json(state["asked"]))
 
     def close(self) -> None:
         """End the suggestion process, at once; see `Strategy`."""

@@ -17,8 +17,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Self
 
 Bits = tuple[int, ...]
 Engine = Literal["gp", "tpe"]
@@ -28,6 +29,25 @@ MAX_FAILURES = 3  # crashes or missed deadlines in a row, after which nothing is
 MODULE = "swiftopt.optimizer.strategies.suggest"
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a suggestion depends on, besides engine and seed: the first `n_observed` scores and what is being scored."""
+
+    step: int
+    n_skipped: int
+    n_observed: int
+    pending: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for a snapshot."""
+        return {**asdict(self), "pending": list(self.pending)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Inverse of `to_json`."""
+        return cls(values["step"], values["n_skipped"], values["n_observed"], tuple(values["pending"]))
 
 
 class SuggestionProcess:
@@ -46,6 +66,7 @@ class SuggestionProcess:
         self._child: subprocess.Popen[bytes] | None = None
         self._stop: Callable[[], object] = _nothing
         self._reply: queue.SimpleQueue[bytes] | None = None
+        self.request: Request | None = None  # the one in flight, known also after `close`
         self._due_at = 0.0
         self._failures = 0
 
@@ -74,6 +95,10 @@ class SuggestionProcess:
 
         Does nothing while a request is in flight, before the first observation, and after too many failures.
         """
+        self.ask_again(Request(step, n_skipped, len(self._history), tuple(_text(bits) for bits in pending)))
+
+    def ask_again(self, request: Request) -> None:
+        """Ask what another life of this search asked, of the scores it had then; else as `ask`."""
         if self.in_flight or self.gave_up or not self._history:
             return
         if self.pid is None:
@@ -83,17 +108,18 @@ class SuggestionProcess:
                 self._fail(f"no process: {error}")
                 return
         assert self._child is not None
-        request = {
-            "step": step,
-            "n_skipped": n_skipped,
-            "new": self._history[self._n_sent :],
-            "pending": [_text(bits) for bits in pending],
+        message = {
+            "step": request.step,
+            "n_skipped": request.n_skipped,
+            "new": self._history[self._n_sent : request.n_observed],
+            "pending": request.pending,
         }
-        self._n_sent = len(self._history)
+        self._n_sent = request.n_observed
+        self.request = request
         self._reply = queue.SimpleQueue()
         self._due_at = time.monotonic() + self._deadline_s
         # The write blocks too, as soon as a long history fills the pipe of a process that is still importing.
-        line = json.dumps(request).encode() + b"\n"
+        line = json.dumps(message).encode() + b"\n"
         threading.Thread(target=_exchange, args=(self._child, line, self._reply), daemon=True).start()
 
     def take(self, *, wait: bool) -> Bits | None:
@@ -107,7 +133,7 @@ class SuggestionProcess:
             if time.monotonic() >= self._due_at:
                 self._fail(f"no suggestion within {self._deadline_s:g} s")
             return None
-        self._reply = None
+        self._reply = self.request = None
         try:
             suggestion = _parsed(line)
         except ValueError as error:
@@ -141,7 +167,7 @@ class SuggestionProcess:
 
     def _fail(self, reason: str) -> None:
         self._stop()
-        self._reply = None
+        self._reply = self.request = None
         self._failures += 1
         logger.info("suggestions=failed engine=%s failures=%d reason=%r", self.engine, self._failures, reason)
         if self.gave_up:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from contextlib import closing
@@ -67,6 +68,23 @@ def test_strategy_repeats_itself_when_seed_and_observations_are_equal(name: str)
     first = run(name, 1)
     run.cache_clear()
     assert run(name, 1) == first
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("n_played", [0, 3, 5])
+def test_strategy_goes_on_from_its_state_as_it_would_have(name: str, n_played: int) -> None:
+    """After three and five steps a learning strategy has asked for a suggestion that it has not taken yet."""
+
+    def made() -> Strategy:
+        return make_strategy(name, N_LAYERS, N_SKIPPED, 1, interval=INTERVAL, deterministic=True)
+
+    with closing(made()) as first, closing(made()) as second:
+        first.set_n_skipped(N_SKIPPED_LATER)
+        for step, proposal in enumerate(played(first, n_played)):
+            score = worth(proposal.layer_set)
+            second.observe(Trial(step, proposal.layer_set, proposal.origin, score, score))
+        second.restore(json.loads(json.dumps(first.state())))
+        assert list(played(second, 4)) == list(played(first, 4))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

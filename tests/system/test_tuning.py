@@ -16,7 +16,8 @@ from swiftopt.decoding.context import Ending
 from swiftopt.decoding.drafters import NoDrafter
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.rule import TokenRule
-from swiftopt.optimizer.search import candidates_per_pass, trimmed
+from swiftopt.optimizer.incumbent import trimmed
+from swiftopt.optimizer.search import candidates_per_pass
 from swiftopt.optimizer.tuning import Tuner
 
 SMALL: dict[str, Any] = dict(context_window=8, strategy="random", stop_threshold=0.05, max_draft_length=4)

@@ -1,0 +1,381 @@
+"""A run that is cut anywhere and goes on in a new tuner is the run that was not cut."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from fakes import WordTokenizer, flat_costs
+from families import CONFIGS
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from swiftopt.core.errors import SettingsError
+from swiftopt.core.events import Adopted, Event, Progress, PromptFinished, PromptStarted, TaskFinished, TrialsDone
+from swiftopt.core.settings import SwiftSettings
+from swiftopt.core.types import CostProfile, LayerSet, ModelInfo, Prompt, Sampling, Trial
+from swiftopt.models.runtime import Runtime
+from swiftopt.optimizer.tuning import Tuner
+
+SMALL: dict[str, Any] = dict(
+    context_window=6, strategy="random", stop_threshold=0.05, max_draft_length=4, target_matchness=1.0
+)
+N_LAYERS = 8
+SCALE = 12.0  # of the random weights, at which texts differ and some candidates are adopted
+FREE = flat_costs(n_layers=N_LAYERS)  # batches of eight
+STRIDES = 10  # snapshots of a run, evenly spaced, that are gone on from
+KEPT = (TrialsDone, PromptFinished, Progress)
+DEAR = dataclasses.replace(FREE, pass_s={n: float(n) for n in (1, 2, 4, 8, 16, 32, 64)})  # batches of one
+
+
+class Cut(Exception):
+    """The process dies here."""
+
+
+class ChatTokenizer(WordTokenizer):
+    """Writes the messages of a chat one behind the other."""
+
+    chat_template: str | None = "all messages"
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], **options: Any) -> dict[str, list[int]]:
+        return self(" ".join(message["content"] for message in messages))
+
+
+@cache
+def runtime() -> Runtime:
+    """Eight layers: more layer sets of a size than a run tries, most of which change some argmaxes."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**CONFIGS["llama"].to_dict(), "num_hidden_layers": N_LAYERS})
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 and "embed" not in name:
+            parameter.mul_(SCALE)
+    tokenizer: Any = ChatTokenizer()
+    tokenizer.eos_token_id = None
+    return Runtime(model, tokenizer, ModelInfo("tiny", "llama", N_LAYERS, 1))
+
+
+def words(rng: random.Random, n: int) -> str:
+    return " ".join(f"w{rng.randrange(2, 97)}" for _ in range(n))
+
+
+def texts(n: int, task: str = "t") -> list[Prompt]:
+    rng = random.Random(0)
+    return [Prompt(f"{task}{i}", task, text=words(rng, 5)) for i in range(n)]
+
+
+def chats(n: int) -> list[Prompt]:
+    rng = random.Random(1)
+    return [Prompt(f"c{i}", "t", turns=tuple(words(rng, 3) for _ in range(1 + i % 3))) for i in range(n)]
+
+
+def mixed(n: int) -> list[Prompt]:
+    return [prompt for pair in zip(texts(n, "a"), texts(n, "b"), strict=True) for prompt in pair]
+
+
+@dataclasses.dataclass
+class Case:
+    """What is tuned, and how."""
+
+    prompts: list[Prompt]
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    costs: CostProfile = FREE
+    max_new_tokens: int = 20
+
+    def tuner(self, tell: Callable[[Event], None]) -> Tuner:
+        settings = SwiftSettings(**{**SMALL, "deterministic": True, **self.settings})
+        return Tuner(runtime(), settings, self.sampling, self.max_new_tokens, self.costs, tell, "tiny")
+
+
+@dataclasses.dataclass
+class Ledger:
+    """What is on disk: events with the snapshot that was taken in the last of them, each time in one transaction."""
+
+    case: Case
+    events: list[Event] = dataclasses.field(default_factory=list)
+    start: str = "null"
+    history: list[tuple[int, str]] = dataclasses.field(default_factory=list)  # after so many events, that snapshot
+
+    def trials(self) -> dict[str, list[Trial]]:
+        found: dict[str, list[Trial]] = {}
+        for event in self.events:
+            if isinstance(event, TrialsDone):
+                found.setdefault(event.task, []).extend(event.trials)
+        return found
+
+    def live(self, cut_at: int | None = None, kept: tuple[type[Event], ...] = KEPT) -> bool:
+        """Go on until the end, or until event `cut_at` of this life is told; says whether the end was reached."""
+        pending: list[Event] = []
+        n_told = 0
+
+        def keep() -> None:
+            self.events += pending
+            pending.clear()
+            self.start = json.dumps(tuner.snapshot())
+            self.history.append((len(self.events), self.start))
+
+        def tell(event: Event) -> None:
+            nonlocal n_told
+            n_told += 1
+            pending.append(event)
+            if n_told == cut_at:
+                raise Cut
+            if isinstance(event, kept):
+                keep()
+
+        tuner = self.case.tuner(tell)
+        try:
+            for result in tuner.run(self.case.prompts, json.loads(self.start), self.trials()):
+                pending.append(result)
+                keep()
+        except Cut:
+            return False
+        return True
+
+
+def outcome(events: Sequence[Event]) -> dict[str, Any]:
+    """All of a run that does not depend on the clock."""
+    timeless = dict(measured_speedup=None, measured_interval=None, verdict="unmeasured")
+    trials = [trial for event in events if isinstance(event, TrialsDone) for trial in event.trials]
+    results = [event for event in events if isinstance(event, TaskFinished)]
+    return {
+        "trials": [dataclasses.replace(trial, seconds=0.0) for trial in trials],
+        "finished": [
+            (event.prompt, event.index, event.held_out, dataclasses.replace(event.completion, timings=0, prefill_s=0))  # type: ignore[arg-type]
+            for event in events
+            if isinstance(event, PromptFinished)
+        ],
+        "adopted": [event for event in events if isinstance(event, Adopted)],
+        "tasks": [
+            (
+                dataclasses.replace(result.record, **timeless),  # type: ignore[arg-type]
+                result.stopped_because,
+                result.n_prompts,
+                result.n_tokens,
+                [dataclasses.replace(trial, seconds=0.0) for trial in result.trials],
+            )
+            for result in results
+        ],
+    }
+
+
+LOWERED = dict(skip_ratio=1.0, early_stop=False, min_acceptance=1.0, min_acceptance_rounds=4, skip_ratio_step=0.25)
+CASES = {
+    "batches": Case(texts(4), dict(max_steps=30)),
+    "single": Case(texts(4), dict(max_steps=9), costs=DEAR),
+    "patience": Case(texts(4), dict(patience=7), costs=DEAR),
+    "lowered": Case(texts(4), LOWERED, costs=DEAR),
+    "two-tasks": Case(mixed(3), dict(max_steps=12), costs=DEAR),
+    "chats": Case(chats(6), dict(max_steps=30), max_new_tokens=9),
+    "sampled": Case(texts(4), dict(max_steps=20), Sampling(0.9, top_k=40, repetition_penalty=1.2, seed=3), DEAR),
+    "plain-start": Case(texts(3), dict(optimise=False)),
+}
+
+
+@cache
+def whole(name: str) -> Ledger:
+    """The run that was not cut."""
+    ledger = Ledger(CASES[name])
+    assert ledger.live()
+    return ledger
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("every", [5, 11])
+def test_run_cut_again_and_again_is_the_run_that_was_not_cut(name: str, every: int) -> None:
+    ledger, n_lives = Ledger(CASES[name]), 1
+    while not ledger.live(cut_at=every):
+        n_lives += 1
+        assert n_lives < 400  # each life gets further
+    assert n_lives > 2
+    assert outcome(ledger.events) == outcome(whole(name).events)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_run_goes_on_from_every_snapshot_as_it_did(name: str) -> None:
+    reference = whole(name)
+    expected = outcome(reference.events)
+    assert len(reference.history) > 8
+    for n_events, start in reference.history[:: 1 + len(reference.history) // STRIDES]:
+        ledger = Ledger(CASES[name], reference.events[:n_events], start)
+        assert ledger.live()
+        assert outcome(ledger.events) == expected
+
+
+@pytest.mark.parametrize("name", ["batches", "lowered", "chats"])
+def test_run_goes_on_from_an_older_snapshot_when_only_trials_and_prompts_are_kept(name: str) -> None:
+    ledger = Ledger(CASES[name])
+    cuts = iter([9, 14, 23, 31])
+    while not ledger.live(next(cuts, None), kept=(TrialsDone, PromptFinished)):
+        pass
+    assert outcome(ledger.events) == outcome(whole(name).events)
+
+
+@pytest.mark.parametrize(("strategy", "costs"), [("swift", DEAR), ("swift", FREE), ("tpe", DEAR)])
+def test_suggestion_on_its_way_is_asked_for_again(strategy: str, costs: CostProfile) -> None:
+    case = Case(texts(4), dict(strategy=strategy, bayes_interval=3, max_steps=24), costs=costs)
+    uncut = Ledger(case)
+    assert uncut.live()
+    origins = [trial.origin for trial in uncut.trials()["t"]]
+    assert origins.count("tpe" if strategy == "tpe" else "gp") > 2 and "late" not in origins
+    asking = [kept for kept in uncut.history if (asked := asked_in(kept[1])) and asked["n_observed"] > 3]
+    assert costs == DEAR or any(asked_in(start)["pending"] for _, start in asking)
+    for n_events, start in (asking[0], asking[len(asking) // 2]):
+        ledger = Ledger(case, uncut.events[:n_events], start)
+        assert ledger.live()
+        assert outcome(ledger.events) == outcome(uncut.events)
+
+
+def asked_in(start: str) -> Any:
+    """What the suggestion on its way was asked of, if there is one."""
+    task = json.loads(start)["tasks"].get("t")
+    return task and (task["search"]["strategy"] or {}).get("asked")
+
+
+def test_trials_are_told_with_a_snapshot_that_knows_of_the_end() -> None:
+    for n_events, start in whole("single").history:
+        event = whole("single").events[n_events - 1]
+        if isinstance(event, TrialsDone):
+            stopped = json.loads(start)["tasks"]["t"]["search"]["stopped_because"]
+            assert bool(stopped) == (event.trials[-1].step == 8)
+
+
+def test_pairs_of_a_verdict_are_kept_and_not_run_again() -> None:
+    """Timings included: a second life neither measures them anew nor tells their prompts again."""
+    reference = whole("chats")
+    held = [number for number, (n, _) in enumerate(reference.history) if is_held_out(reference.events[n - 1])]
+    n_events, start = reference.history[held[2]]
+    before = json.loads(start)["tasks"]["t"]["pairs"]
+    assert len(before) == 3
+    ledger = Ledger(CASES["chats"], reference.events[:n_events], start)
+    assert ledger.live()
+    later = [json.loads(text)["tasks"] for _, text in ledger.history]
+    after = next(tasks["t"]["pairs"] for tasks in later if tasks and len(tasks["t"]["pairs"]) > 3)
+    assert [timeless(pair) for pair in after[:3]] == [timeless(pair) for pair in before]
+    retold = [event for event in ledger.events[n_events:] if is_held_out(event)]
+    assert len(retold) == len(held) - 3
+
+
+def is_held_out(event: Event) -> bool:
+    return isinstance(event, PromptFinished) and event.held_out
+
+
+def timeless(pair: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A pair without its texts, which go once no later turn needs them."""
+    return [{**run, "text": ""} for run in pair]
+
+
+def test_seconds_of_an_earlier_life_are_not_lost() -> None:
+    reference = whole("batches")
+    found = [(n, json.loads(text)) for n, text in reference.history]
+    n_events, start = next((n, s) for n, s in found if s["flight"] and s["next"] == 1 and s["flight"]["begun"])
+    tally, task = start["flight"]["begun"]["tally"], start["tasks"]["t"]
+    for values in (tally, task):
+        for key in values:
+            if key.endswith("_s") or key == "seconds":
+                values[key] += 1000.0
+    ledger = Ledger(CASES["batches"], reference.events[:n_events], json.dumps(start))
+    assert ledger.live()
+    done = next(event.completion for event in ledger.events[n_events:] if isinstance(event, PromptFinished))
+    assert done.prefill_s > 1000 and done.timings.draft_s > 1000 and 3000 < done.timings.optimise_s + 2000 < 3100
+    assert json.loads(ledger.history[-2][1])["tasks"]["t"]["seconds"] > 1000
+
+
+def test_snapshot_does_not_grow_with_trials_or_prompts() -> None:
+    ledger = Ledger(Case(texts(20), dict(max_steps=400, patience=400, min_acceptance=0.0, min_acceptance_rounds=4)))
+    assert ledger.live()
+    sizes = [
+        (len(start), json.loads(start)["tasks"]["t"]["search"]["n_trials"])
+        for n, start in ledger.history
+        if isinstance(ledger.events[n - 1], PromptFinished) and not is_held_out(ledger.events[n - 1])
+    ]
+    assert sizes[-1][1] > 4 * sizes[0][1]
+    assert sizes[-1][0] < 1.1 * sizes[0][0]
+
+
+# stopping
+
+
+def stopped_at(name: str, stop_at: int) -> tuple[list[Event], list[TaskFinished], Tuner]:
+    events: list[Event] = []
+
+    def tell(event: Event) -> None:
+        events.append(event)
+        if len(events) == stop_at:
+            tuner.stop("asked to")
+
+    tuner = CASES[name].tuner(tell)
+    return events, list(tuner.run(CASES[name].prompts)), tuner
+
+
+@pytest.mark.parametrize("name", ["batches", "two-tasks", "chats"])
+def test_stop_ends_the_run_after_the_round_and_leaves_what_was_tried(name: str) -> None:
+    n_told = sum(not isinstance(event, TaskFinished) for event in whole(name).events)
+    for stop_at in range(1, n_told, 1 + n_told // 24):
+        events, results, tuner = stopped_at(name, stop_at)
+        after = events[stop_at:]
+        assert sum(isinstance(event, Progress) for event in after) <= 1
+        assert not any(isinstance(event, PromptStarted) for event in after)
+        tried = {event.task for event in events if isinstance(event, TrialsDone)}
+        left = tuner.unfinished()
+        assert tuner.stopped and {result.task for result in left} == tried - {result.task for result in results}
+        assert all(result.record.verdict == "unmeasured" and result.stopped_because for result in left)
+
+
+def test_stopped_run_can_be_gone_on_with() -> None:
+    events, results, tuner = stopped_at("batches", 20)
+    assert results == []
+    ledger = Ledger(CASES["batches"], events, json.dumps(tuner.snapshot()))
+    assert ledger.live()
+    assert outcome(ledger.events) == outcome(whole("batches").events)
+
+
+def test_stop_before_the_start_decodes_nothing() -> None:
+    events: list[Event] = []
+    tuner = CASES["batches"].tuner(events.append)
+    tuner.stop("too late")
+    assert list(tuner.run(CASES["batches"].prompts)) == [] and events == [] and list(tuner.unfinished()) == []
+
+
+# snapshots that do not fit
+
+
+def broken(**changes: Any) -> tuple[dict[str, Any], dict[str, list[Trial]]]:
+    n_events, start = whole("batches").history[6]
+    trials = Ledger(CASES["batches"], whole("batches").events[:n_events]).trials()
+    return {**json.loads(start), **changes}, trials
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(version=2), "has version 2, and this swiftopt reads version 1"),
+        (dict(n_layers=5), "model with 5 layers, but this one has 8"),
+        (dict(n_prompts=5), "stream of 5 prompts"),
+        (dict(tasks={"u": {}}), r"tasks \['u'\]"),
+        (dict(next="x"), "cannot be read"),
+        (dict(flight={"answers": ["one", "two"], "begun": None}), "no turn left"),
+        (dict(tasks={"t": {}}), "cannot be read"),
+        (dict(flight=None, concluded=None), "cannot be read"),
+    ],
+)
+def test_snapshot_that_does_not_fit_is_refused_in_a_sentence(changes: dict[str, Any], words: str) -> None:
+    start, trials = broken(**changes)
+    with pytest.raises(SettingsError, match=words) as caught:
+        next(CASES["batches"].tuner(lambda event: None).run(CASES["batches"].prompts, start, trials))
+    assert "\n" not in str(caught.value)
+
+
+def test_snapshot_is_refused_when_a_trial_is_missing_or_of_another_model() -> None:
+    start, trials = broken()
+    assert len(trials["t"]) > 1
+    foreign = [dataclasses.replace(trial, layer_set=LayerSet(7)) for trial in trials["t"]]
+    for stored in ({}, {"t": trials["t"][:-1]}, {"t": trials["t"][1:]}, {"t": foreign}):
+        with pytest.raises(SettingsError, match="cannot be read"):
+            next(CASES["batches"].tuner(lambda event: None).run(CASES["batches"].prompts, start, stored))

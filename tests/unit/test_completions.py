@@ -1,0 +1,47 @@
+"""Completions to JSON and back."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swiftopt.core.completions import completion_from_json, completion_to_json
+from swiftopt.core.types import Completion, LayerSet, Timings
+
+COUNT = st.integers(0, 10**6)
+SECONDS = st.floats(0, 1e6)
+COMPLETIONS = st.builds(
+    Completion,
+    token_ids=st.lists(COUNT).map(tuple),
+    text=st.text(),
+    finish_reason=st.sampled_from(["stop", "length", "stop_string"]),
+    method=st.sampled_from(["plain", "swift"]),
+    n_prompt_tokens=COUNT,
+    target_passes=COUNT,
+    first_tokens=st.integers(0, 1),
+    drafted=COUNT,
+    accepted=COUNT,
+    accepted_per_position=st.lists(COUNT).map(tuple),
+    verified_widths=st.dictionaries(st.integers(1, 300), COUNT),
+    timings=st.builds(Timings, SECONDS, SECONDS, SECONDS, SECONDS),
+    prefill_s=SECONDS,
+    layer_set=st.none() | st.builds(LayerSet, st.just(9), st.frozensets(st.integers(1, 7)), st.just(frozenset({3}))),
+)
+
+
+@given(COMPLETIONS)
+def test_completion_survives_json(completion: Completion) -> None:
+    assert completion_from_json(completion_to_json(completion)) == completion
+    assert completion_from_json(json.loads(json.dumps(completion_to_json(completion)))) == completion
+
+
+@pytest.mark.parametrize("key", ["token_ids", "n_prompt_tokens", "verified_widths", "timings", "layer_set"])
+def test_completion_with_a_part_missing_is_not_read(key: str) -> None:
+    values: dict[str, Any] = completion_to_json(Completion((1, 2), "a b", "stop", "plain"))
+    del values[key]
+    with pytest.raises(KeyError, match=key):
+        completion_from_json(values)
