@@ -1,0 +1,167 @@
+"""What a worker's child does with an attempt: claim it, work under its lease, and leave the job in a clear state."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ..core.errors import InvalidInput, LeaseLost, SettingsError, SwiftoptError
+from ..core.jobs import Delivery, Lease
+from ..core.requests import TuneRequest
+from ..core.streams import parse_stream
+from ..store import Store
+from ..store.jobs import LEASE_S, Claim
+from .keeper import HandedBack, LeaseKeeper, Paused
+from .patience import patiently
+from .redis_queue import RedisQueue
+from .service import JobService
+
+HAND_BACK_S = 5.0  # that the work gets to reach a checkpoint after SIGTERM; then its last one has to do
+NOOP_STEP_S = 0.05
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerContext:
+    """Who works, and with what; `device` takes the place of "auto" in requests.
+
+    `lease_s`: seconds without a sign of life after which its attempts count as lost.
+    """
+
+    name: str
+    database: str
+    redis: str
+    queue: str
+    device: str = "auto"
+    lease_s: float = LEASE_S
+
+
+class Ending:
+    """Whether this process is to end: set by SIGTERM, from before the work begins."""
+
+    def __init__(self) -> None:
+        self.requested = threading.Event()
+
+    def listen(self) -> None:
+        """Hear SIGTERM from now on; Ctrl-C in the worker's terminal is the parent's business."""
+        signal.signal(signal.SIGTERM, lambda *_: self.requested.set())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def run_attempt(context: WorkerContext, store: Store, delivery: Delivery, ending: Ending) -> None:
+    """Claim and run one attempt; its row says in the end how it went.
+
+    Raises: StoreUnavailable: the database stayed away; the lease runs out, and another worker goes on.
+    """
+    service = JobService(store, RedisQueue(context.redis))
+    lease = Lease(delivery.job, delivery.attempt)
+    if ending.requested.is_set():
+        if patiently(lambda: store.jobs.redeliver(delivery)) is not None:
+            service.deliver(store.jobs.get(lease.job))
+        return
+    claim = patiently(lambda: store.jobs.claim(lease, context.name))
+    if claim is None:
+        logger.info("attempt=overtaken job=%s attempt=%d", lease.job, lease.attempt)
+        return
+    logger.info("attempt=begun job=%s attempt=%d kind=%s", lease.job, lease.attempt, claim.job.kind)
+    with LeaseKeeper(store.jobs, lease, fatal=True) as keeper, _deadline(service, lease, ending):
+        patiently(_outcome(context, store, claim, keeper, ending))
+    logger.info("attempt=over job=%s attempt=%d", lease.job, lease.attempt)
+    if ending.requested.is_set():
+        job = store.jobs.get(lease.job)
+        if job.state == "queued":
+            service.deliver(job)
+
+
+def describe(error: BaseException) -> str:
+    """What went wrong, in one sentence for the job's row."""
+    text = (str(error) or type(error).__name__).strip().split("\n")[0]
+    if isinstance(error, SwiftoptError):
+        return text
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return f"the device ran out of memory ({text}): use a smaller model, dtype or batch, or a larger device"
+    return f"{type(error).__name__}: {text}"
+
+
+def _outcome(
+    context: WorkerContext, store: Store, claim: Claim, keeper: LeaseKeeper, ending: Ending
+) -> Callable[[], bool]:
+    """Do the work; what to write about its end."""
+    jobs, lease = store.jobs, claim.lease
+    try:
+        if claim.job.kind == "noop":
+            _sleep(claim, keeper, ending)
+        else:
+            _tune(context, store, claim, keeper, ending)
+    except HandedBack:
+        return partial(jobs.hand_back, lease, "its worker is ending")
+    except Paused:
+        return partial(jobs.end, lease, "paused")
+    except LeaseLost as error:
+        logger.warning("attempt=replaced job=%s attempt=%d reason=%r", lease.job, lease.attempt, str(error))
+        return lambda: False
+    except InvalidInput as error:  # the same on every worker: another attempt would end alike
+        return partial(jobs.end, lease, "failed", str(error))
+    except Exception as error:
+        logger.exception("attempt=failed job=%s attempt=%d", lease.job, lease.attempt)
+        return partial(jobs.attempt_failed, lease, describe(error))
+    return partial(jobs.end, lease, "succeeded")
+
+
+def _tune(context: WorkerContext, store: Store, claim: Claim, keeper: LeaseKeeper, ending: Ending) -> None:
+    request = TuneRequest.from_json(claim.job.request)
+    if context.device != "auto":
+        request = replace(request, device=context.device)
+    lines = (line.encode() for line in claim.lines.splitlines(keepends=True))
+    prompts = parse_stream(lines, f"the stream of job {claim.job.id}", "default")
+    from .run import check_room  # torch comes with these, and only into the child
+    from .tuning_run import TuningRun
+
+    check_room(request, prompts)
+    TuningRun(request, prompts, store, claim, keeper, lambda event: None, ending=ending.requested.is_set).tune()
+
+
+def _sleep(claim: Claim, keeper: LeaseKeeper, ending: Ending) -> None:
+    """The no-op job: nothing for `seconds`, as interruptible as real work."""
+    seconds = claim.job.request.get("seconds", 0)
+    if not isinstance(seconds, int | float):
+        raise SettingsError(f"seconds of a no-op job is {seconds!r}: use a number")
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and keeper.wanted != "stop":
+        if keeper.lost:
+            raise LeaseLost(f"attempt {claim.lease.attempt} of job {claim.lease.job} was replaced: leave it")
+        if ending.requested.is_set():
+            raise HandedBack
+        if keeper.wanted == "pause":
+            raise Paused
+        time.sleep(NOOP_STEP_S)
+
+
+@contextmanager
+def _deadline(service: JobService, lease: Lease, ending: Ending) -> Iterator[None]:
+    """Hand the job back at its last checkpoint if the work reaches no new one soon after SIGTERM."""
+    done = threading.Event()
+
+    def wait() -> None:
+        while not done.is_set():
+            if ending.requested.wait(NOOP_STEP_S * 4):
+                break
+        if done.wait(HAND_BACK_S):
+            return
+        if service.store.jobs.hand_back(lease, "its worker is ending"):
+            service.deliver(service.store.jobs.get(lease.job))
+        os._exit(0)
+
+    threading.Thread(target=wait, name="hand-back", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()

@@ -1,0 +1,69 @@
+"""Makes Redis agree with SQL again: after lost workers, a flushed or restarted Redis, and outages of either."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from ..core.errors import ServiceUnreachable, StoreError
+from ..core.jobs import Delivery
+from ..store.jobs import Jobs
+from .redis_queue import RedisQueue
+
+PERIOD_S = 5.0  # between two passes
+LOCK_S = 15.0  # after which another process may reconcile in place of one that died
+# An attempt that left its queue and is not claimed within this time was lost on the way; a worker needs far less.
+CLAIM_S = 8.0
+
+logger = logging.getLogger(__name__)
+
+
+class Reconciler:
+    """One process at a time does this: the lock in the database decides which of them.
+
+    Raises: StoreError, ServiceUnreachable: in `step`, when the database or Redis does not answer.
+    """
+
+    def __init__(self, jobs: Jobs, queue: RedisQueue, owner: str) -> None:
+        self._jobs, self._queue, self._owner = jobs, queue, owner
+        self._missing_since: dict[str, float] = {}  # by id of the delivery; monotonic seconds
+
+    def step(self) -> None:
+        """One pass: end attempts whose lease ran out, and deliver what is due and not in its queue."""
+        if not self._jobs.lock("reconciler", self._owner, LOCK_S):
+            return
+        for lease in self._jobs.expire():
+            logger.warning("attempt=lost job=%s attempt=%d", lease.job, lease.attempt)
+        due = self._jobs.due()
+        waiting: set[str] = set()
+        for queue in {delivery.queue for delivery in due}:
+            waiting |= self._queue.waiting(queue)
+        absent = [delivery for delivery in due if delivery.id not in waiting]
+        known = {delivery.id for delivery in absent}
+        self._missing_since = {key: since for key, since in self._missing_since.items() if key in known}
+        for delivery in absent:
+            self._bring(delivery)
+
+    def run(self, stop: threading.Event) -> None:
+        """A pass every few seconds until `stop` is set; an outage of Redis or the database costs a line in the log."""
+        while not stop.wait(PERIOD_S):
+            self.try_step()
+
+    def try_step(self) -> None:
+        """A pass whose failure is logged."""
+        try:
+            self.step()
+        except (StoreError, ServiceUnreachable) as error:
+            logger.warning("reconciler=waiting reason=%r", str(error))
+
+    def _bring(self, delivery: Delivery) -> None:
+        """Deliver; rq knowing the attempt means that a worker is about to claim it, or died before it could."""
+        since = self._missing_since.setdefault(delivery.id, time.monotonic())
+        if self._queue.deliver(delivery):
+            logger.info("delivered job=%s attempt=%d queue=%s", delivery.job, delivery.attempt, delivery.queue)
+        elif time.monotonic() - since >= CLAIM_S:
+            again = self._jobs.redeliver(delivery)
+            if again is not None:
+                self._queue.deliver(again)
+                logger.warning("redelivered job=%s attempt=%d queue=%s", again.job, again.attempt, again.queue)

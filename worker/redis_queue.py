@@ -1,0 +1,180 @@
+"""Redis as the place where attempts wait for workers: it delivers, and holds nothing that SQL does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import urlsplit
+
+from redis import Redis
+from redis.backoff import ExponentialWithJitterBackoff
+from redis.exceptions import RedisError
+from redis.retry import Retry
+from rq import Queue
+from rq.exceptions import DuplicateJobError
+from rq.worker import Worker as RqWorker
+
+from ..core.errors import ServiceUnreachable, SettingsError
+from ..core.jobs import DEFAULT_QUEUE, Delivery
+
+SERIALIZER = "json"  # rq's own default is pickle: whoever can write to Redis would run code in the worker
+TASK = "swiftopt.worker.attempt.run_attempt"  # a name for rq's records; the worker never imports what Redis names
+UNLIMITED = -1  # rq's own default ends a job after 180 s; leases end ours
+FAILED_TTL_S = 60  # seconds that rq keeps its record of an attempt whose process died
+SOCKET_TIMEOUT_S = 5.0
+RETRIES = 2  # of one command, on a broken connection
+MAX_LISTED = 10_000  # attempts of a queue that are looked at, from its front
+
+
+@dataclass(frozen=True, slots=True)
+class RedisFacts:
+    """What matters of a server: `append_only` and `saves` say whether it keeps its data over a restart."""
+
+    version: str
+    server: str
+    append_only: bool
+    saves: bool
+    eviction: str
+    max_memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """A worker as it last reported itself."""
+
+    name: str
+    queue: str
+    state: str
+    job: str | None
+    heartbeat_age_s: float
+    hostname: str
+    pid: int
+
+
+class RedisQueue:
+    """The queues of one Redis or Valkey server.
+
+    Raises: ServiceUnreachable: in every method, when the server does not answer; SettingsError: the URL is none.
+    """
+
+    def __init__(self, url: str, blocking_s: float = 0.0) -> None:
+        """`blocking_s`: how long commands may wait for a job, over the time that a server has to answer."""
+        self.url = url
+        self.connection = connect(url, SOCKET_TIMEOUT_S + blocking_s)
+
+    def deliver(self, delivery: Delivery) -> bool:
+        """Put an attempt at the end of its queue; False if rq still knows it: it waits, or was just taken."""
+        with _errors(self.url):
+            try:
+                self._queue(delivery.queue).enqueue_call(
+                    TASK,
+                    job_id=delivery.id,
+                    unique=True,
+                    timeout=UNLIMITED,
+                    result_ttl=0,
+                    failure_ttl=FAILED_TTL_S,
+                    description=delivery.id,
+                )
+            except DuplicateJobError:
+                return False
+            return True
+
+    def waiting(self, queue: str) -> set[str]:
+        """The ids of the attempts that wait in a queue, at most `MAX_LISTED` of them."""
+        with _errors(self.url):
+            found: Any = self.connection.lrange(self._queue(queue).key, 0, MAX_LISTED)
+            return {entry.decode(errors="replace") for entry in found}  # anybody may have put anything there
+
+    def depth(self, queue: str = DEFAULT_QUEUE) -> int:
+        """How many attempts wait."""
+        with _errors(self.url):
+            return int(self._queue(queue).count)
+
+    def ping(self) -> None:
+        """Whether the server answers."""
+        with _errors(self.url):
+            self.connection.ping()
+
+    def facts(self) -> RedisFacts:
+        """Version and how it keeps its data."""
+        with _errors(self.url):
+            info: Any = self.connection.info()
+        version = str(info.get("valkey_version") or info.get("redis_version", "?"))
+        return RedisFacts(
+            version=version,
+            server=str(info.get("server_name") or "redis"),
+            append_only=bool(info.get("aof_enabled", 0)),
+            saves=bool(self._config("save")),
+            eviction=str(info.get("maxmemory_policy", "")),
+            max_memory=int(info.get("maxmemory", 0)),
+        )
+
+    def workers(self) -> list[WorkerFacts]:
+        """Every worker that is registered, dead ones among them until their key expires."""
+        with _errors(self.url):
+            found: Sequence[Any] = RqWorker.all(connection=self.connection, serializer=SERIALIZER)
+            return [_facts(worker) for worker in found]
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.connection.close()
+
+    def _queue(self, name: str) -> Queue:
+        return Queue(name, connection=self.connection, serializer=SERIALIZER)
+
+    def _config(self, name: str) -> str:
+        try:
+            values: Any = self.connection.config_get(name)
+        except RedisError:  # a hosted server may forbid CONFIG
+            return ""
+        return str(values.get(name, ""))
+
+
+def connect(url: str, timeout_s: float = SOCKET_TIMEOUT_S) -> Redis:
+    """A connection that gives up after seconds, not minutes.
+
+    Raises: SettingsError: the URL names no Redis server.
+    """
+    retry = Retry(ExponentialWithJitterBackoff(base=0.1, cap=1.0), RETRIES)
+    try:
+        return Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=SOCKET_TIMEOUT_S, retry=retry)
+    except ValueError as error:
+        raise SettingsError(f"{shown(url)} names no Redis server: use redis://HOST:6379/0 or unix:///PATH") from error
+
+
+def shown(url: str) -> str:
+    """The URL without its password."""
+    try:
+        parts = urlsplit(url)
+        secret = parts.password
+    except ValueError:
+        return "(unreadable URL)"
+    return url.replace(f":{secret}@", ":***@") if secret else url
+
+
+@contextmanager
+def _errors(url: str) -> Iterator[None]:
+    try:
+        yield
+    except RedisError as error:
+        reason = str(error).split("\n")[0].rstrip(".")
+        raise ServiceUnreachable(
+            f"Redis at {shown(url)} cannot be used ({reason}): start it, or check the URL"
+        ) from error
+
+
+def _facts(worker: RqWorker) -> WorkerFacts:
+    beat = worker.last_heartbeat
+    age = (datetime.now(UTC) - beat.replace(tzinfo=UTC)).total_seconds() if beat else float("inf")
+    return WorkerFacts(
+        name=worker.name,
+        queue=",".join(worker.queue_names()),
+        state=str(worker.get_state()),
+        job=worker.get_current_job_id(),
+        heartbeat_age_s=age,
+        hostname=str(worker.hostname or ""),
+        pid=int(worker.pid or 0),
+    )

@@ -1,0 +1,185 @@
+"""One attempt of a tuning job: what the optimizer reports becomes checkpoints, and what people ask becomes steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from statistics import median
+from time import monotonic
+from typing import Any
+
+from .. import __version__
+from ..core.errors import LeaseLost
+from ..core.event_json import event_to_json
+from ..core.events import Event, PhaseChanged, Progress, PromptFinished, TaskFinished, TrialsDone
+from ..core.jobs import Wanted
+from ..core.requests import TuneRequest
+from ..core.types import CostProfile, LayerSetRecord, Prompt
+from ..decoding.session import Session
+from ..models.costs import context_bucket, device_name, measure_costs
+from ..models.loading import load
+from ..models.runtime import Runtime
+from ..optimizer.tuning import Tuner
+from ..store import Store
+from ..store.jobs import Claim
+from .keeper import HandedBack, LeaseKeeper, Paused
+from .outputs import CompletionWriter
+from .patience import patiently
+
+SHOW_S = 1.0  # between two looks that others get at the figures
+CHECKPOINT_S = 5.0  # between two checkpoints while neither a pass of candidates nor a prompt ends
+
+
+class TuningRun:
+    """Tunes under a lease; `tell` hears every event after it was written.
+
+    `ending` says whether the process is to end soon: the run then raises HandedBack at its next checkpoint.
+
+    Raises: LeaseLost: in `tune`, when the attempt was replaced or its job cancelled.
+    """
+
+    def __init__(
+        self,
+        request: TuneRequest,
+        prompts: Sequence[Prompt],
+        store: Store,
+        claim: Claim,
+        keeper: LeaseKeeper,
+        tell: Callable[[Event], None],
+        writer: CompletionWriter | None = None,
+        ending: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.request, self.prompts, self.store, self.claim = request, prompts, store, claim
+        self.tuner: Tuner | None = None
+        self._jobs, self._lease = store.jobs, claim.lease
+        self._keeper, self._tell, self._writer, self._ending = keeper, tell, writer, ending
+        self._pending: list[Event] = []  # reported, not yet written
+        self._n_checkpoints = claim.n_checkpoints
+        self._written = self._shown = self._saved = monotonic()
+        self._wanted: Wanted | None = claim.job.wanted
+
+    def tune(self) -> list[TaskFinished]:
+        """Go on from where the last attempt's checkpoint was, to the end; the results of this attempt's tasks."""
+        request = self.request
+        self.handle(PhaseChanged("", "load", request.model))
+        runtime = load(
+            request.model, request.dtype, request.device, lambda step: self.handle(PhaseChanged("", "load", step))
+        )
+        patiently(lambda: self.store.remember_model(runtime.info))
+        session = Session(runtime, request.sampling, request.max_new_tokens)
+        n_positions = int(median(session.check(prompt) for prompt in self.prompts))
+        costs = stored_costs(
+            runtime, self.store, n_positions, lambda step: self.handle(PhaseChanged("", "profile", step))
+        )
+        self.tuner = Tuner(
+            runtime, request.settings, request.sampling, request.max_new_tokens, costs, self.handle, request.model
+        )
+        if self._wanted == "stop":
+            self.tuner.stop("stopped on request")
+        finished = [
+            self._finish(task, promote=True)
+            for task in self.tuner.run(self.prompts, self.claim.snapshot, self.claim.trials)
+        ]
+        if self.tuner.stopped:
+            finished += [self._finish(task, promote=False) for task in self.tuner.unfinished()]
+        self._note()
+        return finished
+
+    def keep_unfinished(self) -> None:
+        """Store the best sets so far of a run that was cut short, without making them anyone's plan."""
+        for task in self.tuner.unfinished() if self.tuner is not None else ():
+            self.store.add_layer_set(self._stamped(task.record), promote=False)
+
+    def handle(self, event: Event) -> None:
+        """Write what must not be lost, pass the event on, then do what the job is asked to do."""
+        if isinstance(event, Progress):
+            self._show(event)
+        else:
+            self._pending.append(event)
+            if isinstance(event, TrialsDone | PromptFinished):
+                self._checkpoint()
+            elif self.tuner is None or monotonic() - self._written >= SHOW_S / 2:
+                self._note()
+        if isinstance(event, PromptFinished) and self._writer is not None:
+            self._writer.write(event.prompt, event.completion)
+        self._tell(event)
+        self._obey(can_save=isinstance(event, TrialsDone | PromptFinished | Progress))
+
+    def _obey(self, can_save: bool) -> None:
+        wanted = self._keeper.wanted or self._wanted
+        if self._keeper.lost:
+            raise LeaseLost(f"attempt {self._lease.attempt} of job {self._lease.job} was replaced: leave it")
+        if wanted == "stop" and self.tuner is not None:
+            self.tuner.stop("stopped on request")
+        leave = HandedBack if self._ending() else Paused if wanted == "pause" else None
+        if leave is not None and (can_save or self.tuner is None):
+            if self.tuner is not None:
+                self._checkpoint()
+            raise leave
+
+    def _show(self, progress: Progress) -> None:
+        now = monotonic()
+        if now - self._saved >= CHECKPOINT_S:
+            self._checkpoint(progress)
+        elif self._pending:
+            self._note()
+        elif now - self._shown >= SHOW_S:
+            figures = _figures(progress)
+            self._wanted = patiently(lambda: self._jobs.show(self._lease, figures))
+            self._shown = self._written = now
+
+    def _note(self) -> None:
+        if not self._pending:
+            return
+        events = tuple(self._pending)
+        self._wanted = patiently(lambda: self._jobs.note(self._lease, events))
+        self._pending.clear()
+        self._written = monotonic()
+
+    def _checkpoint(self, progress: Progress | None = None) -> None:
+        assert self.tuner is not None
+        events, snapshot, number = tuple(self._pending), self.tuner.snapshot(), self._n_checkpoints + 1
+        figures = None if progress is None else _figures(progress)
+        self._wanted = patiently(lambda: self._jobs.checkpoint(self._lease, number, events, snapshot, figures))
+        self._n_checkpoints = number
+        self._pending.clear()
+        self._written = self._saved = monotonic()
+
+    def _finish(self, task: TaskFinished, promote: bool) -> TaskFinished:
+        """Store a task's layer set; one without a verdict becomes what look-ups find only where nothing else is."""
+        assert self.tuner is not None
+        self._note()
+        stamped = replace(task, record=self._stamped(task.record))
+        method = "swift" if task.verdict.word == "use" else "plain"
+        snapshot, number = self.tuner.snapshot(), self._n_checkpoints + 1
+        stored = patiently(lambda: self._jobs.finish_task(self._lease, number, stamped, method, promote, snapshot))
+        self._n_checkpoints = number
+        self._tell(stored)
+        return stored
+
+    def _stamped(self, record: LayerSetRecord) -> LayerSetRecord:
+        return replace(
+            record,
+            stream_sha256=self.claim.job.stream,
+            swiftopt_version=__version__,
+            created_at=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+            job=self._lease.job,
+        )
+
+
+def stored_costs(
+    runtime: Runtime, store: Store, n_positions: int, on_step: Callable[[str], None] | None = None
+) -> CostProfile:
+    """The cost profile of this model here, measured once and kept."""
+    bucket = min(context_bucket(n_positions), runtime.max_positions)
+    dtype = runtime.dtype_name
+    found = store.cost_profile(runtime.info.fingerprint, device_name(runtime.device), dtype, bucket)
+    if found is None:
+        found = replace(measure_costs(runtime, bucket, on_step), context_bucket=bucket)
+        store.save_cost_profile(found)
+    return found
+
+
+def _figures(progress: Progress) -> Mapping[str, Any]:
+    return {"type": "progress", **event_to_json(progress)}

@@ -1,0 +1,217 @@
+"""The worker: an rq worker that forks a child per attempt, and never imports torch itself."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import socket
+import time
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Any
+
+from redis import Redis
+from redis.exceptions import RedisError
+from rq import Queue, Worker
+from rq.executions import Execution
+from rq.job import Job as RqJob
+from rq.worker import WorkerStatus
+from rq.worker.base import StopRequested
+
+from ..core.errors import StoreError
+from ..core.jobs import Delivery, Lease
+from ..store import Store
+from .attempt import Ending, WorkerContext, run_attempt
+from .lifeline import die_with, wait_for
+from .reconciler import PERIOD_S, Reconciler
+from .redis_queue import SERIALIZER, RedisQueue
+from .warm import warm_store
+
+WORKER_TTL_S = 20  # rq waits 15 s less than this for a job, then looks around: 5 s between two passes of the reconciler
+MONITOR_S = 5.0  # between two heartbeats while a child works
+BEAT_S = 1.0  # between two heartbeats while jobs come and go
+LONGEST_WAIT_S = 5.0  # between two tries to reach a Redis that is away
+RESTART_S = 1.0  # after rq gave up on Redis, before the next try
+TIDY_S = 600.0  # between two clean-ups of rq's own records
+ENDING = (signal.SIGTERM, signal.SIGINT)
+
+logger = logging.getLogger(__name__)
+
+
+class JobWorker(Worker):
+    """Takes attempts from one queue; verbs come through SQL, so it listens to no commands in Redis.
+
+    What Redis says decides only *which* attempt runs: the child runs `run_attempt` on the id, never a function that
+    Redis names. Only the parent talks to Redis, and a child goes on working while Redis is away.
+    """
+
+    max_connection_wait_time = LONGEST_WAIT_S
+
+    def __init__(self, context: WorkerContext, store: Store, queue: RedisQueue) -> None:
+        super().__init__(
+            [Queue(context.queue, connection=queue.connection, serializer=SERIALIZER)],
+            name=context.name,
+            connection=queue.connection,
+            serializer=SERIALIZER,
+            worker_ttl=WORKER_TTL_S,
+            maintenance_interval=round(PERIOD_S),
+            log_job_description=False,
+        )
+        self.context, self.store = context, store
+        self.is_ending = False
+        self._ending = Ending()
+        self._reconciler = Reconciler(store.jobs, queue, context.name)
+        self._pid = os.getpid()
+        self._tidied = self._beaten = time.monotonic()
+
+    def _set_ip_address(self, connection: Redis) -> None:
+        self.ip_address = "unknown"  # rq would ask Redis, which may be away, and may not allow it
+
+    def subscribe(self) -> None:
+        """Listen to no commands: whoever can write to Redis could kill jobs with them."""
+
+    def unsubscribe(self) -> None:
+        """There is nothing to unsubscribe from."""
+
+    def check_for_suspension(self, burst: bool) -> None:
+        """There is no suspension either."""
+
+    def register_birth(self) -> None:
+        """Take the name, also from a worker that died without a word: Redis keeps those for a while."""
+        self.connection.delete(self.key)
+        super().register_birth()  # type: ignore[no-untyped-call]
+
+    def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:
+        """Show that the worker is alive, about each second at most."""
+        now = time.monotonic()
+        if pipeline is not None or now - self._beaten >= BEAT_S:
+            self._beaten = now
+            super().heartbeat(timeout, pipeline)  # type: ignore[no-untyped-call]
+
+    def execute_job(self, job: RqJob, queue: Queue) -> None:
+        """Fork a child for the attempt and wait for its end."""
+        with self.connection.pipeline() as pipeline:
+            pipeline.lrem(queue.intermediate_queue_key, 1, job.id)
+            self.set_current_job_id(job.id, pipeline=pipeline)
+            self.execution = Execution.create(job, self.get_heartbeat_ttl(job), pipeline, self.name)
+            self.set_state(WorkerStatus.BUSY, pipeline=pipeline)
+            pipeline.execute()
+        self.fork_work_horse(job, queue)
+        self.monitor_work_horse(job, queue)
+        with self.connection.pipeline() as pipeline, suppress(RedisError):
+            pipeline.delete(job.key)
+            self.cleanup_execution(job, pipeline)
+            pipeline.execute()
+        self._state = WorkerStatus.IDLE
+
+    def fork_work_horse(self, job: RqJob, queue: Queue) -> None:
+        """Fork, with SIGTERM held back until both sides can handle it."""
+        self.store.close()
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+        try:
+            super().fork_work_horse(job, queue)  # type: ignore[no-untyped-call]
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+        if self.is_ending:
+            self.handle_warm_shutdown_request()
+
+    def setup_work_horse_signals(self) -> None:
+        """The child's first lines."""
+        die_with(self._pid)
+        self._ending.listen()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+
+    def perform_job(self, job: RqJob, queue: Queue) -> bool:
+        """The child's work."""
+        delivery = delivery_of(job.id, queue.name)
+        if delivery is None:
+            logger.warning("delivery=ignored id=%r queue=%s", job.id, queue.name)
+        else:
+            run_attempt(self.context, self.store, delivery, self._ending)
+        return True
+
+    def monitor_work_horse(self, job: RqJob, queue: Queue) -> None:
+        """Wait for the child's end, with a sign of life now and then; a Redis that is away does not matter."""
+        while (found := wait_for(self._horse_pid, MONITOR_S)) is None:
+            with suppress(RedisError):
+                self.maintain_heartbeats(job)
+        pid, self._horse_pid = self._horse_pid, 0
+        status, usage = found
+        if status != os.EX_OK:
+            self.child_died(job, pid, death_of(status, usage.ru_maxrss))
+
+    def handle_warm_shutdown_request(self) -> None:
+        """SIGTERM or Ctrl-C: let the child hand its job back."""
+        self.is_ending = True
+        if self._horse_pid:
+            with suppress(ProcessLookupError):
+                os.kill(self._horse_pid, signal.SIGTERM)
+
+    def set_shutdown_requested_date(self) -> None:
+        """A note in Redis, which may be away."""
+        with suppress(RedisError):
+            super().set_shutdown_requested_date()  # type: ignore[no-untyped-call]
+
+    def run_maintenance_tasks(self) -> None:
+        """Between two jobs: reconcile, and now and then tidy rq's records of processes that died."""
+        self.last_cleaned_at = datetime.now(UTC)  # type: ignore[assignment]
+        self._reconciler.try_step()
+        if time.monotonic() - self._tidied >= TIDY_S:
+            self._tidied = time.monotonic()
+            self.clean_registries()  # type: ignore[no-untyped-call]
+
+    def child_died(self, job: RqJob, pid: int, reason: str) -> None:
+        """Say on the job's row what ended its child, and let the next attempt begin."""
+        delivery = delivery_of(job.id, self.context.queue)
+        if delivery is None:
+            return
+        lease = Lease(delivery.job, delivery.attempt)
+        logger.warning("child=killed pid=%d job=%s attempt=%d reason=%r", pid, lease.job, lease.attempt, reason)
+        try:
+            self.store.jobs.claim(lease, self.name)  # where the child died before it could
+            self.store.jobs.attempt_failed(lease, reason)
+        except StoreError as error:  # the lease runs out, and the reconciler does the same
+            logger.warning("worker=waiting reason=%r", str(error))
+
+
+def run_worker(context: WorkerContext, burst: bool = False) -> None:
+    """Work until SIGTERM or Ctrl-C, or with `burst` until the queue is empty; outages of Redis are waited for.
+
+    Raises: StoreError, ServiceUnreachable: the database or Redis does not answer at the start.
+    """
+    queue = RedisQueue(context.redis, blocking_s=WORKER_TTL_S)
+    queue.ping()
+    store = warm_store(context.database, context.lease_s)
+    while True:
+        worker = JobWorker(context, store, queue)
+        with suppress(RedisError, StopRequested):
+            worker.work(burst=burst, logging_level="WARNING")
+        with suppress(StopRequested):
+            if not (burst or worker.is_ending):
+                time.sleep(RESTART_S)
+        if burst or worker.is_ending:
+            return
+
+
+def default_name() -> str:
+    """A name that no other worker has: host, process, and a few random letters."""
+    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+
+
+def delivery_of(rq_id: str, queue: str) -> Delivery | None:
+    """The attempt that an id in Redis means; None if it means none."""
+    job, _, attempt = rq_id.rpartition("-a")
+    return Delivery(job, int(attempt), queue) if job and attempt.isdecimal() and len(attempt) < 10 else None
+
+
+def death_of(status: int, peak_kib: int) -> str:
+    """Why a child is dead, from what wait(2) says, and its peak memory."""
+    peak = f"its peak memory was {peak_kib / (1 << 20):.1f} GiB"
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        name = signal.Signals(number).name if number in set(signal.Signals) else str(number)
+        cause = ", probably out of memory" if number == signal.SIGKILL else ""
+        return f"the worker's child was killed by signal {number} ({name}){cause}; {peak}"
+    return f"the worker's child ended with exit code {os.waitstatus_to_exitcode(status)}; {peak}"
