@@ -1,0 +1,95 @@
+"""`swiftopt serve`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import click
+
+from .options import db_option, json_option, open_store, redis_option
+from .output import emit_json, note
+
+
+@click.command(short_help="Answer look-ups and take jobs over HTTP.")
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to listen on; others than this machine's own need an API key.",
+)
+@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
+@click.option(
+    "--stream-folder",
+    "folders",
+    multiple=True,
+    metavar="DIR",
+    help="Folder whose streams jobs may name; may be repeated.  [env: SWIFTOPT_STREAM_FOLDERS]",
+)
+@click.option(
+    "--max-body-mb", default=32, show_default=True, type=click.IntRange(1, 4096), help="Largest body, in MiB."
+)
+@click.option(
+    "--rate",
+    default=600,
+    show_default=True,
+    type=click.IntRange(min=0),
+    help="Requests a minute per key, or address where there are no keys; 0 is no limit.",
+)
+@click.option("--new-key", metavar="NAME", help="Print a new API key and its entry, and do nothing else.")
+@redis_option
+@db_option
+@json_option
+def serve(new_key: str | None, as_json: bool, **options: Any) -> None:
+    """Answer look-ups of layer sets, and take jobs, over HTTP.
+
+    API keys come from SWIFTOPT_API_KEYS (name:sha256hex, separated by commas) or SWIFTOPT_API_KEYS_FILE (one entry per
+    line, read again when it changes). One line per request goes to stderr. --json prints the address as JSON.
+
+    \b
+    Example:
+      swiftopt serve --port 8000 --stream-folder prompts
+      swiftopt serve --new-key ci
+    """
+    if new_key is not None:
+        _show_key(new_key, as_json)
+        return
+    from ..server.keys import KeyRing
+    from ..server.serving import listen
+    from ..server.serving import serve as run
+    from ..server.settings import MIB, ServerSettings, stream_folders
+
+    settings = ServerSettings(
+        keys=KeyRing.from_environment(),
+        stream_folders=stream_folders(options["folders"]),
+        max_body_bytes=options["max_body_mb"] * MIB,
+        requests_per_min=options["rate"],
+    )
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    for noisy in ("uvicorn.error", "alembic", "sse_starlette", "python_multipart"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    with listen(options["host"], options["port"], settings) as bound, open_store(options["db"]) as store:
+        url = _url(options["host"], bound.getsockname()[1])
+
+        def ready() -> None:
+            if as_json:
+                emit_json({"schema": "swiftopt.serve/1", "url": url})
+            note(f"swiftopt serves {url}; Ctrl-C ends it")
+
+        run(bound, store, options["redis"], settings, ready)
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _show_key(name: str, as_json: bool) -> None:
+    from ..server.keys import new_key
+
+    key, entry = new_key(name)
+    if as_json:
+        emit_json({"schema": "swiftopt.api-key/1", "name": name, "key": key, "entry": entry})
+        return
+    click.echo(f"key    {key}\nentry  {entry}")
+    note("The key is shown this once; put the entry into SWIFTOPT_API_KEYS or the file of SWIFTOPT_API_KEYS_FILE.")

@@ -1,0 +1,137 @@
+"""What every request passes before a route sees it: its key, the limits of rate and body, and a line in the log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .problems import Refused, problem
+from .rates import Rates
+from .settings import MIB, ServerSettings
+
+BODY_WAIT_S = 30.0  # of silence while a body is being sent
+GUARDED = "/v1/"  # everything below needs a key, where keys are set
+LOOKUPS = "/v1/layer-sets/"  # single look-ups, cached, do not count against the rate
+JSON = ("application/json",)
+LINES = ("application/jsonl", "application/x-ndjson", "application/octet-stream", "multipart/form-data")
+BODIES = {"/v1/jobs": JSON, "/v1/layer-sets:lookup": JSON, "/v1/streams": LINES}
+
+access = logging.getLogger("swiftopt.access")
+
+
+class Gate:
+    """Pure ASGI, so that a look-up pays little for it."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app, self._settings = app, settings
+        self._rates = Rates(settings.requests_per_min)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status = time.perf_counter(), 500
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        headers = Headers(scope=scope)
+        caller = _address(scope)
+        try:
+            key_owner = self._key_owner(headers)
+            caller = key_owner or caller
+            refusal = self._refusal(scope, headers, key_owner, caller)
+            if refusal is not None:
+                await refusal(scope, receive, sending)
+            else:
+                await self._app(scope, _limited(receive, self._settings.max_body_bytes), sending)
+        finally:
+            # raw_path is ASCII without line breaks, and has no query
+            path = bytes(scope.get("raw_path") or scope["path"].encode()).decode("ascii", "replace")
+            millis = (time.perf_counter() - began) * 1000
+            access.info("%s %s %d %.1f ms %s", scope["method"], path[:500], status, millis, caller)
+
+    def _key_owner(self, headers: Headers) -> str | None:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if not self._settings.keys.required or scheme.lower() != "bearer":
+            return None
+        return self._settings.keys.owner(key.strip())
+
+    def _refusal(self, scope: Scope, headers: Headers, key_owner: str | None, caller: str) -> Response | None:
+        path, method = scope["path"], scope["method"]
+        if not path.startswith(GUARDED):
+            return None
+        if self._settings.keys.required and key_owner is None:
+            return _unauthorised("authorization" in headers)
+        wait_s = 0 if method == "GET" and path.startswith(LOOKUPS) else self._rates.wait_s(caller)
+        if wait_s:
+            detail = f"more than {self._settings.requests_per_min} requests a minute: wait {wait_s} s, then go on"
+            return problem(429, "too-many-requests", detail, {"Retry-After": str(wait_s)})
+        return _foreign(headers) or self._bad_body(path, headers) if method == "POST" else None
+
+    def _bad_body(self, path: str, headers: Headers) -> Response | None:
+        """What can be said of the body before it comes."""
+        given = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if path in BODIES and given not in BODIES[path]:
+            words = f"the body is {given[:100]!r}" if given else "the body has no Content-Type"
+            detail = f"{words}: send it as {' or '.join(BODIES[path])}"
+            return problem(415, "unsupported-media-type", detail, {"Accept-Post": ", ".join(BODIES[path])})
+        length = headers.get("content-length", "0")
+        if length.isdigit() and int(length) > self._settings.max_body_bytes:
+            refused = _too_large(self._settings.max_body_bytes)
+            return problem(413, refused.kind, str(refused.detail), refused.headers)
+        return None
+
+
+def _limited(receive: Receive, max_bytes: int) -> Receive:
+    """Counts what really comes, whatever was announced."""
+    received, ended = 0, False
+
+    async def receiving() -> Message:
+        nonlocal received, ended
+        if ended:
+            return await receive()  # only the disconnect is still to come
+        try:
+            message = await asyncio.wait_for(receive(), BODY_WAIT_S)
+        except TimeoutError:
+            raise Refused(408, "too-slow", "the body stopped coming: send it again", {"Connection": "close"}) from None
+        received += len(message.get("body", b""))
+        ended = not message.get("more_body", False)
+        if received > max_bytes:
+            raise _too_large(max_bytes)
+        return message
+
+    return receiving
+
+
+def _too_large(max_bytes: int) -> Refused:
+    detail = f"the body is larger than {max_bytes / MIB:g} MiB: send less, or ask the operator for more"
+    return Refused(413, "too-large", detail, {"Connection": "close"})
+
+
+def _unauthorised(given: bool) -> Response:
+    why = "the key is not one of this server's" if given else "this server wants a key"
+    how = 'Bearer realm="swiftopt"' + (', error="invalid_token"' if given else "")
+    detail = f"{why}: send it as `Authorization: Bearer KEY`"
+    return problem(401, "unauthorised", detail, {"WWW-Authenticate": how})
+
+
+def _foreign(headers: Headers) -> Response | None:
+    """A web page of another site, which a browser would let post to a server on the user's own machine."""
+    origin = headers.get("origin")
+    if origin is None or urlsplit(origin).netloc == headers.get("host"):
+        return None
+    return problem(403, "foreign-origin", "a page of another site may not do that: call the API from a program")
+
+
+def _address(scope: Scope) -> str:
+    return scope["client"][0] if scope.get("client") else "local"

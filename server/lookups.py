@@ -1,0 +1,122 @@
+"""Layer sets over HTTP: one look-up, many at once, lists. The single look-up is the path that must be fast."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Path, Query
+from starlette.responses import Response
+
+from ..core.records import record_to_json
+from ..core.types import FoundPlan
+from ..store import Store
+from .bodies import Batch, Depth, Word
+from .cache import Answer
+from .cache import Query as Question
+from .parts import Shared
+from .shapes import LayerSetList, LookupAnswers, ModelList, PlanAnswer
+
+PLAN_SCHEMA = "swiftopt.plan/1"
+CACHE_CONTROL = "max-age=1"
+
+router = APIRouter(prefix="/v1", tags=["layer sets"])
+
+ModelQuery = Annotated[Word | None, Query(description="A name or fingerprint of a model.")]
+TaskQuery = Annotated[Word | None, Query(description="A task.")]
+Alias = Annotated[Word, Query(description="The name of the choice.")]
+Device = Annotated[Word | None, Query(description="Prefer a set that was tuned on this device.")]
+Dtype = Annotated[Word | None, Query(description="Prefer a set that was tuned in this dtype.")]
+Version = Annotated[Depth | None, Query(description="This version, whatever the alias means.")]
+# str, not a list: FastAPI would split nothing, and the header is one line
+IfNoneMatch = Annotated[str | None, Header(description="ETags the caller has; 304 if one is still right.")]
+
+
+def find_plan(store: Store, query: Question) -> dict[str, Any]:
+    """The look-up's object.
+
+    Raises: LayerSetNotFound: nothing fits; it names the nearest.
+    """
+    if query.version is None:
+        found = store.lookup(query.model, query.task, query.device, query.dtype, query.alias)
+    else:
+        found = store.plan(query.model, query.task, query.version)
+    return plan_to_json(query, found)
+
+
+def plan_to_json(query: Question, found: FoundPlan) -> dict[str, Any]:
+    """A plan under the names that were asked for; `layer_set` is the object of every front door."""
+    record = found.plan.layer_set
+    return {
+        "schema": PLAN_SCHEMA,
+        "model": query.model,
+        "task": query.task,
+        "alias": None if query.version is not None else found.alias,
+        "version": found.version,
+        "method": found.plan.method,
+        "verdict": found.plan.verdict,
+        "fallback": found.fallback,
+        "layer_set": record_to_json(record) if record else None,
+    }
+
+
+@router.get("/layer-sets/{model:path}/{task}", operation_id="layer_set", response_model=PlanAnswer)
+async def layer_set(
+    parts: Shared,
+    model: Annotated[Word, Path(description="Name or fingerprint, percent-encoded.")],
+    task: Annotated[Word, Path(description="The task; it has no '/'.")],
+    alias: Alias = "best",
+    device: Device = None,
+    dtype: Dtype = None,
+    version: Version = None,
+    if_none_match: IfNoneMatch = None,
+) -> Response:
+    """How to decode this task with this model: the plan and its layer set.
+
+    Falls back to another dtype or device, then to the task `default`; `fallback` says so in words.
+    """
+    began = time.perf_counter()
+    answer = await parts.answers.get(Question(model, task, alias, device, dtype, version))
+    parts.lookup_times.observe(time.perf_counter() - began)
+    return _respond(answer, if_none_match)
+
+
+def _respond(answer: Answer, if_none_match: str | None) -> Response:
+    if answer.status != 200:
+        return Response(answer.body, answer.status, media_type=answer.media_type)
+    headers = {"ETag": answer.etag, "Cache-Control": CACHE_CONTROL}
+    if if_none_match is not None:
+        known = [tag.strip().removeprefix("W/") for tag in if_none_match.split(",")]
+        if answer.etag in known or known == ["*"]:
+            return Response(status_code=304, headers=headers)
+    return Response(answer.body, 200, headers, answer.media_type)
+
+
+@router.post("/layer-sets:lookup", operation_id="lookup", response_model=LookupAnswers)
+async def lookup(parts: Shared, body: Batch) -> Response:
+    """Up to 1000 look-ups at once; each gets its plan or its own problem object, in the same order."""
+    questions = [Question(**query.model_dump()) for query in body.queries]
+    answers = await asyncio.gather(*(parts.answers.get(question) for question in questions))
+    joined = b",".join(answer.body for answer in answers)
+    return Response(b'{"schema": "swiftopt.lookup/1", "answers": [' + joined + b"]}", media_type="application/json")
+
+
+@router.get("/layer-sets", operation_id="layer_sets", response_model=LayerSetList)
+def layer_sets(parts: Shared, model: ModelQuery = None, task: TaskQuery = None) -> Response:
+    """The stored versions of a model, a task, both or all, newest first."""
+    records = [record_to_json(record) for record in parts.store.layer_sets(model, task)]
+    return _json({"schema": "swiftopt.layer-sets/1", "layer_sets": records})
+
+
+@router.get("/models", operation_id="models", response_model=ModelList)
+def models(parts: Shared) -> Response:
+    """The models that were loaded once, and every name that a look-up knows."""
+    found = [{**asdict(info), "names": list(info.names)} for info in parts.store.models()]
+    return _json({"schema": "swiftopt.stored-models/1", "models": found, "names": parts.store.model_names()})
+
+
+def _json(values: dict[str, Any]) -> Response:
+    return Response(json.dumps(values), media_type="application/json")

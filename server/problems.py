@@ -1,0 +1,116 @@
+"""Errors as RFC 9457 problem details: one stable `type` per class of error, one sentence as `detail`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from ..core.errors import Conflict, InvalidInput, NotFound, ServiceUnreachable, StoreUnavailable, SwiftoptError
+
+MEDIA_TYPE = "application/problem+json"
+URN = "urn:swiftopt:problem:"
+RETRY_AFTER_S = 2  # when the database is away
+
+# Of each class the first that fits.
+STATUS: tuple[tuple[type[SwiftoptError], int], ...] = (
+    (InvalidInput, 422),
+    (NotFound, 404),
+    (Conflict, 409),
+    (StoreUnavailable, 503),
+    (ServiceUnreachable, 503),
+    (SwiftoptError, 500),
+)
+
+# Of errors that are HTTP's own: type, and what to do.
+HTTP: dict[int, tuple[str, str]] = {
+    400: ("malformed", "the body cannot be read: send valid JSON (or a valid multipart form) in UTF-8"),
+    404: ("no-such-route", "there is nothing at this address: /openapi.json lists what there is"),
+    405: ("method-not-allowed", "this address does not take that method: the header Allow lists those it takes"),
+}
+
+
+class Refused(HTTPException):
+    """A request that is turned away before or while its body is read; `kind` ends the problem's type."""
+
+    def __init__(self, status: int, kind: str, detail: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(status, detail, dict(headers or {}))
+        self.kind = kind
+
+
+def as_problem(status: int, kind: str, detail: str) -> dict[str, Any]:
+    """The problem's object."""
+    title = kind.replace("-", " ").capitalize()
+    return {"type": URN + kind, "title": title, "status": status, "detail": detail}
+
+
+def problem(status: int, kind: str, detail: str, headers: Mapping[str, str] | None = None) -> Response:
+    """The problem as a response."""
+    body = json.dumps(as_problem(status, kind, detail)).encode()
+    return Response(body, status, dict(headers or {}), MEDIA_TYPE)
+
+
+def status_of(error: SwiftoptError) -> int:
+    """The HTTP status that an error answers with."""
+    return next(status for kind, status in STATUS if isinstance(error, kind))
+
+
+def kind_of(error: SwiftoptError) -> str:
+    """LayerSetNotFound -> layer-set-not-found."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "-", type(error).__name__).lower()
+
+
+def of_error(error: SwiftoptError) -> Response:
+    """The response to an error of ours."""
+    status = status_of(error)
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else {}
+    return problem(status, kind_of(error), str(error), headers)
+
+
+def install(app: FastAPI) -> None:
+    """Let every error of the app be a problem."""
+    app.add_exception_handler(SwiftoptError, _ours)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(Exception, _unexpected)
+
+
+async def _ours(request: Request, error: Exception) -> Response:
+    assert isinstance(error, SwiftoptError)
+    return of_error(error)
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if isinstance(error, Refused):
+        return problem(error.status_code, error.kind, str(error.detail), error.headers)
+    phrase = HTTPStatus(error.status_code).phrase
+    kind, detail = HTTP.get(error.status_code, (phrase.lower().replace(" ", "-"), str(error.detail)))
+    return problem(error.status_code, kind, detail, error.headers)
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        where, why = first["loc"][-1], first.get("ctx", {}).get("error", "")
+        return problem(400, "malformed", f"the body is not valid JSON ({why}, character {where}): send one JSON object")
+    return problem(422, "invalid-input", sentence(first["loc"], first["msg"]))
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    return problem(500, "internal", "the server failed at this request: its log says why, tell its operator")
+
+
+def sentence(place: tuple[int | str, ...], message: str) -> str:
+    """What a validator found, in one sentence."""
+    where = ".".join(str(part) for part in place)[:200]
+    words = message.removeprefix("Value error, ")
+    return f"{where}: {words[:1].lower()}{words[1:]}"

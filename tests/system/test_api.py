@@ -1,0 +1,312 @@
+"""Every route of the HTTP API, with the app in this process."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api import LOOKUP, MODEL, RECORD, TASK, client_of, filled, problem, sse, submission
+from starlette.testclient import TestClient
+
+from swiftopt.core.errors import StoreUnavailable
+from swiftopt.core.events import PhaseChanged, PromptFinished
+from swiftopt.core.jobs import Lease
+from swiftopt.core.records import record_to_json
+from swiftopt.core.types import Completion, Prompt
+from swiftopt.server.cache import Answers, Query
+from swiftopt.store import Store
+from swiftopt.worker.redis_queue import RedisQueue
+
+
+@pytest.fixture
+def store(database_url: str) -> Iterator[Store]:
+    with filled(database_url) as opened:
+        yield opened
+
+
+@pytest.fixture
+def client(store: Store) -> Iterator[TestClient]:
+    with client_of(store) as opened:
+        yield opened
+
+
+def claimed(store: Store, job: str) -> Lease:
+    claim = store.jobs.claim(Lease(job, 1), "w1")
+    assert claim is not None
+    return claim.lease
+
+
+def finished(index: int) -> PromptFinished:
+    completion = Completion(
+        token_ids=(1, 2), text="é\n", finish_reason="length", method="plain", n_prompt_tokens=1, target_passes=2,
+        first_tokens=1, drafted=0, accepted=0,
+    )  # fmt: skip
+    return PromptFinished(Prompt(str(index), "notes", "x"), index, completion)
+
+
+# --- layer sets
+
+
+def test_lookup_answers_with_the_object_of_every_front_door(client: TestClient, store: Store) -> None:
+    values = client.get(LOOKUP).json()
+    stored = store.layer_set(MODEL, TASK, 1)
+    assert values["layer_set"] == json.loads(json.dumps(record_to_json(stored)))
+    assert {key: values[key] for key in ("schema", "model", "task", "alias", "version", "method", "fallback")} == {
+        "schema": "swiftopt.plan/1", "model": MODEL, "task": TASK, "alias": "best", "version": 1, "method": "swift",
+        "fallback": None,
+    }  # fmt: skip
+
+
+def test_lookup_takes_a_model_with_or_without_encoded_slashes(client: TestClient, store: Store) -> None:
+    store.add_layer_set(replace(RECORD, model="/models/a b", fingerprint="e" * 16))
+    assert client.get("/v1/layer-sets/org/tiny/notes").json() == client.get(LOOKUP).json()
+    assert client.get("/v1/layer-sets/%2Fmodels%2Fa%20b/notes").json()["model"] == "/models/a b"
+
+
+def test_lookup_with_a_known_etag_answers_304(client: TestClient) -> None:
+    first = client.get(LOOKUP)
+    assert first.headers["cache-control"] == "max-age=1"
+    for tags in (first.headers["etag"], f'"x", W/{first.headers["etag"]}', "*"):
+        again = client.get(LOOKUP, headers={"If-None-Match": tags})
+        assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", first.headers["etag"])
+    assert client.get(LOOKUP, headers={"If-None-Match": '"other"'}).status_code == 200
+
+
+def test_lookup_of_a_version_gives_it_whatever_the_alias_means(client: TestClient, store: Store) -> None:
+    store.add_layer_set(replace(RECORD, verdict="plain"))
+    found = client.get(LOOKUP, params={"version": 1}).json()
+    assert (found["version"], found["alias"]) == (1, None)
+    assert client.get(LOOKUP).json()["version"] == 2
+    assert "stored are 1, 2" in problem(client.get(LOOKUP, params={"version": 7}), 404, "layer-set-not-found")
+
+
+def test_lookup_says_what_it_fell_back_to(client: TestClient, store: Store) -> None:
+    store.add_layer_set(replace(RECORD, task="default"))
+    assert client.get("/v1/layer-sets/org%2Ftiny/other").json()["fallback"] == "model default"
+
+
+def test_unknown_set_names_the_nearest(client: TestClient) -> None:
+    detail = problem(client.get("/v1/layer-sets/org%2Ftiny/note"), 404, "layer-set-not-found")
+    assert "org/tiny/notes" in detail
+
+
+def test_lookup_sees_a_change_within_the_second(client: TestClient, store: Store) -> None:
+    assert client.get(LOOKUP).json()["version"] == 1
+    store.add_layer_set(RECORD)
+    threading.Event().wait(1.05)
+    assert client.get(LOOKUP).json()["version"] == 2
+
+
+def test_batch_gives_each_query_its_answer_or_problem(client: TestClient) -> None:
+    queries = [{"model": MODEL, "task": TASK}, {"model": "nobody", "task": TASK}]
+    values = client.post("/v1/layer-sets:lookup", json={"queries": queries}).json()
+    assert values["schema"] == "swiftopt.lookup/1"
+    assert values["answers"][0] == client.get(LOOKUP).json()
+    assert values["answers"][1]["type"] == "urn:swiftopt:problem:layer-set-not-found"
+
+
+def test_batch_has_a_largest_size(client: TestClient) -> None:
+    body = {"queries": [{"model": "m", "task": "t"}] * 1000}
+    assert len(client.post("/v1/layer-sets:lookup", json=body).json()["answers"]) == 1000
+    body["queries"].append({"model": "m", "task": "t"})
+    problem(client.post("/v1/layer-sets:lookup", json=body), 422, "invalid-input")
+
+
+def test_lists_show_what_is_stored(client: TestClient) -> None:
+    assert [s["task"] for s in client.get("/v1/layer-sets").json()["layer_sets"]] == [TASK]
+    assert client.get("/v1/layer-sets", params={"model": "nobody"}).json()["layer_sets"] == []
+    assert client.get("/v1/models").json()["names"] == [MODEL]
+
+
+# --- jobs
+
+
+def test_submission_gives_202_then_the_same_job(client: TestClient) -> None:
+    first = client.post("/v1/jobs", json=submission())
+    again = client.post("/v1/jobs", json=submission())
+    assert (first.status_code, again.status_code) == (202, 200)
+    assert first.headers["location"] == again.headers["location"] == f"/v1/jobs/{first.json()['id']}"
+    assert client.get(first.headers["location"]).json() == first.json()
+    assert first.json()["request"]["max_new_tokens"] == 128
+
+
+def test_identical_submissions_at_once_are_one_job(client: TestClient) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: client.post("/v1/jobs", json=submission()), range(16)))
+    assert sorted(answer.status_code for answer in answers) == [200] * 15 + [202]
+    assert len({answer.json()["id"] for answer in answers}) == 1
+
+
+def test_idempotency_key_belongs_to_one_submission(client: TestClient) -> None:
+    headers = {"Idempotency-Key": "k-1"}
+    first = client.post("/v1/jobs", json=submission(), headers=headers).json()
+    client.post(f"/v1/jobs/{first['id']}/cancel")
+    assert client.post("/v1/jobs", json=submission(), headers=headers).json()["id"] == first["id"]
+    problem(client.post("/v1/jobs", json=submission("other"), headers=headers), 409, "conflict")
+    problem(client.post("/v1/jobs", json=submission(), headers={"Idempotency-Key": "a b"}), 422, "invalid-input")
+
+
+def test_jobs_are_listed_by_state_and_steered(client: TestClient) -> None:
+    job = client.post("/v1/jobs", json=submission()).json()["id"]
+    for verb, state in (("pause", "paused"), ("resume", "queued"), ("cancel", "cancelled"), ("retry", "queued")):
+        assert client.post(f"/v1/jobs/{job}/{verb}").json()["state"] == state
+        listed = client.get("/v1/jobs", params={"state": state}).json()
+        assert (listed["schema"], [found["id"] for found in listed["jobs"]]) == ("swiftopt.jobs-list/1", [job])
+    assert "cancel it instead" in problem(client.post(f"/v1/jobs/{job}/stop"), 409, "conflict")
+    problem(client.post(f"/v1/jobs/{job}/explode"), 422, "invalid-input")
+
+
+def test_unknown_job_names_the_nearest(client: TestClient) -> None:
+    job = client.post("/v1/jobs", json=submission()).json()["id"]
+    for path in ("", "/events", "/outputs", "/events?format=json"):
+        assert job in problem(client.get(f"/v1/jobs/{job[:-1]}x{path}"), 404, "not-found")
+    assert job in problem(client.post(f"/v1/jobs/{job[:-1]}x/cancel"), 404, "not-found")
+
+
+def test_outputs_are_the_lines_of_the_output_file(client: TestClient, store: Store, tmp_path: Path) -> None:
+    from swiftopt.worker.outputs import CompletionWriter
+
+    job = client.post("/v1/jobs", json=submission()).json()["id"]
+    done = [finished(index) for index in range(70)]
+    store.jobs.checkpoint(claimed(store, job), 1, done, None)
+    with CompletionWriter(tmp_path / "out.jsonl") as writer:
+        for event in done:
+            writer.write(event.prompt, event.completion)
+    answer = client.get(f"/v1/jobs/{job}/outputs")
+    assert answer.content == (tmp_path / "out.jsonl").read_bytes()
+    assert answer.headers["content-disposition"] == f'attachment; filename="{job}.jsonl"'
+
+
+# --- events
+
+
+def ended_job(client: TestClient, store: Store) -> str:
+    job = str(client.post("/v1/jobs", json=submission()).json()["id"])
+    lease = claimed(store, job)
+    store.jobs.note(lease, [PhaseChanged("notes", "load"), PhaseChanged("notes", "accumulate")])
+    store.jobs.show(lease, {"type": "progress", "tokens": 3})
+    store.jobs.end(lease, "succeeded")
+    return job
+
+
+def test_events_end_with_the_job(client: TestClient, store: Store) -> None:
+    job = ended_job(client, store)
+    with client.stream("GET", f"/v1/jobs/{job}/events") as answer:
+        found = sse(answer.iter_lines())
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert [name for name, _, _ in found] == [
+        "state_changed", "state_changed", "phase_changed", "phase_changed", "state_changed", "progress", "end",
+    ]  # fmt: skip
+    assert found[-1][2] == client.get(f"/v1/jobs/{job}").json()
+    assert found[-2][1:] == (None, {"type": "progress", "tokens": 3}) and found[2][2]["phase"] == "load"
+
+
+def test_events_go_on_behind_the_last_one_seen(client: TestClient, store: Store) -> None:
+    job = ended_job(client, store)
+    with client.stream("GET", f"/v1/jobs/{job}/events") as answer:
+        whole = sse(answer.iter_lines())
+    seen = whole[1][1]
+    for options in ({"headers": {"Last-Event-ID": seen}}, {"params": {"after": seen}}):
+        with client.stream("GET", f"/v1/jobs/{job}/events", **options) as answer:  # type: ignore[arg-type]
+            assert sse(answer.iter_lines()) == whole[2:]
+    problem(client.get(f"/v1/jobs/{job}/events", headers={"Last-Event-ID": "x"}), 422, "invalid-input")
+
+
+def test_events_can_be_read_as_pages(client: TestClient, store: Store) -> None:
+    job, after, types = ended_job(client, store), 0, []
+    while True:
+        params = {"after": after, "limit": 2}
+        page = client.get(f"/v1/jobs/{job}/events", params=params, headers={"Accept": "application/json"}).json()
+        types += [event["type"] for event in page["events"]]
+        if not page["events"]:
+            break
+        after = page["next_after"]
+    assert types == ["state_changed", "state_changed", "phase_changed", "phase_changed", "state_changed"]
+
+
+# --- health, metrics, errors of ours
+
+
+def test_health_tells_database_migrations_and_redis(client: TestClient) -> None:
+    assert client.get("/livez").json() == {"status": "ok"}
+    ready = {"status": "ok", "database": "ok", "migrations": "ok", "redis": "not configured"}
+    assert client.get("/readyz").json() == client.get("/health").json() == ready
+
+
+def test_redis_away_leaves_lookups_and_submissions(store: Store, tmp_path: Path) -> None:
+    queue = RedisQueue(f"unix://{tmp_path}/none.sock")
+    with client_of(store, queue=queue) as client:
+        ready = client.get("/readyz")
+        assert (ready.status_code, ready.json()["redis"]) == (200, "unreachable, jobs wait")
+        assert client.get(LOOKUP).status_code == 200
+        assert client.post("/v1/jobs", json=submission()).status_code == 202
+        assert "swiftopt_redis_up 0.0" in client.get("/metrics").text
+
+
+def test_submitted_job_is_delivered_and_shown_in_the_metrics(store: Store, redis_url: str) -> None:
+    with client_of(store, queue=RedisQueue(redis_url)) as client:
+        client.post("/v1/jobs", json=submission())
+        client.get(LOOKUP)
+        text = client.get("/metrics").text
+        assert client.get("/readyz").json()["redis"] == "ok"
+    for line in ('swiftopt_queue_depth{queue="default"} 1.0', 'swiftopt_jobs{state="queued"} 1.0',
+                 "swiftopt_lookup_seconds_count 1.0", "swiftopt_redis_up 1.0", "swiftopt_database_up 1.0"):  # fmt: skip
+        assert f"{line}\n" in text
+
+
+def test_metrics_have_the_names_of_speculative_decoding(client: TestClient, store: Store) -> None:
+    job = client.post("/v1/jobs", json=submission()).json()["id"]
+    done = finished(0)
+    swift = replace(
+        done.completion, method="swift", drafted=5, accepted=3, accepted_per_position=(2, 1), target_passes=2
+    )
+    store.jobs.checkpoint(claimed(store, job), 1, [replace(done, completion=swift)], None)
+    text = client.get("/metrics").text
+    of = '{model="smollm2-135m",task="notes"}'
+    assert f"swiftopt_spec_decode_num_draft_tokens_total{of} 5.0" in text
+    assert f"swiftopt_spec_decode_num_accepted_tokens_total{of} 3.0" in text
+    position = 'swiftopt_spec_decode_num_accepted_tokens_per_pos_total{model="smollm2-135m",position="1",task="notes"}'
+    assert (
+        f"{position} 1.0" in text
+        or position.replace(',position="1",task="notes"', ',task="notes",position="1"') in text
+    )
+    assert 'swiftopt_job_attempts_total{outcome="started"} 1.0' in text and job not in text
+
+
+def test_unexpected_error_tells_nothing_of_the_inside(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("inside")
+
+    monkeypatch.setattr(store, "models", broken)
+    with client_of(store) as client:
+        assert "inside" not in problem(client.get("/v1/models"), 500, "internal")
+
+
+def test_equal_lookups_at_once_are_one_query(store: Store) -> None:
+    import asyncio
+
+    asked: list[Query] = []
+
+    def find(query: Query) -> dict[str, Any]:
+        asked.append(query)
+        threading.Event().wait(0.05)
+        if query.model == "away":
+            raise StoreUnavailable("the database is away")
+        return {"model": query.model}
+
+    async def many() -> None:
+        answers = Answers(find)
+        found = await asyncio.gather(*(answers.get(Query("m", "t")) for _ in range(50)))
+        assert len({id(answer) for answer in found}) == 1 and len(asked) == 1
+        for _ in range(2):  # an outage is not kept
+            with pytest.raises(StoreUnavailable):
+                await answers.get(Query("away", "t"))
+        assert len(asked) == 3
+
+    asyncio.run(many())

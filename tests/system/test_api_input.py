@@ -1,0 +1,196 @@
+"""Bad and hostile input over HTTP: every answer is a problem in one sentence, and nothing is stored."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api import LOOKUP, client_of, filled, problem, submission
+from starlette.testclient import TestClient
+
+from swiftopt.core.jobs import Lease
+from swiftopt.server.rates import Rates
+from swiftopt.server.settings import ServerSettings
+from swiftopt.store import Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with filled(str(tmp_path / "swiftopt.db")) as opened:
+        yield opened
+
+
+@pytest.fixture
+def client(store: Store) -> Iterator[TestClient]:
+    with client_of(store) as opened:
+        yield opened
+
+
+# --- streams
+
+
+def test_upload_can_be_named_by_a_job(client: TestClient, store: Store) -> None:
+    data = b'{"prompt": "a"}\n{"prompt": "b", "task": "own"}\n'
+    raw = client.post("/v1/streams?task=up", content=data, headers={"Content-Type": "application/jsonl"})
+    form = client.post("/v1/streams?task=up", files={"file": ("s.jsonl", data)})
+    assert raw.status_code == form.status_code == 201 and raw.json() == form.json()
+    assert raw.json()["n_prompts"] == 2
+    job = client.post("/v1/jobs", json=submission() | {"stream": {"upload": raw.json()["sha256"]}, "limit": 2}).json()
+    claim = store.jobs.claim(Lease(job["id"], 1), "w")
+    assert claim is not None and [json.loads(line)["task"] for line in claim.lines.splitlines()] == ["up", "own"]
+
+
+def test_unknown_upload_is_not_found(client: TestClient) -> None:
+    problem(client.post("/v1/jobs", json=submission() | {"stream": {"upload": "0" * 64}}), 404, "not-found")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "holds no prompt"),
+        (b'{"prompt": "a"}\n{"prompt": ', "line 2 is not valid JSON"),
+        (b'{"prompt": "a"}\n\xff\xfe\x00\x80', "line 2 is not UTF-8"),
+        (bytes(range(1, 100)) + b"\0", "line 1"),
+        (b"[1]", "line 1 holds a list"),
+        (b'{"prompt": "\\ud800"}', "surrogate"),
+        (b"[" * 100_000, "line 1"),
+    ],
+)
+def test_upload_with_a_bad_line_names_it(client: TestClient, data: bytes, words: str) -> None:
+    answer = client.post("/v1/streams", content=data, headers={"Content-Type": "application/jsonl"})
+    assert words in problem(answer, 422, "stream-error")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    inside = tmp_path / "streams"
+    (inside / "deep").mkdir(parents=True)
+    (inside / "humaneval.jsonl").write_text('{"prompt": "a"}\n')
+    (inside / "deep" / "more.jsonl").write_text('{"prompt": "b"}\n')
+    (inside / "binary.jsonl").write_bytes(b"\x80\0\1")
+    (tmp_path / "secret.jsonl").write_text('{"prompt": "secret"}\n')
+    (inside / "out.jsonl").symlink_to(tmp_path / "secret.jsonl")
+    (inside / "up").symlink_to(tmp_path)
+    (inside / "in.jsonl").symlink_to("deep/more.jsonl")
+    (inside / "loop").symlink_to("loop")
+    (inside / "large.jsonl").write_bytes(b'{"prompt": "a"}\n' * 100_000)
+    os.mkfifo(inside / "pipe")
+    return inside
+
+
+def with_folder(store: Store, folder: Path) -> TestClient:
+    return client_of(store, ServerSettings(stream_folders=(folder.resolve(),), max_body_bytes=1_000_000))
+
+
+def test_stream_is_named_under_a_folder(store: Store, folder: Path) -> None:
+    with with_folder(store, folder) as client:
+        for name, task in (("humaneval.jsonl", "humaneval"), ("deep/more.jsonl", "more"), ("in.jsonl", "in")):
+            answer = client.post("/v1/jobs", json=submission() | {"stream": {"name": name}})
+            assert answer.status_code == 202 and answer.json()["request"]["task"] == task
+        missing = client.post("/v1/jobs", json=submission() | {"stream": {"name": "humanevil.jsonl"}})
+        assert "'humaneval.jsonl'" in problem(missing, 404, "stream-not-found")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../secret.jsonl", "deep/../../secret.jsonl", "/etc/passwd", "out.jsonl", "up/secret.jsonl", "deep", ".", "pipe",
+     "loop", "a\0b", "large.jsonl", "x" * 400, "..\\secret.jsonl", "", "a\nb", "binary.jsonl"],
+)  # fmt: skip
+def test_stream_name_that_leads_elsewhere_is_refused(store: Store, folder: Path, name: str) -> None:
+    with with_folder(store, folder) as client:
+        answer = client.post("/v1/jobs", json=submission() | {"stream": {"name": name}})
+        assert answer.status_code in (404, 422), answer.text
+        assert str(folder.parent) not in answer.text and "secret" not in client.get("/v1/jobs").text
+        assert client.get("/v1/jobs").json()["jobs"] == []
+
+
+def test_stream_name_without_folders_is_not_found(client: TestClient) -> None:
+    problem(client.post("/v1/jobs", json=submission() | {"stream": {"name": "a.jsonl"}}), 404, "stream-not-found")
+
+
+# --- hostile input
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": 7}, {"model": ""}, {"model": "a\0b"}, {"model": None}, {"unknown": 1}, {"queue": "a/b"},
+        {"queue": "q" * 65}, {"queue": ""}, {"limit": 0}, {"limit": True}, {"limit": 10**30}, {"max_new_tokens": 1.5},
+        {"dtype": "int7"}, {"device": "cuda:x"}, {"settings": {"nothing": 1}}, {"settings": {"max_steps": "7"}},
+        {"settings": {"skip_ratio": 7}}, {"settings": {"strategy": "luck"}}, {"sampling": {"top_p": 0}},
+        {"sampling": {"seed": 2**63}}, {"settings": []}, {"stream": {}}, {"stream": {"prompts": []}},
+        {"stream": {"prompts": [{"prompt": "a"}], "name": "b"}}, {"stream": {"prompts": [{"prompt": 1}]}},
+        {"stream": {"prompts": [{"prompt": "a\0"}]}}, {"stream": {"prompts": "a"}}, {"task": "a/b"}, {"task": " "},
+        {"settings": {"branching": [[1.0]]}}, {"settings": {"branching": [[0.5, 1e308], [1.0, 1]]}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wrong_value_in_a_job_is_refused_in_a_sentence(client: TestClient, change: dict[str, Any]) -> None:
+    answer = client.post("/v1/jobs", json=submission() | change)
+    assert answer.status_code == 422 and answer.json()["detail"], answer.text
+    assert client.get("/v1/jobs").json()["jobs"] == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1", "nul", '{"a": 1}}', "\xff", "[" * 200_000, "1" * 5000])
+def test_body_that_is_no_json_is_refused(client: TestClient, text: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = client.post("/v1/jobs", content=text.encode("latin-1"), headers=headers)
+    assert answer.status_code in (400, 422) and answer.headers["content-type"] == "application/problem+json"
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999", '"\\ud800"'])
+def test_number_or_text_that_json_lacks_is_refused(client: TestClient, value: str) -> None:
+    text = '{"model": "m", "stream": {"prompts": [{"prompt": "a"}]}, "sampling": {"temperature": VALUE}}'.replace(
+        "VALUE", value
+    )
+    answer = client.post("/v1/jobs", content=text, headers={"Content-Type": "application/json"})
+    problem(answer, 422, "invalid-input")
+
+
+def test_other_routes_methods_and_media_types_are_problems(client: TestClient) -> None:
+    problem(client.get("/v2"), 404, "no-such-route")
+    refused = client.delete("/v1/jobs")
+    assert problem(refused, 405, "method-not-allowed") and refused.headers["allow"]
+    problem(
+        client.post("/v1/jobs", content="{}", headers={"Content-Type": "text/plain"}), 415, "unsupported-media-type"
+    )
+    problem(client.post("/v1/streams", content="{}"), 415, "unsupported-media-type")
+
+
+def test_names_that_no_database_stores_are_refused(database_url: str) -> None:
+    with filled(database_url) as store, client_of(store) as client:
+        for path in ("/v1/layer-sets/a%00b/c", "/v1/layer-sets?model=%00", "/v1/jobs/%00", LOOKUP + "?alias=%0A"):
+            problem(client.get(path), 422, "invalid-input")
+        assert client.get("/v1/layer-sets/%ff%fe/c").status_code == 404
+        nul = {"stream": {"prompts": [{"prompt": "a", "note": "\0"}]}}
+        problem(client.post("/v1/jobs", json=submission() | nul), 422, "invalid-input")
+
+
+def test_page_of_another_site_cannot_post(client: TestClient) -> None:
+    answer = client.post("/v1/jobs", json=submission(), headers={"Origin": "https://evil.example"})
+    problem(answer, 403, "foreign-origin")
+
+
+def test_rate_is_limited_but_lookups_are_not(store: Store) -> None:
+    with client_of(store, ServerSettings(requests_per_min=3)) as client:
+        assert [client.get("/v1/jobs").status_code for _ in range(4)] == [200, 200, 200, 429]
+        refused = client.get("/v1/models")
+        assert problem(refused, 429, "too-many-requests") and int(refused.headers["retry-after"]) in (19, 20)
+        assert {client.get(LOOKUP).status_code for _ in range(20)} == {200}
+        assert client.get("/readyz").status_code == 200
+
+
+def test_rate_recovers_with_time_and_forgets_silent_callers() -> None:
+    now = [0.0]
+    rates = Rates(60, lambda: now[0])
+    assert [rates.wait_s("a") for _ in range(61)] == [0] * 60 + [1]
+    now[0] = 2.0
+    assert [rates.wait_s("a") for _ in range(3)] == [0, 0, 1]
+    for number in range(10_001):
+        rates.wait_s(str(number))
+        now[0] += 2.0
+    assert len(rates._buckets) <= 10_000

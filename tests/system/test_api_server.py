@@ -1,0 +1,223 @@
+"""`swiftopt serve` as a process: keys, bodies that are too large, streams that are cut off, start and end."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import httpx2
+import psutil
+import pytest
+from api import LOOKUP, Served, filled, serving, sse, submission
+from click.testing import CliRunner
+
+from swiftopt.cli.main import swiftopt as program
+from swiftopt.core.errors import SettingsError
+from swiftopt.core.events import PhaseChanged
+from swiftopt.core.jobs import Lease
+from swiftopt.server.serving import listen
+from swiftopt.server.settings import ServerSettings
+from swiftopt.store import Store, as_url
+
+JSON = {"Content-Type": "application/json"}
+
+
+def entry(name: str, key: str) -> str:
+    return f"{name}:{hashlib.sha256(key.encode()).hexdigest()}"
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> str:
+    url = as_url(str(tmp_path / "swiftopt.db"))
+    filled(url).close()
+    return url
+
+
+@pytest.fixture
+def served(database: str, tmp_path: Path) -> Iterator[Served]:
+    with serving(database, tmp_path / "log", "--max-body-mb", "2") as running:
+        yield running
+
+
+def ended(*options: str, **environment: str) -> tuple[int, str]:
+    """Exit code and stderr of a `serve` that ends by itself."""
+    command = [sys.executable, "-m", "swiftopt", "serve", *options]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env={**os.environ, **environment}, check=False
+    )
+    return done.returncode, done.stderr
+
+
+# --- keys
+
+
+def test_keys_guard_everything_under_v1_and_rotate_without_a_restart(database: str, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"# ours\n{entry('ci', 'old')}  # to be replaced\n")
+    settings = {"SWIFTOPT_API_KEYS_FILE": str(file), "SWIFTOPT_API_KEYS": entry("ops", "fixed")}
+    with serving(database, tmp_path / "log", **settings) as server:
+        for headers in ({}, bearer("wrong"), bearer(entry("ci", "old")), {"Authorization": "Basic b2xk"}, bearer("é")):
+            raw = {name: value.encode("latin-1") for name, value in headers.items()}
+            for path in (LOOKUP, "/v1/jobs", "/v1/nothing"):
+                refused = server.client.get(path, headers=raw)
+                assert refused.status_code == 401 and refused.headers["www-authenticate"].startswith("Bearer")
+                assert refused.json()["type"] == "urn:swiftopt:problem:unauthorised"
+        assert [server.client.get(path).status_code for path in ("/livez", "/readyz", "/metrics")] == [200] * 3
+        assert [server.client.get(LOOKUP, headers=bearer(key)).status_code for key in ("old", "fixed")] == [200, 200]
+        file.write_text(f"{entry('ci', 'old')}\n{entry('ci-2', 'new')}\n")
+        assert [server.client.get(LOOKUP, headers=bearer(key)).status_code for key in ("old", "new")] == [200, 200]
+        file.write_text(f"{entry('ci-2', 'new')}\n")
+        keys = ("old", "new", "fixed")
+        assert [server.client.get(LOOKUP, headers=bearer(key)).status_code for key in keys] == [401, 200, 200]
+        file.write_text("broken\n")  # the last good entries stay
+        assert [server.client.get(LOOKUP, headers=bearer(key)).status_code for key in keys] == [401, 200, 200]
+    log = (tmp_path / "log").read_text()
+    assert " 200 " in log and "ci-2" in log
+    assert not [word for word in ("old", "fixed", "wrong") if f" {word}" in log or f"{word} " in log]
+
+
+def test_new_key_opens_with_its_entry(database: str, tmp_path: Path) -> None:
+    printed = CliRunner().invoke(program, ["serve", "--new-key", "ci", "--json"], catch_exceptions=False)
+    values = json.loads(printed.stdout)
+    with serving(database, tmp_path / "log", SWIFTOPT_API_KEYS=values["entry"]) as server:
+        assert server.client.get("/v1/jobs", headers=bearer(values["key"])).status_code == 200
+        assert server.client.get("/v1/jobs").status_code == 401
+    assert values["key"] not in values["entry"] and values["key"] not in (tmp_path / "log").read_text()
+
+
+def test_address_open_to_others_needs_a_key(database: str, tmp_path: Path) -> None:
+    code, said = ended("--host", "0.0.0.0", "--port", "0", "--db", database)
+    assert code == 2 and "no API key is set" in said and said.count("\n") == 1, said
+    for host in ("::", "0.0.0.0"):
+        with pytest.raises(SettingsError, match="no API key is set"):
+            listen(host, 0, ServerSettings())
+    with serving(database, tmp_path / "log", "--host", "0.0.0.0", SWIFTOPT_API_KEYS=entry("a", "k")) as server:
+        assert server.client.get("/v1/jobs", headers=bearer("k")).status_code == 200
+
+
+@pytest.mark.parametrize("entries", ["plain-key", "a:zz", "a b:" + "0" * 64])
+def test_key_entry_that_is_none_ends_the_start_without_showing_it(entries: str, database: str) -> None:
+    code, said = ended("--port", "0", "--db", database, SWIFTOPT_API_KEYS=entries)
+    assert code == 2 and "--new-key" in said and entries not in said and said.count("\n") == 1
+
+
+def test_start_that_cannot_be_ends_in_a_sentence(database: str, served: Served) -> None:
+    port = str(served.address[1])
+    for options, words in (
+        (("--port", port), f"port {port} (address already in use): end the program"),
+        (("--port", "0", "--host", "no such host"), "leads to no address"),
+        (("--port", "0", "--stream-folder", "/nowhere/at/all"), "is no folder"),
+    ):
+        code, said = ended("--db", database, *options)
+        assert code == 2 and words in said and said.count("\n") == 1, said
+
+
+# --- bodies
+
+
+def test_body_of_200_mb_is_cut_off_and_memory_stays_small(served: Served) -> None:
+    before = psutil.Process(served.process.pid).memory_info().rss
+
+    def endless() -> Iterator[bytes]:
+        for _ in range(200):
+            yield b" " * 1_000_000
+
+    for path, kind in (("/v1/jobs", "application/json"), ("/v1/streams", "application/jsonl")):
+        connection = http.client.HTTPConnection(*served.address, timeout=30)
+        connection.putrequest("POST", path)
+        connection.putheader("Content-Type", kind)
+        connection.putheader("Transfer-Encoding", "chunked")
+        connection.endheaders()
+        try:
+            for block in endless():
+                connection.send(b"%x\r\n%b\r\n" % (len(block), block))
+        except OSError:
+            pass  # the server has closed
+        answer = connection.getresponse()
+        assert (answer.status, answer.getheader("content-type")) == (413, "application/problem+json")
+        answer.read()
+        connection.close()
+    assert psutil.Process(served.process.pid).memory_info().rss - before < 30_000_000
+    assert served.client.get("/livez").status_code == 200
+
+
+def test_announced_size_alone_is_refused(served: Served) -> None:
+    with socket.create_connection(served.address, timeout=10) as raw:
+        raw.sendall(
+            b"POST /v1/jobs HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 200000000\r\n\r\n"
+        )
+        assert raw.recv(100).startswith(b"HTTP/1.1 413")
+
+
+@pytest.mark.parametrize(
+    "head", [b"\x16\x03\x01\x02\0", b"GET / HTTP/9\r\n\r\n", b"POST /v1/jobs HTTP/1.1\r\nContent-Length: x\r\n\r\n"]
+)
+def test_bytes_that_are_no_http_do_no_harm(served: Served, head: bytes) -> None:
+    with socket.create_connection(served.address, timeout=10) as raw:
+        raw.sendall(head + b"\r\n\r\n")
+        assert raw.recv(100).startswith(b"HTTP/1.1 400")
+    assert served.client.get("/livez").status_code == 200
+
+
+def test_log_has_one_line_per_request_whatever_is_asked(served: Served) -> None:
+    served.client.get("/v1/layer-sets/a%0Aforged%20GET/b?token=hidden")
+    deadline = time.monotonic() + 10  # the line is written when the answer is already out
+    while not (text := served.log.read_text()).count("swiftopt.access") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    lines = [line for line in text.splitlines() if "swiftopt.access" in line]
+    assert len(lines) == 1 and "/v1/layer-sets/a%0Aforged%20GET/b 404" in lines[0] and "hidden" not in lines[0]
+
+
+# --- events
+
+
+def test_events_go_on_after_a_disconnect_and_end_at_sigterm(served: Served, database: str) -> None:
+    job = served.client.post("/v1/jobs", json=submission()).json()["id"]
+    with Store.open(database) as store:
+        claim = store.jobs.claim(Lease(job, 1), "w1")
+        assert claim is not None
+        with served.client.stream("GET", f"/v1/jobs/{job}/events") as answer:
+            first = sse(answer.iter_lines(), limit=2)
+        store.jobs.note(claim.lease, [PhaseChanged("notes", "load"), PhaseChanged("notes", "accumulate")])
+        headers = {"Last-Event-ID": str(first[-1][1])}
+        with served.client.stream("GET", f"/v1/jobs/{job}/events", headers=headers) as answer:
+            lines = answer.iter_lines()
+            assert [data["phase"] for _, _, data in sse(lines, limit=2)] == ["load", "accumulate"]
+            began = time.monotonic()
+            served.process.send_signal(signal.SIGTERM)
+            with suppress(httpx2.RemoteProtocolError):  # cut off: a client goes on with Last-Event-ID
+                assert sse(lines) == []
+            assert served.process.wait(10) == 0 and time.monotonic() - began < 4
+    assert "Traceback" not in served.log.read_text()
+
+
+def test_redis_away_costs_lookups_nothing(database: str, tmp_path: Path) -> None:
+    with serving(database, tmp_path / "log", "--redis", f"unix://{tmp_path}/none.sock") as server:
+        assert server.client.get("/readyz").json()["redis"] == "unreachable, jobs wait"
+        assert server.client.post("/v1/jobs", json=submission()).status_code == 202
+        server.client.get(LOOKUP)
+        took = []
+        for _ in range(200):
+            began = time.perf_counter()
+            assert server.client.get(LOOKUP).status_code == 200
+            took.append(time.perf_counter() - began)
+        assert sorted(took)[100] < 0.05
+
+
+def test_server_starts_without_torch() -> None:
+    program = "import sys, swiftopt.server.serving; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
