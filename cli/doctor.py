@@ -5,19 +5,16 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
 
 import click
 
-from ..core.errors import SwiftoptError
-from .options import db_option, json_option
+from .options import db_option, json_option, queue_option, redis_option, server_option
 from .output import emit_json, show
-
-Status = Literal["ok", "warn", "fail"]
+from .service_checks import Check, check_clock, check_database, check_redis, check_server, check_workers, guarded
 
 GIB = 1 << 30
 LOW_MEMORY = 2 * GIB  # below it even small models of the alias table do not fit in bfloat16 with room to work
@@ -25,22 +22,27 @@ LOW_DISK = 5 * GIB  # below it a download or a converted GGUF file of a small mo
 MEMINFO = Path("/proc/meminfo")
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One line of the report."""
-
-    name: str
-    status: Status
-    text: str
-
-
 @click.command(short_help="Check versions, devices, memory and database.")
 @click.option("--model", help="Check that this model can be found as well.")
 @db_option
+@redis_option
+@server_option
+@queue_option
 @json_option
 @click.pass_context
-def doctor(context: click.Context, model: str | None, db: str | None, as_json: bool) -> None:
-    """Check this machine: versions, devices, memory, database, cache; ends with 1 if something fails.
+def doctor(
+    context: click.Context,
+    model: str | None,
+    db: str | None,
+    redis: str | None,
+    server: str | None,
+    queue: str,
+    as_json: bool,
+) -> None:
+    """Check this machine and what it is told to use; ends with 1 if something fails.
+
+    Versions, devices, memory, cache, the database with its schema and clock; and where they are named, Redis with how
+    it keeps its data, the workers of the queue, and the server. Nothing is changed.
 
     \b
     Example:
@@ -48,7 +50,7 @@ def doctor(context: click.Context, model: str | None, db: str | None, as_json: b
     """
     from .tables import checks_table
 
-    checks = list(examine(model, db))
+    checks = [*examine(model), *examine_services(db, redis, server, queue)]
     healthy = all(check.status != "fail" for check in checks)
     if as_json:
         emit_json({"schema": "swiftopt.doctor/1", "ok": healthy, "checks": [asdict(check) for check in checks]})
@@ -57,26 +59,35 @@ def doctor(context: click.Context, model: str | None, db: str | None, as_json: b
     context.exit(0 if healthy else 1)
 
 
-def examine(model: str | None, db: str | None) -> Iterator[Check]:
-    """Every check, cheap ones first."""
+def examine(model: str | None) -> Iterator[Check]:
+    """Every check of this machine, cheap ones first."""
     yield Check("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     for package in ("torch", "transformers"):
         yield check_package(package)
     yield from check_devices()
     yield Check("cores", "ok", str(os.cpu_count()))
     yield check_memory()
-    yield guarded("database", lambda: check_database(db))
     yield guarded("cache", check_cache)
     if model is not None:
         yield guarded("model", lambda: check_model(model))
 
 
-def guarded(name: str, check: Callable[[], Check]) -> Check:
-    """A check whose errors are its answer."""
-    try:
-        return check()
-    except (SwiftoptError, OSError) as error:
-        return Check(name, "fail", str(error))
+def examine_services(db: str | None, redis: str | None, server: str | None, queue: str) -> Iterator[Check]:
+    """Every check of what runs elsewhere."""
+    from ..store import as_url, default_url
+
+    url = as_url(db) if db else default_url()
+    database = guarded("database", lambda: check_database(url))
+    yield database
+    if database.status != "fail":
+        yield guarded("clock", lambda: check_clock(url))
+    if redis is not None:
+        found = guarded("redis", lambda: check_redis(redis))
+        yield found
+        if found.status != "fail":
+            yield guarded("workers", lambda: check_workers(redis, queue))
+    if server is not None:
+        yield guarded("server", lambda: check_server(server))
 
 
 def check_package(name: str) -> Check:
@@ -112,18 +123,6 @@ def check_memory() -> Check:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return Check("memory", "ok", f"{total / GIB:.1f} GiB")
     return Check("memory", "warn" if free < LOW_MEMORY else "ok", f"{free / GIB:.1f} of {total / GIB:.1f} GiB free")
-
-
-def check_database(db: str | None) -> Check:
-    """Whether the database opens, which brings it to the newest schema."""
-    from ..store import Store, as_url, default_url
-    from ..store.database import shown
-    from ..store.migrations import HEAD
-
-    url = as_url(db) if db else default_url()
-    with Store.open(url) as store:
-        n_sets = len(store.layer_sets())
-    return Check("database", "ok", f"{shown(url)}, schema {HEAD}, {n_sets} layer sets")
 
 
 def check_cache() -> Check:

@@ -18,6 +18,7 @@ from ..core.events import (
     PromptFinished,
     PromptStarted,
     SkipRatioLowered,
+    StateChanged,
     TaskFinished,
     TrialsDone,
 )
@@ -45,6 +46,8 @@ class RunState:
         """The state once `event` has happened."""
         state = self if event_task(event) in ("", self.task) else RunState(task=event_task(event))
         match event:
+            case StateChanged():
+                return RunState(phase=state_words(event), matchness=self.matchness)
             case PhaseChanged():
                 return replace(state, phase=event.phase, detail=event.detail)
             case PromptStarted():
@@ -64,10 +67,26 @@ def event_task(event: Event) -> str:
     return event.prompt.task if isinstance(event, PromptFinished) else event.task
 
 
+def state_words(event: StateChanged) -> str:
+    """A job's new state as a line; what made it fail is told by the error at the end."""
+    match event.state:
+        case "queued" if event.detail:
+            return f"queued again: {event.detail}"
+        case "running":
+            again = f" (attempt {event.attempt})" if event.attempt > 1 else ""
+            return f"running {event.detail}".rstrip() + again
+        case "paused" | "cancelled":
+            return f"{event.state} {event.detail}".strip()
+        case _:
+            return event.state
+
+
 def event_line(event: Event, state: RunState) -> str | None:
     """The line for a log; None for an event that would only fill it."""
     task = f"{event_task(event)}: " if event_task(event) else ""
     match event:
+        case StateChanged():
+            return state_words(event)
         case PhaseChanged():
             return f"{task}{event.phase}" + (f": {event.detail}" if event.detail else "")
         case SkipRatioLowered():
@@ -151,8 +170,11 @@ class TuneProgress:
         self.state = self.state.after(event)
         self.n_finished += isinstance(event, PromptFinished)
         line = event_line(event, self.state)
-        if line is None or not self._is_news(event):
-            return
+        if line is not None and self._is_news(event):
+            self.say(line)
+
+    def say(self, line: str) -> None:
+        """Print a line that stays."""
         if self._live is None:
             self._console.print(line, soft_wrap=True)
         else:
@@ -160,6 +182,8 @@ class TuneProgress:
 
     def _is_news(self, event: Event) -> bool:
         """Whether the event is worth a line that stays: phases come and go with every prompt."""
+        if isinstance(event, StateChanged):
+            self._told.clear()  # another worker tells its phases anew
         if isinstance(event, PhaseChanged):
             key = (event.task, event.phase, "" if event.phase == "profile" else event.detail)
             is_new = key not in self._told

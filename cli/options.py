@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 import click
 
 from ..core.errors import LayerSetError
+from ..core.jobs import DEFAULT_QUEUE
 from ..core.settings import SwiftSettings
 from ..core.types import LayerSetRecord, Sampling
 
@@ -52,12 +54,35 @@ class ModelTaskType(click.ParamType[ModelTask]):
         return ModelTask(model, task)
 
 
+class QueueName(click.ParamType[str]):
+    """A queue, under the names that every front door takes."""
+
+    name = "NAME"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", str(value)):
+            self.fail(f"{value!r} is no queue: use up to 64 letters, digits, '-', '_' and '.'", param, ctx)
+        return str(value)
+
+
 model_task_argument = click.argument("name", type=ModelTaskType(), metavar="MODEL/TASK")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 db_option = click.option(
     "--db",
     metavar="URL|FILE",
     help="Database of layer sets: a file or an SQLAlchemy URL.  [default: in your data folder]",
+)
+redis_option = click.option("--redis", metavar="URL", help="Redis that delivers jobs.  [env: SWIFTOPT_REDIS_URL]")
+server_option = click.option(
+    "--server",
+    metavar="URL",
+    help="Server of jobs and layer sets; its key: SWIFTOPT_API_KEY.  [env: SWIFTOPT_SERVER_URL]",
+)
+queue_option = click.option(
+    "--queue",
+    type=QueueName(),
+    default=DEFAULT_QUEUE,
+    help="Queue of the workers.  [env: SWIFTOPT_QUEUE; default: default]",
 )
 alias_option = click.option("--alias", default="best", show_default=True, help="Name of the choice.")
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from ..core.completions import completion_to_json
 from ..core.events import TaskFinished
+from ..core.jobs import Job, job_to_json
 from ..core.records import record_to_json
 from ..core.types import Completion, FoundPlan, LayerSetRecord, ModelInfo, Prompt, Timings, Trial
-from ..worker.outputs import completion_to_json
 
 if TYPE_CHECKING:
     from ..worker.generate import GenerateInfo
@@ -43,8 +44,10 @@ def task_json(finished: TaskFinished, command: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def tune_json(model: str, job: str, out: str, database: str, tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A tuning run."""
+def tune_json(
+    model: str, job: str, out: str | None, database: str, tasks: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """A tuning run; `out` is None where nobody has written its completions to a file."""
     return {
         "schema": "swiftopt.tune/1",
         "model": model,
@@ -53,6 +56,16 @@ def tune_json(model: str, job: str, out: str, database: str, tasks: Sequence[Map
         "database": database,
         "tasks": list(tasks),
     }
+
+
+def submitted_json(job: Job, new: bool) -> dict[str, Any]:
+    """A job that nobody follows; `new` is false where an unfinished job already does the same."""
+    return {"schema": "swiftopt.submitted/1", "job": job.id, "state": job.state, "new": new}
+
+
+def jobs_json(jobs: Sequence[Job]) -> dict[str, Any]:
+    """Jobs, newest first."""
+    return {"schema": "swiftopt.jobs-list/1", "jobs": [job_to_json(job) for job in jobs]}
 
 
 def completion_json(model: str, prompt: Prompt, completion: Completion, info: GenerateInfo) -> dict[str, Any]:

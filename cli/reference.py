@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import click
 
-from .config import PREFIX, TOML_FILE, ProgramSettings
+from .config import LONG_NAMES, PREFIX, TOML_FILE, ProgramSettings
 from .main import INTERRUPTED, swiftopt
 
 WIDTH = 80  # columns, whatever the terminal has
@@ -21,7 +21,11 @@ EXIT_CODES = {
     1: "something failed: the database or an output file cannot be used, or a check of `doctor`",
     2: "the input cannot be used: an option, a stream's line, a layer set, a model's architecture",
     3: "not found: a model, a file, a stored layer set",
-    INTERRUPTED: "Ctrl-C; what was finished until then is kept",
+    4: "a job that was followed has failed",
+    5: "a job that was followed was cancelled",
+    6: "Redis or the server does not answer, or refuses the key",
+    7: "the job is not in a state for that, or an idempotency key was used for something else",
+    INTERRUPTED: "Ctrl-C; what was finished until then is kept, and a job in a queue goes on",
 }
 
 INTRODUCTION = """\
@@ -63,14 +67,15 @@ def _presets() -> str:
     rows = [f"| `{_variable(key)}` | `{key}` | `--{key.replace('_', '-')}` |" for key in ProgramSettings.model_fields]
     words = (
         f"An option on the command line wins over its environment variable, that over `{TOML_FILE}` in the working"
-        "\nfolder, that over the default. An unknown key in the file is an error."
+        "\nfolder, that over the default. An unknown key in the file is an error. The key of a server is read from"
+        "\n`SWIFTOPT_API_KEY` alone, so that no listing of processes and no file shows it."
     )
     head = f"| variable | key in `{TOML_FILE}` | option |"
     return "\n".join(["## Presets", "", words, "", head, "|---|---|---|", *rows])
 
 
 def _variable(key: str) -> str:
-    return "SWIFTOPT_DATABASE_URL" if key == "db" else PREFIX + key.upper()
+    return LONG_NAMES.get(key, PREFIX + key.upper())
 
 
 if __name__ == "__main__":

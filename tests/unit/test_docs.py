@@ -6,11 +6,13 @@ import ast
 import json
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
+from serving import serving
 from tiny_files import save
 
 import swiftopt
@@ -21,6 +23,8 @@ from swiftopt.cli.main import swiftopt as program
 from swiftopt.cli.reference import EXIT_CODES, page
 from swiftopt.core.errors import InvalidInput, SwiftoptError
 from swiftopt.models.families import FAMILIES
+from swiftopt.server.app import create_app
+from swiftopt.worker.service import JobService
 
 ROOT = Path(swiftopt.__file__).parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
@@ -147,9 +151,19 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def server_url(tiny_folder: Path) -> Iterator[str]:
+    """A server over the same database."""
+    with swiftopt.Store.open() as store, serving(create_app(store, JobService(store, None))) as url:
+        yield url
+
+
 @pytest.mark.parametrize("example", examples())
-def test_python_example_runs(example: str, tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_example_runs(
+    example: str, tiny_folder: Path, server_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     code = example.replace(HUB_ID, str(tiny_folder)).replace("smollm2-135m", str(tiny_folder))
+    code = code.replace("http://127.0.0.1:8000", server_url)
     assert code != example and len(ast.parse(example).body) <= 10
     exec(compile(code, "example", "exec"), {})
     assert capsys.readouterr().out.strip()

@@ -18,13 +18,14 @@ RANK = {
     "decoding": 2,
     "optimizer": 3,
     "store": 3,
+    "client": 4,
     "worker": 4,
     "server": 5,
     "cli": 5,
     "bench": 6,
 }
-# The bench command is the one front door to the benchmarks.
-ALLOWED = {("cli", "bench")}
+# The bench command is the one front door to the benchmarks, and the serve command to the server.
+ALLOWED = {("cli", "bench"), ("cli", "server")}
 
 
 def imported(path: Path) -> list[tuple[str, int]]:

@@ -1,0 +1,228 @@
+"""A swiftopt server as an object: the same jobs and layer sets as its database holds, over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote
+
+import httpx2
+
+from ..core.completions import completion_from_json
+from ..core.errors import SettingsError, StoreError, SwiftoptError
+from ..core.events import PromptFinished
+from ..core.jobs import DEFAULT_QUEUE, Job, JobEvent, JobState, Verb, job_from_json
+from ..core.records import stored_from_json
+from ..core.requests import TuneRequest
+from ..core.streams import stream_lines
+from ..core.types import FoundPlan, LayerSetRecord, ModelInfo, Plan, Prompt
+from .sse import follow
+from .wire import check_key, check_url, error_of, parsed, sent, shown
+
+JSON = {"Accept": "application/json"}
+
+
+class Client:
+    """Jobs and layer sets of the server at `url` (None: `SWIFTOPT_SERVER_URL`); implements `core.jobs.JobBoard`.
+
+    `api_key` None takes `SWIFTOPT_API_KEY`; `timeout` is in seconds, for one request. Requests that may be repeated
+    are, a few times, while nothing answers; threads may share a client.
+
+    Raises: SettingsError: no URL, or one that cannot be used. In every method: NotFound, Conflict, InvalidInput: the
+        server says so. ServiceUnreachable: it does not answer, is not ready, or refuses the key.
+    """
+
+    def __init__(self, url: str | None = None, api_key: str | None = None, timeout: float = 30.0) -> None:
+        url = url or os.environ.get("SWIFTOPT_SERVER_URL")
+        if not url:
+            raise SettingsError("no server is named: pass its url, or set SWIFTOPT_SERVER_URL")
+        self.url = check_url(url)
+        headers = check_key(api_key or os.environ.get("SWIFTOPT_API_KEY"))
+        self._http = httpx2.Client(headers=headers, timeout=httpx2.Timeout(timeout))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Client({shown(self.url)!r})"
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    # --- layer sets ---
+
+    def layer_set(
+        self, model: str, task: str, device: str | None = None, dtype: str | None = None, alias: str = "best"
+    ) -> FoundPlan:
+        """The plan for a model and task, as `Store.lookup`.
+
+        Raises: LayerSetNotFound: nothing is stored for them.
+        """
+        params = {"device": device, "dtype": dtype, "alias": alias}
+        return self._plan(self._get(f"/v1/layer-sets/{quote(model, safe='')}/{quote(task, safe='')}", params))
+
+    def lookup(self, queries: Sequence[Mapping[str, str]]) -> list[FoundPlan | SwiftoptError]:
+        """Plans for many queries in one request, each with the arguments of `layer_set`; an error stands for itself."""
+        body = {"queries": [dict(query) for query in queries]}
+        answers = self._json("POST", "/v1/layer-sets:lookup", again=True, json=body)
+        return [
+            error_of(answer) if "status" in answer else self._plan(answer)
+            for answer in self._listed(answers, "answers")
+        ]
+
+    def layer_sets(self, model: str | None = None, task: str | None = None) -> list[LayerSetRecord]:
+        """The stored versions of a model, a task, both or all, newest first."""
+        found = self._listed(self._get("/v1/layer-sets", {"model": model, "task": task}), "layer_sets")
+        return [stored_from_json(values, self._origin) for values in found]
+
+    def models(self) -> list[ModelInfo]:
+        """Every model that a worker has loaded once."""
+        found = self._listed(self._get("/v1/models"), "models")
+        names = ModelInfo.__dataclass_fields__
+        return [
+            ModelInfo(**{**{n: v for n, v in values.items() if n in names}, "names": tuple(values["names"])})
+            for values in found
+        ]
+
+    # --- jobs ---
+
+    def upload(self, prompts: Sequence[Prompt]) -> str:
+        """Store a stream; the SHA-256 by which jobs name it."""
+        headers = {"Content-Type": "application/jsonl"}
+        body = stream_lines(prompts).encode()
+        return str(self._json("POST", "/v1/streams", again=True, content=body, headers=headers)["sha256"])
+
+    def submit(
+        self,
+        request: TuneRequest,
+        prompts: Sequence[Prompt],
+        queue: str = DEFAULT_QUEUE,
+        idempotency_key: str | None = None,
+    ) -> tuple[Job, bool]:
+        """The job for the request on these prompts, and whether it is new; safe to repeat with the same key."""
+        body = {
+            "model": request.model,
+            "stream": {"prompts": [json.loads(line) for line in stream_lines(prompts).splitlines()]},
+            "settings": request.settings.to_json(),
+            "sampling": asdict(request.sampling),
+            "max_new_tokens": request.max_new_tokens,
+            "dtype": request.dtype,
+            "device": request.device,
+            "queue": queue,
+        }
+        headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}  # ours, so that it may be sent again
+        response = self._send("POST", "/v1/jobs", again=True, json=body, headers=headers)
+        return self._job(parsed(response, self.url)), response.status_code == 202
+
+    def get(self, job: str) -> Job:
+        """One job as it is now."""
+        return self._job(self._get(f"/v1/jobs/{quote(job, safe='')}"))
+
+    def latest(self, state: JobState | None = None, limit: int = 100) -> list[Job]:
+        """The newest jobs first."""
+        found = self._get("/v1/jobs", {"state": state, "limit": limit})
+        return [self._job(values) for values in self._listed(found, "jobs")]
+
+    def act(self, job: str, verb: Verb) -> Job:
+        """Pause, resume, stop, cancel or retry; the job as it is then."""
+        # a repeated `retry` would meet the job that the first one queued, and be refused
+        return self._job(self._json("POST", f"/v1/jobs/{quote(job, safe='')}/{verb}", again=verb != "retry"))
+
+    def events(self, job: str, after: int = 0, limit: int = 1000) -> list[JobEvent]:
+        """What the job reported behind event number `after`, oldest first."""
+        params = {"after": after, "limit": limit, "format": "json"}
+        found = self._get(f"/v1/jobs/{quote(job, safe='')}/events", params)
+        return [
+            JobEvent(values["id"], values["type"], values["data"], values.get("created_at", ""))
+            for values in self._listed(found, "events")
+        ]
+
+    def outputs(self, job: str) -> list[PromptFinished]:
+        """The finished completions in the order of the stream; which of them were held out, only the events tell."""
+        lines = self._send("GET", f"/v1/jobs/{quote(job, safe='')}/outputs", again=True).iter_lines()
+        try:
+            found = [json.loads(line) for line in lines if line]
+            return [
+                PromptFinished(Prompt(values["id"], values["task"]), place, completion_from_json(values))
+                for place, values in enumerate(found)
+            ]
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._newer("a completion", error) from error
+
+    def follow(self, job: str, after: int = 0) -> Iterator[JobEvent | Job]:
+        """What the job reports, from event number `after` on, as it comes; the last value is the job at its end.
+
+        An event of the type "progress" has the number 0: the figures of the moment. Broken connections are taken up
+        again where they broke.
+
+        Raises: ServiceUnreachable: nothing has answered for two minutes.
+        """
+        path = f"{self.url}/v1/jobs/{quote(job, safe='')}/events"
+        for name, number, data in follow(self._http, path, self.url, after):
+            yield self._job(data) if name == "end" else JobEvent(number, name, data, "")
+
+    def ready(self) -> dict[str, Any]:
+        """What the server says of itself and of what it needs; also when it is not ready."""
+        response = sent(lambda: self._http.get(f"{self.url}/readyz"), self.url, again=False, accept=(503,))
+        return dict(parsed(response, self.url))
+
+    # --- requests ---
+
+    def _send(self, method: str, path: str, *, again: bool, **request: Any) -> httpx2.Response:
+        headers = {**JSON, **request.pop("headers", {})}
+        return sent(
+            lambda: self._http.request(method, self.url + path, headers=headers, **request), self.url, again=again
+        )
+
+    def _json(self, method: str, path: str, *, again: bool, **request: Any) -> Any:
+        return parsed(self._send(method, path, again=again, **request), self.url)
+
+    def _get(self, path: str, params: Mapping[str, Any] | None = None) -> Any:
+        given = {name: value for name, value in (params or {}).items() if value is not None}
+        return self._json("GET", path, again=True, params=given)
+
+    # --- answers ---
+
+    @property
+    def _origin(self) -> str:
+        return f"the answer of {shown(self.url)}"
+
+    def _newer(self, what: str, error: Exception) -> StoreError:
+        return StoreError(
+            f"{what} from {shown(self.url)} cannot be read ({error!r}): its swiftopt is of another version"
+        )
+
+    def _listed(self, values: Any, key: str) -> list[Mapping[str, Any]]:
+        try:
+            return list(values[key])
+        except (KeyError, TypeError) as error:
+            raise self._newer(f"the list of {key}", error) from error
+
+    def _job(self, values: Any) -> Job:
+        try:
+            job = job_from_json(values, self._origin)
+            # the exchanged object of a layer set does not say which job found it
+            return replace(job, layer_sets=tuple(replace(record, job=job.id) for record in job.layer_sets))
+        except (KeyError, TypeError) as error:
+            raise self._newer("a job", error) from error
+
+    def _plan(self, values: Any) -> FoundPlan:
+        try:
+            found = values["layer_set"]
+            record = None if found is None else stored_from_json(found, self._origin)
+            settings = record.settings if record is not None else {}
+            plan = Plan(values["method"], record, settings, values["verdict"])
+            return FoundPlan(plan, values["version"], values["alias"], values["fallback"])
+        except (KeyError, TypeError) as error:
+            raise self._newer("a plan", error) from error

@@ -1,0 +1,191 @@
+"""Requests that are sent again when that may help, and answers that become values or errors of ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
+
+import httpx2
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_attempt
+from tenacity.wait import wait_exponential_jitter
+
+from ..core.errors import (
+    Conflict,
+    InvalidInput,
+    LayerSetNotFound,
+    NotFound,
+    ServiceUnreachable,
+    SettingsError,
+    StreamError,
+    SwiftoptError,
+)
+
+ATTEMPTS = 4  # of a request that may be sent twice
+WAIT_S, MAX_WAIT_S = 0.2, 5.0  # before the second attempt, doubled each time
+PASSING = (429, 502, 503, 504)  # statuses that may go by themselves
+ERRORS: dict[int, type[SwiftoptError]] = {
+    400: InvalidInput,
+    404: NotFound,
+    405: InvalidInput,
+    409: Conflict,
+    413: InvalidInput,
+    415: InvalidInput,
+    422: InvalidInput,
+}
+NAMED = {"layer-set-not-found": LayerSetNotFound, "stream-error": StreamError, "settings-error": SettingsError}
+
+
+class Refused(Exception):
+    """An answer with a status that may pass; kept to ourselves, for the loop that tries again."""
+
+    def __init__(self, response: httpx2.Response) -> None:
+        self.response = response
+
+
+def check_url(url: str) -> str:
+    """The server's address without a slash at its end.
+
+    Raises: SettingsError: it is no http or https URL with a host.
+    """
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable or not url.isprintable() or " " in url:
+        raise SettingsError(f"the server {shown(url)!r} is no URL: use one such as http://127.0.0.1:8000")
+    return url.rstrip("/")
+
+
+def check_key(key: str | None) -> dict[str, str]:
+    """The headers that show the key; none without one.
+
+    Raises: SettingsError: no key looks like that; it is not shown.
+    """
+    if not key:
+        return {}
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        raise SettingsError("the API key holds characters that no key has: copy it to SWIFTOPT_API_KEY again")
+    return {"Authorization": f"Bearer {key}"}
+
+
+def shown(url: str) -> str:
+    """The URL without the password in it."""
+    before, at, rest = url.rpartition("@")
+    scheme, slashes, user = before.partition("://")
+    return url if not at else f"{scheme}{slashes}{user.partition(':')[0]}:***@{rest}"
+
+
+def sent(
+    send: Callable[[], httpx2.Response], url: str, *, again: bool, accept: tuple[int, ...] = ()
+) -> httpx2.Response:
+    """The answer; `again`: the request may be sent twice, as long as nothing answers or the server is not ready.
+
+    `accept` are statuses of failure that the caller takes for an answer.
+
+    Raises: SwiftoptError: as `complain`. ServiceUnreachable: nothing answers at `url`.
+    """
+
+    def attempt() -> httpx2.Response:
+        response = send()
+        if response.status_code in PASSING and again:
+            raise Refused(response)
+        return response
+
+    kinds = (httpx2.TransportError, Refused) if again else (httpx2.ConnectError, httpx2.ConnectTimeout)
+    retrying = Retrying(
+        retry=retry_if_exception_type(kinds), stop=stop_after_attempt(ATTEMPTS), wait=_pause, reraise=True
+    )
+    try:
+        response = retrying(attempt)
+    except Refused as refused:
+        response = refused.response
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        raise unreachable(url, error) from error
+    if not response.is_success and response.status_code not in accept:
+        complain(response, url)
+    return response
+
+
+def unreachable(url: str, error: Exception) -> ServiceUnreachable:
+    """The error for a server that does not answer."""
+    reason = "in time" if isinstance(error, httpx2.TimeoutException) else "properly"
+    if isinstance(error, httpx2.ConnectError):
+        reason = f"({error})" if str(error) else "at all"
+    return ServiceUnreachable(
+        f"the server {shown(url)} does not answer {reason}: check the URL, and that `swiftopt serve` runs there"
+    )
+
+
+def complain(response: httpx2.Response, url: str) -> NoReturn:
+    """Raise what an answer's status and its problem object say.
+
+    Raises: InvalidInput, NotFound, Conflict, SwiftoptError: by status. ServiceUnreachable: the key is refused, the
+        server is not ready or too busy, or no server of ours answers there.
+    """
+    status, place = response.status_code, shown(url)
+    if status in (401, 403):
+        raise ServiceUnreachable(
+            f"the server {place} wants another API key: set SWIFTOPT_API_KEY to one that it accepts"
+            if "authorization" in response.request.headers
+            else f"the server {place} wants an API key: set SWIFTOPT_API_KEY"
+        )
+    detail = _detail(response)
+    if detail is None:
+        raise ServiceUnreachable(
+            f"what answers at {place} is no swiftopt server (status {status}): check the URL and proxies in between"
+        )
+    if status == 429:
+        raise ServiceUnreachable(f"the server {place} gets too many requests: {detail}")
+    if status in PASSING:
+        raise ServiceUnreachable(f"the server {place} is not ready: {detail}")
+    raise error_of(json.loads(response.content))
+
+
+def error_of(problem: Mapping[str, Any]) -> SwiftoptError:
+    """The error that a problem object stands for: by its type where a class of ours is meant, else by its status."""
+    kind = NAMED.get(str(problem.get("type")).rpartition(":")[2])
+    return (kind or ERRORS.get(int(problem.get("status") or 0), SwiftoptError))(_sentence(problem))
+
+
+def parsed(response: httpx2.Response, url: str) -> Any:
+    """The JSON of an answer that should have one.
+
+    Raises: ServiceUnreachable: it has none, so no server of ours sent it.
+    """
+    try:
+        return response.json()
+    except ValueError as error:
+        raise ServiceUnreachable(
+            f"what answers at {shown(url)} is no swiftopt server (it sends no JSON): check the URL"
+        ) from error
+
+
+def _detail(response: httpx2.Response) -> str | None:
+    """The sentence of a problem object; None if the answer is none."""
+    try:
+        problem = json.loads(response.content)
+    except ValueError:
+        return None
+    if not isinstance(problem, Mapping) or "problem+json" not in response.headers.get("content-type", ""):
+        return None
+    return _sentence(problem)
+
+
+def _sentence(problem: Mapping[str, Any]) -> str:
+    return str(problem.get("detail") or problem.get("title") or f"status {problem.get('status')}")
+
+
+_backoff = wait_exponential_jitter(multiplier=WAIT_S, max=MAX_WAIT_S, jitter=WAIT_S)
+
+
+def _pause(state: RetryCallState) -> float:
+    """Seconds until the next attempt: what the server asks for, if it does so within reason."""
+    error = state.outcome.exception() if state.outcome else None
+    if isinstance(error, Refused):
+        wanted = error.response.headers.get("retry-after", "")
+        if wanted.isdigit():
+            return min(MAX_WAIT_S, float(wanted))
+    return _backoff(state)

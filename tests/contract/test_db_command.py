@@ -1,0 +1,97 @@
+"""`swiftopt db`: what it prints, how it ends, and that looking changes nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import create_engine, make_url, text
+
+from swiftopt.cli.main import run
+from swiftopt.store import Store
+from swiftopt.store.database import connect, shown, writing
+from swiftopt.store.migrations import HEAD, VERSION_TABLE
+from swiftopt.store.schema import known_revisions, upgrade
+
+
+@pytest.fixture
+def call(database_url: str, capsys: pytest.CaptureFixture[str]) -> Any:
+    """`swiftopt db COMMAND` on the database: exit code, stdout, stderr."""
+
+    def db(command: str, *more: str) -> tuple[int, str, str]:
+        code = run(["db", command, "--db", database_url, *more])
+        return code, *capsys.readouterr()
+
+    return db
+
+
+def answer(database: str, revision: str | None) -> dict[str, Any]:
+    where = {"schema": "swiftopt.db/1", "database": shown(database)}
+    return where | {"revision": revision, "head": HEAD, "ok": revision == HEAD}
+
+
+def test_empty_database_is_behind_until_it_is_upgraded(call: Any, database_url: str) -> None:
+    assert call("current") == (0, "empty\n", "")
+    code, out, told = call("check")
+    assert (code, out) == (1, "") and told.endswith("is empty: create its tables with `swiftopt db upgrade`\n")
+    assert call("upgrade") == (0, f"{shown(database_url)} went from empty to {HEAD}\n", "")
+    assert call("current") == (0, f"{HEAD}\n", "")
+    assert call("check") == (0, f"{shown(database_url)} has the newest schema: {HEAD}\n", "")
+    assert call("upgrade") == (0, f"{shown(database_url)} has the newest schema already: {HEAD}\n", "")
+    Store.open(database_url).close()
+
+
+def test_older_schema_is_said_to_be_behind_and_upgraded(call: Any, database_url: str) -> None:
+    oldest = known_revisions()[-1]
+    engine = writing(connect(database_url))
+    with engine.begin() as connection:
+        upgrade(connection, oldest)
+    engine.dispose()
+    assert call("current")[1] == f"{oldest}\n"
+    code, _, told = call("check")
+    assert code == 1 and f"has the schema {oldest}, this version wants {HEAD}: run `swiftopt db upgrade`" in told
+    assert call("upgrade")[1].endswith(f"went from {oldest} to {HEAD}\n")
+    assert call("check")[0] == 0
+
+
+def test_newer_schema_is_named_and_never_touched(call: Any, database_url: str) -> None:
+    Store.open(database_url).close()
+    engine = create_engine(database_url)
+    with engine.begin() as connection:
+        connection.execute(text(f"UPDATE {VERSION_TABLE} SET version_num = '9999_future'"))
+    engine.dispose()
+    for command, ends_with in (("current", 0), ("check", 1), ("upgrade", 1)):
+        code, _, told = call(command)
+        assert code == ends_with
+        assert not code or ("9999_future" in told and "newer swiftopt" in told and told.count("\n") == 1)
+    assert call("current")[1] == "9999_future\n"
+
+
+@pytest.mark.parametrize(("command", "shows", "code"), [("current", None, 0), ("check", None, 1), ("upgrade", HEAD, 0)])
+def test_json_is_one_object_with_the_database_and_its_revision(
+    call: Any, database_url: str, command: str, shows: str | None, code: int
+) -> None:
+    ended, out, _ = call(command, "--json")
+    assert (ended, json.loads(out)) == (code, answer(database_url, shows))
+
+
+@pytest.mark.parametrize("command", ["current", "check"])
+def test_looking_creates_no_file(tmp_path: Path, command: str) -> None:
+    run(["db", command, "--db", str(tmp_path / "folder" / "a.db")])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["upgrade", "current", "check"])
+def test_password_is_never_shown(postgres_url: str, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    url = make_url(postgres_url).set(password="right horse").render_as_string(hide_password=False)
+    for asked in (
+        url,
+        url.replace("postgres:", "no_such_user:"),
+        "postgresql://u:horse@127.0.0.1:1/d",
+        "x://u:horse@h",
+    ):
+        run(["db", command, "--db", asked])
+        run(["db", command, "--db", asked, "--json"])
+        assert "horse" not in "".join(capsys.readouterr())
