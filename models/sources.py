@@ -16,6 +16,7 @@ from typing import Any, Literal
 from ..core.errors import ModelNotFound, SettingsError
 from ..core.types import ModelInfo
 from .catalog import ALIASES, Alias, find_alias, nearest
+from .progress import telling
 from .saved import OnStep, first_line, has_tokenizer, no_step, quiet, refuse_missing, supported_config, supported_type
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -109,7 +110,8 @@ def load_pretrained(name: str, dtype: str = "auto", device: str = "auto", on_ste
         supported_config(folder)
         placement = _placement(device, folder, dtype)
         step(f"loading {source.name}")
-        model = _load_weights(folder, dtype, placement)
+        with telling(step, f"loading {source.name}"):
+            model = _load_weights(folder, dtype, placement)
         info = describe(model, source.names, _fingerprint_of(folder))
         tokenizer = _load_tokenizer(folder)
     return LoadedModel(model, tokenizer, info, source, folder, str(model.dtype).removeprefix("torch."), placement)

@@ -49,6 +49,15 @@ def test_load_restores_what_it_silenced(tmp_path: Path) -> None:
     assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
 
 
+def test_load_tells_how_far_the_weights_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swiftopt.models.progress.SECONDS", 0.0)
+    folder = save(tmp_path / "m")
+    steps: list[str] = []
+    load_pretrained(str(folder), on_step=steps.append)
+    shares = [int(step.rpartition(", ")[2].split(" %")[0]) for step in steps if step.endswith("% of the weights")]
+    assert shares == sorted(shares) and len(shares) > 5 and shares[-1] == 100
+
+
 def test_load_casts_only_when_asked_and_keeps_the_stored_fingerprint(tmp_path: Path) -> None:
     save(tmp_path / "f32")
     save(tmp_path / "bf16", dtype=torch.bfloat16)
