@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Path, Query
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from ..core.completions import completion_to_json
+from ..core.completions import output_line
 from ..core.events import PromptFinished
 from ..core.jobs import JobState, Verb, job_to_json
 from .bodies import JobSubmission
@@ -77,9 +76,5 @@ def steer(parts: Shared, job: JobId, verb: Verb) -> Response:
 
 def _chunks(finished: list[PromptFinished]) -> Iterator[str]:
     for start in range(0, len(finished), LINES_PER_CHUNK):
-        yield "".join(map(_line, finished[start : start + LINES_PER_CHUNK]))
-
-
-def _line(done: PromptFinished) -> str:
-    values = {"id": done.prompt.id, "task": done.prompt.task, **completion_to_json(done.completion)}
-    return json.dumps(values, ensure_ascii=False) + "\n"
+        chunk = finished[start : start + LINES_PER_CHUNK]
+        yield "".join(output_line(done.prompt, done.completion) + "\n" for done in chunk)

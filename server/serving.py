@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from .app import create_app
 from .settings import ServerSettings
 
 BACKLOG = 1024
+SWITCH_S = 0.001  # that another thread may keep the event loop waiting; Python's 5 ms are half of a look-up's limit
 DRAIN_S = 5  # seconds that requests in progress get at the end; event streams are ended at once
 
 
@@ -79,6 +81,7 @@ def serve(
         lifespan="off",
         timeout_graceful_shutdown=DRAIN_S,
     )
+    sys.setswitchinterval(SWITCH_S)
     with _reconciling(store, queue), _quiet_end():
         on_ready()
         uvicorn.Server(config).run(sockets=[bound])
