@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
-from .types import Completion, LayerSet, Timings
+from .types import Completion, LayerSet, Prompt, Timings
 
 
 def completion_to_json(completion: Completion) -> dict[str, Any]:
@@ -30,6 +31,12 @@ def completion_to_json(completion: Completion) -> dict[str, Any]:
         "prefill_s": completion.prefill_s,
         "layer_set": None if used is None else layer_set_to_json(used),
     }
+
+
+def output_line(prompt: Prompt, completion: Completion) -> str:
+    """A completion as a line of an output file, without the line's end."""
+    values = {"id": prompt.id, "task": prompt.task, **completion_to_json(completion)}
+    return json.dumps(values, ensure_ascii=False)
 
 
 def completion_from_json(values: Mapping[str, Any]) -> Completion:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
-from functools import cache
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args
 
 from .completions import completion_from_json, completion_to_json, layer_set_from_json, layer_set_to_json
 from .errors import StoreError
 from .events import Adopted, Event, PromptFinished, TaskFinished, TrialsDone
 from .records import record_to_json, stored_from_json
+from .typed import check_type
 from .types import Prompt, Timings, Trial, Verdict
 
 TYPES: dict[str, type[Any]] = {re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower(): kind for kind in get_args(Event)}
@@ -51,7 +50,7 @@ def event_from_json(name: str, values: Mapping[str, Any]) -> Event:
     try:
         kind = TYPES[name]
         event = kind(**{**values, **_parts(kind, values)})
-        _check(event, kind, name)
+        check_type(event, kind, name)
         return event  # type: ignore[no-any-return]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise StoreError(
@@ -87,47 +86,6 @@ def _parts(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
             "trials": (),
         }
     return {}
-
-
-def _check(value: Any, hint: Any, where: str) -> None:
-    """Raises: TypeError: a value, or a part of it, is not of its annotated type."""
-    if dataclasses.is_dataclass(hint):
-        if type(value) is not hint:
-            raise TypeError(f"{where} is {value!r}")
-        for name, inner in _hints(hint).items():
-            _check(getattr(value, name), inner, name)
-    elif get_origin(hint) in (tuple, frozenset):
-        inners = [inner for inner in get_args(hint) if inner is not Ellipsis]
-        for part, inner in zip(value, inners if len(inners) > 1 else inners * len(value), strict=True):
-            _check(part, inner, where)
-    elif not _is(value, hint):
-        raise TypeError(f"{where} is {value!r}")
-
-
-def _is(value: Any, hint: Any) -> bool:
-    """Whether a value without parts is of that type. A figure may be null: the store writes so what is not finite."""
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if get_origin(hint) in (Union, UnionType):
-        return any(_fits(value, inner) for inner in get_args(hint))
-    if isinstance(value, bool):
-        return hint is bool
-    if hint is float:
-        return value is None or isinstance(value, int | float)
-    return isinstance(value, get_origin(hint) or hint)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    try:
-        _check(value, hint, "")
-    except TypeError:
-        return False
-    return True
-
-
-@cache
-def _hints(kind: type[Any]) -> dict[str, Any]:
-    return get_type_hints(kind)
 
 
 def _plain(value: Any) -> dict[str, Any]:

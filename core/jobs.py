@@ -27,6 +27,8 @@ JobState = Literal["queued", "running", "paused", "succeeded", "failed", "cancel
 Verb = Literal["pause", "resume", "stop", "cancel", "retry"]
 Wanted = Literal["pause", "stop"]  # what a running job is asked to do at its next step
 
+Promotion = Literal["always", "if none", "never"]  # when look-ups find a new set: if none, where they found none before
+
 STATES: tuple[JobState, ...] = get_args(JobState)
 VERBS: tuple[Verb, ...] = get_args(Verb)
 END_STATES: tuple[JobState, ...] = ("succeeded", "failed", "cancelled")

@@ -9,6 +9,7 @@ from typing import Any
 
 from .errors import SettingsError
 from .settings import SwiftSettings
+from .typed import check_type
 from .types import LayerSetRecord, Sampling
 
 MAX_NEW_TOKENS = 128  # tokens per completion, unless the caller or the stream's line says otherwise
@@ -52,7 +53,9 @@ class TuneRequest:
         try:
             sampling = Sampling(**(values.get("sampling") or {}))
             settings = SwiftSettings.from_json(values.get("settings") or {})
-            return cls(**{**values, "sampling": sampling, "settings": settings})
+            request = cls(**{**values, "sampling": sampling, "settings": settings})
+            check_type(request, cls, "a tuning job")
+            return request
         except TypeError as error:
             raise SettingsError(f"this tuning job cannot be read: {error}") from error
 

@@ -187,6 +187,8 @@ def _text(value: Any, what: str, at: str) -> str:
 
 
 def _encodable(value: str, what: str, at: str) -> str:
+    if "\0" in value:
+        raise StreamError(f"{at}: {what} holds a NUL character, which no text has: delete it")
     if any("\ud800" <= character <= "\udfff" for character in value):
         raise StreamError(f"{at}: {what} holds half of a surrogate pair, which is no text: delete that character")
     return value

@@ -18,6 +18,7 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
 from sqlalchemy.exc import DBAPIError, SAWarning, SQLAlchemyError
 
 from ..core.errors import StoreError, StoreUnavailable
+from ..core.urls import safe_url
 
 LOCK_WAIT_S = 30  # seconds that a SQLite write waits for another process's write
 
@@ -50,8 +51,6 @@ ADVICE = {
     "permission denied": "does not allow that to its user: grant the rights, or use the tables' owner",
     "read-only transaction": "is a copy that takes no writes: use the primary server's URL",
 }
-
-UNREACHABLE = "cannot be reached: check that its server runs, and the host and port in its URL"
 
 # The same for what may pass by itself.
 PASSING = {
@@ -93,7 +92,7 @@ def shown(url: str) -> str:
         return "(unreadable URL)"  # it may hold a password
     if parsed.get_backend_name() == "sqlite" and parsed.database:
         return parsed.database
-    return parsed.render_as_string(hide_password=True)
+    return safe_url(url)
 
 
 @contextmanager

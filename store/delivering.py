@@ -9,7 +9,7 @@ import random
 import secrets
 
 from sqlalchemy import ColumnElement, select, update
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, load_only
 
 from ..core.errors import Conflict
 from ..core.events import StateChanged
@@ -17,10 +17,14 @@ from ..core.jobs import UNFINISHED, Delivery, JobSpec, JobState, Lease
 from . import rows
 from .clock import clock_s
 from .counters import count
-from .job_rows import report
+from .job_rows import report, storable
 from .tables import JobRow, StreamRow
 
 MAX_FRUITLESS = 3  # attempts in a row that ended without a new checkpoint, after which a job has failed
+# What decides where a job goes; a request or snapshot that was changed by hand must not keep it, and others, from that.
+WITHOUT_JSON = load_only(
+    JobRow.queue, JobRow.wanted, JobRow.n_checkpoints, JobRow.n_checkpoints_before, JobRow.n_fruitless
+)
 BACKOFF_S, MAX_BACKOFF_S = 2.0, 60.0  # before the attempt after the first fruitless one; doubled for each further one
 
 
@@ -41,6 +45,7 @@ def submit(session: Session, spec: JobSpec) -> tuple[JobRow, bool]:
     same = select(JobRow).where(JobRow.fingerprint == spec.fingerprint, JobRow.state.in_(UNFINISHED))
     known = session.scalar(same)
     if known is not None:
+        known.idempotency_key = known.idempotency_key or spec.idempotency_key
         return known, False
     return _insert(session, spec, "queued"), True
 
@@ -113,7 +118,7 @@ def end(session: Session, lease: Lease, state: JobState, error: str | None = Non
         lease,
         JobRow.state == "running",
         state=state,
-        error=error,
+        error=None if error is None else storable(error),
         wanted=None,
         lease_until=None,
         worker=None,
@@ -158,9 +163,9 @@ def expired(session: Session) -> list[tuple[Lease, str | None]]:
 
 def attempt_lost(session: Session, lease: Lease, worker: str | None) -> bool:
     """As `attempt_failed`, if the lease is still not renewed."""
-    query = select(JobRow).where(JobRow.id == lease.job, JobRow.attempt == lease.attempt).with_for_update()
-    row = session.scalar(query.where((JobRow.lease_until < clock_s()) | JobRow.lease_until.is_(None)))
-    return row is not None and attempt_failed(session, lease, f"worker {worker or 'unknown'} gave no sign of life")
+    query = select(JobRow.id).where(JobRow.id == lease.job, JobRow.attempt == lease.attempt).with_for_update()
+    found = session.scalar(query.where((JobRow.lease_until < clock_s()) | JobRow.lease_until.is_(None)))
+    return found is not None and attempt_failed(session, lease, f"worker {worker or 'unknown'} gave no sign of life")
 
 
 def stream_lines(session: Session, job: str) -> str | None:
@@ -185,7 +190,7 @@ def _insert(session: Session, spec: JobSpec, state: JobState) -> JobRow:
         n_prompts=spec.n_prompts,
         attempt=1,
         due_at=clock_s(),
-        created_at=rows.now(),
+        created_at=rows.now_ms(),
     )
     session.add(row)
     session.flush()
@@ -197,7 +202,7 @@ def _insert(session: Session, spec: JobSpec, state: JobState) -> JobRow:
 def _locked(session: Session, lease: Lease) -> JobRow | None:
     """The row of a running attempt, locked until the transaction ends; None if the lease was lost."""
     query = select(JobRow).where(JobRow.id == lease.job, JobRow.attempt == lease.attempt, JobRow.state == "running")
-    return session.scalar(query.with_for_update())
+    return session.scalar(query.options(WITHOUT_JSON).with_for_update())
 
 
 def _requeue(session: Session, lease: Lease, due_at: ColumnElement[float], why: str) -> None:

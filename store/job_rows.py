@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import cast, get_args
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from ..core.errors import NotFound, StoreError
+from ..core.errors import LayerSetError, NotFound, StoreError
 from ..core.event_json import event_to_json, event_type
 from ..core.events import Event
 from ..core.jobs import STATES, Job, JobKind, JobState, Wanted
@@ -42,7 +43,8 @@ def values(session: Session, found: Sequence[JobRow]) -> list[Job]:
     n_outputs = {job: n for job, n in session.execute(outputs)}
     sets: dict[str, list[LayerSetRecord]] = {}
     for row in session.scalars(select(LayerSetRow).where(LayerSetRow.job_id.in_(ids)).order_by(LayerSetRow.id)):
-        sets.setdefault(str(row.job_id), []).append(rows.layer_set_record(row))
+        with suppress(LayerSetError, TypeError):  # one that was changed by hand must not hide every job
+            sets.setdefault(str(row.job_id), []).append(rows.layer_set_record(row))
     return [_value(row, n_outputs.get(row.id, 0), sets.get(row.id, [])) for row in found]
 
 
@@ -53,11 +55,23 @@ def report(session: Session, job: str, event: Event) -> EventRow:
     return row
 
 
+def unreadable(job: str, error: Exception) -> str:
+    """Why nobody can go on with a job, for its row."""
+    if isinstance(error, StoreError):
+        return str(error)
+    return f"job {job} cannot be read (it holds what is no JSON: {error}): it was changed by hand, submit it again"
+
+
+def storable(text: str) -> str:
+    """The text as every database takes it: without NUL and halves of surrogate pairs."""
+    return text.replace("\0", "\\x00").encode(errors="backslashreplace").decode()
+
+
 def check(row: JobRow) -> None:
     """Raises: StoreError: the row was changed by hand, so that nobody can go on with the job."""
     if row.kind not in KINDS or row.state not in STATES:
         what = f"its kind is {row.kind!r} and its state {row.state!r}"
-    elif not isinstance(row.request, Mapping):
+    elif not isinstance(cast(object, row.request), Mapping):
         what = "its request is no object"
     else:
         return

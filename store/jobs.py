@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from json import JSONDecodeError
 from typing import Any
 
 from sqlalchemy import select, text
@@ -11,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from ..core.errors import StoreError
 from ..core.events import Event, PromptFinished, TaskFinished
-from ..core.jobs import Delivery, Job, JobEvent, JobSpec, JobState, Lease, Verb, Wanted
+from ..core.jobs import Delivery, Job, JobEvent, JobSpec, JobState, Lease, Promotion, Verb, Wanted
 from ..core.types import Trial
 from . import counters, delivering, job_rows, ledger, locks, rows, verbs
 from .counters import Count
@@ -188,14 +189,14 @@ class Jobs:
         def work(session: Session) -> Claim | None:
             if not delivering.claim(session, lease, worker, self.lease_s):
                 return None
-            row = job_rows.find(session, lease.job)
-            session.refresh(row)
             lines = delivering.stream_lines(session, lease.job) or ""
             try:
+                row = job_rows.find(session, lease.job)
+                session.refresh(row)
                 job_rows.check(row)
                 trials = ledger.trials_by_task(session, lease.job)
-            except StoreError as error:
-                delivering.end(session, lease, "failed", str(error))
+            except (StoreError, JSONDecodeError) as error:
+                delivering.end(session, lease, "failed", job_rows.unreadable(lease.job, error))
                 return None
             job = job_rows.values(session, [row])[0]
             return Claim(job, lease, row.n_checkpoints, lines, row.snapshot, trials)
@@ -252,15 +253,15 @@ class Jobs:
         number: int,
         task: TaskFinished,
         method: str,
-        promote: bool,
+        promotion: Promotion,
         snapshot: Mapping[str, Any],
     ) -> TaskFinished:
-        """Store a task's layer set; `promote` False lets look-ups find it only where they found none before.
+        """Store a task's layer set; `promotion` says whether look-ups find it from now on.
 
         Raises: LeaseLost: as `renew`. LayerSetError: the model has another number of layers.
         """
         return self._do.write(
-            lambda session: ledger.finish_task(session, lease, self.lease_s, number, task, method, promote, snapshot)
+            lambda session: ledger.finish_task(session, lease, self.lease_s, number, task, method, promotion, snapshot)
         )
 
     def hand_back(self, lease: Lease, reason: str) -> bool:

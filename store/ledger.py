@@ -12,12 +12,12 @@ from sqlalchemy.orm import Session
 from ..core.errors import LayerSetError, LeaseLost, StoreError
 from ..core.event_json import event_from_json
 from ..core.events import Event, PromptFinished, TaskFinished, TrialsDone
-from ..core.jobs import JobEvent, Lease, Wanted
+from ..core.jobs import JobEvent, Lease, Promotion, Wanted
 from ..core.types import Trial
 from . import aliases, counters, layer_sets, rows
 from .clock import clock_s
 from .counters import Count
-from .job_rows import report
+from .job_rows import report, storable
 from .tables import EventRow, JobRow, LayerSetRow, OutputRow, TrialRow
 
 
@@ -64,7 +64,7 @@ def checkpoint(
     more = {} if progress is None else {"progress": dict(progress)}
     kept = None if snapshot is None else dict(snapshot)
     wanted = hold(session, lease, lease_s, n_checkpoints=number, n_fruitless=0, snapshot=kept, **more)
-    model = str(row.request.get("model", "")) if isinstance(row.request, Mapping) else ""
+    model = storable(str(row.request.get("model", ""))) if isinstance(row.request, Mapping) else ""
     counts = [count for event in events for count in _keep(session, lease.job, model, event)]
     counters.add(session, counts)  # in one go: its order keeps two checkpoints from waiting for each other
     return wanted
@@ -88,7 +88,7 @@ def finish_task(
     number: int,
     task: TaskFinished,
     method: str,
-    promote: bool,
+    promotion: Promotion,
     snapshot: Mapping[str, Any],
 ) -> TaskFinished:
     """A task's layer set, its alias, the event and the snapshot in which the task is done: all or nothing, and once.
@@ -101,7 +101,7 @@ def finish_task(
         return replace(task, record=rows.layer_set_record(found)) if found else task
     hold(session, lease, lease_s, n_checkpoints=number, n_fruitless=0, snapshot=dict(snapshot))
     plan = layer_sets.add_version(session, task.record, method)
-    if promote or not aliases.stands(session, plan):
+    if promotion == "always" or (promotion == "if none" and not aliases.stands(session, plan)):
         aliases.move(session, plan, "best")
     stored = replace(task, record=rows.layer_set_record(plan.layer_set))
     report(session, lease.job, stored)

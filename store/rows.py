@@ -14,6 +14,11 @@ def now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def now_ms() -> str:
+    """As `now`, to the millisecond, for what is listed by its time."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
 def model_info(row: ModelRow, names: list[str]) -> ModelInfo:
     """The value of a model that has a fingerprint."""
     return ModelInfo(row.fingerprint or "", row.architecture, row.n_layers, row.n_parameters, tuple(sorted(names)))

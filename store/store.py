@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any
 
 from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 
 from ..core.types import CostProfile, FoundPlan, LayerSetRecord, ModelInfo, Trial
 from . import aliases, layer_sets, names, rows, runs
-from .database import as_url, connect, default_url, store_errors
+from .database import as_url, connect, default_url, shown, store_errors
 from .jobs import Jobs
-from .schema import ensure_head
+from .schema import SchemaState, ensure_head, revision
 from .transactions import Transactions
 
 
@@ -43,6 +41,10 @@ class Store:
             engine.dispose()
             raise
         return cls(engine, url)
+
+    def schema(self) -> SchemaState:
+        """Where the database stands now, asked over a connection that is open already."""
+        return self._do.read(lambda session: SchemaState(shown(self.url), revision(session.connection())))
 
     def close(self) -> None:
         """Close the connections."""
@@ -138,31 +140,6 @@ class Store:
         return self._do.read(
             lambda session: runs.find_cost_profile(session, fingerprint, device, dtype, context_bucket)
         )
-
-    def create_job(self, request: Mapping[str, Any]) -> str:
-        """Store a running job; its id, 12 hexadecimal digits. `request` is stored as JSON."""
-        return self._do.write(lambda session: runs.create_job(session, request))
-
-    def finish_job(self, job: str, state: str, error: str | None = None) -> None:
-        """Give a running job its last state: succeeded, failed or cancelled. The first end of a job stands.
-
-        Raises: NotFound: no such job. InvalidInput: no such state.
-        """
-        self._do.write(lambda session: runs.finish_job(session, job, state, error))
-
-    def job_state(self, job: str) -> str:
-        """running, succeeded, failed or cancelled.
-
-        Raises: NotFound: no such job.
-        """
-        return self._do.read(lambda session: runs.find_job(session, job).state)
-
-    def add_trials(self, job: str, task: str, trials: Sequence[Trial]) -> None:
-        """Append a job's trials.
-
-        Raises: NotFound: no such job.
-        """
-        self._do.write(lambda session: runs.add_trials(session, job, task, trials))
 
     def trials(self, job: str, task: str) -> list[Trial]:
         """A job's trials for a task in step order; none if nothing was tried."""

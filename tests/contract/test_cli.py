@@ -20,7 +20,8 @@ import click
 import pytest
 
 from swiftopt.cli.main import COMMANDS, run, swiftopt
-from swiftopt.core.events import TaskFinished
+from swiftopt.core.events import TaskFinished, TrialsDone
+from swiftopt.core.jobs import JobSpec
 from swiftopt.core.records import record_from_json, record_to_json
 from swiftopt.core.types import Completion, LayerSet, LayerSetRecord, Prompt, Timings, Trial, Verdict
 from swiftopt.store import Store
@@ -59,10 +60,11 @@ def some_record(**changes: Any) -> LayerSetRecord:
 def stored(home: Path) -> LayerSetRecord:
     """One layer set with the trials of its run, in the default database."""
     with Store.open() as store:
-        job = store.create_job({"model": "smollm2-135m"})
-        trials = [Trial(i, LayerSet.uniform(30, 9), "random", 0.1 * i, 0.1 * i, adopted=i == 3) for i in range(8)]
-        store.add_trials(job, "notes", trials)
-        return store.add_layer_set(some_record(job=job))
+        lease = store.jobs.begin_here(JobSpec("tune", None, {"model": "smollm2-135m"}), "here").lease
+        layer_set = LayerSet.uniform(30, 9)
+        trials = tuple(Trial(i, layer_set, "random", 0.1 * i, 0.1 * i, adopted=i == 3) for i in range(8))
+        store.jobs.checkpoint(lease, 1, [TrialsDone("notes", trials)], None)
+        return store.add_layer_set(some_record(job=lease.job))
 
 
 def script(*args: str, **more: Any) -> subprocess.CompletedProcess[str]:

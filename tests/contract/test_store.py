@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from swiftopt.core.errors import InvalidInput, LayerSetError, LayerSetNotFound, NotFound, StoreError
-from swiftopt.core.requests import TuneRequest
+from swiftopt.core.errors import LayerSetError, LayerSetNotFound, StoreError
+from swiftopt.core.events import TrialsDone
+from swiftopt.core.jobs import JobSpec
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import CostProfile, LayerSet, LayerSetRecord, ModelInfo, Trial
 from swiftopt.store import Store
@@ -48,7 +49,7 @@ def trial(step: int) -> Trial:
 
 
 def test_store_returns_every_field_of_a_record_as_it_was_written(store: Store) -> None:
-    job = store.create_job({})
+    job = store.jobs.begin_here(JobSpec("tune", None), "here").job.id
     full = dataclasses.replace(
         record(),
         quantised={"mlp:3": "int4"},
@@ -337,31 +338,20 @@ def test_cost_profile_is_replaced_by_a_newer_one_of_the_same_key(store: Store) -
 
 
 def test_trials_come_back_in_step_order_and_unchanged(store: Store) -> None:
-    job, other = store.create_job(TuneRequest("m", "s.jsonl").to_json()), store.create_job({})
-    store.add_trials(job, "a", [trial(2), trial(0)])
-    store.add_trials(job, "a", [dataclasses.replace(trial(1), adopted=True, seconds=0.25)])
-    store.add_trials(job, "b", [trial(5)])
-    store.add_trials(other, "a", [trial(6)])
-    store.add_trials(job, "c", [])
-    assert store.trials(job, "a") == [trial(0), dataclasses.replace(trial(1), adopted=True, seconds=0.25), trial(2)]
-    assert store.trials(job, "c") == []
+    jobs = store.jobs
+    mine, other = (jobs.begin_here(JobSpec("tune", None), "here").lease for _ in range(2))
+    adopted = dataclasses.replace(trial(1), adopted=True, seconds=0.25)
+    jobs.checkpoint(mine, 1, [TrialsDone("a", (trial(2), trial(0))), TrialsDone("b", (trial(5),))], None)
+    jobs.checkpoint(mine, 2, [TrialsDone("a", (adopted,)), TrialsDone("c", ())], None)
+    jobs.checkpoint(other, 1, [TrialsDone("a", (trial(6),))], None)
+    assert store.trials(mine.job, "a") == [trial(0), adopted, trial(2)]
+    assert store.trials(mine.job, "c") == []
 
 
-def test_job_runs_until_it_ends_and_its_first_end_stands(store: Store) -> None:
-    job = store.create_job({})
-    assert len(job) == 12 and int(job, 16) >= 0
-    assert store.job_state(job) == "running"
-    store.finish_job(job, "cancelled")
-    store.finish_job(job, "succeeded")
-    assert store.job_state(job) == "cancelled"
-
-
-def test_job_that_is_unknown_or_ends_in_no_known_state_is_refused(store: Store) -> None:
-    with pytest.raises(NotFound, match="no job 'abc' is stored"):
-        store.job_state("abc")
-    with pytest.raises(NotFound):
-        store.finish_job("abc", "failed", "why")
-    with pytest.raises(NotFound):
-        store.add_trials("abc", "t", [trial(0)])
-    with pytest.raises(InvalidInput, match="'done'"):
-        store.finish_job(store.create_job({}), "done")
+def test_local_job_has_an_id_of_12_hexadecimal_digits_and_its_first_end_stands(store: Store) -> None:
+    lease = store.jobs.begin_here(JobSpec("tune", None), "here").lease
+    assert len(lease.job) == 12 and int(lease.job, 16) >= 0
+    assert store.jobs.get(lease.job).state == "running"
+    assert store.jobs.end(lease, "cancelled")
+    assert not store.jobs.end(lease, "succeeded")
+    assert store.jobs.get(lease.job).state == "cancelled"

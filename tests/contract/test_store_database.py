@@ -21,6 +21,8 @@ from sqlalchemy import URL, Engine, NullPool, create_engine, inspect, make_url, 
 from sqlalchemy.orm import Session
 
 from swiftopt.core.errors import SchemaTooNew, StoreError, StoreUnavailable
+from swiftopt.core.events import TrialsDone
+from swiftopt.core.jobs import JobSpec
 from swiftopt.core.types import LayerSet, LayerSetRecord, Trial
 from swiftopt.store import Store, as_url, default_url
 from swiftopt.store.migrations import HEAD, VERSION_TABLE
@@ -59,9 +61,10 @@ def test_migrations_build_the_tables_that_the_code_uses(store: Store, engine: En
 
 
 def test_downgrade_drops_our_tables_only_and_upgrade_brings_them_back(store: Store, engine: Engine) -> None:
-    job = store.create_job({})
-    store.add_trials(job, "t", [Trial(0, RECORD.layer_set, "random", 0.5, 0.5)])
-    store.add_layer_set(dataclasses.replace(RECORD, job=job))
+    lease = store.jobs.begin_here(JobSpec("tune", None), "here").lease
+    trials = TrialsDone("t", (Trial(0, RECORD.layer_set, "random", 0.5, 0.5),))
+    store.jobs.checkpoint(lease, 1, [trials], None)
+    store.add_layer_set(dataclasses.replace(RECORD, job=lease.job))
     with engine.begin() as connection:
         connection.execute(text("CREATE TABLE trials (id INTEGER)"))  # as Optuna has one
         connection.execute(text("INSERT INTO trials VALUES (3)"))
@@ -179,11 +182,12 @@ def test_write_is_refused_in_one_sentence_when_the_disk_is_full(tmp_path: Path) 
     script = """
 import resource, sys
 from swiftopt.core.errors import StoreError
+from swiftopt.core.jobs import JobSpec
 from swiftopt.store import Store
 store = Store.open(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))  # no file may grow beyond this any more
 try:
-    store.create_job({"long": "x" * 200_000})
+    store.jobs.begin_here(JobSpec("tune", None, {"long": "x" * 200_000}), "here")
 except StoreError as error:
     sys.exit(str(error))
 """

@@ -1,0 +1,31 @@
+"""Passwords in URLs, however they are written there, are shown by nobody."""
+
+from __future__ import annotations
+
+import pytest
+
+from swiftopt.core.errors import StoreError
+from swiftopt.core.urls import safe_url
+from swiftopt.store import Store
+from swiftopt.store.database import shown
+
+URLS = [
+    "postgresql://me:pw@host/db",
+    "postgresql://me@host/db?password=pw",
+    "postgresql://me@host/db?sslmode=require&sslpassword=pw&connect_timeout=1",
+    "postgresql://me:p@pw@host/db",
+    "postgresql://me@host/db?PASSWORD=pw",
+    "redis://host:6379/0?password=pw",
+    "http://[me:pw@host",
+]
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_password_is_never_shown(url: str) -> None:
+    assert "pw" not in safe_url(url) and "pw" not in shown(url)
+
+
+def test_error_of_a_server_that_is_away_does_not_tell_a_password_among_the_options() -> None:
+    with pytest.raises(StoreError) as caught:
+        Store.open("postgresql+psycopg://me@127.0.0.1:1/db?password=hidden")
+    assert "hidden" not in str(caught.value) and "password=***" in str(caught.value)
