@@ -28,6 +28,10 @@ lint: setup
 test: setup
 	$(BIN)/python -m pytest
 
+# Long crash runs with servers of their own; ONLY="--only recovery,random" chooses some.
+chaos: setup
+	cd tests && $(abspath $(BIN))/python -m chaos $(ONLY)
+
 demo: setup
 	mkdir -p $(DEMO)
 	$(BIN)/swiftopt tune --model smollm2-135m --stream examples/stream.jsonl --max-new-tokens 64 \

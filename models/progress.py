@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from time import monotonic
 from typing import Any
@@ -37,7 +37,7 @@ class _Bar:
         **_options: Any,
     ) -> None:
         self._step, self._doing, self._items = step, doing, iterable
-        self._total = total if total is not None else (len(iterable) if hasattr(iterable, "__len__") else 0)
+        self._total = total if total is not None else (len(iterable) if isinstance(iterable, Sized) else 0)
         self._done = 0
         self._told = monotonic()
 

@@ -85,7 +85,7 @@ def check_names(name: str, dtype: str, device: str) -> Source:
 
     Raises: ModelNotFound, UnsupportedModel: as `load_pretrained`. SettingsError: dtype or device is no word for one.
     """
-    _check_words(dtype, device)
+    check_words(dtype, device)
     source = resolve(name)
     if source.kind == "folder":
         supported_type(Path(source.location))
@@ -101,7 +101,7 @@ def load_pretrained(name: str, dtype: str = "auto", device: str = "auto", on_ste
     Raises: ModelNotFound: nothing of that name can be loaded. UnsupportedModel: its architecture is not supported.
         SettingsError: dtype or device is unknown, not here or too small. OutputError: the cache cannot be written.
     """
-    _check_words(dtype, device)
+    check_words(dtype, device)
     check_device(device)
     source = check_names(name, dtype, device)
     step = on_step or no_step
@@ -164,7 +164,8 @@ def check_device(device: str) -> None:
         raise SettingsError(f"device {device} was asked for, but the last one here is cuda:{n_devices - 1}: use that")
 
 
-def _check_words(dtype: str, device: str) -> None:
+def check_words(dtype: str, device: str) -> None:
+    """Raises: SettingsError: one of them is no word for a dtype or device."""
     if dtype not in DTYPES:
         raise SettingsError(f"dtype {dtype!r} is unknown: use one of {', '.join(DTYPES)}")
     if not _DEVICE.fullmatch(device):

@@ -75,7 +75,7 @@ class Tuner:
                 self._restore(start, trials)
             self._check_stop()
             for index, prompt in enumerate(prompts):
-                if index >= self._next and index not in held:
+                if index >= self._next and index not in held and prompt.task in self._running:
                     self._serve(self._running[prompt.task], prompt, index)
             for task in self._running.values():
                 task.search.finish("the stream ended")

@@ -104,7 +104,7 @@ def _outcome(
     except HandedBack:
         return partial(jobs.hand_back, lease, "its worker is ending")
     except Paused:
-        return partial(jobs.end, lease, "paused")
+        return partial(jobs.hand_back, lease, "resumed before it rested")  # it rests, unless somebody was faster
     except LeaseLost as error:
         logger.warning("attempt=replaced job=%s attempt=%d reason=%r", lease.job, lease.attempt, str(error))
         return lambda: False
@@ -118,7 +118,7 @@ def _outcome(
 
 def _tune(context: WorkerContext, store: Store, claim: Claim, keeper: LeaseKeeper, ending: Ending) -> None:
     request = TuneRequest.from_json(claim.job.request)
-    if context.device != "auto":
+    if request.device == "auto":
         request = replace(request, device=context.device)
     lines = (line.encode() for line in claim.lines.splitlines(keepends=True))
     prompts = parse_stream(lines, f"the stream of job {claim.job.id}", "default")
@@ -156,9 +156,13 @@ def _deadline(service: JobService, lease: Lease, ending: Ending) -> Iterator[Non
                 break
         if done.wait(HAND_BACK_S):
             return
-        if service.store.jobs.hand_back(lease, "its worker is ending"):
-            service.deliver(service.store.jobs.get(lease.job))
-        os._exit(0)
+        try:
+            if service.store.jobs.hand_back(lease, "its worker is ending"):
+                service.deliver(service.store.jobs.get(lease.job))
+        except SwiftoptError as error:  # the lease runs out instead
+            logger.warning("attempt=left job=%s reason=%r", lease.job, str(error))
+        finally:
+            os._exit(0)
 
     threading.Thread(target=wait, name="hand-back", daemon=True).start()
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -12,7 +11,7 @@ from typing import Self
 
 import platformdirs
 
-from ..core.completions import completion_to_json
+from ..core.completions import output_line
 from ..core.errors import OutputError
 from ..core.types import Completion, Prompt
 
@@ -84,8 +83,7 @@ class CompletionWriter:
 
     def write(self, prompt: Prompt, completion: Completion) -> None:
         """Add one completion."""
-        values = {"id": prompt.id, "task": prompt.task, **completion_to_json(completion)}
-        self._lines.write(json.dumps(values, ensure_ascii=False))
+        self._lines.write(output_line(prompt, completion))
 
     def __enter__(self) -> Self:
         return self

@@ -15,6 +15,8 @@ PERIOD_S = 5.0  # between two passes
 LOCK_S = 15.0  # after which another process may reconcile in place of one that died
 # An attempt that left its queue and is not claimed within this time was lost on the way; a worker needs far less.
 CLAIM_S = 8.0
+# After an outage of the database, workers that could not renew their leases get this long to do so.
+SPARE_S = 15.0
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +30,15 @@ class Reconciler:
     def __init__(self, jobs: Jobs, queue: RedisQueue, owner: str) -> None:
         self._jobs, self._queue, self._owner = jobs, queue, owner
         self._missing_since: dict[str, float] = {}  # by id of the delivery; monotonic seconds
+        self._spare_until = 0.0  # monotonic seconds
 
     def step(self) -> None:
         """One pass: end attempts whose lease ran out, and deliver what is due and not in its queue."""
         if not self._jobs.lock("reconciler", self._owner, LOCK_S):
             return
-        for lease in self._jobs.expire():
-            logger.warning("attempt=lost job=%s attempt=%d", lease.job, lease.attempt)
+        if time.monotonic() >= self._spare_until:
+            for lease in self._jobs.expire():
+                logger.warning("attempt=lost job=%s attempt=%d", lease.job, lease.attempt)
         due = self._jobs.due()
         waiting: set[str] = set()
         for queue in {delivery.queue for delivery in due}:
@@ -43,7 +47,12 @@ class Reconciler:
         known = {delivery.id for delivery in absent}
         self._missing_since = {key: since for key, since in self._missing_since.items() if key in known}
         for delivery in absent:
-            self._bring(delivery)
+            try:
+                self._bring(delivery)
+            except ValueError as error:  # an id or queue that was changed by hand; the others must not wait for it
+                logger.warning(
+                    "delivery=impossible job=%r queue=%r reason=%r", delivery.job, delivery.queue, str(error)
+                )
 
     def run(self, stop: threading.Event) -> None:
         """A pass every few seconds until `stop` is set; an outage of Redis or the database costs a line in the log."""
@@ -54,7 +63,10 @@ class Reconciler:
         """A pass whose failure is logged."""
         try:
             self.step()
-        except (StoreError, ServiceUnreachable) as error:
+        except StoreError as error:
+            self._spare_until = time.monotonic() + SPARE_S
+            logger.warning("reconciler=waiting reason=%r", str(error))
+        except ServiceUnreachable as error:
             logger.warning("reconciler=waiting reason=%r", str(error))
 
     def _bring(self, delivery: Delivery) -> None:

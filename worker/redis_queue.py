@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
-from urllib.parse import urlsplit
 
 from redis import Redis
 from redis.backoff import ExponentialWithJitterBackoff
@@ -19,6 +18,7 @@ from rq.worker import Worker as RqWorker
 
 from ..core.errors import ServiceUnreachable, SettingsError
 from ..core.jobs import DEFAULT_QUEUE, Delivery
+from ..core.urls import safe_url
 
 SERIALIZER = "json"  # rq's own default is pickle: whoever can write to Redis would run code in the worker
 TASK = "swiftopt.worker.attempt.run_attempt"  # a name for rq's records; the worker never imports what Redis names
@@ -26,7 +26,6 @@ UNLIMITED = -1  # rq's own default ends a job after 180 s; leases end ours
 FAILED_TTL_S = 60  # seconds that rq keeps its record of an attempt whose process died
 SOCKET_TIMEOUT_S = 5.0
 RETRIES = 2  # of one command, on a broken connection
-MAX_LISTED = 10_000  # attempts of a queue that are looked at, from its front
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +82,9 @@ class RedisQueue:
             return True
 
     def waiting(self, queue: str) -> set[str]:
-        """The ids of the attempts that wait in a queue, at most `MAX_LISTED` of them."""
+        """The ids of the attempts that wait in a queue."""
         with _errors(self.url):
-            found: Any = self.connection.lrange(self._queue(queue).key, 0, MAX_LISTED)
+            found: Any = self.connection.lrange(self._queue(queue).key, 0, -1)
             return {entry.decode(errors="replace") for entry in found}  # anybody may have put anything there
 
     def depth(self, queue: str = DEFAULT_QUEUE) -> int:
@@ -142,17 +141,9 @@ def connect(url: str, timeout_s: float = SOCKET_TIMEOUT_S) -> Redis:
     try:
         return Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=SOCKET_TIMEOUT_S, retry=retry)
     except ValueError as error:
-        raise SettingsError(f"{shown(url)} names no Redis server: use redis://HOST:6379/0 or unix:///PATH") from error
-
-
-def shown(url: str) -> str:
-    """The URL without its password."""
-    try:
-        parts = urlsplit(url)
-        secret = parts.password
-    except ValueError:
-        return "(unreadable URL)"
-    return url.replace(f":{secret}@", ":***@") if secret else url
+        raise SettingsError(
+            f"{safe_url(url)} names no Redis server: use redis://HOST:6379/0 or unix:///PATH"
+        ) from error
 
 
 @contextmanager
@@ -162,7 +153,7 @@ def _errors(url: str) -> Iterator[None]:
     except RedisError as error:
         reason = str(error).split("\n")[0].rstrip(".")
         raise ServiceUnreachable(
-            f"Redis at {shown(url)} cannot be used ({reason}): start it, or check the URL"
+            f"Redis at {safe_url(url)} cannot be used ({reason}): start it, or check the URL"
         ) from error
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from os import getpid
 from pathlib import Path
 
-from ..core.errors import JobCancelled, LeaseLost, SettingsError, SwiftoptError
+from ..core.errors import JobCancelled, JobFailed, LeaseLost, SettingsError, SwiftoptError
 from ..core.events import Event, TaskFinished
 from ..core.requests import TuneRequest
 from ..core.streams import read_stream
@@ -18,6 +18,7 @@ from ..store import Store
 from ..store.jobs import Claim
 from .keeper import LeaseKeeper
 from .outputs import CompletionWriter, default_output
+from .patience import patiently
 from .service import tune_spec
 from .tuning_run import TuningRun
 
@@ -34,17 +35,18 @@ class TuneResult:
 def run_tuning(request: TuneRequest, store: Store, on_event: Callable[[Event], None]) -> TuneResult:
     """Tune as asked, in this process; every trial and completion is on disk before the next event.
 
-    Raises: SwiftoptError: as the parts raise it; JobCancelled: somebody cancelled the job meanwhile; KeyboardInterrupt
-        after the best sets so far were stored.
+    Raises: SwiftoptError: as the parts raise it; JobCancelled: somebody cancelled the job meanwhile; JobFailed: it
+        counted as dead, for nothing was heard of it; KeyboardInterrupt after the best sets so far were stored.
     """
     prompts = read_stream(request.stream, request.task, request.limit)
     check_room(request, prompts)
+    store.jobs.expire()  # where no service runs, nobody else ends the runs whose process was killed
     with CompletionWriter(Path(request.out) if request.out else default_output(request.stream)) as writer:
         claim = store.jobs.begin_here(tune_spec(request, prompts, None), f"{socket.gethostname()}-{getpid()}")
         with LeaseKeeper(store.jobs, claim.lease, fatal=False) as keeper:
             run = TuningRun(request, prompts, store, claim, keeper, on_event, writer)
             tasks = _tune(run, store, claim)
-        store.jobs.end(claim.lease, "succeeded")
+        patiently(lambda: store.jobs.end(claim.lease, "succeeded"))
         return TuneResult(claim.job.id, tuple(tasks), writer.path)
 
 
@@ -66,7 +68,7 @@ def _tune(run: TuningRun, store: Store, claim: Claim) -> list[TaskFinished]:
     try:
         return run.tune()
     except LeaseLost as error:
-        raise JobCancelled(f"job {claim.job.id} was cancelled; its completions so far are kept") from error
+        raise _ended(store, claim.job.id) from error
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt)
         # Where the store is what failed, too, the first error is the one to report.
@@ -74,3 +76,11 @@ def _tune(run: TuningRun, store: Store, claim: Claim) -> list[TaskFinished]:
             run.keep_unfinished()
             store.jobs.end(claim.lease, "cancelled" if interrupted else "failed", str(error) or type(error).__name__)
         raise
+
+
+def _ended(store: Store, job: str) -> SwiftoptError:
+    """Why a run lost its job: a machine that slept past the lease, say, is told so."""
+    ended = store.jobs.get(job)
+    if ended.state == "failed":
+        return JobFailed(f"job {job} was ended from outside ({ended.error}); its completions so far are kept")
+    return JobCancelled(f"job {job} was cancelled; its completions so far are kept")

@@ -13,7 +13,7 @@ from .. import __version__
 from ..core.errors import LeaseLost
 from ..core.event_json import event_to_json
 from ..core.events import Event, PhaseChanged, Progress, PromptFinished, TaskFinished, TrialsDone
-from ..core.jobs import Wanted
+from ..core.jobs import Promotion, Wanted
 from ..core.requests import TuneRequest
 from ..core.types import CostProfile, LayerSetRecord, Prompt
 from ..decoding.session import Session
@@ -56,6 +56,7 @@ class TuningRun:
         self._keeper, self._tell, self._writer, self._ending = keeper, tell, writer, ending
         self._pending: list[Event] = []  # reported, not yet written
         self._n_checkpoints = claim.n_checkpoints
+        self._snapshot = claim.snapshot  # of the last checkpoint
         self._written = self._shown = self._saved = monotonic()
         self._wanted: Wanted | None = claim.job.wanted
 
@@ -78,18 +79,18 @@ class TuningRun:
         if self._wanted == "stop":
             self.tuner.stop("stopped on request")
         finished = [
-            self._finish(task, promote=True)
+            self._finish(task, "always")
             for task in self.tuner.run(self.prompts, self.claim.snapshot, self.claim.trials)
         ]
         if self.tuner.stopped:
-            finished += [self._finish(task, promote=False) for task in self.tuner.unfinished()]
+            finished += [self._finish(task, "if none") for task in self.tuner.unfinished()]
         self._note()
         return finished
 
     def keep_unfinished(self) -> None:
         """Store the best sets so far of a run that was cut short, without making them anyone's plan."""
         for task in self.tuner.unfinished() if self.tuner is not None else ():
-            self.store.add_layer_set(self._stamped(task.record), promote=False)
+            self._finish(task, "never")
 
     def handle(self, event: Event) -> None:
         """Write what must not be lost, pass the event on, then do what the job is asked to do."""
@@ -120,7 +121,7 @@ class TuningRun:
 
     def _show(self, progress: Progress) -> None:
         now = monotonic()
-        if now - self._saved >= CHECKPOINT_S:
+        if now - self._saved >= CHECKPOINT_S and self._has_moved():
             self._checkpoint(progress)
         elif self._pending:
             self._note()
@@ -128,6 +129,12 @@ class TuningRun:
             figures = _figures(progress)
             self._wanted = patiently(lambda: self._jobs.show(self._lease, figures))
             self._shown = self._written = now
+
+    def _has_moved(self) -> bool:
+        """Whether a checkpoint would bring anything: one that did not would make a job that always dies look well."""
+        assert self.tuner is not None
+        self._saved = monotonic()
+        return self.tuner.snapshot() != self._snapshot
 
     def _note(self) -> None:
         if not self._pending:
@@ -142,19 +149,19 @@ class TuningRun:
         events, snapshot, number = tuple(self._pending), self.tuner.snapshot(), self._n_checkpoints + 1
         figures = None if progress is None else _figures(progress)
         self._wanted = patiently(lambda: self._jobs.checkpoint(self._lease, number, events, snapshot, figures))
-        self._n_checkpoints = number
+        self._n_checkpoints, self._snapshot = number, snapshot
         self._pending.clear()
         self._written = self._saved = monotonic()
 
-    def _finish(self, task: TaskFinished, promote: bool) -> TaskFinished:
-        """Store a task's layer set; one without a verdict becomes what look-ups find only where nothing else is."""
+    def _finish(self, task: TaskFinished, promotion: Promotion) -> TaskFinished:
+        """Store a task's layer set, the event, and the snapshot in which the task is done."""
         assert self.tuner is not None
         self._note()
         stamped = replace(task, record=self._stamped(task.record))
         method = "swift" if task.verdict.word == "use" else "plain"
         snapshot, number = self.tuner.snapshot(), self._n_checkpoints + 1
-        stored = patiently(lambda: self._jobs.finish_task(self._lease, number, stamped, method, promote, snapshot))
-        self._n_checkpoints = number
+        stored = patiently(lambda: self._jobs.finish_task(self._lease, number, stamped, method, promotion, snapshot))
+        self._n_checkpoints, self._snapshot = number, snapshot
         self._tell(stored)
         return stored
 
@@ -171,14 +178,18 @@ class TuningRun:
 def stored_costs(
     runtime: Runtime, store: Store, n_positions: int, on_step: Callable[[str], None] | None = None
 ) -> CostProfile:
-    """The cost profile of this model here, measured once and kept."""
+    """The cost profile of this model here, measured once and kept; a database that is away is waited for.
+
+    Raises: StoreUnavailable: it stayed away.
+    """
     bucket = min(context_bucket(n_positions), runtime.max_positions)
-    dtype = runtime.dtype_name
-    found = store.cost_profile(runtime.info.fingerprint, device_name(runtime.device), dtype, bucket)
-    if found is None:
-        found = replace(measure_costs(runtime, bucket, on_step), context_bucket=bucket)
-        store.save_cost_profile(found)
-    return found
+    key = (runtime.info.fingerprint, device_name(runtime.device), runtime.dtype_name, bucket)
+    found = patiently(lambda: store.cost_profile(*key))
+    if found is not None:
+        return found
+    measured = replace(measure_costs(runtime, bucket, on_step), context_bucket=bucket)
+    patiently(lambda: store.save_cost_profile(measured))
+    return measured
 
 
 def _figures(progress: Progress) -> Mapping[str, Any]:

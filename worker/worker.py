@@ -15,10 +15,10 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import RedisError
 from rq import Queue, Worker
+from rq.exceptions import StopRequested
 from rq.executions import Execution
 from rq.job import Job as RqJob
 from rq.worker import WorkerStatus
-from rq.worker.base import StopRequested
 
 from ..core.errors import StoreError
 from ..core.jobs import Delivery, Lease
@@ -88,7 +88,7 @@ class JobWorker(Worker):
         now = time.monotonic()
         if pipeline is not None or now - self._beaten >= BEAT_S:
             self._beaten = now
-            super().heartbeat(timeout, pipeline)  # type: ignore[no-untyped-call]
+            super().heartbeat(timeout, pipeline)
 
     def execute_job(self, job: RqJob, queue: Queue) -> None:
         """Fork a child for the attempt and wait for its end."""
@@ -111,7 +111,7 @@ class JobWorker(Worker):
         self.store.close()
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         try:
-            super().fork_work_horse(job, queue)  # type: ignore[no-untyped-call]
+            super().fork_work_horse(job, queue)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         if self.is_ending:

@@ -336,6 +336,16 @@ def test_stopped_run_can_be_gone_on_with() -> None:
     assert outcome(ledger.events) == outcome(whole("batches").events)
 
 
+def test_stopped_run_whose_tasks_were_told_goes_on_with_the_others() -> None:
+    """As after a cancel between two stored tasks of a stop, and a retry."""
+    events, results, tuner = stopped_at("two-tasks", 60)
+    first = next(tuner.unfinished()).task
+    assert results == []
+    ledger = Ledger(CASES["two-tasks"], events, json.dumps(tuner.snapshot()))
+    assert ledger.live()
+    assert {event.task for event in ledger.events if isinstance(event, TaskFinished)} == {"a", "b"} - {first}
+
+
 def test_stop_before_the_start_decodes_nothing() -> None:
     events: list[Event] = []
     tuner = CASES["batches"].tuner(events.append)

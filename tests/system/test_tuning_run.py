@@ -1,0 +1,129 @@
+"""One attempt of a tuning job: what counts as progress, and what an outage of the database costs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import worded_runtime
+from tiny_files import save
+
+from swiftopt.core.errors import JobCancelled, JobFailed, StoreUnavailable
+from swiftopt.core.events import Event, Progress
+from swiftopt.core.jobs import JobSpec, Lease
+from swiftopt.core.requests import TuneRequest
+from swiftopt.core.settings import SwiftSettings
+from swiftopt.core.types import CostProfile, Prompt
+from swiftopt.store import Store
+from swiftopt.worker import tuning_run
+from swiftopt.worker.keeper import LeaseKeeper
+from swiftopt.worker.run import run_tuning
+from swiftopt.worker.tuning_run import TuningRun, stored_costs
+
+BEAT = Progress("t", "verdict", 0, 0.0, None, None, 0, None, None, 0.45)
+
+
+class StillTuner:
+    """Stands where it stands, as in the middle of a long held-out prompt."""
+
+    stopped = False
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"next": self.place, "tasks": {"t": {"tokens": 3}}}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.open(str(tmp_path / "a.db")) as store:
+        yield store
+
+
+def attempt(store: Store, lease: Lease) -> TuningRun:
+    claim = store.jobs.claim(lease, "w1")
+    assert claim is not None
+    keeper = LeaseKeeper(store.jobs, lease, fatal=False)
+    return TuningRun(TuneRequest("m", "s"), [Prompt("a", "t", text="x")], store, claim, keeper, lambda event: None)
+
+
+def test_attempts_that_only_show_signs_of_life_have_made_no_progress(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt of the verdict that always kills its worker, after more seconds than lie between two checkpoints."""
+    monkeypatch.setattr(tuning_run, "CHECKPOINT_S", 0.0)
+    job, _ = store.jobs.submit(JobSpec("tune", "default", {"model": "m"}))
+    for number in range(1, 5):
+        run = attempt(store, Lease(job.id, number))
+        run.tuner = StillTuner(place=7)  # type: ignore[assignment]
+        for _ in range(3):
+            run.handle(BEAT)
+        assert store.jobs.attempt_failed(Lease(job.id, number), "killed")
+    assert store.jobs.get(job.id).state == "failed"  # the first has come to place 7, three came no further
+
+
+def test_attempt_that_moves_keeps_where_it_is(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning_run, "CHECKPOINT_S", 0.0)
+    job, _ = store.jobs.submit(JobSpec("tune", "default", {"model": "m"}))
+    run = attempt(store, Lease(job.id, 1))
+    for place in range(3):
+        run.tuner = StillTuner(place)  # type: ignore[assignment]
+        run.handle(BEAT)
+    store.jobs.hand_back(Lease(job.id, 1), "over")
+    claim = store.jobs.claim(Lease(job.id, 2), "w2")
+    assert claim is not None and claim.n_checkpoints == 3 and claim.snapshot == StillTuner(2).snapshot()
+
+
+@pytest.mark.parametrize(("state", "error"), [("cancelled", JobCancelled), ("failed", JobFailed)])
+def test_local_run_says_whether_it_was_cancelled_or_counted_as_dead(
+    store: Store, tmp_path: Path, state: str, error: type[Exception]
+) -> None:
+    stream = tmp_path / "s.jsonl"
+    stream.write_text('{"prompt": "w3 w4 w5"}\n' * 3)
+    settings = SwiftSettings(context_window=8, strategy="random", max_steps=4)
+    model, out = str(save(tmp_path / "model")), str(tmp_path / "out")
+    request = TuneRequest(model, str(stream), out=out, settings=settings, max_new_tokens=12)
+
+    def end(event: Event) -> None:
+        job = store.jobs.latest()[0]
+        if state == "cancelled" and job.state == "running":
+            store.jobs.act(job.id, "cancel")
+        store.jobs.lease_s = -1.0  # as of a machine that sleeps: every renewal is too late
+        store.jobs.expire()
+
+    with pytest.raises(error, match="its completions so far are kept"):
+        run_tuning(request, store, end)
+    assert store.jobs.latest()[0].state == state
+
+
+class Away(Store):
+    """A database that is away at every first call."""
+
+    calls: list[str]
+
+    def cost_profile(self, *key: Any) -> CostProfile | None:
+        self._miss("find")
+        return super().cost_profile(*key)
+
+    def save_cost_profile(self, profile: CostProfile) -> None:
+        self._miss("save")
+        super().save_cost_profile(profile)
+
+    def _miss(self, what: str) -> None:
+        self.calls.append(what)
+        if self.calls.count(what) == 1:
+            raise StoreUnavailable("the database is away")
+
+
+def test_costs_are_measured_once_although_the_database_is_away_before_and_after(store: Store, tmp_path: Path) -> None:
+    with Away.open(store.url) as away:
+        assert isinstance(away, Away)
+        away.calls = []
+        measured = stored_costs(worded_runtime(), away, 16)
+        assert away.calls == ["find", "find", "save", "save"]
+    kept = stored_costs(worded_runtime(), store, 16)
+    assert dataclasses.asdict(kept) == dataclasses.asdict(measured)

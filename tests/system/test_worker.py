@@ -1,0 +1,274 @@
+"""Workers as real processes, with real servers, and everything that can be done to them."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from servers import Postgres, Valkey, flush, server_folder
+from workers import Site, gone, site, until
+
+from swiftopt.core.jobs import JobSpec
+
+LEASE_S = 4.0
+CLI = [sys.executable, "-m", "swiftopt", "worker"]
+
+
+@pytest.fixture
+def here(tmp_path: Path, redis_url: str) -> Iterator[Site]:
+    """A site on SQLite."""
+    with site(str(tmp_path / "jobs.db"), redis_url, tmp_path, LEASE_S) as found:
+        yield found
+
+
+@pytest.fixture
+def anywhere(tmp_path: Path, redis_url: str, database_url: str) -> Iterator[Site]:
+    """A site on each kind of database."""
+    with site(database_url, redis_url, tmp_path, LEASE_S) as found:
+        yield found
+
+
+@pytest.fixture
+def own_valkey() -> Iterator[Valkey]:
+    """A Valkey that the test may take down."""
+    with server_folder() as folder, Valkey(folder) as server:
+        yield server
+
+
+def n_runs(found: Site, job: str) -> int:
+    return [state for state, _ in found.states(job)].count("running")
+
+
+def test_burst_ends_when_the_queue_is_empty_and_the_parent_never_imports_torch(anywhere: Site) -> None:
+    jobs = [anywhere.noop(0, n) for n in range(5)]
+    assert anywhere.start(burst=True).process.wait(30) == 0, anywhere.logs()
+    assert [anywhere.states(job) for job in jobs] == [[("queued", 1), ("running", 1), ("succeeded", 1)]] * 5
+    assert anywhere.queue.depth() == 0
+    with redis.Redis.from_url(anywhere.redis) as client:
+        assert not client.keys("rq:job:*"), "rq keeps no record of attempts that are over"
+
+
+def test_killed_worker_takes_its_child_along_and_its_job_runs_elsewhere(anywhere: Site) -> None:
+    anywhere.reconcile()
+    job = anywhere.noop(60)
+    first = anywhere.start()
+    anywhere.running(job)
+    child = first.child()
+    other = anywhere.start()
+    first.kill()
+    until(lambda: gone(child), 2)
+    again = anywhere.running(job, attempt=2)
+    assert again.worker is not None and str(other.pid) in again.worker
+    assert "gave no sign of life" in anywhere.reasons(job)
+
+
+def test_sigterm_hands_the_job_back_at_once_and_ends_in_order(here: Site) -> None:
+    job = here.noop(60)
+    worker = here.start()
+    here.running(job)
+    child = worker.child()
+    assert worker.end(within_s=6) == 0, here.logs()
+    assert gone(child)
+    assert (here.job(job).state, here.job(job).attempt, here.job(job).worker) == ("queued", 2, None)
+    assert here.queue.waiting("default") == {f"{job}-a2"}, "the next worker need not wait for the reconciler"
+
+
+def test_second_sigterm_ends_a_worker_whose_child_does_not_answer(here: Site) -> None:
+    job = here.noop(60)
+    worker = here.start()
+    here.running(job)
+    child = worker.child()
+    child.suspend()
+    worker.signal(signal.SIGTERM)
+    time.sleep(1.2)  # a signal that comes sooner is taken for the same one
+    assert worker.process.poll() is None
+    assert worker.end(within_s=5) == 0, here.logs()
+    assert gone(child)
+
+
+def test_idle_worker_ends_on_sigterm_also_while_redis_is_away(tmp_path: Path, own_valkey: Valkey) -> None:
+    with site(str(tmp_path / "jobs.db"), own_valkey.url, tmp_path) as found:
+        workers = [found.start(), found.start()]
+        found.ended(found.noop(0))
+        found.until(lambda: len(found.queue.workers()) == 2, 20)
+        assert workers[0].end() == 0, found.logs()
+        own_valkey.stop()
+        time.sleep(1.5)
+        assert workers[1].end() == 0, found.logs()
+
+
+def test_child_that_slept_past_its_lease_is_replaced_and_writes_nothing(here: Site) -> None:
+    here.reconcile()
+    job = here.noop(5)  # its time is over when it wakes: it would report its success
+    first = here.start()
+    here.running(job)
+    child = first.child()
+    child.suspend()
+    here.start()
+    here.running(job, attempt=2)
+    child.resume()
+    until(lambda: gone(child), 5)
+    assert here.ended(job).state == "succeeded"
+    assert here.states(job) == [("queued", 1), ("running", 1), ("queued", 2), ("running", 2), ("succeeded", 2)]
+
+
+def test_job_whose_child_is_killed_runs_again_and_fails_after_three_times_without_progress(here: Site) -> None:
+    here.reconcile()
+    job = here.noop(60)
+    worker = here.start()
+    for attempt in (1, 2, 3):
+        here.running(job, attempt)
+        worker.child().kill()
+    ended = here.ended(job)
+    assert ended.state == "failed" and ended.error is not None
+    assert "killed by signal 9 (SIGKILL), probably out of memory" in ended.error
+    assert "3 attempts in a row came no further" in ended.error
+    assert here.reasons(job).count("probably out of memory") == 3
+    assert here.ended(here.noop(0, 1)).state == "succeeded", "the worker itself is well"
+
+
+def test_redis_flushed_in_the_middle_loses_nothing(here: Site) -> None:
+    jobs = [here.noop(2, n) for n in range(2)]
+    here.start()
+    here.running(jobs[0])
+    flush(here.redis)
+    assert [here.ended(job).state for job in jobs] == ["succeeded"] * 2
+    assert [n_runs(here, job) for job in jobs] == [1, 1]
+
+
+def test_child_killed_after_a_flush_is_still_reported(here: Site) -> None:
+    job = here.noop(60)
+    worker = here.start()
+    here.running(job)
+    flush(here.redis)
+    worker.child().kill()
+    here.until(lambda: "killed by signal 9" in here.reasons(job), 3)
+
+
+def test_redis_restarted_empty_and_submissions_meanwhile_lose_nothing(tmp_path: Path, own_valkey: Valkey) -> None:
+    with site(str(tmp_path / "jobs.db"), own_valkey.url, tmp_path) as found:
+        jobs = [found.noop(4, 0), found.noop(0, 1)]
+        found.start()
+        found.running(jobs[0])
+        own_valkey.kill()
+        shutil.rmtree(own_valkey.folder / "appendonlydir")
+        jobs.append(found.noop(0, 2))  # no error: it waits in the database
+        time.sleep(1)
+        own_valkey.start()
+        assert [found.ended(job).state for job in jobs] == ["succeeded"] * 3
+        assert [n_runs(found, job) for job in jobs] == [1, 1, 1]
+
+
+def test_worker_goes_on_after_a_redis_restart_that_kept_its_data(tmp_path: Path, own_valkey: Valkey) -> None:
+    with site(str(tmp_path / "jobs.db"), own_valkey.url, tmp_path) as found:
+        found.start()
+        found.ended(found.noop(0, 0))
+        own_valkey.stop()
+        time.sleep(3)
+        own_valkey.start()
+        assert found.ended(found.noop(0, 1)).state == "succeeded"
+
+
+def test_attempts_that_redis_evicted_are_delivered_again(here: Site) -> None:
+    jobs = [here.noop(0, n) for n in range(3)]
+    with redis.Redis.from_url(here.redis) as client:
+        assert client.delete(*client.keys("rq:job:*")) == 3
+    here.start()
+    assert [here.ended(job).state for job in jobs] == ["succeeded"] * 3
+
+
+def test_attempt_that_died_between_queue_and_claim_is_delivered_again(here: Site) -> None:
+    job = here.noop(0)
+    with redis.Redis.from_url(here.redis) as client:
+        assert client.lpop("rq:queue:default") == f"{job}-a1".encode()  # a worker takes it and is killed
+    here.start()
+    assert here.ended(job, within_s=30).state == "succeeded"
+    assert here.job(job).attempt == 2
+
+
+def test_job_ends_well_when_the_database_was_away_meanwhile(
+    tmp_path: Path, redis_url: str, postgres_url: str, postgres_server: Postgres
+) -> None:
+    with site(postgres_url, redis_url, tmp_path) as found:
+        jobs = [found.noop(3, 0), found.noop(0, 1)]
+        found.start()
+        found.running(jobs[0])
+        postgres_server.stop()
+        time.sleep(4)
+        postgres_server.start()
+        assert [found.ended(job).state for job in jobs] == ["succeeded"] * 2, found.logs()
+        assert found.states(jobs[0]) == [("queued", 1), ("running", 1), ("succeeded", 1)]
+
+
+def test_cancel_is_the_end_at_once_and_the_child_is_gone_within_seconds(anywhere: Site) -> None:
+    queued, running, next_one = anywhere.noop(60, 0), anywhere.noop(60, 1), anywhere.noop(0, 2)
+    assert anywhere.service.act(queued, "cancel").state == "cancelled"
+    worker = anywhere.start()
+    anywhere.running(running)
+    child = worker.child()
+    assert anywhere.service.act(running, "cancel").state == "cancelled"
+    until(lambda: gone(child), 2)
+    assert anywhere.ended(next_one).state == "succeeded"
+    assert (n_runs(anywhere, queued), anywhere.job(running).state) == (0, "cancelled")
+
+
+def test_job_pauses_goes_on_and_stops_as_asked(anywhere: Site) -> None:
+    job = anywhere.noop(60)
+    anywhere.start()
+    anywhere.running(job)
+    anywhere.service.act(job, "pause")
+    anywhere.until(lambda: anywhere.job(job).state == "paused", 5)
+    anywhere.service.act(job, "resume")
+    anywhere.running(job, attempt=2)
+    anywhere.service.act(job, "stop")
+    assert anywhere.ended(job, within_s=5).state == "succeeded"
+
+
+class Bomb:
+    """Unpickling it leaves a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        return open, (str(self.path), "w")
+
+
+def test_junk_in_redis_is_ignored_and_no_pickle_is_loaded(here: Site, tmp_path: Path) -> None:
+    first, last = here.noop(0, 0), here.noop(0, 1)
+    bomb = pickle.dumps(Bomb(tmp_path / "exploded"))
+    with redis.Redis.from_url(here.redis) as client:
+        client.hset("rq:job:junk-a1", mapping={"data": bomb, "created_at": "2026-01-01T00:00:00.000000Z"})
+        client.hset(f"rq:job:{first}-a1", mapping={"data": bomb})
+        client.lpush("rq:queue:default", b"\xff\xfe", "unknown", f"{first}-a7", "junk-a1", f"{first}-a1", "-a", "a1-ax")
+        client.set("rq:job:string-a1", "no hash")
+        client.lpush("rq:queue:default", "string-a1")
+    here.start()
+    assert [here.ended(job).state for job in (first, last)] == ["succeeded"] * 2
+    assert [n_runs(here, job) for job in (first, last)] == [1, 1]
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_noop_job_with_a_bad_request_fails_with_the_reason_at_once(here: Site) -> None:
+    job, _ = here.service.submit_spec(JobSpec("noop", "default", {"seconds": "long"}))
+    here.start(burst=True).process.wait(30)
+    assert here.job(job.id).state == "failed" and "'long'" in str(here.job(job.id).error)
+
+
+def test_check_tells_whether_a_worker_of_this_machine_is_alive(here: Site) -> None:
+    servers = ["--redis", here.redis, "--db", here.database, "--name", "w"]
+    before = here.run([*CLI, "--check", *servers])
+    assert before.process.wait(30) == 1 and "start one with `swiftopt worker`" in before.text()
+    first = here.run([*CLI, *servers])
+    here.until(here.queue.workers, 20)
+    first.kill()
+    here.run([*CLI, *servers])  # its name is still taken in Redis, by a worker that died
+    assert here.ended(here.noop(0)).state == "succeeded"
+    assert here.run([*CLI, "--check", *servers]).process.wait(30) == 0, here.logs()
