@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import tomllib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pydantic import AliasChoices, Field, ValidationError
@@ -14,6 +15,9 @@ from ..core.errors import SettingsError
 
 TOML_FILE = "swiftopt.toml"
 PREFIX = "SWIFTOPT_"
+# Read where they are used, so no fields below.
+OTHERS = ("API_KEY", "API_KEYS", "API_KEYS_FILE", "CACHE_DIR", "STREAM_FOLDERS", "DATABASE_URL_FILE", "REDIS_URL_FILE")
+LIKE = 0.8  # from this likeness on, a variable that we do not know is a slip of the keyboard
 LONG_NAMES = {"db": "SWIFTOPT_DATABASE_URL", "redis": "SWIFTOPT_REDIS_URL", "server": "SWIFTOPT_SERVER_URL"}
 
 
@@ -76,6 +80,19 @@ def load_settings() -> dict[str, Any]:
     except ValidationError as error:
         first = error.errors()[0]
         raise SettingsError(_sentence(str(first["loc"][0]), first["type"], first["msg"], first["input"])) from error
+
+
+def misspelt(environment: Iterable[str]) -> Iterator[str]:
+    """A sentence for each variable that is none of ours, but nearly: its value would go unused without a word."""
+    known = [*(name.removeprefix(PREFIX) for name in LONG_NAMES.values()), *OTHERS]
+    known += [name.upper() for name in ProgramSettings.model_fields]
+    for name in sorted(environment):
+        short = name.removeprefix(PREFIX)
+        if short == name or short in known or short.startswith("TEST_"):
+            continue
+        near = difflib.get_close_matches(short, known, n=1, cutoff=LIKE)
+        if near:
+            yield f"the variable {name} is not read: did you mean {PREFIX}{near[0]}?"
 
 
 def _sentence(key: str, kind: str, message: str, value: object) -> str:

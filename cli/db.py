@@ -91,11 +91,12 @@ def check(context: click.Context, db: str | None, as_json: bool) -> None:
     elif state.ok:
         click.echo(f"{state.database} has the newest schema: {state.revision}")
     if not state.ok:
-        note(f"error: {_fault(state)}")
+        note(f"error: {schema_fault(state)}")
     context.exit(0 if state.ok else 1)
 
 
-def _fault(state: SchemaState) -> str:
+def schema_fault(state: SchemaState) -> str:
+    """What keeps us from using a database, and what to do."""
     if state.revision is None:
         return f"the database {state.database} is empty: create its tables with `swiftopt db upgrade`"
     if state.newer:

@@ -92,8 +92,11 @@ def duration(start: str | None, end: str | None) -> str:
     """From one time to another (None: now) as people say it: 41 s, 3 min 20 s, 2 h 5 min."""
     if start is None:
         return ""
-    until = datetime.now(UTC) if end is None else datetime.fromisoformat(end)
-    seconds = max(0, round((until - datetime.fromisoformat(start)).total_seconds()))
+    try:
+        until = datetime.now(UTC) if end is None else datetime.fromisoformat(end)
+        seconds = max(0, round((until - datetime.fromisoformat(start)).total_seconds()))
+    except (ValueError, TypeError):  # a time that was changed by hand
+        return ""
     if seconds < 60:
         return f"{seconds} s"
     minutes, hours = seconds // 60, seconds // 3600

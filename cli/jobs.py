@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
 import click
 
-from ..core.completions import completion_to_json
+from ..core.completions import output_line
 from ..core.errors import InvalidInput, JobCancelled, JobFailed
-from ..core.events import PromptFinished
 from ..core.jobs import Job, JobState, Verb, job_to_json
 from ..core.requests import TuneRequest
 from .options import Decorator, PresetGroup, db_option, json_option, positive, redis_option, server_option, together
@@ -161,7 +159,7 @@ def outputs(job: str, out: str, redis: str | None, server: str | None, db: str |
         raise InvalidInput("--json would mix with the completions on standard output: name a file with --out")
     with opened(chosen(Place(server, redis, db))) as board:
         found = board.jobs.outputs(job)
-    lines = [_line(event) for event in found]
+    lines = [output_line(event.prompt, event.completion) for event in found]
     if out == STDOUT:
         for line in lines:
             click.echo(line)
@@ -171,11 +169,6 @@ def outputs(job: str, out: str, redis: str | None, server: str | None, db: str |
         emit_json({"schema": "swiftopt.job-outputs/1", "job": job, "out": out, "n_outputs": len(found)})
     else:
         note(f"{len(found)} completions written to {out}")
-
-
-def _line(event: PromptFinished) -> str:
-    values = {"id": event.prompt.id, "task": event.prompt.task, **completion_to_json(event.completion)}
-    return json.dumps(values, ensure_ascii=False)
 
 
 VERBS: dict[Verb, tuple[str, str]] = {

@@ -43,9 +43,11 @@ class LazyGroup(PresetGroup):
             raise click.exceptions.NoSuchCommand(error.command_name, possibilities=COMMANDS, ctx=ctx) from None
 
     def invoke(self, ctx: click.Context) -> Any:
-        from .config import load_settings
+        from .config import load_settings, misspelt
 
         ctx.default_map = load_settings()
+        for remark in misspelt(os.environ):
+            note(f"note: {remark}")
         return super().invoke(ctx)
 
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-import re
 import shlex
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 import click
 from click.core import ParameterSource
 
-from ..core.errors import InvalidInput, ServiceUnreachable
+from ..core.errors import InvalidInput, ServiceUnreachable, StoreError
 from ..core.jobs import Job, JobBoard, JobEvent
+from ..core.urls import safe_url
 from .options import open_store
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 POLL_S = 0.5  # between two looks at a job
 PAGE = 1000  # events per look
-SECRET_OPTION = re.compile(r"([?&]password=)[^&]*")  # another way to write a password into a URL
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +128,8 @@ def opened(place: Place) -> Iterator[Board]:
         return
     with open_store(place.db) as store:
         if place.redis is None:
+            with suppress(StoreError):  # where no service runs, nobody else ends the runs whose process was killed
+                store.jobs.expire()
             yield QueueBoard(store, None)
             return
         from ..worker.redis_queue import RedisQueue
@@ -146,19 +146,6 @@ def command(place: Place, *words: str) -> list[str]:
     values = {"server": place.server, "redis": place.redis, "db": place.db}
     given = {name: safe_url(value) for name, value in values.items() if value and _on_command_line(name)}
     return ["swiftopt", *words, *(part for name, value in given.items() for part in (f"--{name}", value))]
-
-
-def safe_url(url: str) -> str:
-    """A URL or file as it may be shown: no password."""
-    url = SECRET_OPTION.sub(r"\1***", url)
-    if "@" not in url or "://" not in url:
-        return url
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return "(unreadable URL)"  # it may hold a password
-    user, colon, _ = parts.netloc.rpartition("@")[0].partition(":")
-    return parts._replace(netloc=f"{user}:***@{parts.netloc.rpartition('@')[2]}").geturl() if colon else url
 
 
 def waits(board: Board, job: Job) -> str | None:

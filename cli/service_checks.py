@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..core.errors import SwiftoptError
-from .place import safe_url
+from ..core.urls import safe_url
 
 Status = Literal["ok", "warn", "fail"]
 

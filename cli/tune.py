@@ -19,6 +19,7 @@ from ..core.requests import TuneRequest
 from ..core.settings import SwiftSettings
 from ..core.streams import STDIN, read_stream
 from ..core.types import Prompt, Sampling
+from ..core.urls import safe_url
 from .checks import check_model, check_words
 from .options import (
     db_option,
@@ -35,7 +36,7 @@ from .options import (
     settings_options,
 )
 from .output import console, emit_json, note
-from .place import Board, Place, chosen, command, opened, quoted, safe_url, waits
+from .place import Board, Place, chosen, command, opened, quoted, waits
 
 INTERRUPTED = 130
 

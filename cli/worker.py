@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -12,12 +11,12 @@ import click
 from ..core.errors import SettingsError, SwiftoptError
 from .options import db_option, json_option, queue_option, redis_option
 from .output import emit_json, note
+from .worker_start import check_start, start_log
 
 if TYPE_CHECKING:
     from ..worker.attempt import WorkerContext
 
 FRESH_S = 60.0  # the oldest sign of life of a worker that counts as alive
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
 @click.command(short_help="Run the jobs of a queue.")
@@ -61,7 +60,8 @@ def worker(
     working = WorkerContext(name or default_name(), database, redis, queue, device)
     if check:
         context.exit(_check(working, as_json))
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    start_log()
+    check_start(working)
     note(f"worker {working.name} listens on queue {queue!r}")
     run_worker(working, burst)
     if as_json:
@@ -84,11 +84,12 @@ def faults(working: WorkerContext) -> Iterator[str]:
     """What keeps a worker on this machine from working, each in a sentence."""
     from ..store.schema import look
     from ..worker.redis_queue import RedisQueue
+    from .db import schema_fault
 
     try:
         state = look(working.database)
         if not state.ok:
-            yield f"the database {state.database} has another schema: run `swiftopt db upgrade`"
+            yield schema_fault(state)
         redis = RedisQueue(working.redis)
         try:
             here = [found for found in redis.workers() if found.hostname == socket.gethostname()]

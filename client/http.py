@@ -21,8 +21,9 @@ from ..core.records import stored_from_json
 from ..core.requests import TuneRequest
 from ..core.streams import stream_lines
 from ..core.types import FoundPlan, LayerSetRecord, ModelInfo, Plan, Prompt
+from ..core.urls import safe_url
 from .sse import follow
-from .wire import check_key, check_url, error_of, parsed, sent, shown
+from .wire import check_key, check_url, error_of, parsed, sent
 
 JSON = {"Accept": "application/json"}
 
@@ -54,7 +55,7 @@ class Client:
         self.close()
 
     def __repr__(self) -> str:
-        return f"Client({shown(self.url)!r})"
+        return f"Client({safe_url(self.url)!r})"
 
     def close(self) -> None:
         """Close the connections."""
@@ -196,11 +197,11 @@ class Client:
 
     @property
     def _origin(self) -> str:
-        return f"the answer of {shown(self.url)}"
+        return f"the answer of {safe_url(self.url)}"
 
     def _newer(self, what: str, error: Exception) -> StoreError:
         return StoreError(
-            f"{what} from {shown(self.url)} cannot be read ({error!r}): its swiftopt is of another version"
+            f"{what} from {safe_url(self.url)} cannot be read ({error!r}): its swiftopt is of another version"
         )
 
     def _listed(self, values: Any, key: str) -> list[Mapping[str, Any]]:

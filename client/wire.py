@@ -21,6 +21,7 @@ from ..core.errors import (
     StreamError,
     SwiftoptError,
 )
+from ..core.urls import safe_url
 
 ATTEMPTS = 4  # of a request that may be sent twice
 WAIT_S, MAX_WAIT_S = 0.2, 5.0  # before the second attempt, doubled each time
@@ -55,7 +56,7 @@ def check_url(url: str) -> str:
     except ValueError:
         usable = False
     if not usable or not url.isprintable() or " " in url:
-        raise SettingsError(f"the server {shown(url)!r} is no URL: use one such as http://127.0.0.1:8000")
+        raise SettingsError(f"the server {safe_url(url)!r} is no URL: use one such as http://127.0.0.1:8000")
     return url.rstrip("/")
 
 
@@ -69,13 +70,6 @@ def check_key(key: str | None) -> dict[str, str]:
     if not (key.isascii() and key.isprintable()) or " " in key:
         raise SettingsError("the API key holds characters that no key has: copy it to SWIFTOPT_API_KEY again")
     return {"Authorization": f"Bearer {key}"}
-
-
-def shown(url: str) -> str:
-    """The URL without the password in it."""
-    before, at, rest = url.rpartition("@")
-    scheme, slashes, user = before.partition("://")
-    return url if not at else f"{scheme}{slashes}{user.partition(':')[0]}:***@{rest}"
 
 
 def sent(
@@ -115,7 +109,7 @@ def unreachable(url: str, error: Exception) -> ServiceUnreachable:
     if isinstance(error, httpx2.ConnectError):
         reason = f"({error})" if str(error) else "at all"
     return ServiceUnreachable(
-        f"the server {shown(url)} does not answer {reason}: check the URL, and that `swiftopt serve` runs there"
+        f"the server {safe_url(url)} does not answer {reason}: check the URL, and that `swiftopt serve` runs there"
     )
 
 
@@ -125,7 +119,7 @@ def complain(response: httpx2.Response, url: str) -> NoReturn:
     Raises: InvalidInput, NotFound, Conflict, SwiftoptError: by status. ServiceUnreachable: the key is refused, the
         server is not ready or too busy, or no server of ours answers there.
     """
-    status, place = response.status_code, shown(url)
+    status, place = response.status_code, safe_url(url)
     if status in (401, 403):
         raise ServiceUnreachable(
             f"the server {place} wants another API key: set SWIFTOPT_API_KEY to one that it accepts"
@@ -159,7 +153,7 @@ def parsed(response: httpx2.Response, url: str) -> Any:
         return response.json()
     except ValueError as error:
         raise ServiceUnreachable(
-            f"what answers at {shown(url)} is no swiftopt server (it sends no JSON): check the URL"
+            f"what answers at {safe_url(url)} is no swiftopt server (it sends no JSON): check the URL"
         ) from error
 
 

@@ -4,6 +4,7 @@ SwiftoptError                         exit 1
 ├── InvalidInput (ValueError)         exit 2   something the caller passed cannot be used
 │   ├── LayerSetError                          a layer set is out of range or of another model
 │   ├── SettingsError                          a setting is out of its range or unknown
+│   │   └── DeviceMissing                          the device is not on this machine
 │   ├── ShapeError                             tensors or tree arrays do not fit together
 │   ├── StreamError                            a stream of prompts has a line that cannot be read
 │   ├── UnsupportedModel                       the architecture is not one that swiftopt can skip in
@@ -45,6 +46,10 @@ class LayerSetError(InvalidInput):
 
 class SettingsError(InvalidInput):
     """A setting is unknown or out of its range."""
+
+
+class DeviceMissing(SettingsError):
+    """The device is not on this machine; another one may have it."""
 
 
 class ShapeError(InvalidInput):

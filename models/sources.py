@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ..core.errors import ModelNotFound, SettingsError
+from ..core.errors import DeviceMissing, ModelNotFound, SettingsError
 from ..core.types import ModelInfo
 from .catalog import ALIASES, Alias, find_alias, nearest
 from .progress import telling
@@ -152,16 +152,16 @@ def describe(hf_model: Any, names: tuple[str, ...] = (), fingerprint: str | None
 
 
 def check_device(device: str) -> None:
-    """Raises: SettingsError: the device is not on this machine."""
+    """Raises: DeviceMissing: the device is not on this machine."""
     import torch
 
     if not device.startswith("cuda"):
         return
     n_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if n_devices == 0:
-        raise SettingsError(f"device {device} was asked for, but no CUDA device can be used here: use cpu or auto")
+        raise DeviceMissing(f"device {device} was asked for, but no CUDA device can be used here: use cpu or auto")
     if int(device.partition(":")[2] or 0) >= n_devices:
-        raise SettingsError(f"device {device} was asked for, but the last one here is cuda:{n_devices - 1}: use that")
+        raise DeviceMissing(f"device {device} was asked for, but the last one here is cuda:{n_devices - 1}: use that")
 
 
 def check_words(dtype: str, device: str) -> None:

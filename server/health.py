@@ -9,7 +9,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse, Response
 
 from ..core.errors import ServiceUnreachable, StoreError
-from ..store.schema import look
 from .metrics import registry
 from .parts import Parts, Shared
 from .shapes import Liveness, Readiness
@@ -51,7 +50,7 @@ def metrics(parts: Shared) -> Response:
 def _ready(parts: Parts) -> Response:
     found = {"status": "ok", "database": "ok", "migrations": "ok", "redis": _redis(parts)}
     try:
-        state = look(parts.store.url)
+        state = parts.store.schema()
         if not state.ok:
             found["migrations"] = f"at {state.revision}, this server needs {state.head}: run `swiftopt db upgrade`"
     except StoreError as error:

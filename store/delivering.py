@@ -149,6 +149,7 @@ def attempt_failed(session: Session, lease: Lease, error: str) -> bool:
         return end(session, lease, "failed", f"{error} ({row.n_fruitless} attempts in a row came no further)")
     delay = min(MAX_BACKOFF_S, BACKOFF_S * 2 ** max(0, row.n_fruitless - 1)) * random.uniform(0.5, 1.0)
     _requeue(session, lease, clock_s() + delay, error)
+    session.execute(update(JobRow).where(JobRow.id == lease.job).values(error=storable(error)))
     count(session, "attempts", label="failed" if not made_progress else "interrupted")
     return True
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ..core.errors import InvalidInput, LeaseLost, SettingsError, SwiftoptError
+from ..core.errors import DeviceMissing, InvalidInput, LeaseLost, NotFound, SettingsError, SwiftoptError
 from ..core.jobs import Delivery, Lease
 from ..core.requests import TuneRequest
 from ..core.streams import parse_stream
@@ -69,7 +69,7 @@ def run_attempt(context: WorkerContext, store: Store, delivery: Delivery, ending
         return
     claim = patiently(lambda: store.jobs.claim(lease, context.name))
     if claim is None:
-        logger.info("attempt=overtaken job=%s attempt=%d", lease.job, lease.attempt)
+        _tell_overtaken(store, lease)
         return
     logger.info("attempt=begun job=%s attempt=%d kind=%s", lease.job, lease.attempt, claim.job.kind)
     with LeaseKeeper(store.jobs, lease, fatal=True) as keeper, _deadline(service, lease, ending):
@@ -79,6 +79,14 @@ def run_attempt(context: WorkerContext, store: Store, delivery: Delivery, ending
         job = store.jobs.get(lease.job)
         if job.state == "queued":
             service.deliver(job)
+
+
+def _tell_overtaken(store: Store, lease: Lease) -> None:
+    try:
+        store.jobs.get(lease.job)
+        logger.info("attempt=overtaken job=%s attempt=%d", lease.job, lease.attempt)
+    except NotFound:
+        logger.warning("delivery=foreign job=%s reason='whoever submitted it has another database'", lease.job)
 
 
 def describe(error: BaseException) -> str:
@@ -108,6 +116,8 @@ def _outcome(
     except LeaseLost as error:
         logger.warning("attempt=replaced job=%s attempt=%d reason=%r", lease.job, lease.attempt, str(error))
         return lambda: False
+    except DeviceMissing as error:  # another worker may have it
+        return partial(jobs.attempt_failed, lease, describe(error))
     except InvalidInput as error:  # the same on every worker: another attempt would end alike
         return partial(jobs.end, lease, "failed", str(error))
     except Exception as error:

@@ -10,6 +10,7 @@ from typing import Any
 
 from redis import Redis
 from redis.backoff import ExponentialWithJitterBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 from redis.retry import Retry
 from rq import Queue
@@ -137,7 +138,8 @@ def connect(url: str, timeout_s: float = SOCKET_TIMEOUT_S) -> Redis:
 
     Raises: SettingsError: the URL names no Redis server.
     """
-    retry = Retry(ExponentialWithJitterBackoff(base=0.1, cap=1.0), RETRIES)
+    # A server that took the connection and says nothing is not asked again: it would be silent as often.
+    retry = Retry(ExponentialWithJitterBackoff(base=0.1, cap=1.0), RETRIES, supported_errors=(RedisConnectionError,))
     try:
         return Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=SOCKET_TIMEOUT_S, retry=retry)
     except ValueError as error:

@@ -85,7 +85,7 @@ def work(store: Store, job: str, end: str = "succeeded", error: str | None = Non
     store.jobs.checkpoint(claim.lease, 1, [TrialsDone("notes", TRIALS), *done], {})
     if end == "succeeded":
         stamped = replace(TASK, record=replace(TASK.record, job=job))
-        store.jobs.finish_task(claim.lease, 2, stamped, "swift", True, {})
+        store.jobs.finish_task(claim.lease, 2, stamped, "swift", "always", {})
     store.jobs.end(claim.lease, end, error)  # type: ignore[arg-type]
 
 

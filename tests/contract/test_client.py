@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from serving import serving
 
 import swiftopt
+from swiftopt.client import sse
 from swiftopt.core.errors import (
     Conflict,
     InvalidInput,
@@ -173,6 +176,50 @@ def test_follow_takes_a_broken_stream_up_where_it_broke(store: Store) -> None:
     numbers = [event.id for event in found if isinstance(event, JobEvent) and event.id]
     assert numbers == [event.id for event in store.jobs.events(job.id)] and app.n_streams > 1
     assert isinstance(found[-1], Job) and found[-1].state == "succeeded"
+
+
+class Quiet:
+    """Lets an event stream stand for some seconds and breaks it off; refuses the next one, as while it starts again."""
+
+    def __init__(self, app: Any, seconds: float, at_end: Callable[[], Any]) -> None:
+        self.app, self.seconds, self.at_end, self.n_streams = app, seconds, at_end, 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if not scope.get("path", "").endswith("/events"):
+            await self.app(scope, receive, send)
+            return
+        self.n_streams += 1
+        if self.n_streams == 1:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.app(scope, receive, send), self.seconds)
+            self.at_end()
+        elif self.n_streams == 2:
+            await send({"type": "http.response.start", "status": 503, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+        else:
+            await self.app(scope, receive, send)
+
+
+def test_follow_of_a_quiet_job_outlives_a_restart_of_the_server(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that waits for an hour reports nothing: what counts is how long nobody answers."""
+    monkeypatch.setattr(sse, "AWAY_S", 1.5)
+    job, _ = JobService(store, None).submit(REQUEST, PROMPTS)
+    app = Quiet(create_app(store, JobService(store, None)), 2.5, lambda: store.jobs.act(job.id, "cancel"))
+    with serving(app) as url, swiftopt.Client(url) as client:
+        found = list(client.follow(job.id))
+    assert app.n_streams == 3 and isinstance(found[-1], Job) and found[-1].state == "cancelled"
+
+
+async def empty(scope: Any, receive: Any, send: Any) -> None:
+    """A proxy that ends every stream of events at once."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def test_follow_gives_up_where_every_stream_ends_without_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "FIRST_S", 0.5)
+    with serving(empty) as url, swiftopt.Client(url) as client, pytest.raises(ServiceUnreachable):
+        next(client.follow("0123456789ab"))
 
 
 class Busy:

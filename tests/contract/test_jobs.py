@@ -254,7 +254,9 @@ WRITES: dict[str, Callable[[Jobs, Lease], object]] = {
     "note": lambda jobs, lease: jobs.note(lease, [PhaseChanged("t", "load")]),
     "checkpoint": lambda jobs, lease: jobs.checkpoint(lease, 9, [trials_done(7), finished(7)], {"at": 9}, {"n": 1}),
     "checkpoint that was written": lambda jobs, lease: jobs.checkpoint(lease, 1, [trials_done(7)], {"at": 9}),
-    "finish_task": lambda jobs, lease: jobs.finish_task(lease, 10, task_finished(lease.job), "swift", "always", {"at": 9}),
+    "finish_task": lambda jobs, lease: jobs.finish_task(
+        lease, 10, task_finished(lease.job), "swift", "always", {"at": 9}
+    ),
 }
 ENDS: dict[str, Callable[[Jobs, Lease], bool]] = {
     "end": lambda jobs, lease: jobs.end(lease, "succeeded"),

@@ -1,0 +1,77 @@
+"""The reconciler goes on whatever one row, Redis or the database does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from job_table import noop, running
+from sqlalchemy import create_engine
+
+from swiftopt.core.errors import StoreUnavailable
+from swiftopt.core.jobs import Lease
+from swiftopt.store import Store
+from swiftopt.worker.reconciler import Reconciler
+from swiftopt.worker.redis_queue import RedisQueue
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.open(str(tmp_path / "a.db")) as store:
+        yield store
+
+
+@pytest.fixture
+def queue(redis_url: str) -> Iterator[RedisQueue]:
+    queue = RedisQueue(redis_url)
+    yield queue
+    queue.close()
+
+
+def test_row_with_an_impossible_id_keeps_no_other_job_waiting(store: Store, queue: RedisQueue) -> None:
+    spoilt, _ = store.jobs.submit(noop(1))
+    engine = create_engine(store.url)
+    with engine.begin() as connection:  # events point at the job by its id
+        connection.exec_driver_sql("PRAGMA foreign_keys=OFF")
+        connection.exec_driver_sql(f"UPDATE swiftopt_jobs SET id = 'a b' WHERE id = '{spoilt.id}'")
+    engine.dispose()
+    fine, _ = store.jobs.submit(noop(2))
+    Reconciler(store.jobs, queue, "r").step()
+    assert queue.waiting("default") == {f"{fine.id}-a1"}
+
+
+def test_only_one_reconciler_works_at_a_time(store: Store, queue: RedisQueue) -> None:
+    store.jobs.submit(noop(1))
+    assert store.jobs.lock("reconciler", "another", 60)
+    Reconciler(store.jobs, queue, "r").step()
+    assert queue.waiting("default") == set()
+
+
+def test_leases_are_spared_after_an_outage_of_the_database(
+    store: Store, queue: RedisQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.jobs.lease_s = -1.0  # over before it began, as after an outage that was longer than a lease
+    lease = running(store.jobs, noop(1))
+    reconciler = Reconciler(store.jobs, queue, "r")
+    with monkeypatch.context() as away:
+        away.setattr(store.jobs, "due", _away)
+        away.setattr(store.jobs, "expire", _away)
+        reconciler.try_step()
+    reconciler.try_step()
+    assert store.jobs.get(lease.job).state == "running"
+    Reconciler(store.jobs, queue, "r").try_step()  # one that saw no outage
+    assert store.jobs.get(lease.job).state == "queued"
+
+
+def test_attempt_that_waits_is_delivered_once(store: Store, queue: RedisQueue) -> None:
+    job, _ = store.jobs.submit(noop(1))
+    reconciler = Reconciler(store.jobs, queue, "r")
+    for _ in range(3):
+        reconciler.step()
+    assert queue.depth() == 1 and store.jobs.get(job.id).attempt == 1
+    assert store.jobs.claim(Lease(job.id, 1), "w") is not None
+
+
+def _away() -> None:
+    raise StoreUnavailable("the database is away")
