@@ -23,12 +23,14 @@ from ..core.urls import safe_url
 LOCK_WAIT_S = 30  # seconds that a SQLite write waits for another process's write
 
 # Of libpq, where the URL does not say otherwise: a server that vanished is noticed before a job's lease runs out.
-POSTGRES_OPTIONS = {
+POSTGRES_OPTIONS: dict[str, int | str] = {
     "connect_timeout": 5,  # s
     "keepalives_idle": 5,  # s
     "keepalives_interval": 5,  # s
     "keepalives_count": 2,
     "tcp_user_timeout": 15_000,  # ms
+    # A process that was frozen in the middle of a write keeps its locks from the others no longer than this.
+    "options": "-c idle_in_transaction_session_timeout=15000",  # ms
 }
 
 UNREACHABLE = "cannot be reached: check that its server runs, and the host and port in its URL"
@@ -188,7 +190,7 @@ def _unreadable(url: str) -> StoreError:
     return StoreError(f"{shown(url)} names no database: use a path or a URL such as postgresql://user@host/name")
 
 
-def _server_options(url: URL) -> dict[str, int]:
+def _server_options(url: URL) -> dict[str, int | str]:
     if url.get_dialect().driver not in ("psycopg", "psycopg2"):
         return {}
     return {name: value for name, value in POSTGRES_OPTIONS.items() if name not in url.query}

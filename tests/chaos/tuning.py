@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from servers import Valkey
+from servers import Postgres, Valkey, new_database, server_folder
 from workers import Site, WorkerProcess, site
 
 from swiftopt.core.jobs import JobEvent
@@ -22,10 +22,11 @@ from swiftopt.core.types import Prompt
 from .report import Figure
 
 N_JOBS, N_WORKERS, N_ATTACKS = 10, 3, 50
-N_PROMPTS, N_TOKENS = 500, 160  # one to three minutes a job
-PAUSE_S = (6.0, 16.0)  # between two attacks; loading torch and the model takes a good part of it
+N_PROMPTS, N_TOKENS = 250, 160  # one to three minutes a job
+PAUSE_S = (4.0, 10.0)  # between two attacks; loading torch and the model takes a good part of it
 WITHIN_S = 3600.0
 LEASE_S = 20.0
+END_S = 60.0  # that an attacked worker gets to end
 WAKE_S = LEASE_S + 8.0  # a stopped child wakes when somebody else has its job
 
 
@@ -67,7 +68,7 @@ class Attack:
             self.asleep.append((time.monotonic() + WAKE_S, child))
             return
         victim.process.send_signal(signal.Signals[kind])
-        victim.process.wait(30)
+        victim.process.wait(END_S)
         self.workers.remove(victim)
         self.workers.append(self.found.start())
 
@@ -100,12 +101,18 @@ def tuning(
     import tiny_files  # brings torch
 
     model = tiny_files.save(folder / "model")
-    database = folder / "tuning.db"
-    with site(str(database), redis.url, folder) as found:  # measures the costs, on which the search depends
+    with server_folder() as place, Postgres(place) as postgres, new_database(postgres.url) as database:
+        return _compare(database, folder, model, redis, n_attacks, n_prompts, seed)
+
+
+def _compare(
+    database: str, folder: Path, model: Path, redis: Valkey, n_attacks: int, n_prompts: int, seed: int
+) -> list[Figure]:
+    with site(database, redis.url, folder) as found:  # measures the costs, on which the search depends
         first = _submit(found, model, N_JOBS, 10)
         found.start()
         assert found.ended(first, within_s=300).state == "succeeded"
-    quiet = _run(database, model, redis, n_prompts, lambda attack: None)
+    quiet = _run(database, folder, model, redis, n_prompts, lambda attack: None)
     rng = random.Random(seed)
     due = [time.monotonic() + PAUSE_S[1]]
 
@@ -114,27 +121,28 @@ def tuning(
         if sum(attack.done.values()) < n_attacks and time.monotonic() >= due[0] and attack.step():
             due[0] = time.monotonic() + rng.uniform(*PAUSE_S)
 
-    loud = _run(database, model, redis, n_prompts, disturb, rng)
+    loud = _run(database, folder, model, redis, n_prompts, disturb, rng)
     same = {key: sum(quiet[key][n] == loud[key][n] for n in range(N_JOBS)) for key in ("outputs", "sets")}
     faults = loud["faults"] + quiet["faults"]
     n_done = sum(loud["attacks"].values())
     measured = f"{n_done} attacks {loud['attacks']}, of {N_JOBS} jobs equal to the quiet run: {same}"
     ok = set(same.values()) == {N_JOBS} and not faults and n_done >= n_attacks
     wanted = "all succeeded, one set per task, outputs complete, without duplicates, equal"
-    how = f"{N_JOBS} tuning jobs of {n_prompts} prompts on a random model, {N_WORKERS} workers; seed {seed}"
+    how = f"{N_JOBS} tuning jobs of {n_prompts} prompts on a random model, {N_WORKERS} workers, PostgreSQL; seed {seed}"
     values = {"faults": faults, "wall_s": loud["wall_s"], "quiet_wall_s": quiet["wall_s"], "attempts": loud["attempts"]}
     return [Figure("random", measured, wanted, ok, how, values)]
 
 
 def _run(
-    database: Path,
+    database: str,
+    folder: Path,
     model: Path,
     redis: Valkey,
     n_prompts: int,
     disturb: Callable[[Attack], None],
     rng: random.Random | None = None,
 ) -> dict[str, Any]:
-    with site(str(database), redis.url, database.parent, LEASE_S) as found:
+    with site(database, redis.url, folder, LEASE_S) as found:
         attack = Attack(found, rng or random.Random(0))
         clock = time.monotonic()
         jobs = [_submit(found, model, number, n_prompts) for number in range(N_JOBS)]
