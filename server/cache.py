@@ -1,4 +1,4 @@
-"""Answers to look-ups, encoded once and kept for a second; equal questions at the same time are one query."""
+"""Answers to look-ups, encoded once and kept for two seconds at most; equal questions that meet are one query."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from anyio import CapacityLimiter, to_thread
 from ..core.errors import NotFound
 from .problems import MEDIA_TYPE, as_problem, kind_of
 
-FRESH_S = 1.0
+FRESH_S = 0.5  # after which a question also asks the database again
+LONGEST_S = 2.0  # after which it waits for that
 MAX_ANSWERS = 10_000
 THREADS = 4  # for misses: their own, so that slow requests elsewhere do not hold look-ups up
 
@@ -55,20 +56,23 @@ class Answers:
         self._threads: CapacityLimiter | None = None
 
     async def get(self, query: Query) -> Answer:
-        """The answer, at most `FRESH_S` old."""
+        """The answer, at most `LONGEST_S` old; one older than `FRESH_S` is given while a new one is on its way."""
         known = self._known.get(query)
-        if known is not None and known.until > time.monotonic():
+        left_s = known.until - time.monotonic() if known is not None else 0.0
+        if known is not None and left_s > LONGEST_S - FRESH_S:
             return known
         task = self._asked.get(query)
         if task is None:
             task = self._asked[query] = asyncio.create_task(self._load(query))
             task.add_done_callback(lambda done: self._done(query, done))
+        if known is not None and left_s > 0:
+            return known
         return await asyncio.shield(task)  # one caller that hangs up must not end it for the others
 
     async def _load(self, query: Query) -> Answer:
         self._threads = self._threads or CapacityLimiter(THREADS)  # needs a running loop
         asked_at = time.monotonic()  # an answer ages from the moment of the question
-        answer = await to_thread.run_sync(self._answer, query, asked_at + FRESH_S, limiter=self._threads)
+        answer = await to_thread.run_sync(self._answer, query, asked_at + LONGEST_S, limiter=self._threads)
         self._known.pop(query, None)
         self._known[query] = answer
         while len(self._known) > MAX_ANSWERS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import select
+from sqlalchemy import bindparam, select
 from sqlalchemy.orm import Session, aliased
 
 from ..core.errors import LayerSetNotFound
@@ -12,6 +12,15 @@ from .names import find_model, lock
 from .rows import found_plan, now
 from .tables import LayerSetRow, ModelRow, MoveRow, PlanRow
 
+_UNDOING = aliased(MoveRow)
+# Built once: a look-up spends more time on putting its statements together than the database on answering them.
+STANDING = (
+    select(MoveRow)
+    .where(MoveRow.model_id == bindparam("model_id"), MoveRow.task == bindparam("task"))
+    .where(MoveRow.alias == bindparam("alias"), MoveRow.undoes_id.is_(None))
+    .where(~select(_UNDOING.id).where(_UNDOING.undoes_id == MoveRow.id).exists())
+    .order_by(MoveRow.id.desc())
+)
 DEFAULT_TASK = "default"  # its plan stands in for a task that has none
 
 
@@ -68,14 +77,7 @@ def lookup(session: Session, model: str, task: str, device: str | None, dtype: s
 
 def _standing(session: Session, model: ModelRow, task: str, alias: str) -> list[MoveRow]:
     """The moves that no rollback has taken back, newest first."""
-    undoing = aliased(MoveRow)
-    query = (
-        select(MoveRow)
-        .where(MoveRow.model_id == model.id, MoveRow.task == task, MoveRow.alias == alias)
-        .where(MoveRow.undoes_id.is_(None), ~select(undoing.id).where(undoing.undoes_id == MoveRow.id).exists())
-        .order_by(MoveRow.id.desc())
-    )
-    return list(session.scalars(query))
+    return list(session.scalars(STANDING, {"model_id": model.id, "task": task, "alias": alias}))
 
 
 def _nearest(standing: list[MoveRow], device: str | None, dtype: str | None) -> MoveRow:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from sqlalchemy import delete, func, select, update
+from sqlalchemy import bindparam, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from ..core.errors import LayerSetError
 from ..core.types import LayerSetRecord, ModelInfo
 from .rows import model_info, now
 from .tables import LayerSetRow, ModelRow, MoveRow, NameRow
+
+BY_NAME = select(ModelRow).join(NameRow).where(NameRow.name == bindparam("name"))
 
 
 def find_model(session: Session, model: str) -> ModelRow | None:
@@ -18,7 +20,7 @@ def find_model(session: Session, model: str) -> ModelRow | None:
 
 def by_name(session: Session, name: str) -> ModelRow | None:
     """The model that the name stands for now."""
-    return session.scalar(select(ModelRow).join(NameRow).where(NameRow.name == name))
+    return session.scalar(BY_NAME, {"name": name})
 
 
 def by_fingerprint(session: Session, fingerprint: str) -> ModelRow | None:
