@@ -7,6 +7,7 @@ import math
 import os
 import re
 import sqlite3
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from sqlalchemy.exc import DBAPIError, SAWarning, SQLAlchemyError
 from ..core.errors import StoreError, StoreUnavailable
 from ..core.urls import safe_url
 
+WAL_TRIES, WAL_PAUSE_S = 100, 0.02  # to switch a new file's journal while another process uses it
 LOCK_WAIT_S = 30  # seconds that a SQLite write waits for another process's write
 
 # Of libpq, where the URL does not say otherwise: a server that vanished is noticed before a job's lease runs out.
@@ -211,9 +213,16 @@ def _make_folder(url: URL) -> None:
 def _set_pragmas(connection: sqlite3.Connection, _record: object) -> None:
     connection.isolation_level = None  # else the driver begins transactions itself, late, and never for a read
     connection.execute("PRAGMA foreign_keys=ON")
-    # The driver's `timeout` is busy_timeout. Setting WAL needs a lock, so a database that has it is left alone.
-    if connection.execute("PRAGMA journal_mode").fetchone() == ("delete",):
-        connection.execute("PRAGMA journal_mode=WAL")
+    for _ in range(WAL_TRIES):  # the driver's `timeout`, which is busy_timeout, does not hold for this lock
+        if connection.execute("PRAGMA journal_mode").fetchone() != ("delete",):
+            return
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error):
+                raise
+            time.sleep(WAL_PAUSE_S)
+    # Somebody has been writing all the time; the next connection will set it, and without it things are only slower.
 
 
 def _begin(connection: Connection) -> None:

@@ -69,15 +69,15 @@ def test_killed_worker_takes_its_child_along_and_its_job_runs_elsewhere(anywhere
     assert "gave no sign of life" in anywhere.reasons(job)
 
 
-def test_sigterm_hands_the_job_back_at_once_and_ends_in_order(here: Site) -> None:
-    job = here.noop(60)
-    worker = here.start()
-    here.running(job)
+def test_sigterm_hands_the_job_back_at_once_and_ends_in_order(anywhere: Site) -> None:
+    job = anywhere.noop(60)
+    worker = anywhere.start()
+    anywhere.running(job)
     child = worker.child()
-    assert worker.end(within_s=6) == 0, here.logs()
+    assert worker.end(within_s=6) == 0, anywhere.logs()
     assert gone(child)
-    assert (here.job(job).state, here.job(job).attempt, here.job(job).worker) == ("queued", 2, None)
-    assert here.queue.waiting("default") == {f"{job}-a2"}, "the next worker need not wait for the reconciler"
+    assert (anywhere.job(job).state, anywhere.job(job).attempt, anywhere.job(job).worker) == ("queued", 2, None)
+    assert anywhere.queue.waiting("default") == {f"{job}-a2"}, "the next worker need not wait for the reconciler"
 
 
 def test_second_sigterm_ends_a_worker_whose_child_does_not_answer(here: Site) -> None:
@@ -104,34 +104,34 @@ def test_idle_worker_ends_on_sigterm_also_while_redis_is_away(tmp_path: Path, ow
         assert workers[1].end() == 0, found.logs()
 
 
-def test_child_that_slept_past_its_lease_is_replaced_and_writes_nothing(here: Site) -> None:
-    here.reconcile()
-    job = here.noop(5)  # its time is over when it wakes: it would report its success
-    first = here.start()
-    here.running(job)
+def test_child_that_slept_past_its_lease_is_replaced_and_writes_nothing(anywhere: Site) -> None:
+    anywhere.reconcile()
+    job = anywhere.noop(5)  # its time is over when it wakes: it would report its success
+    first = anywhere.start()
+    anywhere.running(job)
     child = first.child()
     child.suspend()
-    here.start()
-    here.running(job, attempt=2)
+    anywhere.start()
+    anywhere.running(job, attempt=2)
     child.resume()
     until(lambda: gone(child), 5)
-    assert here.ended(job).state == "succeeded"
-    assert here.states(job) == [("queued", 1), ("running", 1), ("queued", 2), ("running", 2), ("succeeded", 2)]
+    assert anywhere.ended(job).state == "succeeded"
+    assert anywhere.states(job) == [("queued", 1), ("running", 1), ("queued", 2), ("running", 2), ("succeeded", 2)]
 
 
-def test_job_whose_child_is_killed_runs_again_and_fails_after_three_times_without_progress(here: Site) -> None:
-    here.reconcile()
-    job = here.noop(60)
-    worker = here.start()
+def test_job_whose_child_is_killed_runs_again_and_fails_after_three_times_without_progress(anywhere: Site) -> None:
+    anywhere.reconcile()
+    job = anywhere.noop(60)
+    worker = anywhere.start()
     for attempt in (1, 2, 3):
-        here.running(job, attempt)
+        anywhere.running(job, attempt)
         worker.child().kill()
-    ended = here.ended(job)
+    ended = anywhere.ended(job)
     assert ended.state == "failed" and ended.error is not None
     assert "killed by signal 9 (SIGKILL), probably out of memory" in ended.error
     assert "3 attempts in a row came no further" in ended.error
-    assert here.reasons(job).count("probably out of memory") == 3
-    assert here.ended(here.noop(0, 1)).state == "succeeded", "the worker itself is well"
+    assert anywhere.reasons(job).count("probably out of memory") == 3
+    assert anywhere.ended(anywhere.noop(0, 1)).state == "succeeded", "the worker itself is well"
 
 
 def test_redis_flushed_in_the_middle_loses_nothing(here: Site) -> None:
