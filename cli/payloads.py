@@ -6,24 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ..core.completions import completion_to_json
+from ..core.completions import completion_to_json, timings_to_json
 from ..core.events import TaskFinished
 from ..core.jobs import Job, job_to_json
 from ..core.records import record_to_json
-from ..core.types import Completion, FoundPlan, LayerSetRecord, ModelInfo, Prompt, Timings, Trial
+from ..core.types import Completion, FoundPlan, LayerSetRecord, ModelInfo, Prompt, Trial
 
 if TYPE_CHECKING:
     from ..worker.generate import GenerateInfo
-
-
-def timings_json(timings: Timings) -> dict[str, float]:
-    """Seconds by part."""
-    return {
-        "optimise": timings.optimise_s,
-        "draft": timings.draft_s,
-        "verify": timings.verify_s,
-        "other": timings.other_s,
-    }
 
 
 def task_json(finished: TaskFinished, command: Sequence[str]) -> dict[str, Any]:
@@ -39,7 +29,7 @@ def task_json(finished: TaskFinished, command: Sequence[str]) -> dict[str, Any]:
         "draft_cost": finished.draft_cost,
         "plain_tok_s": finished.plain_tok_s,
         "tuned_tok_s": finished.tuned_tok_s,
-        "timings": timings_json(finished.timings),
+        "timings": timings_to_json(finished.timings),
         "command": list(command),
     }
 

@@ -3,39 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 from job_table import column, edit, finished, noop, running, taken, trials_done, tune
-from sqlalchemy import Engine, create_engine
+from sqlalchemy import Engine
 
 from swiftopt.core.events import PhaseChanged
 from swiftopt.core.jobs import JobSpec, Lease
-from swiftopt.store import Store
 from swiftopt.store.jobs import Jobs
 
 SHORT_S = 0.2  # a lease to let run out
-
-
-@pytest.fixture
-def store(database_url: str) -> Iterator[Store]:
-    with Store.open(database_url) as opened:
-        yield opened
-
-
-@pytest.fixture
-def jobs(store: Store) -> Jobs:
-    return store.jobs
-
-
-@pytest.fixture
-def engine(store: Store, database_url: str) -> Iterator[Engine]:
-    """Our own connection to the database, past the store's methods."""
-    made = create_engine(database_url)
-    yield made
-    made.dispose()
 
 
 def run_out(engine: Engine) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from job_table import edit, finished, noop, running, taken, trials_done, tune
 from sqlalchemy import Engine, create_engine
@@ -14,25 +12,6 @@ from swiftopt.core.jobs import Lease
 from swiftopt.core.requests import TuneRequest
 from swiftopt.store import Store
 from swiftopt.store.jobs import Jobs
-
-
-@pytest.fixture
-def store(database_url: str) -> Iterator[Store]:
-    with Store.open(database_url) as opened:
-        yield opened
-
-
-@pytest.fixture
-def jobs(store: Store) -> Jobs:
-    return store.jobs
-
-
-@pytest.fixture
-def engine(store: Store, database_url: str) -> Iterator[Engine]:
-    made = create_engine(database_url)
-    yield made
-    made.dispose()
-
 
 UNREADABLE = {
     "state = 'sleeping'": "its kind is 'tune' and its state 'sleeping'",

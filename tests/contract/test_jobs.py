@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Barrier
@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import pytest
 from job_table import column, dump, finished, noop, running, taken, task_finished, trials_done, tune
-from sqlalchemy import Engine, create_engine
+from sqlalchemy import Engine
 
 from swiftopt.core.errors import Conflict, LeaseLost, NotFound, StoreError
 from swiftopt.core.events import PhaseChanged, TaskFinished
@@ -22,25 +22,6 @@ from swiftopt.store import Store
 from swiftopt.store.jobs import Jobs
 
 T = TypeVar("T")
-
-
-@pytest.fixture
-def store(database_url: str) -> Iterator[Store]:
-    with Store.open(database_url) as opened:
-        yield opened
-
-
-@pytest.fixture
-def jobs(store: Store) -> Jobs:
-    return store.jobs
-
-
-@pytest.fixture
-def engine(store: Store, database_url: str) -> Iterator[Engine]:
-    """Our own connection to the database, past the store's methods."""
-    made = create_engine(database_url)
-    yield made
-    made.dispose()
 
 
 def at_once(n: int, work: Callable[[int], T]) -> list[T]:
