@@ -13,8 +13,8 @@ from ..core.errors import LayerSetNotFound, SettingsError
 from ..core.requests import GenerateRequest
 from ..core.settings import SwiftSettings
 from ..core.types import Completion, CostProfile, Prompt
-from ..decoding.drafters import Drafter, NoDrafter
 from ..decoding.loop import Watch
+from ..decoding.method import PLAIN, Method
 from ..decoding.session import Session
 from ..models.costs import device_name
 from ..models.runtime import Runtime
@@ -159,7 +159,7 @@ def _warm_up(method: str, session: Session, prompt: Prompt) -> None:
     if method.startswith("hf-"):
         _hf_runner(method, session)(brief)
     else:
-        list(session.run(brief, NoDrafter()))
+        list(session.run(brief, PLAIN))
 
 
 def _runner(
@@ -173,14 +173,14 @@ def _runner(
     if method.startswith("hf-"):
         return _hf_runner(method, session)
     if method == "plain":
-        return _own_runner(session, lambda prompt: (NoDrafter(), None))
+        return _own_runner(session, lambda prompt: (PLAIN, None))
     return _own_runner(session, _SwiftPlans(runtime, request, store, costs))
 
 
-def _own_runner(session: Session, plan: Callable[[Prompt], tuple[Drafter, Watch | None]]) -> Runner:
+def _own_runner(session: Session, plan: Callable[[Prompt], tuple[Method, Watch | None]]) -> Runner:
     def run(prompt: Prompt) -> tuple[tuple[int, ...], Completion | None]:
-        drafter, watch = plan(prompt)
-        completion = next(iter(session.run(prompt, drafter, watch)))[1]
+        method, watch = plan(prompt)
+        completion = next(iter(session.run(prompt, method, watch)))[1]
         return completion.token_ids, completion
 
     return run
@@ -193,10 +193,10 @@ class _SwiftPlans:
         self, runtime: Runtime, request: GenerateRequest, store: Store | None, costs: CostProfile | None
     ) -> None:
         self.runtime, self.request, self.store, self.costs = runtime, request, store, costs
-        self._stored: dict[str, Drafter] = {}
+        self._stored: dict[str, Method] = {}
         self._searches: dict[str, Search] = {}
 
-    def __call__(self, prompt: Prompt) -> tuple[Drafter, Watch | None]:
+    def __call__(self, prompt: Prompt) -> tuple[Method, Watch | None]:
         task = self.request.task or prompt.task
         if task not in self._stored and task not in self._searches:
             try:
@@ -212,7 +212,7 @@ class _SwiftPlans:
             after_round=search.after_round,
             scratch_rows=search.scratch_rows,
         )
-        return search.drafter, watch
+        return search.method, watch
 
     def _start(self, task: str) -> Search:
         settings = self.request.settings or SwiftSettings()

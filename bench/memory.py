@@ -18,8 +18,8 @@ import torch
 from ..core.settings import SwiftSettings
 from ..core.types import LayerSet, Sampling, n_skipped_for
 from ..decoding.context import Ending
-from ..decoding.drafters import Drafter, NoDrafter, SkipDrafter
 from ..decoding.loop import decode
+from ..decoding.method import PLAIN, Method, swift
 from ..decoding.rule import TokenRule
 from ..models.loading import load
 
@@ -28,9 +28,9 @@ def peak_bytes(model: str, method: str, n_prompt: int, max_new_tokens: int, dtyp
     """Decode once in this process and say how far memory rose."""
     runtime = load(model, dtype, device)
     uniform = LayerSet.uniform(runtime.n_layers, n_skipped_for(runtime.n_layers, 0.45))
-    drafter: Drafter = NoDrafter() if method == "plain" else SkipDrafter(uniform, SwiftSettings())
+    decoder: Method = PLAIN if method == "plain" else swift(uniform, SwiftSettings())
     prompt = [7 + i % 50 for i in range(n_prompt)]
-    decode(runtime, prompt, drafter, TokenRule.of(Sampling(), None), Ending(max_new_tokens))
+    decode(runtime, prompt, decoder, TokenRule.of(Sampling(), None), Ending(max_new_tokens))
     if runtime.device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(runtime.device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports kibibytes

@@ -22,11 +22,12 @@ from ..core.records import load_record
 from ..core.settings import SwiftSettings
 from ..core.streams import read_stream
 from ..core.types import LayerSet, Prompt, Sampling, n_skipped_for, searchable
-from ..decoding.drafters import SkipDrafter
+from ..decoding.method import swift
 from ..decoding.session import Session
 from ..models.costs import device_name
 from ..models.loading import load
-from ..models.runtime import Rows, Runtime
+from ..models.rows import Rows
+from ..models.runtime import Runtime
 from .decode import hf_generate
 
 SKIP_RATIOS = (0.2, 0.45, 0.7)  # of the random sets, in turn
@@ -70,7 +71,7 @@ def compare(
         expected = list(hf_generate(session, ids, max_new_tokens))
         n_tokens += len(expected)
         for name, layer_set in sets.items():
-            done = next(iter(session.run(prompt, SkipDrafter(layer_set, SwiftSettings()))))[1]
+            done = next(iter(session.run(prompt, swift(layer_set, SwiftSettings()))))[1]
             if list(done.token_ids) == expected:
                 same[name] += 1
                 continue

@@ -24,7 +24,8 @@ from ..decoding.context import Context
 from ..decoding.session import Session
 from ..models.costs import device_name
 from ..models.loading import load
-from ..models.runtime import Rows, Runtime
+from ..models.rows import Rows
+from ..models.runtime import Runtime
 from ..optimizer.search import LARGEST_BATCH, Search
 
 REPEATS = 15

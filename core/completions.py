@@ -18,6 +18,7 @@ def completion_to_json(completion: Completion) -> dict[str, Any]:
         "n_tokens": completion.n_tokens,
         "finish_reason": completion.finish_reason,
         "method": completion.method,
+        "lossy": completion.lossy,
         "target_passes": completion.target_passes,
         "drafted": completion.drafted,
         "accepted": completion.accepted,
@@ -60,6 +61,7 @@ def completion_from_json(values: Mapping[str, Any]) -> Completion:
         timings=timings_from_json(values["timings"]),
         prefill_s=values["prefill_s"],
         layer_set=None if used is None else layer_set_from_json(used),
+        lossy=values.get("lossy", False),  # checkpoints of before there were lossy methods lack it
     )
 
 

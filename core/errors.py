@@ -13,7 +13,8 @@ SwiftoptError                         exit 1
 │   ├── ModelNotFound                          no alias, folder, file or hub model of that name
 │   ├── FileNotFound                           no such file
 │   │   └── StreamNotFound                     no such file of prompts
-│   └── LayerSetNotFound                       nothing stored for that model and task
+│   ├── LayerSetNotFound                       nothing stored for that model and task
+│   └── LearnedNotFound                        no heads or probe stored for that model and task
 ├── StoreError                        exit 1   the database cannot be used
 │   ├── SchemaTooNew                           it was written by a newer swiftopt
 │   └── StoreUnavailable                       it cannot be reached just now: trying again may help
@@ -88,6 +89,10 @@ class StreamNotFound(FileNotFound):
 
 class LayerSetNotFound(NotFound):
     """Nothing is stored for that model and task."""
+
+
+class LearnedNotFound(NotFound):
+    """No heads or no probe are stored for that model and task."""
 
 
 class StoreError(SwiftoptError):

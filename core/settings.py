@@ -71,9 +71,7 @@ class SwiftSettings:
 
     def candidates_at(self, confidence: float) -> int:
         """k: how many top candidates a draft position of that confidence offers (SWIFT 4.2)."""
-        if not self.dynamic_verification:
-            return 1
-        return next((k for bound, k in self.branching if confidence <= bound), self.branching[-1][1])
+        return candidates_at(self.branching, confidence) if self.dynamic_verification else 1
 
     def stops_after(self, confidence: float, n_drafted: int) -> bool:
         """Whether drafting ends with the token just drafted, which stays in the tree."""
@@ -108,6 +106,11 @@ class SwiftSettings:
             raise
         except (TypeError, ValueError) as error:
             raise SettingsError(f"settings {dict(values)} cannot be read: {error}") from error
+
+
+def candidates_at(branching: Branching, confidence: float) -> int:
+    """k: how many top candidates a draft position of that confidence offers (SWIFT 4.2)."""
+    return next((k for bound, k in branching if confidence <= bound), branching[-1][1])
 
 
 def _check(name: str, value: object, ok: bool, wanted: str) -> None:

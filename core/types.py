@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .errors import LayerSetError, SettingsError
+from .learned import LearnedRecord
 
 SubLayer = tuple[Literal["attn", "mlp"], int]
 FinishReason = Literal["stop", "length", "stop_string"]
@@ -179,7 +180,8 @@ class Completion:
     `target_passes` are the passes of the full model after the prefill; `first_tokens` (0 or 1) came from the
     prefill itself. `drafted` counts draft steps, `accepted` those whose position was accepted (a hit side leaf is
     one), `accepted_per_position[i]` the rounds in which draft step i was. `verified_widths` counts the passes per
-    number of rows that the target checked. `prefill_s` is part of `timings.other_s`.
+    number of rows that the target checked. `prefill_s` is part of `timings.other_s`. `lossy` says that the method does
+    not promise the target's own output.
     """
 
     token_ids: tuple[int, ...]
@@ -196,6 +198,7 @@ class Completion:
     timings: Timings = field(default_factory=Timings)
     prefill_s: float = 0.0
     layer_set: LayerSet | None = None
+    lossy: bool = False
 
     @property
     def n_tokens(self) -> int:
@@ -355,12 +358,23 @@ class LayerSetRecord:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How to decode for a model and task: a method, and what it needs. `method` is "plain" or "swift"."""
+    """How to decode for a model and task: a method of `core.methods`, and what it needs.
+
+    `learned` are the heads or the probe that the method reads; `draft_model` the name of the smaller model that drafts
+    (None: the target without the layer set's sub-layers, where the method drafts with a model). The figures are those
+    of the comparison or the verdict that made the plan.
+    """
 
     method: str
     layer_set: LayerSetRecord | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     verdict: VerdictWord = "unmeasured"
+    learned: LearnedRecord | None = None
+    draft_model: str | None = None
+    measured_speedup: float | None = None
+    measured_interval: tuple[float, float] | None = None
+    device: str | None = None
+    dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

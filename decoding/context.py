@@ -21,7 +21,7 @@ class Tally:
     again, the seconds of its earlier life.
     """
 
-    rounds: int = 0
+    rounds: int = 0  # passes of the target after the prefill
     drafted: int = 0
     accepted: int = 0
     widths: dict[int, int] = field(default_factory=dict)
@@ -38,9 +38,9 @@ class Tally:
         """Seconds until now."""
         return self.elapsed_s + perf_counter() - self.started
 
-    def add(self, n_steps: int, n_nodes: int, n_accepted: int) -> None:
-        """Count a round."""
-        self.rounds += 1
+    def add(self, n_steps: int, n_nodes: int, n_accepted: int, n_passes: int = 1) -> None:
+        """Count a round and the passes of the target that it took."""
+        self.rounds += n_passes
         self.drafted += n_steps
         self.accepted += n_accepted
         self.widths[n_nodes] = self.widths.get(n_nodes, 0) + 1

@@ -21,8 +21,8 @@ from ..core.records import load_record
 from ..core.settings import SwiftSettings
 from ..core.types import FinishReason, LayerSet, LayerSetRecord, ModelInfo, Sampling
 from ..models.runtime import Runtime
-from .drafters import SkipDrafter
 from .loop import Watch, decode
+from .method import swift
 from .rule import TokenRule
 
 
@@ -63,7 +63,7 @@ def custom_generate(
     done = decode(
         Runtime(model, None, info),
         prompt_ids,
-        SkipDrafter(skipped, swift_settings or settings),
+        swift(skipped, swift_settings or settings),
         rule,
         ending,
         Watch(on_tokens=on_tokens),

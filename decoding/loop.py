@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
 from ..core.types import Completion, FinishReason, Timings
-from ..models.runtime import Rows, Runtime
+from ..models.rows import Rows
+from ..models.runtime import Runtime
 from .context import Begun, Context, EndRule, Tally
-from .drafters import Drafter
+from .draft import Draft, Drafting, Outcome, Verifier, Walk
+from .method import Method
 from .rule import TokenRule
-from .tree import DraftTree, ancestor_mask
-from .verify import Walk, walk
+from .tree import ancestor_mask
+from .verify import PassTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +48,13 @@ class Watch:
 def decode(
     runtime: Runtime,
     prompt_ids: Sequence[int],
-    drafter: Drafter,
+    method: Method,
     rule: TokenRule,
     ending: EndRule,
     watch: Watch | None = None,
     begun: Begun | None = None,
 ) -> Completion:
-    """Decode one prompt; the tokens are those of plain decoding with the same rule.
+    """Decode one prompt; unless the method is lossy, the output is that of plain decoding with the same rule.
 
     Args:   prompt_ids: at least one token. begun: where the same request was cut; its tokens are not told again.
     Raises: ContextOverflow: prompt and completion do not fit the model's context.
@@ -60,18 +63,20 @@ def decode(
     watch = watch or Watch()
     tally = Tally() if begun is None else begun.tally.resumed()
     runtime.check_context(len(prompt_ids), ending.max_new_tokens)
-    if drafter.layer_set is not None:
-        runtime.check_layer_set(drafter.layer_set)
-    behind = max(drafter.max_nodes(ending.max_new_tokens), watch.scratch_rows)
+    if method.layer_set is not None:
+        runtime.check_layer_set(method.layer_set)
+    behind = max(method.drafter.max_rows(ending.max_new_tokens), watch.scratch_rows)
     buffer = runtime.new_buffer(len(prompt_ids) + ending.max_new_tokens + behind)
     context = Context(runtime, buffer, rule, list(prompt_ids), len(prompt_ids), tally)
     if begun is None:
         _begin(context, ending, watch)
     else:
         _take_up(context, begun)
-    while context.finish is None:
-        _round(context, drafter, ending, watch)
-    return _completion(context, drafter, ending, context.finish)
+    if context.finish is None:
+        drafting = method.drafter.begin(context)
+        while context.finish is None:
+            _round(context, method.verifier, drafting, ending, watch)
+    return _completion(context, method, ending, context.finish)
 
 
 def _begin(context: Context, ending: EndRule, watch: Watch) -> None:
@@ -93,7 +98,7 @@ def _take_up(context: Context, begun: Begun) -> None:
         context.tally.prefill_s += perf_counter() - clock
 
 
-def _completion(context: Context, drafter: Drafter, ending: EndRule, finish: FinishReason) -> Completion:
+def _completion(context: Context, method: Method, ending: EndRule, finish: FinishReason) -> Completion:
     tally, token_ids = context.tally, context.generated
     total = tally.total_s
     spent = tally.optimise_s + tally.draft_s + tally.verify_s
@@ -101,7 +106,7 @@ def _completion(context: Context, drafter: Drafter, ending: EndRule, finish: Fin
         token_ids=tuple(token_ids),
         text=completion_text(context.runtime, token_ids, ending),
         finish_reason=finish,
-        method=drafter.name,
+        method=method.name,
         n_prompt_tokens=context.n_prompt,
         target_passes=tally.rounds,
         first_tokens=1,
@@ -111,7 +116,8 @@ def _completion(context: Context, drafter: Drafter, ending: EndRule, finish: Fin
         verified_widths=tally.widths,
         timings=Timings(tally.optimise_s, tally.draft_s, tally.verify_s, max(0.0, total - spent)),
         prefill_s=tally.prefill_s,
-        layer_set=drafter.layer_set,
+        layer_set=method.layer_set,
+        lossy=method.lossy,
     )
 
 
@@ -124,55 +130,61 @@ def completion_text(runtime: Runtime, token_ids: Sequence[int], ending: EndRule)
     return text if cut is None else text[:cut]
 
 
-def _round(context: Context, drafter: Drafter, ending: EndRule, watch: Watch) -> None:
+def _round(context: Context, verifier: Verifier, drafting: Drafting, ending: EndRule, watch: Watch) -> None:
     clock = perf_counter()
     if watch.before_round is not None and not context.searched:
         context.searched = True  # who is told in there of what was scored may keep the request as it stands
         watch.before_round(context)
     optimised = perf_counter()
     # The last token of the completion needs no draft: it comes with the pass that verifies the one before it.
-    tree = drafter.draft(context, ending.max_new_tokens - len(context.generated) - 1)
+    draft = drafting.draft(ending.max_new_tokens - len(context.generated) - 1)
     drafted = perf_counter()
-    walked = _verify(context, tree)
+    logits = _check(context, draft)
+    walked = verifier.verify(draft, PassTarget(context, draft, logits))
     before = len(context.token_ids)
-    _keep(context, tree, walked)
+    _keep(context, walked)
+    drafting.observe(Outcome(draft, walked, logits))
     verified = perf_counter()
     _commit(context, walked.token_ids, ending, watch)
     context.searched = False
     n_emitted = len(context.token_ids) - before
-    n_accepted = min(len(walked.path), n_emitted)
+    n_accepted = min(len(walked.path), n_emitted, draft.n_steps)
     tally = context.tally
-    tally.add(tree.n_steps, tree.n_nodes, n_accepted)
+    tally.add(draft.n_steps, draft.tree.n_nodes, n_accepted, draft.n_passes)
     tally.optimise_s += optimised - clock
     tally.draft_s += drafted - optimised
     tally.verify_s += verified - drafted
     if watch.after_round is not None:
         seconds = optimised - clock, drafted - optimised, verified - drafted
-        watch.after_round(context, Round(tree.n_steps, n_accepted, n_emitted, tree.n_nodes, *seconds))
+        watch.after_round(context, Round(draft.n_steps, n_accepted, n_emitted, draft.tree.n_nodes, *seconds))
 
 
-def _verify(context: Context, tree: DraftTree) -> Walk:
-    """One target pass over the tree, and the target's way down it."""
-    root = context.root_slot
-    if tree.is_chain:
-        rows = Rows(tree.token_ids, root)
-    else:
-        committed = torch.ones((tree.n_nodes, root), dtype=torch.bool)
-        visible = torch.cat((committed, ancestor_mask(tree.parents)), dim=1)
-        rows = Rows(tree.token_ids, root, [root + depth for depth in tree.depths()], visible)
-    logits = context.runtime.forward(rows, context.buffer)  # (n_nodes, vocab)
-    rule = context.rule
-    if rule.is_argmax:
-        # max, not argmax: the same first best index, and on a CPU in bfloat16 4 to 7 times faster
-        choices: list[int] = logits.max(dim=-1).indices.tolist()
-        return walk(tree, lambda node, _: choices[node])
-    return walk(tree, lambda node, accepted: rule.choose([*context.token_ids, *accepted], logits[node]))
+def _check(context: Context, draft: Draft) -> Tensor | None:
+    """The target's logits for the tree's rows and, behind them, the riders'; one pass, or what is left of one."""
+    if draft.n_checked == 0:
+        return None
+    if draft.staged is not None:
+        return draft.staged.finish()
+    tree, root = draft.tree, context.root_slot
+    if tree.is_chain and draft.riders is None:
+        return context.runtime.forward(Rows(tree.token_ids[: draft.n_checked], root), context.buffer)
+    visible, token_ids, depths = ancestor_mask(tree.parents), tree.token_ids, tree.depths()
+    if draft.riders is not None:
+        riders = draft.riders
+        beside = torch.zeros((tree.n_nodes, len(riders.token_ids)), dtype=torch.bool)
+        visible = torch.cat((torch.cat((visible, beside), dim=1), riders.visible))
+        token_ids, depths = (*token_ids, *riders.token_ids), [*depths, *riders.depths]
+    committed = torch.ones((len(token_ids), root), dtype=torch.bool)
+    positions = [root + depth for depth in depths]
+    return context.runtime.forward(
+        Rows(token_ids, root, positions, torch.cat((committed, visible), dim=1)), context.buffer
+    )
 
 
-def _keep(context: Context, tree: DraftTree, walked: Walk) -> None:
+def _keep(context: Context, walked: Walk) -> None:
     """Bring the accepted nodes' keys and values to the slots of their positions."""
     for depth, node in enumerate(walked.path, 1):
-        if node != depth:  # a side leaf; spine node i already lies at depth i
+        if node != depth:  # a node beside the first path; node i of that already lies at depth i
             context.buffer.move(context.root_slot + node, context.root_slot + depth)
 
 

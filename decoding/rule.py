@@ -29,7 +29,10 @@ class TokenRule:
     def __init__(self, sampling: Sampling, processors: LogitsProcessorList) -> None:
         self.greedy = sampling.greedy
         self.processors = processors
-        self._generator = torch.Generator().manual_seed(sampling.seed)
+        # Three streams, so that what a draft draws or a test decides never shifts the target's own draws.
+        self._generator, self._draft_generator, self._accept_generator = (
+            torch.Generator().manual_seed((sampling.seed + stream) % 2**63) for stream in (0, 1 << 61, 1 << 62)
+        )
 
     @classmethod
     def of(cls, sampling: Sampling, generation_config: Any) -> TokenRule:
@@ -69,12 +72,24 @@ class TokenRule:
             return int(scores.argmax())
         return self.draw(torch.softmax(scores.double(), dim=-1))
 
-    def draw(self, target_probs: Tensor) -> int:
-        """A token of `target_probs` (vocab,), float64, by inversion with one uniform draw."""
-        uniform = torch.rand((), generator=self._generator, dtype=torch.float64).item()
-        cumulative = target_probs.cumsum(-1)
-        index = int(torch.searchsorted(cumulative, uniform * float(cumulative[-1]), right=True))
-        return min(index, int(target_probs.nonzero()[-1]))
+    def probs(self, token_ids: Sequence[int], logits: Tensor) -> Tensor:
+        """float64 (vocab,): what a token after `token_ids` is drawn from; greedy: all on the argmax."""
+        scores = self.scores(token_ids, logits)
+        if self.greedy:
+            return torch.zeros(scores.shape, dtype=torch.float64).index_fill_(0, scores.argmax().cpu(), 1.0)
+        return torch.softmax(scores.double(), dim=-1)
+
+    def draw(self, probs: Tensor) -> int:
+        """A token of `probs` (vocab,), float64, by inversion with one uniform draw of the target's stream."""
+        return _invert(probs, self._generator)
+
+    def draw_draft(self, probs: Tensor) -> int:
+        """As `draw`, of the draft's stream."""
+        return _invert(probs, self._draft_generator)
+
+    def accept(self, probability: float) -> bool:
+        """True with that probability, by a stream of its own."""
+        return torch.rand((), generator=self._accept_generator, dtype=torch.float64).item() < probability
 
     def skip(self, n: int) -> None:
         """Let `n` draws pass, those of tokens that were emitted before a request was cut; greedy ones drew nothing."""
@@ -97,3 +112,10 @@ class TokenRule:
             t for t, v in zip(tokens.tolist(), values.tolist(), strict=True) if v > float("-inf") and t != token_id
         ]
         return (token_id, *offered[: n - 1])
+
+
+def _invert(probs: Tensor, generator: torch.Generator) -> int:
+    uniform = torch.rand((), generator=generator, dtype=torch.float64).item()
+    cumulative = probs.cumsum(-1)
+    index = int(torch.searchsorted(cumulative, uniform * float(cumulative[-1]), right=True))
+    return min(index, int(probs.nonzero()[-1]))

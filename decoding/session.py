@@ -13,8 +13,8 @@ from ..core.errors import ContextOverflow, InvalidInput, SettingsError
 from ..core.types import Completion, Prompt, Sampling
 from ..models.runtime import Runtime
 from .context import Begun, Ending
-from .drafters import Drafter
 from .loop import Watch, decode
+from .method import Method
 from .rule import TokenRule
 
 
@@ -55,7 +55,7 @@ class Session:
     def run(
         self,
         prompt: Prompt,
-        drafter: Drafter,
+        method: Method,
         watch: Watch | None = None,
         answers: Sequence[str] = (),
         begun: Begun | None = None,
@@ -74,7 +74,7 @@ class Session:
             if number == len(said):
                 named = turn_of(prompt, number)
                 opening = messages if prompt.turns else self._opening(prompt)
-                completion = self._decode(named, opening, drafter, watch, begun)
+                completion = self._decode(named, opening, method, watch, begun)
                 said.append(completion.text)
                 begun = None
                 yield named, completion
@@ -92,13 +92,13 @@ class Session:
         self,
         prompt: Prompt,
         messages: Sequence[Mapping[str, str]] | None,
-        drafter: Drafter,
+        method: Method,
         watch: Watch | None,
         begun: Begun | None,
     ) -> Completion:
         ids = self._encode(prompt, messages)
         with _naming(prompt.id):
-            return decode(self.runtime, ids, drafter, self.rule(), self.ending(self._room(prompt)), watch, begun)
+            return decode(self.runtime, ids, method, self.rule(), self.ending(self._room(prompt)), watch, begun)
 
     def _room(self, prompt: Prompt) -> int:
         return prompt.max_new_tokens or self.max_new_tokens

@@ -12,7 +12,8 @@ import torch
 
 from ..core.types import CostProfile, LayerSet
 from .buffer import KVBuffer
-from .runtime import Rows, Runtime
+from .rows import Rows
+from .runtime import Runtime
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # rows of the target passes that are measured, where the context has room for them
 BUDGET_S = 5.0  # seconds that the repetitions may take, beyond the least number of them

@@ -6,38 +6,20 @@ sub-layers it leaves out. The layer set is an argument of the pass; nothing is e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import ContextOverflow, LayerSetError, UnsupportedModel
+from ..core.errors import ContextOverflow, InvalidInput, LayerSetError, SettingsError, UnsupportedModel
 from ..core.types import LayerSet, ModelInfo
-from .blocks import Block, RowGroup, submodule
+from .blocks import Block, submodule
 from .buffer import KVBuffer
 from .families import context_limit, family_of, windows_of
+from .rows import PassPlan, Rows
 
 PREFILL_ROWS = 512  # rows per prefill pass, so that its mask stays small
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """What one pass runs over.
-
-    `token_ids` go to slots `first_slot`, `first_slot` + 1, …. Without `visible` the rows are a chain: row i stands at
-    position `first_slot` + i and sees every slot up to its own. With it, `positions` are given and `visible` is bool,
-    (n, first_slot + n). `variants` splits the rows into equal consecutive shares, each leaving out its own layer set;
-    empty means the full model.
-    """
-
-    token_ids: Sequence[int]
-    first_slot: int
-    positions: Sequence[int] | None = None
-    visible: Tensor | None = None
-    variants: tuple[LayerSet, ...] = ()
 
 
 class Runtime:
@@ -82,6 +64,11 @@ class Runtime:
         """The dtype as figures are stored under it, for example "bfloat16"."""
         return str(self.dtype).removeprefix("torch.")
 
+    @property
+    def vocab_size(self) -> int:
+        """How many logits a row has."""
+        return int(self._head.weight.shape[0])
+
     def new_buffer(self, capacity: int) -> KVBuffer:
         """An empty buffer of `capacity` slots."""
         first = self.blocks[0]
@@ -104,43 +91,105 @@ class Runtime:
                 " use a set that was tuned on this model"
             )
 
+    def check_depth(self, depth: int) -> None:
+        """Raises: SettingsError: an exit after `depth` layers is none of this model."""
+        if not 0 < depth < self.n_layers:
+            raise SettingsError(
+                f"a draft cannot leave the model after {depth} of its {self.n_layers} layers:"
+                f" use 1 to {self.n_layers - 1}"
+            )
+
+    def check_same_tokenizer(self, target: Runtime) -> None:
+        """Raises: InvalidInput: this model's token ids do not mean what the target's mean."""
+        own: dict[str, int] = getattr(self.tokenizer, "get_vocab", dict)()
+        other: dict[str, int] = getattr(target.tokenizer, "get_vocab", dict)()
+        if own != other:
+            raise InvalidInput(
+                f"the draft model's tokenizer has other tokens than the target's ({len(own)} and {len(other)} of them):"
+                " draft with a smaller model of the same family"
+            )
+
     @torch.inference_mode()
-    def prefill(self, token_ids: Sequence[int], buffer: KVBuffer) -> Tensor:
-        """Run a whole prompt into slots 0, 1, …; returns the logits (vocab,) after its last token."""
+    def prefill(self, token_ids: Sequence[int], buffer: KVBuffer, first_slot: int = 0) -> Tensor:
+        """Run a whole text into slots `first_slot`, …; returns the logits (vocab,) after its last token."""
         for start in range(0, len(token_ids), PREFILL_ROWS):
             chunk = token_ids[start : start + PREFILL_ROWS]
             is_last = start + PREFILL_ROWS >= len(token_ids)
-            logits = self.forward(Rows(chunk, start), buffer, n_logits=1 if is_last else 0)
+            logits = self.forward(Rows(chunk, first_slot + start), buffer, n_logits=1 if is_last else 0)
         return logits[0]
 
     @torch.inference_mode()
-    def forward(self, rows: Rows, buffer: KVBuffer, n_logits: int | None = None) -> Tensor:
-        """One pass; returns the logits (n_logits, vocab) of its last rows, in the model's dtype (None: of all rows)."""
-        plan = _PassPlan(self, rows)
-        token_ids = torch.tensor(rows.token_ids, device=self.device)
-        hidden = cast(Tensor, self._embed(token_ids))  # (rows, hidden_size)
-        if self._positions is not None:
-            hidden = hidden + self._positions(plan.positions(self.device))
-        for block in self.blocks:
-            if not self.one_device:
-                hidden = hidden.to(block.device)
-            hidden = self._layer(block, hidden, plan, buffer)
+    def forward(
+        self,
+        rows: Rows,
+        buffer: KVBuffer,
+        n_logits: int | None = None,
+        capture: Mapping[int, list[Tensor]] | None = None,
+    ) -> Tensor:
+        """One pass; returns the logits (n_logits, vocab) of its last rows, in the model's dtype (None: of all rows).
+
+        Args: capture: depth -> list that the rows' states (rows, hidden_size) after that many layers are appended to.
+        """
+        plan = PassPlan(self, rows)
+        hidden = self._embedded(rows.token_ids, plan)
+        hidden = self._through(hidden, plan, buffer, self.blocks, capture)
         kept = hidden if n_logits is None else hidden[hidden.shape[0] - n_logits :]
         if n_logits == 0:
             return kept
-        return self._logits(kept)
+        return self.logits(kept)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    @torch.inference_mode()
+    def embed(self, token_ids: Sequence[int], first_slot: int) -> Tensor:
+        """The state (rows, hidden_size) of a chain of rows before the first layer; see `run_layers`."""
+        return self._embedded(token_ids, PassPlan(self, Rows(token_ids, first_slot)))
+
+    @torch.inference_mode()
+    def run_layers(self, hidden: Tensor, first_slot: int, buffer: KVBuffer, first: int, last: int) -> Tensor:
+        """Run a chain of rows at `first_slot` … through layers first … last - 1; `hidden` is (rows, hidden_size)."""
+        plan = PassPlan(self, Rows([0] * hidden.shape[0], first_slot))
+        return self._through(hidden, plan, buffer, self.blocks[first:last], None)
+
+    def _embedded(self, token_ids: Sequence[int], plan: PassPlan) -> Tensor:
+        hidden = cast(Tensor, self._embed(torch.tensor(token_ids, device=self.device)))  # (rows, hidden_size)
+        if self._positions is not None:
+            hidden = hidden + self._positions(plan.positions(self.device))
+        return hidden
+
+    def _through(
+        self,
+        hidden: Tensor,
+        plan: PassPlan,
+        buffer: KVBuffer,
+        blocks: Sequence[Block],
+        capture: Mapping[int, list[Tensor]] | None,
+    ) -> Tensor:
+        for block in blocks:
+            if not self.one_device:
+                hidden = hidden.to(block.device)
+            hidden = self._layer(block, hidden, plan, buffer)
+            if capture is not None and block.index + 1 in capture:
+                capture[block.index + 1].append(hidden)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and head: (rows, vocab) of states (rows, hidden_size), of whatever depth."""
+        return self.head(self.normed(hidden))
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """The final norm alone, on its device."""
+        return cast(Tensor, self._norm(hidden if self.one_device else hidden.to(self._norm.weight.device)))
+
+    def head(self, normed: Tensor) -> Tensor:
+        """The head alone: logits (rows, vocab) of normed states (rows, hidden_size)."""
         if self.one_device:
-            logits = cast(Tensor, self._head(self._norm(hidden)))
+            logits = cast(Tensor, self._head(normed))
         else:
-            normed = self._norm(hidden.to(self._norm.weight.device))
             logits = self._head(normed.to(self._head.weight.device)).to(self.device)
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
 
-    def _layer(self, block: Block, hidden: Tensor, plan: _PassPlan, buffer: KVBuffer) -> Tensor:
+    def _layer(self, block: Block, hidden: Tensor, plan: PassPlan, buffer: KVBuffer) -> Tensor:
         """One decoder layer, each sub-layer for the rows whose layer set keeps it."""
         attn_rows, mlp_rows = plan.kept[block.index]
         source = hidden
@@ -175,94 +224,3 @@ class Runtime:
             table = (cos[0].to(device), folded.to(device))
             self._rotary_tables[(layer_type, device)] = table
         return table
-
-
-@lru_cache(maxsize=64)
-def keepers(n_layers: int, variants: tuple[LayerSet, ...]) -> tuple[tuple[frozenset[int], frozenset[int]], ...]:
-    """Per layer the variants that run its attention and those that run its MLP; no variants is one that runs all."""
-    sets = variants or (LayerSet(n_layers),)
-    return tuple(
-        (
-            frozenset(v for v, layer_set in enumerate(sets) if not layer_set.skips("attn", layer)),
-            frozenset(v for v, layer_set in enumerate(sets) if not layer_set.skips("mlp", layer)),
-        )
-        for layer in range(n_layers)
-    )
-
-
-class _PassPlan:
-    """What the layers of one pass share: row subsets, rotations and masks, each made once."""
-
-    def __init__(self, runtime: Runtime, rows: Rows) -> None:
-        self.runtime = runtime
-        self.rows = rows
-        self.n = len(rows.token_ids)
-        self.end = rows.first_slot + self.n
-        self.every = frozenset(range(max(1, len(rows.variants))))
-        self.share = self.n // len(self.every)
-        self.kept = keepers(runtime.n_layers, rows.variants)
-        self._groups: dict[tuple[int | None, str, torch.device, frozenset[int]], RowGroup] = {}
-        self._indices: dict[tuple[frozenset[int], torch.device], Tensor] = {}
-
-    def row_index(self, variants: frozenset[int], device: torch.device) -> Tensor:
-        """int64, the rows of those variants in order."""
-        key = (variants, device)
-        if key not in self._indices:
-            shares = [torch.arange(v * self.share, (v + 1) * self.share) for v in sorted(variants)]
-            self._indices[key] = torch.cat(shares).to(device)
-        return self._indices[key]
-
-    def positions(self, device: torch.device) -> Tensor:
-        """int64, (rows,)."""
-        if self.rows.positions is None:
-            return torch.arange(self.rows.first_slot, self.end, device=device)
-        return torch.tensor(self.rows.positions, device=device)
-
-    def group(self, block: Block, variants: frozenset[int]) -> RowGroup:
-        """The rows of `variants` as `block` sees them."""
-        key = (block.window, block.layer_type, block.device, variants)
-        if key not in self._groups:
-            self._groups[key] = self._make_group(block, variants)
-        return self._groups[key]
-
-    def _make_group(self, block: Block, variants: frozenset[int]) -> RowGroup:
-        first = self.rows.first_slot
-        n_positions = self.end if self.rows.positions is None else max(self.rows.positions) + 1
-        table = self.runtime.rotation(block.layer_type, block.device, n_positions)
-        cos = sin = None
-        if table is not None:
-            at = slice(first, self.end) if self.rows.positions is None else self.positions(block.device)
-            cos, sin = table[0][at][:, None], table[1][at][:, None]
-        spans: tuple[tuple[int, int, int], ...] = ((0, first, self.n),)
-        start, mask = self._mask(block)
-        if variants != self.every:
-            index = self.row_index(variants, block.device)
-            cos = None if cos is None else cos[index]
-            sin = None if sin is None else sin[index]
-            mask = None if mask is None else mask[index]
-            spans = tuple((i * self.share, first + v * self.share, self.share) for i, v in enumerate(sorted(variants)))
-        return RowGroup(cos, sin, spans, start, self.end, mask)
-
-    def _mask(self, block: Block) -> tuple[int, Tensor | None]:
-        """First slot to read and the additive mask over the slots from there, for all rows."""
-        window = block.window
-        if self.rows.visible is None and self.n == 1:
-            return (0 if window is None else max(0, self.end - window)), None
-        visible = self._visible()
-        if window is not None:
-            visible = visible & self._within(window)
-        mask = torch.zeros(visible.shape, dtype=self.runtime.dtype)
-        mask.masked_fill_(~visible, torch.finfo(self.runtime.dtype).min)
-        return 0, mask.to(block.device)
-
-    def _visible(self) -> Tensor:
-        """bool, (rows, end): by tree or chain alone, before any window."""
-        if self.rows.visible is not None:
-            return self.rows.visible
-        return torch.arange(self.end)[None] <= torch.arange(self.rows.first_slot, self.end)[:, None]
-
-    def _within(self, window: int) -> Tensor:
-        """bool, (rows, end): slots whose *position* is less than `window` behind the row's."""
-        own = self.positions(torch.device("cpu"))
-        slots = torch.cat((torch.arange(self.rows.first_slot), own))
-        return slots[None] > own[:, None] - window

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.types import LayerSet
 from ..decoding.context import Context
-from ..models.runtime import Rows
+from ..models.rows import Rows
 
 
 @dataclass(frozen=True, slots=True)

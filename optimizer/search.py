@@ -11,8 +11,9 @@ from ..core.events import Adopted, Event, SkipRatioLowered, TrialsDone
 from ..core.settings import SwiftSettings
 from ..core.types import CostProfile, LayerSet, Trial, n_skipped_for
 from ..decoding.context import Context
-from ..decoding.drafters import SkipDrafter
 from ..decoding.loop import Round
+from ..decoding.method import swift
+from ..decoding.models import SkippedTarget
 from .evaluation import WindowScore, score_window
 from .incumbent import Incumbent, lowered_ratio, trimmed
 from .objective import objective
@@ -42,7 +43,7 @@ def candidates_per_pass(costs: CostProfile | None, window: int) -> int:
 class Search:
     """Proposes, scores and adopts layer sets between rounds of decoding, until one of the stopping rules holds.
 
-    `drafter` drafts with the set in use; pass `before_round` and `after_round` to the decode loop.
+    `method` drafts with the set in use; pass `before_round` and `after_round` to the decode loop.
     """
 
     def __init__(
@@ -59,7 +60,8 @@ class Search:
         self.skip_ratio = skip_ratio
         self.n_layers = n_layers
         start = LayerSet.uniform(n_layers, n_skipped_for(n_layers, skip_ratio))
-        self.drafter = SkipDrafter(start, settings)
+        self._draft = SkippedTarget(start)
+        self.method = swift(self._draft, settings)
         self.trials: list[Trial] = []
         self.stopped_because = "" if settings.optimise else "optimisation is switched off"
         if settings.optimise and not settings.max_steps:
@@ -159,7 +161,7 @@ class Search:
             raise ValueError(f"task {self.task!r} stood at {state['n_trials']} trials, but {len(trials)} are stored")
         self.trials, self.skip_ratio = list(trials), state["skip_ratio"]
         self._incumbent = Incumbent.from_json(state["incumbent"])
-        self.drafter.layer_set = self.layer_set
+        self._draft.layer_set = self.layer_set
         self._n_at_gain, self.stopped_because = state["n_at_gain"], state["stopped_because"]
         if self._strategy is not None and self.optimising:
             for trial in self.trials:
@@ -228,7 +230,7 @@ class Search:
 
     def _use(self, layer_set: LayerSet) -> None:
         self._incumbent = Incumbent(layer_set)
-        self.drafter.layer_set = layer_set
+        self._draft.layer_set = layer_set
 
     def _check_end(self) -> None:
         settings, n = self.settings, len(self.trials)

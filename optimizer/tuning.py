@@ -10,8 +10,8 @@ from ..core.events import PhaseChanged, PromptFinished, PromptStarted, TaskFinis
 from ..core.settings import SwiftSettings
 from ..core.types import CostProfile, LayerSetRecord, Prompt, Sampling, Trial, Verdict
 from ..decoding.context import Context
-from ..decoding.drafters import SkipDrafter
 from ..decoding.loop import Round, Watch
+from ..decoding.method import swift
 from ..decoding.session import Session, n_turns
 from ..models.runtime import Runtime
 from .reports import progress_of, record_of, result_of
@@ -169,7 +169,7 @@ class Tuner:
         self.tell(PromptStarted(task.name, prompt.id, index, len(self._prompts)))
         self._check_stop()
         watch = self._watch(task, flight)
-        for turn, completion in self.session.run(prompt, task.search.drafter, watch, flight.answers, flight.begun):
+        for turn, completion in self.session.run(prompt, task.search.method, watch, flight.answers, flight.begun):
             task.count_completion(completion)
             flight.answered(completion.text)
             if len(flight.answers) == n_turns(prompt):
@@ -229,7 +229,7 @@ class Tuner:
         is_first = not n_before
         n_done, n_turns_done = turns_done([prompt for _, prompt in task.held_out], len(task.pairs) - n_before)
         watch = Watch(after_round=lambda context, round_: self._beat(task))
-        drafter = SkipDrafter(task.search.layer_set, self.settings)
+        method = swift(task.search.layer_set, self.settings)
         for number, (index, prompt) in list(enumerate(task.held_out))[n_done:]:
             self._check_stop()
             self.tell(PromptStarted(task.name, prompt.id, index, len(self._prompts)))
@@ -237,7 +237,7 @@ class Tuner:
             earlier = task.pairs[len(task.pairs) - n_turns_done :]
             n_turns_done = 0
             tuned_first = (number % 2 == 1) == is_first
-            for turn, pair in side_by_side(self.session, prompt, drafter, tuned_first, earlier, watch):
+            for turn, pair in side_by_side(self.session, prompt, method, tuned_first, earlier, watch):
                 task.pairs.append(pair)
                 if is_first:
                     self.tell(PromptFinished(turn, index, pair.plain, held_out=True))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ..core.types import Completion, Prompt, Verdict
-from ..decoding.drafters import Drafter, NoDrafter
 from ..decoding.loop import Watch
+from ..decoding.method import PLAIN, Method
 from ..decoding.session import Session, n_turns
 
 T = TypeVar("T")
@@ -35,11 +35,11 @@ class Pair:
 
 
 def side_by_side(
-    session: Session, prompt: Prompt, drafter: Drafter, tuned_first: bool, earlier: Sequence[Pair], watch: Watch
+    session: Session, prompt: Prompt, method: Method, tuned_first: bool, earlier: Sequence[Pair], watch: Watch
 ) -> Iterator[tuple[Prompt, Pair]]:
-    """A prompt's turns after the `earlier` ones, each decoded plain and with `drafter` before the next begins."""
-    plain = session.run(prompt, NoDrafter(), watch, [pair.plain.text for pair in earlier])
-    tuned = session.run(prompt, drafter, watch, [pair.tuned.text for pair in earlier])
+    """A prompt's turns after the `earlier` ones, each decoded plain and with `method` before the next begins."""
+    plain = session.run(prompt, PLAIN, watch, [pair.plain.text for pair in earlier])
+    tuned = session.run(prompt, method, watch, [pair.tuned.text for pair in earlier])
     if tuned_first:
         for (_, fast), (turn, slow) in zip(tuned, plain, strict=True):
             yield turn, Pair(slow, fast)

@@ -9,8 +9,8 @@ from ..core.errors import LayerSetError, LayerSetNotFound, SettingsError
 from ..core.requests import GenerateRequest
 from ..core.settings import SwiftSettings
 from ..core.types import Completion, FoundPlan, LayerSetRecord, Prompt, VerdictWord
-from ..decoding.drafters import Drafter, NoDrafter, SkipDrafter
 from ..decoding.loop import Watch
+from ..decoding.method import PLAIN, Method, swift
 from ..decoding.session import Session
 from ..models.costs import device_name
 from ..models.loading import load
@@ -53,21 +53,19 @@ def generate(
     for prompt in prompts:
         session.check(prompt)
     for prompt in prompts:
-        drafter, info = plan_for(request, runtime, request.task or prompt.task, store)
+        method, info = plan_for(request, runtime, request.task or prompt.task, store)
         text = TextStream(runtime, on_text, request.stop) if on_text is not None else None
         watch = Watch(on_tokens=text.add) if text is not None else None
-        for turn, completion in session.run(prompt, drafter, watch):
+        for turn, completion in session.run(prompt, method, watch):
             if text is not None:
                 text.finish(completion)
             yield turn, completion, info
 
 
-def plan_for(
-    request: GenerateRequest, runtime: Runtime, task: str, store: Store | None
-) -> tuple[Drafter, GenerateInfo]:
-    """The drafter for one task: the caller's layer set, else the stored plan, else plain decoding."""
+def plan_for(request: GenerateRequest, runtime: Runtime, task: str, store: Store | None) -> tuple[Method, GenerateInfo]:
+    """The method for one task: the caller's layer set, else the stored plan, else plain decoding."""
     if request.method == "plain":
-        return NoDrafter(), GenerateInfo("plain")
+        return PLAIN, GenerateInfo("plain")
     if request.layer_set is not None:
         record = request.layer_set
         if record.fingerprint is not None and record.fingerprint != runtime.info.fingerprint:
@@ -80,11 +78,11 @@ def plan_for(
     if found is None or found.plan.layer_set is None:
         if request.method == "swift":
             raise missing or LayerSetNotFound(f"the plan stored for {request.model}/{task} has no layer set")
-        return NoDrafter(), GenerateInfo("plain", note=str(missing or ""))
+        return PLAIN, GenerateInfo("plain", note=str(missing or ""))
     record, verdict = found.plan.layer_set, found.plan.verdict
     method = request.method or ("swift" if verdict == "use" else "plain")
     info = GenerateInfo(method, record, found.version, verdict, found.fallback)
-    return (_skipping(request, record, runtime) if method == "swift" else NoDrafter()), info
+    return (_skipping(request, record, runtime) if method == "swift" else PLAIN), info
 
 
 def _look_up(
@@ -102,10 +100,10 @@ def _look_up(
         )
 
 
-def _skipping(request: GenerateRequest, record: LayerSetRecord, runtime: Runtime) -> SkipDrafter:
+def _skipping(request: GenerateRequest, record: LayerSetRecord, runtime: Runtime) -> Method:
     runtime.check_layer_set(record.layer_set)
     settings = request.settings or SwiftSettings.from_json(record.settings)
-    return SkipDrafter(record.layer_set, settings)
+    return swift(record.layer_set, settings)
 
 
 class TextStream:

@@ -24,8 +24,8 @@ from swiftopt.core.requests import GenerateRequest, TuneRequest
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import CostProfile, LayerSet, ModelInfo, Prompt, Sampling, n_skipped_for
 from swiftopt.decoding.context import Context, Ending
-from swiftopt.decoding.drafters import NoDrafter, SkipDrafter
 from swiftopt.decoding.loop import decode
+from swiftopt.decoding.method import PLAIN, swift
 from swiftopt.decoding.rule import TokenRule
 from swiftopt.decoding.session import Session
 from swiftopt.models.costs import measure_costs
@@ -96,7 +96,7 @@ def test_wide_trees_change_nothing_at_the_edges(
     expected = model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=n_new, do_sample=False)[
         0, n_prompt:
     ].tolist()
-    drafter = SkipDrafter(LayerSet.uniform(runtime.n_layers, max(0, runtime.n_layers - 2)), WIDE)
+    drafter = swift(LayerSet.uniform(runtime.n_layers, max(0, runtime.n_layers - 2)), WIDE)
     done = decode(runtime, ids, drafter, TokenRule.of(Sampling(), None), Ending(n_new))
     assert list(done.token_ids) == expected
 
@@ -119,12 +119,12 @@ def test_rotations_follow_the_layers_when_the_rotary_module_is_elsewhere() -> No
     """As accelerate dispatches a model: what a module returns stays on the module's own device."""
     model = tiny_model("llama")
     runtime = Runtime(model, None, ModelInfo("tiny", "llama", 4, 1))
-    whole = decode(runtime, [3, 4, 5], NoDrafter(), TokenRule.of(Sampling(), None), Ending(20))
+    whole = decode(runtime, [3, 4, 5], PLAIN, TokenRule.of(Sampling(), None), Ending(20))
     for layer in model.model.layers[2:]:
         layer.to("cuda")
     add_hook_to_module(model.model.rotary_emb, AlignDevicesHook(execution_device="cpu"))
     split = Runtime(model, None, ModelInfo("tiny", "llama", 4, 1))
-    again = decode(split, [3, 4, 5], NoDrafter(), TokenRule.of(Sampling(), None), Ending(20))
+    again = decode(split, [3, 4, 5], PLAIN, TokenRule.of(Sampling(), None), Ending(20))
     assert again.token_ids == whole.token_ids
 
 
@@ -156,10 +156,10 @@ def test_stop_string_is_found_when_each_character_is_several_tokens() -> None:
 def test_streamed_text_is_the_completion_text_with_stop_strings() -> None:
     runtime = worded_runtime()
     prompt = Prompt("1", "t", text=words(5, 9, 11))
-    full = next(iter(Session(runtime, Sampling(), 24).run(prompt, NoDrafter())))[1].text
+    full = next(iter(Session(runtime, Sampling(), 24).run(prompt, PLAIN)))[1].text
     halfway = full.split()[9]
     for stop in (halfway, f"{halfway} no such word"):
-        completion = next(iter(Session(runtime, Sampling(), 24, [stop]).run(prompt, NoDrafter())))[1]
+        completion = next(iter(Session(runtime, Sampling(), 24, [stop]).run(prompt, PLAIN)))[1]
         shown: list[str] = []
         text = TextStream(runtime, shown.append, (stop,))
         for token_id in completion.token_ids:
@@ -174,7 +174,7 @@ def test_streamed_text_shows_a_character_that_the_length_cut_in_half() -> None:
     tokenizer: Any = ByteTokenizer()
     runtime.tokenizer = tokenizer
     half = tuple("né".encode()[:-1])
-    completion = next(iter(Session(worded_runtime(), Sampling(), 3).run(stream(1)[0], NoDrafter())))[1]
+    completion = next(iter(Session(worded_runtime(), Sampling(), 3).run(stream(1)[0], PLAIN)))[1]
     completion = dataclasses.replace(completion, token_ids=half, text=tokenizer.decode(half))
     shown: list[str] = []
     text = TextStream(runtime, shown.append)
@@ -221,7 +221,7 @@ def test_a_later_turn_beyond_the_context_is_named_after_the_finished_turns(tmp_p
     turns = Prompt("chat", "t", turns=(words(3, 4, 5), words(6, 7), words(8)))
     finished = []
     with pytest.raises(ContextOverflow, match="'chat#3'"):
-        for turn, _ in Session(runtime, Sampling(), 15).run(turns, NoDrafter()):
+        for turn, _ in Session(runtime, Sampling(), 15).run(turns, PLAIN):
             finished.append(turn.id)
     assert finished == ["chat#1", "chat#2"]
 

@@ -9,15 +9,15 @@ from families import CONFIGS, tiny_model, tiny_runtime
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, ModelInfo, Sampling
 from swiftopt.decoding.context import Ending
-from swiftopt.decoding.drafters import Drafter, NoDrafter, SkipDrafter
 from swiftopt.decoding.loop import decode
+from swiftopt.decoding.method import PLAIN, Method, swift
 from swiftopt.decoding.rule import TokenRule
 from swiftopt.models.runtime import Runtime
 
 pytestmark = pytest.mark.gpu
 
 PROMPT = [3, 17, 42, 8, 91, 5]
-DRAFTER = SkipDrafter(LayerSet(4, frozenset({1}), frozenset({2})), SwiftSettings(early_stop=False, max_draft_length=5))
+DRAFTER = swift(LayerSet(4, frozenset({1}), frozenset({2})), SwiftSettings(early_stop=False, max_draft_length=5))
 
 
 def on_gpu(family: str, dtype: torch.dtype) -> Runtime:
@@ -25,15 +25,15 @@ def on_gpu(family: str, dtype: torch.dtype) -> Runtime:
     return Runtime(model, None, ModelInfo("tiny", family, 4, 1))
 
 
-def tokens(runtime: Runtime, drafter: Drafter) -> tuple[int, ...]:
+def tokens(runtime: Runtime, drafter: Method) -> tuple[int, ...]:
     return decode(runtime, PROMPT, drafter, TokenRule.of(Sampling(), None), Ending(40)).token_ids
 
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_gpu_tokens_equal_cpu_tokens_in_float64(family: str) -> None:
-    cpu = tokens(tiny_runtime(family), NoDrafter())
+    cpu = tokens(tiny_runtime(family), PLAIN)
     gpu = on_gpu(family, torch.float64)
-    assert tokens(gpu, NoDrafter()) == tokens(gpu, DRAFTER) == cpu
+    assert tokens(gpu, PLAIN) == tokens(gpu, DRAFTER) == cpu
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -48,7 +48,7 @@ def test_gpu_bfloat16_logits_of_one_row_and_of_several_are_close(family: str) ->
 def test_drafting_on_a_gpu_adds_little_memory() -> None:
     runtime = on_gpu("llama", torch.float32)
     peaks = []
-    for drafter in (NoDrafter(), DRAFTER):
+    for drafter in (PLAIN, DRAFTER):
         torch.cuda.reset_peak_memory_stats()
         tokens(runtime, drafter)
         peaks.append(torch.cuda.max_memory_allocated())
@@ -57,7 +57,7 @@ def test_drafting_on_a_gpu_adds_little_memory() -> None:
 
 def test_a_model_split_over_devices_decodes_the_same() -> None:
     model = tiny_model("llama", torch.float64)
-    whole = tokens(Runtime(model, None, ModelInfo("tiny", "llama", 4, 1)), NoDrafter())
+    whole = tokens(Runtime(model, None, ModelInfo("tiny", "llama", 4, 1)), PLAIN)
     for layer in model.model.layers[2:]:
         layer.to("cuda")
     split = Runtime(model, None, ModelInfo("tiny", "llama", 4, 1))

@@ -12,10 +12,11 @@ from families import CONFIGS, VOCAB, WINDOW, tiny_runtime
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, Sampling, searchable
 from swiftopt.decoding.context import Ending
-from swiftopt.decoding.drafters import NoDrafter, SkipDrafter
 from swiftopt.decoding.loop import decode
+from swiftopt.decoding.method import PLAIN, swift
 from swiftopt.decoding.rule import TokenRule
-from swiftopt.models.runtime import Rows, Runtime
+from swiftopt.models.rows import Rows
+from swiftopt.models.runtime import Runtime
 
 N_NEW = 40
 SETTINGS = [
@@ -50,7 +51,7 @@ def test_plain_decoding_equals_transformers_generate(family: str) -> None:
     runtime = tiny_runtime(family)
     for seed in range(3):
         ids = prompt(seed, length=WINDOW + 5 * seed)
-        done = decode(runtime, ids, NoDrafter(), TokenRule.of(Sampling(), None), Ending(N_NEW))
+        done = decode(runtime, ids, PLAIN, TokenRule.of(Sampling(), None), Ending(N_NEW))
         assert list(done.token_ids) == reference(runtime, ids)
 
 
@@ -62,17 +63,17 @@ def test_swift_equals_plain_decoding_for_any_layer_set(family: str, sampling: Sa
     runtime = tiny_runtime(family)
     for seed, settings in enumerate(SETTINGS):
         ids = prompt(seed)
-        plain = decode(runtime, ids, NoDrafter(), TokenRule.of(sampling, None), Ending(N_NEW))
-        drafter = SkipDrafter(random_set(seed), settings)
-        swift = decode(runtime, ids, drafter, TokenRule.of(sampling, None), Ending(N_NEW))
-        assert swift.token_ids == plain.token_ids
-        assert swift.drafted > 0 and swift.target_passes <= plain.target_passes
+        plain = decode(runtime, ids, PLAIN, TokenRule.of(sampling, None), Ending(N_NEW))
+        drafter = swift(random_set(seed), settings)
+        fast = decode(runtime, ids, drafter, TokenRule.of(sampling, None), Ending(N_NEW))
+        assert fast.token_ids == plain.token_ids
+        assert fast.drafted > 0 and fast.target_passes <= plain.target_passes
 
 
 def test_swift_accepts_side_leaves_somewhere() -> None:
     """Guards the parity tests: they must cross the path that moves a row."""
     runtime = tiny_runtime("llama")
-    drafter = SkipDrafter(LayerSet(4, frozenset({1, 2}), frozenset({1})), SETTINGS[1])
+    drafter = swift(LayerSet(4, frozenset({1, 2}), frozenset({1})), SETTINGS[1])
     moved = 0
     move = type(runtime.new_buffer(1)).move
 
@@ -96,7 +97,7 @@ def test_repetition_penalty_is_that_of_transformers() -> None:
     sampling = Sampling(repetition_penalty=1.7)
     expected = reference(runtime, prompt(1), repetition_penalty=1.7)
     assert expected != reference(runtime, prompt(1))
-    for drafter in (NoDrafter(), SkipDrafter(random_set(2), SETTINGS[1])):
+    for drafter in (PLAIN, swift(random_set(2), SETTINGS[1])):
         done = decode(runtime, prompt(1), drafter, TokenRule.of(sampling, None), Ending(N_NEW))
         assert list(done.token_ids) == expected
 
@@ -127,10 +128,8 @@ def test_a_batch_of_candidates_equals_each_candidate_alone(family: str) -> None:
 def test_two_requests_with_different_sets_do_not_see_each_other() -> None:
     runtime = tiny_runtime("qwen2")
     alone = [
-        decode(runtime, prompt(7), SkipDrafter(random_set(s), SETTINGS[0]), TokenRule.of(Sampling(), None), Ending(12))
+        decode(runtime, prompt(7), swift(random_set(s), SETTINGS[0]), TokenRule.of(Sampling(), None), Ending(12))
         for s in (1, 2)
     ]
-    again = decode(
-        runtime, prompt(7), SkipDrafter(random_set(1), SETTINGS[0]), TokenRule.of(Sampling(), None), Ending(12)
-    )
+    again = decode(runtime, prompt(7), swift(random_set(1), SETTINGS[0]), TokenRule.of(Sampling(), None), Ending(12))
     assert (again.token_ids, again.drafted, again.accepted) == (alone[0].token_ids, alone[0].drafted, alone[0].accepted)

@@ -18,7 +18,7 @@ from swiftopt.bench.parity import compare, margin_and_noise, random_sets
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.streams import read_stream
 from swiftopt.core.types import LayerSet, Prompt, Sampling
-from swiftopt.decoding.drafters import NoDrafter, SkipDrafter
+from swiftopt.decoding.method import PLAIN, swift
 from swiftopt.decoding.session import Session
 from swiftopt.models.loading import load
 from swiftopt.models.runtime import Runtime
@@ -74,10 +74,10 @@ def test_bfloat16_diverges_only_where_the_margin_is_within_the_noise() -> None:
     runtime = load(MODEL, "bfloat16", "cpu")
     session = Session(runtime, Sampling(), 32)
     for prompt in read_stream(str(EXAMPLES), limit=3):
-        plain = next(iter(session.run(prompt, NoDrafter())))[1].token_ids
-        drafter = SkipDrafter(LayerSet.uniform(runtime.n_layers, 25), SwiftSettings())
-        swift = next(iter(session.run(prompt, drafter)))[1].token_ids
-        at = next((i for i, (a, b) in enumerate(zip(plain, swift, strict=False)) if a != b), None)
+        plain = next(iter(session.run(prompt, PLAIN)))[1].token_ids
+        drafter = swift(LayerSet.uniform(runtime.n_layers, 25), SwiftSettings())
+        fast = next(iter(session.run(prompt, drafter)))[1].token_ids
+        at = next((i for i, (a, b) in enumerate(zip(plain, fast, strict=False)) if a != b), None)
         if at is not None:
             margin, noise = margin_and_noise(runtime, [*session.encode(prompt), *plain[:at]])
             ulp = 2.0**-3  # one step of bfloat16 for logits from 16 to 32
@@ -87,17 +87,17 @@ def test_bfloat16_diverges_only_where_the_margin_is_within_the_noise() -> None:
 def test_sampling_with_a_seed_gives_plain_tokens(runtime32: Runtime) -> None:
     session = Session(runtime32, Sampling(temperature=0.8, top_p=0.9, seed=7), 32)
     prompt = Prompt("1", "t", text="Once upon a time")
-    drafter = SkipDrafter(LayerSet.uniform(runtime32.n_layers, 12), SwiftSettings())
-    plain, swift = (next(iter(session.run(prompt, d)))[1] for d in (NoDrafter(), drafter))
-    assert plain.token_ids == swift.token_ids and swift.accepted > 0
+    drafter = swift(LayerSet.uniform(runtime32.n_layers, 12), SwiftSettings())
+    plain, fast = (next(iter(session.run(prompt, d)))[1] for d in (PLAIN, drafter))
+    assert plain.token_ids == fast.token_ids and fast.accepted > 0
 
 
 def test_stop_string_ends_the_text_before_it(runtime32: Runtime) -> None:
     prompt = Prompt("1", "t", text="def add(a, b):")
-    full = next(iter(Session(runtime32, Sampling(), 24).run(prompt, NoDrafter())))[1].text
+    full = next(iter(Session(runtime32, Sampling(), 24).run(prompt, PLAIN)))[1].text
     stop = full.strip().split()[3]
-    drafter = SkipDrafter(LayerSet.uniform(runtime32.n_layers, 12), SwiftSettings())
-    for way in (NoDrafter(), drafter):
+    drafter = swift(LayerSet.uniform(runtime32.n_layers, 12), SwiftSettings())
+    for way in (PLAIN, drafter):
         done = next(iter(Session(runtime32, Sampling(), 24, [stop]).run(prompt, way)))[1]
         assert done.finish_reason == "stop_string" and done.text == full[: full.index(stop)]
 
@@ -183,7 +183,7 @@ def test_a_prompt_longer_than_the_context_is_refused_by_name(tmp_path: Path) -> 
 
 def test_peak_rows_of_a_draft_cost_little_memory(runtime32: Runtime) -> None:
     """The buffer that drafting needs beyond plain decoding's stays below 5 % of the model's weights."""
-    drafter = SkipDrafter(LayerSet.uniform(runtime32.n_layers, 25), SwiftSettings())
+    drafter = swift(LayerSet.uniform(runtime32.n_layers, 25), SwiftSettings())
     weights = sum(p.numel() * p.element_size() for p in runtime32.hf_model.parameters())
-    extra = runtime32.new_buffer(drafter.max_nodes(128)).n_bytes
+    extra = runtime32.new_buffer(drafter.drafter.max_rows(128)).n_bytes
     assert isinstance(runtime32.device, torch.device) and extra < 0.05 * weights

@@ -13,8 +13,8 @@ from swiftopt.core.events import Adopted, Event, PromptFinished, SkipRatioLowere
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, Prompt, Sampling
 from swiftopt.decoding.context import Ending
-from swiftopt.decoding.drafters import NoDrafter
 from swiftopt.decoding.loop import decode
+from swiftopt.decoding.method import PLAIN
 from swiftopt.decoding.rule import TokenRule
 from swiftopt.optimizer.incumbent import trimmed
 from swiftopt.optimizer.search import candidates_per_pass
@@ -50,7 +50,7 @@ def test_tuning_produces_plain_output_for_every_prompt() -> None:
     assert [event.index for event in finished] == list(range(6))
     for event in finished:
         ids = runtime.tokenizer(event.prompt.text)["input_ids"]
-        plain = decode(runtime, ids, NoDrafter(), TokenRule.of(Sampling(), None), Ending(24))
+        plain = decode(runtime, ids, PLAIN, TokenRule.of(Sampling(), None), Ending(24))
         assert event.completion.token_ids == plain.token_ids
 
 

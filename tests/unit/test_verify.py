@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from swiftopt.core.errors import ShapeError
 from swiftopt.core.types import Sampling
+from swiftopt.decoding.draft import Walk
 from swiftopt.decoding.rule import TokenRule
 from swiftopt.decoding.tree import DraftTree, ancestor_mask
-from swiftopt.decoding.verify import Walk, walk
+from swiftopt.decoding.verify import walk
 
 VOCAB = 3
 Path = tuple[int, ...]

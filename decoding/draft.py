@@ -1,0 +1,174 @@
+"""The mould of every method: a drafter offers a draft, the target checks it in one pass, a verifier says what stands.
+
+    Method = drafter (with its stop rule and branching) + verifier
+
+A drafter is begun once per request and then asked for a draft per round. What it hands over may be a chain or a tree,
+sampled or not, rows that were already run part of the depth, further rows that ride along in the target's pass, or a
+piece of text that needs no check at all; the loop is the same for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from ..core.types import LayerSet
+from .context import Context
+from .tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Offer:
+    """What was *sampled* under a node: `token_ids` in the order drawn, repeats included, and what they were drawn from.
+
+    `probs`: float64 (vocab,), the draft's distribution after temperature, top-k and top-p. `replaced` says whether the
+    draws were independent; if not, each was drawn from what the ones before it left of `probs`.
+    """
+
+    token_ids: tuple[int, ...]
+    probs: Tensor
+    replaced: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Riders:
+    """Rows beside the tree in the target's pass, for a drafter that learns from them (Lookahead).
+
+    They see the committed text; `visible` is bool, (n, n_nodes + n), over the tree and the riders. Positions are given
+    relative to the root.
+    """
+
+    token_ids: tuple[int, ...]
+    depths: tuple[int, ...]
+    visible: Tensor
+
+
+class Deferred(Protocol):
+    """Rows that a drafter has run part of the way through the target."""
+
+    def finish(self) -> Tensor:
+        """Run what is left; the target's logits (n_checked, vocab)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draft:
+    """One round's proposal.
+
+    `offers[node]` says what the children of a node were sampled from; a node without one has children that were chosen
+    without chance (a one-hot draft). `logprobs[node]` is the draft's log probability of a node's token, where a
+    verifier asks for it. `staged` holds the tree's rows, run part of the way: verification runs the rest.
+    `n_checked` is how many of the tree's nodes, from the root on, the target gives logits for (None: all); 0 says that
+    no pass is needed, for the drafter itself ran the target (`n_passes` times) and left keys and values in place.
+    """
+
+    tree: DraftTree
+    offers: Mapping[int, Offer] = field(default_factory=dict)
+    logprobs: tuple[float, ...] = ()
+    riders: Riders | None = None
+    staged: Deferred | None = None
+    n_checked: int | None = None
+    n_passes: int = 1
+    n_drafted: int | None = None  # draft steps that α counts; None: the tree's
+
+    @property
+    def n_steps(self) -> int:
+        """Draft steps, as α counts them."""
+        return self.tree.n_steps if self.n_drafted is None else self.n_drafted
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """`path`: accepted nodes without the root; `token_ids`: their tokens, then the target's own where it gave one."""
+
+    path: tuple[int, ...]
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """What became of a draft, for the drafter to learn from; `logits` (rows, vocab) are the target's, riders last."""
+
+    draft: Draft
+    walk: Walk
+    logits: Tensor | None
+
+
+class Drafting(Protocol):
+    """A drafter at work on one request."""
+
+    def draft(self, room: int) -> Draft:
+        """A draft under the last committed token, at most `room` tokens deep."""
+        ...
+
+    def observe(self, outcome: Outcome) -> None:
+        """Learn what became of the latest draft; the accepted tokens are not committed yet."""
+        ...
+
+
+class Drafter(Protocol):
+    """Proposes continuations; holds what all requests share."""
+
+    @property
+    def layer_set(self) -> LayerSet | None:
+        """The sub-layers that it leaves out of the target, if that is how it drafts."""
+        ...
+
+    def begin(self, context: Context) -> Drafting:
+        """Start on a request; called once, after its prefill."""
+        ...
+
+    def max_rows(self, room: int) -> int:
+        """Most slots behind the committed ones that a round with `room` can write, root included."""
+        ...
+
+
+class Target(Protocol):
+    """The target's answer to a draft, and the chances a verifier takes; each method is called in order of the tokens.
+
+    `accepted` are the tokens between the root and the node, the node's own included.
+    """
+
+    @property
+    def greedy(self) -> bool:
+        """Whether a token is the argmax, with no chance."""
+        ...
+
+    @property
+    def n_checked(self) -> int:
+        """Nodes 0 … n_checked - 1 have an answer."""
+        ...
+
+    def choose(self, node: int, accepted: Sequence[int]) -> int:
+        """The target's own token after a node: its argmax, or a draw."""
+        ...
+
+    def probs(self, node: int, accepted: Sequence[int]) -> Tensor:
+        """float64 (vocab,): the target's distribution after a node, processors applied; greedy: one-hot."""
+        ...
+
+    def raw_probs(self, node: int) -> Tensor:
+        """float64 (vocab,): the target's distribution after a node as the model gives it, no processor applied."""
+        ...
+
+    def draw(self, probs: Tensor) -> int:
+        """A token of `probs` (vocab,), which need not sum to 1."""
+        ...
+
+    def accept(self, probability: float) -> bool:
+        """True with that probability."""
+        ...
+
+
+class Verifier(Protocol):
+    """Decides how much of a draft stands. `lossy`: the output is not the target's own distribution."""
+
+    @property
+    def lossy(self) -> bool: ...
+
+    def verify(self, draft: Draft, target: Target) -> Walk:
+        """The accepted path, and the tokens to commit: at least one."""
+        ...

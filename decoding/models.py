@@ -1,0 +1,219 @@
+"""What a draft is read from: the target without some sub-layers, its first layers, or another model.
+
+All three take nodes of a draft tree and give the logits after them; what differs is whose keys and values they use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..core.types import LayerSet
+from ..models.buffer import KVBuffer
+from ..models.rows import Rows
+from ..models.runtime import Runtime
+from ..models.staged import StagedPass
+from .context import Context
+from .tree import ancestor_mask
+
+
+class DraftPasses(Protocol):
+    """A draft model at work on one request."""
+
+    @property
+    def staged(self) -> StagedPass | None:
+        """The rows of this round, where they are the target's own and verification only has to finish them."""
+        ...
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """The state (1, hidden_size) that the latest logits were read from, where a probe may look at it."""
+        ...
+
+    def restart(self) -> None:
+        """A new round: the next node is the root, the last committed token."""
+        ...
+
+    def extend(self, token_ids: Sequence[int], parents: Sequence[int]) -> Tensor:
+        """Add nodes under earlier ones (the root's parent is -1); the logits (nodes, vocab) after them."""
+        ...
+
+
+class DraftModel(Protocol):
+    """Something cheaper than the target that predicts its next tokens."""
+
+    @property
+    def layer_set(self) -> LayerSet | None:
+        """The sub-layers of the target that it leaves out, if it is made of the target."""
+        ...
+
+    def begin(self, context: Context) -> DraftPasses:
+        """Start on a request."""
+        ...
+
+    def check(self, runtime: Runtime) -> None:
+        """Raises: InvalidInput: it cannot draft for that target."""
+        ...
+
+
+class _Nodes:
+    """The tree of a round while it grows, and the rows of a pass over its newest nodes."""
+
+    def __init__(self) -> None:
+        self.parents: list[int] = []
+
+    def rows(
+        self, token_ids: Sequence[int], parents: Sequence[int], root_slot: int, variants: tuple[LayerSet, ...]
+    ) -> Rows:
+        """Add nodes; node i goes to slot root_slot + i."""
+        first = len(self.parents)
+        self.parents += parents
+        if all(parent == node - 1 for node, parent in enumerate(self.parents)):
+            return Rows(token_ids, root_slot + first, variants=variants)
+        depths = [0] * len(self.parents)
+        for node, parent in enumerate(self.parents[1:], 1):
+            depths[node] = depths[parent] + 1
+        committed = torch.ones((len(token_ids), root_slot), dtype=torch.bool)
+        visible = torch.cat((committed, ancestor_mask(self.parents)[first:]), dim=1)
+        positions = [root_slot + depth for depth in depths[first:]]
+        return Rows(token_ids, root_slot + first, positions, visible, variants)
+
+
+class SkippedTarget:
+    """The target without the sub-layers of `layer_set`, which may be changed between rounds (SWIFT, Self-SD).
+
+    It reads the target's keys and values and writes its own behind them, where verification overwrites them. An empty
+    layer set is the target itself.
+    """
+
+    def __init__(self, layer_set: LayerSet) -> None:
+        self.layer_set: LayerSet | None = layer_set
+
+    def begin(self, context: Context) -> DraftPasses:
+        """See `DraftModel`."""
+        return _SkippedPasses(self, context)
+
+    def check(self, runtime: Runtime) -> None:
+        """Raises: LayerSetError: the set was made for another depth."""
+        assert self.layer_set is not None
+        runtime.check_layer_set(self.layer_set)
+
+
+class _SkippedPasses:
+    staged: StagedPass | None = None
+    hidden: Tensor | None = None
+
+    def __init__(self, model: SkippedTarget, context: Context) -> None:
+        self.model, self.context = model, context
+        self.restart()
+
+    def restart(self) -> None:
+        self._nodes = _Nodes()
+        assert self.model.layer_set is not None
+        self._variants = (self.model.layer_set,) if self.model.layer_set.n_skipped else ()
+
+    def extend(self, token_ids: Sequence[int], parents: Sequence[int]) -> Tensor:
+        context = self.context
+        return context.runtime.forward(
+            self._nodes.rows(token_ids, parents, context.root_slot, self._variants), context.buffer
+        )
+
+
+class EarlyExit:
+    """The target's first `depth` layers, its own norm and head; verification runs the other layers only (LayerSkip).
+
+    Chains only: a row's state is kept for the layers that are still to come.
+    """
+
+    layer_set: LayerSet | None = None
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+
+    def begin(self, context: Context) -> DraftPasses:
+        """See `DraftModel`."""
+        return _EarlyPasses(self.depth, context)
+
+    def check(self, runtime: Runtime) -> None:
+        """See `DraftModel`."""
+        runtime.check_depth(self.depth)
+
+
+class _EarlyPasses:
+    staged: StagedPass | None = None
+    hidden: Tensor | None = None
+
+    def __init__(self, depth: int, context: Context) -> None:
+        self.depth, self.context = depth, context
+
+    def restart(self) -> None:
+        self.staged = StagedPass(self.context.runtime, self.context.buffer, self.context.root_slot)
+
+    def extend(self, token_ids: Sequence[int], parents: Sequence[int]) -> Tensor:
+        assert self.staged is not None and len(token_ids) == 1 and parents[0] == self.staged.n_rows - 1
+        self.staged.add(token_ids[0])
+        self.hidden = self.staged.advance(self.depth)
+        return self.context.runtime.logits(self.hidden)
+
+
+class OtherModel:
+    """A smaller model with the target's tokenizer and a key/value buffer of its own (Leviathan et al., Chen et al.)."""
+
+    layer_set: LayerSet | None = None
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+
+    def begin(self, context: Context) -> DraftPasses:
+        """See `DraftModel`."""
+        return _OtherPasses(self.runtime, context)
+
+    def check(self, runtime: Runtime) -> None:
+        """Raises: InvalidInput: their tokenizers differ."""
+        self.runtime.check_same_tokenizer(runtime)
+
+
+class _OtherPasses:
+    staged: StagedPass | None = None
+    hidden: Tensor | None = None
+
+    def __init__(self, runtime: Runtime, context: Context) -> None:
+        self.runtime, self.context = runtime, context
+        self.runtime.check_context(context.buffer.capacity, 0)
+        self.buffer: KVBuffer = runtime.new_buffer(context.buffer.capacity)
+        self._held: list[int] = []  # the tokens whose keys and values lie at slots 0, 1, …
+        self._n_same = 0  # of them, those known to be committed
+        self._width = context.runtime.vocab_size
+        self.restart()
+
+    def restart(self) -> None:
+        self._nodes = _Nodes()
+
+    def extend(self, token_ids: Sequence[int], parents: Sequence[int]) -> Tensor:
+        if not self._nodes.parents:
+            self._nodes.parents.append(-1)
+            return self._fit(self._catch_up()[None])
+        root = self.context.root_slot
+        rows = self._nodes.rows(token_ids, parents, root, ())
+        if rows.visible is None:
+            self._held[root + len(self._nodes.parents) - len(token_ids) :] = token_ids
+        return self._fit(self.runtime.forward(rows, self.buffer))
+
+    def _catch_up(self) -> Tensor:
+        """Read the committed tokens that it has not read yet, the root last; the logits (vocab,) after that."""
+        committed, root = self.context.token_ids, self.context.root_slot
+        same = self._n_same
+        while same < min(root, len(self._held)) and self._held[same] == committed[same]:
+            same += 1
+        self._held, self._n_same = list(committed), same
+        return self.runtime.prefill(committed[same:], self.buffer, same)
+
+    def _fit(self, logits: Tensor) -> Tensor:
+        """Logits over the target's vocabulary: heads are padded to different widths in one family."""
+        logits = logits.to(self.context.runtime.device)
+        if logits.shape[-1] >= self._width:
+            return logits[:, : self._width]
+        return torch.nn.functional.pad(logits, (0, self._width - logits.shape[-1]), value=float("-inf"))

@@ -1,0 +1,125 @@
+"""The rows of a pass, and what its layers share of them: subsets by layer set, rotations and masks, each made once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..core.types import LayerSet
+from .blocks import Block, RowGroup
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What one pass runs over.
+
+    `token_ids` go to slots `first_slot`, `first_slot` + 1, …. Without `visible` the rows are a chain: row i stands at
+    position `first_slot` + i and sees every slot up to its own. With it, `positions` are given and `visible` is bool,
+    (n, first_slot + n). `variants` splits the rows into equal consecutive shares, each leaving out its own layer set;
+    empty means the full model.
+    """
+
+    token_ids: Sequence[int]
+    first_slot: int
+    positions: Sequence[int] | None = None
+    visible: Tensor | None = None
+    variants: tuple[LayerSet, ...] = ()
+
+
+@lru_cache(maxsize=64)
+def keepers(n_layers: int, variants: tuple[LayerSet, ...]) -> tuple[tuple[frozenset[int], frozenset[int]], ...]:
+    """Per layer the variants that run its attention and those that run its MLP; no variants is one that runs all."""
+    sets = variants or (LayerSet(n_layers),)
+    return tuple(
+        (
+            frozenset(v for v, layer_set in enumerate(sets) if not layer_set.skips("attn", layer)),
+            frozenset(v for v, layer_set in enumerate(sets) if not layer_set.skips("mlp", layer)),
+        )
+        for layer in range(n_layers)
+    )
+
+
+class PassPlan:
+    """What the layers of one pass share: row subsets, rotations and masks, each made once."""
+
+    def __init__(self, runtime: Runtime, rows: Rows) -> None:
+        self.runtime = runtime
+        self.rows = rows
+        self.n = len(rows.token_ids)
+        self.end = rows.first_slot + self.n
+        self.every = frozenset(range(max(1, len(rows.variants))))
+        self.share = self.n // len(self.every)
+        self.kept = keepers(runtime.n_layers, rows.variants)
+        self._groups: dict[tuple[int | None, str, torch.device, frozenset[int]], RowGroup] = {}
+        self._indices: dict[tuple[frozenset[int], torch.device], Tensor] = {}
+
+    def row_index(self, variants: frozenset[int], device: torch.device) -> Tensor:
+        """int64, the rows of those variants in order."""
+        key = (variants, device)
+        if key not in self._indices:
+            shares = [torch.arange(v * self.share, (v + 1) * self.share) for v in sorted(variants)]
+            self._indices[key] = torch.cat(shares).to(device)
+        return self._indices[key]
+
+    def positions(self, device: torch.device) -> Tensor:
+        """int64, (rows,)."""
+        if self.rows.positions is None:
+            return torch.arange(self.rows.first_slot, self.end, device=device)
+        return torch.tensor(self.rows.positions, device=device)
+
+    def group(self, block: Block, variants: frozenset[int]) -> RowGroup:
+        """The rows of `variants` as `block` sees them."""
+        key = (block.window, block.layer_type, block.device, variants)
+        if key not in self._groups:
+            self._groups[key] = self._make_group(block, variants)
+        return self._groups[key]
+
+    def _make_group(self, block: Block, variants: frozenset[int]) -> RowGroup:
+        first = self.rows.first_slot
+        n_positions = self.end if self.rows.positions is None else max(self.rows.positions) + 1
+        table = self.runtime.rotation(block.layer_type, block.device, n_positions)
+        cos = sin = None
+        if table is not None:
+            at = slice(first, self.end) if self.rows.positions is None else self.positions(block.device)
+            cos, sin = table[0][at][:, None], table[1][at][:, None]
+        spans: tuple[tuple[int, int, int], ...] = ((0, first, self.n),)
+        start, mask = self._mask(block)
+        if variants != self.every:
+            index = self.row_index(variants, block.device)
+            cos = None if cos is None else cos[index]
+            sin = None if sin is None else sin[index]
+            mask = None if mask is None else mask[index]
+            spans = tuple((i * self.share, first + v * self.share, self.share) for i, v in enumerate(sorted(variants)))
+        return RowGroup(cos, sin, spans, start, self.end, mask)
+
+    def _mask(self, block: Block) -> tuple[int, Tensor | None]:
+        """First slot to read and the additive mask over the slots from there, for all rows."""
+        window = block.window
+        if self.rows.visible is None and self.n == 1:
+            return (0 if window is None else max(0, self.end - window)), None
+        visible = self._visible()
+        if window is not None:
+            visible = visible & self._within(window)
+        mask = torch.zeros(visible.shape, dtype=self.runtime.dtype)
+        mask.masked_fill_(~visible, torch.finfo(self.runtime.dtype).min)
+        return 0, mask.to(block.device)
+
+    def _visible(self) -> Tensor:
+        """bool, (rows, end): by tree or chain alone, before any window."""
+        if self.rows.visible is not None:
+            return self.rows.visible
+        return torch.arange(self.end)[None] <= torch.arange(self.rows.first_slot, self.end)[:, None]
+
+    def _within(self, window: int) -> Tensor:
+        """bool, (rows, end): slots whose *position* is less than `window` behind the row's."""
+        own = self.positions(torch.device("cpu"))
+        slots = torch.cat((torch.arange(self.rows.first_slot), own))
+        return slots[None] > own[:, None] - window
