@@ -33,6 +33,11 @@ class DraftTree:
             parents += [step] * (len(offered) - 1)
         return cls(tuple(token_ids), tuple(parents), len(spine))
 
+    @classmethod
+    def chain(cls, token_ids: Sequence[int]) -> DraftTree:
+        """The tree of a draft without branches; the root first."""
+        return cls(tuple(token_ids), tuple(range(-1, len(token_ids) - 1)), len(token_ids) - 1)
+
     @property
     def n_nodes(self) -> int:
         """Rows that the target checks, root included."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from .buffer import KVBuffer
 from .families import Family
-
-Module = Callable[[Tensor], Tensor]
 
 
 def submodule(root: nn.Module, dotted: str | None) -> Any:
@@ -37,6 +35,21 @@ class RowGroup:
     mask: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The modules of one decoder layer."""
+
+    attn_norm: Any
+    qkv: tuple[Any, ...]
+    q_norm: Any
+    k_norm: Any
+    out: Any
+    attn_post: Any
+    mlp_norm: Any
+    mlp: Any
+    mlp_post: Any
+
+
 class Block:
     """The two sub-layers of one decoder layer, each with the norms around it."""
 
@@ -49,19 +62,23 @@ class Block:
         self.n_kv_heads = int(getattr(config, "num_key_value_heads", None) or self.n_heads)
         self.head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // self.n_heads)
         self.scaling = float(cast(Any, attn).scaling)
-        self._qkv = [cast(Module, attn.get_submodule(name)) for name in family.qkv]
         self._interleaved = family.projection == "heads"
-        self._out = cast(Module, attn.get_submodule(family.out))
-        self._q_norm = getattr(attn, "q_norm", None)
-        self._k_norm = getattr(attn, "k_norm", None)
-        self._attn_norm, self._attn_post = submodule(layer, family.attn_norm), submodule(layer, family.attn_post_norm)
-        self._mlp_norm, self._mlp_post = submodule(layer, family.mlp_norm), submodule(layer, family.mlp_post_norm)
-        self._mlp = cast(Module, layer.get_submodule(family.mlp))
+        self.parts = Parts(
+            attn_norm=submodule(layer, family.attn_norm),
+            qkv=tuple(attn.get_submodule(name) for name in family.qkv),
+            q_norm=getattr(attn, "q_norm", None),
+            k_norm=getattr(attn, "k_norm", None),
+            out=attn.get_submodule(family.out),
+            attn_post=submodule(layer, family.attn_post_norm),
+            mlp_norm=submodule(layer, family.mlp_norm),
+            mlp=layer.get_submodule(family.mlp),
+            mlp_post=submodule(layer, family.mlp_post_norm),
+        )
         self.device = next(attn.parameters()).device
 
     def attention(self, hidden: Tensor, group: RowGroup, buffer: KVBuffer) -> Tensor:
         """What attention adds to `hidden` (rows, hidden_size), after writing the rows' keys and values."""
-        query, key, value = self._project(self._attn_norm(hidden))
+        query, key, value = self._project(self.parts.attn_norm(hidden))
         if group.cos is not None and group.sin is not None:
             query, key = rotate(query, group.cos, group.sin), rotate(key, group.cos, group.sin)
         keys, values = buffer.keys[self.index], buffer.values[self.index]
@@ -71,29 +88,31 @@ class Block:
         mixed = attend(
             query, keys[:, group.start : group.end], values[:, group.start : group.end], group.mask, self.scaling
         )
-        out = self._out(mixed)
-        return out if self._attn_post is None else cast(Tensor, self._attn_post(out))
+        out = cast(Tensor, self.parts.out(mixed))
+        return out if self.parts.attn_post is None else cast(Tensor, self.parts.attn_post(out))
 
     def mlp(self, hidden: Tensor) -> Tensor:
         """What the MLP adds to `hidden` (rows, hidden_size)."""
-        out = self._mlp(self._mlp_norm(hidden))
-        return out if self._mlp_post is None else cast(Tensor, self._mlp_post(out))
+        out = cast(Tensor, self.parts.mlp(self.parts.mlp_norm(hidden)))
+        return out if self.parts.mlp_post is None else cast(Tensor, self.parts.mlp_post(out))
 
     def _project(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (rows, heads, head_dim), keys and values (rows, kv_heads, head_dim), normed where the family does."""
-        rows = normed.shape[0]
+        query, key, value = self.split_heads([project(normed) for project in self.parts.qkv])
+        if self.parts.q_norm is not None and self.parts.k_norm is not None:
+            query, key = self.parts.q_norm(query), self.parts.k_norm(key)
+        return query, key, value
+
+    def split_heads(self, projected: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """What the projections gave, (rows, width) each, as queries, keys and values by head."""
+        rows = projected[0].shape[0]
         if self._interleaved:
-            packed = self._qkv[0](normed).view(rows, self.n_heads, 3 * self.head_dim)
-            query, key, value = packed.chunk(3, dim=-1)
+            query, key, value = projected[0].view(rows, self.n_heads, 3 * self.head_dim).chunk(3, dim=-1)
             return query, key, value
-        if len(self._qkv) == 1:
+        if len(projected) == 1:
             kv = self.n_kv_heads * self.head_dim
-            flat = torch.split(self._qkv[0](normed), [self.n_heads * self.head_dim, kv, kv], dim=-1)
-        else:
-            flat = tuple(project(normed) for project in self._qkv)
-        query, key, value = (part.view(rows, -1, self.head_dim) for part in flat)
-        if self._q_norm is not None and self._k_norm is not None:
-            query, key = self._q_norm(query), self._k_norm(key)
+            projected = torch.split(projected[0], [self.n_heads * self.head_dim, kv, kv], dim=-1)
+        query, key, value = (part.view(rows, -1, self.head_dim) for part in projected)
         return query, key, value
 
 
