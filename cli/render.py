@@ -54,9 +54,10 @@ def layer_map(layer_set: LayerSet, width: int) -> Text:
 
 def map_caption(layer_set: LayerSet) -> str:
     """The map in numbers; short enough for 80 columns."""
-    n_searchable = 2 * max(0, layer_set.n_layers - 2)
     parts = f"{len(layer_set.skip_attn)} attention, {len(layer_set.skip_mlp)} MLP"
-    return f"{SKIPPED} skipped {layer_set.n_skipped} of {n_searchable}: {parts} (r = {layer_set.skip_ratio:.2f})"
+    return (
+        f"{SKIPPED} skipped {layer_set.n_skipped} of {layer_set.n_searched}: {parts} (r = {layer_set.skip_ratio:.2f})"
+    )
 
 
 def _block_length(n_layers: int, room: int) -> int:

@@ -2,7 +2,7 @@
 
 | paper | code                    | meaning, unit, range                                                    |
 |-------|-------------------------|-------------------------------------------------------------------------|
-| z     | `LayerSet`              | sub-layers the draft leaves out; 0-based; first and last layer are kept |
+| z     | `LayerSet`              | sub-layers the draft leaves out; 0-based; SWIFT keeps the ends    |
 | r     | `skip_ratio`            | skipped / searchable sub-layers, searchable = 2 (L - 2); [0, 1]         |
 | γ     | `context_window`        | generated tokens that score a layer set; tokens                         |
 | ε     | `stop_threshold`        | drafting stops after a token whose draft probability is below it        |
@@ -43,9 +43,9 @@ def searchable(n_layers: int) -> tuple[SubLayer, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LayerSet:
-    """Sub-layers the draft pass leaves out; 0-based, first and last layer always kept.
+    """Sub-layers the draft pass leaves out; 0-based. SWIFT keeps the first and last layer, Self-SD need not.
 
-    Raises: LayerSetError: a layer outside 1..n_layers-2 is named.
+    Raises: LayerSetError: a layer is named that the model does not have.
     """
 
     n_layers: int
@@ -53,11 +53,10 @@ class LayerSet:
     skip_mlp: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        stray = sorted(i for i in self.skip_attn | self.skip_mlp if not 0 < i < self.n_layers - 1)
+        stray = sorted(i for i in self.skip_attn | self.skip_mlp if not 0 <= i < self.n_layers)
         if stray:
             raise LayerSetError(
-                f"layer set skips layers {stray}, but of {self.n_layers} layers"
-                f" only 1..{self.n_layers - 2} may be skipped"
+                f"layer set skips layers {stray}, but of {self.n_layers} layers only 0..{self.n_layers - 1} may be skipped"
             )
 
     @classmethod
@@ -88,7 +87,13 @@ class LayerSet:
     @property
     def skip_ratio(self) -> float:
         """r: skipped / searchable sub-layers; 0 for a model with nothing to skip."""
-        return self.n_skipped / max(1, 2 * (self.n_layers - 2))
+        return self.n_skipped / max(1, self.n_searched)
+
+    @property
+    def n_searched(self) -> int:
+        """Sub-layers that the set was chosen from: those between the ends, or all where an end is left out."""
+        ends = {0, self.n_layers - 1} & (self.skip_attn | self.skip_mlp)
+        return 2 * self.n_layers if ends else 2 * max(0, self.n_layers - 2)
 
     def skips(self, kind: Literal["attn", "mlp"], layer: int) -> bool:
         """Whether that sub-layer is left out."""

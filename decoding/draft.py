@@ -79,6 +79,11 @@ class Draft:
         """Draft steps, as α counts them."""
         return self.tree.n_steps if self.n_drafted is None else self.n_drafted
 
+    @property
+    def n_rows(self) -> int:
+        """Rows of the target's pass."""
+        return self.tree.n_nodes + (len(self.riders.token_ids) if self.riders is not None else 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Walk:

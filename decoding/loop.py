@@ -150,13 +150,13 @@ def _round(context: Context, verifier: Verifier, drafting: Drafting, ending: End
     n_emitted = len(context.token_ids) - before
     n_accepted = min(len(walked.path), n_emitted, draft.n_steps)
     tally = context.tally
-    tally.add(draft.n_steps, draft.tree.n_nodes, n_accepted, draft.n_passes)
+    tally.add(draft.n_steps, draft.n_rows, n_accepted, draft.n_passes)
     tally.optimise_s += optimised - clock
     tally.draft_s += drafted - optimised
     tally.verify_s += verified - drafted
     if watch.after_round is not None:
         seconds = optimised - clock, drafted - optimised, verified - drafted
-        watch.after_round(context, Round(draft.n_steps, n_accepted, n_emitted, draft.tree.n_nodes, *seconds))
+        watch.after_round(context, Round(draft.n_steps, n_accepted, n_emitted, draft.n_rows, *seconds))
 
 
 def _check(context: Context, draft: Draft) -> Tensor | None:

@@ -29,9 +29,10 @@ class TokenRule:
     def __init__(self, sampling: Sampling, processors: LogitsProcessorList) -> None:
         self.greedy = sampling.greedy
         self.processors = processors
-        # Three streams, so that what a draft draws or a test decides never shifts the target's own draws.
+        # Three streams, so that what a draft draws or a test decides never shifts the target's own draws. They differ
+        # in their low 32 bits: a CPU generator reads no others of its seed.
         self._generator, self._draft_generator, self._accept_generator = (
-            torch.Generator().manual_seed((sampling.seed + stream) % 2**63) for stream in (0, 1 << 61, 1 << 62)
+            torch.Generator().manual_seed((sampling.seed ^ stream) % 2**63) for stream in (0, 0x9E3779B9, 0x85EBCA6B)
         )
 
     @classmethod

@@ -62,10 +62,15 @@ def test_sampling_out_of_range_is_refused(values: dict[str, Any]) -> None:
         Sampling(**values)
 
 
-def test_first_and_last_layer_cannot_be_skipped() -> None:
-    for layer in (0, 5, -1, 9):
-        with pytest.raises(LayerSetError, match=r"only 1\.\.4 may be skipped"):
+def test_only_layers_of_the_model_can_be_skipped() -> None:
+    for layer in (6, -1, 9):
+        with pytest.raises(LayerSetError, match=r"only 0\.\.5 may be skipped"):
             LayerSet(6, frozenset({layer}), frozenset())
+
+
+def test_a_set_without_an_end_was_chosen_from_all_sub_layers() -> None:
+    assert LayerSet(6, frozenset({0, 2}), frozenset({5})).skip_ratio == 3 / 12
+    assert LayerSet(6, frozenset({1, 2}), frozenset({4})).skip_ratio == 3 / 8
 
 
 def test_layer_set_survives_its_bits() -> None:

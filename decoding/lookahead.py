@@ -1,0 +1,173 @@
+"""Lookahead decoding: guesses at the tokens to come are refined beside the text; n-grams they pass through are drafted.
+
+Beside the draft, the target's pass runs a window of W columns and N - 1 levels. Column i of the oldest level guesses
+the token i behind the root (column 0 is the root), and each further level the token behind the one before it, as
+guessed one pass later. The argmax under each column completes an n-gram for the pool and becomes the newest level,
+while the oldest is dropped: after one committed token, every guess is again where it belongs. The n-grams that begin
+with the root's token are the next draft.
+
+Source: Fu et al. (arXiv:2402.02057), 3.1 and 3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..core.method_settings import LookaheadSettings
+from ..core.types import LayerSet
+from .context import Context
+from .draft import Draft, Drafting, Outcome, Riders
+from .tree import DraftTree
+
+
+class LookaheadDrafter:
+    """At most `guesses` (G) n-grams of `ngram` (N) tokens, from a window `window` (W) columns wide.
+
+    Pool and window hold argmaxes of passes over committed tokens and guesses. They depend on no draw of the round that
+    checks them, so that `TargetWalk` is exact at every temperature.
+    """
+
+    layer_set: LayerSet | None = None
+
+    def __init__(self, settings: LookaheadSettings) -> None:
+        self.settings = settings
+
+    def begin(self, context: Context) -> Drafting:
+        """See `Drafter`."""
+        return _Looking(self.settings, context)
+
+    def max_rows(self, room: int) -> int:
+        """See `Drafter`."""
+        own = self.settings
+        n_riders = max(n * (own.window + own.ngram - 1 - n) - 1 for n in range(1, own.ngram))
+        return 1 + own.guesses * min(room, own.ngram - 1) + n_riders
+
+
+class _Looking:
+    def __init__(self, settings: LookaheadSettings, context: Context) -> None:
+        self.context = context
+        self.pool = NgramPool(settings.guesses)
+        self.window = Window(settings, context.token_ids[: context.n_prompt])
+        self._looks = False  # whether the round in progress runs the window
+
+    def draft(self, room: int) -> Draft:
+        root = self.context.token_ids[-1]
+        tree = merged(root, self.pool.continuations(root), room)
+        # Guesses of a last round would come too late, and near the context's end there is no position for them.
+        fits = self.context.root_slot + self.window.reach < self.context.runtime.max_positions
+        self._looks = room > 1 and fits
+        return Draft(tree, riders=self.window.riders(root, tree.n_nodes) if self._looks else None)
+
+    def observe(self, outcome: Outcome) -> None:
+        if not self._looks:
+            return
+        assert outcome.logits is not None
+        cells = [0, *range(outcome.draft.tree.n_nodes, outcome.logits.shape[0])]  # the root is the window's first cell
+        newest = outcome.logits[cells[-self.window.width :]].max(dim=-1).indices.tolist()
+        for ngram in self.window.advance(newest):
+            self.pool.add(ngram)
+
+
+class NgramPool:
+    """The `size` latest n-grams for each first token."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._rest: dict[int, dict[tuple[int, ...], None]] = {}  # by first token, oldest first
+
+    def add(self, ngram: Sequence[int]) -> None:
+        """Put an n-gram in as the latest; the oldest of its first token makes room."""
+        rest, known = tuple(ngram[1:]), self._rest.setdefault(ngram[0], {})
+        known.pop(rest, None)
+        known[rest] = None
+        if len(known) > self.size:
+            del known[next(iter(known))]
+
+    def continuations(self, first: int) -> list[tuple[int, ...]]:
+        """What followed that token, latest first."""
+        return list(reversed(self._rest.get(first, {})))
+
+
+class Window:
+    """The guesses: `levels[j][i]` stands i + j tokens behind the root, `levels[0][0]` is the root.
+
+    A round that commits more than one token leaves the guesses that far behind: moving the columns along accepted
+    less in a small trial (SmolLM2-135M).
+
+    It begins with the oldest level alone, made of the prompt's last tokens and wide enough that each further level may
+    cost it a column until there are N - 1 levels of W columns.
+    """
+
+    def __init__(self, settings: LookaheadSettings, prompt_ids: Sequence[int]) -> None:
+        self.full = settings.ngram - 1
+        width = settings.window + self.full - 1
+        times = -(-width // len(prompt_ids))
+        self.levels = [(list(prompt_ids) * times)[-width:]]
+
+    @property
+    def n_levels(self) -> int:
+        """Levels held now."""
+        return len(self.levels)
+
+    @property
+    def width(self) -> int:
+        """Columns held now."""
+        return len(self.levels[0])
+
+    @property
+    def reach(self) -> int:
+        """How far behind the root the last guess stands."""
+        return self.width + self.n_levels - 2
+
+    def riders(self, root: int, n_nodes: int) -> Riders | None:
+        """All guesses but the root, level by level, as rows beside a tree of `n_nodes`; None where there is none."""
+        self.levels[0][0] = root
+        cells = [(level, column) for level in range(self.n_levels) for column in range(self.width)][1:]
+        if not cells:
+            return None
+        own = guess_mask(self.n_levels, self.width)
+        over_tree = torch.zeros((len(cells), n_nodes), dtype=torch.bool)
+        over_tree[:, 0] = True
+        token_ids = tuple(self.levels[level][column] for level, column in cells)
+        depths = tuple(level + column for level, column in cells)
+        return Riders(token_ids, depths, torch.cat((over_tree, own), dim=1))
+
+    def advance(self, newest: list[int]) -> list[tuple[int, ...]]:
+        """Take the argmaxes under the newest level as the next one; the n-grams that they complete."""
+        if self.n_levels < self.full:
+            self.levels = [level[1:] for level in (*self.levels, newest)]
+            return []
+        ngrams = list(zip(*self.levels, newest, strict=True))
+        self.levels = [*self.levels[1:], newest]
+        return ngrams
+
+
+@lru_cache(maxsize=64)
+def guess_mask(n_levels: int, width: int) -> Tensor:
+    """Which guesses each guess sees: the oldest level up to its own column, and its own column up to its own level.
+
+    Returns: bool, (guesses, guesses) in the order of `Window.riders`; not to be written to.
+    """
+    level = torch.arange(n_levels).repeat_interleave(width)[1:]
+    column = torch.arange(width).repeat(n_levels)[1:]
+    oldest = (level[None] == 0) & (column[None] <= column[:, None])
+    return oldest | (column[None] == column[:, None]) & (level[None] <= level[:, None])
+
+
+def merged(root: int, continuations: Sequence[Sequence[int]], room: int) -> DraftTree:
+    """The tree of all continuations, at most `room` deep, a shared beginning once; the first one is the first path."""
+    token_ids, parents, depth = [root], [-1], 0
+    known: dict[tuple[int, int], int] = {}
+    for continuation in continuations:
+        node = 0
+        for step, token_id in enumerate(continuation[:room], 1):
+            if (node, token_id) not in known:
+                known[node, token_id] = len(token_ids)
+                token_ids.append(token_id)
+                parents.append(node)
+            node, depth = known[node, token_id], max(depth, step)
+    return DraftTree(tuple(token_ids), tuple(parents), depth)

@@ -1,0 +1,98 @@
+"""Prompt lookup: where the text's end occurred before, what followed it there is the draft.
+
+A drafted token costs a row of the target's pass, so a draft is only as long as it is likely to stand. How likely is
+learnt from the text itself: at each of its tokens, the prompt's included, the match before it said what would come.
+"""
+
+from __future__ import annotations
+
+from ..core.method_settings import LookupSettings
+from ..core.types import LayerSet
+from .automaton import SuffixAutomaton
+from .context import Context
+from .draft import Draft, Drafting, Outcome
+from .tree import DraftTree
+
+WORTH = 0.1  # chance of standing from which on a token is drafted; about a row's cost over that of a token
+LONGEST = 8  # match lengths from here on are counted together
+PRIOR_TOKENS = 2  # how many observed tokens the prior weighs
+
+
+class LookupDrafter:
+    """What followed the longest earlier occurrence of the text's end, if at least `min_match` tokens match.
+
+    The cost of a round does not grow with the context. The draft is a function of the committed text, so that
+    `TargetWalk` is exact at every temperature.
+    """
+
+    layer_set: LayerSet | None = None
+
+    def __init__(self, settings: LookupSettings) -> None:
+        self.settings = settings
+
+    def begin(self, context: Context) -> Drafting:
+        """See `Drafter`."""
+        return _LookingUp(self.settings, context)
+
+    def max_rows(self, room: int) -> int:
+        """See `Drafter`."""
+        return 1 + min(room, self.settings.max_draft_length)
+
+
+class _LookingUp:
+    def __init__(self, settings: LookupSettings, context: Context) -> None:
+        self.settings, self.context = settings, context
+        self.text = SuffixAutomaton()
+        self.rates = HitRates()
+
+    def draft(self, room: int) -> Draft:
+        """The first call reads the prompt, so that this counts as drafting; later ones read the new tokens only."""
+        for token_id in self.context.token_ids[len(self.text.token_ids) :]:
+            self._read(token_id)
+        followed: list[int] = []
+        if self.text.match_length >= self.settings.min_match:
+            start = self.text.match_end
+            followed = self.text.token_ids[start : start + self._length(min(room, self.settings.max_draft_length))]
+        return Draft(DraftTree.grow(self.context.token_ids[-1], [(token_id,) for token_id in followed]))
+
+    def observe(self, outcome: Outcome) -> None:
+        """There is nothing in an outcome that the committed text does not say."""
+
+    def _read(self, token_id: int) -> None:
+        text = self.text
+        if text.match_length:
+            self.rates.learn(text.match_length, text.token_ids[text.match_end] == token_id)
+        text.extend(token_id)
+
+    def _length(self, most: int) -> int:
+        """How many tokens are worth drafting: until the chance that all of them stand falls below `WORTH`."""
+        chance, n = 1.0, 0
+        while n < most:
+            chance *= self.rates.rate(self.text.match_length + n)  # each token that stands makes the match longer
+            if chance < WORTH:
+                break
+            n += 1
+        return n
+
+
+class HitRates:
+    """How often the token that followed a match came again, by the match's length.
+
+    Before anything is seen, a match of m tokens is right with chance m / (m + 1).
+    """
+
+    def __init__(self) -> None:
+        self._seen = [0] * (LONGEST + 1)
+        self._hits = [0] * (LONGEST + 1)
+
+    def learn(self, match_length: int, hit: bool) -> None:
+        """A match of that length was right, or was not."""
+        length = min(match_length, LONGEST)
+        self._seen[length] += 1
+        self._hits[length] += hit
+
+    def rate(self, match_length: int) -> float:
+        """The chance that a match of that length is right."""
+        length = min(match_length, LONGEST)
+        expected = PRIOR_TOKENS * length / (length + 1)
+        return (self._hits[length] + expected) / (self._seen[length] + PRIOR_TOKENS)

@@ -1,0 +1,101 @@
+"""Several sequences drafted side by side, a level of all of them per pass (SpecTr, SpecInfer, MCSS)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..core.types import LayerSet
+from .context import Context
+from .draft import Draft, Drafting, Offer, Outcome
+from .models import DraftModel
+from .ratio import remaining
+from .rule import TokenRule
+from .tree import DraftTree
+
+
+class SequencesDrafter:
+    """`sequences` continuations of `draft_length` tokens each, equal beginnings merged into one tree.
+
+    With `replacement` they are independent samples of the draft (SpecTr, SpecInfer). Without, draws under one node
+    exclude each other: the sequences differ from their first token on, fewer of them where fewer tokens have any
+    probability (MCSS). A greedy request gets the limit of both: the argmax chain, or one from each of the most
+    probable first tokens, chosen without chance.
+    """
+
+    def __init__(self, model: DraftModel, sequences: int, draft_length: int, replacement: bool) -> None:
+        self.model, self.sequences, self.draft_length, self.replacement = model, sequences, draft_length, replacement
+
+    @property
+    def layer_set(self) -> LayerSet | None:
+        """See `Drafter`."""
+        return self.model.layer_set
+
+    def begin(self, context: Context) -> Drafting:
+        """See `Drafter`."""
+        return _Sequences(self, context)
+
+    def max_rows(self, room: int) -> int:
+        """See `Drafter`."""
+        return 1 + min(room, self.draft_length) * self.sequences
+
+
+class _Sequences:
+    def __init__(self, drafter: SequencesDrafter, context: Context) -> None:
+        self.drafter, self.context = drafter, context
+        self.passes = drafter.model.begin(context)
+
+    def draft(self, room: int) -> Draft:
+        # Node numbers are slots: a level of the tree is a pass, and the last one is not run by the draft model at all.
+        token_ids, parents, offers = [self.context.token_ids[-1]], [-1], {}  # type: list[int], list[int], dict[int, Offer]
+        depth = min(room, self.drafter.draft_length)
+        level = {0: self.drafter.sequences}  # the newest nodes, and how many sequences pass through each
+        self.passes.restart()
+        for _ in range(depth):
+            nodes = tuple(level)
+            logits = self.passes.extend([token_ids[n] for n in nodes], [parents[n] for n in nodes])
+            following: dict[int, int] = {}
+            for node, row in zip(nodes, logits, strict=True):
+                drawn, offer = self._draw(_path(node, token_ids, parents), row, level[node])
+                if offer is not None:
+                    offers[node] = offer
+                for token_id in dict.fromkeys(drawn):
+                    following[len(token_ids)] = drawn.count(token_id)
+                    token_ids.append(token_id)
+                    parents.append(node)
+            level = following
+        return Draft(DraftTree(tuple(token_ids), tuple(parents), depth), offers)
+
+    def observe(self, outcome: Outcome) -> None:
+        pass
+
+    def _draw(self, path: Sequence[int], logits: Tensor, n: int) -> tuple[tuple[int, ...], Offer | None]:
+        """The next token of each of `n` sequences, and what they were drawn from if they were."""
+        rule, replacement = self.context.rule, self.drafter.replacement
+        scores = rule.scores([*self.context.token_ids, *path] if rule.processors else (), logits)
+        if rule.greedy:
+            token_id, _ = rule.confidence(scores)
+            return ((token_id,) * n if replacement else rule.candidates(scores, token_id, n)), None
+        probs = torch.softmax(scores.double(), dim=-1).cpu()
+        drawn = tuple(rule.draw_draft(probs) for _ in range(n)) if replacement else draw_apart(rule, probs, n)
+        return drawn, Offer(drawn, probs, replacement)
+
+
+def draw_apart(rule: TokenRule, probs: Tensor, n: int) -> tuple[int, ...]:
+    """Up to `n` different indices of `probs` (any,), one after another from what is left; fewer where that is 0."""
+    drawn: tuple[int, ...] = ()
+    while len(drawn) < n and float(probs.sum()) > 0.0:
+        drawn += (rule.draw_draft(probs),)
+        probs = remaining(probs, drawn[-1])
+    return drawn
+
+
+def _path(node: int, token_ids: Sequence[int], parents: Sequence[int]) -> list[int]:
+    """The tokens from below the root to `node`, its own included."""
+    path: list[int] = []
+    while node > 0:
+        path.append(token_ids[node])
+        node = parents[node]
+    return path[::-1]

@@ -1,0 +1,147 @@
+"""Self-SD's offline search: Bayesian optimisation over all 2L sub-layers, each candidate by the tokens per second it gives.
+
+Source: Draft & Verify (arXiv:2309.08168), Eq. 1 and section 3.2; SWIFT 3.1 on its cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from bayes_opt import BayesianOptimization
+from bayes_opt.acquisition import UpperConfidenceBound
+
+from ..core.errors import InvalidInput
+from ..core.method_settings import SelfSdSettings
+from ..core.types import LayerSet, Prompt
+from ..decoding.method import Method
+from ..decoding.methods import Parts, build
+from ..decoding.session import Session
+
+MAX_STEPS = 200  # AdaDecode, appendix C; Draft & Verify itself takes 1,000
+N_PROMPTS = 4  # evaluation prompts, as there
+SKIPPED = 0.5  # a sub-layer is left out where its coordinate exceeds this
+KAPPA = 2.5
+START_RATIOS = (0.2, 0.35, 0.5)  # of evenly spaced sub-layers, tried before anything else
+MAX_POINTS = 300  # that the Gaussian process is fitted to; a fit grows with their cube
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One layer set and the tokens per second that Self-SD made with it; `plain` is plain decoding's, run beside it."""
+
+    layer_set: LayerSet
+    tok_s: float
+    plain_tok_s: float
+
+    @property
+    def ratio(self) -> float:
+        """Times as fast as plain decoding."""
+        return self.tok_s / self.plain_tok_s
+
+
+@dataclass(frozen=True, slots=True)
+class SelfSdSearch:
+    """The outcome of a search: its best candidate, and all of them in the order tried."""
+
+    best: Candidate
+    candidates: tuple[Candidate, ...]
+    seconds: float
+
+
+def search(
+    session: Session,
+    prompts: Sequence[Prompt],
+    settings: SelfSdSettings | None = None,
+    max_steps: int = MAX_STEPS,
+    budget_s: float = float("inf"),
+    seed: int = 0,
+    on_candidate: Callable[[int, Candidate], None] | None = None,
+) -> SelfSdSearch:
+    """Find the layer set with which Self-SD is fastest on `prompts`, which are decoded once per candidate.
+
+    DEVIATION: the search starts from evenly spaced sets, for of the random halves that the cube's points mean few give
+    one accepted token, and a search of some dozen steps would learn nothing else. What is maximised is the ratio to a
+    plain run made right after each candidate, not tokens per second alone: a machine that slows down would be learnt as a bad layer set.
+
+    Args:   budget_s: no candidate is begun after so many seconds.
+    Raises: InvalidInput: there is no prompt, or the model has no sub-layer to leave out.
+    """
+    n_layers = session.runtime.n_layers
+    if not prompts or not n_layers:
+        raise InvalidInput("a search needs prompts to decode: give a stream with at least one")
+    started = perf_counter()
+    settings = settings or SelfSdSettings()
+    chooser = _Chooser(n_layers, seed)
+    candidates: list[Candidate] = []
+    while not candidates or (len(candidates) < max_steps and perf_counter() - started < budget_s):
+        layer_set = chooser.propose()
+        method = build("self-sd", Parts(session.runtime, layer_set), settings)
+        plain = build("plain", Parts(session.runtime))
+        candidate = Candidate(layer_set, *(_speed(session, prompts, each) for each in (method, plain)))
+        chooser.observe(candidate)
+        candidates.append(candidate)
+        if on_candidate is not None:
+            on_candidate(len(candidates), candidate)
+    best = max(candidates, key=lambda candidate: candidate.ratio)
+    return SelfSdSearch(best, tuple(candidates), perf_counter() - started)
+
+
+class _Chooser:
+    """bayesian-optimization over the cube of 2L coordinates, attention first."""
+
+    def __init__(self, n_layers: int, seed: int) -> None:
+        self.n_layers = n_layers
+        self._names = [f"x{i:04}" for i in range(2 * n_layers)]
+        self._acquire = UpperConfidenceBound(kappa=KAPPA)
+        self._seed = seed
+        self._points: list[tuple[np.ndarray[Any, Any], float]] = []
+        inner = 2 * max(0, n_layers - 2)
+        self._starts = [LayerSet.uniform(n_layers, round(share * inner)) for share in START_RATIOS]
+        self._asked: np.ndarray[Any, Any] | None = None
+
+    def propose(self) -> LayerSet:
+        if self._starts:
+            layer_set = self._starts.pop(0)
+            bits = [layer_set.skips("attn", i) for i in range(self.n_layers)]
+            bits += [layer_set.skips("mlp", i) for i in range(self.n_layers)]
+            self._asked = np.where(bits, 0.75, 0.25)
+        else:
+            self._asked = self._suggest()
+        left_out = np.flatnonzero(self._asked > SKIPPED)
+        attn = frozenset(int(i) for i in left_out if i < self.n_layers)
+        mlp = frozenset(int(i) - self.n_layers for i in left_out if i >= self.n_layers)
+        return LayerSet(self.n_layers, attn, mlp)
+
+    def observe(self, candidate: Candidate) -> None:
+        assert self._asked is not None
+        self._points.append((self._asked, candidate.ratio))
+
+    def _suggest(self) -> np.ndarray[Any, Any]:
+        optimizer = BayesianOptimization(
+            f=None,
+            pbounds={name: (0.0, 1.0) for name in self._names},
+            acquisition_function=self._acquire,
+            random_state=self._seed + len(self._points),
+            allow_duplicate_points=True,
+            verbose=0,
+        )
+        best = sorted(self._points, key=lambda point: -point[1])[: MAX_POINTS // 2]
+        latest = self._points[-MAX_POINTS // 2 :]
+        for point, value in {id(kept): kept for kept in (*best, *latest)}.values():
+            optimizer.space.register(point, value)
+        suggestion = optimizer.suggest()
+        return np.array([suggestion[name] for name in self._names])
+
+
+def _speed(session: Session, prompts: Sequence[Prompt], method: Method) -> float:
+    """Tokens per second of whole requests."""
+    tokens, seconds = 0, 0.0
+    for prompt in prompts:
+        done = next(iter(session.run(prompt, method)))[1]
+        tokens += done.n_tokens
+        seconds += done.timings.total_s
+    return tokens / max(seconds, 1e-9)

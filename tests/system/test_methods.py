@@ -1,0 +1,171 @@
+"""Laws that every decoding method of the catalogue keeps, whatever it drafts with."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from functools import cache
+
+import pytest
+import torch
+from families import VOCAB, tiny_runtime
+
+from swiftopt.core.errors import InvalidInput, LayerSetError, SettingsError
+from swiftopt.core.methods import METHODS
+from swiftopt.core.types import Completion, LayerSet, Sampling
+from swiftopt.decoding.context import Ending
+from swiftopt.decoding.loop import decode
+from swiftopt.decoding.method import PLAIN, Method
+from swiftopt.decoding.methods import Parts, build
+from swiftopt.decoding.rule import TokenRule
+from swiftopt.models.learned import Heads, Probe
+from swiftopt.models.rows import Rows
+from swiftopt.models.runtime import Runtime
+
+N_NEW = 24
+LOSSLESS = [info.name for info in METHODS.values() if not info.lossy]
+LOSSY = [info.name for info in METHODS.values() if info.lossy]
+WITH_A_MODEL = [info.name for info in METHODS.values() if info.drafts_with_model]
+FAMILIES = ["llama", "mistral-window", "gemma3", "gpt2", "gpt_neox"]
+
+
+@cache
+def parts(family: str = "llama", with_model: bool = False) -> Parts:
+    runtime = tiny_runtime(family)
+    width, dtype = runtime.config.hidden_size, runtime.dtype
+    generator = torch.Generator().manual_seed(3)
+    heads = Heads({depth: torch.eye(width, dtype=dtype) * 3 for depth in (1, 2)})
+    probe = Probe(1, torch.randn(width, generator=generator), 0.5)
+    draft = tiny_runtime(family, seed=1) if with_model else None
+    return Parts(runtime, LayerSet(4, frozenset({1}), frozenset({2})), heads, probe, draft)
+
+
+def prompt(seed: int) -> list[int]:
+    """Words that repeat, so that looking them up finds something."""
+    rng = random.Random(seed)
+    words = [rng.randrange(2, VOCAB) for _ in range(6)]
+    return words * 3
+
+
+def run(method: Method, runtime: Runtime, ids: list[int], sampling: Sampling, n_new: int = N_NEW) -> Completion:
+    return decode(runtime, ids, method, TokenRule.of(sampling, None), Ending(n_new))
+
+
+def cases(names: list[str]) -> list[tuple[str, bool]]:
+    return [(name, False) for name in names] + [(name, True) for name in names if name in WITH_A_MODEL]
+
+
+@pytest.mark.parametrize(("name", "with_model"), cases(LOSSLESS))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_output_is_that_of_plain_decoding(name: str, with_model: bool, family: str) -> None:
+    own = parts(family, with_model)
+    method = build(name, own)
+    assert method.name == name and not method.lossy
+    for seed in range(2):
+        done, plain = (run(m, own.runtime, prompt(seed), Sampling()) for m in (method, PLAIN))
+        assert done.token_ids == plain.token_ids and not done.lossy
+        # a pass of the target gives a token at least; of a repetition penalty nothing is asked here
+        assert done.target_passes <= plain.target_passes
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_a_repetition_penalty_holds_for_drafts_too(name: str) -> None:
+    own, sampling = parts(), Sampling(repetition_penalty=1.5)
+    done, plain = (run(m, own.runtime, prompt(4), sampling) for m in (build(name, own), PLAIN))
+    assert done.token_ids == plain.token_ids
+
+
+@cache
+def exact(runtime: Runtime, ids: tuple[int, ...], sampling: Sampling, length: int) -> dict[tuple[int, ...], float]:
+    """Probability of every continuation of that length, pass by pass."""
+    rule = TokenRule.of(sampling, None)
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(length):
+        grown = {}
+        for path, weight in found.items():
+            text = [*ids, *path]
+            logits = runtime.forward(Rows(text, 0), runtime.new_buffer(len(text)))[-1]
+            probs = rule.probs(text, logits)
+            grown |= {(*path, int(t)): weight * float(probs[t]) for t in probs.nonzero()[:, 0]}
+        found = grown
+    return found
+
+
+@pytest.mark.parametrize(("name", "with_model"), cases(LOSSLESS))
+def test_sampled_output_has_the_target_distribution(name: str, with_model: bool) -> None:
+    """300 seeded requests of 3 tokens under top-k 3: chi-square over the merged outcomes below the 1 - 1e-5 quantile.
+
+    The seeds are fixed, so a pass stays a pass; of 23 right implementations one fails by chance in 4,000 choices.
+    """
+    own, ids, length = parts("llama", with_model), prompt(1), 3
+    method, n = build(name, own), 300
+    expected = exact(own.runtime, tuple(ids), Sampling(temperature=1.3, top_k=3), length)
+    counts: dict[tuple[int, ...], int] = {}
+    for seed in range(n):
+        done = run(method, own.runtime, ids, Sampling(temperature=1.3, top_k=3, seed=seed), length)
+        counts[done.token_ids] = counts.get(done.token_ids, 0) + 1
+    assert set(counts) <= set(expected)
+    merged: list[list[float]] = [[0.0, 0.0]]
+    for path, probability in sorted(expected.items(), key=lambda item: item[1]):
+        if merged[-1][0] >= 8:  # expected counts of a bin
+            merged.append([0.0, 0.0])
+        merged[-1][0] += n * probability
+        merged[-1][1] += counts.get(path, 0)
+    chi_square = sum((seen - wanted) ** 2 / wanted for wanted, seen in merged)
+    degrees = len(merged) - 1
+    # Wilson-Hilferty: the normal quantile of 1 - 1e-5 is 4.265
+    bound = degrees * (1 - 2 / (9 * degrees) + 4.265 * (2 / (9 * degrees)) ** 0.5) ** 3
+    assert degrees >= 5 and chi_square < bound
+
+
+@pytest.mark.parametrize(("name", "with_model"), cases(LOSSY))
+def test_lossy_methods_say_so(name: str, with_model: bool) -> None:
+    own = parts("llama", with_model)
+    method = build(name, own)
+    done = run(method, own.runtime, prompt(2), Sampling())
+    assert method.lossy and done.lossy and done.n_tokens == N_NEW
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_length_is_kept_exactly(name: str) -> None:
+    own = parts()
+    method = build(name, own)
+    for n_new, seed in itertools.product((1, 2, 3, 7), (0, 1)):
+        sampling = Sampling(temperature=0.8 * seed, seed=seed)
+        assert run(method, own.runtime, prompt(seed), sampling, n_new).n_tokens == n_new
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_stop_token_ends_the_text_whoever_drafts(name: str) -> None:
+    own = parts()
+    stop = run(PLAIN, own.runtime, prompt(0), Sampling()).token_ids[4]
+    done = decode(
+        own.runtime, prompt(0), build(name, own), TokenRule.of(Sampling(), None), Ending(N_NEW, frozenset({stop}))
+    )
+    assert stop not in done.token_ids[:-1] and (done.finish_reason == "stop") == (done.token_ids[-1] == stop)
+    if name in LOSSLESS:
+        assert done.finish_reason == "stop"
+
+
+def test_a_method_without_its_pieces_says_which_command_makes_them() -> None:
+    bare = Parts(parts().runtime)
+    for name, words in (("adadecode", "heads train"), ("adaspeed-probe", "probe train"), ("swift", "tune one first")):
+        with pytest.raises(SettingsError, match=words):
+            build(name, bare)
+
+
+def test_a_draft_model_with_other_tokens_is_refused() -> None:
+    class Words:
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 0}
+
+    own = parts()
+    draft = tiny_runtime("llama", seed=1)
+    draft.tokenizer = Words()
+    with pytest.raises(InvalidInput, match="other tokens than the target's"):
+        build("spd", Parts(own.runtime, draft_runtime=draft))
+
+
+def test_a_layer_set_of_another_depth_is_refused() -> None:
+    with pytest.raises(LayerSetError, match="is for 6 layers"):
+        build("self-sd", Parts(parts().runtime, LayerSet(6, frozenset({1}))))

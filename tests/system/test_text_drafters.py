@@ -1,0 +1,284 @@
+"""Drafts that need no draft model: prompt lookup, Jacobi and Lookahead give the tokens of plain decoding."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+from families import CONFIGS, VOCAB, tiny_runtime
+
+from swiftopt.core.method_settings import JacobiSettings, LookaheadSettings, LookupSettings
+from swiftopt.core.types import Completion, LayerSet, Sampling
+from swiftopt.decoding.automaton import SuffixAutomaton
+from swiftopt.decoding.context import Context, Ending
+from swiftopt.decoding.draft import Draft, Drafter, Drafting, Outcome, Walk
+from swiftopt.decoding.jacobi import JacobiDrafter
+from swiftopt.decoding.lookahead import LookaheadDrafter, NgramPool, Window, merged
+from swiftopt.decoding.lookup import HitRates, LookupDrafter
+from swiftopt.decoding.loop import decode
+from swiftopt.decoding.method import PLAIN, Method
+from swiftopt.decoding.rule import TokenRule
+from swiftopt.decoding.tree import DraftTree, ancestor_mask
+from swiftopt.models.rows import Rows
+from swiftopt.models.runtime import Runtime
+
+N_NEW = 48
+GREEDY, SAMPLED = Sampling(), Sampling(temperature=0.3, top_p=0.9, seed=5)
+DRAFTERS: dict[str, Drafter] = {
+    "lookup": LookupDrafter(LookupSettings()),
+    "lookup-from-one": LookupDrafter(LookupSettings(max_draft_length=4, min_match=1)),
+    "jacobi": JacobiDrafter(JacobiSettings()),
+    "jacobi-narrow": JacobiDrafter(JacobiSettings(window=1)),
+    "lookahead": LookaheadDrafter(LookaheadSettings()),
+    "lookahead-bigrams": LookaheadDrafter(LookaheadSettings(ngram=2, window=3, guesses=2)),
+    "lookahead-deep": LookaheadDrafter(LookaheadSettings(ngram=6, window=2, guesses=5)),
+    "lookahead-least": LookaheadDrafter(LookaheadSettings(ngram=2, window=1, guesses=1)),
+}
+
+
+class Watched:
+    """A drafter whose drafts are kept, each checked against what it promised to need."""
+
+    layer_set: LayerSet | None = None
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.drafts: list[Draft] = []
+
+    def begin(self, context: Context) -> Drafting:
+        return _Watching(self, context)
+
+    def max_rows(self, room: int) -> int:
+        return self.drafter.max_rows(room)
+
+
+class _Watching:
+    def __init__(self, watched: Watched, context: Context) -> None:
+        self.watched, self.drafting = watched, watched.drafter.begin(context)
+
+    def draft(self, room: int) -> Draft:
+        draft = self.drafting.draft(room)
+        n_riders = 0 if draft.riders is None else len(draft.riders.token_ids)
+        assert draft.tree.n_nodes + n_riders <= self.watched.max_rows(room)
+        assert draft.n_steps == max(draft.tree.depths()) <= room
+        self.watched.drafts.append(draft)
+        return draft
+
+    def observe(self, outcome: Outcome) -> None:
+        self.drafting.observe(outcome)
+
+
+def repetitive(seed: int, length: int = 24) -> list[int]:
+    """A prompt that says the same few words again and again."""
+    rng = random.Random(seed)
+    phrase = [rng.randrange(2, VOCAB) for _ in range(6)]
+    return (phrase * length)[:length]
+
+
+def run(runtime: Runtime, ids: list[int], method: Method, sampling: Sampling, n_new: int = N_NEW) -> Completion:
+    return decode(runtime, ids, method, TokenRule.of(sampling, None), Ending(n_new))
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_text_drafters_equal_plain_decoding(family: str, name: str, sampling: Sampling) -> None:
+    runtime = tiny_runtime(family)
+    ids = repetitive(1)
+    watched = Watched(DRAFTERS[name])
+    plain, fast = run(runtime, ids, PLAIN, sampling), run(runtime, ids, Method(name, watched), sampling)
+    assert fast.token_ids == plain.token_ids
+    assert fast.target_passes == len(watched.drafts) <= plain.target_passes
+
+
+@pytest.mark.parametrize("name", [name for name in DRAFTERS if name != "lookahead-least"])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_text_drafters_accept_something_somewhere(name: str, sampling: Sampling) -> None:
+    """Guards the parity test: it must cross acceptance, several tokens deep where the draft is."""
+    done = [
+        run(tiny_runtime(family), repetitive(1), Method(name, DRAFTERS[name]), sampling)
+        for family in ("llama", "qwen2-window", "gemma3", "gpt2")
+    ]
+    assert sum(one.accepted for one in done) > 0
+    assert sum(one.target_passes for one in done) < sum(one.n_tokens - one.first_tokens for one in done)
+
+
+def test_lookahead_accepts_a_branch_beside_the_first_path() -> None:
+    """Guards the parity test: it must cross the path that moves rows over those of other branches and riders."""
+    beside = 0
+
+    class Noting(_Watching):
+        def observe(self, outcome: Outcome) -> None:
+            nonlocal beside
+            beside += any(node != depth for depth, node in enumerate(outcome.walk.path, 1))
+            super().observe(outcome)
+
+    class Noted(Watched):
+        def begin(self, context: Context) -> Drafting:
+            return Noting(self, context)
+
+    for family in ("llama", "gemma3", "gpt2"):
+        for sampling in (GREEDY, SAMPLED):
+            run(tiny_runtime(family), repetitive(1), Method("lookahead", Noted(DRAFTERS["lookahead"])), sampling)
+    assert beside > 0
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_text_drafters_fill_the_context_to_its_last_position(family: str, name: str) -> None:
+    runtime = tiny_runtime(family)
+    ids = repetitive(2, runtime.max_positions - 20)
+    plain = run(runtime, ids, PLAIN, GREEDY, 20)
+    assert run(runtime, ids, Method(name, DRAFTERS[name]), GREEDY, 20).token_ids == plain.token_ids
+
+
+def test_a_repetition_penalty_leaves_text_drafters_exact() -> None:
+    runtime, sampling = tiny_runtime("llama"), Sampling(repetition_penalty=1.3)
+    plain = run(runtime, repetitive(1), PLAIN, sampling)
+    for name, drafter in DRAFTERS.items():
+        assert run(runtime, repetitive(1), Method(name, drafter), sampling).token_ids == plain.token_ids
+
+
+def begun(runtime: Runtime, ids: list[int], drafter: Drafter) -> tuple[Context, Drafting]:
+    context = Context(runtime, runtime.new_buffer(1), TokenRule.of(GREEDY, None), ids, len(ids))
+    return context, drafter.begin(context)
+
+
+def test_a_lookup_round_reads_only_what_is_new() -> None:
+    """Counted in the automaton's work: a hundred rounds cost what a hundred tokens of the prompt did."""
+    rng = random.Random(7)
+    text = [int(60 * rng.random() ** 2) for _ in range(6_000)]
+    context, drafting = begun(tiny_runtime("llama"), text[:-200], LookupDrafter(LookupSettings()))
+    drafting.draft(10)
+    automaton: SuffixAutomaton = drafting.text  # type: ignore[attr-defined]
+    prompt_moves, n_prompt = automaton.n_moves, len(context.token_ids)
+    for start in range(n_prompt, len(text), 2):
+        context.token_ids += text[start : start + 2]
+        drafting.draft(10)
+        assert automaton.token_ids == context.token_ids
+    assert automaton.n_moves - prompt_moves <= 200 * 1.5 * prompt_moves / n_prompt
+
+
+def test_lookup_drafts_what_followed_the_match_within_its_limits() -> None:
+    text = [5, 6, 7, 8, 9, 10, 11, 12, 13, 5, 6, 7, 8]
+    runtime = tiny_runtime("llama")
+
+    def drafted(room: int, settings: LookupSettings) -> tuple[int, ...]:
+        return begun(runtime, list(text), LookupDrafter(settings))[1].draft(room).tree.token_ids[1:]
+
+    longest = drafted(10, LookupSettings())
+    assert longest == (9, 10, 11, 12, 13, 5, 6, 7, 8)[: len(longest)] and len(longest) > 3
+    assert drafted(2, LookupSettings()) == longest[:2]
+    assert drafted(10, LookupSettings(max_draft_length=1)) == longest[:1]
+    assert drafted(10, LookupSettings(min_match=4)) == longest
+    assert drafted(10, LookupSettings(min_match=5)) == ()
+
+
+def test_lookup_drafts_less_from_matches_that_misled() -> None:
+    rng = random.Random(5)
+    misleading = [token for _ in range(60) for token in (90, 91, rng.randrange(2, 80))]
+    faithful = [2, 3, 4, 90, 91, 5, 6, 7, 8] * 20
+    lengths = [
+        begun(tiny_runtime("llama"), [*text, 90, 91], LookupDrafter(LookupSettings()))[1].draft(10).n_steps
+        for text in (misleading, faithful)
+    ]
+    assert lengths[0] < 3 and lengths[1] == 10
+
+
+def test_hit_rates_follow_what_is_seen() -> None:
+    rates = HitRates()
+    assert rates.rate(1) == 0.5 < rates.rate(4) < rates.rate(50) < 1
+    for _ in range(100):
+        rates.learn(1, True)
+        rates.learn(4, False)
+    assert rates.rate(1) > 0.95 and rates.rate(4) < 0.05
+
+
+def test_jacobi_keeps_the_argmaxes_behind_the_accepted_part() -> None:
+    _, drafting = begun(tiny_runtime("llama"), [3, 4], JacobiDrafter(JacobiSettings(window=4)))
+    draft = drafting.draft(10)
+    assert draft.tree.token_ids == (4, 4, 4, 4, 4)
+    logits = torch.nn.functional.one_hot(torch.tensor([10, 11, 12, 13, 14]), VOCAB).double()
+    drafting.observe(Outcome(draft, Walk((1,), (4, 11)), logits))
+    assert drafting.draft(10).tree.token_ids[1:] == (12, 13, 14, 14)
+    assert drafting.draft(2).tree.token_ids[1:] == (12, 13)
+    drafting.observe(Outcome(draft, Walk((1, 2, 3, 4), (4, 4, 4, 4, 14)), logits))
+    assert drafting.draft(10).tree.token_ids[1:] == (14, 14, 14, 14)
+
+
+def successor(token_id: int) -> int:
+    return (3 * token_id + 1) % VOCAB
+
+
+@pytest.mark.parametrize(
+    "settings", [LookaheadSettings(), LookaheadSettings(ngram=2), LookaheadSettings(ngram=7, window=2)]
+)
+def test_lookahead_ngrams_are_the_trajectories_of_their_guesses(settings: LookaheadSettings) -> None:
+    """With a model that looks at the last token only, each n-gram must be a chain of its predictions."""
+    window = Window(settings, [11, 12, 13])
+    root, seen = 13, 0
+    for _ in range(3 * settings.ngram):
+        window.riders(root, 1)
+        assert window.levels[0][0] == root
+        ngrams = window.advance([successor(token_id) for token_id in window.levels[-1]])
+        root = successor(root)
+        seen += len(ngrams)
+        assert all(len(ngram) == settings.ngram for ngram in ngrams)
+        for column, ngram in enumerate(ngrams):
+            chain = ngram if column else ngram[1:]  # the first guess of column 0 gave way to the root
+            assert all(after == successor(before) for before, after in pairwise(chain))
+    assert seen > settings.window and (window.n_levels, window.width) == (settings.ngram - 1, settings.window)
+
+
+def columns(window: Window) -> Iterator[tuple[int, list[int]]]:
+    """Each guess's row behind the tree, and the tokens after the root that it is to see, its own last."""
+    cells = [(level, column) for level in range(window.n_levels) for column in range(window.width)][1:]
+    for row, (level, column) in enumerate(cells):
+        yield row, window.levels[0][1 : column + 1] + [window.levels[j][column] for j in range(1, level + 1)]
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_lookahead_window_equals_each_column_alone(family: str) -> None:
+    runtime = tiny_runtime(family)
+    rng = random.Random(9)
+    ids = [rng.randrange(2, VOCAB) for _ in range(20)]
+    window = Window(LookaheadSettings(ngram=4, window=3), ids)
+    for _ in range(2):
+        window.advance([rng.randrange(2, VOCAB) for _ in range(window.width)])
+    tree = merged(ids[-1], [(5, 6, 7), (5, 8), (9,)], 3)
+    riders = window.riders(ids[-1], tree.n_nodes)
+    assert riders is not None and (window.n_levels, window.width) == (3, 3)
+    buffer, root = runtime.new_buffer(64), len(ids) - 1
+    runtime.prefill(ids[:-1], buffer)
+    n_nodes, n_rows = tree.n_nodes, tree.n_nodes + len(riders.token_ids)
+    visible = torch.zeros((n_rows, root + n_rows), dtype=torch.bool)
+    visible[:, :root] = True
+    visible[:n_nodes, root : root + n_nodes] = ancestor_mask(tree.parents)
+    visible[n_nodes:, root:] = riders.visible
+    positions = [root + depth for depth in (*tree.depths(), *riders.depths)]
+    together = runtime.forward(Rows((*tree.token_ids, *riders.token_ids), root, positions, visible), buffer)
+    checked = 0
+    for row, chain in columns(window):
+        alone = runtime.forward(Rows([ids[-1], *chain], root), buffer, n_logits=1)
+        torch.testing.assert_close(together[n_nodes + row], alone[0])
+        checked += 1
+    assert checked == len(riders.token_ids)
+
+
+def test_continuations_share_their_beginnings() -> None:
+    tree = merged(1, [(2, 3, 4), (2, 5), (2, 3, 6), (7,)], 2)
+    assert tree == DraftTree((1, 2, 3, 5, 7), (-1, 0, 1, 1, 0), 2)
+    assert merged(1, [], 5) == DraftTree((1,), (-1,), 0)
+    assert merged(1, [(2, 3)], 0) == DraftTree((1,), (-1,), 0)
+
+
+def test_a_pool_keeps_the_latest_ngrams_of_each_first_token() -> None:
+    pool = NgramPool(2)
+    for ngram in ((1, 2, 3), (1, 4, 5), (9, 9, 9), (1, 2, 3), (1, 6, 7)):
+        pool.add(ngram)
+    assert pool.continuations(1) == [(6, 7), (2, 3)]
+    assert pool.continuations(9) == [(9, 9)]
+    assert pool.continuations(2) == []

@@ -1,0 +1,90 @@
+"""The suffix automaton finds what a search of the whole text would, at a cost per token that does not grow."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swiftopt.decoding.automaton import SuffixAutomaton
+
+TEXTS = st.one_of(
+    st.lists(st.integers(0, 1), max_size=60), st.lists(st.integers(0, 3), max_size=60), st.lists(st.integers(0, 50))
+)
+
+
+def longest_match(text: Sequence[int]) -> int:
+    """Length of the longest end of the text that also ends earlier, by trying all."""
+    n = len(text)
+    lengths = (length for length in range(n - 1, 0, -1) for end in range(length, n))
+    return next((k for k in lengths if any(text[e - k : e] == text[n - k :] for e in range(k, n))), 0)
+
+
+@settings(max_examples=300, deadline=None)
+@given(TEXTS)
+def test_the_match_is_the_longest_end_that_occurs_earlier(text: list[int]) -> None:
+    automaton = SuffixAutomaton()
+    for n, token_id in enumerate(text, 1):
+        automaton.extend(token_id)
+        assert automaton.match_length == longest_match(text[:n])
+
+
+@settings(max_examples=300, deadline=None)
+@given(TEXTS)
+def test_the_match_ends_where_the_same_tokens_stood_earlier(text: list[int]) -> None:
+    automaton = SuffixAutomaton()
+    for n, token_id in enumerate(text, 1):
+        automaton.extend(token_id)
+        length, end = automaton.match_length, automaton.match_end
+        if length:
+            assert length <= end < n
+            assert text[end - length : end] == text[n - length : n]
+
+
+def test_the_most_recent_of_several_occurrences_is_taken() -> None:
+    first, second, third = [5, 6, 7], [5, 6, 8], [5, 6, 9]
+    automaton = SuffixAutomaton([*first, 1, *second, 2, *third, 3, 5, 6])
+    assert automaton.match_length == 2
+    assert automaton.token_ids[automaton.match_end] == 9
+
+
+def test_a_text_without_repetition_has_no_match() -> None:
+    automaton = SuffixAutomaton(range(100))
+    assert automaton.match_length == 0
+
+
+def random_text(n: int) -> list[int]:
+    rng = random.Random(3)
+    return [int(50 * rng.random() ** 3) for _ in range(n)]
+
+
+def copied_text(n: int) -> list[int]:
+    """Passages copied from earlier with a new token here and there, as code and chats have them."""
+    rng, text = random.Random(4), list(range(20))
+    while len(text) < n:
+        start = rng.randrange(len(text))
+        text += [*text[start : start + rng.randrange(2, 30)], rng.randrange(1000)]
+    return text[:n]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [random_text, copied_text, lambda n: [7] * n, lambda n: [1, 2, 3, 4, 5] * (n // 5), lambda n: list(range(n))],
+    ids=["random", "copied", "one token", "periodic", "all different"],
+)
+def test_work_per_token_does_not_grow_with_the_text(make: object) -> None:
+    """Counted in links and transitions, not in seconds: the last thousands of a long text against a short one."""
+    assert callable(make)
+    text: list[int] = make(40_000)
+    automaton = SuffixAutomaton(text[:4_000])
+    early = automaton.n_moves / 4_000
+    for token_id in text[4_000:36_000]:
+        automaton.extend(token_id)
+    before = automaton.n_moves
+    for token_id in text[36_000:]:
+        automaton.extend(token_id)
+    assert (automaton.n_moves - before) / 4_000 <= 1.5 * early
+    assert automaton.n_states <= 2 * len(text)

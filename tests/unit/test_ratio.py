@@ -1,0 +1,327 @@
+"""The ratio verifiers are exact: over all draws of draft and target, the output distribution is the target's.
+
+Every draw branches: of the drafter, of the acceptance tests, of the residuals. A run of drafter and verifier is
+replayed once per way its draws can go, so nothing here is sampled and the bound is rounding alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from swiftopt.core.types import Sampling
+from swiftopt.decoding.chain import ChainDrafter
+from swiftopt.decoding.context import Context
+from swiftopt.decoding.draft import Draft, Drafter, Offer, Verifier, Walk
+from swiftopt.decoding.ratio import BlockRatio, ChainRatio, SeveralRatio
+from swiftopt.decoding.rule import TokenRule
+from swiftopt.decoding.sequences import SequencesDrafter
+from swiftopt.decoding.stopping import StopRule
+from swiftopt.decoding.tree import DraftTree
+
+VOCAB = 3
+Path = tuple[int, ...]
+Result = TypeVar("Result")
+
+
+def table(path: Path, salt: int, zeros: bool) -> Tensor:
+    """A fixed conditional distribution per prefix; with `zeros` one token is impossible after some prefixes."""
+    mixed = sum((i + 2) * (t + 1) for i, t in enumerate(path))
+    weights = torch.tensor([1.0 + (7 * mixed + salt * t) % 5 for t in range(VOCAB)], dtype=torch.float64)
+    if zeros and mixed % 3 == 2:
+        weights[(mixed + salt) % VOCAB] = 0.0
+    return weights / weights.sum()
+
+
+def target_table(path: Path) -> Tensor:
+    return table(path, 3, zeros=len(path) == 1)
+
+
+def draft_table(path: Path) -> Tensor:
+    return table(path, 4, zeros=True)
+
+
+class Branches:
+    """One run's draws: those of `script`, then always the first possible one; `others` are the scripts not taken."""
+
+    def __init__(self, script: Path) -> None:
+        self.script, self.taken, self.weight = script, (), 1.0
+        self.others: list[Path] = []
+
+    def pick(self, probs: Sequence[float]) -> int:
+        possible = [i for i, p in enumerate(probs) if p > 0.0]
+        at = len(self.taken)
+        if at < len(self.script):
+            choice = self.script[at]
+        else:
+            choice = possible[0]
+            self.others += [(*self.taken, i) for i in possible[1:]]
+        self.taken += (choice,)
+        self.weight *= probs[choice] / sum(probs)
+        return choice
+
+
+def all_runs(program: Callable[[Branches], Result]) -> Iterator[tuple[Result, float]]:
+    """Every result of a program and its probability."""
+    pending: list[Path] = [()]
+    while pending:
+        branches = Branches(pending.pop())
+        result = program(branches)
+        pending += branches.others
+        yield result, branches.weight
+
+
+class BranchingRule(TokenRule):
+    """A rule whose draws for the draft branch."""
+
+    def __init__(self, branches: Branches, sampling: Sampling) -> None:
+        plain = TokenRule.of(sampling, None)
+        super().__init__(sampling, plain.processors)
+        self.branches = branches
+
+    def draw_draft(self, probs: Tensor) -> int:
+        return self.branches.pick(probs.tolist())
+
+
+class TablePasses:
+    """A draft model that reads `draft_table`; like a real one it numbers nodes as they are added."""
+
+    staged = hidden = None
+
+    def restart(self) -> None:
+        self.paths: list[Path] = []
+
+    def extend(self, token_ids: Sequence[int], parents: Sequence[int]) -> Tensor:
+        first = len(self.paths)
+        for token_id, parent in zip(token_ids, parents, strict=True):
+            self.paths.append(() if parent < 0 else (*self.paths[parent], token_id))
+        return torch.stack([draft_table(path).log() for path in self.paths[first:]])
+
+
+class TableModel:
+    layer_set = None
+
+    def begin(self, context: Context) -> Any:
+        return TablePasses()
+
+    def check(self, runtime: Any) -> None: ...
+
+
+class TableTarget:
+    """A target that answers from `target_table` and whose draws branch."""
+
+    greedy = False
+
+    def __init__(self, branches: Branches, n_checked: int) -> None:
+        self.branches, self.n_checked = branches, n_checked
+
+    def choose(self, node: int, accepted: Path) -> int:
+        return self.draw(self.probs(node, accepted))
+
+    def probs(self, node: int, accepted: Path) -> Tensor:
+        assert node < self.n_checked
+        return target_table(tuple(accepted))
+
+    def raw_probs(self, node: int) -> Tensor:
+        raise AssertionError("an exact verifier has no business with the unprocessed distribution")
+
+    def draw(self, probs: Tensor) -> int:
+        return self.branches.pick(probs.tolist())
+
+    def accept(self, probability: float) -> bool:
+        assert 0.0 <= probability <= 1.0
+        return self.branches.pick([probability, 1.0 - probability]) == 0
+
+
+def offered(drafter: Drafter, branches: Branches, depth: int, sampling: Sampling) -> Draft:
+    runtime: Any = None
+    buffer: Any = None
+    context = Context(runtime, buffer, BranchingRule(branches, sampling), [0], 1)
+    return drafter.begin(context).draft(depth)
+
+
+def outcomes(
+    drafter: Drafter,
+    verifier: Verifier,
+    depth: int,
+    n_checked: int | None = None,
+    tamper: Callable[[Draft], Draft] = lambda draft: draft,
+) -> list[tuple[Walk, float]]:
+    def program(branches: Branches) -> Walk:
+        draft = tamper(offered(drafter, branches, depth, Sampling(temperature=1.0)))
+        checked = draft.tree.n_nodes if n_checked is None else n_checked
+        return verifier.verify(draft, TableTarget(branches, checked))
+
+    return list(all_runs(program))
+
+
+def likelihood(tokens: Path, start: int = 0) -> float:
+    product = 1.0
+    for depth in range(start, len(tokens)):
+        product *= float(target_table(tokens[:depth])[tokens[depth]])
+    return product
+
+
+def worst_error(found: list[tuple[Walk, float]], length: int) -> float:
+    """Each outcome continued by the target to a common length, against the target's own joint distribution."""
+    joint = dict.fromkeys(itertools.product(range(VOCAB), repeat=length), 0.0)
+    for walked, weight in found:
+        assert 0 < len(walked.token_ids) <= length
+        for rest in itertools.product(range(VOCAB), repeat=length - len(walked.token_ids)):
+            full = walked.token_ids + rest
+            joint[full] += weight * likelihood(full, len(walked.token_ids))
+    return max(abs(weight - likelihood(full)) for full, weight in joint.items())
+
+
+def mean_accepted(found: list[tuple[Walk, float]]) -> float:
+    return sum(weight * len(walked.path) for walked, weight in found)
+
+
+def chain(length: int) -> ChainDrafter:
+    return ChainDrafter(TableModel(), StopRule(length), sampled=True)
+
+
+def sequences(n: int, length: int, replacement: bool) -> SequencesDrafter:
+    return SequencesDrafter(TableModel(), n, length, replacement)
+
+
+CASES: dict[str, tuple[Drafter, Verifier, int]] = {
+    "chain": (chain(3), ChainRatio(), 3),
+    "block": (chain(3), BlockRatio(), 3),
+    "with": (sequences(2, 2, True), SeveralRatio("with"), 2),
+    "without": (sequences(2, 2, False), SeveralRatio("without"), 2),
+    "k-seq": (sequences(2, 2, True), SeveralRatio("k-seq"), 2),
+    "with, 3 tries": (sequences(3, 1, True), SeveralRatio("with"), 1),
+    "without, support runs out": (sequences(4, 1, False), SeveralRatio("without"), 1),
+    "k-seq, 4 tries": (sequences(4, 1, True), SeveralRatio("k-seq"), 1),
+    "k-seq, one sequence": (sequences(1, 3, True), SeveralRatio("k-seq"), 3),
+    "unsure draft stops early": (ChainDrafter(TableModel(), StopRule(3, 0.45), sampled=True), ChainRatio(), 3),
+    "unsure draft stops early, block": (ChainDrafter(TableModel(), StopRule(3, 0.45), sampled=True), BlockRatio(), 3),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_output_is_distributed_as_the_target(case: str) -> None:
+    drafter, verifier, depth = CASES[case]
+    found = outcomes(drafter, verifier, depth)
+    assert abs(sum(weight for _, weight in found) - 1.0) < 1e-12
+    assert worst_error(found, depth + 1) < 1e-12
+    assert mean_accepted(found) > 0.1  # not by refusing everything
+
+
+@pytest.mark.parametrize("case", ["chain", "block"])
+@pytest.mark.parametrize("n_checked", [1, 2, 3])
+def test_output_is_exact_where_the_target_answers_for_some_nodes_only(case: str, n_checked: int) -> None:
+    drafter, verifier, depth = CASES[case]
+    found = outcomes(drafter, verifier, depth, n_checked)
+    assert worst_error(found, depth + 1) < 1e-12
+    assert max(len(walked.token_ids) for walked, _ in found) == n_checked
+
+
+def test_some_chosen_and_some_sampled_nodes_are_exact_together() -> None:
+    """Without the offer of its second node, a chain with a fixed second token is half one-hot, half weighed."""
+
+    def fix(draft: Draft) -> Draft:
+        tree = DraftTree((0, draft.tree.token_ids[1], 1, 2), (-1, 0, 1, 2), 3)
+        third = Offer((2,), torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64))
+        return replace(draft, tree=tree, offers={0: draft.offers[0], 2: third})
+
+    for verifier in (ChainRatio(), BlockRatio()):
+        assert worst_error(outcomes(chain(1), verifier, 1, tamper=fix), 4) < 1e-12
+
+
+def test_block_verification_never_accepts_fewer_tokens() -> None:
+    gains = []
+    for length in (1, 2, 3):
+        one, block = (mean_accepted(outcomes(chain(length), v, length)) for v in (ChainRatio(), BlockRatio()))
+        gains.append(block - one)
+    assert abs(gains[0]) < 1e-12 and min(gains) > -1e-12 and gains[2] > 1e-3
+
+
+@pytest.mark.parametrize("rule", ["with", "k-seq"])
+def test_further_tries_accept_more(rule: Any) -> None:
+    few, many = (mean_accepted(outcomes(sequences(n, 1, True), SeveralRatio(rule), 1)) for n in (1, 3))
+    assert many > few + 0.01
+
+
+def distinct(draft: Draft) -> Draft:
+    """The natural mistake: repeats dropped."""
+    offers = {n: replace(o, token_ids=tuple(dict.fromkeys(o.token_ids))) for n, o in draft.offers.items()}
+    return replace(draft, offers=offers)
+
+
+def as_independent(draft: Draft) -> Draft:
+    """Draws that exclude each other passed off as independent ones."""
+    return replace(draft, offers={n: replace(o, replaced=True) for n, o in draft.offers.items()})
+
+
+class PlainRedraw(TableTarget):
+    """Draws from the target itself where the residual was asked for."""
+
+    def draw(self, probs: Tensor) -> int:
+        return super().draw(target_table(()))
+
+
+def test_enumeration_catches_a_wrong_rule() -> None:
+    many = sequences(3, 1, True)
+    assert worst_error(outcomes(many, SeveralRatio("k-seq"), 1, tamper=distinct), 2) > 0.001
+    apart = sequences(3, 1, False)
+    assert worst_error(outcomes(apart, SeveralRatio("with"), 1, tamper=as_independent), 2) > 0.001
+
+    def redrawn(branches: Branches) -> Walk:
+        draft = offered(chain(1), branches, 1, Sampling(temperature=1.0))
+        return ChainRatio().verify(draft, PlainRedraw(branches, 1))
+
+    assert worst_error(list(all_runs(redrawn)), 1) > 0.01
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_sequences_of_equal_beginning_share_their_nodes(replacement: bool) -> None:
+    def program(branches: Branches) -> Draft:
+        return offered(sequences(3, 2, replacement), branches, 2, Sampling(temperature=1.0))
+
+    shapes = set()
+    for draft, _ in all_runs(program):
+        tree = draft.tree
+        shapes.add(tree.n_nodes)
+        assert len({(tree.parents[n], tree.token_ids[n]) for n in range(tree.n_nodes)}) == tree.n_nodes
+        assert tree.is_chain == (tree.parents == tuple(range(-1, tree.n_nodes - 1)))
+        assert sorted(draft.offers) == [n for n, depth in enumerate(tree.depths()) if depth < 2]
+        for node, offer in draft.offers.items():
+            children = [tree.token_ids[n] for n in range(tree.n_nodes) if tree.parents[n] == node]
+            assert children == list(dict.fromkeys(offer.token_ids))
+            assert replacement or len(children) == len(offer.token_ids)
+        drawn = len(draft.offers[0].token_ids)
+        assert sum(len(o.token_ids) for n, o in draft.offers.items() if tree.parents[n] == 0) == drawn
+    assert (min(shapes) == 3) == replacement  # three equal sequences: root and two tokens
+
+
+def test_greedy_request_gets_its_sequences_without_chance() -> None:
+    def drafted(replacement: bool) -> Draft:
+        (draft, weight), *others = all_runs(lambda b: offered(sequences(2, 2, replacement), b, 2, Sampling()))
+        assert weight == 1.0 and not others and not draft.offers
+        return draft
+
+    def best(path: Path, n: int = 1) -> list[int]:
+        return draft_table(path).topk(n).indices.tolist()
+
+    first, second = best((), 2)
+    assert drafted(True).tree == DraftTree((0, first, *best((first,))), (-1, 0, 1), 2)
+    assert drafted(False).tree == DraftTree((0, first, second, *best((first,)), *best((second,))), (-1, 0, 0, 1, 2), 2)
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**32 + 7, 2**61])
+def test_draws_of_draft_target_and_acceptance_do_not_tell_of_each_other(seed: int) -> None:
+    """Equal or correlated streams would bias every rule above: 200 draws, |correlation| < 0.35 (false alarm 3e-6)."""
+    rule = TokenRule.of(Sampling(temperature=1.0, seed=seed), None)
+    even = torch.full((1000,), 1e-3, dtype=torch.float64)
+
+    draws = [(rule.draw(even), rule.draw_draft(even), rule.accept(0.5)) for _ in range(200)]
+    correlation = torch.corrcoef(torch.tensor(draws, dtype=torch.float64).T) - torch.eye(3)
+    assert float(correlation.abs().max()) < 0.35
