@@ -13,6 +13,7 @@ from ..core.errors import LayerSetNotFound
 from ..core.records import record_to_json
 from ..core.types import FoundPlan, LayerSetRecord, Trial
 from .layers_change import import_, promote, rollback
+from .layers_search import search
 from .options import (
     ModelTask,
     PresetGroup,
@@ -28,7 +29,7 @@ from .output import console, emit_json, note, show, write_text
 if TYPE_CHECKING:
     from ..store import Store
 
-ORDER = ("list", "best", "show", "export", "import", "promote", "rollback")
+ORDER = ("list", "best", "show", "search", "export", "import", "promote", "rollback")
 
 version_option = click.option("--version", type=positive, help="A version.  [default: the best one]")
 
@@ -173,17 +174,21 @@ def _find(store: Store, name: ModelTask, version: int | None) -> LayerSetRecord:
 
 def _layer_set_of(found: FoundPlan, name: ModelTask) -> LayerSetRecord:
     if found.plan.layer_set is None:
-        raise LayerSetNotFound(f"the plan stored for {name} is {found.plan.method}, which has no layer set")
+        raise LayerSetNotFound(
+            f"version {found.version} of {name} decodes with {found.plan.method} and has no layer set:"
+            " `swiftopt layers list` shows those that are stored"
+        )
     return found.plan.layer_set
 
 
 def _is_best(store: Store, record: LayerSetRecord) -> bool:
-    """Whether look-ups for the device and dtype that it was tuned on lead to this version."""
+    """Whether look-ups for the device and dtype that it was tuned on lead to this set, whatever plan it belongs to."""
     try:
         found = store.lookup(record.fingerprint or record.model, record.task, record.device, record.dtype)
     except LayerSetNotFound:
         return False
-    return found.fallback is None and found.plan.layer_set is not None and found.version == record.version
+    used = found.plan.layer_set
+    return found.fallback is None and used is not None and (used.task, used.version) == (record.task, record.version)
 
 
 def _show_record(record: LayerSetRecord, trials: Sequence[Trial]) -> None:
@@ -193,5 +198,5 @@ def _show_record(record: LayerSetRecord, trials: Sequence[Trial]) -> None:
     to.print(record_view(record, trials, to.width))
 
 
-for command in (import_, promote, rollback):
+for command in (search, import_, promote, rollback):
     layers.add_command(command)

@@ -56,7 +56,7 @@ def import_(
 @db_option
 @json_option
 def promote(name: ModelTask, version: int, alias: str, db: str | None, as_json: bool) -> None:
-    """Choose a version of MODEL/TASK as the best one, for the device and dtype it was tuned on.
+    """Choose a version of MODEL/TASK as the best one, for the device and dtype it was tuned or compared on.
 
     \b
     Example:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.completions import completion_to_json, timings_to_json
 from ..core.events import TaskFinished
 from ..core.jobs import Job, job_to_json
+from ..core.plans import plan_to_json
 from ..core.records import record_to_json
 from ..core.types import Completion, FoundPlan, LayerSetRecord, ModelInfo, Prompt, Trial
 
@@ -104,15 +105,13 @@ def trial_json(trial: Trial) -> dict[str, Any]:
 
 def plan_json(schema: str, model: str, task: str, found: FoundPlan) -> dict[str, Any]:
     """What an alias means after it was moved."""
-    record = found.plan.layer_set
     return {
         "schema": schema,
         "model": model,
         "task": task,
         "alias": found.alias,
         "version": found.version,
-        "method": found.plan.method,
-        "layer_set": record_to_json(record) if record else None,
+        **plan_to_json(found.plan),
     }
 
 

@@ -17,10 +17,11 @@ from ..core.completions import completion_from_json
 from ..core.errors import SettingsError, StoreError, SwiftoptError
 from ..core.events import PromptFinished
 from ..core.jobs import DEFAULT_QUEUE, Job, JobEvent, JobState, Verb, job_from_json
+from ..core.plans import plan_from_json
 from ..core.records import stored_from_json
 from ..core.requests import TuneRequest
 from ..core.streams import stream_lines
-from ..core.types import FoundPlan, LayerSetRecord, ModelInfo, Plan, Prompt
+from ..core.types import FoundPlan, LayerSetRecord, ModelInfo, Prompt
 from ..core.urls import safe_url
 from .sse import follow
 from .wire import check_key, check_url, error_of, parsed, sent
@@ -220,10 +221,7 @@ class Client:
 
     def _plan(self, values: Any) -> FoundPlan:
         try:
-            found = values["layer_set"]
-            record = None if found is None else stored_from_json(found, self._origin)
-            settings = record.settings if record is not None else {}
-            plan = Plan(values["method"], record, settings, values["verdict"])
+            plan = plan_from_json(values, self._origin)
             return FoundPlan(plan, values["version"], values["alias"], values["fallback"])
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, IndexError) as error:
             raise self._newer("a plan", error) from error

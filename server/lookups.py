@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Path, Query
 from starlette.responses import Response
 
+from ..core.plans import plan_to_json as values_of
 from ..core.records import record_to_json
 from ..core.types import FoundPlan
 from ..store import Store
@@ -48,18 +49,15 @@ def find_plan(store: Store, query: Question) -> dict[str, Any]:
 
 
 def plan_to_json(query: Question, found: FoundPlan) -> dict[str, Any]:
-    """A plan under the names that were asked for; `layer_set` is the object of every front door."""
-    record = found.plan.layer_set
+    """A plan under the names that were asked for."""
     return {
         "schema": PLAN_SCHEMA,
         "model": query.model,
         "task": query.task,
         "alias": None if query.version is not None else found.alias,
         "version": found.version,
-        "method": found.plan.method,
-        "verdict": found.plan.verdict,
         "fallback": found.fallback,
-        "layer_set": record_to_json(record) if record else None,
+        **values_of(found.plan),
     }
 
 
@@ -74,7 +72,7 @@ async def layer_set(
     version: Version = None,
     if_none_match: IfNoneMatch = None,
 ) -> Response:
-    """How to decode this task with this model: the plan and its layer set.
+    """How to decode this task with this model: the plan, and the layer set, heads or probe that its method needs.
 
     Falls back to another dtype or device, then to the task `default`; `fallback` says so in words.
     """

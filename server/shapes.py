@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..core.jobs import JobKind, JobState, Wanted
+from ..core.learned import LearnedKind
 
 VerdictWord = Literal["use", "plain", "unmeasured"]
 
@@ -54,8 +55,29 @@ class LayerSetObject(Shape):
     version: int | None = None
 
 
+class LearnedObject(Shape):
+    """Trained heads or a trained probe; the weights stay in the database."""
+
+    schema_: str = Field(alias="schema")
+    kind: LearnedKind
+    model: str
+    task: str
+    version: int
+    fingerprint: str
+    depths: list[int]
+    n_parameters: int
+    settings: dict[str, Any]
+    figures: dict[str, float | None]
+    stream_sha256: str | None
+    swiftopt_version: str
+    created_at: str
+
+
 class PlanAnswer(Shape):
-    """How to decode; `fallback` says in words what differs from what was asked."""
+    """How to decode; `fallback` says in words what differs from what was asked.
+
+    `layer_set` and `learned` are null where the method needs none; `draft_model` names a smaller model that drafts.
+    """
 
     schema_: str = Field(alias="schema")
     model: str
@@ -63,9 +85,14 @@ class PlanAnswer(Shape):
     alias: str | None
     version: int
     method: str
+    settings: dict[str, Any]
+    draft_model: str | None
     verdict: VerdictWord
+    measured_speedup: float | None
+    measured_interval: list[float] | None
     fallback: str | None
     layer_set: LayerSetObject | None
+    learned: LearnedObject | None
 
 
 class LookupAnswers(Shape):

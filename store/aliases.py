@@ -7,10 +7,12 @@ from sqlalchemy.orm import Session, aliased
 
 from ..core.errors import LayerSetNotFound
 from ..core.types import FoundPlan
-from .layer_sets import not_found
+from .learned import DEFAULT_TASK
 from .names import find_model, lock
+from .plan_tables import MoveRow, PlanRow
+from .plans import not_found
 from .rows import found_plan, now
-from .tables import LayerSetRow, ModelRow, MoveRow, PlanRow
+from .tables import ModelRow
 
 _UNDOING = aliased(MoveRow)
 # Built once: a look-up spends more time on putting its statements together than the database on answering them.
@@ -21,22 +23,39 @@ STANDING = (
     .where(~select(_UNDOING.id).where(_UNDOING.undoes_id == MoveRow.id).exists())
     .order_by(MoveRow.id.desc())
 )
-DEFAULT_TASK = "default"  # its plan stands in for a task that has none
 
 
 def move(session: Session, plan: PlanRow, alias: str) -> FoundPlan:
-    """Let the alias mean the plan, for the device and dtype that it was tuned on; no move if it does already."""
-    target = plan.layer_set
-    lock(session, target.model)
-    standing = _standing(session, target.model, target.task, alias)
+    """Let the alias mean the plan, for the device and dtype that it was made on; no move if it does already."""
+    lock(session, plan.model)
+    standing = _standing(session, plan.model, plan.task, alias)
     if not standing or standing[0].plan_id != plan.id:
-        session.add(_row(target, alias, plan))
+        session.add(_row(plan, alias))
     return found_plan(plan, alias)
+
+
+def offer(session: Session, plan: PlanRow) -> None:
+    """Let `best` mean a tuned plan, unless it means one of another method, of this device and dtype, that is faster."""
+    lock(session, plan.model)
+    here = [
+        found.plan
+        for found in _standing(session, plan.model, plan.task, "best")
+        if (found.device, found.dtype) == (plan.device, plan.dtype)
+    ]
+    if not here or not _beats(here[0], plan):
+        move(session, plan, "best")
+
+
+def _beats(standing: PlanRow, new: PlanRow) -> bool:
+    """Whether a comparison found the standing plan worth its while, and the new one is not known to be as fast."""
+    if standing.method == new.method or standing.verdict != "use":
+        return False
+    return new.verdict != "use" or (standing.measured_speedup or 0.0) > (new.measured_speedup or 0.0)
 
 
 def stands(session: Session, plan: PlanRow, alias: str = "best") -> bool:
     """Whether the alias means anything for the plan's model and task."""
-    return bool(_standing(session, plan.layer_set.model, plan.layer_set.task, alias))
+    return bool(_standing(session, plan.model, plan.task, alias))
 
 
 def undo(session: Session, model: str, task: str, alias: str) -> FoundPlan:
@@ -54,10 +73,10 @@ def undo(session: Session, model: str, task: str, alias: str) -> FoundPlan:
     if len(standing) == 1:
         raise LayerSetNotFound(
             f"the alias {alias!r} of {model}/{task} cannot go back: "
-            f"version {standing[0].plan.layer_set.version} is the first it had; promote another version"
+            f"version {standing[0].plan.version} is the first it had; promote another version"
         )
     last, before = standing[0], standing[1]
-    session.add(_row(before.plan.layer_set, alias, before.plan, undoes=last))
+    session.add(_row(before.plan, alias, undoes=last))
     return found_plan(before.plan, alias)
 
 
@@ -98,13 +117,13 @@ def _difference(found: MoveRow, task: str, device: str | None, dtype: str | None
     return ", ".join(parts) or None
 
 
-def _row(target: LayerSetRow, alias: str, plan: PlanRow, undoes: MoveRow | None = None) -> MoveRow:
+def _row(plan: PlanRow, alias: str, undoes: MoveRow | None = None) -> MoveRow:
     return MoveRow(
-        model_id=target.model_id,
-        task=target.task,
+        model_id=plan.model_id,
+        task=plan.task,
         alias=alias,
-        device=target.device,
-        dtype=target.dtype,
+        device=plan.device,
+        dtype=plan.dtype,
         plan_id=plan.id,
         undoes_id=undoes.id if undoes else None,
         created_at=now(),

@@ -100,10 +100,10 @@ def finish_task(
         found = session.scalars(select(LayerSetRow).where(*mine).order_by(LayerSetRow.id.desc())).first()
         return replace(task, record=rows.layer_set_record(found)) if found else task
     hold(session, lease, lease_s, n_checkpoints=number, n_fruitless=0, snapshot=dict(snapshot))
-    plan = layer_sets.add_version(session, task.record, method)
+    row, plan = layer_sets.add_version(session, task.record, method)
     if promotion == "always" or (promotion == "if none" and not aliases.stands(session, plan)):
-        aliases.move(session, plan, "best")
-    stored = replace(task, record=rows.layer_set_record(plan.layer_set))
+        aliases.offer(session, plan)
+    stored = replace(task, record=rows.layer_set_record(row))
     report(session, lease.job, stored)
     return stored
 

@@ -7,8 +7,9 @@ from sqlalchemy.orm import Session
 
 from ..core.errors import LayerSetError
 from ..core.types import LayerSetRecord, ModelInfo
+from .plan_tables import ComparisonRow, LearnedRow, MoveRow, PlanRow
 from .rows import model_info, now
-from .tables import LayerSetRow, ModelRow, MoveRow, NameRow
+from .tables import LayerSetRow, ModelRow, NameRow
 
 BY_NAME = select(ModelRow).join(NameRow).where(NameRow.name == bindparam("name"))
 
@@ -44,16 +45,17 @@ def list_names(session: Session) -> list[str]:
 
 def remember(session: Session, info: ModelInfo) -> None:
     """Insert or update the model, let its names stand for it, and take over what was imported under them."""
-    row = by_fingerprint(session, info.fingerprint)
+    row, mistaken = by_fingerprint(session, info.fingerprint), None
     if row is not None and row.n_layers != info.n_layers:
         # Only an imported file can have said so. The loaded model is right: that file's sets belong to something else.
-        row.fingerprint = None
+        row.fingerprint, mistaken, row = None, row, None
         session.flush()
-        row = None
     for name in info.names:
         row = _adopt(session, row, by_name(session, name), info.fingerprint, info.n_layers)
     row = row or _new_model(session, info.fingerprint, info.n_layers)
     row.architecture, row.n_parameters = info.architecture, info.n_parameters
+    if mistaken is not None:  # what was trained for the fingerprint was trained on the loaded model
+        session.execute(update(LearnedRow).where(LearnedRow.model_id == mistaken.id).values(model_id=row.id))
     for name in info.names:
         point(session, name, row)
 
@@ -115,20 +117,21 @@ def _adopt(
 
 
 def _merge(session: Session, imported: ModelRow, into: ModelRow) -> None:
-    """Give an imported model's sets to the real one, numbered after those that it has."""
+    """Give an imported model's sets and plans to the real one, numbered after those that it has."""
     lock(session, into)
     newest = dict(_newest_versions(session, into))
     for task in dict(_newest_versions(session, imported)):
-        session.execute(
-            update(LayerSetRow)
-            .where(LayerSetRow.model_id == imported.id, LayerSetRow.task == task)
-            .values(model_id=into.id, version=LayerSetRow.version + newest.get(task, 0))
-        )
-    session.execute(update(MoveRow).where(MoveRow.model_id == imported.id).values(model_id=into.id))
-    session.execute(update(NameRow).where(NameRow.model_id == imported.id).values(model_id=into.id))
+        for table in (LayerSetRow, PlanRow):
+            session.execute(
+                update(table)
+                .where(table.model_id == imported.id, table.task == task)
+                .values(model_id=into.id, version=table.version + newest.get(task, 0))
+            )
+    for owned in (MoveRow, NameRow, ComparisonRow):
+        session.execute(update(owned).where(owned.model_id == imported.id).values(model_id=into.id))
     session.execute(delete(ModelRow).where(ModelRow.id == imported.id))
 
 
 def _newest_versions(session: Session, row: ModelRow) -> list[tuple[str, int]]:
-    query = select(LayerSetRow.task, func.max(LayerSetRow.version)).where(LayerSetRow.model_id == row.id)
-    return [(task, version) for task, version in session.execute(query.group_by(LayerSetRow.task))]
+    query = select(PlanRow.task, func.max(PlanRow.version)).where(PlanRow.model_id == row.id)
+    return [(task, version) for task, version in session.execute(query.group_by(PlanRow.task))]

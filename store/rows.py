@@ -5,8 +5,10 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import cast
 
+from ..core.learned import LearnedKind, LearnedRecord
 from ..core.types import CostProfile, FoundPlan, LayerSet, LayerSetRecord, ModelInfo, Plan, Trial, VerdictWord
-from .tables import CostProfileRow, LayerSetRow, ModelRow, PlanRow, TrialRow
+from .plan_tables import LearnedRow, PlanRow
+from .tables import CostProfileRow, LayerSetRow, ModelRow, TrialRow
 
 
 def now() -> str:
@@ -80,11 +82,80 @@ def layer_set_record(row: LayerSetRow) -> LayerSetRecord:
     )
 
 
+def learned_row(record: LearnedRecord, model: ModelRow, version: int) -> LearnedRow:
+    """A new row; a record without a time gets the present one."""
+    return LearnedRow(
+        model_id=model.id,
+        task=record.task,
+        kind=record.kind,
+        version=version,
+        model_name=record.model,
+        depths=list(record.depths),
+        n_parameters=record.n_parameters,
+        settings=dict(record.settings),
+        figures=dict(record.figures),
+        curve=list(record.curve),
+        stream_sha256=record.stream_sha256,
+        swiftopt_version=record.swiftopt_version,
+        created_at=record.created_at or now(),
+    )
+
+
+def learned_record(row: LearnedRow) -> LearnedRecord:
+    """Inverse of `learned_row`."""
+    return LearnedRecord(
+        kind=cast(LearnedKind, row.kind),
+        model=row.model_name,
+        task=row.task,
+        fingerprint=row.model.fingerprint or "",
+        depths=tuple(row.depths),
+        n_parameters=row.n_parameters,
+        settings=row.settings,
+        figures=row.figures,
+        curve=tuple((step, loss) for step, loss in row.curve),
+        stream_sha256=row.stream_sha256,
+        swiftopt_version=row.swiftopt_version,
+        created_at=row.created_at,
+        version=row.version,
+    )
+
+
+def plan_row(plan: Plan, model: ModelRow, task: str, version: int, layer_set_id: int | None = None) -> PlanRow:
+    """A new row; the caller knows which stored layer set and heads or probe it points at."""
+    low, high = plan.measured_interval or (None, None)
+    return PlanRow(
+        model_id=model.id,
+        task=task,
+        version=version,
+        method=plan.method,
+        settings=dict(plan.settings),
+        verdict=plan.verdict,
+        layer_set_id=layer_set_id,
+        draft_model=plan.draft_model,
+        measured_speedup=plan.measured_speedup,
+        measured_low=low,
+        measured_high=high,
+        device=plan.device,
+        dtype=plan.dtype,
+    )
+
+
 def found_plan(row: PlanRow, alias: str, fallback: str | None = None) -> FoundPlan:
     """A look-up's answer."""
-    record = layer_set_record(row.layer_set)
-    plan = Plan(row.method, record, row.settings, cast(VerdictWord, row.verdict))
-    return FoundPlan(plan, row.layer_set.version, alias, fallback)
+    low, high = row.measured_low, row.measured_high
+    plan = Plan(
+        method=row.method,
+        layer_set=layer_set_record(row.layer_set) if row.layer_set is not None else None,
+        settings=row.settings,
+        verdict=cast(VerdictWord, row.verdict),
+        learned=learned_record(row.learned) if row.learned is not None else None,
+        draft_model=row.draft_model,
+        measured_speedup=row.measured_speedup,
+        measured_interval=None if low is None or high is None else (low, high),
+        device=row.device,
+        dtype=row.dtype,
+    )
+    return FoundPlan(plan, row.version, alias, fallback)
 
 
 def cost_profile_row(profile: CostProfile) -> CostProfileRow:

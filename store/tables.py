@@ -1,4 +1,7 @@
-"""The tables; each starts with `swiftopt_`, so that a database may be shared (Optuna has a table `trials`, too)."""
+"""The tables; each starts with `swiftopt_`, so that a database may be shared (Optuna has a table `trials`, too).
+
+Those of plans and of what they are made of are in `plan_tables`.
+"""
 
 from __future__ import annotations
 
@@ -182,39 +185,6 @@ class LayerSetRow(Base):
     job_id: Mapped[str | None] = mapped_column(ForeignKey(JobRow.id), index=True)
 
     model: Mapped[ModelRow] = relationship(lazy="joined", innerjoin=True)
-
-
-class PlanRow(Base):
-    """How to decode with a layer set; immutable like it, and of the same version."""
-
-    __tablename__ = "swiftopt_plans"
-
-    id: Mapped[int] = mapped_column(primary_key=True)
-    layer_set_id: Mapped[int] = mapped_column(ForeignKey(LayerSetRow.id), unique=True)
-    method: Mapped[str]
-    settings: Mapped[dict[str, Any]] = mapped_column(JSON)
-    verdict: Mapped[str]
-
-    layer_set: Mapped[LayerSetRow] = relationship(lazy="joined", innerjoin=True)
-
-
-class MoveRow(Base):
-    """An alias now means a plan, for one device and dtype. Rows are only added; a rollback is one with `undoes_id`."""
-
-    __tablename__ = "swiftopt_alias_moves"
-    __table_args__ = (Index(None, "model_id", "task", "alias"),)
-
-    id: Mapped[int] = mapped_column(primary_key=True)
-    model_id: Mapped[int] = mapped_column(ForeignKey(ModelRow.id))
-    task: Mapped[str]
-    alias: Mapped[str]
-    device: Mapped[str | None]
-    dtype: Mapped[str | None]
-    plan_id: Mapped[int] = mapped_column(ForeignKey(PlanRow.id))
-    undoes_id: Mapped[int | None] = mapped_column(ForeignKey("swiftopt_alias_moves.id"), unique=True)
-    created_at: Mapped[str]
-
-    plan: Mapped[PlanRow] = relationship(lazy="joined", innerjoin=True)
 
 
 class CostProfileRow(Base):

@@ -16,12 +16,16 @@ from sqlalchemy import (
     Double,
     Engine,
     Integer,
+    LargeBinary,
     MetaData,
     Table,
     func,
     select,
 )
 
+from swiftopt.core.errors import LayerSetNotFound
+from swiftopt.core.types import LayerSet, LayerSetRecord, Plan
+from swiftopt.store import Store
 from swiftopt.store.database import connect, writing
 from swiftopt.store.schema import downgrade, known_revisions, revision, upgrade
 
@@ -57,6 +61,8 @@ def value(column: Column[Any], number: int) -> Any:
         return VALUES[column.name]
     if isinstance(column.type, JSON):
         return {"number": number}
+    if isinstance(column.type, LargeBinary):
+        return bytes([number, 0, 255])
     if isinstance(column.type, Boolean):
         return number % 2 == 0
     if isinstance(column.type, BigInteger):
@@ -144,3 +150,42 @@ def test_step_that_fails_leaves_the_database_as_it_was(engine: Engine, new: str)
     with engine.connect() as connection:
         assert revision(connection) == old
     assert read(engine) == before
+
+
+BEFORE_PLANS, WITH_PLANS = "0002_queued_jobs", "0003_plans_of_any_method"
+SET = LayerSetRecord("m", "t", LayerSet(8, frozenset({3}), frozenset({4})), "f", device="cpu", dtype="float32")
+
+
+def test_plan_of_a_layer_set_gets_its_version_figures_and_hardware_on_the_way_up(engine: Engine) -> None:
+    move(engine, BEFORE_PLANS, up=True)
+    fill(engine, range(1, 3))
+    move(engine, WITH_PLANS, up=True)
+    after = read(engine)
+    for plan, layer_set in zip(after["swiftopt_plans"], after["swiftopt_layer_sets"], strict=True):
+        same = ("model_id", "task", "version", "measured_speedup", "measured_low", "measured_high", "device", "dtype")
+        assert [plan[name] for name in same] == [layer_set[name] for name in same]
+        assert (plan["learned_id"], plan["draft_model"]) == (None, None)
+
+
+def test_way_down_drops_comparisons_plans_and_best_means_what_was_chosen_without_them(
+    engine: Engine, database_url: str
+) -> None:
+    move(engine, WITH_PLANS, up=True)
+    with Store.open(database_url) as store:
+        stored = [store.add_layer_set(SET) for _ in range(2)]  # 1, 2
+        store.rollback("m", "t")  # 1
+        store.add_plan("m", "t", Plan("spd", device="cpu", dtype="float32"))  # 3
+        store.add_plan("m", "t", Plan("self-sd", stored[0], device="cpu", dtype="float32"))  # 4
+        store.rollback("m", "t")  # 3
+        store.promote("m", "t", 2)
+        store.rollback("m", "t")  # 3 again
+    with engine.begin() as connection:
+        downgrade(connection, BEFORE_PLANS)
+        upgrade(connection, WITH_PLANS)
+    with Store.open(database_url) as store:
+        assert store.layer_sets() == stored[::-1]
+        assert (store.lookup("m", "t").version, store.lookup("m", "t").plan.layer_set) == (1, stored[0])
+        with pytest.raises(LayerSetNotFound, match="stored are 1, 2"):
+            store.plan("m", "t", 3)
+        with pytest.raises(LayerSetNotFound, match="version 1 is the first"):
+            store.rollback("m", "t")

@@ -1,0 +1,60 @@
+"""What a user can do wrong with `swiftopt compare` and `bench ablate`: one sentence each, before a model is loaded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from swiftopt.bench.ablation_table import ABLATIONS
+from swiftopt.bench.ablations import _VARIANTS
+from swiftopt.cli.ablate import HEADINGS
+from swiftopt.cli.main import run
+
+COMPARE = ["compare", "--model", "smollm2-135m", "--stream", "good.jsonl"]
+ABLATE = ["bench", "ablate", "--model", "smollm2-135m", "--stream", "good.jsonl"]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SWIFTOPT_DATABASE_URL", str(tmp_path / "home.db"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.jsonl").write_text('{"prompt": "w1 w2"}\n')
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ([*COMPARE, "--methods", "swfit"], "there is no method 'swfit' (nearest: swift)"),
+        ([*COMPARE, "--methods", "spd,mtjd", "--lossless"], "mtjd is lossy"),
+        ([*COMPARE, "--methods", "hf-assisted"], "--draft-model"),
+        ([*COMPARE, "--methods", "hf-plain", "--temperature", "1"], "greedily only"),
+        ([*COMPARE, "--set", "spd=5"], "METHOD.KEY=VALUE"),
+        ([*COMPARE, "--methods", "spd", "--set", "mtad.top_k=5"], "add mtad to --methods"),
+        ([*COMPARE, "--draft-model", "no-such-model-anywhere"], "no-such-model-anywhere"),
+        ([*COMPARE[:-1], "missing.jsonl"], "missing.jsonl"),
+        ([*ABLATE, "swift-part"], "ablation 'swift-part' is unknown"),
+    ],
+)
+def test_a_slip_costs_one_sentence(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = run(args)
+    out, err = capsys.readouterr()
+    assert code in (2, 3) and out == ""
+    lines = err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: ") and said in lines[0]
+
+
+def test_slips_are_found_without_torch(home: Path) -> None:
+    program = (
+        "import sys\nfrom swiftopt.cli.main import run\n"
+        f"code = run({[*COMPARE, '--methods', 'swfit']!r})\nsys.exit(10 if 'torch' in sys.modules else code)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False, capture_output=True).returncode == 2
+
+
+def test_every_ablation_has_variants_and_headings() -> None:
+    assert set(ABLATIONS) == set(_VARIANTS)
+    assert {key for shape in ABLATIONS.values() for key in shape.shown} <= set(HEADINGS)
