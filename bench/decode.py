@@ -21,7 +21,7 @@ from ..models.runtime import Runtime
 from ..optimizer.search import Search
 from ..optimizer.verdict import Timed, bootstrap_interval, speed_ratio
 from ..store import Store
-from ..worker.generate import plan_for
+from ..worker.generate import Planner
 from ..worker.tuning_run import stored_costs
 
 METHODS = ("plain", "swift", "hf-plain", "hf-lookup")
@@ -201,7 +201,7 @@ class _SwiftPlans:
         if task not in self._stored and task not in self._searches:
             try:
                 insisted = replace(self.request, method="swift")
-                self._stored[task] = plan_for(insisted, self.runtime, task, self.store)[0]
+                self._stored[task] = Planner(insisted, self.runtime, self.store).plan_for(task)[0]
             except LayerSetNotFound:
                 self._searches[task] = self._start(task)
         if task in self._stored:

@@ -8,6 +8,7 @@ import click
 
 from ..core.requests import GenerateRequest
 from ..core.streams import read_stream
+from .ablate import ablate
 from .checks import check_model, check_words
 from .options import PresetGroup, db_option, json_option, machine_options, open_store, pick, positive, read_layer_set
 from .output import emit_json, note, show
@@ -23,6 +24,9 @@ def bench() -> None:
     Example:
       swiftopt bench decode --model smollm2-135m --stream prompts.jsonl --methods plain,swift,hf-plain
     """
+
+
+bench.add_command(ablate)
 
 
 @bench.command(short_help="Methods side by side on the same prompts.")
@@ -62,11 +66,11 @@ def decode(
 
     from ..bench.decode import run_methods
     from ..models.loading import load
-    from ..worker.generate import plan_for
+    from ..worker.generate import Planner
 
     runtime = load(request.model, request.dtype, request.device, lambda step: note(f"load: {step}"))
     if record is not None:
-        plan_for(request, runtime, record.task, None)  # a set of another model must not cost the plain runs
+        Planner(request, runtime, None).plan_for(record.task)  # a set of another model must not cost the plain runs
     with open_store(db) as store:
         store.remember_model(runtime.info)
         report = run_methods(runtime, prompts, chosen, request, store, _show_run)

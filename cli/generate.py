@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..core.errors import StreamError
+from ..core.methods import method_info
 from ..core.requests import GenerateRequest
 from ..core.streams import raw_prompt, read_stream
 from ..core.types import Completion, Prompt, Sampling
@@ -42,7 +43,8 @@ source_options = together(
     click.option("-o", "--out", metavar="FILE", help="Write one JSON object per prompt to a file as well."),
 )
 method_options = together(
-    click.option("--method", type=click.Choice(["plain", "swift"]), help="Overrule the stored verdict."),
+    click.option("--method", metavar="NAME", help="Overrule the stored plan; docs/methods.md lists the methods."),
+    click.option("--draft-model", metavar="NAME", help="Smaller model that drafts, for methods that draft with one."),
     click.option("--layer-set", "layer_set_file", metavar="FILE", help="Draft with this exported layer set."),
     click.option("--stop", multiple=True, metavar="STR", help="End before this text; may be repeated."),
     from_field(Sampling, "repetition_penalty", "Above 1 repeats less.  [default: the model's own]", type=float),
@@ -78,6 +80,8 @@ def generate(
     """
     prompts = _prompts(prompt, stream, limit, options["task"])
     record = read_layer_set(layer_set_file) if layer_set_file else None
+    if options["method"] is not None:
+        method_info(options["method"])
     request = pick(GenerateRequest, {**options, "layer_set": record, "sampling": pick(Sampling, options)})
     check_model(request)
 
@@ -156,6 +160,8 @@ def remarks(completion: Completion, info: GenerateInfo) -> list[str]:
         found.append(
             "plain decoding, as the stored verdict says; --method swift drafts with the layer set all the same"
         )
+    if completion.lossy:
+        found.append(f"{completion.method} is lossy: this is not what plain decoding would have said")
     return found
 
 

@@ -43,11 +43,26 @@ class MethodSettings:
         for name, value in values.items():
             if name not in known:
                 raise SettingsError(f"there is no setting {name!r} here: known are {', '.join(known) or 'none'}")
-            whole = hints[name] in (int, int | None)
-            fits = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-            if not fits and not (value is None and hints[name] in (int | None, float | None)):
-                raise SettingsError(f"{name} is {value!r}: use a {'whole ' if whole else ''}number")
+            if not _fits(value, hints[name]):
+                words = (
+                    "true or false"
+                    if hints[name] is bool
+                    else "a whole number"
+                    if hints[name] in _WHOLE
+                    else "a number"
+                )
+                raise SettingsError(f"{name} is {value!r}: use {words}")
         return cls(**values)
+
+
+_WHOLE = (int, int | None)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a plain value is of a setting's type; true and false are no numbers, whole numbers are."""
+    if value is None or hint is bool or isinstance(value, bool):
+        return (value is None and hint in (int | None, float | None)) or (hint is bool and isinstance(value, bool))
+    return isinstance(value, int if hint in _WHOLE else int | float)
 
 
 _ANY = (float("-inf"), float("inf"), "any number")
@@ -114,6 +129,7 @@ class SpdSettings(MethodSettings):
 
     max_draft_length: int = _count(5)
     stop_threshold: float | None = _share(0.4)  # transformers' assistant_confidence_threshold; None: constant length
+    block_verification: bool = True  # at temperatures above 0 (arXiv:2403.10444): never accepts fewer
 
 
 @dataclass(frozen=True, slots=True)

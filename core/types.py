@@ -56,7 +56,8 @@ class LayerSet:
         stray = sorted(i for i in self.skip_attn | self.skip_mlp if not 0 <= i < self.n_layers)
         if stray:
             raise LayerSetError(
-                f"layer set skips layers {stray}, but of {self.n_layers} layers only 0..{self.n_layers - 1} may be skipped"
+                f"layer set skips layers {stray}, but of {self.n_layers} layers"
+                f" only 0..{self.n_layers - 1} may be skipped"
             )
 
     @classmethod

@@ -39,7 +39,7 @@ from .lossy import JointRatio, KeepAll, Rollback, Typical
 from .method import PLAIN, Method, swift
 from .models import DraftModel, EarlyExit, OtherModel, SkippedTarget
 from .pipeline import PipelineDrafter
-from .ratio import ChainRatio, SeveralRatio
+from .ratio import BlockRatio, ChainRatio, SeveralRatio
 from .sequences import SequencesDrafter
 from .stopping import Adaptation, StopRule
 
@@ -149,7 +149,8 @@ def _paradecode(parts: Parts, settings: ParaDecodeSettings) -> Method:
 
 def _spd(parts: Parts, settings: SpdSettings) -> Method:
     stop = StopRule(settings.max_draft_length, settings.stop_threshold)
-    return Method("spd", ChainDrafter(parts.draft_model(), stop, sampled=True), ChainRatio())
+    verifier = BlockRatio() if settings.block_verification else ChainRatio()
+    return Method("spd", ChainDrafter(parts.draft_model(), stop, sampled=True), verifier)
 
 
 def _several(name: str, rule: Any) -> Callable[[Parts, SequencesSettings], Method]:

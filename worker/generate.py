@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ..core.errors import LayerSetError, LayerSetNotFound, SettingsError
+from ..core.errors import LayerSetNotFound, ModelNotFound
+from ..core.methods import method_info
 from ..core.requests import GenerateRequest
-from ..core.settings import SwiftSettings
-from ..core.types import Completion, FoundPlan, LayerSetRecord, Prompt, VerdictWord
+from ..core.types import Completion, FoundPlan, LayerSetRecord, Plan, Prompt, VerdictWord
 from ..decoding.loop import Watch
-from ..decoding.method import PLAIN, Method, swift
+from ..decoding.method import PLAIN, Method
+from ..decoding.methods import build
 from ..decoding.session import Session
 from ..models.costs import device_name
 from ..models.loading import load
 from ..models.runtime import Runtime
+from ..models.saved import no_step
 from ..store import Store
-
-METHODS = ("plain", "swift")
+from .stored_pieces import Pieces, StoredPieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +38,24 @@ def generate(
     prompts: Sequence[Prompt],
     store: Store | None,
     on_text: Callable[[str], None] | None = None,
-    on_step: Callable[[str], None] | None = None,
+    on_step: Callable[[str], None] = no_step,
 ) -> Iterator[tuple[Prompt, Completion, GenerateInfo]]:
     """Decode each prompt; `on_text` gets the text as it grows.
 
-    Raises: LayerSetNotFound: `swift` was asked for and no set is stored or given.
-            LayerSetError: the given set was tuned on another model.
+    Raises: LayerSetNotFound, LearnedNotFound: a method was asked for, and what it needs is neither stored nor given.
+            LayerSetError: the given set was tuned on another model. SettingsError: there is no such method.
     """
-    if request.method not in (None, *METHODS):
-        raise SettingsError(f"unknown method {request.method!r}: known are {', '.join(METHODS)}")
+    if request.method is not None:
+        method_info(request.method)
     runtime = load(request.model, request.dtype, request.device, on_step)
     if store is not None:
         store.remember_model(runtime.info)
     session = Session(runtime, request.sampling, request.max_new_tokens, request.stop)
     for prompt in prompts:
         session.check(prompt)
+    planner = Planner(request, runtime, store, on_step)
     for prompt in prompts:
-        method, info = plan_for(request, runtime, request.task or prompt.task, store)
+        method, info = planner.plan_for(request.task or prompt.task)
         text = TextStream(runtime, on_text, request.stop) if on_text is not None else None
         watch = Watch(on_tokens=text.add) if text is not None else None
         for turn, completion in session.run(prompt, method, watch):
@@ -62,48 +64,95 @@ def generate(
             yield turn, completion, info
 
 
-def plan_for(request: GenerateRequest, runtime: Runtime, task: str, store: Store | None) -> tuple[Method, GenerateInfo]:
-    """The method for one task: the caller's layer set, else the stored plan, else plain decoding."""
-    if request.method == "plain":
-        return PLAIN, GenerateInfo("plain")
-    if request.layer_set is not None:
-        record = request.layer_set
-        if record.fingerprint is not None and record.fingerprint != runtime.info.fingerprint:
-            raise LayerSetError(
-                f"the layer set was tuned on {record.model} ({record.fingerprint}), but this model is"
-                f" {runtime.info.fingerprint}: tune it first, or export a set of this model"
+class Planner:
+    """Chooses and builds the method of each task once: what the caller insists on, else what the stored plan says."""
+
+    def __init__(
+        self, request: GenerateRequest, runtime: Runtime, store: Store | None, on_step: Callable[[str], None] = no_step
+    ) -> None:
+        self.request, self.runtime, self.store = request, runtime, store
+        self._on_step = on_step
+        self._planned: dict[str, tuple[Method, GenerateInfo]] = {}
+        self._drafts: dict[str, Runtime] = {}
+
+    def plan_for(self, task: str) -> tuple[Method, GenerateInfo]:
+        """The method for a task, and where it came from."""
+        if task not in self._planned:
+            self._planned[task] = self._plan(task)
+        return self._planned[task]
+
+    def _plan(self, task: str) -> tuple[Method, GenerateInfo]:
+        request = self.request
+        if request.method == "plain":
+            return PLAIN, GenerateInfo("plain")
+        if request.layer_set is not None:
+            return self._insisted(request.method or "swift", task, None)
+        found, missing = self._look_up(task)
+        if request.method is not None:
+            return self._insisted(request.method, task, found)
+        if found is None:
+            return PLAIN, GenerateInfo("plain", note=missing)
+        record = found.plan.layer_set
+        info = GenerateInfo(found.plan.method, record, found.version, found.plan.verdict, found.fallback)
+        if found.plan.verdict != "use":
+            return PLAIN, replace(info, method="plain")
+        try:
+            return self._built(found.plan.method, task, found.plan), info
+        except ModelNotFound as error:  # the plan was made where its draft model is
+            return PLAIN, replace(
+                info, method="plain", record=None, note=f"the plan's draft model is not here: {error}"
             )
-        return _skipping(request, record, runtime), GenerateInfo("swift", record, record.version, record.verdict)
-    found, missing = _look_up(request, runtime, task, store)
-    if found is None or found.plan.layer_set is None:
-        if request.method == "swift":
-            raise missing or LayerSetNotFound(f"the plan stored for {request.model}/{task} has no layer set")
-        return PLAIN, GenerateInfo("plain", note=str(missing or ""))
-    record, verdict = found.plan.layer_set, found.plan.verdict
-    method = request.method or ("swift" if verdict == "use" else "plain")
-    info = GenerateInfo(method, record, found.version, verdict, found.fallback)
-    return (_skipping(request, record, runtime) if method == "swift" else PLAIN), info
 
+    def _insisted(self, name: str, task: str, found: FoundPlan | None) -> tuple[Method, GenerateInfo]:
+        """A method by name, with the plan's own pieces where the plan is of that method."""
+        same = found if found is not None and found.plan.method == name else None
+        plan = Plan(name, self.request.layer_set) if same is None else same.plan
+        pieces = self._pieces(name, task, plan)
+        info = GenerateInfo(name, pieces.layer_set)
+        if pieces.layer_set is not None:
+            info = replace(info, version=pieces.layer_set.version, verdict=pieces.layer_set.verdict)
+        if same is not None:
+            info = replace(info, version=same.version, verdict=same.plan.verdict, fallback=same.fallback)
+        return self._build(plan, pieces), info
 
-def _look_up(
-    request: GenerateRequest, runtime: Runtime, task: str, store: Store | None
-) -> tuple[FoundPlan | None, LayerSetNotFound | None]:
-    if store is None:
-        return None, LayerSetNotFound("no database to look a layer set up in: pass --db or --layer-set FILE")
-    dtype = runtime.dtype_name
-    try:
-        return store.lookup(runtime.info.fingerprint, task, device_name(runtime.device), dtype), None
-    except LayerSetNotFound:
-        return None, LayerSetNotFound(
-            f"nothing is stored for {request.model}/{task}:"
-            f" run `swiftopt tune --model {request.model} --stream FILE --task {task}`"
-        )
+    def _built(self, name: str, task: str, plan: Plan) -> Method:
+        return self._build(plan, self._pieces(name, task, plan))
 
+    def _pieces(self, name: str, task: str, plan: Plan) -> Pieces:
+        draft_model = self.request.draft_model or plan.draft_model
+        draft = self._draft(draft_model) if draft_model and method_info(name).drafts_with_model else None
+        stored = StoredPieces(self.runtime, self.store, draft)
+        return stored.of(name, task, self.request.layer_set or plan.layer_set, plan.learned)
 
-def _skipping(request: GenerateRequest, record: LayerSetRecord, runtime: Runtime) -> Method:
-    runtime.check_layer_set(record.layer_set)
-    settings = request.settings or SwiftSettings.from_json(record.settings)
-    return swift(record.layer_set, settings)
+    def _build(self, plan: Plan, pieces: Pieces) -> Method:
+        info, settings = method_info(plan.method), plan.settings
+        if plan.method == "swift":
+            record = pieces.layer_set
+            if not settings and record is not None:
+                settings = record.settings
+            if self.request.settings is not None:
+                return build("swift", pieces.parts, self.request.settings)
+        return build(plan.method, pieces.parts, info.settings_from(settings))
+
+    def _draft(self, name: str) -> Runtime:
+        if name not in self._drafts:
+            request = self.request
+            self._drafts[name] = load(name, request.dtype, request.device, self._on_step)
+        return self._drafts[name]
+
+    def _look_up(self, task: str) -> tuple[FoundPlan | None, str]:
+        """The stored plan, or why there is none."""
+        if self.store is None:
+            return None, "no database to look a plan up in: pass --db or --layer-set FILE"
+        runtime = self.runtime
+        try:
+            found = self.store.lookup(runtime.info.fingerprint, task, device_name(runtime.device), runtime.dtype_name)
+            return found, ""
+        except LayerSetNotFound:
+            model = self.request.model
+            return None, (
+                f"nothing is stored for {model}/{task}: run `swiftopt tune --model {model} --stream FILE --task {task}`"
+            )
 
 
 class TextStream:

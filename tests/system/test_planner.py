@@ -1,0 +1,111 @@
+"""`generate` decodes with the stored plan of any method, and with whatever method the caller insists on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from families import tiny_runtime
+
+from swiftopt.core.errors import LayerSetError, LayerSetNotFound, LearnedNotFound, SettingsError
+from swiftopt.core.learned import LearnedRecord
+from swiftopt.core.method_settings import LookupSettings
+from swiftopt.core.requests import GenerateRequest
+from swiftopt.core.types import LayerSet, LayerSetRecord, Plan
+from swiftopt.models.costs import device_name
+from swiftopt.models.learned import Heads
+from swiftopt.models.runtime import Runtime
+from swiftopt.store import Store
+from swiftopt.training.files import heads_to_bytes
+from swiftopt.worker.generate import Planner, generate
+
+REQUEST = GenerateRequest("tiny", task="notes")
+
+
+@pytest.fixture
+def runtime() -> Runtime:
+    return tiny_runtime("llama")
+
+
+@pytest.fixture
+def store(runtime: Runtime, tmp_path: Path) -> Iterator[Store]:
+    with Store.open(f"sqlite:///{tmp_path / 'plans.db'}") as store:
+        store.remember_model(replace(runtime.info, names=("tiny",)))
+        yield store
+
+
+def record(runtime: Runtime, **more: object) -> LayerSetRecord:
+    layer_set = LayerSet(4, frozenset({1}), frozenset({2}))
+    return replace(
+        LayerSetRecord("tiny", "notes", layer_set, runtime.info.fingerprint), device=device_name(runtime.device), **more
+    )
+
+
+def plan(runtime: Runtime, method: str, **more: object) -> Plan:
+    where = {"device": device_name(runtime.device), "dtype": runtime.dtype_name}
+    return replace(Plan(method, verdict="use"), **where, **more)
+
+
+def test_the_stored_plan_decides_whatever_its_method(runtime: Runtime, store: Store) -> None:
+    settings = LookupSettings(max_draft_length=3).to_json()
+    found = store.add_plan("tiny", "notes", plan(runtime, "prompt-lookup", settings=settings))
+    method, info = Planner(REQUEST, runtime, store).plan_for("notes")
+    assert (method.name, info.method, info.version, info.verdict) == (
+        "prompt-lookup",
+        "prompt-lookup",
+        found.version,
+        "use",
+    )
+    assert method.drafter.max_rows(99) == 4
+
+
+def test_a_plan_that_says_plain_is_obeyed(runtime: Runtime, store: Store) -> None:
+    store.add_plan("tiny", "notes", replace(plan(runtime, "jacobi"), verdict="plain"))
+    assert Planner(REQUEST, runtime, store).plan_for("notes")[0].name == "plain"
+    insisted = replace(REQUEST, method="jacobi")
+    assert Planner(insisted, runtime, store).plan_for("notes")[0].name == "jacobi"
+
+
+def test_heads_are_looked_up_for_the_task(runtime: Runtime, store: Store) -> None:
+    insisted = replace(REQUEST, method="adadecode")
+    with pytest.raises(LearnedNotFound, match="heads train"):
+        Planner(insisted, runtime, store).plan_for("notes")
+    heads = Heads({2: torch.eye(32, dtype=runtime.dtype)})
+    kept = LearnedRecord("heads", "tiny", "notes", runtime.info.fingerprint, heads.depths, heads.n_parameters)
+    store.add_learned(kept, heads_to_bytes(heads, kept))
+    assert Planner(insisted, runtime, store).plan_for("notes")[0].name == "adadecode"
+
+
+def test_self_sd_takes_its_own_set_and_swift_its_own(runtime: Runtime, store: Store) -> None:
+    insisted = replace(REQUEST, method="self-sd")
+    store.add_layer_set(record(runtime))
+    with pytest.raises(LayerSetNotFound, match="layers search"):
+        Planner(insisted, runtime, store).plan_for("notes")
+    own = LayerSet(4, frozenset({0}), frozenset({3}))
+    store.add_layer_set(replace(record(runtime), layer_set=own), plan_method="self-sd", promote=False)
+    assert Planner(insisted, runtime, store).plan_for("notes")[0].layer_set == own
+    swift = Planner(replace(REQUEST, method="swift"), runtime, store).plan_for("notes")[0]
+    assert swift.layer_set == record(runtime).layer_set
+
+
+def test_a_given_set_takes_the_place_of_the_stored_one(runtime: Runtime, store: Store) -> None:
+    given = replace(record(runtime), layer_set=LayerSet(4, frozenset({2})))
+    store.add_layer_set(record(runtime))
+    method, _ = Planner(replace(REQUEST, layer_set=given), runtime, store).plan_for("notes")
+    assert (method.name, method.layer_set) == ("swift", given.layer_set)
+    with pytest.raises(LayerSetError, match="but this model is"):
+        Planner(replace(REQUEST, layer_set=replace(given, fingerprint="other")), runtime, store).plan_for("notes")
+
+
+def test_a_draft_model_that_is_not_here_means_plain_and_a_word_about_it(runtime: Runtime, store: Store) -> None:
+    store.add_plan("tiny", "notes", plan(runtime, "spd", draft_model="models/that-was-there"))
+    method, info = Planner(REQUEST, runtime, store).plan_for("notes")
+    assert method.name == "plain" and "the plan's draft model is not here" in info.note
+
+
+def test_a_misspelt_method_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(SettingsError, match="nearest: prompt-lookup"):
+        next(iter(generate(replace(REQUEST, method="promt-lookup"), [], None)))

@@ -1,0 +1,149 @@
+"""What heads and probes learn from: the model's states at the positions of its own greedy completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..core.errors import InvalidInput
+from ..core.types import Prompt, Sampling
+from ..decoding.context import Context
+from ..decoding.loop import Watch
+from ..decoding.method import PLAIN
+from ..decoding.session import Session
+from ..models.rows import Rows
+from ..models.runtime import PREFILL_ROWS, Runtime
+from .trained import OnStep, TrainingStep
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint
+
+HELD_OUT = 0.1  # share of the prompts that only the figures see
+MIN_ROWS = 16  # positions below which nothing can be learned
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Features:
+    """States of n positions, in the model's dtype, on the CPU.
+
+    `hidden[depth]` (n, hidden_size): after that many layers; `final` (n, hidden_size): after all, and the final norm.
+    """
+
+    hidden: Mapping[int, Tensor]
+    final: Tensor
+
+    @property
+    def n_rows(self) -> int:
+        """Positions."""
+        return self.final.shape[0]
+
+    @classmethod
+    def joined(cls, parts: Sequence[Features]) -> Features:
+        """One behind the other."""
+        depths = parts[0].hidden
+        return cls(
+            {depth: torch.cat([part.hidden[depth] for part in parts]) for depth in depths},
+            torch.cat([part.final for part in parts]),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Collected:
+    """The positions to learn from and those held out, which come from other prompts."""
+
+    train: Features
+    held_out: Features
+    n_prompts: int
+    seconds: float
+
+
+def collect(
+    session: Session,
+    prompts: Sequence[Prompt],
+    depths: Sequence[int],
+    seed: int,
+    on_step: OnStep,
+    kept: Checkpoint | None = None,
+    budget_s: float | None = None,
+) -> Collected:
+    """Complete the prompts greedily, in an order drawn from `seed`, and keep the states; the last tenth is held out.
+
+    Args:   budget_s: stop after that many seconds, with at least two prompts done.
+    Raises: InvalidInput: fewer than two prompts, or completions that leave too little to learn from.
+    """
+    if len(prompts) < 2:
+        raise InvalidInput("training needs at least 2 prompts, one of them to measure on: give a longer stream")
+    started = time.monotonic()
+    for prompt in prompts:
+        session.check(prompt)
+    done = {} if kept is None else kept.features()
+    if done:
+        on_step(TrainingStep("collect", note=f"resumed: {len(done)} of {len(prompts)} prompts were done before"))
+    order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(seed)).tolist()
+    parts: list[Features] = []
+    for number, index in enumerate(order):
+        if budget_s is not None and number >= 2 and time.monotonic() - started > budget_s:
+            break
+        if index not in done:
+            done[index] = features_of(session, prompts[index], depths)
+            if kept is not None:
+                kept.add(index, done[index])
+        parts.append(done[index])
+        on_step(TrainingStep("collect", number + 1, len(prompts)))
+    if kept is not None:
+        kept.flush()
+    return _divided(parts, time.monotonic() - started)
+
+
+def _divided(parts: Sequence[Features], seconds: float) -> Collected:
+    n_held_out = max(1, round(HELD_OUT * len(parts)))
+    train, held_out = Features.joined(parts[:-n_held_out]), Features.joined(parts[-n_held_out:])
+    if train.n_rows < MIN_ROWS or not held_out.n_rows:
+        raise InvalidInput(
+            f"the completions leave {train.n_rows} positions to learn from and {held_out.n_rows} to measure on:"
+            f" give more prompts or raise --max-new-tokens, so that there are {MIN_ROWS} and 1 at least"
+        )
+    return Collected(train, held_out, len(parts), seconds)
+
+
+def greedy_session(runtime: Runtime, max_new_tokens: int) -> Session:
+    """Completes prompts as plain greedy decoding does.
+
+    Raises: InvalidInput: the model has no tokenizer.
+    """
+    if runtime.tokenizer is None:
+        raise InvalidInput("this model has no tokenizer: put its tokenizer's files next to its weights")
+    return Session(runtime, Sampling(), max_new_tokens)
+
+
+def features_of(session: Session, prompt: Prompt, depths: Sequence[int]) -> Features:
+    """The states of all turns of a prompt, at every token of a completion that another one follows."""
+    contexts: list[Context] = []
+    found = [states_of(session.runtime, [], 0, depths)]
+    watch = Watch(before_round=lambda context: contexts.append(context))
+    for _, completion in session.run(prompt, PLAIN, watch):
+        if contexts:  # a completion of one token had no round
+            first = contexts[-1].n_prompt
+            text = [*contexts[-1].token_ids[:first], *completion.token_ids]
+            found.append(states_of(session.runtime, text[:-1], first, depths))
+        contexts.clear()
+    return Features.joined(found)
+
+
+def states_of(runtime: Runtime, token_ids: Sequence[int], first: int, depths: Sequence[int]) -> Features:
+    """The states of a text's tokens from `first` on, read in as few passes as memory allows."""
+    at: dict[int, list[Tensor]] = {depth: [] for depth in (*depths, runtime.n_layers)}
+    buffer = runtime.new_buffer(len(token_ids))
+    for start in range(0, len(token_ids), PREFILL_ROWS):
+        chunk = token_ids[start : start + PREFILL_ROWS]
+        runtime.forward(Rows(chunk, start), buffer, n_logits=0, capture=at)
+    width = runtime.config.get_text_config().hidden_size
+    nothing = torch.empty((0, width), dtype=runtime.dtype)
+    kept = {depth: torch.cat([nothing, *(part.cpu() for part in parts)])[first:] for depth, parts in at.items()}
+    final = runtime.normed(kept.pop(runtime.n_layers).to(runtime.device)).cpu()
+    return Features({depth: hidden.clone() for depth, hidden in kept.items()}, final)

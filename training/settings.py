@@ -1,0 +1,91 @@
+"""What training can be told; every default once, with where it comes from. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..core.errors import SettingsError
+
+ProbeSampling = Literal["greedy", "top-p"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSettings:
+    """Of heads and probes alike. `minutes` ends training early, the cosine reaching its end by then.
+
+    Raises: SettingsError: a value is out of its range.
+    """
+
+    epochs: int = 20
+    minutes: float | None = None
+    learning_rate: float = 5e-3
+    batch: int = 128  # positions
+    warm_up: float = 0.03  # share of the steps
+    max_new_tokens: int = 128
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        at_least = {"epochs": 1, "batch": 1, "max_new_tokens": 2}
+        for name, low in at_least.items():
+            if getattr(self, name) < low:
+                raise SettingsError(f"{name} {getattr(self, name)} is out of range: use {low} or more")
+        if self.minutes is not None and not self.minutes > 0:
+            raise SettingsError(f"minutes {self.minutes} is out of range: use a number above 0")
+        if not 0 < self.learning_rate <= 1:
+            raise SettingsError(f"learning_rate {self.learning_rate} is out of range: use a number from 0 to 1")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for the store and for the checkpoint's name."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSettings(TrainingSettings):
+    """Adam, rate, batch, cosine and warm-up are those of AdaDecode, appendix D.
+
+    DEVIATION: 20 epochs instead of the paper's 100 (ParaDecode: 50), so that a small model is trained in minutes on
+    two cores; and the batch counts positions, not texts.
+    """
+
+    layers: tuple[int, ...] | None = None  # layers run before each head; None: a quarter, a half, three quarters
+    full: bool = False  # whole heads instead of a transform before the model's own (Table 3)
+
+    def depths(self, n_layers: int) -> tuple[int, ...]:
+        """Where the heads sit in a model of that depth, shallowest first.
+
+        Raises: SettingsError: a layer is not inside the model, or named twice.
+        """
+        quarters = {min(n_layers - 1, max(1, round(n_layers * share / 4))) for share in (1, 2, 3)}
+        return checked_depths(self.layers or tuple(quarters), n_layers)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeSettings(TrainingSettings):
+    """`sampling` says how the early token is chosen, and what "accepted" means; ours, the paper gives no rate."""
+
+    learning_rate: float = 1e-3
+    layer: int | None = None  # layers run; None: a quarter of the depth
+    sampling: ProbeSampling = "greedy"
+    top_p: float = 0.9  # for "top-p" (AdaSPEED III)
+
+    def depth(self, n_layers: int) -> int:
+        """Where the probe looks in a model of that depth.
+
+        Raises: SettingsError: the layer is not inside the model.
+        """
+        return checked_depths((max(1, round(n_layers / 4)) if self.layer is None else self.layer,), n_layers)[0]
+
+
+def checked_depths(depths: tuple[int, ...], n_layers: int) -> tuple[int, ...]:
+    """The depths, sorted.
+
+    Raises: SettingsError: one is not inside the model, or named twice.
+    """
+    for depth in depths:
+        if not 0 < depth < n_layers:
+            raise SettingsError(f"layer {depth} is out of range: the model has {n_layers}, use 1 to {n_layers - 1}")
+    if len(set(depths)) < len(depths):
+        raise SettingsError(f"layers {', '.join(map(str, depths))} name one twice: name each once")
+    return tuple(sorted(depths))

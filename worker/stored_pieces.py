@@ -1,0 +1,117 @@
+"""What methods need beyond the model, looked up for a task: layer sets, heads, probes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..core.errors import LayerSetError, LayerSetNotFound, LearnedNotFound
+from ..core.learned import LearnedKind, LearnedRecord
+from ..core.methods import method_info
+from ..core.types import LayerSetRecord
+from ..decoding.methods import Parts
+from ..models.learned import Heads, Probe
+from ..models.runtime import Runtime
+from ..store import Store
+from ..training.files import heads_from_bytes, probe_from_bytes
+
+TUNED = ("swift", "plain")  # methods of the plans under which tuning stores its layer sets
+DEFAULT_TASK = "default"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """What one method is built of, and the stored records of it."""
+
+    parts: Parts
+    layer_set: LayerSetRecord | None = None
+    learned: LearnedRecord | None = None
+
+
+class StoredPieces:
+    """Finds what was stored for a model's tasks; weights are read once."""
+
+    def __init__(self, runtime: Runtime, store: Store | None, draft_runtime: Runtime | None = None) -> None:
+        self.runtime, self.store, self.draft_runtime = runtime, store, draft_runtime
+        self._weights: dict[tuple[str, str, int | None], Heads | Probe] = {}
+
+    def of(
+        self,
+        name: str,
+        task: str,
+        layer_set: LayerSetRecord | None = None,
+        learned: LearnedRecord | None = None,
+    ) -> Pieces:
+        """The pieces of a method, those that are given or else the task's own.
+
+        Raises: LayerSetNotFound, LearnedNotFound: one is needed and not stored. LayerSetError: the set is another
+                model's.
+        """
+        info = method_info(name)
+        skips = "layer_set" in info.needs or (info.drafts_with_model and self.draft_runtime is None)
+        if skips:
+            layer_set = self._own(layer_set or self.layer_set(name, task))
+        heads = probe = None
+        if "heads" in info.needs:
+            heads, learned = self.heads(learned or self.learned("heads", task))
+        if "probe" in info.needs:
+            probe, learned = self.probe(learned or self.learned("probe", task))
+        draft = self.draft_runtime if info.drafts_with_model else None
+        skipped = layer_set.layer_set if skips and layer_set is not None else None
+        return Pieces(Parts(self.runtime, skipped, heads, probe, draft), layer_set if skips else None, learned)
+
+    def layer_set(self, name: str, task: str) -> LayerSetRecord:
+        """The newest set for the task: Self-SD's own for "self-sd", SWIFT's for all others.
+
+        Raises: LayerSetNotFound: there is none.
+        """
+        methods: Sequence[str] = ("self-sd",) if name == "self-sd" else TUNED
+        fingerprint = self.runtime.info.fingerprint
+        for each in dict.fromkeys((task, DEFAULT_TASK)) if self.store is not None else ():
+            assert self.store is not None
+            for record in self.store.layer_sets(fingerprint, each):
+                assert record.version is not None
+                if self.store.plan(fingerprint, each, record.version).plan.method in methods:
+                    return record
+        command = "layers search" if name == "self-sd" else "tune"
+        raise LayerSetNotFound(
+            f"{name} needs a layer set, and none is stored for the task {task}:"
+            f" run `swiftopt {command} --model MODEL --stream FILE --task {task}`, or pass --layer-set FILE"
+        )
+
+    def learned(self, kind: LearnedKind, task: str) -> LearnedRecord:
+        """The newest heads or probe for the task.
+
+        Raises: LearnedNotFound: there are none.
+        """
+        if self.store is None:
+            raise LearnedNotFound(f"no database to look {kind} up in: pass --db")
+        return self.store.learned(self.runtime.info.fingerprint, task, kind)
+
+    def heads(self, record: LearnedRecord) -> tuple[Heads, LearnedRecord]:
+        """The weights of stored heads."""
+        key = ("heads", record.task, record.version)
+        if key not in self._weights:
+            assert self.store is not None
+            self._weights[key] = heads_from_bytes(self.store.weights(record), self.runtime)
+        found = self._weights[key]
+        assert isinstance(found, Heads)
+        return found, record
+
+    def probe(self, record: LearnedRecord) -> tuple[Probe, LearnedRecord]:
+        """The weights of a stored probe."""
+        key = ("probe", record.task, record.version)
+        if key not in self._weights:
+            assert self.store is not None
+            self._weights[key] = probe_from_bytes(self.store.weights(record), self.runtime)
+        found = self._weights[key]
+        assert isinstance(found, Probe)
+        return found, record
+
+    def _own(self, record: LayerSetRecord) -> LayerSetRecord:
+        if record.fingerprint is not None and record.fingerprint != self.runtime.info.fingerprint:
+            raise LayerSetError(
+                f"the layer set was tuned on {record.model} ({record.fingerprint}), but this model is"
+                f" {self.runtime.info.fingerprint}: tune it first, or export a set of this model"
+            )
+        return record
