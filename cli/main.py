@@ -17,7 +17,21 @@ from .options import PresetGroup
 from .output import note, silence
 
 # Each names a module of this package that holds a command of the same name.
-COMMANDS = ("tune", "generate", "layers", "models", "jobs", "worker", "serve", "bench", "db", "doctor")
+COMMANDS = (
+    "tune",
+    "generate",
+    "compare",
+    "layers",
+    "heads",
+    "probe",
+    "models",
+    "jobs",
+    "worker",
+    "serve",
+    "bench",
+    "db",
+    "doctor",
+)
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # where stdout goes, not how we write
 

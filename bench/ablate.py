@@ -1,0 +1,183 @@
+"""Runs an ablation: its variants by turns on the same prompts, beside plain decoding, and rows of the paper's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..core.errors import SwiftoptError
+from ..core.requests import GenerateRequest
+from ..core.types import Prompt, Sampling
+from ..decoding.loop import Watch
+from ..decoding.method import PLAIN, Method
+from ..decoding.models import OtherModel
+from ..decoding.session import Session
+from ..models.costs import device_name
+from ..models.loading import load
+from ..models.runtime import Runtime
+from ..optimizer.search import Search
+from ..store import Store
+from ..worker.comparison_made import Workshop
+from ..worker.comparison_perplexity import surprise
+from ..worker.comparison_pieces import PieceMaker
+from ..worker.comparison_report import About, Figures, figures
+from ..worker.comparison_request import BASE
+from ..worker.comparison_run import Contender, Interleaved, OnRun, Run, decoding_with
+from ..worker.energy import EnergyMeter
+from ..worker.stored_pieces import DEFAULT_TASK, StoredPieces
+from .ablation_table import ABLATIONS, SCHEMA
+from .ablations import Kit, Variant, variants
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Made:
+    """A variant with its method; `error` says why there is none."""
+
+    variant: Variant
+    method: Method | None = None
+    search: Search | None = None
+    n_heads: int | None = None
+    n_parameters: int | None = None
+    error: str | None = None
+
+
+def ablate(
+    name: str,
+    request: GenerateRequest,
+    draft_model: str | None,
+    prompts: Sequence[Prompt],
+    store: Store | None,
+    on_step: Callable[[str], None] = lambda words: None,
+    on_run: OnRun | None = None,
+) -> dict[str, Any]:
+    """The object that `swiftopt bench ablate --json` prints.
+
+    Missing heads, probes and layer sets are made briefly on the same prompts, as `swiftopt compare` makes them, and not
+    kept. A search goes on from prompt to prompt while its variant decodes, and its time counts.
+    """
+    runtime, draft = _load(request, draft_model, on_step)
+    if store is not None:
+        store.remember_model(runtime.info)
+    prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
+    session = Session(runtime, Sampling(), request.max_new_tokens)
+    for prompt in prompts:
+        session.check(prompt)
+    workshop = Workshop(session, request.model, request.task or _task(prompts), prompts, None, on_step)
+    kit = Kit(PieceMaker(StoredPieces(runtime, store, draft), workshop))
+    made = [_made(variant) for variant in variants(name, kit)]
+    able = [Contender(BASE, decoding_with(session, PLAIN))]
+    able += [_contender(one, runtime, request.max_new_tokens) for one in made if one.error is None]
+    meter = EnergyMeter.of(runtime.device.type, runtime.device.index or 0)
+    runs = Interleaved(able, prompts, meter, on_run)
+    finished = runs.run()
+    return {
+        "schema": SCHEMA,
+        "name": name,
+        "title": ABLATIONS[name].title,
+        "source": ABLATIONS[name].source,
+        "model": request.model,
+        "draft_model": draft_model,
+        "device": device_name(runtime.device),
+        "dtype": runtime.dtype_name,
+        "torch": torch.__version__,
+        "max_new_tokens": request.max_new_tokens,
+        "prompts": len(prompts),
+        "energy": meter.source,
+        "made": [{"piece": one.piece, "how": one.how} for one in workshop.made],
+        "rows": [_row(one, runs, session, prompts) for one in made],
+        "interrupted": not finished,
+    }
+
+
+def _load(
+    request: GenerateRequest, draft_model: str | None, on_step: Callable[[str], None]
+) -> tuple[Runtime, Runtime | None]:
+    def loaded(name: str) -> Runtime:
+        return load(name, request.dtype, request.device, lambda step: on_step(f"load: {step}"))
+
+    runtime = loaded(request.model)
+    if draft_model is None:
+        return runtime, None
+    draft = loaded(draft_model)
+    OtherModel(draft).check(runtime)
+    return runtime, draft
+
+
+def _task(prompts: Sequence[Prompt]) -> str:
+    tasks = {prompt.task for prompt in prompts}
+    return tasks.pop() if len(tasks) == 1 else DEFAULT_TASK
+
+
+def _made(variant: Variant) -> Made:
+    try:
+        made = variant.make()
+        heads = None if variant.heads is None else variant.heads()
+    except SwiftoptError as error:
+        return Made(variant, error=str(error))
+    method, search = (made.method, made) if isinstance(made, Search) else (made, None)
+    if heads is None:
+        return Made(variant, method, search)
+    own = _is_own(heads.transforms.values())
+    return Made(variant, method, search, 0 if own else len(heads.depths), 0 if own else heads.n_parameters)
+
+
+def _is_own(transforms: Any) -> bool:
+    """Whether the heads are the model's own, read early: nothing is added to it."""
+    return all(t.shape[0] == t.shape[1] and bool((t == torch.eye(t.shape[0]).to(t)).all()) for t in transforms)
+
+
+def _contender(made: Made, runtime: Runtime, max_new_tokens: int) -> Contender:
+    assert made.method is not None
+    session, search = Session(runtime, made.variant.sampling, max_new_tokens), made.search
+    watch = None if search is None else Watch(None, search.before_round, search.after_round, search.scratch_rows)
+    return Contender(made.variant.label, decoding_with(session, made.method, watch))
+
+
+def _row(made: Made, runs: Interleaved, session: Session, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """A variant's figures with what it varies, and what its search cost."""
+    variant = made.variant
+    head = {"label": variant.label, "base": variant.base, **variant.values}
+    about = About(
+        variant.label, lossy=made.method is not None and made.method.lossy, predicts_early=made.n_heads is not None
+    )
+    if made.error is not None:
+        return {
+            **head,
+            **Figures.missing(about, len(prompts), made.error).to_json(),
+            "heads": None,
+            "consistency": None,
+        }
+
+    def surprise_of(number: int, run: Run) -> float:
+        return surprise(session.runtime, session.encode(prompts[number]), run.token_ids)
+
+    own = runs.runs[variant.label]
+    plain = figures(about, own, runs.runs[BASE], len(prompts), surprise_of)
+    base = plain if variant.base == BASE else figures(about, own, runs.runs[variant.base], len(prompts), None)
+    greedy = variant.sampling.greedy and plain.identical is not None
+    return {
+        **head,
+        **replace(plain, ratio=base.ratio, ratio_interval=base.ratio_interval).to_json(),
+        "extra_parameters": made.n_parameters,
+        "heads": made.n_heads,
+        "consistency": plain.identical / plain.prompts if greedy and plain.identical is not None else None,
+        **_search_figures(made.search, own.by_prompt.values()),
+    }
+
+
+def _search_figures(search: Search | None, runs: Any) -> dict[str, float | None]:
+    """Milliseconds per candidate, share of the time that the search took, and what it came to."""
+    if search is None:
+        return {}
+    seconds = sum(run.completion.timings.optimise_s for run in runs)
+    total = sum(run.seconds for run in runs)
+    return {
+        "candidates": len(search.trials),
+        "optimise_ms": 1000 * seconds / len(search.trials) if search.trials else None,
+        "optimise_share": seconds / total if total else None,
+        "matchness": search.matchness,
+        "skip_ratio": search.layer_set.skip_ratio,
+    }

@@ -1,0 +1,229 @@
+"""What each ablation varies: a small table of variants per paper's table, each a method to run beside the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ..core.errors import LearnedNotFound
+from ..core.method_settings import AdaDecodeSettings, AdaSpeedSettings
+from ..core.methods import method_info
+from ..core.settings import SwiftSettings
+from ..core.types import Sampling
+from ..decoding.chain import ChainDrafter
+from ..decoding.draft import Verifier
+from ..decoding.early import EarlyDrafter
+from ..decoding.lossy import Rollback
+from ..decoding.method import PLAIN, Method
+from ..decoding.methods import build
+from ..decoding.ratio import ChainRatio
+from ..decoding.stopping import Adaptation, StopRule
+from ..models.learned import Heads
+from ..optimizer.search import Search
+from ..training import train_heads
+from ..training.settings import HeadSettings
+from ..worker.comparison_made import HEADS_S
+from ..worker.comparison_pieces import PieceMaker
+
+WINDOWS = (16, 32, 64, 128)
+SCHEDULES = ((20, 5), (100, 5), (100, 25), (1000, 25), (1000, 50))  # (S, β)
+RATIOS = (0.3, 0.35, 0.4, 0.45, 0.5, 0.55)
+EARLY_THRESHOLDS = (0.0, 0.25, 0.5, 0.65, 0.75, 0.85, 0.95, 1.0)
+JOINT_THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
+BEAMS = (2, 4, 6, 8)
+WARPS = ((20, 0.9), (20, 0.8), (10, 0.9), (10, 0.8))  # (k, p)
+MIXED_TASK = "mixed"  # of heads that were trained on several streams
+TOP_P = Sampling(temperature=1.0, top_p=0.9)  # AdaSPEED III
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A row: `make` gives the method, or a search that goes on while it decodes, or raises where a piece is missing.
+
+    `base` is the label of the row that its ratio is to; `heads` are those whose parameters count.
+    """
+
+    label: str
+    make: Callable[[], Method | Search]
+    values: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Sampling = field(default_factory=Sampling)
+    base: str = "plain"
+    heads: Callable[[], Heads] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kit:
+    """What variants are made of; a piece is looked up or made when the first variant asks for it."""
+
+    maker: PieceMaker
+
+    def method(self, name: str, **told: Any) -> Method:
+        """A method with settings beyond its defaults."""
+        return build(name, self.maker.of(name).parts, method_info(name).settings_from(told))
+
+    def search(self, **told: Any) -> Search:
+        """SWIFT's search with those settings, from its start."""
+        runtime, settings = self.maker.stored.runtime, replace(SwiftSettings(), **told)
+        ratio = settings.start_skip_ratio(runtime.info.n_parameters)
+        return Search("", runtime.n_layers, settings, ratio, None, lambda event: None, lambda: "")
+
+    def heads(self) -> Heads:
+        """The task's heads."""
+        return self.maker.heads()[0]
+
+    def one_head(self) -> Heads:
+        """The middle one of them."""
+        heads = self.heads()
+        depth = heads.depths[len(heads.depths) // 2]
+        return Heads({depth: heads.transforms[depth]}, heads.full)
+
+    def original_head(self) -> Heads:
+        """The model's own head at the same depths."""
+        return Heads({depth: torch.eye(t.shape[-1]).to(t) for depth, t in self.heads().transforms.items()})
+
+    def mixed_heads(self) -> Heads:
+        """Heads that were trained on several streams.
+
+        Raises: LearnedNotFound: they must be trained first, for that takes the other streams.
+        """
+        record = self.maker.stored.learned("heads", MIXED_TASK)
+        if record.task != MIXED_TASK:
+            raise LearnedNotFound("no mixed-domain heads are stored: train them with several --stream and --task mixed")
+        return self.maker.stored.heads(record)[0]
+
+    def full_heads(self) -> Heads:
+        """Whole heads at the same depths, trained as long as brief ones are."""
+        shop = self.maker.workshop
+        settings = HeadSettings(layers=self.heads().depths, full=True, max_new_tokens=shop.session.max_new_tokens)
+        shop.on_step(f"make: whole heads, by {HEADS_S:.0f} s of training")
+        return train_heads(shop.session.runtime, shop.prompts, settings, budget_s=HEADS_S).model
+
+
+def variants(name: str, kit: Kit) -> list[Variant]:
+    """The rows of an ablation, in the paper's order."""
+    return list(_VARIANTS[name](kit))
+
+
+def _swift_parts(kit: Kit) -> Iterator[Variant]:
+    yield Variant("SWIFT", kit.search)
+    yield Variant("w/o early stopping", lambda: kit.search(early_stop=False))
+    yield Variant("w/o dynamic verification", lambda: kit.search(dynamic_verification=False))
+    yield Variant("w/o optimisation", lambda: kit.search(optimise=False))
+
+
+def _swift_window(kit: Kit) -> Iterator[Variant]:
+    for window in WINDOWS:
+        yield Variant(f"γ {window}", _with(kit.search, context_window=window), {"γ": window})
+
+
+def _swift_schedule(kit: Kit) -> Iterator[Variant]:
+    for steps, every in SCHEDULES:
+        make = _with(kit.search, max_steps=steps, bayes_interval=every)
+        yield Variant(f"S {steps}, β {every}", make, {"S": steps, "β": every})
+
+
+def _swift_ratio(kit: Kit) -> Iterator[Variant]:
+    for ratio in RATIOS:
+        yield Variant(f"r {ratio}", _with(kit.search, skip_ratio=ratio), {"r": ratio})
+
+
+def _adadecode_parts(kit: Kit) -> Iterator[Variant]:
+    def row(label: str, heads: Callable[[], Heads], verifier: Verifier) -> Variant:
+        return Variant(label, lambda: _early(heads(), verifier), heads=heads)
+
+    yield row("AdaDecode", kit.heads, ChainRatio())
+    yield row("w/o verification", kit.heads, Rollback(math.inf))
+    yield row("w/ fixed-layer early prediction", kit.one_head, ChainRatio())
+    yield row("w/ original LM head", kit.original_head, ChainRatio())
+    yield row("w/ mixed-domain LM head", kit.mixed_heads, ChainRatio())
+    yield row("w/ full-parameterized LM head", _once(kit.full_heads), ChainRatio())
+
+
+def _early(heads: Heads, verifier: Verifier) -> Method:
+    """AdaDecode with those heads; a verifier that refuses nothing leaves verification out."""
+    settings = AdaDecodeSettings()
+    return Method("adadecode", EarlyDrafter(heads, settings.early_threshold, settings.max_early), verifier)
+
+
+def _adadecode_threshold(kit: Kit) -> Iterator[Variant]:
+    for threshold in EARLY_THRESHOLDS:
+        make = _with(kit.method, "adadecode", early_threshold=threshold)
+        yield Variant(f"γ {threshold}", make, {"γ": threshold}, heads=kit.heads)
+
+
+def _mtad_threshold(kit: Kit) -> Iterator[Variant]:
+    for threshold in JOINT_THRESHOLDS:
+        make = _with(kit.method, "mtad", acceptance_threshold=threshold)
+        yield Variant(f"τ {threshold}", make, {"τ": threshold}, Sampling(temperature=1.0))
+
+
+def _mtad_beams(kit: Kit) -> Iterator[Variant]:
+    for beams in BEAMS:
+        make = _with(kit.method, "mtad", beam_width=beams)
+        yield Variant(f"{beams} beams", make, {"beams": beams}, Sampling(temperature=1.0))
+
+
+def _mtad_warp(kit: Kit) -> Iterator[Variant]:
+    for k, p in WARPS:
+        warp, values = Sampling(temperature=1.0, top_k=k, top_p=p), {"k": k, "p": p}
+        yield Variant(f"multinomial, k {k}, p {p}", lambda: PLAIN, values, warp)
+        yield Variant(f"SpD, k {k}, p {p}", _with(kit.method, "spd"), values, warp)
+        yield Variant(f"MTAD, k {k}, p {p}", _with(kit.method, "mtad", top_k=k, top_p=p), values, warp)
+
+
+def _adaspeed(kit: Kit) -> Iterator[Variant]:
+    for words, sampling in (("greedy", Sampling()), ("top-p", TOP_P)):
+        base, values = f"LayerSkip, {words}", {"decoding": words}
+        rows: dict[str, Callable[[], Method]] = {
+            "LayerSkip": _with(kit.method, "layerskip"),
+            "Draft & Verify": lambda: _marginal(kit),
+            "AdaSPEED (no probe)": _with(kit.method, "adaspeed"),
+            "AdaSPEED (probe)": _with(kit.method, "adaspeed-probe"),
+        }
+        for label, make in rows.items():
+            yield Variant(f"{label}, {words}", make, values, sampling, base)
+
+
+def _marginal(kit: Kit) -> Method:
+    """Draft & Verify's rule, each step's own probability against the threshold, on AdaSPEED's early exit."""
+    settings = AdaSpeedSettings()
+    adaptation = Adaptation(
+        settings.target_acceptance, settings.threshold_step, settings.rate_memory, settings.threshold_memory
+    )
+    stop = StopRule(settings.max_draft_length, settings.stop_threshold, adaptation=adaptation)
+    model = kit.maker.of("adaspeed").parts.early_exit(settings.exit_layer)
+    return Method("draft-verify", ChainDrafter(model, stop, sampled=True), ChainRatio())
+
+
+def _with(make: Callable[..., Any], *args: Any, **told: Any) -> Callable[[], Any]:
+    return lambda: make(*args, **told)
+
+
+def _once(make: Callable[[], Heads]) -> Callable[[], Heads]:
+    """The same heads however often they are asked for."""
+    found: list[Heads] = []
+
+    def get() -> Heads:
+        if not found:
+            found.append(make())
+        return found[0]
+
+    return get
+
+
+_VARIANTS: dict[str, Callable[[Kit], Iterator[Variant]]] = {
+    "swift-parts": _swift_parts,
+    "swift-window": _swift_window,
+    "swift-schedule": _swift_schedule,
+    "swift-ratio": _swift_ratio,
+    "adadecode-parts": _adadecode_parts,
+    "adadecode-threshold": _adadecode_threshold,
+    "mtad-threshold": _mtad_threshold,
+    "mtad-beams": _mtad_beams,
+    "mtad-warp": _mtad_warp,
+    "adaspeed": _adaspeed,
+}

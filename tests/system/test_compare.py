@@ -1,0 +1,162 @@
+"""`swiftopt compare` and `bench ablate` from end to end on a tiny random model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_files import save
+
+from swiftopt.bench.ablation_table import ABLATIONS
+from swiftopt.cli.main import run
+from swiftopt.core.methods import METHODS
+from swiftopt.core.types import Plan
+from swiftopt.models.loading import load
+from swiftopt.store import Store
+from swiftopt.worker import comparison_made
+
+TOKENS = ("--max-new-tokens", "24", "--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a database and a stream; what is missing is made very briefly."""
+    for name in ("SWIFT_S", "SELF_SD_S", "HEADS_S", "PROBE_S"):
+        monkeypatch.setattr(comparison_made, name, 0.5)
+    monkeypatch.setenv("SWIFTOPT_DATABASE_URL", str(tmp_path / "home.db"))
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps({"id": f"p{i}", "prompt": f"w{i} w{i + 1} w{i + 2}"}) for i in range(6)]
+    (tmp_path / "notes.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def compare(capsys: pytest.CaptureFixture[str], *args: str, expect: int = 0) -> dict[str, Any]:
+    code = run(["compare", "--stream", "notes.jsonl", "--limit", "3", *TOKENS, "--json", *args])
+    out, err = capsys.readouterr()
+    assert code == expect, err
+    report: dict[str, Any] = json.loads(out)
+    return report
+
+
+def test_all_methods_run_and_the_lossless_ones_say_what_plain_says(
+    tiny: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = compare(capsys, "--model", tiny, "--methods", "all,hf-plain,hf-lookup", "--png", "c.png")
+    rows = {row["method"]: row for row in report["results"]}
+    assert report["schema"] == "swiftopt.compare/1" and set(rows) == {*METHODS, "hf-plain", "hf-lookup"}
+    assert {name: row["reason"] for name, row in rows.items() if row["ratio"] is None} == {}
+    for name, row in rows.items():
+        assert row["tok_s"] > 0 and row["perplexity"] > 1, name
+        if not row["lossy"]:
+            assert row["identical"] == row["prompts"], name
+    assert rows["plain"]["ratio"] == 1 and {made["piece"] for made in report["made"]} >= {"heads", "probe", "layer set"}
+    assert rows["adadecode"]["extra_parameters"] > 0 and rows["plain"]["extra_bytes"] == 0
+    assert (home / "c.png").stat().st_size > 0
+    with Store.open() as store:
+        found = store.lookup(tiny, "notes", report["device"], report["dtype"])
+        assert (found.plan.method, found.plan.verdict) == (report["plan"]["method"], report["plan"]["verdict"])
+        assert found.version == report["plan"]["version"] and found.fallback is None
+        (kept,) = store.comparisons(tiny, "notes")
+        assert kept["report"]["results"] == report["results"]
+
+
+def test_what_was_made_is_found_the_next_time(tiny: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = compare(capsys, "--model", tiny, "--methods", "swift,adadecode")
+    again = compare(capsys, "--model", tiny, "--methods", "swift,adadecode")
+    assert [made["piece"] for made in first["made"]] == ["layer set", "heads"] and again["made"] == []
+
+
+def test_nothing_is_kept_where_nothing_is_to_be_stored(
+    tiny: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = compare(capsys, "--model", tiny, "--methods", "spd", "--no-store", "--set", "spd.max_draft_length=2")
+    (row,) = [row for row in report["results"] if row["method"] == "spd"]
+    assert row["settings"]["max_draft_length"] == 2 and not report["stored"]
+    with Store.open() as store:
+        assert store.comparisons(tiny) == [] and store.layer_sets(tiny) == []
+
+
+def test_a_draft_model_drafts_and_counts_as_memory(
+    tiny: str, home: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = str(save(tmp_path_factory.mktemp("small"), "mistral"))
+    methods = ("--methods", "spd,mcss,hf-assisted", "--draft-model", small)
+    report = compare(capsys, "--model", tiny, *methods)
+    rows = {row["method"]: row for row in report["results"]}
+    size = load(small, "float32", "cpu").info.n_parameters
+    assert report["made"] == [] and rows["spd"]["extra_parameters"] == size
+    assert rows["spd"]["extra_bytes"] > 4 * size and rows["hf-assisted"]["extra_parameters"] == size
+    assert rows["spd"]["identical"] == rows["mcss"]["identical"] == 3
+
+
+def test_a_draft_model_with_another_tokenizer_is_refused_before_any_run(
+    tiny: str, home: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = save(tmp_path_factory.mktemp("other"))
+    text = (other / "tokenizer.json").read_text().replace('"w96"', '"other"')
+    (other / "tokenizer.json").write_text(text)
+    code = run(["compare", "--model", tiny, "--stream", "notes.jsonl", "--draft-model", str(other), *TOKENS])
+    out, err = capsys.readouterr()
+    assert code == 2 and out == "" and "other tokens than the target's" in err and "prompt 1" not in err
+
+
+def test_sampled_requests_compare_tokens_only_where_the_seed_gives_them(
+    tiny: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = compare(capsys, "--model", tiny, "--methods", "spd,prompt-lookup", "--temperature", "1", "--seed", "5")
+    rows = {row["method"]: row for row in report["results"]}
+    assert rows["prompt-lookup"]["identical"] == 3 and rows["spd"]["identical"] is None
+
+
+def test_a_faster_plan_of_a_method_that_did_not_run_stays(
+    tiny: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = compare(capsys, "--model", tiny, "--methods", "plain")
+    with Store.open() as store:
+        where = {"device": first["device"], "dtype": first["dtype"]}
+        plan = Plan("jacobi", verdict="use", measured_speedup=99.0, measured_interval=(98.0, 100.0), **where)
+        store.add_plan(tiny, "notes", plan)
+    again = compare(capsys, "--model", tiny, "--methods", "prompt-lookup")
+    assert again["standing"]["method"] == "jacobi"
+    with Store.open() as store:
+        assert store.lookup(tiny, "notes", **where).plan.method == "jacobi"
+    compare(capsys, "--model", tiny, "--methods", "jacobi")
+    with Store.open() as store:
+        assert store.lookup(tiny, "notes", **where).plan.measured_speedup != 99.0
+
+
+def test_ctrl_c_shows_what_is_finished_and_makes_no_plan(
+    tiny: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from swiftopt.cli import compare as command
+
+    def stop(method: str, number: int, n_prompts: int, timed: object) -> None:
+        if (method, number) == ("prompt-lookup", 1):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "_show_run", stop)
+    report = compare(capsys, "--model", tiny, "--methods", "prompt-lookup", expect=130)
+    assert report["interrupted"] and report["plan"] is None
+    assert {row["method"]: row["prompts"] for row in report["results"]}["plain"] >= 1
+
+
+@pytest.mark.parametrize("name", list(ABLATIONS))
+def test_every_ablation_has_a_row_per_variant(
+    name: str, tiny: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run(["bench", "ablate", name, "--model", tiny, "--stream", "notes.jsonl", "--limit", "3", *TOKENS, "--json"])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    report = json.loads(out)
+    assert (report["schema"], report["name"]) == ("swiftopt.ablation/1", name)
+    missing = {row["label"] for row in report["rows"] if row["ratio"] is None}
+    assert missing == ({"w/ mixed-domain LM head"} if name == "adadecode-parts" else set())
+    for row in report["rows"]:
+        assert all(key in row for key in (*ABLATIONS[name].varied, *ABLATIONS[name].shown))

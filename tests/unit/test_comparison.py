@@ -1,0 +1,237 @@
+"""A comparison's figures and the plan they make, from runs made by hand; its requests; its energy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import tiny_runtime
+
+from swiftopt.core.errors import SettingsError, UnsupportedModel
+from swiftopt.core.methods import METHODS
+from swiftopt.core.types import Completion, Prompt, Sampling
+from swiftopt.worker.comparison_perplexity import ROWS, surprise
+from swiftopt.worker.comparison_plan import plan_of
+from swiftopt.worker.comparison_report import About, Figures, best_of, by_ratio, figures
+from swiftopt.worker.comparison_request import CompareRequest, chosen_methods, parse_settings
+from swiftopt.worker.comparison_run import FEWEST, Contender, Decoded, Interleaved, Run, Runs
+from swiftopt.worker.energy import Counter, EnergyMeter, rapl
+
+PROMPTS = [Prompt(f"p{i}", "t", text="w1") for i in range(8)]
+
+
+def runs(name: str, speeds: Sequence[float], **counts: Any) -> Runs:
+    """Ten tokens per prompt at those tokens per second."""
+    found = Runs(name)
+    for number, tok_s in enumerate(speeds):
+        done = Completion(tuple(range(10)), "", "length", name, first_tokens=1, **counts)
+        found.by_prompt[number] = Run(done.token_ids, 10 / tok_s, done, joules=5.0)
+    return found
+
+
+def row(method: str, ratio: float | None, low: float | None = None, lossy: bool = False) -> Figures:
+    interval = None if low is None or ratio is None else (low, 2 * ratio - low)
+    return Figures(method, ratio=ratio, ratio_interval=interval, lossy=lossy)
+
+
+def test_figures_of_a_method_are_sums_over_its_prompts() -> None:
+    own = runs("swift", [20, 30, 20], drafted=8, accepted=6, target_passes=3)
+    got = figures(About("swift"), own, runs("plain", [10, 10, 10]), 3, lambda number, run: 10 * math.log(4))
+    assert (got.prompts, got.of, got.tokens, got.identical) == (3, 3, 30, 3)
+    assert got.tok_s == pytest.approx(30 / (10 / 20 + 10 / 30 + 10 / 20))
+    assert got.ratio == pytest.approx(got.tok_s / 10)
+    assert got.ratio_interval is not None and got.ratio_interval[0] <= got.ratio <= got.ratio_interval[1]
+    assert (got.acceptance_rate, got.mean_generated_length) == (0.75, 3.0)
+    assert got.passes_per_token == pytest.approx(1 / 3)
+    assert got.perplexity == pytest.approx(4.0)
+    assert got.joules_per_token == pytest.approx(0.5)
+    assert got.early_share is None and got.rejected_share is None
+
+
+def test_early_and_rejected_shares_are_of_methods_that_predict_early() -> None:
+    own = runs("adadecode", [20, 30], drafted=4, accepted=3, target_passes=6)
+    got = figures(About("adadecode", predicts_early=True), own, runs("plain", [10, 10]), 2, None)
+    assert got.early_share == pytest.approx(3 / 9) and got.rejected_share == pytest.approx(1 / 4)
+    assert got.perplexity is None
+
+
+def test_a_method_is_measured_against_plain_on_the_very_prompts_that_it_decoded() -> None:
+    own = Runs("jacobi", {2: runs("jacobi", [5, 5, 5]).by_prompt[2]})
+    got = figures(About("jacobi"), own, runs("plain", [100, 100, 10]), 3, None)
+    assert got.prompts == 1 and got.ratio == pytest.approx(0.5) and got.ratio_interval is None
+
+
+def test_energy_is_not_guessed_where_one_run_was_not_measured() -> None:
+    own = runs("swift", [20, 20])
+    own.by_prompt[1] = Run((1, 2), 1.0, None, joules=None)
+    assert figures(About("swift"), own, runs("plain", [10, 10]), 2, None).joules_per_token is None
+
+
+def test_consistency_is_left_out_where_a_method_spends_the_seed_in_its_own_way() -> None:
+    got = figures(About("spd", keeps_tokens=False), runs("spd", [20, 20]), runs("plain", [10, 10]), 2, None)
+    assert got.identical is None
+
+
+def test_a_method_without_runs_says_why() -> None:
+    own = Runs("paradecode", error="its layers differ")
+    got = figures(About("paradecode"), own, runs("plain", [10]), 1, None)
+    assert got.ratio is None and got.reason == "its layers differ"
+
+
+def test_the_plan_is_the_best_lossless_method_whose_interval_lies_above_one() -> None:
+    rows = [row("mtad", 1.9, 1.5, lossy=True), row("swift", 1.5, 0.9), row("spd", 1.3, 1.1), row("jacobi", 1.2, 1.15)]
+    best = best_of(rows)
+    assert best is not None and best.method == "spd"
+    assert best_of([row("plain", 1.0, 1.0), row("swift", 1.5, 1.0), row("mcss", None)]) is None
+
+
+def test_a_peer_never_becomes_the_plan() -> None:
+    report = {"device": "cpu", "dtype": "float32", "draft_model": "small"}
+    plan = plan_of(report, [row("hf-assisted", 2.0, 1.8), row("plain", 1.0, 1.0)], {})
+    assert (plan.method, plan.verdict, plan.draft_model) == ("plain", "plain", None)
+
+
+def test_rows_without_figures_come_last() -> None:
+    assert [r.method for r in by_ratio([row("a", None), row("b", 0.5), row("c", 2.0)])] == ["c", "b", "a"]
+
+
+class Clockwork:
+    """Contenders whose seconds are set, not taken: the run's time is written down after it."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self.order: list[str] = []
+        self.interleaved = Interleaved([Contender(name, self.decoder(name)) for name in seconds], PROMPTS)
+        self.interleaved.on_run = self.rewrite
+        self.seconds = seconds
+
+    def decoder(self, name: str) -> Any:
+        def run(prompt: Prompt) -> Decoded:
+            self.order.append(name)
+            return (1, 2, 3), None
+
+        return run
+
+    def rewrite(self, name: str, number: int, n_prompts: int, timed: object) -> None:
+        self.interleaved.runs[name].by_prompt[number] = Run((1, 2, 3), self.seconds[name])
+
+
+def test_the_order_rotates_and_every_prompt_has_one_plain_run() -> None:
+    clock = Clockwork({"plain": 1.0, "swift": 1.0, "spd": 1.0})
+    assert clock.interleaved.run()
+    assert clock.order[3:9] == ["plain", "swift", "spd", "swift", "spd", "plain"]  # behind the warm-up
+    assert all(len(found.by_prompt) == len(PROMPTS) for found in clock.interleaved.runs.values())
+
+
+def test_a_slow_method_decodes_as_many_prompts_as_fit_in_twice_plain_decodings_time() -> None:
+    clock = Clockwork({"plain": 1.0, "fair": 1.9, "slow": 4.0, "hopeless": 100.0})
+    clock.interleaved.run()
+    done = {name: len(found.by_prompt) for name, found in clock.interleaved.runs.items()}
+    assert done == {"plain": 8, "fair": 8, "slow": 4, "hopeless": FEWEST}
+
+
+def test_a_method_that_fails_is_left_out_and_the_rest_goes_on() -> None:
+    def fails(prompt: Prompt) -> Decoded:
+        raise UnsupportedModel("not with these layers")
+
+    both = Interleaved([Contender("plain", lambda p: ((1,), None)), Contender("paradecode", fails)], PROMPTS)
+    assert both.run()
+    assert both.runs["paradecode"].error == "not with these layers" and not both.runs["paradecode"].by_prompt
+    assert len(both.runs["plain"].by_prompt) == len(PROMPTS)
+
+
+def test_ctrl_c_keeps_what_is_finished() -> None:
+    calls: list[str] = []
+
+    def interrupted(prompt: Prompt) -> Decoded:
+        calls.append(prompt.id)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return (1, 2), None
+
+    one = Interleaved([Contender("plain", interrupted)], PROMPTS)
+    assert not one.run()
+    assert sorted(one.runs["plain"].by_prompt) == [0, 1]
+
+
+def test_all_means_every_method_and_plain_comes_first() -> None:
+    assert chosen_methods("all") == tuple(METHODS)
+    assert chosen_methods("spd,hf-plain, spd") == ("plain", "spd", "hf-plain")
+    assert not any(METHODS[name].lossy for name in chosen_methods("all", lossless=True))
+
+
+@pytest.mark.parametrize(
+    ("words", "lossless", "said"),
+    [
+        ("spdd", False, r"no method 'spdd' \(nearest: spd\)"),
+        ("swift,mtad", True, "mtad is lossy, and --lossless was asked for"),
+        (" , ", False, "no method is named"),
+    ],
+)
+def test_method_lists_are_refused_in_a_sentence(words: str, lossless: bool, said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        chosen_methods(words, lossless)
+
+
+def test_settings_are_read_by_method() -> None:
+    words = ["mtad.beam_width=8", "spd.stop-threshold=none", "mtad.top_p=0.8"]
+    found = parse_settings(words, ["mtad", "spd"])
+    assert found == {"mtad": {"beam_width": 8, "top_p": 0.8}, "spd": {"stop_threshold": None}}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("mtad=8", "sets nothing"),
+        ("mtadd.beam_width=8", "nearest: mtad"),
+        ("spd.max_draft_length=3", "not compared"),
+        ("mtad.beams=8", "no setting 'beams'"),
+        ("mtad.beam_width=many", "use a whole number"),
+        ("mtad.beam_width=0", "out of range"),
+    ],
+)
+def test_settings_are_refused_in_a_sentence(words: str, said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        parse_settings([words], ["mtad"])
+
+
+def test_peers_are_greedy_and_assisted_needs_a_draft_model() -> None:
+    with pytest.raises(SettingsError, match="greedily only"):
+        CompareRequest("m", ("plain", "hf-plain"), sampling=Sampling(temperature=1.0))
+    with pytest.raises(SettingsError, match="--draft-model"):
+        CompareRequest("m", ("plain", "hf-assisted"))
+
+
+def test_a_counter_that_wrapped_goes_on() -> None:
+    readings = iter([900, 100])
+    meter = EnergyMeter([Counter("rapl", lambda: next(readings), span=1000)])
+    assert meter.source == "rapl" and meter.joules_since(meter.read()) == pytest.approx(200e-6)
+
+
+def test_without_counters_energy_is_not_measured() -> None:
+    meter = EnergyMeter(())
+    assert meter.source is None and meter.joules_since(meter.read()) is None
+
+
+def test_rapl_counts_packages_once(tmp_path: Path) -> None:
+    for zone, name in {"intel-rapl:0": "package-0", "intel-rapl:0:0": "core", "intel-rapl:1": "psys"}.items():
+        (tmp_path / zone).mkdir()
+        (tmp_path / zone / "name").write_text(f"{name}\n")
+        (tmp_path / zone / "energy_uj").write_text("1000\n")
+        (tmp_path / zone / "max_energy_range_uj").write_text("5000\n")
+    (tmp_path / "intel-rapl:2").mkdir()  # unreadable: no files
+    (counter,) = rapl(tmp_path)
+    assert (counter.read(), counter.span) == (1000, 5000)
+
+
+@pytest.mark.parametrize("n_prompt", [1, 7])
+def test_surprise_is_that_of_one_whole_pass(n_prompt: int) -> None:
+    runtime = tiny_runtime("llama")
+    text = torch.randint(97, (n_prompt + ROWS + 5,), generator=torch.Generator().manual_seed(1)).tolist()
+    logits = runtime.hf_model(torch.tensor([text])).logits[0].float()
+    logprobs = torch.log_softmax(logits, dim=-1)
+    wanted = -sum(float(logprobs[i - 1, text[i]]) for i in range(n_prompt, len(text)))
+    assert surprise(runtime, text[:n_prompt], text[n_prompt:]) == pytest.approx(wanted, rel=1e-5)
