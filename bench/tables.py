@@ -3,8 +3,8 @@
     python -m swiftopt.bench.tables            prints the table
     python -m swiftopt.bench.tables --write    puts it between the marks of README.md
 
-A file holds one object: {"date", "commit", "command", "note", "report"}, where `report` is what `swiftopt bench decode
---json` printed for `command`. Every row of every file is shown, those that lose among them.
+A file holds one object: {"date", "commit", "command", "note", "report"}, where `report` is what `swiftopt compare --json`
+or `swiftopt bench decode --json` printed for `command`. Every row of every file is shown, those that lose among them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import InvalidInput, SwiftoptError
+from ..worker.comparison_report import SCHEMA as COMPARE_SCHEMA
 from .decode import SCHEMA, rows
 
 ROOT = Path(__file__).parents[1]
@@ -64,7 +65,7 @@ def _read(path: Path) -> dict[str, Any]:
     if missing:
         raise InvalidInput(f"{path} is no result: it lacks {missing}")
     schema = result["report"].get("schema") if isinstance(result["report"], dict) else None
-    if schema != SCHEMA:
+    if schema not in (SCHEMA, COMPARE_SCHEMA):
         raise InvalidInput(f"{path} holds a report of schema {schema!r}: this version reads {SCHEMA!r}")
     return dict(result)
 
@@ -73,12 +74,39 @@ def _rows(path: Path, result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     report = result["report"]
     task = f"{_task(result['command'])}, {report['prompts']} prompts, {report['max_new_tokens']} tokens"
     where = f"{report['device']}, {report['dtype']}"
+    for row in _compared(report) if report["schema"] == COMPARE_SCHEMA else _decoded(report):
+        yield (report["model"], task, *row, where, f"[{result['commit']}](bench/results/{path.name})")
+
+
+def _decoded(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of `bench decode`."""
     for row, own in zip(rows(report), report["results"], strict=True):
         method, tok_s, ratio, interval, acceptance, length, identical = row
         compared = "1 (base)" if method == report["base"] else f"{ratio} [{interval}]"
         named = f"{method}, searching" if own["optimise_seconds"] else method
-        figures = (named, tok_s, compared, acceptance, length, identical)
-        yield (report["model"], task, *figures, where, f"[{result['commit']}](bench/results/{path.name})")
+        yield (named, tok_s, compared, acceptance, length, identical)
+
+
+def _compared(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of `compare`; a method that could not run has its reason in the file."""
+    for row in report["results"]:
+        if row["ratio"] is None:
+            yield (row["method"], "not run", "–", "–", "–", "–")
+            continue
+        low, high = row["ratio_interval"] or (row["ratio"], row["ratio"])
+        compared = "1 (base)" if row["method"] == report["base"] else f"{row['ratio']:.2f}x [{low:.2f}-{high:.2f}]"
+        yield (
+            f"{row['method']} (lossy)" if row["lossy"] else row["method"],
+            f"{row['tok_s']:.1f}",
+            compared,
+            _figure(row["acceptance_rate"]),
+            _figure(row["mean_generated_length"]),
+            "–" if row["identical"] is None else f"{row['identical']}/{row['prompts']}",
+        )
+
+
+def _figure(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
 
 
 def _origin(path: Path, result: dict[str, Any]) -> str:
