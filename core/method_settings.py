@@ -118,7 +118,7 @@ class AdaDecodeSettings(MethodSettings):
 
 @dataclass(frozen=True, slots=True)
 class ParaDecodeSettings(MethodSettings):
-    """ParaDecode 4.4: γ = 0, every token is predicted early."""
+    """ParaDecode 4.3: γ = 0, every token is predicted early."""
 
     early_threshold: float = _share(0.0)
 
@@ -142,7 +142,7 @@ class SequencesSettings(MethodSettings):
 
 @dataclass(frozen=True, slots=True)
 class BeamSettings(MethodSettings):
-    """MTJD (arXiv of MTAD, 3.1): beams over the target itself, each block kept whole."""
+    """MTJD (MTAD 3.1): beams over the target itself, each block kept whole."""
 
     beam_width: int = _count(4)  # the paper's grid: 4, 8
     draft_length: int = _count(4)  # its grid: 3, 4

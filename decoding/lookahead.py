@@ -95,8 +95,8 @@ class NgramPool:
 class Window:
     """The guesses: `levels[j][i]` stands i + j tokens behind the root, `levels[0][0]` is the root.
 
-    A round that commits more than one token leaves the guesses that far behind: moving the columns along accepted
-    less in a small trial (SmolLM2-135M).
+    DEVIATION: a round that commits more than one token leaves the guesses that far behind: moving the columns along
+    accepted less in a small trial (SmolLM2-135M, M 1.37 against 1.42).
 
     It begins with the oldest level alone, made of the prompt's last tokens and wide enough that each further level may
     cost it a column until there are N - 1 levels of W columns.

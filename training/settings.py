@@ -18,7 +18,7 @@ class TrainingSettings:
     Raises: SettingsError: a value is out of its range.
     """
 
-    epochs: int = 20
+    epochs: int = 5
     minutes: float | None = None
     learning_rate: float = 5e-3
     batch: int = 128  # positions
@@ -43,12 +43,15 @@ class TrainingSettings:
 
 @dataclass(frozen=True, slots=True)
 class HeadSettings(TrainingSettings):
-    """Adam, rate, batch, cosine and warm-up are those of AdaDecode, appendix D.
+    """Adam, batch, cosine and warm-up are those of AdaDecode, appendix D.
 
-    DEVIATION: 20 epochs instead of the paper's 100 (ParaDecode: 50), so that a small model is trained in minutes on
-    two cores; and the batch counts positions, not texts.
+    DEVIATION: 5 epochs instead of the paper's 100 (ParaDecode: 50), so that a small model is trained in minutes on two
+    cores; the batch counts positions, not texts; and the rate is a fifth of the paper's 5e-3, which makes the heads of
+    SmolLM2-135M too sure of themselves: at threshold 0.75, layers 18, 22 and 26, 26 % of the early tokens of 8
+    held-out prompts were wrong with it, and 9 % with this one.
     """
 
+    learning_rate: float = 1e-3
     layers: tuple[int, ...] | None = None  # layers run before each head; None: a quarter, a half, three quarters
     full: bool = False  # whole heads instead of a transform before the model's own (Table 3)
 
@@ -65,6 +68,7 @@ class HeadSettings(TrainingSettings):
 class ProbeSettings(TrainingSettings):
     """`sampling` says how the early token is chosen, and what "accepted" means; ours, the paper gives no rate."""
 
+    epochs: int = 20
     learning_rate: float = 1e-3
     layer: int | None = None  # layers run; None: a quarter of the depth
     sampling: ProbeSampling = "greedy"

@@ -22,8 +22,10 @@ from swiftopt.cli.main import INTERRUPTED
 from swiftopt.cli.main import swiftopt as program
 from swiftopt.cli.reference import EXIT_CODES, page
 from swiftopt.core.errors import InvalidInput, SwiftoptError
+from swiftopt.core.methods import METHODS
 from swiftopt.models.families import FAMILIES
 from swiftopt.server.app import create_app
+from swiftopt.training.settings import HeadSettings, ProbeSettings, TrainingSettings
 from swiftopt.worker.service import JobService
 
 ROOT = Path(swiftopt.__file__).parent
@@ -109,7 +111,7 @@ def test_file_named_in_the_docs_exists() -> None:
 
 
 def test_every_deviation_is_told() -> None:
-    told = text_of("docs/how-it-works.md")
+    told = text_of("docs/how-it-works.md") + text_of("docs/methods.md")
     packages = [path for path in ROOT.iterdir() if path.is_dir() and path.name not in ("tests", "bench")]
     files = [file for package in packages if not package.name.startswith(".") for file in package.rglob("*.py")]
     deviating = [str(file.relative_to(ROOT)) for file in files if "DEVIATION:" in file.read_text(encoding="utf-8")]
@@ -131,6 +133,55 @@ def test_readme_maps_every_folder_of_the_package() -> None:
     known = re.findall(r"^([a-z]+)/ ", text_of("README.md"), re.MULTILINE)
     packages = [path.parent.name for path in ROOT.glob("*/__init__.py")]
     assert sorted(known) == sorted([*packages, "docker", "examples", "docs", "tests"])
+
+
+# --- the page of the methods
+
+
+def method_sections() -> dict[str, str]:
+    """The text of each method's section, by name, in the page's order."""
+    found = re.findall(r"^## `([\w-]+)`\n(.*?)(?=^## |\Z)", text_of("docs/methods.md"), re.MULTILINE | re.DOTALL)
+    assert len(found) == len(dict(found))
+    return dict(found)
+
+
+def quoted_defaults(section: str, what: str = "setting") -> dict[str, Any]:
+    """Setting -> default of the table `setting | default | meaning`."""
+    table = section.partition(f"| {what} | default |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", table, re.MULTILINE)
+    return {name: None if default == "none" else json.loads(default) for name, default in rows}
+
+
+def test_methods_page_has_a_section_and_a_row_per_method() -> None:
+    rows = re.findall(r"^\| `([\w-]+)` \| lossy|^\| `([\w-]+)` \| lossless", text_of("docs/methods.md"), re.MULTILINE)
+    assert list(method_sections()) == list(METHODS) == [lossy or lossless for lossy, lossless in rows]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_page_says_of_each_what_it_promises_needs_and_comes_from(name: str) -> None:
+    info, section = METHODS[name], method_sections()[name]
+    (row,) = re.findall(rf"^\| `{name}` \| (\w+) \| ([^|]+) \|", text_of("docs/methods.md"), re.MULTILINE)
+    assert row[0] == ("lossy" if info.lossy else "lossless")
+    assert section.lstrip().startswith("**Lossy.**") == info.lossy
+    assert ("Guarantee: lossy" in section, "Guarantee: lossless" in section) == (info.lossy, not info.lossy)
+    words = {"layer_set": "a layer set", "heads": "heads", "probe": "a probe"}
+    needs = ["a smaller model or a layer set"] if info.drafts_with_model else [words[need] for need in info.needs]
+    assert row[1].partition(" (")[0] == (needs or ["nothing"])[0]
+    assert info.source in section or not info.source.startswith("arXiv")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_page_quotes_the_defaults_of_the_code(name: str) -> None:
+    quoted, defaults = quoted_defaults(method_sections()[name]), METHODS[name].settings().to_json()
+    assert quoted == {key: defaults.get(key, "no such setting") for key in quoted}
+    # SWIFT's section leaves out what only its search reads, and the probe's refers to AdaSPEED's.
+    assert sorted(quoted) == sorted(defaults) or name in ("swift", "adaspeed-probe")
+
+
+@pytest.mark.parametrize(("name", "settings"), [("adadecode", HeadSettings()), ("adaspeed-probe", ProbeSettings())])
+def test_methods_page_quotes_the_defaults_of_training(name: str, settings: TrainingSettings) -> None:
+    quoted, defaults = quoted_defaults(method_sections()[name], "training setting"), settings.to_json()
+    assert quoted and quoted == {key: defaults.get(key, "no such setting") for key in quoted}
 
 
 # --- Python examples

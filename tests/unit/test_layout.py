@@ -17,6 +17,7 @@ RANK = {
     "models": 1,
     "decoding": 2,
     "optimizer": 3,
+    "training": 3,
     "store": 3,
     "client": 4,
     "worker": 4,

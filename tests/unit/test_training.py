@@ -1,0 +1,136 @@
+"""The arithmetic of training: gradients in closed form, figures, schedules, and where heads sit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from families import tiny_runtime
+
+from swiftopt.core.errors import SettingsError
+from swiftopt.models.runtime import Runtime
+from swiftopt.training.descent import Schedule
+from swiftopt.training.divergence import CHUNK_VALUES, kl_to_gradient
+from swiftopt.training.features import Features
+from swiftopt.training.heads import HeadLessons
+from swiftopt.training.measure import early_exits, probe_figures
+from swiftopt.training.probe import ProbeLessons
+from swiftopt.training.settings import HeadSettings, ProbeSettings
+
+ROWS = torch.tensor([3, 0, 7, 5])
+
+
+def random_features(runtime: Runtime, n: int = 9) -> Features:
+    torch.manual_seed(1)
+    hidden = {depth: torch.randn(n, 32, dtype=runtime.dtype) for depth in (1, 3)}
+    return Features(hidden, runtime.normed(torch.randn(n, 32, dtype=runtime.dtype)).detach())
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["light", "full"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3-softcap"])
+def test_closed_form_gradient_equals_autograd(family: str, full: bool) -> None:
+    runtime = tiny_runtime(family)
+    data = random_features(runtime)
+    lessons = HeadLessons(runtime, data, (1, 3), full)
+    start = lessons.start()
+    weights = (start + 0.05 * torch.randn(start.shape, dtype=start.dtype)).requires_grad_()
+    target = torch.log_softmax(runtime.head(data.final[ROWS]), -1)
+    kl = torch.zeros((), dtype=torch.float64)
+    for i, depth in enumerate((1, 3)):
+        moved = runtime.normed(data.hidden[depth][ROWS]) @ weights[i].T
+        own = torch.log_softmax(moved if full else runtime.head(moved), -1)
+        kl = kl + (target.exp() * (target - own)).sum(-1).mean()
+    kl.backward()  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        loss, gradient = lessons.gradient(weights, ROWS)
+    assert loss == pytest.approx(float(kl.detach()) / 2, rel=1e-12)
+    torch.testing.assert_close(gradient, weights.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_divergence_of_many_rows_is_that_of_each() -> None:
+    wide = CHUNK_VALUES // 2  # a vocabulary of which two rows fill a chunk
+    target, heads = torch.randn(5, wide, dtype=torch.float64), torch.randn(2, 5, wide, dtype=torch.float64)
+    whole, rows = heads.clone(), heads.clone()
+    kl = kl_to_gradient(target, whole)
+    torch.testing.assert_close(sum(kl_to_gradient(target[i : i + 1], rows[:, i : i + 1]) for i in range(5)), kl)
+    torch.testing.assert_close(rows, whole)
+    assert float(kl_to_gradient(target, target[None].clone())) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_divergence_of_bfloat16_logits_is_taken_in_float32() -> None:
+    target, head = 20 * torch.randn(4, 97), 20 * torch.randn(1, 4, 97)
+    exact = kl_to_gradient(target.bfloat16().double(), head.bfloat16().double())
+    assert float(kl_to_gradient(target.bfloat16(), head.bfloat16())) == pytest.approx(float(exact), rel=1e-5)
+
+
+def test_probe_gradient_equals_autograd() -> None:
+    torch.manual_seed(0)
+    hidden, accepted = 5 * torch.randn(9, 6) + 2, torch.rand(9) < 0.5
+    lessons = ProbeLessons(hidden, accepted)
+    weights = torch.randn(7, requires_grad=True)
+    states = (hidden[ROWS] - hidden.mean(0)) / hidden.std(0)
+    scores = states @ weights[:-1] + weights[-1]
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(scores, accepted[ROWS].float())
+    loss.backward()  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        own, gradient = lessons.gradient(weights, ROWS)
+    assert own == pytest.approx(float(loss.detach()), rel=1e-5)
+    torch.testing.assert_close(gradient, weights.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_probe_of_raw_states_equals_the_one_of_standardised_states() -> None:
+    torch.manual_seed(0)
+    hidden = 30 * torch.randn(9, 6) + 7
+    lessons, weights = ProbeLessons(hidden, torch.rand(9) < 0.5), torch.randn(7)
+    probe = lessons.probe(weights, 2)
+    standard = (hidden - hidden.mean(0)) / hidden.std(0) @ weights[:-1] + weights[-1]
+    for state, score in zip(hidden, standard, strict=True):
+        assert probe.acceptance(state[None]) == pytest.approx(float(torch.sigmoid(score)), abs=1e-4)
+
+
+def test_the_shallowest_sure_head_decides() -> None:
+    sure = [torch.tensor([0.9, 0.2, 0.8, 0.1]), torch.tensor([0.9, 0.9, 0.9, 0.1])]
+    right = [torch.tensor([True, True, False, True]), torch.tensor([False, True, True, True])]
+    assert early_exits(sure, right, 0.75) == (0.75, pytest.approx(1 / 3))
+    assert early_exits(sure, right, 0.95) == (0.0, 0.0)
+
+
+def test_auc_is_the_chance_that_an_accepted_token_scores_higher() -> None:
+    scores, accepted = torch.tensor([-1.0, 0.5, 0.5, 2.0]), torch.tensor([False, False, True, True])
+    assert probe_figures(scores, accepted) == {"accuracy": 0.75, "base_rate": 0.5, "auc": (2 * 2 - 0.5) / 4}
+    assert "auc" not in probe_figures(scores, torch.ones(4, dtype=torch.bool))
+
+
+def test_rate_rises_in_the_warm_up_and_falls_to_nothing() -> None:
+    schedule = Schedule(1, 8, 2.0, 0.1, 0)
+    rates = [schedule.rate(i / 100) for i in range(101)]
+    assert rates[:11] == sorted(rates[:11]) and rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[0] == 0.0 and math.isclose(rates[100], 0.0, abs_tol=1e-12) and max(rates) <= 2.0
+
+
+def test_every_epoch_sees_every_row_once() -> None:
+    schedule = Schedule(2, 4, 1.0, 0.0, 3)
+    first, second = ([row for s in range(3) for row in schedule.rows(3 * e + s, 10).tolist()] for e in (0, 1))
+    assert sorted(first) == sorted(second) == list(range(10)) and first != second
+
+
+def test_heads_sit_at_quarters_of_the_depth() -> None:
+    assert HeadSettings().depths(32) == (8, 16, 24)  # the paper's
+    assert HeadSettings(layers=(3, 1)).depths(4) == (1, 3)
+    assert HeadSettings().depths(2) == (1,)
+    assert ProbeSettings().depth(32) == 8 and ProbeSettings().depth(2) == 1
+
+
+@pytest.mark.parametrize("layers", [(0,), (4,), (-1, 2), (2, 2)])
+def test_layer_outside_the_model_is_refused(layers: tuple[int, ...]) -> None:
+    with pytest.raises(SettingsError, match=r"use 1 to 3|name each once"):
+        HeadSettings(layers=layers).depths(4)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("epochs", 0), ("batch", 0), ("max_new_tokens", 1), ("minutes", 0.0), ("learning_rate", 0.0)]
+)
+def test_setting_out_of_range_is_refused_by_name(name: str, value: float) -> None:
+    with pytest.raises(SettingsError, match=name):
+        HeadSettings(**{name: value})  # type: ignore[arg-type]
