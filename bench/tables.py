@@ -3,8 +3,9 @@
     python -m swiftopt.bench.tables            prints the table
     python -m swiftopt.bench.tables --write    puts it between the marks of README.md
 
-A file holds one object: {"date", "commit", "command", "note", "report"}, where `report` is what `swiftopt compare --json`
-or `swiftopt bench decode --json` printed for `command`. Every row of every file is shown, those that lose among them.
+A file holds one object: {"date", "commit", "command", "note", "report"}, where `report` is what `swiftopt compare
+--json` or `swiftopt bench decode --json` printed for `command`. Every row of every file is shown, those that lose among
+them.
 """
 
 from __future__ import annotations

@@ -100,6 +100,7 @@ def _columns(energy: bool) -> list[tuple[str, Callable[[Row], str], int]]:
         ("passes", lambda row: number(row["passes_per_token"]), ROOMY),
         ("same", _identical, 0),
         ("PPL", lambda row: number(row["perplexity"], 2 if (row["perplexity"] or 0) < 1000 else 0), 0),
+        ("to plain", lambda row: number(row["perplexity_ratio"], unit="x"), ROOMY + 10),
         ("early", lambda row: _percent(row["early_share"]), ROOMY),
         ("rejected", lambda row: _percent(row["rejected_share"]), ROOMY),
         ("params", lambda row: "–" if row["extra_parameters"] is None else _short(row["extra_parameters"]), ROOMY),

@@ -70,6 +70,6 @@ def search(
         return
     show(layer_map(record.layer_set, console().width))
     click.echo(
-        f"{record.model}/{record.task} version {record.version}: {found.best.ratio:.2f}x plain decoding on the prompts of"
-        f" the search, the best of {len(found.candidates)} candidates (median {typical_ratio(found):.2f}x)"
+        f"{record.model}/{record.task} version {record.version}: {found.best.ratio:.2f}x plain decoding on the search's"
+        f" own prompts, the best of {len(found.candidates)} candidates (median {typical_ratio(found):.2f}x)"
     )

@@ -65,8 +65,8 @@ class GenerateRequest:
     """Decode with `model`: the values behind `swiftopt generate`.
 
     `task` chooses the stored plan (None: the prompt's own task); `method`, a name of `core.methods`, overrules it
-    (None: what the plan says); `layer_set` takes the place of the stored set, `draft_model` of the plan's; a completion ends
-    before the first of the `stop` strings; `settings` None means those stored with the plan, or the defaults where
+    (None: what the plan says); `layer_set` takes the place of the stored set, `draft_model` of the plan's; a completion
+    ends before the first of the `stop` strings; `settings` None means those stored with the plan, or the defaults where
     there is none.
     """
 

@@ -1,4 +1,4 @@
-"""Self-SD's offline search: Bayesian optimisation over all 2L sub-layers, each candidate by the tokens per second it gives.
+"""Self-SD's offline search: Bayesian optimisation over all 2L sub-layers, by the tokens per second that each set gives.
 
 Source: Draft & Verify (arXiv:2309.08168), Eq. 1 and section 3.2; SWIFT 3.1 on its cost.
 """
@@ -65,7 +65,8 @@ def search(
 
     DEVIATION: the search starts from evenly spaced sets, for of the random halves that the cube's points mean few give
     one accepted token, and a search of some dozen steps would learn nothing else. What is maximised is the ratio to a
-    plain run made right after each candidate, not tokens per second alone: a machine that slows down would be learnt as a bad layer set.
+    plain run made right after each candidate, not tokens per second alone: of a machine that slows down for a while, a
+    bad layer set would be learnt.
 
     Args:   budget_s: no candidate is begun after so many seconds.
     Raises: InvalidInput: there is no prompt, or the model has no sub-layer to leave out.
@@ -100,7 +101,8 @@ class _Chooser:
         self._seed = seed
         self._points: list[tuple[np.ndarray[Any, Any], float]] = []
         inner = 2 * max(0, n_layers - 2)
-        self._starts = [LayerSet.uniform(n_layers, round(share * inner)) for share in START_RATIOS]
+        starts = [LayerSet.uniform(n_layers, round(share * inner)) for share in START_RATIOS]
+        self._starts = list(dict.fromkeys(starts))  # equal points would make the library print to stdout
         self._asked: np.ndarray[Any, Any] | None = None
 
     def propose(self) -> LayerSet:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -87,14 +87,19 @@ def speed_ratio(fast: Sequence[Timed], slow: Sequence[Timed]) -> float:
 
 def bootstrap_interval(fast: Sequence[Timed], slow: Sequence[Timed], seed: int = 0) -> tuple[float, float]:
     """Percentile interval of `speed_ratio` over resampled prompts; the two sequences are pairs of one prompt each."""
+
+    def ratio(picks: Sequence[int]) -> float:
+        return speed_ratio([fast[i] for i in picks], [slow[i] for i in picks])
+
+    return resampled(len(fast), ratio, seed)
+
+
+def resampled(n: int, statistic: Callable[[Sequence[int]], float], seed: int = 0) -> tuple[float, float]:
+    """Percentile interval of a statistic of `n` prompts, given as the numbers of those that were drawn."""
     rng = random.Random(seed)
-    ratios = []
-    for _ in range(BOOTSTRAPS):
-        picks = rng.choices(range(len(fast)), k=len(fast))
-        ratios.append(speed_ratio([fast[i] for i in picks], [slow[i] for i in picks]))
-    ratios.sort()
+    values = sorted(statistic(rng.choices(range(n), k=n)) for _ in range(BOOTSTRAPS))
     tail = (1 - CONFIDENCE) / 2
-    return ratios[int(tail * BOOTSTRAPS)], ratios[int((1 - tail) * BOOTSTRAPS) - 1]
+    return values[int(tail * BOOTSTRAPS)], values[int((1 - tail) * BOOTSTRAPS) - 1]
 
 
 def judge(tuned: Sequence[Timed], plain: Sequence[Timed], expected: float | None) -> Verdict:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.types import Completion
-from ..optimizer.verdict import bootstrap_interval, speed, speed_ratio
+from ..optimizer.verdict import bootstrap_interval, resampled, speed, speed_ratio
 from .comparison_run import Run, Runs
 
 SCHEMA = "swiftopt.compare/1"
@@ -39,8 +39,9 @@ class Figures:
 
     `prompts` of `of` were decoded; `ratio` and `identical` are against plain decoding of the same prompts. α, M and
     `passes_per_token` (of the target, prefill apart) are of all completions together. `perplexity` is that of the
-    output under the target itself. `early_share`: tokens that were predicted at an intermediate layer and stood;
-    `rejected_share`: those of the early predictions that did not stand. `reason` says why figures are missing.
+    output under the target itself; its ratio and that one's interval over prompts are to plain decoding's.
+    `early_share`: tokens that were predicted at an intermediate layer and stood; `rejected_share`: those of the early
+    predictions that did not stand. `reason` says why figures are missing.
     """
 
     method: str
@@ -58,6 +59,8 @@ class Figures:
     passes_per_token: float | None = None
     identical: int | None = None
     perplexity: float | None = None
+    perplexity_ratio: float | None = None
+    perplexity_interval: tuple[float, float] | None = None
     early_share: float | None = None
     rejected_share: float | None = None
     extra_parameters: int | None = None
@@ -105,7 +108,7 @@ def figures(
         ratio_interval=bootstrap_interval(timed, slow) if len(shared) > 1 else None,
         **_counts([run.completion for run in runs if run.completion is not None], about),
         identical=_identical(runs, plain) if about.keeps_tokens else None,
-        perplexity=_perplexity([surprise(i, own.by_prompt[i]) for i in shared], n_tokens) if surprise else None,
+        **_perplexities(shared, own, base, surprise) if surprise else {},
         extra_parameters=about.extra_parameters,
         extra_bytes=about.extra_bytes,
         joules_per_token=spent / n_tokens if spent and n_tokens else None,
@@ -114,15 +117,34 @@ def figures(
     )
 
 
-def _perplexity(surprises: Sequence[float], n_tokens: int) -> float | None:
-    return math.exp(sum(surprises) / n_tokens) if n_tokens else None
+def _perplexities(
+    shared: Sequence[int], own: Runs, base: Runs, surprise: Callable[[int, Run], float]
+) -> dict[str, Any]:
+    """Perplexity of the output, and its ratio to plain decoding's with an interval over prompts."""
+    pairs = [[(surprise(i, run), run.timed.tokens) for run in (own.by_prompt[i], base.by_prompt[i])] for i in shared]
+
+    def perplexity(picks: Sequence[int], side: int) -> float:
+        nats, tokens = (sum(pairs[i][side][part] for i in picks) for part in (0, 1))
+        return math.exp(nats / tokens) if tokens else math.nan
+
+    def ratio(picks: Sequence[int]) -> float:
+        return perplexity(picks, 0) / perplexity(picks, 1)
+
+    everyone = range(len(pairs))
+    if not all(sum(pairs[i][side][1] for i in everyone) for side in (0, 1)):
+        return {}
+    return {
+        "perplexity": perplexity(everyone, 0),
+        "perplexity_ratio": ratio(everyone),
+        "perplexity_interval": resampled(len(pairs), ratio) if len(pairs) > 1 else None,
+    }
 
 
 def _identical(runs: Sequence[Run], plain: Sequence[Run]) -> int:
     return sum(a.token_ids == b.token_ids for a, b in zip(runs, plain, strict=True))
 
 
-def _counts(completions: Sequence[Completion], about: About) -> dict[str, float | None]:
+def _counts(completions: Sequence[Completion], about: About) -> dict[str, Any]:
     """The figures that are made of the loop's own counts; none where another loop decoded."""
     drafted, accepted = sum(done.drafted for done in completions), sum(done.accepted for done in completions)
     passes, decoded = sum(d.target_passes for d in completions), sum(d.n_tokens - d.first_tokens for d in completions)
