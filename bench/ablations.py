@@ -26,7 +26,7 @@ from ..models.learned import Heads
 from ..optimizer.search import Search
 from ..training import train_heads
 from ..training.settings import HeadSettings
-from ..worker.comparison_made import HEADS_S
+from ..worker.comparison_made import BRIEF_EPOCHS, HEADS_S
 from ..worker.comparison_pieces import PieceMaker
 
 WINDOWS = (16, 32, 64, 128)
@@ -98,7 +98,9 @@ class Kit:
     def full_heads(self) -> Heads:
         """Whole heads at the same depths, trained as long as brief ones are."""
         shop = self.maker.workshop
-        settings = HeadSettings(layers=self.heads().depths, full=True, max_new_tokens=shop.session.max_new_tokens)
+        settings = HeadSettings(
+            epochs=BRIEF_EPOCHS, layers=self.heads().depths, full=True, max_new_tokens=shop.session.max_new_tokens
+        )
         shop.on_step(f"make: whole heads, by {HEADS_S:.0f} s of training")
         return train_heads(shop.session.runtime, shop.prompts, settings, budget_s=HEADS_S).model
 

@@ -40,7 +40,7 @@ class Layers(click.ParamType[tuple[int, ...]]):
 @heads.command(short_help="Train heads on a model's own completions.")
 @training_options(HeadSettings)
 @from_field(
-    HeadSettings, "layers", "Layers run before each head.  [default: 1/4, 1/2 and 3/4 of the depth]", type=Layers()
+    HeadSettings, "layers", "Layers run before each head.  [default: 0.6, 0.73 and 0.87 of the depth]", type=Layers()
 )
 @click.option("--full", is_flag=True, help="Train whole heads, not transforms before the model's own.")
 def train(**options: Any) -> None:

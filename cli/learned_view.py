@@ -25,9 +25,10 @@ def figures_table(record: LearnedRecord) -> RenderableType:
     figures = record.figures
     head = f"{record.kind} of {record.model}/{record.task}, version {record.version}"
     spent = (
-        f"{number(figures.get('positions'), 0)} positions of {number(figures.get('prompts'), 0)} prompts,"
+        f"{number(figures.get('positions'), 0)} positions,"
+        f" {number(figures.get('held_out_positions'), 0)} more held out;"
         f" {number(figures.get('steps'), 0)} steps in {number(figures.get('train_s'), 0)} s;"
-        f" {record.n_parameters:,} parameters"
+        f" {record.n_parameters} parameters"
     )
     parts: list[RenderableType] = [Text(head, style="bold"), Text(spent)]
     if len(record.curve) > 1:

@@ -29,6 +29,7 @@ from ..training.settings import HeadSettings, ProbeSettings, TrainingSettings
 from ..training.trained import Trained
 
 SWIFT_S, SELF_SD_S, HEADS_S, PROBE_S = 10.0, 15.0, 22.0, 8.0
+BRIEF_EPOCHS = 1000  # more than fit in the time, which is what ends a brief training
 SWIFT_STEPS = 100  # a search this short is seen from its settings
 SELF_SD_TOKENS, SELF_SD_PROMPTS = 24, 2  # per candidate: several candidates fit in the time only if each is short
 
@@ -83,7 +84,7 @@ class Workshop:
         Raises: InvalidInput: the prompts and their completions are too few to learn from.
         """
         self.on_step(f"make: heads, by {HEADS_S:.0f} s of training")
-        clock, settings = perf_counter(), HeadSettings(max_new_tokens=self.session.max_new_tokens)
+        clock, settings = perf_counter(), HeadSettings(epochs=BRIEF_EPOCHS, max_new_tokens=self.session.max_new_tokens)
         trained = train_heads(self.session.runtime, self.prompts, settings, budget_s=HEADS_S)
         self._note("heads", f"{trained.figures['steps']:.0f} steps of training", perf_counter() - clock)
         record = self._record("heads", trained, settings)

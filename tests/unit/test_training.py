@@ -115,8 +115,8 @@ def test_every_epoch_sees_every_row_once() -> None:
     assert sorted(first) == sorted(second) == list(range(10)) and first != second
 
 
-def test_heads_sit_at_quarters_of_the_depth() -> None:
-    assert HeadSettings().depths(32) == (8, 16, 24)  # the paper's
+def test_heads_sit_in_the_upper_half_of_the_depth() -> None:
+    assert HeadSettings().depths(30) == (18, 22, 26)
     assert HeadSettings(layers=(3, 1)).depths(4) == (1, 3)
     assert HeadSettings().depths(2) == (1,)
     assert ProbeSettings().depth(32) == 8 and ProbeSettings().depth(2) == 1
