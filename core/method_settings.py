@@ -78,7 +78,7 @@ def _count(default: int | None) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Adaptive(MethodSettings):
-    """Draft & Verify's adaptive threshold; its published code's values."""
+    """Draft & Verify's adaptive threshold; its published code's values, and the draft length of AdaDecode's setup."""
 
     stop_threshold: float = _share(0.8)
     max_draft_length: int = _count(12)

@@ -81,7 +81,7 @@ class _Beams:
 
     def draft(self, room: int) -> Draft:
         root = self.context.token_ids[-1]
-        best = self._search(root, self.drafter.length(room))
+        best = self._search(root, min(self.drafter.length(room), self.passes.room))
         tree = DraftTree.grow(root, [(token_id,) for token_id in best.token_ids])
         logprobs = (0.0, *best.logprobs)
         if not self.drafter.keep:

@@ -80,7 +80,7 @@ class _Chain:
         spine, offered, offers = [root], [], {}  # type: list[int], list[tuple[int, ...]], dict[int, Offer]
         self.passes.restart()
         self.stopping.start()
-        longest = min(room, self.drafter.stop.max_draft_length)
+        longest = min(room, self.drafter.stop.max_draft_length, self.passes.room)
         while len(offered) < longest:
             logits = self.passes.extend(spine[-1:], (len(spine) - 2,))[0]
             tokens, confidence, offer = self._step(spine[1:], logits)
@@ -108,7 +108,9 @@ class _Chain:
         if self.sampled:
             probs = torch.softmax(scores.double(), dim=-1).cpu()
             token_id = rule.draw_draft(probs)
-            return (token_id,), float(probs[token_id]), Offer((token_id,), probs)
+            # BiLD asks how sure the draft is, before it draws; the others how likely the drawn token was.
+            own = float(probs[token_id] if self.drafter.stop.keeps_last else probs.max())
+            return (token_id,), own, Offer((token_id,), probs)
         token_id, confidence = rule.confidence(scores)
         n = 1 if branching is None else candidates_at(branching, confidence)
         return rule.candidates(scores, token_id, n), confidence, None

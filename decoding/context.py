@@ -43,7 +43,8 @@ class Tally:
         self.rounds += n_passes
         self.drafted += n_steps
         self.accepted += n_accepted
-        self.widths[n_nodes] = self.widths.get(n_nodes, 0) + 1
+        if n_nodes:  # a drafter that ran the target itself had passes of several widths
+            self.widths[n_nodes] = self.widths.get(n_nodes, 0) + 1
         self.per_position += [0] * (n_steps - len(self.per_position))
         for position in range(n_accepted):
             self.per_position[position] += 1

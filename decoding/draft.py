@@ -38,12 +38,13 @@ class Riders:
     """Rows beside the tree in the target's pass, for a drafter that learns from them (Lookahead).
 
     They see the committed text; `visible` is bool, (n, n_nodes + n), over the tree and the riders. Positions are given
-    relative to the root.
+    relative to the root. Logits are wanted of the last `n_read` of them only.
     """
 
     token_ids: tuple[int, ...]
     depths: tuple[int, ...]
     visible: Tensor
+    n_read: int
 
 
 class Deferred(Protocol):
@@ -81,8 +82,9 @@ class Draft:
 
     @property
     def n_rows(self) -> int:
-        """Rows of the target's pass."""
-        return self.tree.n_nodes + (len(self.riders.token_ids) if self.riders is not None else 0)
+        """Rows of the target's pass; 0 where the drafter made its own."""
+        checked = self.tree.n_nodes if self.n_checked is None else self.n_checked
+        return checked + (len(self.riders.token_ids) if self.riders is not None else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ class Walk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """What became of a draft, for the drafter to learn from; `logits` (rows, vocab) are the target's, riders last."""
+    """What became of a draft, for the drafter to learn from; `logits` (rows, vocab): the target's, read riders last."""
 
     draft: Draft
     walk: Walk

@@ -66,7 +66,8 @@ class _Looking:
         if not self._looks:
             return
         assert outcome.logits is not None
-        cells = [0, *range(outcome.draft.tree.n_nodes, outcome.logits.shape[0])]  # the root is the window's first cell
+        n_nodes = outcome.draft.tree.n_nodes
+        cells = [0, *range(n_nodes, outcome.logits.shape[0])]  # the root is the window's first cell
         newest = outcome.logits[cells[-self.window.width :]].max(dim=-1).indices.tolist()
         for ngram in self.window.advance(newest):
             self.pool.add(ngram)
@@ -134,7 +135,7 @@ class Window:
         over_tree[:, 0] = True
         token_ids = tuple(self.levels[level][column] for level, column in cells)
         depths = tuple(level + column for level, column in cells)
-        return Riders(token_ids, depths, torch.cat((over_tree, own), dim=1))
+        return Riders(token_ids, depths, torch.cat((over_tree, own), dim=1), min(self.width, len(cells)))
 
     def advance(self, newest: list[int]) -> list[tuple[int, ...]]:
         """Take the argmaxes under the newest level as the next one; the n-grams that they complete."""

@@ -56,7 +56,8 @@ def decode(
 ) -> Completion:
     """Decode one prompt; unless the method is lossy, the output is that of plain decoding with the same rule.
 
-    Args:   prompt_ids: at least one token. begun: where the same request was cut; its tokens are not told again.
+    Args:   prompt_ids: at least one token. begun: where the same request was cut; its tokens are not told again. What
+            was drawn is then drawn again for verifiers that draw once per token, `TargetWalk`, and for no others.
     Raises: ContextOverflow: prompt and completion do not fit the model's context.
             LayerSetError: the drafter's layer set was made for another depth.
     """
@@ -168,17 +169,18 @@ def _check(context: Context, draft: Draft) -> Tensor | None:
     tree, root = draft.tree, context.root_slot
     if tree.is_chain and draft.riders is None:
         return context.runtime.forward(Rows(tree.token_ids[: draft.n_checked], root), context.buffer)
-    visible, token_ids, depths = ancestor_mask(tree.parents), tree.token_ids, tree.depths()
+    visible, token_ids, depths, wanted = ancestor_mask(tree.parents), tree.token_ids, tree.depths(), None
     if draft.riders is not None:
+        n_rows = tree.n_nodes + len(draft.riders.token_ids)
+        wanted = [*range(tree.n_nodes), *range(n_rows - draft.riders.n_read, n_rows)]
         riders = draft.riders
         beside = torch.zeros((tree.n_nodes, len(riders.token_ids)), dtype=torch.bool)
         visible = torch.cat((torch.cat((visible, beside), dim=1), riders.visible))
         token_ids, depths = (*token_ids, *riders.token_ids), [*depths, *riders.depths]
     committed = torch.ones((len(token_ids), root), dtype=torch.bool)
     positions = [root + depth for depth in depths]
-    return context.runtime.forward(
-        Rows(token_ids, root, positions, torch.cat((committed, visible), dim=1)), context.buffer
-    )
+    rows = Rows(token_ids, root, positions, torch.cat((committed, visible), dim=1))
+    return context.runtime.forward(rows, context.buffer, wanted=wanted)
 
 
 def _keep(context: Context, walked: Walk) -> None:

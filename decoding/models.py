@@ -5,6 +5,7 @@ All three take nodes of a draft tree and give the logits after them; what differ
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -31,6 +32,11 @@ class DraftPasses(Protocol):
     @property
     def hidden(self) -> Tensor | None:
         """The state (1, hidden_size) that the latest logits were read from, where a probe may look at it."""
+        ...
+
+    @property
+    def room(self) -> int:
+        """How deep a draft under the last committed token can be before the draft model's own context ends."""
         ...
 
     def restart(self) -> None:
@@ -105,6 +111,7 @@ class SkippedTarget:
 class _SkippedPasses:
     staged: StagedPass | None = None
     hidden: Tensor | None = None
+    room = sys.maxsize  # the target's own context, which the loop minds
 
     def __init__(self, model: SkippedTarget, context: Context) -> None:
         self.model, self.context = model, context
@@ -145,6 +152,7 @@ class EarlyExit:
 class _EarlyPasses:
     staged: StagedPass | None = None
     hidden: Tensor | None = None
+    room = sys.maxsize
 
     def __init__(self, depth: int, context: Context) -> None:
         self.depth, self.context = depth, context
@@ -182,12 +190,15 @@ class _OtherPasses:
 
     def __init__(self, runtime: Runtime, context: Context) -> None:
         self.runtime, self.context = runtime, context
-        self.runtime.check_context(context.buffer.capacity, 0)
         self.buffer: KVBuffer = runtime.new_buffer(context.buffer.capacity)
         self._held: list[int] = []  # the tokens whose keys and values lie at slots 0, 1, …
         self._n_same = 0  # of them, those known to be committed
         self._width = context.runtime.vocab_size
         self.restart()
+
+    @property
+    def room(self) -> int:
+        return max(0, self.runtime.max_positions - self.context.root_slot)
 
     def restart(self) -> None:
         self._nodes = _Nodes()
@@ -209,7 +220,8 @@ class _OtherPasses:
         while same < min(root, len(self._held)) and self._held[same] == committed[same]:
             same += 1
         self._held, self._n_same = list(committed), same
-        return self.runtime.prefill(committed[same:], self.buffer, same)
+        last = self.runtime.vocab_size - 1  # a head padded further can give tokens that the draft model has no row for
+        return self.runtime.prefill([min(token_id, last) for token_id in committed[same:]], self.buffer, same)
 
     def _fit(self, logits: Tensor) -> Tensor:
         """Logits over the target's vocabulary: heads are padded to different widths in one family."""

@@ -18,6 +18,9 @@ from transformers import (
 
 from ..core.types import Sampling
 
+_BLIND = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)  # they look at scores alone
+_COLDEST = 1e-30  # below, float32 scores overflow; long before, the argmax has all of the probability
+
 
 class TokenRule:
     """Turns a row of logits into the target's token or the draft's candidates.
@@ -29,6 +32,7 @@ class TokenRule:
     def __init__(self, sampling: Sampling, processors: LogitsProcessorList) -> None:
         self.greedy = sampling.greedy
         self.processors = processors
+        self._reads_text = any(not isinstance(each, _BLIND) for each in processors)
         # Three streams, so that what a draft draws or a test decides never shifts the target's own draws. They differ
         # in their low 32 bits: a CPU generator reads no others of its seed.
         self._generator, self._draft_generator, self._accept_generator = (
@@ -46,7 +50,7 @@ class TokenRule:
             processors.append(RepetitionPenaltyLogitsProcessor(float(penalty)))
         if not sampling.greedy:
             if sampling.temperature != 1.0:
-                processors.append(TemperatureLogitsWarper(float(sampling.temperature)))
+                processors.append(TemperatureLogitsWarper(max(float(sampling.temperature), _COLDEST)))
             if sampling.top_k:
                 processors.append(TopKLogitsWarper(sampling.top_k))
             if sampling.top_p < 1.0:
@@ -62,7 +66,8 @@ class TokenRule:
         """float32 (vocab,): `logits` (vocab,) after all processors, in the context of `token_ids`."""
         scores = logits.float()
         if self.processors:
-            context: Any = torch.tensor([token_ids], device=logits.device)
+            # Only penalties read the text, and making a tensor of it costs more with every token.
+            context: Any = torch.tensor([token_ids if self._reads_text else ()], dtype=torch.long, device=logits.device)
             scores = self.processors(context, cast(Any, scores[None]))[0]
         return scores
 

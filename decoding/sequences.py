@@ -50,7 +50,7 @@ class _Sequences:
     def draft(self, room: int) -> Draft:
         # Node numbers are slots: a level of the tree is a pass, and the last one is not run by the draft model at all.
         token_ids, parents, offers = [self.context.token_ids[-1]], [-1], {}  # type: list[int], list[int], dict[int, Offer]
-        depth = min(room, self.drafter.draft_length)
+        depth = min(room, self.drafter.draft_length, self.passes.room)
         level = {0: self.drafter.sequences}  # the newest nodes, and how many sequences pass through each
         self.passes.restart()
         for _ in range(depth):

@@ -17,7 +17,9 @@ class Adaptation:
     not above `target_acceptance`, else threshold - step; threshold ← β2 · threshold + (1 - β2) · wanted.
 
     DEVIATION: as in Draft & Verify's published code, a draft that reached its full length at a good rate leaves the
-    threshold alone: lowering it could not have made the draft longer.
+    threshold alone: lowering it could not have made the draft longer; and the rate starts at 0. Beyond the paper, the
+    threshold stays at or below 1: above it every draft ends at once, and going further would only delay the way back.
+    That code judges a sampled token by its probability before temperature and top-p; here by what it was drawn from.
     """
 
     target_acceptance: float = 0.9  # α
@@ -30,10 +32,10 @@ class Adaptation:
 class StopRule:
     """Drafting ends after `max_draft_length` steps, or where the confidence falls below `threshold` (None: never).
 
-    The confidence of a step is the draft's probability of its token, or what `probe` says of the state it was read
-    from; `joint` multiplies those of all steps of the draft (AdaSPEED, Algorithm 2). The token that ends a draft stays
-    in it, unless `keeps_last` is off (BiLD hands an unsure position to the target), which is exact for drafts made
-    without chance only.
+    The confidence of a step is the draft's probability of its token (its largest one without `keeps_last`), or what
+    `probe` says of the state it was read from; `joint` multiplies those of all steps of the draft (AdaSPEED, Algorithm
+    2). The token that ends a draft stays in it, unless `keeps_last` is off (BiLD hands an unsure position to the
+    target), which is exact for drafts made without chance only.
     """
 
     max_draft_length: int
@@ -54,7 +56,7 @@ class Stopping:
     def __init__(self, rule: StopRule) -> None:
         self.rule = rule
         self.threshold = rule.threshold
-        self._rate = 0.0 if rule.adaptation is None else rule.adaptation.target_acceptance
+        self._rate = 0.0
         self._product = 1.0
 
     def start(self) -> None:
@@ -81,4 +83,4 @@ class Stopping:
             wanted += rule.threshold_step
         elif n_drafted < self.rule.max_draft_length:
             wanted -= rule.threshold_step
-        self.threshold = rule.threshold_memory * self.threshold + (1 - rule.threshold_memory) * wanted
+        self.threshold = min(1.0, rule.threshold_memory * self.threshold + (1 - rule.threshold_memory) * wanted)

@@ -92,7 +92,11 @@ class Runtime:
             )
 
     def check_depth(self, depth: int) -> None:
-        """Raises: SettingsError: an exit after `depth` layers is none of this model."""
+        """Raises: SettingsError: no draft can leave this model after `depth` layers. UnsupportedModel: it has one."""
+        if self.n_layers == 1:
+            raise UnsupportedModel(
+                "this model has one layer, so that there is nothing to leave early: use another method"
+            )
         if not 0 < depth < self.n_layers:
             raise SettingsError(
                 f"a draft cannot leave the model after {depth} of its {self.n_layers} layers:"
@@ -125,15 +129,19 @@ class Runtime:
         buffer: KVBuffer,
         n_logits: int | None = None,
         capture: Mapping[int, list[Tensor]] | None = None,
+        wanted: Sequence[int] | None = None,
     ) -> Tensor:
         """One pass; returns the logits (n_logits, vocab) of its last rows, in the model's dtype (None: of all rows).
 
-        Args: capture: depth -> list that the rows' states (rows, hidden_size) after that many layers are appended to.
+        Args: wanted: the rows that logits are wanted of, in place of `n_logits`.
+              capture: depth -> list that the rows' states (rows, hidden_size) after that many layers are appended to.
         """
         plan = PassPlan(self, rows)
         hidden = self._embedded(rows.token_ids, plan)
         hidden = self._through(hidden, plan, buffer, self.blocks, capture)
         kept = hidden if n_logits is None else hidden[hidden.shape[0] - n_logits :]
+        if wanted is not None:
+            kept = hidden[torch.tensor(wanted, device=hidden.device)]
         if n_logits == 0:
             return kept
         return self.logits(kept)

@@ -1,8 +1,9 @@
 """Several rows, each at a layer of its own, advanced by one layer in a single step over stacked weights.
 
 The layers' parameters of one name lie behind each other in one tensor (layers, …), of which the model's own become
-views: nothing is held twice. Rows whose layers are evenly spaced read a strided view of the stack; others a copy of
-their layers' weights.
+views: nothing is held twice. Save such a model with `save_pretrained` (safetensors' `save_model` refuses views); one
+that is moved or cast afterwards needs new stacks. Rows whose layers are evenly spaced read a strided view of the stack;
+others a copy of their layers' weights.
 
 Source: ParaDecode 2.2, "Batched matrix operations for parallelization".
 """

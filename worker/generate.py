@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..core.errors import LayerSetNotFound, ModelNotFound
+from ..core.errors import InvalidInput, LayerSetNotFound, NotFound
 from ..core.methods import method_info
 from ..core.requests import GenerateRequest
 from ..core.types import Completion, FoundPlan, LayerSetRecord, Plan, Prompt, VerdictWord
@@ -98,10 +98,9 @@ class Planner:
             return PLAIN, replace(info, method="plain")
         try:
             return self._built(found.plan.method, task, found.plan), info
-        except ModelNotFound as error:  # the plan was made where its draft model is
-            return PLAIN, replace(
-                info, method="plain", record=None, note=f"the plan's draft model is not here: {error}"
-            )
+        except (InvalidInput, NotFound) as error:  # made where its draft model is, or its heads were
+            note = f"the stored plan cannot be used here: {error}"
+            return PLAIN, replace(info, method="plain", record=None, note=note)
 
     def _insisted(self, name: str, task: str, found: FoundPlan | None) -> tuple[Method, GenerateInfo]:
         """A method by name, with the plan's own pieces where the plan is of that method."""
@@ -162,20 +161,30 @@ class TextStream:
         self._tokenizer = runtime.tokenizer
         self._on_text = on_text
         self._stop = tuple(stop)
+        self._start()
+
+    def _start(self) -> None:
         self._token_ids: list[int] = []
-        self._shown = 0
+        self._text = ""
+        self._from = self._read = self._shown = 0
 
     def add(self, token_ids: Sequence[int]) -> None:
         """Pass on the text that these tokens complete."""
         self._token_ids += token_ids
-        text = str(self._tokenizer.decode(self._token_ids, skip_special_tokens=True))
-        if not text.endswith("\ufffd"):  # half of a character
-            self._show(text[: settled(text, self._stop)])
+        # Only the newest tokens are decoded, behind some that were before: a token's text can depend on its neighbour.
+        known, text = (self._decoded(self._token_ids[self._from : end]) for end in (self._read, None))
+        if len(text) > len(known) and not text.endswith("\ufffd"):  # half of a character
+            self._text += text[len(known) :]
+            self._from, self._read = self._read, len(self._token_ids)
+            self._show(self._text[: settled(self._text, self._stop)])
 
     def finish(self, completion: Completion) -> None:
         """Pass on the rest of the completion's text; the next tokens begin another one."""
         self._show(completion.text)
-        self._token_ids, self._shown = [], 0
+        self._start()
+
+    def _decoded(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def _show(self, text: str) -> None:
         if len(text) > self._shown:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 from functools import cache
 
 import pytest
 import torch
-from families import VOCAB, tiny_runtime
+from families import VOCAB, tiny_model, tiny_runtime
 
 from swiftopt.core.errors import InvalidInput, LayerSetError, SettingsError
 from swiftopt.core.methods import METHODS
-from swiftopt.core.types import Completion, LayerSet, Sampling
+from swiftopt.core.types import Completion, LayerSet, ModelInfo, Sampling
 from swiftopt.decoding.context import Ending
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.method import PLAIN, Method
@@ -164,6 +165,35 @@ def test_a_draft_model_with_other_tokens_is_refused() -> None:
     draft.tokenizer = Words()
     with pytest.raises(InvalidInput, match="other tokens than the target's"):
         build("spd", Parts(own.runtime, draft_runtime=draft))
+
+
+@pytest.mark.parametrize("name", WITH_A_MODEL)
+def test_a_draft_model_with_a_shorter_context_drafts_while_it_can(name: str) -> None:
+    own, draft = parts(), tiny_runtime("llama", seed=1)
+    draft.max_positions = 30
+    method = build(name, Parts(own.runtime, draft_runtime=draft))
+    done, plain = (run(m, own.runtime, prompt(5), Sampling(), 40) for m in (method, PLAIN))
+    assert done.n_tokens == 40 and (done.token_ids == plain.token_ids or method.lossy)
+    whole = [*prompt(6), *([5] * 230)]  # the target's own context is 256, and used up to its end
+    assert run(build(name, parts("llama", True)), own.runtime, whole, Sampling(), 256 - len(whole)).n_tokens == 8
+
+
+@pytest.mark.parametrize("name", WITH_A_MODEL)
+def test_tokens_that_the_draft_model_has_no_row_for_do_no_harm(name: str) -> None:
+    """Heads of one family are padded to different widths: a hot target gives such tokens sooner or later."""
+    own, model = parts(), copy.deepcopy(tiny_model("llama", seed=1))  # resizing changes the config, which is shared
+    model.resize_token_embeddings(VOCAB - 7, mean_resizing=False)
+    draft = Runtime(model, None, ModelInfo("narrow", "llama", 4, 1))
+    sampling = Sampling(temperature=5.0, seed=1)
+    done = run(build(name, Parts(own.runtime, draft_runtime=draft)), own.runtime, prompt(5), sampling, 60)
+    assert done.n_tokens == 60 and max(done.token_ids) >= VOCAB - 7
+
+
+@pytest.mark.parametrize("name", ["plain", "layerskip", "mcss"])
+def test_a_tiny_temperature_is_greedy(name: str) -> None:
+    own = parts()
+    cold = run(build(name, own), own.runtime, prompt(7), Sampling(temperature=1e-40))
+    assert cold.token_ids == run(PLAIN, own.runtime, prompt(7), Sampling()).token_ids
 
 
 def test_a_layer_set_of_another_depth_is_refused() -> None:

@@ -103,7 +103,7 @@ def test_a_given_set_takes_the_place_of_the_stored_one(runtime: Runtime, store: 
 def test_a_draft_model_that_is_not_here_means_plain_and_a_word_about_it(runtime: Runtime, store: Store) -> None:
     store.add_plan("tiny", "notes", plan(runtime, "spd", draft_model="models/that-was-there"))
     method, info = Planner(REQUEST, runtime, store).plan_for("notes")
-    assert method.name == "plain" and "the plan's draft model is not here" in info.note
+    assert method.name == "plain" and "the stored plan cannot be used here" in info.note
 
 
 def test_a_misspelt_method_is_refused_before_anything_is_loaded() -> None:

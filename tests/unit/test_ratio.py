@@ -93,6 +93,7 @@ class TablePasses:
     """A draft model that reads `draft_table`; like a real one it numbers nodes as they are added."""
 
     staged = hidden = None
+    room = 99
 
     def restart(self) -> None:
         self.paths: list[Path] = []
