@@ -180,13 +180,13 @@ def test_a_draft_model_with_a_shorter_context_drafts_while_it_can(name: str) -> 
 
 @pytest.mark.parametrize("name", WITH_A_MODEL)
 def test_tokens_that_the_draft_model_has_no_row_for_do_no_harm(name: str) -> None:
-    """Heads of one family are padded to different widths: a hot target gives such tokens sooner or later."""
+    """Heads of one family are padded to different widths; here such a token is in the prompt already."""
     own, model = parts(), copy.deepcopy(tiny_model("llama", seed=1))  # resizing changes the config, which is shared
     model.resize_token_embeddings(VOCAB - 7, mean_resizing=False)
     draft = Runtime(model, None, ModelInfo("narrow", "llama", 4, 1))
     sampling = Sampling(temperature=5.0, seed=1)
-    done = run(build(name, Parts(own.runtime, draft_runtime=draft)), own.runtime, prompt(5), sampling, 60)
-    assert done.n_tokens == 60 and max(done.token_ids) >= VOCAB - 7
+    done = run(build(name, Parts(own.runtime, draft_runtime=draft)), own.runtime, [*prompt(5), VOCAB - 1], sampling, 60)
+    assert done.n_tokens == 60
 
 
 @pytest.mark.parametrize("name", ["plain", "layerskip", "mcss"])
