@@ -1,7 +1,7 @@
-"""The README's table of results, made of the files in bench/results.
+"""The table of results in bench/RESULTS.md, made of the files in bench/results.
 
     python -m swiftopt.bench.tables            prints the table
-    python -m swiftopt.bench.tables --write    puts it between the marks of README.md
+    python -m swiftopt.bench.tables --write    puts it between the marks of RESULTS.md
 
 A file holds one object: {"date", "commit", "command", "note", "report"}, where `report` is what `swiftopt compare
 --json` or `swiftopt bench decode --json` printed for `command`. Every row of every file is shown, those that lose among
@@ -24,7 +24,7 @@ from .decode import SCHEMA, rows
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
-README = ROOT / "README.md"
+PAGE = ROOT / "bench" / "RESULTS.md"
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
 KEYS = ("date", "commit", "command", "note", "report")
 HEADER = ("model", "task", "method", "tok/s", "ratio [95 %]", "α", "M", "identical", "device, dtype", "file")
@@ -76,7 +76,7 @@ def _rows(path: Path, result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     task = f"{_task(result['command'])}, {report['prompts']} prompts, {report['max_new_tokens']} tokens"
     where = f"{report['device']}, {report['dtype']}"
     for row in _compared(report) if report["schema"] == COMPARE_SCHEMA else _decoded(report):
-        yield (report["model"], task, *row, where, f"[{result['commit']}](bench/results/{path.name})")
+        yield (report["model"], task, *row, where, f"[{result['commit']}](results/{path.name})")
 
 
 def _decoded(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -125,14 +125,14 @@ def _task(command: str) -> str:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Print the table, or write it into the README; returns the exit code."""
+    """Print the table, or write it into its page; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write README.md instead of printing")
+    parser.add_argument("--write", action="store_true", help="write bench/RESULTS.md instead of printing")
     parsed = parser.parse_args(args)
     try:
         body = table()
         if parsed.write:
-            README.write_text(refreshed(README.read_text(encoding="utf-8"), body), encoding="utf-8")
+            PAGE.write_text(refreshed(PAGE.read_text(encoding="utf-8"), body), encoding="utf-8")
         else:
             print(body)
     except SwiftoptError as error:

@@ -23,6 +23,7 @@ def completion_to_json(completion: Completion) -> dict[str, Any]:
         "drafted": completion.drafted,
         "accepted": completion.accepted,
         "accepted_per_position": list(completion.accepted_per_position),
+        "refused": completion.refused,
         "acceptance_rate": completion.acceptance_rate,
         "mean_generated_length": completion.mean_generated_length,
         "timings": timings_to_json(completion.timings),
@@ -57,6 +58,7 @@ def completion_from_json(values: Mapping[str, Any]) -> Completion:
         drafted=values["drafted"],
         accepted=values["accepted"],
         accepted_per_position=tuple(values["accepted_per_position"]),
+        refused=values.get("refused", 0),  # as `lossy`
         verified_widths=widths_from_json(values["verified_widths"]),
         timings=timings_from_json(values["timings"]),
         prefill_s=values["prefill_s"],

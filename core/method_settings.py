@@ -198,4 +198,4 @@ class LookupSettings(MethodSettings):
     """Prompt lookup: what followed the longest earlier occurrence of the text's end."""
 
     max_draft_length: int = _count(10)
-    min_match: int = _count(2)  # tokens that must match before anything is drafted
+    min_match: int = _count(1)  # tokens that must match before anything is drafted

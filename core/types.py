@@ -185,9 +185,10 @@ class Completion:
 
     `target_passes` are the passes of the full model after the prefill; `first_tokens` (0 or 1) came from the
     prefill itself. `drafted` counts draft steps, `accepted` those whose position was accepted (a hit side leaf is
-    one), `accepted_per_position[i]` the rounds in which draft step i was. `verified_widths` counts the passes per
-    number of rows that the target checked. `prefill_s` is part of `timings.other_s`. `lossy` says that the method does
-    not promise the target's own output.
+    one), `accepted_per_position[i]` the rounds in which draft step i was, `refused` the rounds in which the target
+    contradicted a draft (what was drafted behind that token is thrown away unjudged). `verified_widths` counts the
+    passes per number of rows that the target checked. `prefill_s` is part of `timings.other_s`. `lossy` says that the
+    method does not promise the target's own output.
     """
 
     token_ids: tuple[int, ...]
@@ -205,6 +206,7 @@ class Completion:
     prefill_s: float = 0.0
     layer_set: LayerSet | None = None
     lossy: bool = False
+    refused: int = 0
 
     @property
     def n_tokens(self) -> int:

@@ -26,6 +26,7 @@ class Tally:
     accepted: int = 0
     widths: dict[int, int] = field(default_factory=dict)
     per_position: list[int] = field(default_factory=list)
+    refused: int = 0
     optimise_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0

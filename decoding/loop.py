@@ -114,6 +114,7 @@ def _completion(context: Context, method: Method, ending: EndRule, finish: Finis
         drafted=tally.drafted,
         accepted=tally.accepted,
         accepted_per_position=tuple(tally.per_position),
+        refused=tally.refused,
         verified_widths=tally.widths,
         timings=Timings(tally.optimise_s, tally.draft_s, tally.verify_s, max(0.0, total - spent)),
         prefill_s=tally.prefill_s,
@@ -152,6 +153,7 @@ def _round(context: Context, verifier: Verifier, drafting: Drafting, ending: End
     n_accepted = min(len(walked.path), n_emitted, draft.n_steps)
     tally = context.tally
     tally.add(draft.n_steps, draft.n_rows, n_accepted, draft.n_passes)
+    tally.refused += len(walked.path) < draft.n_steps
     tally.optimise_s += optimised - clock
     tally.draft_s += drafted - optimised
     tally.verify_s += verified - drafted

@@ -71,10 +71,11 @@ class Parts:
     def skipped(self) -> LayerSet:
         """The layer set.
 
-        Raises: SettingsError: there is none.
+        Raises: SettingsError: there is none. LayerSetError: it was made for another depth.
         """
         if self.layer_set is None:
             raise SettingsError("this method drafts without some sub-layers: give a layer set, or tune one first")
+        self.runtime.check_layer_set(self.layer_set)
         return self.layer_set
 
     def early_exit(self, exit_layer: int | None) -> EarlyExit:
@@ -112,7 +113,6 @@ def _swift(parts: Parts, settings: SwiftSettings) -> Method:
 
 def _self_sd(parts: Parts, settings: SelfSdSettings) -> Method:
     model = SkippedTarget(parts.skipped())
-    model.check(parts.runtime)
     return Method("self-sd", ChainDrafter(model, _adaptive(settings), sampled=True), ChainRatio())
 
 

@@ -158,6 +158,7 @@ def _begun_to_json(begun: Begun) -> dict[str, Any]:
             **{name: getattr(tally, name) for name in TALLIED},
             "widths": widths_to_json(tally.widths),
             "per_position": list(tally.per_position),
+            "refused": tally.refused,
         },
     }
 
@@ -170,5 +171,6 @@ def _begun_from_json(values: Mapping[str, Any]) -> Begun:
         **{name: counts[name] for name in TALLIED},
         widths=widths_from_json(counts["widths"]),
         per_position=list(counts["per_position"]),
+        refused=counts.get("refused", 0),  # checkpoints of before it was counted lack it
     )
     return Begun(tuple(values["token_ids"]), tally, values["searched"], values["finish"])

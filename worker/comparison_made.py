@@ -30,6 +30,7 @@ from ..training.trained import Trained
 
 SWIFT_S, SELF_SD_S, HEADS_S, PROBE_S = 10.0, 15.0, 22.0, 8.0
 BRIEF_EPOCHS = 1000  # more than fit in the time, which is what ends a brief training
+LEAST_TOKENS = 48  # per completion that is learned from
 SWIFT_STEPS = 100  # a search this short is seen from its settings
 SELF_SD_TOKENS, SELF_SD_PROMPTS = 24, 2  # per candidate: several candidates fit in the time only if each is short
 
@@ -84,7 +85,7 @@ class Workshop:
         Raises: InvalidInput: the prompts and their completions are too few to learn from.
         """
         self.on_step(f"make: heads, by {HEADS_S:.0f} s of training")
-        clock, settings = perf_counter(), HeadSettings(epochs=BRIEF_EPOCHS, max_new_tokens=self.session.max_new_tokens)
+        clock, settings = perf_counter(), HeadSettings(epochs=BRIEF_EPOCHS, max_new_tokens=self._n_tokens)
         trained = train_heads(self.session.runtime, self.prompts, settings, budget_s=HEADS_S)
         self._note("heads", f"{trained.figures['steps']:.0f} steps of training", perf_counter() - clock)
         record = self._record("heads", trained, settings)
@@ -93,11 +94,16 @@ class Workshop:
     def probe(self) -> tuple[Probe, LearnedRecord]:
         """A probe at the default depth; raises as `heads`."""
         self.on_step(f"make: a probe, by {PROBE_S:.0f} s of training")
-        clock, settings = perf_counter(), ProbeSettings(max_new_tokens=self.session.max_new_tokens)
+        clock, settings = perf_counter(), ProbeSettings(max_new_tokens=self._n_tokens)
         trained = train_probe(self.session.runtime, self.prompts, settings, budget_s=PROBE_S)
         self._note("probe", "brief training", perf_counter() - clock)
         record = self._record("probe", trained, settings)
         return trained.model, self._kept(record, probe_to_bytes(trained.model, record))
+
+    @property
+    def _n_tokens(self) -> int:
+        """Tokens of a completion to learn from: a comparison of very short ones would leave too few positions."""
+        return max(LEAST_TOKENS, self.session.max_new_tokens)
 
     def _note(self, piece: str, how: str, seconds: float) -> None:
         self.made.append(Made(piece, f"{how}, {seconds:.0f} s", seconds))

@@ -41,7 +41,7 @@ class Figures:
     `passes_per_token` (of the target, prefill apart) are of all completions together. `perplexity` is that of the
     output under the target itself; its ratio and that one's interval over prompts are to plain decoding's.
     `early_share`: tokens that were predicted at an intermediate layer and stood; `rejected_share`: those of the early
-    predictions that did not stand. `reason` says why figures are missing.
+    predictions, among the ones judged, that the last layer contradicted. `reason` says why figures are missing.
     """
 
     method: str
@@ -148,13 +148,14 @@ def _counts(completions: Sequence[Completion], about: About) -> dict[str, Any]:
     """The figures that are made of the loop's own counts; none where another loop decoded."""
     drafted, accepted = sum(done.drafted for done in completions), sum(done.accepted for done in completions)
     passes, decoded = sum(d.target_passes for d in completions), sum(d.n_tokens - d.first_tokens for d in completions)
+    refused = sum(d.refused for d in completions)
     early = about.predicts_early and decoded > 0
     return {
         "acceptance_rate": accepted / drafted if drafted else None,
         "mean_generated_length": decoded / passes if passes else None,
         "passes_per_token": passes / decoded if decoded else None,
         "early_share": accepted / decoded if early else None,
-        "rejected_share": 1 - accepted / drafted if early and drafted else None,
+        "rejected_share": refused / (accepted + refused) if early and drafted else None,
     }
 
 

@@ -49,7 +49,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "half.jsonl": '{"prompt": "w1", "id": "\\ud800"}\n',
         "letter.txt": "Dear reader, " * 100,
         "set.json": json.dumps(layer_set_values()),
-        "range.json": json.dumps(layer_set_values(skip_attn=[29])),
+        "range.json": json.dumps(layer_set_values(skip_attn=[30])),
         "list.json": "[1]",
     }
     for name, text in texts.items():
@@ -92,7 +92,7 @@ SLIPS: list[tuple[list[str], int, str]] = [
     ([*GENERATE, "--model", "gpt2", "--dtype", "fp8"], 2, "dtype 'fp8' is unknown: use one of auto"),
     ([*GENERATE, "--model", "gpt2", "--device", "cdua"], 2, "device 'cdua' is unknown: use one of auto"),
     ([*GENERATE, "--model", "gpt2", "--task", "a/b"], 2, "holds a '/'"),
-    ([*GENERATE, "--model", "gpt2", "--layer-set", "range.json"], 2, "range.json: layer set skips layers [29]"),
+    ([*GENERATE, "--model", "gpt2", "--layer-set", "range.json"], 2, "range.json: layer set skips layers [30]"),
     ([*GENERATE, "--model", "gpt2", "--layer-set", "list.json"], 2, "expected one JSON object"),
     (["generate", "--model", "gpt2", "--prompt", "a\udcff"], 2, "--prompt: the prompt holds half of a surrogate"),
     ([*TUNE, "empty.jsonl"], 2, "empty.jsonl holds no prompt: write"),
@@ -112,7 +112,7 @@ SLIPS: list[tuple[list[str], int, str]] = [
     (["layers", "lst"], 2, "did you mean 'list'?"),
     (["layers", "promote", "smollm2-135m/t", "--version", "7"], 3, "swiftopt tune --model smollm2-135m"),
     (["layers", "rollback", "smollm2-135m/t"], 3, "swiftopt tune --model smollm2-135m"),
-    (["layers", "import", "range.json"], 2, "range.json: layer set skips layers [29]"),
+    (["layers", "import", "range.json"], 2, "range.json: layer set skips layers [30]"),
     (["layers", "import", "letter.txt"], 2, "letter.txt is not JSON"),
     (["layers", "import", "binary.jsonl"], 2, "binary.jsonl is not UTF-8 text"),
     (["layers", "import", "set.json", "--task", "a/b"], 2, "task 'a/b' is no name"),

@@ -303,7 +303,7 @@ def test_completion_object_names_the_layer_set_only_when_it_was_used() -> None:
     drafted = Completion((5, 6, 7), "abc", "length", "swift", target_passes=1, first_tokens=1, drafted=2, accepted=1)
     value = json.loads(json.dumps(completion_json("smollm2-135m", prompt, drafted, info)))
     wanted = "schema id task model text token_ids n_tokens finish_reason method target_passes drafted accepted"
-    wanted += " accepted_per_position acceptance_rate mean_generated_length timings layer_set fallback verdict"
+    wanted += " accepted_per_position refused acceptance_rate mean_generated_length timings layer_set fallback verdict"
     assert set(wanted.split()) <= set(value)
     assert value["layer_set"] == record_to_json(record)
     assert (value["acceptance_rate"], value["fallback"], value["verdict"]) == (0.5, "tuned on cpu", "use")

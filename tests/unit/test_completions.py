@@ -26,6 +26,7 @@ COMPLETIONS = st.builds(
     drafted=COUNT,
     accepted=COUNT,
     accepted_per_position=st.lists(COUNT).map(tuple),
+    refused=COUNT,
     verified_widths=st.dictionaries(st.integers(1, 300), COUNT),
     timings=st.builds(Timings, SECONDS, SECONDS, SECONDS, SECONDS),
     prefill_s=SECONDS,

@@ -17,7 +17,7 @@ from tiny_files import save
 
 import swiftopt
 from swiftopt.bench.decode import SCHEMA
-from swiftopt.bench.tables import BEGIN, END, NOTHING, README, main, refreshed, table
+from swiftopt.bench.tables import BEGIN, END, NOTHING, PAGE, main, refreshed, table
 from swiftopt.cli.main import INTERRUPTED
 from swiftopt.cli.main import swiftopt as program
 from swiftopt.cli.reference import EXIT_CODES, page
@@ -247,14 +247,14 @@ def put(folder: Path, name: str, value: Any) -> Path:
     return folder
 
 
-def test_readme_table_agrees_with_the_result_files() -> None:
-    text = README.read_text(encoding="utf-8")
+def test_table_agrees_with_the_result_files() -> None:
+    text = PAGE.read_text(encoding="utf-8")
     assert refreshed(text, table()) == text, "run: python -m swiftopt.bench.tables --write"
 
 
 def test_table_shows_every_row_those_that_lose_among_them(tmp_path: Path) -> None:
     lines = table(put(tmp_path, "2026-01-02-abc1234-cpu.json", result())).splitlines()
-    where = "cpu\\|x, float32 | [abc1234](bench/results/2026-01-02-abc1234-cpu.json) |"
+    where = "cpu\\|x, float32 | [abc1234](results/2026-01-02-abc1234-cpu.json) |"
     assert lines[2] == f"| tiny | notes, 4 prompts, 16 tokens | plain | 10.0 | 1 (base) | – | – | 3/4 | {where}"
     assert "| swift | 8.0 | 0.80x [0.70-0.90] | 0.91 | 2.50 | 3/4 |" in lines[3]
     assert "| hf-lookup | 13.0 | 1.30x [1.20-1.40] | – | – | 3/4 |" in lines[4]

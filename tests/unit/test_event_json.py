@@ -45,6 +45,7 @@ COMPLETIONS = st.builds(
     finish_reason=st.sampled_from(["stop", "length", "stop_string"]),
     method=st.sampled_from(["plain", "swift"]),
     accepted_per_position=st.lists(COUNT).map(tuple),
+    refused=COUNT,
     verified_widths=st.dictionaries(st.integers(1, 99), COUNT),
     timings=TIMINGS,
     layer_set=st.none() | SETS,

@@ -1,0 +1,50 @@
+"""Every lossless method on the real SmolLM2-135M in float32: real prompts, the tokens of plain decoding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import swiftopt
+from swiftopt.core.methods import METHODS
+from swiftopt.core.streams import read_stream
+from swiftopt.core.types import LayerSet, Sampling
+from swiftopt.decoding.method import PLAIN
+from swiftopt.decoding.methods import Parts, build, default_exit
+from swiftopt.decoding.session import Session
+from swiftopt.models.learned import Heads, Probe
+from swiftopt.models.loading import load
+from swiftopt.models.runtime import Runtime
+
+pytestmark = pytest.mark.model
+EXAMPLES = Path(swiftopt.__file__).parent / "examples" / "stream.jsonl"
+LOSSLESS = [info.name for info in METHODS.values() if not info.lossy and info.name != "plain"]
+N_NEW = 24
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Runtime:
+    return load("smollm2-135m", "float32", "cpu")
+
+
+@pytest.fixture(scope="module")
+def plain(runtime: Runtime) -> dict[str, tuple[int, ...]]:
+    session = Session(runtime, Sampling(), N_NEW)
+    prompts = read_stream(str(EXAMPLES), limit=2)
+    return {prompt.id: next(iter(session.run(prompt, PLAIN)))[1].token_ids for prompt in prompts}
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_real_prompts_get_the_tokens_of_plain_decoding(
+    name: str, runtime: Runtime, plain: dict[str, tuple[int, ...]]
+) -> None:
+    """Untrained heads and a probe at random: what is drafted is poor, what comes out must not be."""
+    width = runtime.config.hidden_size
+    heads = Heads({depth: torch.eye(width, dtype=runtime.dtype) for depth in (20, 26)})
+    probe = Probe(default_exit(runtime.n_layers), torch.zeros(width), 3.0)
+    method = build(name, Parts(runtime, LayerSet.uniform(runtime.n_layers, 12), heads, probe))
+    session = Session(runtime, Sampling(), N_NEW)
+    for prompt in read_stream(str(EXAMPLES), limit=2):
+        assert next(iter(session.run(prompt, method)))[1].token_ids == plain[prompt.id]
