@@ -60,7 +60,7 @@ def test_training_lowers_the_divergence(runtime: Runtime, full: bool) -> None:
     trained = train_heads(runtime, PROMPTS, replace(SETTINGS, full=full))
     losses = [loss for _, loss in trained.curve]
     assert losses[-1] < 0.5 * losses[0]
-    assert trained.depths == trained.model.depths == (1, 2, 3)
+    assert trained.depths == trained.model.depths == (2, 3)
     shape = (97, 32) if full else (32, 32)
     assert all(tuple(trained.model.transforms[depth].shape) == shape for depth in trained.depths)
 

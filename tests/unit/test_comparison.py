@@ -53,7 +53,7 @@ def test_figures_of_a_method_are_sums_over_its_prompts() -> None:
 
 
 def test_early_and_rejected_shares_are_of_methods_that_predict_early() -> None:
-    own = runs("adadecode", [20, 30], drafted=4, accepted=3, target_passes=6)
+    own = runs("adadecode", [20, 30], drafted=5, accepted=3, refused=1, target_passes=6)  # one thrown away unjudged
     got = figures(About("adadecode", predicts_early=True), own, runs("plain", [10, 10]), 2, None)
     assert got.early_share == pytest.approx(3 / 9) and got.rejected_share == pytest.approx(1 / 4)
     assert got.perplexity is None
