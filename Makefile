@@ -25,8 +25,9 @@ lint: setup
 	mkdir -p .lint && ln -sfn .. .lint/swiftopt
 	$(BIN)/mypy -p swiftopt
 
+# Two processes, each with a core of its own: test files share no state but their servers, one set per process.
 test: setup
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 # Long crash runs with servers of their own; ONLY="--only recovery,random" chooses some.
 chaos: setup
