@@ -6,12 +6,13 @@ from sqlalchemy import bindparam, select
 from sqlalchemy.orm import Session, aliased
 
 from ..core.errors import LayerSetNotFound
+from ..core.times import now
 from ..core.types import FoundPlan
 from .learned import DEFAULT_TASK
 from .names import find_model, lock
 from .plan_tables import MoveRow, PlanRow
 from .plans import not_found
-from .rows import found_plan, now
+from .rows import found_plan
 from .tables import ModelRow
 
 _UNDOING = aliased(MoveRow)

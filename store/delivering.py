@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session, load_only
 from ..core.errors import Conflict
 from ..core.events import StateChanged
 from ..core.jobs import UNFINISHED, Delivery, JobSpec, JobState, Lease
+from ..core.times import now
 from . import rows
 from .clock import clock_s
 from .counters import count
@@ -53,7 +54,7 @@ def submit(session: Session, spec: JobSpec) -> tuple[JobRow, bool]:
 def begin_here(session: Session, spec: JobSpec, worker: str, lease_s: float) -> JobRow:
     """A job that runs in this process from the start; it is never delivered, nor held back by one that is alike."""
     row = _insert(session, spec, "running")
-    row.worker, row.started_at, row.fingerprint = worker, rows.now(), None
+    row.worker, row.started_at, row.fingerprint = worker, now(), None
     session.flush()
     session.execute(update(JobRow).where(JobRow.id == row.id).values(lease_until=clock_s() + lease_s))
     session.refresh(row)
@@ -73,7 +74,7 @@ def claim(session: Session, lease: Lease, worker: str, lease_s: float) -> bool:
     )
     if taken:
         first = update(JobRow).where(JobRow.id == lease.job, JobRow.started_at.is_(None))
-        session.execute(first.values(started_at=rows.now()))
+        session.execute(first.values(started_at=now()))
         report(session, lease.job, StateChanged("running", lease.attempt, f"on {worker}"))
         count(session, "attempts", label="started")
     return taken
@@ -122,7 +123,7 @@ def end(session: Session, lease: Lease, state: JobState, error: str | None = Non
         wanted=None,
         lease_until=None,
         worker=None,
-        finished_at=None if state == "paused" else rows.now(),
+        finished_at=None if state == "paused" else now(),
     )
     if ended:
         report(session, lease.job, StateChanged(state, lease.attempt, error or ""))
@@ -178,7 +179,7 @@ def stream_lines(session: Session, job: str) -> str | None:
 
 def _insert(session: Session, spec: JobSpec, state: JobState) -> JobRow:
     if spec.stream is not None and spec.lines is not None and session.get(StreamRow, spec.stream) is None:
-        session.add(StreamRow(sha256=spec.stream, lines=spec.lines, created_at=rows.now()))
+        session.add(StreamRow(sha256=spec.stream, lines=spec.lines, created_at=now()))
     row = JobRow(
         id=secrets.token_hex(6),
         kind=spec.kind,

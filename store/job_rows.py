@@ -14,6 +14,7 @@ from ..core.errors import LayerSetError, NotFound, StoreError
 from ..core.event_json import event_to_json, event_type
 from ..core.events import Event
 from ..core.jobs import STATES, Job, JobKind, JobState, Wanted
+from ..core.times import now
 from ..core.types import LayerSetRecord
 from . import rows
 from .tables import EventRow, JobRow, LayerSetRow, OutputRow
@@ -50,7 +51,7 @@ def values(session: Session, found: Sequence[JobRow]) -> list[Job]:
 
 def report(session: Session, job: str, event: Event) -> EventRow:
     """Add an event to the job's history."""
-    row = EventRow(job_id=job, type=event_type(event), data=event_to_json(event), created_at=rows.now())
+    row = EventRow(job_id=job, type=event_type(event), data=event_to_json(event), created_at=now())
     session.add(row)
     return row
 

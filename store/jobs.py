@@ -13,8 +13,9 @@ from sqlalchemy.orm import Session
 from ..core.errors import StoreError
 from ..core.events import Event, PromptFinished, TaskFinished
 from ..core.jobs import Delivery, Job, JobEvent, JobSpec, JobState, Lease, Promotion, Verb, Wanted
+from ..core.times import now
 from ..core.types import Trial
-from . import counters, delivering, job_rows, ledger, locks, rows, verbs
+from . import counters, delivering, job_rows, ledger, locks, verbs
 from .counters import Count
 from .tables import JobRow, StreamRow
 from .transactions import Transactions
@@ -111,7 +112,7 @@ class Jobs:
 
         def work(session: Session) -> None:
             if session.get(StreamRow, sha256) is None:
-                session.add(StreamRow(sha256=sha256, lines=lines, created_at=rows.now()))
+                session.add(StreamRow(sha256=sha256, lines=lines, created_at=now()))
 
         self._do.write(work)
 

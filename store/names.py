@@ -6,9 +6,10 @@ from sqlalchemy import bindparam, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from ..core.errors import LayerSetError
+from ..core.times import now
 from ..core.types import LayerSetRecord, ModelInfo
 from .plan_tables import ComparisonRow, LearnedRow, MoveRow, PlanRow
-from .rows import model_info, now
+from .rows import model_info
 from .tables import LayerSetRow, ModelRow, NameRow
 
 BY_NAME = select(ModelRow).join(NameRow).where(NameRow.name == bindparam("name"))

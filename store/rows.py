@@ -6,18 +6,14 @@ from datetime import UTC, datetime
 from typing import cast
 
 from ..core.learned import LearnedKind, LearnedRecord
+from ..core.times import now
 from ..core.types import CostProfile, FoundPlan, LayerSet, LayerSetRecord, ModelInfo, Plan, Trial, VerdictWord
 from .plan_tables import LearnedRow, PlanRow
 from .tables import CostProfileRow, LayerSetRow, ModelRow, TrialRow
 
 
-def now() -> str:
-    """The time in UTC, ISO 8601, to the second: 2026-11-21T00:00:00Z."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
 def now_ms() -> str:
-    """As `now`, to the millisecond, for what is listed by its time."""
+    """As `core.times.now`, to the millisecond, for what is listed by its time."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 

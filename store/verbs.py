@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 from ..core.errors import Conflict
 from ..core.events import StateChanged
 from ..core.jobs import DEFAULT_QUEUE, END_STATES, UNFINISHED, JobKind, JobSpec, JobState, Verb
-from . import rows
+from ..core.times import now
 from .clock import clock_s
 from .counters import count
 from .job_rows import find, report
@@ -65,7 +65,7 @@ def _cancel(session: Session, row: JobRow) -> None:
         return
     if row.state in END_STATES:
         _refuse(row, "cancelled", "it has ended already")
-    row.wanted, row.lease_until, row.finished_at = None, None, rows.now()
+    row.wanted, row.lease_until, row.finished_at = None, None, now()
     _enter(session, row, "cancelled", "on request")
     count(session, "attempts", label="cancelled")
 

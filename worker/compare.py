@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .. import __version__
+from ..core.times import now
 from ..core.types import Prompt
 from ..decoding.models import OtherModel
 from ..decoding.session import Session
@@ -17,7 +18,7 @@ from ..models.loading import load
 from ..models.runtime import Runtime
 from ..store import Store
 from .comparison_entry import Entry, Generate, about, contender, enter
-from .comparison_made import Made, Workshop, now
+from .comparison_made import Made, Workshop
 from .comparison_perplexity import surprise
 from .comparison_pieces import PieceMaker
 from .comparison_plan import with_plan

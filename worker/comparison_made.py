@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from time import perf_counter
 from typing import Any
 
 from .. import __version__
 from ..core.learned import LearnedKind, LearnedRecord
 from ..core.settings import SwiftSettings
+from ..core.times import now
 from ..core.types import LayerSet, LayerSetRecord, Prompt
 from ..decoding.context import Context
 from ..decoding.loop import Round, Watch
@@ -170,8 +170,3 @@ def searched(session: Session, prompts: Sequence[Prompt], settings: SwiftSetting
 
 class _EnoughError(Exception):
     """Ends a brief search in the middle of a completion."""
-
-
-def now() -> str:
-    """The time in UTC, to the second."""
-    return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from statistics import median
 
 from .. import __version__
 from ..core.requests import GenerateRequest
+from ..core.times import now
 from ..core.types import LayerSetRecord, Prompt
 from ..decoding.session import Session
 from ..models.costs import device_name
@@ -47,7 +47,7 @@ def search_offline(
         device=device_name(runtime.device),
         dtype=runtime.dtype_name,
         swiftopt_version=__version__,
-        created_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        created_at=now(),
     )
     return store.add_layer_set(record, plan_method=METHOD, promote=False), found
 

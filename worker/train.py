@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from .. import __version__
 from ..core.learned import LearnedRecord
 from ..core.streams import stream_sha256
+from ..core.times import now
 from ..core.types import Prompt
 from ..models.gguf_file import cache_root
 from ..models.learned import Heads, Probe
@@ -134,5 +134,5 @@ def _record(
         curve=trained.curve,
         stream_sha256=stream_sha256(prompts),
         swiftopt_version=__version__,
-        created_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        created_at=now(),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from statistics import median
 from time import monotonic
 from typing import Any
@@ -15,6 +14,7 @@ from ..core.event_json import event_to_json
 from ..core.events import Event, PhaseChanged, Progress, PromptFinished, TaskFinished, TrialsDone
 from ..core.jobs import Promotion, Wanted
 from ..core.requests import TuneRequest
+from ..core.times import now
 from ..core.types import CostProfile, LayerSetRecord, Prompt
 from ..decoding.session import Session
 from ..models.costs import context_bucket, device_name, measure_costs
@@ -170,7 +170,7 @@ class TuningRun:
             record,
             stream_sha256=self.claim.job.stream,
             swiftopt_version=__version__,
-            created_at=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+            created_at=now(),
             job=self._lease.job,
         )
 
