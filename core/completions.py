@@ -93,12 +93,13 @@ def widths_from_json(values: Mapping[str, Any]) -> dict[int, int]:
 
 
 def layer_set_to_json(layer_set: LayerSet) -> dict[str, Any]:
-    """The bare set, without figures."""
-    return {
+    """The bare set, without figures; `quantised` is there where something is."""
+    bare: dict[str, Any] = {
         "n_layers": layer_set.n_layers,
         "skip_attn": sorted(layer_set.skip_attn),
         "skip_mlp": sorted(layer_set.skip_mlp),
     }
+    return {**bare, "quantised": dict(layer_set.formats)} if layer_set.formats else bare
 
 
 def layer_set_from_json(values: Mapping[str, Any]) -> LayerSet:
@@ -106,4 +107,5 @@ def layer_set_from_json(values: Mapping[str, Any]) -> LayerSet:
 
     Raises: LayerSetError: it names layers that may not be skipped.
     """
-    return LayerSet(values["n_layers"], frozenset(values["skip_attn"]), frozenset(values["skip_mlp"]))
+    formats = tuple(values.get("quantised", {}).items())
+    return LayerSet(values["n_layers"], frozenset(values["skip_attn"]), frozenset(values["skip_mlp"]), formats)

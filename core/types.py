@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .errors import LayerSetError, SettingsError
+from .formats import STORED, check_formats
 from .learned import LearnedRecord
 
 SubLayer = tuple[Literal["attn", "mlp"], int]
@@ -45,12 +46,16 @@ def searchable(n_layers: int) -> tuple[SubLayer, ...]:
 class LayerSet:
     """Sub-layers the draft pass leaves out; 0-based. SWIFT keeps the first and last layer, Self-SD need not.
 
-    Raises: LayerSetError: a layer is named that the model does not have.
+    `formats` are (part, format) pairs of what the draft runs quantised: a part is `attn` or `mlp` (of all layers),
+    `attn:3` or `mlp:3` (of one, which comes before) or `head`; a format is one of `core.formats`.
+
+    Raises: LayerSetError: a layer is named that the model does not have, or a format that there is not.
     """
 
     n_layers: int
     skip_attn: frozenset[int] = frozenset()
     skip_mlp: frozenset[int] = frozenset()
+    formats: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         stray = sorted(i for i in self.skip_attn | self.skip_mlp if not 0 <= i < self.n_layers)
@@ -59,6 +64,9 @@ class LayerSet:
                 f"layer set skips layers {stray}, but of {self.n_layers} layers"
                 f" only 0..{self.n_layers - 1} may be skipped"
             )
+        if self.formats:
+            check_formats(self.formats, self.n_layers)
+            object.__setattr__(self, "formats", tuple(sorted(dict(self.formats).items())))
 
     @classmethod
     def of(cls, n_layers: int, skipped: Sequence[SubLayer]) -> LayerSet:
@@ -99,6 +107,19 @@ class LayerSet:
     def skips(self, kind: Literal["attn", "mlp"], layer: int) -> bool:
         """Whether that sub-layer is left out."""
         return layer in (self.skip_attn if kind == "attn" else self.skip_mlp)
+
+    def format_of(self, kind: Literal["attn", "mlp", "head"], layer: int = 0) -> str | None:
+        """The format that the draft runs that part in; None: the model's own weights."""
+        if not self.formats:
+            return None
+        known = dict(self.formats)
+        name = known.get(f"{kind}:{layer}", known.get(kind, STORED))
+        return None if name == STORED else name
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is the model itself: nothing left out and nothing quantised."""
+        return not self.n_skipped and not self.formats
 
     def bits(self) -> tuple[int, ...]:
         """One 0/1 per searchable sub-layer, in the order of `searchable`; 1 is skipped."""
@@ -229,7 +250,8 @@ class CostProfile:
     """Measured seconds of a model's parts on one device, dtype and context bucket.
 
     `attn_s`, `mlp_s`: one sub-layer on one row; `head_s`: final norm, head and reading its answer; `fixed_s`: the
-    rest of a one-row pass; `pass_s[n]`: a whole target pass over n rows, n ascending.
+    rest of a one-row pass; `pass_s[n]`: a whole target pass over n rows, n ascending; `formats_s[name]`: attention,
+    MLP and head, as above, of a copy in that format.
     """
 
     fingerprint: str
@@ -242,6 +264,11 @@ class CostProfile:
     head_s: float
     fixed_s: float
     pass_s: Mapping[int, float]
+    formats_s: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
+
+    def missing(self, layer_set: LayerSet) -> frozenset[str]:
+        """Formats of a draft whose costs were not measured."""
+        return frozenset(name for _, name in layer_set.formats if name != STORED) - frozenset(self.formats_s)
 
     def target_pass_s(self, n_rows: int) -> float:
         """Seconds of a target pass over `n_rows` rows, linear between the measured widths and beyond the last."""
@@ -254,10 +281,20 @@ class CostProfile:
         return self.pass_s[low] + slope * (n_rows - low)
 
     def draft_pass_s(self, layer_set: LayerSet) -> float:
-        """Seconds of a one-row pass that leaves out the set's sub-layers."""
-        kept_attn = self.n_layers - len(layer_set.skip_attn)
-        kept_mlp = self.n_layers - len(layer_set.skip_mlp)
-        return self.fixed_s + self.head_s + kept_attn * self.attn_s + kept_mlp * self.mlp_s
+        """Seconds of a one-row pass of a draft; KeyError where it has a format that is `missing` here."""
+        if not layer_set.formats:
+            kept_attn = self.n_layers - len(layer_set.skip_attn)
+            kept_mlp = self.n_layers - len(layer_set.skip_mlp)
+            return self.fixed_s + self.head_s + kept_attn * self.attn_s + kept_mlp * self.mlp_s
+        layers = range(self.n_layers)
+        attn = sum(self._part_s("attn", i, layer_set) for i in layers if i not in layer_set.skip_attn)
+        mlp = sum(self._part_s("mlp", i, layer_set) for i in layers if i not in layer_set.skip_mlp)
+        return self.fixed_s + attn + mlp + self._part_s("head", 0, layer_set)
+
+    def _part_s(self, kind: Literal["attn", "mlp", "head"], layer: int, layer_set: LayerSet) -> float:
+        name = layer_set.format_of(kind, layer)
+        parts = (self.attn_s, self.mlp_s, self.head_s) if name is None else self.formats_s[name]
+        return parts[("attn", "mlp", "head").index(kind)]
 
     def draft_cost(self, layer_set: LayerSet) -> float:
         """c: one draft pass / one plain target pass."""
@@ -346,7 +383,6 @@ class LayerSetRecord:
     task: str
     layer_set: LayerSet
     fingerprint: str | None = None
-    quantised: Mapping[str, str] = field(default_factory=dict)
     matchness: float | None = None
     acceptance_rate: float | None = None
     mean_generated_length: float | None = None

@@ -106,6 +106,7 @@ class SkippedTarget:
         """Raises: LayerSetError: the set was made for another depth."""
         assert self.layer_set is not None
         runtime.check_layer_set(self.layer_set)
+        runtime.copies.prepare(self.layer_set)
 
 
 class _SkippedPasses:
@@ -120,7 +121,7 @@ class _SkippedPasses:
     def restart(self) -> None:
         self._nodes = _Nodes()
         assert self.model.layer_set is not None
-        self._variants = (self.model.layer_set,) if self.model.layer_set.n_skipped else ()
+        self._variants = () if self.model.layer_set.is_whole else (self.model.layer_set,)
 
     def extend(self, token_ids: Sequence[int], parents: Sequence[int]) -> Tensor:
         context = self.context

@@ -76,9 +76,13 @@ class Block:
         )
         self.device = next(attn.parameters()).device
 
-    def attention(self, hidden: Tensor, group: RowGroup, buffer: KVBuffer) -> Tensor:
-        """What attention adds to `hidden` (rows, hidden_size), after writing the rows' keys and values."""
-        query, key, value = self._project(self.parts.attn_norm(hidden))
+    def attention(self, hidden: Tensor, group: RowGroup, buffer: KVBuffer, parts: Parts | None = None) -> Tensor:
+        """What attention adds to `hidden` (rows, hidden_size), after writing the rows' keys and values.
+
+        Args: parts: a quantised copy's modules, None for the layer's own.
+        """
+        parts = parts or self.parts
+        query, key, value = self._project(parts.attn_norm(hidden), parts)
         if group.cos is not None and group.sin is not None:
             query, key = rotate(query, group.cos, group.sin), rotate(key, group.cos, group.sin)
         keys, values = buffer.keys[self.index], buffer.values[self.index]
@@ -88,19 +92,20 @@ class Block:
         mixed = attend(
             query, keys[:, group.start : group.end], values[:, group.start : group.end], group.mask, self.scaling
         )
-        out = cast(Tensor, self.parts.out(mixed))
-        return out if self.parts.attn_post is None else cast(Tensor, self.parts.attn_post(out))
+        out = cast(Tensor, parts.out(mixed))
+        return out if parts.attn_post is None else cast(Tensor, parts.attn_post(out))
 
-    def mlp(self, hidden: Tensor) -> Tensor:
+    def mlp(self, hidden: Tensor, parts: Parts | None = None) -> Tensor:
         """What the MLP adds to `hidden` (rows, hidden_size)."""
-        out = cast(Tensor, self.parts.mlp(self.parts.mlp_norm(hidden)))
-        return out if self.parts.mlp_post is None else cast(Tensor, self.parts.mlp_post(out))
+        parts = parts or self.parts
+        out = cast(Tensor, parts.mlp(parts.mlp_norm(hidden)))
+        return out if parts.mlp_post is None else cast(Tensor, parts.mlp_post(out))
 
-    def _project(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, normed: Tensor, parts: Parts) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (rows, heads, head_dim), keys and values (rows, kv_heads, head_dim), normed where the family does."""
-        query, key, value = self.split_heads([project(normed) for project in self.parts.qkv])
-        if self.parts.q_norm is not None and self.parts.k_norm is not None:
-            query, key = self.parts.q_norm(query), self.parts.k_norm(key)
+        query, key, value = self.split_heads([project(normed) for project in parts.qkv])
+        if parts.q_norm is not None and parts.k_norm is not None:
+            query, key = parts.q_norm(query), parts.k_norm(key)
         return query, key, value
 
     def split_heads(self, projected: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:

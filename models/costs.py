@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import accumulate
 from statistics import quantiles
 from time import perf_counter
@@ -44,27 +45,14 @@ def _cpu_name() -> str:
 
 @torch.inference_mode()
 def measure_costs(runtime: Runtime, bucket: int, on_step: Callable[[str], None] | None = None) -> CostProfile:
-    """Time passes of several widths and with sub-layers left out, interleaved.
-
-    Attention and MLP are what a one-row pass gets cheaper by without the inner ones; the head is what it gets cheaper
-    by without logits; the rest of the pass is the fixed part.
-    """
+    """Time passes of several widths and with sub-layers left out, interleaved; `measure_format` does quantised ones."""
     widths = [n for n in WIDTHS if n < runtime.max_positions]
     bucket = min(bucket, runtime.max_positions - widths[-1])
-    inner = frozenset(range(1, runtime.n_layers - 1))
-    none = frozenset[int]()
+    whole = LayerSet(runtime.n_layers)
     buffer = runtime.new_buffer(bucket + widths[-1])
-    runs: dict[str, Callable[[], None]] = {
-        f"rows {n}": _pass(runtime, buffer, bucket, n, LayerSet(runtime.n_layers)) for n in widths
-    }
-    runs["no attention"] = _pass(runtime, buffer, bucket, 1, LayerSet(runtime.n_layers, inner, none))
-    runs["no mlp"] = _pass(runtime, buffer, bucket, 1, LayerSet(runtime.n_layers, none, inner))
-    runs["no head"] = _pass(runtime, buffer, bucket, 1, LayerSet(runtime.n_layers), n_logits=0)
-    seconds = _interleave(runs, on_step)
-    whole = seconds["rows 1"]
-    attn = max(0.0, (whole - seconds["no attention"]) / max(1, len(inner)))
-    mlp = max(0.0, (whole - seconds["no mlp"]) / max(1, len(inner)))
-    head = max(0.0, whole - seconds["no head"])
+    runs = {f"rows {n}": _pass(runtime, buffer, bucket, n, whole) for n in widths}
+    seconds = _interleave({**runs, **_parts(runtime, buffer, bucket, whole)}, on_step)
+    attn, mlp, head = _differences(runtime.n_layers, seconds, seconds["rows 1"])
     return CostProfile(
         fingerprint=runtime.info.fingerprint,
         device=device_name(runtime.device),
@@ -74,16 +62,61 @@ def measure_costs(runtime: Runtime, bucket: int, on_step: Callable[[str], None] 
         attn_s=attn,
         mlp_s=mlp,
         head_s=head,
-        fixed_s=max(0.0, whole - head - runtime.n_layers * (attn + mlp)),
+        fixed_s=max(0.0, seconds["rows 1"] - head - runtime.n_layers * (attn + mlp)),
         # More rows cannot cost less; where they seem to, the narrower pass was the one that was disturbed.
         pass_s=dict(zip(widths, accumulate((seconds[f"rows {n}"] for n in widths), max), strict=True)),
     )
 
 
+@torch.inference_mode()
+def measure_format(
+    runtime: Runtime, profile: CostProfile, name: str, on_step: Callable[[str], None] | None = None
+) -> CostProfile:
+    """The profile with what attention, MLP and head cost in a format, timed beside the target's own pass.
+
+    The copies stay in the runtime's memory: who asks for costs is about to draft with them.
+    """
+    bucket = min(profile.context_bucket, runtime.max_positions - 1)
+    draft = LayerSet(runtime.n_layers, formats=tuple((part, name) for part in ("attn", "mlp", "head")))
+    runtime.copies.prepare(draft, on_step)
+    buffer = runtime.new_buffer(bucket + 1)
+    runs = {
+        "target": _pass(runtime, buffer, bucket, 1, LayerSet(runtime.n_layers)),
+        "draft": _pass(runtime, buffer, bucket, 1, draft),
+        **_parts(runtime, buffer, bucket, draft),
+    }
+    seconds = _interleave(runs, on_step)
+    parts = _differences(runtime.n_layers, seconds, seconds["draft"])
+    # In the profile's own seconds, which may be of another day; and the parts must add up to the pass that was timed.
+    scale = profile.target_pass_s(1) / seconds["target"]
+    whole = runtime.n_layers * (parts[0] + parts[1]) + parts[2]
+    share = max(0.0, seconds["draft"] * scale - profile.fixed_s) / whole if whole else 0.0
+    costs = (parts[0] * share, parts[1] * share, parts[2] * share)
+    return replace(profile, formats_s={**profile.formats_s, name: costs})
+
+
+def _parts(runtime: Runtime, buffer: KVBuffer, bucket: int, whole: LayerSet) -> dict[str, Callable[[], None]]:
+    """Passes that lack something of `whole`, whose absence shows what it costs."""
+    inner = frozenset(range(1, runtime.n_layers - 1))
+    return {
+        "no attention": _pass(runtime, buffer, bucket, 1, replace(whole, skip_attn=inner)),
+        "no mlp": _pass(runtime, buffer, bucket, 1, replace(whole, skip_mlp=inner)),
+        "no head": _pass(runtime, buffer, bucket, 1, whole, n_logits=0),
+    }
+
+
+def _differences(n_layers: int, seconds: Mapping[str, float], whole: float) -> tuple[float, float, float]:
+    """Seconds of one attention, one MLP and the head: what a pass gets cheaper by without the inner ones, or logits."""
+    n_inner = max(1, n_layers - 2)
+    attn = max(0.0, (whole - seconds["no attention"]) / n_inner)
+    mlp = max(0.0, (whole - seconds["no mlp"]) / n_inner)
+    return attn, mlp, max(0.0, whole - seconds["no head"])
+
+
 def _pass(
     runtime: Runtime, buffer: KVBuffer, first_slot: int, n_rows: int, layer_set: LayerSet, n_logits: int | None = None
 ) -> Callable[[], None]:
-    rows = Rows([0] * n_rows, first_slot, variants=(layer_set,) if layer_set.n_skipped else ())
+    rows = Rows([0] * n_rows, first_slot, variants=() if layer_set.is_whole else (layer_set,))
 
     def run() -> None:
         out = runtime.forward(rows, buffer, n_logits=n_logits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -34,17 +34,25 @@ class Rows:
     variants: tuple[LayerSet, ...] = ()
 
 
+Groups = tuple[tuple[str | None, frozenset[int]], ...]
+
+
 @lru_cache(maxsize=64)
-def keepers(n_layers: int, variants: tuple[LayerSet, ...]) -> tuple[tuple[frozenset[int], frozenset[int]], ...]:
-    """Per layer the variants that run its attention and those that run its MLP; no variants is one that runs all."""
+def keepers(n_layers: int, variants: tuple[LayerSet, ...]) -> tuple[tuple[Groups, Groups], ...]:
+    """Per layer who runs its attention and who its MLP: per weight format (None: the model's own) the variants that do.
+
+    No variants is one that runs all.
+    """
     sets = variants or (LayerSet(n_layers),)
-    return tuple(
-        (
-            frozenset(v for v, layer_set in enumerate(sets) if not layer_set.skips("attn", layer)),
-            frozenset(v for v, layer_set in enumerate(sets) if not layer_set.skips("mlp", layer)),
-        )
-        for layer in range(n_layers)
-    )
+    return tuple((_groups("attn", layer, sets), _groups("mlp", layer, sets)) for layer in range(n_layers))
+
+
+def _groups(kind: Literal["attn", "mlp"], layer: int, sets: Sequence[LayerSet]) -> Groups:
+    groups: dict[str | None, set[int]] = {}
+    for variant, layer_set in enumerate(sets):
+        if not layer_set.skips(kind, layer):
+            groups.setdefault(layer_set.format_of(kind, layer), set()).add(variant)
+    return tuple((name, frozenset(own)) for name, own in groups.items())
 
 
 class PassPlan:

@@ -17,6 +17,7 @@ from ..core.types import LayerSet, ModelInfo
 from .blocks import Block, submodule
 from .buffer import KVBuffer
 from .families import context_limit, family_of, windows_of
+from .quantised import QuantisedCopies
 from .rows import PassPlan, Rows
 
 PREFILL_ROWS = 512  # rows per prefill pass, so that its mask stays small
@@ -54,6 +55,7 @@ class Runtime:
         self._softcap = getattr(config, "final_logit_softcapping", None)
         self._rotary = submodule(hf_model, family.rotary)
         self._rotary_tables: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = {}
+        self.copies = QuantisedCopies(self.blocks, self._head)
         self.device: torch.device = self._embed.weight.device
         self.dtype: torch.dtype = self._embed.weight.dtype
         ends = {self.device, self._norm.weight.device, self._head.weight.device}
@@ -144,7 +146,14 @@ class Runtime:
             kept = hidden[torch.tensor(wanted, device=hidden.device)]
         if n_logits == 0:
             return kept
-        return self.logits(kept)
+        names = {layer_set.format_of("head") for layer_set in rows.variants} or {None}
+        if len(names) == 1:
+            return self.head(self.normed(kept), names.pop())
+        # Several drafts in one pass: logits are wanted of all their rows.
+        shares = torch.split(self.normed(kept), plan.share)
+        return torch.cat(
+            [self.head(own, one.format_of("head")) for one, own in zip(rows.variants, shares, strict=True)]
+        )
 
     @torch.inference_mode()
     def embed(self, token_ids: Sequence[int], first_slot: int) -> Tensor:
@@ -187,33 +196,38 @@ class Runtime:
         """The final norm alone, on its device."""
         return cast(Tensor, self._norm(hidden if self.one_device else hidden.to(self._norm.weight.device)))
 
-    def head(self, normed: Tensor) -> Tensor:
-        """The head alone: logits (rows, vocab) of normed states (rows, hidden_size)."""
+    def head(self, normed: Tensor, name: str | None = None) -> Tensor:
+        """The head alone, or its copy in a format: logits (rows, vocab) of normed states (rows, hidden_size)."""
+        head = self._head if name is None else self.copies.head(name)
         if self.one_device:
-            logits = cast(Tensor, self._head(normed))
+            logits = cast(Tensor, head(normed))
         else:
-            logits = self._head(normed.to(self._head.weight.device)).to(self.device)
+            logits = head(normed.to(self._head.weight.device)).to(self.device)
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
 
     def _layer(self, block: Block, hidden: Tensor, plan: PassPlan, buffer: KVBuffer) -> Tensor:
-        """One decoder layer, each sub-layer for the rows whose layer set keeps it."""
-        attn_rows, mlp_rows = plan.kept[block.index]
+        """One decoder layer, each sub-layer for the rows whose layer set keeps it, in the format it wants."""
+        attn_groups, mlp_groups = plan.kept[block.index]
         source = hidden
-        if attn_rows == plan.every:
-            hidden = hidden + block.attention(hidden, plan.group(block, plan.every), buffer)
-        elif attn_rows:
-            index = plan.row_index(attn_rows, block.device)
-            delta = block.attention(hidden[index], plan.group(block, attn_rows), buffer)
-            hidden = hidden.index_add(0, index, delta)
+        for name, variants in attn_groups:
+            parts = None if name is None else self.copies.parts("attn", block.index, name)
+            if variants == plan.every:
+                hidden = hidden + block.attention(hidden, plan.group(block, plan.every), buffer, parts)
+            else:
+                index = plan.row_index(variants, block.device)
+                delta = block.attention(source[index], plan.group(block, variants), buffer, parts)
+                hidden = hidden.index_add(0, index, delta)
         if not self.parallel:
             source = hidden
-        if mlp_rows == plan.every:
-            hidden = hidden + block.mlp(source)
-        elif mlp_rows:
-            index = plan.row_index(mlp_rows, block.device)
-            hidden = hidden.index_add(0, index, block.mlp(source[index]))
+        for name, variants in mlp_groups:
+            parts = None if name is None else self.copies.parts("mlp", block.index, name)
+            if variants == plan.every:
+                hidden = hidden + block.mlp(source, parts)
+            else:
+                index = plan.row_index(variants, block.device)
+                hidden = hidden.index_add(0, index, block.mlp(source[index], parts))
         return hidden
 
     def rotation(self, layer_type: str, device: torch.device, n_positions: int) -> tuple[Tensor, Tensor] | None:

@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from ..core.errors import UnsupportedModel
 from .blocks import Block, attend, rotate
 from .buffer import KVBuffer
+from .quantised import has_linears, replaced
 from .runtime import Runtime
 
 Pick = slice | Tensor  # of the layers: a strided slice, or an index
@@ -114,10 +115,10 @@ class _Stacked:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._linears: list[_Linear] = []
-        self._has_linears = any(isinstance(part, nn.Linear | Conv1D) for part in modules[0].modules())
+        self._has_linears = has_linears(modules[0])
         if self._has_linears:
             # The module's own code, its linear maps replaced; everything between them works row by row.
-            self._skeleton = self._replaced(modules)
+            self._skeleton = replaced(modules, self._linear)
         else:
             params, buffers = _join(modules)
             self._skeleton, self._state = copy.deepcopy(modules[0]).to("meta"), {**params, **buffers}
@@ -133,19 +134,10 @@ class _Stacked:
     def _call(self, state: dict[str, Tensor], x: Tensor) -> Tensor:
         return cast(Tensor, torch.func.functional_call(self._skeleton, state, (x,)))
 
-    def _replaced(self, modules: Sequence[nn.Module]) -> nn.Module:
-        if isinstance(modules[0], nn.Linear | Conv1D):
-            linear = _Linear(*_linear_stack(modules))
-            self._linears.append(linear)
-            return linear
-        shell = copy.copy(modules[0])
-        shell._modules = {
-            name: self._replaced([getattr(module, name) for module in modules])
-            if any(isinstance(part, nn.Linear | Conv1D) for part in child.modules())
-            else child
-            for name, child in modules[0].named_children()
-        }
-        return shell
+    def _linear(self, modules: Sequence[nn.Module]) -> nn.Module:
+        linear = _Linear(*_linear_stack(modules))
+        self._linears.append(linear)
+        return linear
 
 
 def _stacked(modules: Sequence[nn.Module]) -> _Stacked:

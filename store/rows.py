@@ -32,7 +32,7 @@ def layer_set_row(record: LayerSetRecord, model: ModelRow, version: int) -> Laye
         model_name=record.model,
         skip_attn=sorted(record.layer_set.skip_attn),
         skip_mlp=sorted(record.layer_set.skip_mlp),
-        quantised=dict(record.quantised),
+        quantised=dict(record.layer_set.formats),
         matchness=record.matchness,
         acceptance_rate=record.acceptance_rate,
         mean_generated_length=record.mean_generated_length,
@@ -57,9 +57,10 @@ def layer_set_record(row: LayerSetRow) -> LayerSetRecord:
     return LayerSetRecord(
         model=row.model_name,
         task=row.task,
-        layer_set=LayerSet(row.model.n_layers, frozenset(row.skip_attn), frozenset(row.skip_mlp)),
+        layer_set=LayerSet(
+            row.model.n_layers, frozenset(row.skip_attn), frozenset(row.skip_mlp), tuple(row.quantised.items())
+        ),
         fingerprint=row.model.fingerprint,
-        quantised=row.quantised,
         matchness=row.matchness,
         acceptance_rate=row.acceptance_rate,
         mean_generated_length=row.mean_generated_length,
@@ -167,6 +168,7 @@ def cost_profile_row(profile: CostProfile) -> CostProfileRow:
         head_s=profile.head_s,
         fixed_s=profile.fixed_s,
         pass_s={str(width): seconds for width, seconds in profile.pass_s.items()},
+        formats_s={name: list(parts) for name, parts in profile.formats_s.items()} or None,
         created_at=now(),
     )
 
@@ -184,6 +186,7 @@ def cost_profile(row: CostProfileRow) -> CostProfile:
         head_s=row.head_s,
         fixed_s=row.fixed_s,
         pass_s={int(width): seconds for width, seconds in row.pass_s.items()},
+        formats_s={name: (attn, mlp, head) for name, (attn, mlp, head) in (row.formats_s or {}).items()},
     )
 
 
@@ -196,6 +199,7 @@ def trial_row(job: str, task: str, trial: Trial) -> TrialRow:
         n_layers=trial.layer_set.n_layers,
         skip_attn=sorted(trial.layer_set.skip_attn),
         skip_mlp=sorted(trial.layer_set.skip_mlp),
+        quantised=dict(trial.layer_set.formats) or None,
         origin=trial.origin,
         matchness=trial.matchness,
         score=trial.score,
@@ -211,7 +215,9 @@ def trial(row: TrialRow) -> Trial:
     """Inverse of `trial_row`."""
     return Trial(
         step=row.step,
-        layer_set=LayerSet(row.n_layers, frozenset(row.skip_attn), frozenset(row.skip_mlp)),
+        layer_set=LayerSet(
+            row.n_layers, frozenset(row.skip_attn), frozenset(row.skip_mlp), tuple((row.quantised or {}).items())
+        ),
         origin=row.origin,
         matchness=row.matchness,
         score=row.score,

@@ -188,7 +188,10 @@ class LayerSetRow(Base):
 
 
 class CostProfileRow(Base):
-    """Measured seconds of a model's parts; `pass_s` has its widths as text, as JSON wants it."""
+    """Measured seconds of a model's parts; `pass_s` has its widths as text, as JSON wants it.
+
+    `formats_s`: per weight format what attention, MLP and head cost in it; None or a format less: not measured.
+    """
 
     __tablename__ = "swiftopt_cost_profiles"
     __table_args__ = (UniqueConstraint("fingerprint", "device", "dtype", "context_bucket", "n_layers"),)
@@ -204,6 +207,7 @@ class CostProfileRow(Base):
     head_s: Mapped[float]
     fixed_s: Mapped[float]
     pass_s: Mapped[dict[str, float]] = mapped_column(JSON)
+    formats_s: Mapped[dict[str, list[float]] | None] = mapped_column(JSON(none_as_null=True))
     created_at: Mapped[str]
 
 
@@ -220,6 +224,7 @@ class TrialRow(Base):
     n_layers: Mapped[int]
     skip_attn: Mapped[list[int]] = mapped_column(JSON)
     skip_mlp: Mapped[list[int]] = mapped_column(JSON)
+    quantised: Mapped[dict[str, str] | None] = mapped_column(JSON(none_as_null=True))
     origin: Mapped[str]
     matchness: Mapped[float]
     score: Mapped[float]

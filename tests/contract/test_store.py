@@ -39,9 +39,12 @@ def imported(*skip_mlp: int, model: str = "codellama-13b", task: str = "humaneva
     return dataclasses.replace(stored, device=None, dtype=None)
 
 
+FORMATS: tuple[tuple[tuple[str, str], ...], ...] = ((), (("head", "int8"), ("mlp:3", "int4")))
+
+
 def trial(step: int) -> Trial:
     return Trial(
-        step, LayerSet(40, frozenset({step + 1}), frozenset({3})), "random", 0.1 + step / 7, 1 / 3, "p", 9, 2**40
+        step, LayerSet(40, frozenset({step + 1}), frozenset({3}), FORMATS[step % 2]), "random", 0.1 + step / 7, 1 / 3, "p", 9, 2**40
     )
 
 
@@ -52,7 +55,7 @@ def test_store_returns_every_field_of_a_record_as_it_was_written(store: Store) -
     job = store.jobs.begin_here(JobSpec("tune", None), "here").job.id
     full = dataclasses.replace(
         record(),
-        quantised={"mlp:3": "int4"},
+        layer_set=dataclasses.replace(record().layer_set, formats=FORMATS[1]),
         matchness=0.97,
         acceptance_rate=1 / 3,
         mean_generated_length=4.2,
@@ -327,7 +330,7 @@ def test_rollback_is_refused_when_nothing_is_stored(store: Store, model: str) ->
 
 
 def test_cost_profile_is_replaced_by_a_newer_one_of_the_same_key(store: Store) -> None:
-    profile = CostProfile("f", H200, "bfloat16", 2048, 40, 1e-5, 8e-5, 1e-4, 1e-5, {1: 0.004, 16: 0.005})
+    profile = CostProfile("f", H200, "bfloat16", 2048, 40, 1e-5, 8e-5, 1e-4, 1e-5, {1: 0.004, 16: 0.005}, {"int4": (1e-6, 2e-6, 3e-6)})
     assert store.cost_profile("f", H200, "bfloat16", 2048) is None
     store.save_cost_profile(profile)
     store.save_cost_profile(dataclasses.replace(profile, context_bucket=4096))

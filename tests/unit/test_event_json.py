@@ -56,7 +56,6 @@ RECORDS = st.builds(
     task=WORD,
     layer_set=SETS,
     fingerprint=st.none() | WORD,
-    quantised=st.dictionaries(st.text(), st.text()),
     matchness=PERHAPS,
     expected_speedup=PERHAPS,
     measured_interval=INTERVALS,

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swiftopt.core.errors import LayerSetError, NotFound
+from swiftopt.core.formats import FORMATS
 from swiftopt.core.records import REQUIRED, SCHEMA, record_from_json, record_to_json
 from swiftopt.core.types import LayerSet, LayerSetRecord
 from swiftopt.store import import_file
@@ -28,7 +29,9 @@ optional_names = st.none() | names
 def layer_sets(draw: st.DrawFn) -> LayerSet:
     n_layers = draw(st.integers(3, 50))
     inner = st.frozensets(st.integers(1, n_layers - 2))
-    return LayerSet(n_layers, draw(inner), draw(inner))
+    parts = st.sampled_from(["attn", "mlp", "head", "mlp:1", "attn:2"])
+    formats = st.dictionaries(parts, st.sampled_from([*FORMATS, "stored"]), max_size=3)
+    return LayerSet(n_layers, draw(inner), draw(inner), tuple(draw(formats).items()))
 
 
 records = st.builds(
@@ -37,7 +40,6 @@ records = st.builds(
     task=names,
     layer_set=layer_sets(),
     fingerprint=optional_names,
-    quantised=st.dictionaries(names, names, max_size=2),
     matchness=figures,
     acceptance_rate=figures,
     mean_generated_length=figures,

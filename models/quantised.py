@@ -1,0 +1,204 @@
+"""Quantised copies of a model's sub-layers and head, for drafts: weights in 8 or 4 bits, activations as they are.
+
+The target itself is never touched. A copy is made once per runtime, by round-to-nearest with a scale per row (int8) or
+with a scale and a zero per group of weights (int4); the products are torch's own weight-only kernels.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ..core.formats import group_size
+from ..core.types import LayerSet
+from .blocks import Block, Parts
+
+LEVELS = 15  # steps of a 4-bit code
+ROWS = 16  # the kernels want outputs in multiples of it; missing ones are zeros
+SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)  # of a group's range that are tried: the tails may cost less than coarser steps
+CUDA_TILES = 8  # the layout that torch's CUDA kernel reads fastest
+
+KINDS: tuple[Literal["attn", "mlp"], ...] = ("attn", "mlp")
+
+aten = torch.ops.aten
+
+
+class QuantisedLinear(nn.Module):
+    """Linear maps of the same input, one behind the other, with quantised weights; their biases are added as they are.
+
+    Args: weights: (out, in) each. biases: (out,) or None each. name: a format of `core.formats`.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], name: str) -> None:
+        super().__init__()
+        weight = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
+        self.n_out, width = weight.shape
+        self.group = group_size(name, width)
+        self.bias = _joined(weights, biases)
+        # The kernels take no float64; a model in it runs its drafts in float32.
+        self._dtype = weight.dtype if weight.dtype != torch.float64 else torch.float32
+        padded = F.pad(weight, (0, 0, 0, -self.n_out % ROWS))
+        self.scales: Tensor
+        self.codes: Tensor
+        if self.group is None:
+            self.codes, self.scales = quantise_int8(padded, self._dtype)
+        else:
+            codes, scales, zeros = quantise_int4(padded, self.group)
+            self.codes = _packed(codes)
+            pairs = torch.stack((scales, zeros), dim=-1).transpose(0, 1)
+            self.scales = pairs.contiguous().to(torch.bfloat16 if weight.is_cuda else self._dtype)
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory that the copy holds."""
+        kept = [self.codes, self.scales] + ([] if self.bias is None else [self.bias])
+        return sum(tensor.numel() * tensor.element_size() for tensor in kept)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, in) to (rows, out)."""
+        out = self._product(x.to(self._dtype)).to(x.dtype)
+        if out.shape[-1] != self.n_out:
+            out = out[:, : self.n_out]
+        return out if self.bias is None else out + self.bias
+
+    def _product(self, x: Tensor) -> Tensor:
+        if self.group is None:
+            return cast(Tensor, aten._weight_int8pack_mm(x, self.codes, self.scales))
+        if x.is_cuda:
+            return cast(Tensor, aten._weight_int4pack_mm(x.bfloat16(), self.codes, self.group, self.scales))
+        return cast(Tensor, aten._weight_int4pack_mm_for_cpu(x, self.codes, self.group, self.scales))
+
+
+def quantise_int8(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes int8 (out, in) and scales (out,): weight ≈ codes · scales."""
+    scales = weight.float().abs().amax(dim=1).div(127).clamp(min=torch.finfo(torch.float32).tiny)
+    codes = weight.float().div(scales[:, None]).round().to(torch.int8).contiguous()
+    return codes, scales.to(dtype)
+
+
+def quantise_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes 0 … 15, int32 (out, in), scales and zeros (out, in / group): weight ≈ (codes - 8) · scale + zero.
+
+    Of some shrunk ranges each group takes the one with the least squared error.
+    """
+    grouped = weight.float().reshape(weight.shape[0], -1, group)
+    low, high = grouped.amin(dim=-1, keepdim=True), grouped.amax(dim=-1, keepdim=True)
+    middle, reach = (high + low) / 2, (high - low) / 2
+    best: tuple[Tensor, Tensor, Tensor] | None = None
+    for shrink in SHRINKS:
+        scale = (2 * shrink * reach / LEVELS).clamp(min=torch.finfo(torch.float32).tiny)
+        bottom = middle - shrink * reach
+        codes = ((grouped - bottom) / scale).round_().clamp_(0, LEVELS)
+        error = (codes * scale).add_(bottom).sub_(grouped).square_().sum(dim=-1, keepdim=True)
+        if best is None:
+            best, least = (codes, scale, bottom), error
+        else:
+            better = error < least
+            best = cast(
+                tuple[Tensor, Tensor, Tensor],
+                tuple(torch.where(better, new, old) for new, old in zip((codes, scale, bottom), best, strict=True)),
+            )
+            least = torch.minimum(error, least)
+    assert best is not None
+    codes, scale, bottom = best
+    return codes.flatten(1).int().contiguous(), scale[..., 0], (bottom + 8 * scale)[..., 0]
+
+
+def _packed(codes: Tensor) -> Tensor:
+    if codes.is_cuda:
+        pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8)
+        return cast(Tensor, aten._convert_weight_to_int4pack(pairs, CUDA_TILES))
+    return cast(Tensor, aten._convert_weight_to_int4pack_for_cpu(codes, 1))
+
+
+def _joined(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor | None:
+    if all(bias is None for bias in biases):
+        return None
+    return torch.cat([w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)])
+
+
+def replaced(modules: Sequence[nn.Module], make: Callable[[Sequence[nn.Module]], nn.Module]) -> nn.Module:
+    """A module's own code with `make`'s in place of its linear maps, of which each of the like `modules` has one."""
+    if isinstance(modules[0], nn.Linear | Conv1D):
+        return make(modules)
+    shell = copy.copy(modules[0])
+    shell._modules = {
+        name: replaced([getattr(module, name) for module in modules], make) if has_linears(child) else child
+        for name, child in modules[0].named_children()
+    }
+    return shell
+
+
+def has_linears(module: nn.Module) -> bool:
+    """Whether there is a linear map in a module."""
+    return any(isinstance(part, nn.Linear | Conv1D) for part in module.modules())
+
+
+def quantised(modules: Sequence[nn.Module], name: str) -> QuantisedLinear:
+    """One quantised map for linear maps of the same input."""
+    weights = [cast(Tensor, m.weight).data for m in modules]
+    oriented = [w.t() if isinstance(m, Conv1D) else w for m, w in zip(modules, weights, strict=True)]
+    return QuantisedLinear(oriented, [cast("Tensor | None", getattr(m, "bias", None)) for m in modules], name)
+
+
+class QuantisedCopies:
+    """The quantised copies that drafts of one model asked for so far."""
+
+    def __init__(self, blocks: Sequence[Block], head: nn.Module) -> None:
+        self._blocks, self._head = blocks, head
+        self._parts: dict[tuple[str, int, str], Parts] = {}
+        self._heads: dict[str, QuantisedLinear] = {}
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory that all copies hold."""
+        maps = [m for (kind, _, _), parts in self._parts.items() for m in _maps(parts, kind)]
+        return sum(one.n_bytes for one in (*maps, *self._heads.values()))
+
+    @torch.inference_mode()
+    def parts(self, kind: Literal["attn", "mlp"], layer: int, name: str) -> Parts:
+        """The modules of a layer with that sub-layer's linear maps quantised; made at the first call."""
+        key = (kind, layer, name)
+        if key not in self._parts:
+            own = self._blocks[layer].parts
+            if kind == "attn":
+                made = replace(own, qkv=(quantised(own.qkv, name),), out=quantised([own.out], name))
+            else:
+                made = replace(own, mlp=replaced([own.mlp], lambda maps: quantised(maps, name)))
+            self._parts[key] = made
+        return self._parts[key]
+
+    @torch.inference_mode()
+    def head(self, name: str) -> QuantisedLinear:
+        """The quantised head; made at the first call."""
+        if name not in self._heads:
+            self._heads[name] = quantised([self._head], name)
+        return self._heads[name]
+
+    def prepare(self, layer_set: LayerSet, on_step: Callable[[str], None] | None = None) -> None:
+        """Make all that a draft with that set runs, so that none of it is made while something is timed."""
+        wanted = [
+            (kind, layer, name)
+            for layer in range(layer_set.n_layers)
+            for kind in KINDS
+            if not layer_set.skips(kind, layer) and (name := layer_set.format_of(kind, layer)) is not None
+        ]
+        missing = [key for key in wanted if key not in self._parts]
+        for number, key in enumerate(missing):
+            if on_step is not None and number % 8 == 0:
+                on_step(f"quantising, sub-layer {number + 1} of {len(missing)}")
+            self.parts(*key)
+        if (name := layer_set.format_of("head")) is not None:
+            self.head(name)
+
+
+def _maps(parts: Parts, kind: str) -> list[QuantisedLinear]:
+    modules = (*parts.qkv, parts.out) if kind == "attn" else (parts.mlp,)
+    return [part for module in modules for part in module.modules() if isinstance(part, QuantisedLinear)]

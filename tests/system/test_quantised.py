@@ -1,0 +1,145 @@
+"""Laws of quantised drafts: how close a copy is, that the target stays what it was, and that output stays lossless."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from families import CONFIGS, VOCAB, tiny_runtime
+from torch import nn
+
+from swiftopt.core.errors import LayerSetError
+from swiftopt.core.settings import SwiftSettings
+from swiftopt.core.types import LayerSet, Sampling
+from swiftopt.decoding.context import Ending
+from swiftopt.decoding.loop import decode
+from swiftopt.decoding.method import PLAIN, swift
+from swiftopt.decoding.rule import TokenRule
+from swiftopt.models.quantised import QuantisedLinear
+from swiftopt.models.rows import Rows
+
+WIDTH = 256
+MIXED = (("attn", "int8"), ("head", "int8"), ("mlp", "int4"), ("mlp:2", "stored"))
+
+
+def linear_weight(n_out: int = 40, width: int = WIDTH) -> torch.Tensor:
+    return torch.randn(n_out, width, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("name", "steps"), [("int8", 254), ("int4", 15), ("int4-64", 15), ("int4-32", 15)])
+def test_quantised_weight_is_within_half_a_step_of_each_groups_range(name: str, steps: int, dtype: torch.dtype) -> None:
+    weight = linear_weight().to(dtype)
+    copy = QuantisedLinear([weight], [None], name)
+    seen = copy(torch.eye(WIDTH, dtype=dtype)).T.float()  # what the kernel makes of each weight
+    grouped = weight.float().unflatten(1, (-1, copy.group or WIDTH))
+    reach = (
+        grouped.amax(-1) - grouped.amin(-1) if copy.group else 2 * grouped.abs().amax(-1)
+    )  # the range that codes cover
+    error = (seen.unflatten(1, (-1, copy.group or WIDTH)) - grouped).abs().square().mean(-1).sqrt()
+    rounding = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+    assert (error <= reach / steps / 12**0.5 * 1.25 + rounding).all()
+
+
+def test_finer_groups_are_never_worse() -> None:
+    weight = linear_weight()
+    errors = [
+        (QuantisedLinear([weight], [None], name)(torch.eye(WIDTH)).T - weight).norm()
+        for name in ("int4", "int4-64", "int4-32", "int8")
+    ]
+    assert errors == sorted(errors, reverse=True) and errors[-1] > 0
+
+
+def test_maps_of_one_input_are_one_product_with_their_own_biases() -> None:
+    first, second = linear_weight(24), linear_weight(9)
+    bias = torch.arange(9.0)
+    x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(4))
+    joined = QuantisedLinear([first, second], [None, bias], "int4")(x)
+    torch.testing.assert_close(joined[:, :24], QuantisedLinear([first], [None], "int4")(x))
+    torch.testing.assert_close(joined[:, 24:], QuantisedLinear([second], [bias], "int4")(x))
+
+
+def test_width_that_no_group_divides_is_int8() -> None:
+    copy = QuantisedLinear([linear_weight(8, 48)], [None], "int4")
+    assert copy.group is None and copy.codes.dtype == torch.int8
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_output_is_plain_decodings_whatever_is_quantised(family: str) -> None:
+    runtime = tiny_runtime(family)
+    rule, ending = TokenRule.of(Sampling(), None), Ending(24)
+    prompt = [5, 9, 11, 2, 7]
+    plain = decode(runtime, prompt, PLAIN, rule, ending)
+    for formats in (MIXED, (("attn", "int4"), ("mlp", "int4"), ("head", "int4"))):
+        draft = LayerSet(4, frozenset({1}), frozenset({2}), formats)
+        drafted = decode(runtime, prompt, swift(draft, SwiftSettings()), rule, ending)
+        assert drafted.token_ids == plain.token_ids
+        assert drafted.drafted > 0 and drafted.layer_set == draft
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
+def test_draft_of_quantised_parts_is_the_model_with_those_weights(family: str) -> None:
+    """A quantised pass equals a pass of a model whose weights are what the copies stand for."""
+    runtime, other = tiny_runtime(family), tiny_runtime(family)
+    formats = (("attn", "int8"), ("mlp", "int4"))
+    for layer, block in enumerate(other.blocks):
+        for kind in ("attn", "mlp"):
+            parts = runtime.copies.parts(kind, layer, dict(formats)[kind])  # type: ignore[arg-type]
+            assert parts is not runtime.blocks[layer].parts
+            own = [*block.parts.qkv, block.parts.out] if kind == "attn" else [block.parts.mlp]
+            for module in (part for each in own for part in each.modules()):
+                weight = getattr(module, "weight", None)
+                if isinstance(weight, nn.Parameter) and weight.dim() == 2:
+                    is_conv = type(module).__name__ == "Conv1D"
+                    stored = weight.data.T if is_conv else weight.data
+                    seen = QuantisedLinear([stored], [None], dict(formats)[kind])(torch.eye(stored.shape[1]).double())
+                    weight.data = seen if is_conv else seen.T.contiguous()
+    rows = [3, 1, 4, 1, 5]
+    variant = LayerSet(4, formats=formats)
+    quantised = runtime.forward(Rows(rows, 0, variants=(variant,)), runtime.new_buffer(8))
+    expected = other.forward(Rows(rows, 0), other.new_buffer(8))
+    torch.testing.assert_close(quantised, expected, rtol=2e-5, atol=2e-4)
+
+
+def test_variants_of_one_pass_do_not_see_each_others_formats() -> None:
+    runtime = tiny_runtime("llama")
+    sets = (LayerSet(4), LayerSet(4, frozenset({1}), formats=MIXED), LayerSet(4, formats=(("head", "int4"),)))
+    alone = [runtime.forward(Rows([3, 1, 4], 0, variants=(one,)), runtime.new_buffer(8)) for one in sets]
+    visible = torch.zeros((9, 9), dtype=torch.bool)
+    for i in range(3):
+        visible[3 * i : 3 * i + 3, 3 * i : 3 * i + 3] = torch.ones((3, 3), dtype=torch.bool).tril()
+    together = runtime.forward(Rows([3, 1, 4] * 3, 0, [0, 1, 2] * 3, visible, sets), runtime.new_buffer(16))
+    torch.testing.assert_close(together, torch.cat(alone))
+
+
+def test_target_is_untouched_and_copies_are_made_once() -> None:
+    runtime = tiny_runtime("llama")
+    before = {name: tensor.clone() for name, tensor in runtime.hf_model.state_dict().items()}
+    assert runtime.copies.n_bytes == 0
+    draft = LayerSet(4, frozenset({1}), formats=(("attn", "int4"), ("mlp", "int4"), ("head", "int4")))
+    runtime.copies.prepare(draft)
+    held = runtime.copies.n_bytes
+    runtime.copies.prepare(replace(draft, skip_attn=frozenset({1, 2})))
+    assert runtime.copies.n_bytes == held > 0
+    assert all(torch.equal(before[name], tensor) for name, tensor in runtime.hf_model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("formats", "words"),
+    [
+        ((("attn:4", "int8"),), "no 'attn:4' to quantise in 4 layers"),
+        ((("ffn", "int8"),), "no 'ffn'"),
+        ((("mlp", "int3"),), "cannot be 'int3': known formats are int8, int4"),
+    ],
+)
+def test_unknown_part_or_format_is_named(formats: tuple[tuple[str, str], ...], words: str) -> None:
+    with pytest.raises(LayerSetError, match=words):
+        LayerSet(4, formats=formats)
+
+
+def test_one_layers_own_format_comes_before_that_of_all() -> None:
+    layer_set = LayerSet(4, formats=MIXED)
+    assert layer_set.format_of("mlp", 1) == "int4" and layer_set.format_of("mlp", 2) is None
+    assert layer_set.format_of("attn", 3) == "int8" and layer_set.format_of("head") == "int8"
+    assert VOCAB % 16  # heads of these models need rows of padding
