@@ -22,7 +22,7 @@ from ..optimizer.search import Search
 from ..optimizer.verdict import Timed, bootstrap_interval, speed_ratio
 from ..store import Store
 from ..worker.generate import Planner
-from ..worker.tuning_run import stored_costs
+from ..worker.stored_costs import stored_costs
 
 METHODS = ("plain", "swift", "hf-plain", "hf-lookup")
 LOOKUP_TOKENS = 10  # prompt_lookup_num_tokens of hf-lookup, the value of transformers' documentation

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, get_type_hints
 
 from .errors import SettingsError
+from .formats import FORMATS, STORED
 
 Settings = TypeVar("Settings", bound="MethodSettings")
 
@@ -24,7 +25,12 @@ class MethodSettings:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value, (low, high, words) = getattr(self, field.name), field.metadata.get("range", _ANY)
+            value, choices = getattr(self, field.name), field.metadata.get("choices")
+            if choices is not None:
+                if value not in choices:
+                    raise SettingsError(f"{field.name} {value!r} is unknown: use one of {', '.join(choices)}")
+                continue
+            low, high, words = field.metadata.get("range", _ANY)
             if value is not None and not low <= value <= high:
                 raise SettingsError(f"{field.name} {value} is out of range: use {words}")
 
@@ -44,14 +50,8 @@ class MethodSettings:
             if name not in known:
                 raise SettingsError(f"there is no setting {name!r} here: known are {', '.join(known) or 'none'}")
             if not _fits(value, hints[name]):
-                words = (
-                    "true or false"
-                    if hints[name] is bool
-                    else "a whole number"
-                    if hints[name] in _WHOLE
-                    else "a number"
-                )
-                raise SettingsError(f"{name} is {value!r}: use {words}")
+                words = {bool: "true or false", str: "a word"}.get(hints[name], "a number")
+                raise SettingsError(f"{name} is {value!r}: use {'a whole number' if hints[name] in _WHOLE else words}")
         return cls(**values)
 
 
@@ -60,6 +60,8 @@ _WHOLE = (int, int | None)
 
 def _fits(value: Any, hint: Any) -> bool:
     """Whether a plain value is of a setting's type; true and false are no numbers, whole numbers are."""
+    if hint is str or isinstance(value, str):
+        return hint is str and isinstance(value, str)
     if value is None or hint is bool or isinstance(value, bool):
         return (value is None and hint in (int | None, float | None)) or (hint is bool and isinstance(value, bool))
     return isinstance(value, int if hint in _WHOLE else int | float)
@@ -74,6 +76,10 @@ def _share(default: float) -> Any:
 
 def _count(default: int | None) -> Any:
     return dataclasses.field(default=default, metadata={"range": (1, float("inf"), "1 or more")})
+
+
+def _choice(default: str, *choices: str) -> Any:
+    return dataclasses.field(default=default, metadata={"choices": choices})
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,3 +205,13 @@ class LookupSettings(MethodSettings):
 
     max_draft_length: int = _count(10)
     min_match: int = _count(1)  # tokens that must match before anything is drafted
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveSettings(MethodSettings):
+    """Adaptive drafts: from earlier text and from a cheaper model, as measured time says."""
+
+    draft_format: str = _choice("int4", *FORMATS, STORED)  # of all that the layer set names no format for
+    max_draft_length: int = _count(24)
+    lookup: bool = True
+    second_candidates: bool = True

@@ -11,7 +11,7 @@ from .errors import SettingsError
 from .method_settings import MethodSettings
 from .settings import SwiftSettings
 
-Need = Literal["layer_set", "heads", "probe"]
+Need = Literal["layer_set", "heads", "probe", "costs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,7 @@ METHODS: dict[str, MethodInfo] = {
         _info("lookahead", "Lookahead decoding", "arXiv:2402.02057", own.LookaheadSettings),
         _info("jacobi", "Jacobi decoding", "arXiv:2305.10427", own.JacobiSettings),
         _info("prompt-lookup", "prompt lookup", "n-gram drafting", own.LookupSettings),
+        _info("adaptive", "adaptive drafts", "docs/methods.md", own.AdaptiveSettings, "costs"),
         _info("mtad", "MTAD", "MTAD 3.2", own.MtadSettings, drafts_with_model=True, lossy=True),
         _info("mtjd", "MTJD", "MTAD 3.1", own.BeamSettings, lossy=True),
         _info("bild", "BiLD", "arXiv:2302.07863", own.BildSettings, drafts_with_model=True, lossy=True),

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from .errors import LayerSetError, SettingsError
@@ -115,6 +115,13 @@ class LayerSet:
         known = dict(self.formats)
         name = known.get(f"{kind}:{layer}", known.get(kind, STORED))
         return None if name == STORED else name
+
+    def filled(self, name: str) -> LayerSet:
+        """The set with all that it names no format for in that format; "stored" leaves it as it is."""
+        if name == STORED:
+            return self
+        general = {part: name for part in ("attn", "mlp", "head")}
+        return replace(self, formats=tuple({**general, **dict(self.formats)}.items()))
 
     @property
     def is_whole(self) -> bool:
@@ -246,12 +253,25 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class FormatCosts:
+    """Seconds of one attention, one MLP and the head in a weight format, on one row.
+
+    `wider[n]`: a draft pass over n rows / over one.
+    """
+
+    attn_s: float
+    mlp_s: float
+    head_s: float
+    wider: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class CostProfile:
     """Measured seconds of a model's parts on one device, dtype and context bucket.
 
     `attn_s`, `mlp_s`: one sub-layer on one row; `head_s`: final norm, head and reading its answer; `fixed_s`: the
-    rest of a one-row pass; `pass_s[n]`: a whole target pass over n rows, n ascending; `formats_s[name]`: attention,
-    MLP and head, as above, of a copy in that format.
+    rest of a one-row pass; `pass_s[n]`: a whole target pass over n rows, n ascending; `formats[name]`: the parts of a
+    draft in that format.
     """
 
     fingerprint: str
@@ -264,21 +284,15 @@ class CostProfile:
     head_s: float
     fixed_s: float
     pass_s: Mapping[int, float]
-    formats_s: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
+    formats: Mapping[str, FormatCosts] = field(default_factory=dict)
 
     def missing(self, layer_set: LayerSet) -> frozenset[str]:
         """Formats of a draft whose costs were not measured."""
-        return frozenset(name for _, name in layer_set.formats if name != STORED) - frozenset(self.formats_s)
+        return frozenset(name for _, name in layer_set.formats if name != STORED) - frozenset(self.formats)
 
     def target_pass_s(self, n_rows: int) -> float:
         """Seconds of a target pass over `n_rows` rows, linear between the measured widths and beyond the last."""
-        widths = sorted(self.pass_s)
-        if n_rows <= widths[0] or len(widths) == 1:
-            return self.pass_s[widths[0]]
-        high = next((w for w in widths if w >= n_rows), widths[-1])
-        low = widths[widths.index(high) - 1]
-        slope = (self.pass_s[high] - self.pass_s[low]) / (high - low)
-        return self.pass_s[low] + slope * (n_rows - low)
+        return _between(self.pass_s, n_rows)
 
     def draft_pass_s(self, layer_set: LayerSet) -> float:
         """Seconds of a one-row pass of a draft; KeyError where it has a format that is `missing` here."""
@@ -293,12 +307,16 @@ class CostProfile:
 
     def _part_s(self, kind: Literal["attn", "mlp", "head"], layer: int, layer_set: LayerSet) -> float:
         name = layer_set.format_of(kind, layer)
-        parts = (self.attn_s, self.mlp_s, self.head_s) if name is None else self.formats_s[name]
-        return parts[("attn", "mlp", "head").index(kind)]
+        costs = self if name is None else self.formats[name]
+        return {"attn": costs.attn_s, "mlp": costs.mlp_s, "head": costs.head_s}[kind]
 
-    def draft_cost(self, layer_set: LayerSet) -> float:
-        """c: one draft pass / one plain target pass."""
-        return self.draft_pass_s(layer_set) / self.target_pass_s(1)
+    def draft_cost(self, layer_set: LayerSet, n_rows: int = 1) -> float:
+        """c: one draft pass / one plain target pass; over several rows it widens as the format that widens most."""
+        cost = self.draft_pass_s(layer_set) / self.target_pass_s(1)
+        if n_rows == 1:
+            return cost
+        known = [self.formats[name].wider for _, name in layer_set.formats if name != STORED]
+        return cost * max((_between(wider, n_rows) for wider in known if wider), default=self.verify_cost(n_rows))
 
     def verify_cost(self, n_rows: int) -> float:
         """A target pass over `n_rows` rows / one over a single row."""
@@ -325,6 +343,16 @@ class CostProfile:
             steps += done.drafted
             widths.update(done.verified_widths)
         return self.expected_speedup(layer_set, tokens, steps, widths) if widths else None
+
+
+def _between(known: Mapping[int, float], n: int) -> float:
+    """The value at `n`, linear between the known ones and beyond the last."""
+    at = sorted(known)
+    if n <= at[0] or len(at) == 1:
+        return known[at[0]]
+    high = next((each for each in at if each >= n), at[-1])
+    low = at[at.index(high) - 1]
+    return known[low] + (known[high] - known[low]) / (high - low) * (n - low)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ from .tree import DraftTree
 WORTH = 0.1  # chance of standing from which on a token is drafted; about a row's cost over that of a token
 LONGEST = 8  # match lengths from here on are counted together
 PRIOR_TOKENS = 2  # how many observed tokens the prior weighs
+EARLIER_TOKENS = 8  # and how many what earlier texts say
+MOST_SEEN = 1024.0  # observations of a length that are kept
 
 
 class LookupDrafter:
@@ -78,21 +80,30 @@ class _LookingUp:
 class HitRates:
     """How often the token that followed a match came again, by the match's length.
 
-    Before anything is seen, a match of m tokens is right with chance m / (m + 1).
+    Before anything is seen, a match of m tokens is right with chance m / (m + 1), or as often as in `earlier` texts, whose
+    rates learn along.
     """
 
-    def __init__(self) -> None:
-        self._seen = [0] * (LONGEST + 1)
-        self._hits = [0] * (LONGEST + 1)
+    def __init__(self, earlier: HitRates | None = None) -> None:
+        self._earlier = earlier
+        self._seen = [0.0] * (LONGEST + 1)
+        self._hits = [0.0] * (LONGEST + 1)
 
     def learn(self, match_length: int, hit: bool) -> None:
         """A match of that length was right, or was not."""
         length = min(match_length, LONGEST)
+        if self._seen[length] >= MOST_SEEN:  # old observations fade
+            self._seen[length], self._hits[length] = self._seen[length] / 2, self._hits[length] / 2
         self._seen[length] += 1
         self._hits[length] += hit
+        if self._earlier is not None:
+            self._earlier.learn(match_length, hit)
 
     def rate(self, match_length: int) -> float:
         """The chance that a match of that length is right."""
         length = min(match_length, LONGEST)
-        expected = PRIOR_TOKENS * length / (length + 1)
-        return (self._hits[length] + expected) / (self._seen[length] + PRIOR_TOKENS)
+        if self._earlier is None:
+            prior, weight = length / (length + 1), PRIOR_TOKENS
+        else:
+            prior, weight = self._earlier.rate(match_length), EARLIER_TOKENS
+        return (self._hits[length] + weight * prior) / (self._seen[length] + weight)

@@ -9,6 +9,7 @@ from typing import Any
 from ..core.errors import SettingsError
 from ..core.method_settings import (
     AdaDecodeSettings,
+    AdaptiveSettings,
     AdaSpeedSettings,
     BeamSettings,
     BildSettings,
@@ -25,10 +26,11 @@ from ..core.method_settings import (
 )
 from ..core.methods import method_info
 from ..core.settings import SwiftSettings
-from ..core.types import LayerSet
+from ..core.types import CostProfile, LayerSet
 from ..models.learned import Heads, Probe
 from ..models.runtime import Runtime
 from ..models.stacked import StackedLayers
+from .adaptive import AdaptiveDrafter
 from .beams import BeamDrafter
 from .chain import ChainDrafter
 from .early import EarlyDrafter
@@ -42,6 +44,7 @@ from .pipeline import PipelineDrafter
 from .ratio import BlockRatio, ChainRatio, SeveralRatio
 from .sequences import SequencesDrafter
 from .stopping import Adaptation, StopRule
+from .worth import Prices
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +59,7 @@ class Parts:
     heads: Heads | None = None
     probe: Probe | None = None
     draft_runtime: Runtime | None = None
+    costs: CostProfile | None = None
 
     def draft_model(self) -> DraftModel:
         """The smaller model, or the target without the layer set's sub-layers.
@@ -200,6 +204,22 @@ def _lookup(parts: Parts, settings: LookupSettings) -> Method:
     return Method("prompt-lookup", LookupDrafter(settings))
 
 
+def _by_worth(parts: Parts, settings: AdaptiveSettings) -> Method:
+    costs = parts.costs
+    if costs is None:
+        raise SettingsError("this method decides by measured costs: give Parts the profile that measure_costs returns")
+    layer_set = (parts.layer_set or LayerSet(parts.runtime.n_layers)).filled(settings.draft_format)
+    if layer_set.is_whole:
+        return Method("adaptive", AdaptiveDrafter(None, Prices(costs, None), settings))
+    if missing := costs.missing(layer_set):
+        raise SettingsError(
+            f"the costs of {', '.join(sorted(missing))} are not in the profile: add them with measure_format"
+        )
+    model = SkippedTarget(layer_set)
+    model.check(parts.runtime)
+    return Method("adaptive", AdaptiveDrafter(model, Prices(costs, layer_set), settings))
+
+
 def _adaptive(settings: SelfSdSettings | AdaSpeedSettings, joint: bool = False, probe: Probe | None = None) -> StopRule:
     adaptation = Adaptation(
         settings.target_acceptance, settings.threshold_step, settings.rate_memory, settings.threshold_memory
@@ -229,6 +249,7 @@ _BUILDERS: dict[str, Callable[[Parts, Any], Method]] = {
     "lookahead": _lookahead,
     "jacobi": _jacobi,
     "prompt-lookup": _lookup,
+    "adaptive": _by_worth,
     "mtad": _mtad,
     "mtjd": _mtjd,
     "bild": _bild,

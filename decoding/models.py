@@ -47,6 +47,10 @@ class DraftPasses(Protocol):
         """Add nodes under earlier ones (the root's parent is -1); the logits (nodes, vocab) after them."""
         ...
 
+    def drop(self, n_nodes: int) -> None:
+        """Take the newest nodes back; the next ones go where they were."""
+        ...
+
 
 class DraftModel(Protocol):
     """Something cheaper than the target that predicts its next tokens."""
@@ -70,6 +74,10 @@ class _Nodes:
 
     def __init__(self) -> None:
         self.parents: list[int] = []
+
+    def drop(self, n_nodes: int) -> None:
+        """Forget the newest nodes."""
+        del self.parents[len(self.parents) - n_nodes :]
 
     def rows(
         self, token_ids: Sequence[int], parents: Sequence[int], root_slot: int, variants: tuple[LayerSet, ...]
@@ -129,6 +137,9 @@ class _SkippedPasses:
             self._nodes.rows(token_ids, parents, context.root_slot, self._variants), context.buffer
         )
 
+    def drop(self, n_nodes: int) -> None:
+        self._nodes.drop(n_nodes)
+
 
 class EarlyExit:
     """The target's first `depth` layers, its own norm and head; verification runs the other layers only (LayerSkip).
@@ -166,6 +177,11 @@ class _EarlyPasses:
         self.staged.add(token_ids[0])
         self.hidden = self.staged.advance(self.depth)
         return self.context.runtime.logits(self.hidden)
+
+    def drop(self, n_nodes: int) -> None:
+        """Raises: NotImplementedError: its rows have been run for the target, and there is nothing to take back."""
+        if n_nodes:
+            raise NotImplementedError("an early exit's rows are the target's own")
 
 
 class OtherModel:
@@ -207,12 +223,19 @@ class _OtherPasses:
     def extend(self, token_ids: Sequence[int], parents: Sequence[int]) -> Tensor:
         if not self._nodes.parents:
             self._nodes.parents.append(-1)
-            return self._fit(self._catch_up()[None])
+            first = self._fit(self._catch_up()[None])
+            if len(token_ids) == 1:
+                return first
+            return torch.cat((first, self.extend(token_ids[1:], parents[1:])))
         root = self.context.root_slot
         rows = self._nodes.rows(token_ids, parents, root, ())
         if rows.visible is None:
             self._held[root + len(self._nodes.parents) - len(token_ids) :] = token_ids
         return self._fit(self.runtime.forward(rows, self.buffer))
+
+    def drop(self, n_nodes: int) -> None:
+        self._nodes.drop(n_nodes)
+        del self._held[self.context.root_slot + len(self._nodes.parents) :]
 
     def _catch_up(self) -> Tensor:
         """Read the committed tokens that it has not read yet, the root last; the logits (vocab,) after that."""

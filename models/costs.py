@@ -11,12 +11,13 @@ from time import perf_counter
 
 import torch
 
-from ..core.types import CostProfile, LayerSet
+from ..core.types import CostProfile, FormatCosts, LayerSet
 from .buffer import KVBuffer
 from .rows import Rows
 from .runtime import Runtime
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # rows of the target passes that are measured, where the context has room for them
+DRAFT_WIDTHS = (1, 2, 4, 8)  # rows of a quantised draft's pass
 BUDGET_S = 5.0  # seconds that the repetitions may take, beyond the least number of them
 REPEATS = (3, 15)  # least and most repetitions of each pass
 SMALLEST_BUCKET = 256  # slots
@@ -76,23 +77,23 @@ def measure_format(
 
     The copies stay in the runtime's memory: who asks for costs is about to draft with them.
     """
-    bucket = min(profile.context_bucket, runtime.max_positions - 1)
+    widths = [n for n in DRAFT_WIDTHS if n < runtime.max_positions]
+    bucket = min(profile.context_bucket, runtime.max_positions - widths[-1])
     draft = LayerSet(runtime.n_layers, formats=tuple((part, name) for part in ("attn", "mlp", "head")))
     runtime.copies.prepare(draft, on_step)
-    buffer = runtime.new_buffer(bucket + 1)
-    runs = {
-        "target": _pass(runtime, buffer, bucket, 1, LayerSet(runtime.n_layers)),
-        "draft": _pass(runtime, buffer, bucket, 1, draft),
-        **_parts(runtime, buffer, bucket, draft),
-    }
-    seconds = _interleave(runs, on_step)
-    parts = _differences(runtime.n_layers, seconds, seconds["draft"])
+    buffer = runtime.new_buffer(bucket + widths[-1])
+    runs = {f"rows {n}": _pass(runtime, buffer, bucket, n, draft) for n in widths}
+    target = _pass(runtime, buffer, bucket, 1, LayerSet(runtime.n_layers))
+    seconds = _interleave({"target": target, **runs, **_parts(runtime, buffer, bucket, draft)}, on_step)
+    one = seconds["rows 1"]
+    attn, mlp, head = _differences(runtime.n_layers, seconds, one)
     # In the profile's own seconds, which may be of another day; and the parts must add up to the pass that was timed.
     scale = profile.target_pass_s(1) / seconds["target"]
-    whole = runtime.n_layers * (parts[0] + parts[1]) + parts[2]
-    share = max(0.0, seconds["draft"] * scale - profile.fixed_s) / whole if whole else 0.0
-    costs = (parts[0] * share, parts[1] * share, parts[2] * share)
-    return replace(profile, formats_s={**profile.formats_s, name: costs})
+    whole = runtime.n_layers * (attn + mlp) + head
+    share = max(0.0, one * scale - profile.fixed_s) / whole if whole else 0.0
+    wider = dict(zip(widths, accumulate((seconds[f"rows {n}"] / one for n in widths), max), strict=True))
+    costs = FormatCosts(attn * share, mlp * share, head * share, wider)
+    return replace(profile, formats={**profile.formats, name: costs})
 
 
 def _parts(runtime: Runtime, buffer: KVBuffer, bucket: int, whole: LayerSet) -> dict[str, Callable[[], None]]:

@@ -159,8 +159,16 @@ class QuantisedCopies:
     @property
     def n_bytes(self) -> int:
         """Memory that all copies hold."""
-        maps = [m for (kind, _, _), parts in self._parts.items() for m in _maps(parts, kind)]
-        return sum(one.n_bytes for one in (*maps, *self._heads.values()))
+        return sum(self._bytes_of(*key) for key in self._parts) + sum(head.n_bytes for head in self._heads.values())
+
+    def bytes_of(self, layer_set: LayerSet) -> int:
+        """Memory of the copies that a draft with that set runs, as far as they have been made."""
+        own = sum(self._bytes_of(*key) for key in _wanted(layer_set) if key in self._parts)
+        head = self._heads.get(layer_set.format_of("head") or "")
+        return own + (0 if head is None else head.n_bytes)
+
+    def _bytes_of(self, kind: str, layer: int, name: str) -> int:
+        return sum(one.n_bytes for one in _maps(self._parts[kind, layer, name], kind))
 
     @torch.inference_mode()
     def parts(self, kind: Literal["attn", "mlp"], layer: int, name: str) -> Parts:
@@ -184,19 +192,23 @@ class QuantisedCopies:
 
     def prepare(self, layer_set: LayerSet, on_step: Callable[[str], None] | None = None) -> None:
         """Make all that a draft with that set runs, so that none of it is made while something is timed."""
-        wanted = [
-            (kind, layer, name)
-            for layer in range(layer_set.n_layers)
-            for kind in KINDS
-            if not layer_set.skips(kind, layer) and (name := layer_set.format_of(kind, layer)) is not None
-        ]
-        missing = [key for key in wanted if key not in self._parts]
+        missing = [key for key in _wanted(layer_set) if key not in self._parts]
         for number, key in enumerate(missing):
             if on_step is not None and number % 8 == 0:
                 on_step(f"quantising, sub-layer {number + 1} of {len(missing)}")
             self.parts(*key)
         if (name := layer_set.format_of("head")) is not None:
             self.head(name)
+
+
+def _wanted(layer_set: LayerSet) -> list[tuple[Literal["attn", "mlp"], int, str]]:
+    """The copies of sub-layers that a draft runs, as (kind, layer, format)."""
+    return [
+        (kind, layer, name)
+        for layer in range(layer_set.n_layers)
+        for kind in KINDS
+        if not layer_set.skips(kind, layer) and (name := layer_set.format_of(kind, layer)) is not None
+    ]
 
 
 def _maps(parts: Parts, kind: str) -> list[QuantisedLinear]:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import cast
+from typing import Any, cast
 
 from ..core.learned import LearnedKind, LearnedRecord
 from ..core.times import now
-from ..core.types import CostProfile, FoundPlan, LayerSet, LayerSetRecord, ModelInfo, Plan, Trial, VerdictWord
+from ..core.types import (
+    CostProfile,
+    FormatCosts,
+    FoundPlan,
+    LayerSet,
+    LayerSetRecord,
+    ModelInfo,
+    Plan,
+    Trial,
+    VerdictWord,
+)
 from .plan_tables import LearnedRow, PlanRow
 from .tables import CostProfileRow, LayerSetRow, ModelRow, TrialRow
 
@@ -168,7 +179,7 @@ def cost_profile_row(profile: CostProfile) -> CostProfileRow:
         head_s=profile.head_s,
         fixed_s=profile.fixed_s,
         pass_s={str(width): seconds for width, seconds in profile.pass_s.items()},
-        formats_s={name: list(parts) for name, parts in profile.formats_s.items()} or None,
+        formats={name: _format_json(costs) for name, costs in profile.formats.items()} or None,
         created_at=now(),
     )
 
@@ -186,8 +197,18 @@ def cost_profile(row: CostProfileRow) -> CostProfile:
         head_s=row.head_s,
         fixed_s=row.fixed_s,
         pass_s={int(width): seconds for width, seconds in row.pass_s.items()},
-        formats_s={name: (attn, mlp, head) for name, (attn, mlp, head) in (row.formats_s or {}).items()},
+        formats={name: _format_costs(values) for name, values in (row.formats or {}).items()},
     )
+
+
+def _format_json(costs: FormatCosts) -> dict[str, Any]:
+    wider = {str(n_rows): factor for n_rows, factor in costs.wider.items()}
+    return {"attn_s": costs.attn_s, "mlp_s": costs.mlp_s, "head_s": costs.head_s, "wider": wider}
+
+
+def _format_costs(values: Mapping[str, Any]) -> FormatCosts:
+    wider = {int(n_rows): factor for n_rows, factor in values["wider"].items()}
+    return FormatCosts(values["attn_s"], values["mlp_s"], values["head_s"], wider)
 
 
 def trial_row(job: str, task: str, trial: Trial) -> TrialRow:

@@ -190,7 +190,7 @@ class LayerSetRow(Base):
 class CostProfileRow(Base):
     """Measured seconds of a model's parts; `pass_s` has its widths as text, as JSON wants it.
 
-    `formats_s`: per weight format what attention, MLP and head cost in it; None or a format less: not measured.
+    `formats`: per weight format what a draft's parts cost in it; None or a format less: not measured.
     """
 
     __tablename__ = "swiftopt_cost_profiles"
@@ -207,7 +207,7 @@ class CostProfileRow(Base):
     head_s: Mapped[float]
     fixed_s: Mapped[float]
     pass_s: Mapped[dict[str, float]] = mapped_column(JSON)
-    formats_s: Mapped[dict[str, list[float]] | None] = mapped_column(JSON(none_as_null=True))
+    formats: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     created_at: Mapped[str]
 
 

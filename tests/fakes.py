@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from families import VOCAB, tiny_runtime
 
-from swiftopt.core.types import CostProfile
+from swiftopt.core.types import CostProfile, FormatCosts
 from swiftopt.models.runtime import Runtime
 
 N_LAYERS = 4
@@ -48,3 +49,11 @@ def flat_costs(attn_s: float = 1.0, mlp_s: float = 1.0, n_layers: int = N_LAYERS
     return CostProfile(
         "tiny", "test", "float64", 256, n_layers, attn_s, mlp_s, 0.0, 0.0, {n: whole for n in (1, 2, 4, 8, 16, 32, 64)}
     )
+
+
+def cheap_draft_costs(share: float = 0.25, n_layers: int = N_LAYERS) -> CostProfile:
+    """As `flat_costs` with a few percent per row, and an int4 draft that costs `share` of a pass, and more per row."""
+    costs = FormatCosts(share, share, 0.0, {1: 1.0, 2: 1.1, 4: 1.5, 8: 3.0})
+    flat = flat_costs(n_layers=n_layers)
+    passes = {n: seconds * (1 + 0.03 * (n - 1)) for n, seconds in flat.pass_s.items()}
+    return replace(flat, pass_s=passes, formats={"int4": costs})

@@ -67,7 +67,7 @@ class Comparison:
         n_positions = max(session.check(prompt) for prompt in self.prompts)
         keep = self.store if request.keep else None
         workshop = Workshop(session, request.model, self.task, self.others or self.prompts, keep, self.on_step)
-        maker = PieceMaker(StoredPieces(runtime, self.store, draft), workshop)
+        maker = PieceMaker(StoredPieces(runtime, self.store, draft, self.on_step), workshop)
         entries = [enter(name, maker, request.settings.get(name, {})) for name in request.methods]
         able = [contender(entry, session, draft, self.peer) for entry in entries if entry.error is None]
         meter = EnergyMeter.of(runtime.device.type, runtime.device.index or 0)

@@ -45,7 +45,7 @@ def enter(name: str, maker: PieceMaker, told: Mapping[str, Any]) -> Entry:
     if name in PEERS:
         return Entry(name)
     try:
-        pieces = maker.of(name)
+        pieces = maker.of(name, told)
         stored = pieces.layer_set.settings if name == "swift" and pieces.layer_set is not None else {}
         settings = method_info(name).settings_from({**stored, **told})
         return Entry(name, build(name, pieces.parts, settings), pieces, settings.to_json())

@@ -13,7 +13,10 @@ from ..models.runtime import Runtime
 
 
 def held_bytes(method: Method, runtime: Runtime) -> int:
-    """Bytes of tensors that can be reached from the method and are not the target's: heads, stacks, a draft model."""
+    """Bytes of tensors that can be reached from the method and are not the target's: heads, stacks, a draft model.
+
+    Quantised copies lie with the target, for all methods to share; they count for each that runs them.
+    """
     own = {tensor.untyped_storage().data_ptr() for tensor in _of_module(runtime.hf_model)}
     found: dict[int, int] = {}
     seen = {id(runtime), id(runtime.hf_model)}
@@ -21,7 +24,8 @@ def held_bytes(method: Method, runtime: Runtime) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
+    copies = 0 if method.layer_set is None else runtime.copies.bytes_of(method.layer_set)
+    return sum(found.values()) + copies
 
 
 def buffer_bytes(method: Method, runtime: Runtime, draft: Runtime | None, n_positions: int, room: int) -> int:

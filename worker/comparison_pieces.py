@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from ..core.errors import LayerSetNotFound, LearnedNotFound
 from ..core.learned import LearnedRecord
 from ..core.methods import method_info
@@ -21,8 +24,8 @@ class PieceMaker:
         self._heads: tuple[Heads, LearnedRecord] | None = None
         self._probe: tuple[Probe, LearnedRecord] | None = None
 
-    def of(self, name: str) -> Pieces:
-        """The pieces of a method.
+    def of(self, name: str, settings: Mapping[str, Any] = {}) -> Pieces:
+        """The pieces of a method that is told `settings`.
 
         Raises: SwiftoptError: one is missing and cannot be made.
         """
@@ -33,6 +36,8 @@ class PieceMaker:
         if "probe" in info.needs:
             probe, record = self.probe()
             return Pieces(Parts(self.stored.runtime, probe=probe), learned=record)
+        if "costs" in info.needs:
+            return self.stored.of(name, task, settings=settings)
         skips = "layer_set" in info.needs or (info.drafts_with_model and draft is None)
         return self.stored.of(name, task, self.layer_set(name) if skips else None)
 

@@ -120,8 +120,8 @@ class Planner:
     def _pieces(self, name: str, task: str, plan: Plan) -> Pieces:
         draft_model = self.request.draft_model or plan.draft_model
         draft = self._draft(draft_model) if draft_model and method_info(name).drafts_with_model else None
-        stored = StoredPieces(self.runtime, self.store, draft)
-        return stored.of(name, task, self.request.layer_set or plan.layer_set, plan.learned)
+        stored = StoredPieces(self.runtime, self.store, draft, self._on_step)
+        return stored.of(name, task, self.request.layer_set or plan.layer_set, plan.learned, plan.settings)
 
     def _build(self, plan: Plan, pieces: Pieces) -> Method:
         info, settings = method_info(plan.method), plan.settings

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..core.errors import LayerSetError, LayerSetNotFound, LearnedNotFound
+from ..core.formats import STORED
 from ..core.learned import LearnedKind, LearnedRecord
+from ..core.method_settings import AdaptiveSettings
 from ..core.methods import method_info
-from ..core.types import LayerSetRecord
+from ..core.types import LayerSet, LayerSetRecord
 from ..decoding.methods import Parts
 from ..models.learned import Heads, Probe
 from ..models.runtime import Runtime
+from ..models.saved import no_step
 from ..store import Store
 from ..training.files import heads_from_bytes, probe_from_bytes
+from .stored_costs import stored_costs
 
 TUNED = ("swift", "plain")  # methods of the plans under which tuning stores its layer sets
 DEFAULT_TASK = "default"
+TYPICAL_POSITIONS = 512  # of a request, which costs are measured at where no stream says how long its texts are
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,8 +37,14 @@ class Pieces:
 class StoredPieces:
     """Finds what was stored for a model's tasks; weights are read once."""
 
-    def __init__(self, runtime: Runtime, store: Store | None, draft_runtime: Runtime | None = None) -> None:
-        self.runtime, self.store, self.draft_runtime = runtime, store, draft_runtime
+    def __init__(
+        self,
+        runtime: Runtime,
+        store: Store | None,
+        draft_runtime: Runtime | None = None,
+        on_step: Callable[[str], None] = no_step,
+    ) -> None:
+        self.runtime, self.store, self.draft_runtime, self.on_step = runtime, store, draft_runtime, on_step
         self._weights: dict[tuple[str, str, int | None], Heads | Probe] = {}
 
     def of(
@@ -41,13 +53,17 @@ class StoredPieces:
         task: str,
         layer_set: LayerSetRecord | None = None,
         learned: LearnedRecord | None = None,
+        settings: Mapping[str, Any] = {},
     ) -> Pieces:
-        """The pieces of a method, those that are given or else the task's own.
+        """The pieces of a method, those that are given or else the task's own; costs are those that `settings` need.
 
         Raises: LayerSetNotFound, LearnedNotFound: one is needed and not stored. LayerSetError: the set is another
                 model's.
         """
         info = method_info(name)
+        if "costs" in info.needs:
+            own = None if layer_set is None else self._own(layer_set)
+            return Pieces(self._with_costs(own, info.settings_from(settings)), own)
         skips = "layer_set" in info.needs or (info.drafts_with_model and self.draft_runtime is None)
         if skips:
             layer_set = self._own(layer_set or self.layer_set(name, task))
@@ -59,6 +75,12 @@ class StoredPieces:
         draft = self.draft_runtime if info.drafts_with_model else None
         skipped = layer_set.layer_set if skips and layer_set is not None else None
         return Pieces(Parts(self.runtime, skipped, heads, probe, draft), layer_set if skips else None, learned)
+
+    def _with_costs(self, record: LayerSetRecord | None, settings: AdaptiveSettings) -> Parts:
+        layer_set = LayerSet(self.runtime.n_layers) if record is None else record.layer_set
+        formats = [name for _, name in layer_set.filled(settings.draft_format).formats if name != STORED]
+        costs = stored_costs(self.runtime, self.store, TYPICAL_POSITIONS, self.on_step, formats)
+        return Parts(self.runtime, layer_set, costs=costs)
 
     def layer_set(self, name: str, task: str) -> LayerSetRecord:
         """The newest set for the task: Self-SD's own for "self-sd", SWIFT's for all others.

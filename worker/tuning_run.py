@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from time import monotonic
@@ -15,17 +15,16 @@ from ..core.events import Event, PhaseChanged, Progress, PromptFinished, TaskFin
 from ..core.jobs import Promotion, Wanted
 from ..core.requests import TuneRequest
 from ..core.times import now
-from ..core.types import CostProfile, LayerSetRecord, Prompt
+from ..core.types import LayerSetRecord, Prompt
 from ..decoding.session import Session
-from ..models.costs import context_bucket, device_name, measure_costs, measure_format
 from ..models.loading import load
-from ..models.runtime import Runtime
 from ..optimizer.tuning import Tuner
 from ..store import Store
 from ..store.jobs import Claim
 from .keeper import HandedBack, LeaseKeeper, Paused
 from .outputs import CompletionWriter
 from .patience import patiently
+from .stored_costs import stored_costs
 
 SHOW_S = 1.0  # between two looks that others get at the figures
 CHECKPOINT_S = 5.0  # between two checkpoints while neither a pass of candidates nor a prompt ends
@@ -173,29 +172,6 @@ class TuningRun:
             created_at=now(),
             job=self._lease.job,
         )
-
-
-def stored_costs(
-    runtime: Runtime,
-    store: Store,
-    n_positions: int,
-    on_step: Callable[[str], None] | None = None,
-    formats: Iterable[str] = (),
-) -> CostProfile:
-    """The cost profile of this model here with the named formats, measured once and kept; a database that is away is
-    waited for.
-
-    Raises: StoreUnavailable: it stayed away.
-    """
-    bucket = min(context_bucket(n_positions), runtime.max_positions)
-    key = (runtime.info.fingerprint, device_name(runtime.device), runtime.dtype_name, bucket)
-    found = patiently(lambda: store.cost_profile(*key))
-    costs = found or replace(measure_costs(runtime, bucket, on_step), context_bucket=bucket)
-    for name in sorted(set(formats) - set(costs.formats_s)):
-        costs = measure_format(runtime, costs, name, on_step)
-    if costs is not found:
-        patiently(lambda: store.save_cost_profile(costs))
-    return costs
 
 
 def _figures(progress: Progress) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from swiftopt.core.errors import LayerSetError, LayerSetNotFound, StoreError
 from swiftopt.core.events import TrialsDone
 from swiftopt.core.jobs import JobSpec
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import CostProfile, LayerSet, LayerSetRecord, ModelInfo, Trial
+from swiftopt.core.types import CostProfile, FormatCosts, LayerSet, LayerSetRecord, ModelInfo, Trial
 from swiftopt.store import Store
 
 MODEL = ModelInfo("f" * 16, "LlamaForCausalLM", 40, 13_015_864_320, ("codellama-13b", "codellama/CodeLlama-13b-hf"))
@@ -44,7 +44,14 @@ FORMATS: tuple[tuple[tuple[str, str], ...], ...] = ((), (("head", "int8"), ("mlp
 
 def trial(step: int) -> Trial:
     return Trial(
-        step, LayerSet(40, frozenset({step + 1}), frozenset({3}), FORMATS[step % 2]), "random", 0.1 + step / 7, 1 / 3, "p", 9, 2**40
+        step,
+        LayerSet(40, frozenset({step + 1}), frozenset({3}), FORMATS[step % 2]),
+        "random",
+        0.1 + step / 7,
+        1 / 3,
+        "p",
+        9,
+        2**40,
     )
 
 
@@ -330,7 +337,19 @@ def test_rollback_is_refused_when_nothing_is_stored(store: Store, model: str) ->
 
 
 def test_cost_profile_is_replaced_by_a_newer_one_of_the_same_key(store: Store) -> None:
-    profile = CostProfile("f", H200, "bfloat16", 2048, 40, 1e-5, 8e-5, 1e-4, 1e-5, {1: 0.004, 16: 0.005}, {"int4": (1e-6, 2e-6, 3e-6)})
+    profile = CostProfile(
+        "f",
+        H200,
+        "bfloat16",
+        2048,
+        40,
+        1e-5,
+        8e-5,
+        1e-4,
+        1e-5,
+        {1: 0.004, 16: 0.005},
+        {"int4": FormatCosts(1e-6, 2e-6, 3e-6, {1: 1.0, 4: 1.5})},
+    )
     assert store.cost_profile("f", H200, "bfloat16", 2048) is None
     store.save_cost_profile(profile)
     store.save_cost_profile(dataclasses.replace(profile, context_bucket=4096))

@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 import torch
+from fakes import cheap_draft_costs
 from families import VOCAB, tiny_model, tiny_runtime
 
 from swiftopt.core.errors import InvalidInput, LayerSetError, SettingsError
@@ -38,7 +39,7 @@ def parts(family: str = "llama", with_model: bool = False) -> Parts:
     heads = Heads({depth: torch.eye(width, dtype=dtype) * 3 for depth in (1, 2)})
     probe = Probe(1, torch.randn(width, generator=generator), 0.5)
     draft = tiny_runtime(family, seed=1) if with_model else None
-    return Parts(runtime, LayerSet(4, frozenset({1}), frozenset({2})), heads, probe, draft)
+    return Parts(runtime, LayerSet(4, frozenset({1}), frozenset({2})), heads, probe, draft, cheap_draft_costs())
 
 
 def prompt(seed: int) -> list[int]:

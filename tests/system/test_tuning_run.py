@@ -21,7 +21,8 @@ from swiftopt.store import Store
 from swiftopt.worker import tuning_run
 from swiftopt.worker.keeper import LeaseKeeper
 from swiftopt.worker.run import run_tuning
-from swiftopt.worker.tuning_run import TuningRun, stored_costs
+from swiftopt.worker.stored_costs import stored_costs
+from swiftopt.worker.tuning_run import TuningRun
 
 BEAT = Progress("t", "verdict", 0, 0.0, None, None, 0, None, None, 0.45)
 

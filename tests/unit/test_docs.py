@@ -164,7 +164,7 @@ def test_methods_page_says_of_each_what_it_promises_needs_and_comes_from(name: s
     assert row[0] == ("lossy" if info.lossy else "lossless")
     assert section.lstrip().startswith("**Lossy.**") == info.lossy
     assert ("Guarantee: lossy" in section, "Guarantee: lossless" in section) == (info.lossy, not info.lossy)
-    words = {"layer_set": "a layer set", "heads": "heads", "probe": "a probe"}
+    words = {"layer_set": "a layer set", "heads": "heads", "probe": "a probe", "costs": "measured costs"}
     needs = ["a smaller model or a layer set"] if info.drafts_with_model else [words[need] for need in info.needs]
     assert row[1].partition(" (")[0] == (needs or ["nothing"])[0]
     assert info.source in section or not info.source.startswith("arXiv")

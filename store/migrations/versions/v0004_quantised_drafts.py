@@ -8,7 +8,7 @@ from alembic import op
 revision = "0004_quantised_drafts"
 down_revision = "0003_plans_of_any_method"
 
-COLUMNS = (("swiftopt_cost_profiles", "formats_s"), ("swiftopt_trials", "quantised"))
+COLUMNS = (("swiftopt_cost_profiles", "formats"), ("swiftopt_trials", "quantised"))
 
 
 def upgrade() -> None:

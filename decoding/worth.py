@@ -1,0 +1,140 @@
+"""What a draft is worth, in tokens against measured time: the quantities that adaptive drafting decides by.
+
+All times are in plain passes of the target over one row. With λ the tokens per such pass that decoding gets at present,
+whatever takes t must bring λ · t tokens, or the time is better spent otherwise; a draft that is decided by this rule,
+step by step, makes λ as large as it can be (the fixed point of a ratio of sums, Dinkelbach 1967). Nothing pays where
+λ · cost is above the chance of a token, and then plain decoding is left.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..core.types import CostProfile, LayerSet
+
+BOUNDS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999)  # of the draft's confidence, between classes
+PRIOR = 4.0  # observations that a prior counts for
+MEMORY = 256.0  # observations after which the old ones fade
+
+
+class Prices:
+    """Costs in plain passes of the target, from a measured profile; looked up once per number of rows."""
+
+    def __init__(self, costs: CostProfile, layer_set: LayerSet | None) -> None:
+        self._costs, self._layer_set = costs, layer_set
+        self._draft: dict[int, float] = {}
+        self._verify: dict[int, float] = {}
+
+    def draft(self, n_rows: int) -> float:
+        """A draft pass over `n_rows` rows; infinite without a draft model."""
+        if n_rows not in self._draft:
+            own = self._layer_set
+            self._draft[n_rows] = float("inf") if own is None else self._costs.draft_cost(own, n_rows)
+        return self._draft[n_rows]
+
+    def verify(self, n_rows: int) -> float:
+        """A target pass over `n_rows` rows."""
+        if n_rows not in self._verify:
+            self._verify[n_rows] = self._costs.verify_cost(n_rows)
+        return self._verify[n_rows]
+
+
+@dataclass(slots=True)
+class Rate:
+    """A share that is learnt while it is used, from a prior; old observations fade, so that it can change."""
+
+    prior: float
+    hits: float = 0.0
+    seen: float = 0.0
+
+    def learn(self, hit: bool) -> None:
+        """One more observation."""
+        if self.seen >= MEMORY:
+            self.hits, self.seen = self.hits / 2, self.seen / 2
+        self.seen += 1
+        self.hits += hit
+
+    @property
+    def value(self) -> float:
+        """The share; the prior counts as a few observations."""
+        return (self.hits + PRIOR * self.prior) / (self.seen + PRIOR)
+
+
+class Acceptance:
+    """How often the target takes what the draft is that sure of; by classes of confidence, and over all of them."""
+
+    def __init__(self) -> None:
+        middles = [(low + high) / 2 for low, high in zip((0.0, *BOUNDS), (*BOUNDS, 1.0), strict=True)]
+        self._classes = [Rate(middle) for middle in middles]
+        self.overall = Rate(0.8)
+
+    def of(self, confidence: float) -> float:
+        """The chance that a token of that confidence is taken, given that those before it were."""
+        return self._classes[bisect_right(BOUNDS, confidence)].value
+
+    def learn(self, confidence: float, hit: bool) -> None:
+        """The target judged such a token."""
+        self._classes[bisect_right(BOUNDS, confidence)].learn(hit)
+        self.overall.learn(hit)
+
+
+@dataclass(slots=True)
+class Pace:
+    """λ: tokens per plain pass's time over the latest rounds."""
+
+    tokens: float = 8.0
+    spent: float = 8.0
+    memory: float = 0.97  # of a round after the next one
+
+    @property
+    def rate(self) -> float:
+        """λ."""
+        return self.tokens / self.spent
+
+    def add(self, tokens: int, spent: float) -> None:
+        """One more round."""
+        self.tokens = self.memory * self.tokens + tokens
+        self.spent = self.memory * self.spent + spent
+
+
+@dataclass(slots=True)
+class Probing:
+    """When to draft although it does not seem to pay: seldom, and ever more seldom while it goes on not paying.
+
+    Without it a drafter that was switched off would never hear that the text has changed.
+    """
+
+    first: int = 32
+    last: int = 512
+    _idle: int = 0
+    _wait: int = field(default=32)
+
+    def due(self) -> bool:
+        """Whether this round, in which nothing else was drafted, is one to try."""
+        self._idle += 1
+        if self._idle < self._wait:
+            return False
+        self._idle, self._wait = 0, min(2 * self._wait, self.last)
+        return True
+
+    def paid(self) -> None:
+        """Drafting pays again."""
+        self._idle, self._wait = 0, self.first
+
+
+def chain_worth(chances: Sequence[float], step: float, rate: float, prices: Prices) -> tuple[int, float]:
+    """The length at which a chain is worth most, and how much beyond its time: tokens - λ · time, for this round.
+
+    Args: chances: that a token stands, given those before it. step: what drafting each costs.
+    """
+    alive, tokens = 1.0, 1.0
+    best = (0, 1.0 - rate * prices.verify(1))
+    for n, chance in enumerate(chances, 1):
+        alive *= chance
+        tokens += alive
+        worth = tokens - rate * (n * step + prices.verify(n + 1))
+        if worth > best[1]:
+            best = (n, worth)
+    return best

@@ -1,0 +1,95 @@
+"""Laws of adaptive drafting on tiny models: exact whatever it drafts from, and quiet where nothing pays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from fakes import cheap_draft_costs, flat_costs
+from families import tiny_runtime
+
+from swiftopt.core.errors import SettingsError
+from swiftopt.core.method_settings import AdaptiveSettings
+from swiftopt.core.types import Completion, LayerSet, Sampling
+from swiftopt.decoding.adaptive import AdaptiveDrafter
+from swiftopt.decoding.context import Ending
+from swiftopt.decoding.loop import decode
+from swiftopt.decoding.method import PLAIN, Method
+from swiftopt.decoding.methods import Parts, build
+from swiftopt.decoding.models import OtherModel
+from swiftopt.decoding.rule import TokenRule
+from swiftopt.decoding.worth import Prices
+
+REPEATING, FREE = [3, 1, 4, 1, 5, 9] * 4, [5, 9, 11, 2, 7]
+
+
+def run(method: Method, ids: list[int], n_new: int = 80, sampling: Sampling | None = None) -> Completion:
+    return decode(tiny_runtime("llama"), ids, method, TokenRule.of(sampling or Sampling(), None), Ending(n_new))
+
+
+def adaptive(share: float = 0.25, **settings: object) -> Method:
+    parts = Parts(tiny_runtime("llama"), costs=cheap_draft_costs(share))
+    return build("adaptive", parts, AdaptiveSettings.from_json(settings))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"lookup": False}, {"second_candidates": False}, {"draft_format": "stored"}, {"max_draft_length": 1}],
+)
+def test_output_is_plain_decodings_in_every_make(settings: dict[str, object], temperature: float) -> None:
+    method = adaptive(**settings)
+    for ids in (REPEATING, FREE):  # one method for both: what it learnt of the first must not tell in the second
+        sampling = Sampling(temperature=temperature, seed=7)
+        assert run(method, ids, sampling=sampling).token_ids == run(PLAIN, ids, sampling=sampling).token_ids
+
+
+def test_good_cheap_draft_is_followed_far() -> None:
+    """A draft that is the model itself at a tenth of the cost: nearly every token comes from a chain."""
+    runtime = tiny_runtime("llama")
+    drafter = AdaptiveDrafter(
+        OtherModel(runtime), Prices(cheap_draft_costs(0.1), LayerSet(4).filled("int4")), AdaptiveSettings(lookup=False)
+    )
+    done = run(Method("adaptive", drafter), FREE)
+    assert done.token_ids == run(PLAIN, FREE).token_ids
+    assert done.acceptance_rate == 1 and (done.mean_generated_length or 0) > 6
+    assert drafter.pace.rate > 3
+
+
+def test_adaptive_drafting_leaves_a_hopeless_draft_alone() -> None:
+    """At high temperature on a random model no draft stands: after some tries passes have one row."""
+    method = adaptive(0.5)
+    hot = Sampling(temperature=8.0, seed=3)
+    first, later = (run(method, FREE, 200, replace(hot, seed=seed)) for seed in (3, 4))
+    assert (first.acceptance_rate or 0) < 0.2
+    assert later.drafted < 0.2 * later.n_tokens
+    assert later.verified_widths[1] > 0.8 * later.target_passes
+
+
+def test_dear_draft_is_never_run_but_to_probe() -> None:
+    """A draft step as dear as a plain pass cannot pay, however good it is."""
+    method = adaptive(1.0, lookup=False)
+    done = run(method, REPEATING, 120)
+    assert done.drafted <= 4 * 4
+    assert done.verified_widths[1] > 0.9 * done.target_passes
+
+
+def test_text_saves_passes_of_the_draft() -> None:
+    """Where the text repeats itself, one pass of the draft checks several of its tokens."""
+    with_text, alone = adaptive(), adaptive(lookup=False)
+    for method in (with_text, alone):
+        run(method, REPEATING)
+    costs = [method.drafter.step_cost for method in (with_text, alone)]  # type: ignore[attr-defined]
+    assert costs[0] < costs[1] == pytest.approx(0.25)
+
+
+def test_missing_costs_are_asked_for_in_a_sentence() -> None:
+    runtime = tiny_runtime("llama")
+    with pytest.raises(SettingsError, match="decides by measured costs: give Parts the profile"):
+        build("adaptive", Parts(runtime))
+    with pytest.raises(SettingsError, match="costs of int4 are not in the profile: add them with measure_format"):
+        build("adaptive", Parts(runtime, costs=flat_costs()))
+    with pytest.raises(SettingsError, match="draft_format 'int3' is unknown: use one of int8, int4"):
+        AdaptiveSettings.from_json({"draft_format": "int3"})
+    with pytest.raises(SettingsError, match="draft_format is 4: use a word"):
+        AdaptiveSettings.from_json({"draft_format": 4})

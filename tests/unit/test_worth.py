@@ -1,0 +1,126 @@
+"""Laws of what a draft is worth: rates that learn, chains that end where they should, probing that gets rarer."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from fakes import cheap_draft_costs, flat_costs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swiftopt.core.types import CostProfile, LayerSet
+from swiftopt.decoding.follow import Matches
+from swiftopt.decoding.worth import MEMORY, Acceptance, Pace, Prices, Probing, Rate, chain_worth
+
+N_LAYERS = flat_costs().n_layers
+WHOLE = 2.0 * N_LAYERS
+
+
+def prices(widths: dict[int, float] | None = None, share: float = 0.25) -> Prices:
+    """Verification costs by width, in plain passes; a draft step costs `share`."""
+    costs = cheap_draft_costs(share)
+    passes = {n: WHOLE * cost for n, cost in (widths or {1: 1.0, 64: 1.0}).items()}
+    own = CostProfile("f", "d", "t", 256, N_LAYERS, 1.0, 1.0, 0.0, 0.0, passes, costs.formats)
+    return Prices(own, LayerSet(N_LAYERS).filled("int4"))
+
+
+def test_prices_are_those_of_the_profile_in_plain_passes() -> None:
+    own = prices({1: 1.0, 3: 1.2, 5: 2.0})
+    assert own.draft(1) == pytest.approx(0.25) and own.draft(3) == pytest.approx(0.25 * 1.3)
+    assert [own.verify(n) for n in (1, 2, 3, 4, 6)] == pytest.approx([1.0, 1.1, 1.2, 1.6, 2.4])
+    assert Prices(flat_costs(), None).draft(1) == float("inf")
+
+
+@given(st.lists(st.floats(0.01, 0.99), max_size=12), st.floats(0.0, 1.0), st.floats(1.0, 4.0))
+@settings(max_examples=60, deadline=None)
+def test_chain_is_as_long_as_is_worth_most(chances: list[float], step: float, rate: float) -> None:
+    own = prices({1: 1.0, 4: 1.3, 8: 1.4, 16: 2.4})
+
+    def worth(n: int) -> float:
+        alive = list(itertools.accumulate(chances[:n], lambda a, b: a * b))
+        return 1 + sum(alive) - rate * (n * step + own.verify(n + 1))
+
+    n_steps, best = chain_worth(chances, step, rate, own)
+    assert best == pytest.approx(max(map(worth, range(len(chances) + 1))))
+    assert best == pytest.approx(worth(n_steps))
+
+
+def test_rule_by_lambda_finds_the_best_fixed_length() -> None:
+    """A chain of worth-by-λ, λ fed back from what it gets, comes to the best ratio of tokens to time there is."""
+    own, chance, step = prices({1: 1.0, 8: 1.1, 64: 3.0}), 0.9, 0.3
+
+    def ratio(n: int) -> float:
+        tokens = sum(chance**i for i in range(n + 1))
+        return tokens / (n * step + own.verify(n + 1))
+
+    pace = Pace()
+    for _ in range(300):
+        n, _ = chain_worth([chance] * 24, step, pace.rate, own)
+        pace.tokens = pace.memory * pace.tokens + sum(chance**i for i in range(n + 1))
+        pace.spent = pace.memory * pace.spent + n * step + own.verify(n + 1)
+    assert pace.rate == pytest.approx(max(map(ratio, range(25))), rel=0.01)
+
+
+def test_rate_goes_from_its_prior_to_what_it_sees_and_can_change_its_mind() -> None:
+    rate, rng = Rate(0.5), random.Random(0)
+    assert rate.value == 0.5
+    for _ in range(2000):
+        rate.learn(rng.random() < 0.9)
+    assert rate.value == pytest.approx(0.9, abs=0.05)
+    for _ in range(int(4 * MEMORY)):
+        rate.learn(False)
+    assert rate.value < 0.1
+
+
+def test_acceptance_is_learnt_by_confidence() -> None:
+    acceptance = Acceptance()
+    before = [acceptance.of(c) for c in (0.1, 0.6, 0.97, 1.0)]
+    assert before == sorted(before)
+    for _ in range(40):
+        acceptance.learn(0.6, False)
+    assert acceptance.of(0.6) < 0.1 and acceptance.of(0.97) == before[2]
+
+
+def test_probes_get_rarer_until_drafting_pays_again() -> None:
+    probing = Probing(first=4, last=16, _wait=4)
+    due = [n for n in range(58) if probing.due()]
+    assert [b - a for a, b in itertools.pairwise([-1, *due])] == [4, 8, 16, 16]
+    probing.paid()
+    assert [probing.due() for _ in range(4)] == [False] * 3 + [True]
+
+
+# --- earlier text
+
+
+@given(st.lists(st.integers(0, 3), min_size=3, max_size=40), st.lists(st.integers(0, 3), max_size=6))
+@settings(max_examples=80, deadline=None)
+def test_cursor_always_points_behind_a_real_occurrence(text: list[int], drafted: list[int]) -> None:
+    matches = Matches()
+    matches.read(text[:3])
+    matches.read(text)
+    cursor, whole = matches.at_end(), list(text)
+    for token_id in [*drafted, None]:
+        if cursor.token_id is not None:
+            n = min(cursor.length, 2)
+            occurrences = [text[i] for i in range(n, len(text)) if text[i - n : i] == whole[-n:]]
+            assert cursor.token_id in occurrences
+        if token_id is not None:
+            cursor.move(token_id)
+            whole.append(token_id)
+
+
+def test_cursor_follows_the_match_and_finds_another_where_it_ends() -> None:
+    matches = Matches()
+    matches.read([1, 2, 3, 4, 9, 7, 8, 5, 1, 2])
+    cursor = matches.at_end()
+    assert cursor.token_id == 3 and cursor.length == 2
+    cursor.move(3)
+    assert cursor.token_id == 4 and cursor.length == 3
+    ahead = cursor.copy()
+    assert cursor.guesses(3, 0.0) == [4, 9, 7] and cursor.guesses(3, 1.0) == []
+    cursor.move(7)  # not what came next there
+    assert cursor.token_id is None and ahead.token_id == 4
+    cursor.move(8)
+    assert cursor.token_id == 5 and cursor.length == 2
