@@ -32,6 +32,7 @@ def completion_to_json(completion: Completion) -> dict[str, Any]:
         "verified_widths": widths_to_json(completion.verified_widths),
         "prefill_s": completion.prefill_s,
         "layer_set": None if used is None else layer_set_to_json(used),
+        "reckoned_cost": completion.reckoned_cost,
     }
 
 
@@ -64,6 +65,7 @@ def completion_from_json(values: Mapping[str, Any]) -> Completion:
         prefill_s=values["prefill_s"],
         layer_set=None if used is None else layer_set_from_json(used),
         lossy=values.get("lossy", False),  # checkpoints of before there were lossy methods lack it
+        reckoned_cost=values.get("reckoned_cost"),
     )
 
 

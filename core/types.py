@@ -215,7 +215,8 @@ class Completion:
     prefill itself. `drafted` counts draft steps, `accepted` those whose position was accepted (a hit side leaf is
     one), `accepted_per_position[i]` the rounds in which draft step i was, `refused` the rounds in which the target
     contradicted a draft (what was drafted behind that token is thrown away unjudged). `verified_widths` counts the
-    passes per number of rows that the target checked. `prefill_s` is part of `timings.other_s`. `lossy` says that the
+    passes per number of rows that the target checked. `prefill_s` is part of `timings.other_s`. `reckoned_cost` is what
+    the rounds cost by measured prices, in plain passes, where the drafter decides by such. `lossy` says that the
     method does not promise the target's own output.
     """
 
@@ -235,6 +236,7 @@ class Completion:
     layer_set: LayerSet | None = None
     lossy: bool = False
     refused: int = 0
+    reckoned_cost: float | None = None
 
     @property
     def n_tokens(self) -> int:

@@ -92,7 +92,7 @@ class _Adapting:
         self.drafter, self.context = drafter, context
         self.passes = None if drafter.model is None else drafter.model.begin(context)
         self.matches = Matches(drafter.matched)
-        self.chain = _Chain()
+        self.chain, self.reckoned = _Chain(), 0.0
 
     def draft(self, room: int) -> Draft:
         """The first call reads the prompt, so that this counts as drafting."""
@@ -102,7 +102,8 @@ class _Adapting:
         self.chain = chain = _Chain()
         if most > 0:
             self._fill(chain, most)
-        return Draft(chain.tree(self.context.token_ids[-1]))
+        self.reckoned = chain.spent + drafter.prices.verify(chain.n_rows)
+        return Draft(chain.tree(self.context.token_ids[-1]), reckoned=self.reckoned)
 
     def observe(self, outcome: Outcome) -> None:
         """Learn from every token that the target judged."""
@@ -113,8 +114,7 @@ class _Adapting:
                 drafter.acceptance.learn(confidence, i < n_stood)
         if n_stood < len(chain.token_ids) and n_stood in chain.seconds:
             drafter.second.learn(len(path) > n_stood)
-        spent = chain.spent + drafter.prices.verify(chain.n_rows)
-        drafter.pace.add(len(outcome.walk.token_ids), spent)
+        drafter.pace.add(len(outcome.walk.token_ids), self.reckoned)
         n_modelled = sum(confidence is not None for confidence in chain.confidences)
         if n_modelled:
             drafter.step_cost += 0.1 * (chain.spent / n_modelled - drafter.step_cost)

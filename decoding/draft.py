@@ -74,6 +74,7 @@ class Draft:
     n_checked: int | None = None
     n_passes: int = 1
     n_drafted: int | None = None  # draft steps that α counts; None: the tree's
+    reckoned: float | None = None  # what the round costs by the drafter's own measured prices, in plain passes
 
     @property
     def n_steps(self) -> int:

@@ -80,8 +80,8 @@ class _LookingUp:
 class HitRates:
     """How often the token that followed a match came again, by the match's length.
 
-    Before anything is seen, a match of m tokens is right with chance m / (m + 1), or as often as in `earlier` texts, whose
-    rates learn along.
+    Before anything is seen, a match of m tokens is right with chance m / (m + 1), or as often as in `earlier` texts,
+    whose rates learn along.
     """
 
     def __init__(self, earlier: HitRates | None = None) -> None:

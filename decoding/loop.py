@@ -115,6 +115,7 @@ def _completion(context: Context, method: Method, ending: EndRule, finish: Finis
         accepted=tally.accepted,
         accepted_per_position=tuple(tally.per_position),
         refused=tally.refused,
+        reckoned_cost=tally.reckoned,
         verified_widths=tally.widths,
         timings=Timings(tally.optimise_s, tally.draft_s, tally.verify_s, max(0.0, total - spent)),
         prefill_s=tally.prefill_s,
@@ -153,6 +154,8 @@ def _round(context: Context, verifier: Verifier, drafting: Drafting, ending: End
     n_accepted = min(len(walked.path), n_emitted, draft.n_steps)
     tally = context.tally
     tally.add(draft.n_steps, draft.n_rows, n_accepted, draft.n_passes)
+    if draft.reckoned is not None:
+        tally.reckoned = (tally.reckoned or 0.0) + draft.reckoned
     tally.refused += len(walked.path) < draft.n_steps
     tally.optimise_s += optimised - clock
     tally.draft_s += drafted - optimised

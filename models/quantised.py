@@ -23,6 +23,7 @@ from .blocks import Block, Parts
 LEVELS = 15  # steps of a 4-bit code
 ROWS = 16  # the kernels want outputs in multiples of it; missing ones are zeros
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)  # of a group's range that are tried: the tails may cost less than coarser steps
+CHUNK = 1 << 15  # weights that are quantised at a time
 CUDA_TILES = 8  # the layout that torch's CUDA kernel reads fastest
 
 KINDS: tuple[Literal["attn", "mlp"], ...] = ("attn", "mlp")
@@ -88,27 +89,28 @@ def quantise_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
 
     Of some shrunk ranges each group takes the one with the least squared error.
     """
+    # A few rows at a time: on a CPU the steps then work in its caches, several times faster than on whole matrices.
+    parts = [_quantise_rows(rows, group) for rows in torch.split(weight, max(1, CHUNK // weight.shape[1]))]
+    codes, scales, zeros = (torch.cat(same) for same in zip(*parts, strict=True))
+    return codes, scales, zeros
+
+
+def _quantise_rows(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     grouped = weight.float().reshape(weight.shape[0], -1, group)
     low, high = grouped.amin(dim=-1, keepdim=True), grouped.amax(dim=-1, keepdim=True)
     middle, reach = (high + low) / 2, (high - low) / 2
-    best: tuple[Tensor, Tensor, Tensor] | None = None
+    least = torch.full_like(low, float("inf"))
+    scale, bottom = torch.empty_like(low), torch.empty_like(low)
     for shrink in SHRINKS:
-        scale = (2 * shrink * reach / LEVELS).clamp(min=torch.finfo(torch.float32).tiny)
-        bottom = middle - shrink * reach
-        codes = ((grouped - bottom) / scale).round_().clamp_(0, LEVELS)
-        error = (codes * scale).add_(bottom).sub_(grouped).square_().sum(dim=-1, keepdim=True)
-        if best is None:
-            best, least = (codes, scale, bottom), error
-        else:
-            better = error < least
-            best = cast(
-                tuple[Tensor, Tensor, Tensor],
-                tuple(torch.where(better, new, old) for new, old in zip((codes, scale, bottom), best, strict=True)),
-            )
-            least = torch.minimum(error, least)
-    assert best is not None
-    codes, scale, bottom = best
-    return codes.flatten(1).int().contiguous(), scale[..., 0], (bottom + 8 * scale)[..., 0]
+        step = (2 * shrink * reach / LEVELS).clamp(min=torch.finfo(torch.float32).tiny)
+        start = middle - shrink * reach
+        rounded = ((grouped - start) / step).round_().clamp_(0, LEVELS)
+        error = rounded.mul_(step).add_(start).sub_(grouped).square_().sum(dim=-1, keepdim=True)
+        better = error < least
+        scale, bottom = torch.where(better, step, scale), torch.where(better, start, bottom)
+        least = torch.minimum(error, least)
+    codes = ((grouped - bottom) / scale).round_().clamp_(0, LEVELS).flatten(1).int().contiguous()
+    return codes, scale[..., 0], (bottom + 8 * scale)[..., 0]
 
 
 def _packed(codes: Tensor) -> Tensor:

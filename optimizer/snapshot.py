@@ -159,6 +159,7 @@ def _begun_to_json(begun: Begun) -> dict[str, Any]:
             "widths": widths_to_json(tally.widths),
             "per_position": list(tally.per_position),
             "refused": tally.refused,
+            "reckoned": tally.reckoned,
         },
     }
 
@@ -172,5 +173,6 @@ def _begun_from_json(values: Mapping[str, Any]) -> Begun:
         widths=widths_from_json(counts["widths"]),
         per_position=list(counts["per_position"]),
         refused=counts.get("refused", 0),  # checkpoints of before it was counted lack it
+        reckoned=counts.get("reckoned"),
     )
     return Begun(tuple(values["token_ids"]), tally, values["searched"], values["finish"])
