@@ -1,6 +1,7 @@
-"""Token parity with transformers' greedy `generate` on real prompts, under several layer sets.
+"""Token parity with transformers' greedy `generate` on real prompts, under several layer sets and adaptive drafts.
 
     python -m swiftopt.bench.parity --model smollm2-135m --stream humaneval.jsonl --dtype float32 --random-sets 3
+    python -m swiftopt.bench.parity --model smollm2-135m --stream gsm8k.jsonl --random-sets 0 --adaptive int4
 
 Prints a line per prompt, then one JSON object; in a 16-bit dtype every first divergence is shown with the margin
 between the target's two best logits there, next to what one row and several rows of the same text differ by.
@@ -13,18 +14,21 @@ import json
 import random
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..core.method_settings import AdaptiveSettings
 from ..core.records import load_record
 from ..core.settings import SwiftSettings
 from ..core.streams import read_stream
 from ..core.types import LayerSet, Prompt, Sampling, n_skipped_for, searchable
-from ..decoding.method import swift
+from ..decoding.method import Method, swift
+from ..decoding.methods import Parts, build
 from ..decoding.session import Session
-from ..models.costs import device_name
+from ..models.costs import SMALLEST_BUCKET, device_name, measure_costs, measure_format
 from ..models.loading import load
 from ..models.rows import Rows
 from ..models.runtime import Runtime
@@ -58,20 +62,29 @@ def margin_and_noise(runtime: Runtime, ids: Sequence[int]) -> tuple[float, float
     return float(best.values[0] - best.values[1]), float((one - wide).abs()[best.indices].max())
 
 
+def adaptive_drafts(runtime: Runtime, formats: Sequence[str]) -> dict[str, Method]:
+    """Adaptive drafting in each format, by costs that are measured here."""
+    costs, found = measure_costs(runtime, SMALLEST_BUCKET), dict[str, Method]()
+    for name in formats:
+        costs = measure_format(runtime, costs, name)
+        found[f"adaptive, {name}"] = build("adaptive", Parts(runtime, costs=costs), AdaptiveSettings(draft_format=name))
+    return found
+
+
 def compare(
-    runtime: Runtime, prompts: Sequence[Prompt], sets: dict[str, LayerSet], max_new_tokens: int
+    runtime: Runtime, prompts: Sequence[Prompt], methods: dict[str, Method], max_new_tokens: int
 ) -> dict[str, Any]:
-    """Counts of identical prompts per layer set, and every first divergence with its margin."""
+    """Counts of identical prompts per method, and every first divergence with its margin."""
     session = Session(runtime, Sampling(), max_new_tokens)
-    same = dict.fromkeys(sets, 0)
+    same = dict.fromkeys(methods, 0)
     divergences: list[dict[str, Any]] = []
     n_tokens = 0
     for prompt in prompts:
         ids = session.encode(prompt)
         expected = list(hf_generate(session, ids, max_new_tokens))
         n_tokens += len(expected)
-        for name, layer_set in sets.items():
-            done = next(iter(session.run(prompt, swift(layer_set, SwiftSettings()))))[1]
+        for name, method in methods.items():
+            done = next(iter(session.run(prompt, method)))[1]
             if list(done.token_ids) == expected:
                 same[name] += 1
                 continue
@@ -102,14 +115,17 @@ def main() -> None:
     parser.add_argument("--limit", type=int)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--random-sets", type=int, default=3)
+    parser.add_argument("--adaptive", action="append", default=[], metavar="FORMAT", help="adaptive drafts in it, too")
     parser.add_argument("--layer-set", action="append", default=[], help="an exported file; may be repeated")
     args = parser.parse_args()
     runtime = load(args.model, args.dtype, args.device)
     sets = random_sets(runtime.n_layers, args.random_sets)
     for path in args.layer_set:
         sets[Path(path).name] = load_record(Path(path)).layer_set
-    prompts = read_stream(args.stream, limit=args.limit)
-    print(json.dumps({"model": args.model, **compare(runtime, prompts, sets, args.max_new_tokens)}))
+    methods = {name: swift(layer_set, SwiftSettings()) for name, layer_set in sets.items()}
+    methods |= adaptive_drafts(runtime, args.adaptive)
+    prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in read_stream(args.stream, limit=args.limit)]
+    print(json.dumps({"model": args.model, **compare(runtime, prompts, methods, args.max_new_tokens)}))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ from ..models.costs import device_name
 from ..models.loading import load
 from ..models.rows import Rows
 from ..models.runtime import Runtime
-from ..optimizer.search import LARGEST_BATCH, Search
+from ..optimizer.batches import LARGEST_BATCH
+from ..optimizer.search import Search
 
 REPEATS = 15
 

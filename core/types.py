@@ -256,7 +256,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class FormatCosts:
-    """Seconds of one attention, one MLP and the head in a weight format, on one row.
+    """Seconds of one attention, one MLP and the head in a weight format, on one row, and of the rest of such a pass.
 
     `wider[n]`: a draft pass over n rows / over one.
     """
@@ -264,6 +264,7 @@ class FormatCosts:
     attn_s: float
     mlp_s: float
     head_s: float
+    fixed_s: float = 0.0
     wider: Mapping[int, float] = field(default_factory=dict)
 
 
@@ -305,7 +306,12 @@ class CostProfile:
         layers = range(self.n_layers)
         attn = sum(self._part_s("attn", i, layer_set) for i in layers if i not in layer_set.skip_attn)
         mlp = sum(self._part_s("mlp", i, layer_set) for i in layers if i not in layer_set.skip_mlp)
-        return self.fixed_s + attn + mlp + self._part_s("head", 0, layer_set)
+        return self._rest_s(layer_set) + attn + mlp + self._part_s("head", 0, layer_set)
+
+    def _rest_s(self, layer_set: LayerSet) -> float:
+        """The rest of a pass, of the format where it is largest: what is left over depends on what runs beside it."""
+        names = {layer_set.format_of("attn"), layer_set.format_of("mlp")}  # as most of them are
+        return max(self.fixed_s if name is None else self.formats[name].fixed_s for name in names)
 
     def _part_s(self, kind: Literal["attn", "mlp", "head"], layer: int, layer_set: LayerSet) -> float:
         name = layer_set.format_of(kind, layer)

@@ -113,10 +113,8 @@ class TokenRule:
         """The `n` most probable tokens, `token_id` first; fewer where the rest has no probability."""
         if n == 1:
             return (token_id,)
-        values, tokens = scores.topk(min(n, scores.shape[-1]))
-        offered = [
-            t for t, v in zip(tokens.tolist(), values.tolist(), strict=True) if v > float("-inf") and t != token_id
-        ]
+        values, tokens = torch.stack([part.double() for part in scores.topk(min(n, scores.shape[-1]))]).tolist()
+        offered = [int(t) for t, v in zip(tokens, values, strict=True) if v > float("-inf") and t != token_id]
         return (token_id, *offered[: n - 1])
 
 

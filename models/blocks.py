@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,7 +24,8 @@ class RowGroup:
     """Rows that a sub-layer runs for, and how they see the buffer; shared by all layers of a pass.
 
     `spans`: consecutive shares of the group, as (first row in the group, first slot, length): where their keys and
-    values go. `mask`: additive, (group rows, end), or None when each row sees all of [start, end).
+    values go; with `slots`, int64 (rows,), they go there instead. `mask`: additive, (group rows, end - start), or None
+    when each row sees all of [start, end).
     """
 
     cos: Tensor | None  # (rows, 1, rotary_dim)
@@ -33,6 +34,7 @@ class RowGroup:
     start: int
     end: int
     mask: Tensor | None
+    slots: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,54 @@ class Parts:
     mlp_post: Any
 
 
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """How a layer's projections are cut into heads; `interleaved`: query, key and value of each head lie together."""
+
+    n_heads: int
+    n_kv_heads: int
+    width: int
+    interleaved: bool
+
+
+def queries_keys_values(
+    parts: Parts, heads: Heads, hidden: Tensor, cos: Tensor | None, sin: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries (rows, heads, width), keys and values (rows, kv_heads, width) of states, normed and rotated."""
+    normed = parts.attn_norm(hidden)
+    query, key, value = split_heads(heads, [project(normed) for project in parts.qkv])
+    if parts.q_norm is not None and parts.k_norm is not None:
+        query, key = parts.q_norm(query), parts.k_norm(key)
+    if cos is not None and sin is not None:
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+    return query, key, value
+
+
+def attention_out(parts: Parts, mixed: Tensor) -> Tensor:
+    """What attention adds, of what its heads read (rows, heads * width)."""
+    out = cast(Tensor, parts.out(mixed))
+    return out if parts.attn_post is None else cast(Tensor, parts.attn_post(out))
+
+
+def mlp_out(parts: Parts, hidden: Tensor) -> Tensor:
+    """What the MLP adds to `hidden` (rows, hidden_size)."""
+    out = cast(Tensor, parts.mlp(parts.mlp_norm(hidden)))
+    return out if parts.mlp_post is None else cast(Tensor, parts.mlp_post(out))
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """How a layer computes all but attention over the buffer: what depends on the rows' number only, and may be
+    compiled (`models.compiled`)."""
+
+    enter: Callable[[Parts, Heads, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor, Tensor]]
+    leave: Callable[[Parts, Tensor], Tensor]
+    mlp: Callable[[Parts, Tensor], Tensor]
+
+
+EAGER = Pieces(queries_keys_values, attention_out, mlp_out)
+
+
 class Block:
     """The two sub-layers of one decoder layer, each with the norms around it."""
 
@@ -62,7 +112,8 @@ class Block:
         self.n_kv_heads = int(getattr(config, "num_key_value_heads", None) or self.n_heads)
         self.head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // self.n_heads)
         self.scaling = float(cast(Any, attn).scaling)
-        self._interleaved = family.projection == "heads"
+        self.heads = Heads(self.n_heads, self.n_kv_heads, self.head_dim, family.projection == "heads")
+        self.pieces = EAGER
         self.parts = Parts(
             attn_norm=submodule(layer, family.attn_norm),
             qkv=tuple(attn.get_submodule(name) for name in family.qkv),
@@ -82,43 +133,35 @@ class Block:
         Args: parts: a quantised copy's modules, None for the layer's own.
         """
         parts = parts or self.parts
-        query, key, value = self._project(parts.attn_norm(hidden), parts)
-        if group.cos is not None and group.sin is not None:
-            query, key = rotate(query, group.cos, group.sin), rotate(key, group.cos, group.sin)
-        keys, values = buffer.keys[self.index], buffer.values[self.index]
+        query, key, value = self.pieces.enter(parts, self.heads, hidden, group.cos, group.sin)
+        if group.slots is not None:
+            buffer.keys[self.index].index_copy_(1, group.slots, key.transpose(0, 1))
+            buffer.values[self.index].index_copy_(1, group.slots, value.transpose(0, 1))
         for row, slot, length in group.spans:
-            keys[:, slot : slot + length] = key[row : row + length].transpose(0, 1)
-            values[:, slot : slot + length] = value[row : row + length].transpose(0, 1)
-        mixed = attend(
-            query, keys[:, group.start : group.end], values[:, group.start : group.end], group.mask, self.scaling
-        )
-        out = cast(Tensor, parts.out(mixed))
-        return out if parts.attn_post is None else cast(Tensor, parts.attn_post(out))
+            whole = length == key.shape[0]
+            keys, values = buffer.between(slot, slot + length)
+            keys[self.index].copy_((key if whole else key[row : row + length]).transpose(0, 1))
+            values[self.index].copy_((value if whole else value[row : row + length]).transpose(0, 1))
+        keys, values = buffer.between(group.start, group.end)
+        mixed = attend(query, keys[self.index], values[self.index], group.mask, self.scaling)
+        return self.pieces.leave(parts, mixed)
 
     def mlp(self, hidden: Tensor, parts: Parts | None = None) -> Tensor:
         """What the MLP adds to `hidden` (rows, hidden_size)."""
-        parts = parts or self.parts
-        out = cast(Tensor, parts.mlp(parts.mlp_norm(hidden)))
-        return out if parts.mlp_post is None else cast(Tensor, parts.mlp_post(out))
+        return self.pieces.mlp(parts or self.parts, hidden)
 
-    def _project(self, normed: Tensor, parts: Parts) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (rows, heads, head_dim), keys and values (rows, kv_heads, head_dim), normed where the family does."""
-        query, key, value = self.split_heads([project(normed) for project in parts.qkv])
-        if parts.q_norm is not None and parts.k_norm is not None:
-            query, key = parts.q_norm(query), parts.k_norm(key)
-        return query, key, value
 
-    def split_heads(self, projected: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """What the projections gave, (rows, width) each, as queries, keys and values by head."""
-        rows = projected[0].shape[0]
-        if self._interleaved:
-            query, key, value = projected[0].view(rows, self.n_heads, 3 * self.head_dim).chunk(3, dim=-1)
-            return query, key, value
-        if len(projected) == 1:
-            kv = self.n_kv_heads * self.head_dim
-            projected = torch.split(projected[0], [self.n_heads * self.head_dim, kv, kv], dim=-1)
-        query, key, value = (part.view(rows, -1, self.head_dim) for part in projected)
+def split_heads(heads: Heads, projected: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """What the projections gave, (rows, width) each, as queries, keys and values by head."""
+    rows = projected[0].shape[0]
+    if heads.interleaved:
+        query, key, value = projected[0].view(rows, heads.n_heads, 3 * heads.width).chunk(3, dim=-1)
         return query, key, value
+    if len(projected) == 1:
+        kv = heads.n_kv_heads * heads.width
+        projected = torch.split(projected[0], [heads.n_heads * heads.width, kv, kv], dim=-1)
+    query, key, value = (part.view(rows, -1, heads.width) for part in projected)
+    return query, key, value
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

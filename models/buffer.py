@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+MOST_VIEWS = 8  # ranges of slots of one pass
+
 
 class KVBuffer:
     """Keys and values of every layer by slot.
@@ -24,6 +26,7 @@ class KVBuffer:
         self._blocks: dict[torch.device, Tensor] = {}
         self.keys: list[Tensor] = []  # per layer (kv_heads, capacity, head_dim)
         self.values: list[Tensor] = []
+        self._views: dict[tuple[int, int], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
         for device in dict.fromkeys(devices):
             shape = (2, sum(d == device for d in devices), kv_heads, capacity, head_dim)
             self._blocks[device] = torch.zeros(shape, dtype=dtype, device=device)
@@ -33,6 +36,23 @@ class KVBuffer:
             self.keys.append(block[0, taken[device]])
             self.values.append(block[1, taken[device]])
             taken[device] += 1
+
+    def between(self, start: int, end: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Views of the keys and the values at slots start … end - 1, per layer (kv_heads, end - start, head_dim).
+
+        The views of all layers are cut at once and kept for the pass: one by one they cost several times as much.
+        """
+        views = self._views.get((start, end))
+        if views is None:
+            if len(self._views) >= MOST_VIEWS:
+                self._views.clear()
+            per_device = {
+                device: zip(*(part.unbind() for part in block[:, :, :, start:end].unbind()), strict=True)
+                for device, block in self._blocks.items()
+            }
+            keys, values = zip(*(next(per_device[part.device]) for part in self.keys), strict=True)
+            views = self._views[start, end] = keys, values
+        return views
 
     @property
     def n_bytes(self) -> int:

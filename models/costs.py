@@ -87,12 +87,10 @@ def measure_format(
     seconds = _interleave({"target": target, **runs, **_parts(runtime, buffer, bucket, draft)}, on_step)
     one = seconds["rows 1"]
     attn, mlp, head = _differences(runtime.n_layers, seconds, one)
-    # In the profile's own seconds, which may be of another day; and the parts must add up to the pass that was timed.
-    scale = profile.target_pass_s(1) / seconds["target"]
-    whole = runtime.n_layers * (attn + mlp) + head
-    share = max(0.0, one * scale - profile.fixed_s) / whole if whole else 0.0
+    scale = profile.target_pass_s(1) / seconds["target"]  # to the profile's own seconds, which may be of another day
+    rest = max(0.0, one - head - runtime.n_layers * (attn + mlp))
     wider = dict(zip(widths, accumulate((seconds[f"rows {n}"] / one for n in widths), max), strict=True))
-    costs = FormatCosts(attn * share, mlp * share, head * share, wider)
+    costs = FormatCosts(attn * scale, mlp * scale, head * scale, rest * scale, wider)
     return replace(profile, formats={**profile.formats, name: costs})
 
 

@@ -3,20 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, get_args
 
+from ..core.errors import SettingsError
 from .runtime import Runtime
 from .sources import load_pretrained
 
+if TYPE_CHECKING:
+    from .graphs import GraphPasses
 
-def load(name: str, dtype: str = "auto", device: str = "auto", on_step: Callable[[str], None] | None = None) -> Runtime:
+Speed = Literal["eager", "compiled", "graphs", "compiled+graphs"]
+
+
+def load(
+    name: str,
+    dtype: str = "auto",
+    device: str = "auto",
+    on_step: Callable[[str], None] | None = None,
+    speed: Speed = "eager",
+) -> Runtime:
     """Load a target model by alias, hub id, local folder or GGUF file.
 
     Args:   dtype: "auto" (as stored), "float32", "bfloat16" or "float16".
             device: "auto", "cpu", "cuda", "cuda:N", or "auto-map" for a model that needs several devices.
             on_step: told in a few words what is being done.
+            speed: see `at_speed`.
     Raises: ModelNotFound: nothing of that name can be loaded.
             UnsupportedModel: sub-layers cannot be skipped in its architecture.
-            SettingsError: no such dtype or device here.
+            SettingsError: no such dtype, device or speed here.
     """
     loaded = load_pretrained(name, dtype, device, on_step)
-    return Runtime(loaded.hf_model, loaded.tokenizer, loaded.info)
+    runtime = Runtime(loaded.hf_model, loaded.tokenizer, loaded.info)
+    if speed != "eager" and on_step is not None:
+        on_step(f"preparing the {speed} runtime")
+    at_speed(runtime, speed)
+    return runtime
+
+
+def at_speed(runtime: Runtime, speed: Speed) -> None:
+    """Let a runtime compute the same in another way, before its first buffer is made.
+
+    "eager": torch's own operations one by one, as a runtime begins. "compiled": all but attention by `torch.compile`,
+    which wants a C++ compiler on a CPU. "graphs": passes of up to 32 rows replayed as CUDA graphs. "compiled+graphs":
+    both.
+
+    Raises: SettingsError: there is no such speed, or not on this machine; nothing has changed then.
+    """
+    if speed not in get_args(Speed):
+        raise SettingsError(f"speed {speed!r} does not exist: use {', '.join(get_args(Speed))}")
+    graphs: GraphPasses | None = None
+    if "graphs" in speed:
+        from .graphs import GraphPasses
+
+        graphs = GraphPasses(runtime)
+    if "compiled" in speed:
+        from .compiled import compile_pieces
+
+        compile_pieces(runtime)
+    runtime.graphs = graphs

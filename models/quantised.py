@@ -1,15 +1,14 @@
-"""Quantised copies of a model's sub-layers and head, for drafts: weights in 8 or 4 bits, activations as they are.
+"""Linear maps with weights in 8 or 4 bits, activations as they are: what the drafts of `models.copies` are made of.
 
-The target itself is never touched. A copy is made once per runtime, by round-to-nearest with a scale per row (int8) or
-with a scale and a zero per group of weights (int4); the products are torch's own weight-only kernels.
+Weights are rounded to the nearest, with a scale per row (int8) or with a scale and a zero per group of weights (int4);
+the products are torch's own weight-only kernels.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Literal, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +16,6 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..core.formats import group_size
-from ..core.types import LayerSet
-from .blocks import Block, Parts
 
 LEVELS = 15  # steps of a 4-bit code
 ROWS = 16  # the kernels want outputs in multiples of it; missing ones are zeros
@@ -26,7 +23,6 @@ SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)  # of a group's range that are tried: the 
 CHUNK = 1 << 15  # weights that are quantised at a time
 CUDA_TILES = 8  # the layout that torch's CUDA kernel reads fastest
 
-KINDS: tuple[Literal["attn", "mlp"], ...] = ("attn", "mlp")
 
 aten = torch.ops.aten
 
@@ -35,26 +31,32 @@ class QuantisedLinear(nn.Module):
     """Linear maps of the same input, one behind the other, with quantised weights; their biases are added as they are.
 
     Args: weights: (out, in) each. biases: (out,) or None each. name: a format of `core.formats`.
+          made: codes and scales of the same maps, from an earlier time.
     """
 
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], name: str) -> None:
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        name: str,
+        made: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
         super().__init__()
-        weight = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
-        self.n_out, width = weight.shape
+        self.n_out, width = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
         self.group = group_size(name, width)
         self.bias = _joined(weights, biases)
         # The kernels take no float64; a model in it runs its drafts in float32.
-        self._dtype = weight.dtype if weight.dtype != torch.float64 else torch.float32
+        self._dtype = weights[0].dtype if weights[0].dtype != torch.float64 else torch.float32
+        self.codes, self.scales = made or self._quantised(weights)
+
+    def _quantised(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        weight = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
         padded = F.pad(weight, (0, 0, 0, -self.n_out % ROWS))
-        self.scales: Tensor
-        self.codes: Tensor
         if self.group is None:
-            self.codes, self.scales = quantise_int8(padded, self._dtype)
-        else:
-            codes, scales, zeros = quantise_int4(padded, self.group)
-            self.codes = _packed(codes)
-            pairs = torch.stack((scales, zeros), dim=-1).transpose(0, 1)
-            self.scales = pairs.contiguous().to(torch.bfloat16 if weight.is_cuda else self._dtype)
+            return quantise_int8(padded, self._dtype)
+        codes, scales, zeros = quantise_int4(padded, self.group)
+        pairs = torch.stack((scales, zeros), dim=-1).transpose(0, 1)
+        return _packed(codes), pairs.contiguous().to(torch.bfloat16 if weight.is_cuda else self._dtype)
 
     @property
     def n_bytes(self) -> int:
@@ -143,76 +145,8 @@ def has_linears(module: nn.Module) -> bool:
     return any(isinstance(part, nn.Linear | Conv1D) for part in module.modules())
 
 
-def quantised(modules: Sequence[nn.Module], name: str) -> QuantisedLinear:
-    """One quantised map for linear maps of the same input."""
+def quantised(modules: Sequence[nn.Module], name: str, made: tuple[Tensor, Tensor] | None = None) -> QuantisedLinear:
+    """One quantised map for linear maps of the same input; `made`: its codes and scales, where they are at hand."""
     weights = [cast(Tensor, m.weight).data for m in modules]
     oriented = [w.t() if isinstance(m, Conv1D) else w for m, w in zip(modules, weights, strict=True)]
-    return QuantisedLinear(oriented, [cast("Tensor | None", getattr(m, "bias", None)) for m in modules], name)
-
-
-class QuantisedCopies:
-    """The quantised copies that drafts of one model asked for so far."""
-
-    def __init__(self, blocks: Sequence[Block], head: nn.Module) -> None:
-        self._blocks, self._head = blocks, head
-        self._parts: dict[tuple[str, int, str], Parts] = {}
-        self._heads: dict[str, QuantisedLinear] = {}
-
-    @property
-    def n_bytes(self) -> int:
-        """Memory that all copies hold."""
-        return sum(self._bytes_of(*key) for key in self._parts) + sum(head.n_bytes for head in self._heads.values())
-
-    def bytes_of(self, layer_set: LayerSet) -> int:
-        """Memory of the copies that a draft with that set runs, as far as they have been made."""
-        own = sum(self._bytes_of(*key) for key in _wanted(layer_set) if key in self._parts)
-        head = self._heads.get(layer_set.format_of("head") or "")
-        return own + (0 if head is None else head.n_bytes)
-
-    def _bytes_of(self, kind: str, layer: int, name: str) -> int:
-        return sum(one.n_bytes for one in _maps(self._parts[kind, layer, name], kind))
-
-    @torch.inference_mode()
-    def parts(self, kind: Literal["attn", "mlp"], layer: int, name: str) -> Parts:
-        """The modules of a layer with that sub-layer's linear maps quantised; made at the first call."""
-        key = (kind, layer, name)
-        if key not in self._parts:
-            own = self._blocks[layer].parts
-            if kind == "attn":
-                made = replace(own, qkv=(quantised(own.qkv, name),), out=quantised([own.out], name))
-            else:
-                made = replace(own, mlp=replaced([own.mlp], lambda maps: quantised(maps, name)))
-            self._parts[key] = made
-        return self._parts[key]
-
-    @torch.inference_mode()
-    def head(self, name: str) -> QuantisedLinear:
-        """The quantised head; made at the first call."""
-        if name not in self._heads:
-            self._heads[name] = quantised([self._head], name)
-        return self._heads[name]
-
-    def prepare(self, layer_set: LayerSet, on_step: Callable[[str], None] | None = None) -> None:
-        """Make all that a draft with that set runs, so that none of it is made while something is timed."""
-        missing = [key for key in _wanted(layer_set) if key not in self._parts]
-        for number, key in enumerate(missing):
-            if on_step is not None and number % 8 == 0:
-                on_step(f"quantising, sub-layer {number + 1} of {len(missing)}")
-            self.parts(*key)
-        if (name := layer_set.format_of("head")) is not None:
-            self.head(name)
-
-
-def _wanted(layer_set: LayerSet) -> list[tuple[Literal["attn", "mlp"], int, str]]:
-    """The copies of sub-layers that a draft runs, as (kind, layer, format)."""
-    return [
-        (kind, layer, name)
-        for layer in range(layer_set.n_layers)
-        for kind in KINDS
-        if not layer_set.skips(kind, layer) and (name := layer_set.format_of(kind, layer)) is not None
-    ]
-
-
-def _maps(parts: Parts, kind: str) -> list[QuantisedLinear]:
-    modules = (*parts.qkv, parts.out) if kind == "attn" else (parts.mlp,)
-    return [part for module in modules for part in module.modules() if isinstance(part, QuantisedLinear)]
+    return QuantisedLinear(oriented, [cast("Tensor | None", getattr(m, "bias", None)) for m in modules], name, made)

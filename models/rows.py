@@ -73,8 +73,8 @@ class PassPlan:
         """int64, the rows of those variants in order."""
         key = (variants, device)
         if key not in self._indices:
-            shares = [torch.arange(v * self.share, (v + 1) * self.share) for v in sorted(variants)]
-            self._indices[key] = torch.cat(shares).to(device)
+            shares = [torch.arange(v * self.share, (v + 1) * self.share, device=device) for v in sorted(variants)]
+            self._indices[key] = torch.cat(shares)
         return self._indices[key]
 
     def positions(self, device: torch.device) -> Tensor:
@@ -110,24 +110,26 @@ class PassPlan:
 
     def _mask(self, block: Block) -> tuple[int, Tensor | None]:
         """First slot to read and the additive mask over the slots from there, for all rows."""
-        window = block.window
         if self.rows.visible is None and self.n == 1:
-            return (0 if window is None else max(0, self.end - window)), None
-        visible = self._visible()
-        if window is not None:
-            visible = visible & self._within(window)
-        mask = torch.zeros(visible.shape, dtype=self.runtime.dtype)
-        mask.masked_fill_(~visible, torch.finfo(self.runtime.dtype).min)
-        return 0, mask.to(block.device)
+            return (0 if block.window is None else max(0, self.end - block.window)), None
+        return 0, self.mask(block.window, block.device)
 
-    def _visible(self) -> Tensor:
+    def mask(self, window: int | None, device: torch.device) -> Tensor:
+        """What is added to the scores of all slots, (rows, end): 0 where a row sees the slot."""
+        visible = self._visible(device)
+        if window is not None:
+            visible = visible & self._within(window, device)
+        mask = torch.zeros(visible.shape, dtype=self.runtime.dtype, device=device)
+        return mask.masked_fill_(~visible, torch.finfo(self.runtime.dtype).min)
+
+    def _visible(self, device: torch.device) -> Tensor:
         """bool, (rows, end): by tree or chain alone, before any window."""
         if self.rows.visible is not None:
-            return self.rows.visible
-        return torch.arange(self.end)[None] <= torch.arange(self.rows.first_slot, self.end)[:, None]
+            return self.rows.visible.to(device)
+        return torch.arange(self.end, device=device)[None] <= self.positions(device)[:, None]
 
-    def _within(self, window: int) -> Tensor:
+    def _within(self, window: int, device: torch.device) -> Tensor:
         """bool, (rows, end): slots whose *position* is less than `window` behind the row's."""
-        own = self.positions(torch.device("cpu"))
-        slots = torch.cat((torch.arange(self.rows.first_slot), own))
+        own = self.positions(device)
+        slots = torch.cat((torch.arange(self.rows.first_slot, device=device), own))
         return slots[None] > own[:, None] - window

@@ -7,7 +7,7 @@ sub-layers it leaves out. The layer set is an argument of the pass; nothing is e
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,13 @@ from ..core.errors import ContextOverflow, InvalidInput, LayerSetError, Settings
 from ..core.types import LayerSet, ModelInfo
 from .blocks import Block, submodule
 from .buffer import KVBuffer
+from .copies import QuantisedCopies
 from .families import context_limit, family_of, windows_of
-from .quantised import QuantisedCopies
+from .rotary import RotaryTables
 from .rows import PassPlan, Rows
+
+if TYPE_CHECKING:
+    from .graphs import GraphPasses
 
 PREFILL_ROWS = 512  # rows per prefill pass, so that its mask stays small
 
@@ -53,13 +57,13 @@ class Runtime:
         self._norm = submodule(hf_model, family.norm)
         self._head = submodule(hf_model, family.head)
         self._softcap = getattr(config, "final_logit_softcapping", None)
-        self._rotary = submodule(hf_model, family.rotary)
-        self._rotary_tables: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = {}
-        self.copies = QuantisedCopies(self.blocks, self._head)
+        self.copies = QuantisedCopies(self.blocks, self._head, info.fingerprint)
         self.device: torch.device = self._embed.weight.device
         self.dtype: torch.dtype = self._embed.weight.dtype
         ends = {self.device, self._norm.weight.device, self._head.weight.device}
         self.one_device = len({block.device for block in self.blocks} | ends) == 1
+        self.rotation = RotaryTables(submodule(hf_model, family.rotary), self.dtype, self.max_positions).of
+        self.graphs: GraphPasses | None = None  # what passes are replayed by, see models.loading.at_speed
 
     @property
     def dtype_name(self) -> str:
@@ -73,8 +77,9 @@ class Runtime:
 
     def new_buffer(self, capacity: int) -> KVBuffer:
         """An empty buffer of `capacity` slots."""
-        first = self.blocks[0]
-        devices = [block.device for block in self.blocks]
+        if self.graphs is not None:
+            return self.graphs.lend(capacity)
+        first, devices = self.blocks[0], [block.device for block in self.blocks]
         return KVBuffer(devices, first.n_kv_heads, first.head_dim, capacity, self.dtype)
 
     def check_context(self, n_prompt: int, max_new_tokens: int) -> None:
@@ -138,12 +143,14 @@ class Runtime:
         Args: wanted: the rows that logits are wanted of, in place of `n_logits`.
               capture: depth -> list that the rows' states (rows, hidden_size) after that many layers are appended to.
         """
+        # Made before the layers run: on a GPU, a transfer waits for what was asked of it before.
+        index = None if wanted is None else torch.tensor(wanted, device=self.blocks[-1].device)
+        graphs = self.graphs if capture is None and n_logits != 0 else None
+        if graphs is not None and (logits := graphs.forward(rows, buffer)) is not None:
+            return _chosen(logits, n_logits, index)
         plan = PassPlan(self, rows)
-        hidden = self._embedded(rows.token_ids, plan)
-        hidden = self._through(hidden, plan, buffer, self.blocks, capture)
-        kept = hidden if n_logits is None else hidden[hidden.shape[0] - n_logits :]
-        if wanted is not None:
-            kept = hidden[torch.tensor(wanted, device=hidden.device)]
+        hidden = self._through(self._embedded(rows.token_ids, plan), plan, buffer, self.blocks, capture)
+        kept = _chosen(hidden, n_logits, index)
         if n_logits == 0:
             return kept
         names = {layer_set.format_of("head") for layer_set in rows.variants} or {None}
@@ -154,6 +161,10 @@ class Runtime:
         return torch.cat(
             [self.head(own, one.format_of("head")) for one, own in zip(rows.variants, shares, strict=True)]
         )
+
+    def states(self, token_ids: Tensor, plan: PassPlan, buffer: KVBuffer) -> Tensor:
+        """The states (rows, hidden_size) after all layers, of a plan that need not be that of a list of rows."""
+        return self._through(self._embedded(token_ids, plan), plan, buffer, self.blocks, None)
 
     @torch.inference_mode()
     def embed(self, token_ids: Sequence[int], first_slot: int) -> Tensor:
@@ -166,8 +177,8 @@ class Runtime:
         plan = PassPlan(self, Rows([0] * hidden.shape[0], first_slot))
         return self._through(hidden, plan, buffer, self.blocks[first:last], None)
 
-    def _embedded(self, token_ids: Sequence[int], plan: PassPlan) -> Tensor:
-        hidden = cast(Tensor, self._embed(torch.tensor(token_ids, device=self.device)))  # (rows, hidden_size)
+    def _embedded(self, token_ids: Sequence[int] | Tensor, plan: PassPlan) -> Tensor:
+        hidden = cast(Tensor, self._embed(torch.as_tensor(token_ids, device=self.device)))  # (rows, hidden_size)
         if self._positions is not None:
             hidden = hidden + self._positions(plan.positions(self.device))
         return hidden
@@ -230,19 +241,8 @@ class Runtime:
                 hidden = hidden.index_add(0, index, block.mlp(source[index], parts))
         return hidden
 
-    def rotation(self, layer_type: str, device: torch.device, n_positions: int) -> tuple[Tensor, Tensor] | None:
-        """Cosine and sign-folded sine (positions, rotary_dim) for at least `n_positions`; None without rotary."""
-        if self._rotary is None:
-            return None
-        table = self._rotary_tables.get((layer_type, device))
-        if table is None or table[0].shape[0] < n_positions:
-            size = min(self.max_positions, max(n_positions, 1024, 2 * (0 if table is None else table[0].shape[0])))
-            probe = torch.empty(0, dtype=self.dtype, device=device)
-            positions = torch.arange(max(size, n_positions), device=device)[None]
-            cos, sin = self._rotary(probe, positions, layer_type) if layer_type else self._rotary(probe, positions)
-            half = sin.shape[-1] // 2
-            folded = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
-            # Dispatched over devices, the rotary module answers on its own, whatever device it was asked for.
-            table = (cos[0].to(device), folded.to(device))
-            self._rotary_tables[(layer_type, device)] = table
-        return table
+
+def _chosen(rows: Tensor, n_last: int | None, index: Tensor | None) -> Tensor:
+    if index is not None:
+        return rows[index]
+    return rows if n_last is None else rows[rows.shape[0] - n_last :]

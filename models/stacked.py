@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import UnsupportedModel
-from .blocks import Block, attend, rotate
+from .blocks import Block, attend, rotate, split_heads
 from .buffer import KVBuffer
 from .quantised import has_linears, replaced
 from .runtime import Runtime
@@ -72,7 +72,7 @@ class StackedLayers:
         self, normed: Tensor, pick: Pick, blocks: Sequence[Block], slots: Sequence[int], buffer: KVBuffer
     ) -> Tensor:
         """What each row's heads read, (rows, heads * head_dim): each row from its own layer's keys and values."""
-        query, key, value = blocks[0].split_heads([project(normed, pick) for project in self._qkv])
+        query, key, value = split_heads(blocks[0].heads, [project(normed, pick) for project in self._qkv])
         if self._q_norm is not None and self._k_norm is not None:
             query, key = self._q_norm(query, pick), self._k_norm(key, pick)
         mixed = []

@@ -203,12 +203,13 @@ def cost_profile(row: CostProfileRow) -> CostProfile:
 
 def _format_json(costs: FormatCosts) -> dict[str, Any]:
     wider = {str(n_rows): factor for n_rows, factor in costs.wider.items()}
-    return {"attn_s": costs.attn_s, "mlp_s": costs.mlp_s, "head_s": costs.head_s, "wider": wider}
+    parts = {name: getattr(costs, name) for name in ("attn_s", "mlp_s", "head_s", "fixed_s")}
+    return {**parts, "wider": wider}
 
 
 def _format_costs(values: Mapping[str, Any]) -> FormatCosts:
     wider = {int(n_rows): factor for n_rows, factor in values["wider"].items()}
-    return FormatCosts(values["attn_s"], values["mlp_s"], values["head_s"], wider)
+    return FormatCosts(values["attn_s"], values["mlp_s"], values["head_s"], values["fixed_s"], wider)
 
 
 def trial_row(job: str, task: str, trial: Trial) -> TrialRow:

@@ -53,7 +53,7 @@ def flat_costs(attn_s: float = 1.0, mlp_s: float = 1.0, n_layers: int = N_LAYERS
 
 def cheap_draft_costs(share: float = 0.25, n_layers: int = N_LAYERS) -> CostProfile:
     """As `flat_costs` with a few percent per row, and an int4 draft that costs `share` of a pass, and more per row."""
-    costs = FormatCosts(share, share, 0.0, {1: 1.0, 2: 1.1, 4: 1.5, 8: 3.0})
+    costs = FormatCosts(share, share, 0.0, 0.0, {1: 1.0, 2: 1.1, 4: 1.5, 8: 3.0})
     flat = flat_costs(n_layers=n_layers)
     passes = {n: seconds * (1 + 0.03 * (n - 1)) for n, seconds in flat.pass_s.items()}
     return replace(flat, pass_s=passes, formats={"int4": costs})

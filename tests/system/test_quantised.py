@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from families import CONFIGS, VOCAB, tiny_runtime
+from families import CONFIGS, VOCAB, tiny_model, tiny_runtime
 from torch import nn
 
 from swiftopt.core.errors import LayerSetError
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import LayerSet, Sampling
+from swiftopt.core.types import LayerSet, ModelInfo, Sampling
 from swiftopt.decoding.context import Ending
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.method import PLAIN, swift
 from swiftopt.decoding.rule import TokenRule
+from swiftopt.models import copies_file
 from swiftopt.models.quantised import QuantisedLinear
 from swiftopt.models.rows import Rows
+from swiftopt.models.runtime import Runtime
 
 WIDTH = 256
 MIXED = (("attn", "int8"), ("head", "int8"), ("mlp", "int4"), ("mlp:2", "stored"))
@@ -143,3 +146,36 @@ def test_one_layers_own_format_comes_before_that_of_all() -> None:
     assert layer_set.format_of("mlp", 1) == "int4" and layer_set.format_of("mlp", 2) is None
     assert layer_set.format_of("attn", 3) == "int8" and layer_set.format_of("head") == "int8"
     assert VOCAB % 16  # heads of these models need rows of padding
+
+
+def test_copies_of_a_known_model_are_kept_and_read_by_the_next_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(copies_file, "LEAST_BYTES", 0)
+    draft = LayerSet(4).filled("int4")
+    steps: list[str] = []
+
+    def next_process() -> Runtime:
+        model = tiny_model("llama")
+        return Runtime(model, None, ModelInfo("v1:0123456789abcdef", "llama", 4, 1))
+
+    first, second = next_process(), next_process()
+    first.copies.prepare(draft, steps.append)
+    assert steps and len(list(tmp_path.rglob("*.safetensors"))) == 3  # attention, MLPs, head
+    steps.clear()
+    second.copies.prepare(draft, steps.append)
+    assert steps == [] and second.copies.n_bytes == first.copies.n_bytes
+    rows = Rows([3, 1, 4], 0, variants=(draft,))
+    assert torch.equal(first.forward(rows, first.new_buffer(4)), second.forward(rows, second.new_buffer(4)))
+
+
+def test_a_file_that_cannot_be_read_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(copies_file, "LEAST_BYTES", 0)
+    runtime = Runtime(tiny_model("llama"), None, ModelInfo("v1:0123456789abcdef", "llama", 4, 1))
+    path = copies_file.file_of("v1:0123456789abcdef", "head", "int8", runtime.dtype, runtime.device)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"half a file")
+    runtime.copies.prepare(LayerSet(4, formats=(("head", "int8"),)))
+    assert copies_file.read(path, runtime.device) is not None

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from swiftopt.bench.parity import compare, margin_and_noise, random_sets
+from swiftopt.bench.parity import adaptive_drafts, compare, margin_and_noise, random_sets
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.streams import read_stream
 from swiftopt.core.types import LayerSet, Prompt, Sampling
@@ -64,8 +64,10 @@ def test_tokens_equal_transformers_generate_in_float32(runtime32: Runtime) -> No
     prompts = read_stream(str(EXAMPLES))
     picked = [prompts[0], prompts[-1]]
     sets = {**random_sets(runtime32.n_layers, 2), "uniform": LayerSet.uniform(runtime32.n_layers, 25)}
-    report = compare(runtime32, picked, sets, 24)
-    assert report["identical"] == dict.fromkeys(sets, 2), report["divergences"]
+    methods = {name: swift(layer_set, SwiftSettings()) for name, layer_set in sets.items()}
+    methods |= adaptive_drafts(runtime32, ["int4"])
+    report = compare(runtime32, picked, methods, 24)
+    assert report["identical"] == dict.fromkeys(methods, 2), report["divergences"]
 
 
 def test_bfloat16_diverges_only_where_the_margin_is_within_the_noise() -> None:

@@ -1,0 +1,47 @@
+"""The GPU benchmark: whole on a CPU at its tiny shape, and a sentence where its device is missing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from swiftopt.bench import gpu, gpu_model
+from swiftopt.core.types import LayerSet
+
+
+def test_tiny_shape_on_a_cpu_reports_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    gpu.main(["--shape", "tiny", "--device", "cpu", "--tokens", "32"])
+    *table, line = capsys.readouterr().out.strip().splitlines()
+    report = json.loads(line)
+    assert report["schema"] == "swiftopt.bench-gpu/1" and report["shape"] == "tiny"
+    assert set(report["pass_ms"]["verify"]) == {"1", "2", "4", "8", "16"}
+    assert report["plain"]["share"] > 0 and report["plain"]["tokens_per_s"] > 0
+    assert report["draft"]["acceptance_rate"] >= 0.9 and 0 < report["redundancy"]["scale"] <= 1
+    assert report["draft"]["ratio"] > 0 and report["draft"]["expected_ratio"] > 0
+    assert len(table) == 10
+
+
+def test_the_smaller_what_inner_sub_layers_add_the_more_drafts_are_accepted() -> None:
+    runtime = gpu_model.random_runtime(gpu_model.SHAPES["tiny"], "cpu")
+    half = LayerSet(8, frozenset(range(1, 7)), frozenset(range(1, 7)))
+    before = gpu_model.run(runtime, gpu_model.drafting(half, 4), 48).acceptance_rate
+    scale = gpu_model.make_redundant(runtime, half, 0.9, 48)
+    after = gpu_model.run(runtime, gpu_model.drafting(half, 4), 48).acceptance_rate
+    assert before is not None and after is not None
+    assert before < 0.9 <= after and scale < 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without a CUDA device says")
+def test_without_a_gpu_it_skips_in_a_sentence_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    gpu.main([])
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"skipped": gpu.obstacle(gpu_model.SHAPES["codellama-13b"], "cuda")}
+    assert err.startswith("nothing was measured: this machine has no CUDA device") and err.count("\n") == 1
+
+
+@pytest.mark.gpu
+def test_tiny_shape_runs_by_graphs(capsys: pytest.CaptureFixture[str]) -> None:
+    gpu.main(["--shape", "tiny", "--speed", "graphs", "--tokens", "64"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["draft"]["ratio"] > 0

@@ -1,0 +1,237 @@
+"""Laws of the speed levels: compiled pieces and static passes compute what the eager runtime computes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from families import CONFIGS, tiny_model, tiny_runtime
+from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
+
+from swiftopt.core.errors import SettingsError
+from swiftopt.core.settings import SwiftSettings
+from swiftopt.core.types import LayerSet, ModelInfo, Sampling
+from swiftopt.decoding.context import Ending
+from swiftopt.decoding.loop import decode
+from swiftopt.decoding.method import PLAIN, Method, swift
+from swiftopt.decoding.rule import TokenRule
+from swiftopt.models import compiled
+from swiftopt.models.blocks import EAGER
+from swiftopt.models.graphs import RECORD_AT, GraphPasses, StaticPass
+from swiftopt.models.loading import at_speed, load
+from swiftopt.models.rows import Rows
+from swiftopt.models.runtime import Runtime
+
+PROMPT = [3, 17, 42, 8, 91, 5]
+SKIPPING = LayerSet(4, frozenset({1}), frozenset({2}))
+TREES = swift(SKIPPING, SwiftSettings(early_stop=False, max_draft_length=4, branching=((1.0, 3),)))  # 13 rows
+
+UNCOMPILED = """
+import torch
+from families import tiny_runtime
+from swiftopt.core.errors import SettingsError
+from swiftopt.models.blocks import EAGER
+from swiftopt.models.loading import at_speed
+runtime = tiny_runtime("llama", torch.float32)
+try:
+    at_speed(runtime, "compiled")
+except SettingsError as error:
+    print(error)
+assert all(block.pieces is EAGER for block in runtime.blocks)
+"""
+
+
+def tokens(runtime: Runtime, method: Method, n_new: int = 24) -> tuple[int, ...]:
+    return decode(runtime, PROMPT, method, TokenRule.of(Sampling(), None), Ending(n_new)).token_ids
+
+
+def graphed(family: str, recorded: list[StaticPass]) -> Runtime:
+    """A runtime whose static passes are run as they are, for want of a device that captures."""
+
+    def record(static: StaticPass) -> Callable[[], Tensor]:
+        recorded.append(static)
+        return static.run
+
+    runtime = tiny_runtime(family)
+    runtime.graphs = GraphPasses(runtime, record)
+    return runtime
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_static_passes_give_the_logits_of_eager_ones(family: str) -> None:
+    eager, recorded = tiny_runtime(family), list[StaticPass]()
+    runtime = graphed(family, recorded)
+    ids = [1 + 5 * i % 90 for i in range(40)]
+    buffers = [each.new_buffer(60) for each in (eager, runtime)]
+    for each, buffer in zip((eager, runtime), buffers, strict=True):
+        each.prefill(ids, buffer)
+    # Node 2 hangs beside node 1, so that its position is not its slot's.
+    own = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
+    tree = torch.cat((torch.ones(3, 40, dtype=torch.bool), own), dim=1)
+    for variants in ((), (SKIPPING,)):
+        for rows in (
+            Rows([7], 40, variants=variants),
+            Rows([7, 8, 9, 10, 11], 40, variants=variants),
+            Rows([7, 8, 9], 40, [40, 41, 41], tree, variants),
+        ):
+            wanted = eager.forward(rows, buffers[0])
+            for _ in range(RECORD_AT):
+                given = runtime.forward(rows, buffers[1])
+            torch.testing.assert_close(given, wanted, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(buffers[1].keys[3][:, :43], buffers[0].keys[3][:, :43], rtol=1e-9, atol=1e-9)
+    assert {static.width for static in recorded} == {1, 4, 8}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_neox", "gpt2", "phi3-window"])
+def test_decoding_by_static_passes_gives_the_same_tokens(family: str) -> None:
+    recorded: list[StaticPass] = []
+    runtime, eager = graphed(family, recorded), tiny_runtime(family)
+    for method in (PLAIN, TREES):
+        assert tokens(runtime, method) == tokens(eager, method)
+    assert {static.width for static in recorded} >= {1, 16}
+
+
+def test_longer_text_gets_a_pass_of_its_own_that_reads_further() -> None:
+    recorded: list[StaticPass] = []
+    runtime, eager = graphed("llama", recorded), tiny_runtime("llama")
+    text = [1 + 5 * i % 90 for i in range(250)]
+    rule = TokenRule.of(Sampling(), None)
+    runtime.max_positions = eager.max_positions = 512
+    long, expected = (decode(each, text, PLAIN, rule, Ending(12)).token_ids for each in (runtime, eager))
+    assert long == expected
+    assert [static.n_slots for static in recorded] == [256, 512]
+
+
+def test_a_buffer_is_lent_again_empty_when_nobody_holds_it() -> None:
+    runtime = graphed("llama", [])
+    first = runtime.new_buffer(100)
+    memory = first.keys[0].data_ptr()
+    beside = runtime.new_buffer(100)
+    assert beside.keys[0].data_ptr() != memory
+    runtime.prefill(PROMPT, first)
+    del first
+    gc.collect()
+    again = runtime.new_buffer(90)
+    assert again.keys[0].data_ptr() == memory and again.capacity == 90
+    assert not any(part.any() for part in (*again.keys, *again.values))
+
+
+def test_rows_that_fill_a_pass_up_change_no_slot_of_the_request() -> None:
+    recorded: list[StaticPass] = []
+    runtime = graphed("llama", recorded)
+    buffer = runtime.new_buffer(60)
+    runtime.prefill([*PROMPT, 9, 9, 9, 9, 9], buffer)
+    before = buffer.keys[2][:, :60].clone()
+    for _ in range(RECORD_AT):
+        runtime.forward(Rows([4, 5, 6], 6), buffer)
+    changed = (buffer.keys[2][:, :60] != before).any(dim=-1).any(dim=0).nonzero().flatten().tolist()
+    assert recorded[0].width == 4 and changed == [6, 7, 8]
+
+
+def test_layer_sets_that_are_run_once_are_not_captured() -> None:
+    recorded: list[StaticPass] = []
+    runtime = graphed("llama", recorded)
+    buffer = runtime.new_buffer(60)
+    for layer in range(4):
+        runtime.forward(Rows([4], 0, variants=(LayerSet(4, frozenset({layer})),)), buffer)
+    assert recorded == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without a CUDA device says")
+@pytest.mark.parametrize("speed", ["graphs", "compiled+graphs"])
+def test_graphs_without_a_cuda_device_are_refused_in_a_sentence(speed: str) -> None:
+    runtime = tiny_runtime("llama")
+    with pytest.raises(SettingsError, match="one CUDA device, and this one lies on cpu"):
+        at_speed(runtime, speed)  # type: ignore[arg-type]
+    assert runtime.graphs is None and runtime.blocks[0].pieces is EAGER
+
+
+def test_unknown_speed_is_refused_with_those_there_are() -> None:
+    with pytest.raises(SettingsError, match="eager, compiled, graphs"):
+        at_speed(tiny_runtime("llama"), "warp")  # type: ignore[arg-type]
+
+
+def test_without_a_compiler_the_runtime_stays_eager_and_a_sentence_says_so(tmp_path: Path) -> None:
+    environment = {**os.environ, "CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
+    done = subprocess.run([sys.executable, "-c", UNCOMPILED], env=environment, capture_output=True, text=True)
+    sentence = done.stdout.strip()
+    assert done.returncode == 0, done.stderr
+    assert "does not work on this machine" in sentence and sentence.endswith(
+        "install a C++ compiler, or use the eager runtime"
+    )
+    assert "\n" not in sentence and "Traceback" not in done.stderr
+
+
+def test_a_compiler_that_fails_leaves_the_runtime_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(piece: Callable[..., object]) -> Callable[..., object]:
+        def broken(*args: object) -> object:
+            raise BackendCompilerFailed(fail, RuntimeError("no room"), None)
+
+        return broken
+
+    monkeypatch.setattr(compiled, "_compiled", fail)
+    runtime = tiny_runtime("llama")
+    with pytest.raises(SettingsError, match="use the eager runtime"):
+        at_speed(runtime, "compiled")
+    assert all(block.pieces is EAGER for block in runtime.blocks)
+
+
+@pytest.fixture(scope="module")
+def compiled_runtime() -> Runtime:
+    runtime = tiny_runtime("gemma3", torch.float32)
+    at_speed(runtime, "compiled")
+    return runtime
+
+
+def test_compiled_pieces_give_the_tokens_and_logits_of_eager_ones(compiled_runtime: Runtime) -> None:
+    eager = tiny_runtime("gemma3", torch.float32)
+    assert compiled_runtime.blocks[0].pieces is not EAGER
+    quantised = LayerSet(4, formats=(("attn", "int8"), ("mlp", "int4")))
+    for method in (PLAIN, TREES, swift(quantised, SwiftSettings(max_draft_length=3))):
+        assert tokens(compiled_runtime, method) == tokens(eager, method)
+    buffers = [each.new_buffer(40) for each in (eager, compiled_runtime)]
+    for variants in ((), (quantised,)):
+        for n in (1, 3, 7):
+            rows = Rows(PROMPT[:1] * n, 0, variants=variants)
+            wanted, given = (e.forward(rows, b) for e, b in zip((eager, compiled_runtime), buffers, strict=True))
+            torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_pieces_are_compiled_for_one_row_and_for_several_and_never_again(compiled_runtime: Runtime) -> None:
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    buffer = compiled_runtime.new_buffer(40)
+    for n in (1, 2, 3, 5, 9, 1):
+        compiled_runtime.forward(Rows([4] * n, 0), buffer)
+    assert counters["stats"]["unique_graphs"] == 0 and not counters["graph_break"]
+
+
+@pytest.mark.model
+def test_compiled_smollm2_decodes_as_eager_in_float32() -> None:
+    runtime = load("smollm2-135m", "float32", "cpu")
+    prompt = runtime.tokenizer.encode("def fibonacci(n):\n")
+    method = swift(LayerSet.uniform(30, 12), SwiftSettings(max_draft_length=5))
+    rule = TokenRule.of(Sampling(), None)
+    expected = decode(runtime, prompt, PLAIN, rule, Ending(32)).token_ids
+    at_speed(runtime, "compiled")
+    assert all(decode(runtime, prompt, each, rule, Ending(32)).token_ids == expected for each in (PLAIN, method))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("speed", ["graphs", "compiled+graphs"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_captured_passes_give_the_tokens_of_eager_ones(family: str, speed: str) -> None:
+    info = ModelInfo("tiny", family, 4, 1)
+    runtimes = [Runtime(tiny_model(family, torch.float32).to("cuda"), None, info) for _ in range(2)]
+    at_speed(runtimes[1], speed)  # type: ignore[arg-type]
+    for method in (PLAIN, TREES, PLAIN):
+        assert tokens(runtimes[1], method) == tokens(runtimes[0], method)
