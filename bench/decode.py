@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from ..core.errors import LayerSetNotFound, SettingsError
+from ..core.methods import METHODS as METHOD_INFOS
 from ..core.requests import GenerateRequest
 from ..core.settings import SwiftSettings
 from ..core.types import Completion, CostProfile, Prompt
@@ -18,13 +19,15 @@ from ..decoding.method import PLAIN, Method
 from ..decoding.session import Session
 from ..models.costs import device_name
 from ..models.runtime import Runtime
+from ..optimizer.drafting import expected_of
 from ..optimizer.search import Search
 from ..optimizer.verdict import Timed, bootstrap_interval, speed_ratio
 from ..store import Store
 from ..worker.generate import Planner
 from ..worker.stored_costs import stored_costs
 
-METHODS = ("plain", "swift", "hf-plain", "hf-lookup")
+HF_OPTIONS = ("hf-plain", "hf-lookup", "hf-assistant")
+METHODS = (*METHOD_INFOS, "best", *HF_OPTIONS)
 LOOKUP_TOKENS = 10  # prompt_lookup_num_tokens of hf-lookup, the value of transformers' documentation
 SCHEMA = "swiftopt.bench-decode/1"
 
@@ -57,11 +60,13 @@ def run_methods(
     request: GenerateRequest,
     store: Store | None,
     on_run: Callable[[str, int, int, Timed], None] | None = None,
+    assistant: Runtime | None = None,
 ) -> dict[str, Any]:
     """Decode every prompt with every method, their order rotating from prompt to prompt, after one warm-up each.
 
-    `swift` drafts with the request's layer set or the stored one; with neither it searches while it decodes, and the
-    time of that counts. Chats are cut to their first turn, so that all methods see the same ids.
+    `best` is what the stored plan of the prompt's task says; `assistant` drafts for `hf-assistant`. `swift` drafts with
+    the request's layer set or the stored one; with neither it searches while it decodes, and the time of that counts.
+    Chats are cut to their first turn, so that all methods see the same ids.
 
     Returns: the object that `swiftopt bench decode --json` prints.
     Raises:  SettingsError: a method is unknown, or there is nothing to compare.
@@ -72,10 +77,12 @@ def run_methods(
     session = Session(runtime, request.sampling, request.max_new_tokens)
     prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
     n_positions = max(session.check(prompt) for prompt in prompts)
+    if "hf-assistant" in methods and assistant is None:
+        raise SettingsError("hf-assistant needs a model that drafts: pass --assistant MODEL")
     costs = stored_costs(runtime, store, n_positions) if store is not None and "swift" in methods else None
-    runners = {method: _runner(method, runtime, session, request, store, costs) for method in methods}
-    for method in methods:
-        _warm_up(method, session, prompts[0])
+    runners = {method: _runner(method, runtime, session, request, store, costs, assistant) for method in methods}
+    for runner in runners.values():
+        runner(replace(prompts[0], max_new_tokens=4))  # so that no method pays for first allocations later
     runs = {method: MethodRuns(method, [], [], []) for method in methods}
     for number, prompt in enumerate(prompts):
         turn = number % len(methods)
@@ -129,6 +136,7 @@ def _result(own: MethodRuns, base: MethodRuns, costs: CostProfile | None) -> dic
         "of": len(base.token_ids),
         "decode_ratio": decode_ratio,
         "expected_ratio": expected,
+        "decoded_with": sorted({done.method for done in own.completions}),
         "optimise_seconds": round(sum(done.timings.optimise_s for done in own.completions), 3),
     }
 
@@ -136,30 +144,21 @@ def _result(own: MethodRuns, base: MethodRuns, costs: CostProfile | None) -> dic
 def _against_expected(
     own: MethodRuns, base: MethodRuns, costs: CostProfile | None
 ) -> tuple[float | None, float | None]:
-    """Ratio of decoding time without prefill and search, and what Eq. 6 says of it.
+    """Ratio of decoding time without prefill and search, and what measured costs say of it.
 
-    None where that has no meaning: no layer set or several, or no target pass after the prefill.
+    The expected ratio is Eq. 6's for one layer set, and the drafter's own reckoning where it decides by such costs;
+    None where neither is there, or no target pass came after the prefill.
     """
-    sets = {done.layer_set for done in own.completions}
-    layer_set = next(iter(sets)) if len(sets) == 1 else None
     passes = [sum(done.target_passes for done in runs.completions) for runs in (own, base)]
-    if costs is None or layer_set is None or not all(passes):
+    expected = expected_of(costs, own.completions)
+    if expected is None or not all(passes):
         return None, None
     speeds = [
         sum(done.n_tokens - done.first_tokens for done in runs.completions)
         / sum(done.timings.total_s - done.prefill_s - done.timings.optimise_s for done in runs.completions)
         for runs in (own, base)
     ]
-    return speeds[0] / speeds[1], costs.expected_of(layer_set, own.completions)
-
-
-def _warm_up(method: str, session: Session, prompt: Prompt) -> None:
-    """A few tokens, so that no method pays for first allocations."""
-    brief = replace(prompt, max_new_tokens=4)
-    if method.startswith("hf-"):
-        _hf_runner(method, session)(brief)
-    else:
-        list(session.run(brief, PLAIN))
+    return speeds[0] / speeds[1], expected
 
 
 def _runner(
@@ -169,12 +168,16 @@ def _runner(
     request: GenerateRequest,
     store: Store | None,
     costs: CostProfile | None,
+    assistant: Runtime | None,
 ) -> Runner:
-    if method.startswith("hf-"):
-        return _hf_runner(method, session)
+    if method in HF_OPTIONS:
+        return _hf_runner(method, session, assistant)
     if method == "plain":
         return _own_runner(session, lambda prompt: (PLAIN, None))
-    return _own_runner(session, _SwiftPlans(runtime, request, store, costs))
+    if method == "swift":
+        return _own_runner(session, _SwiftPlans(runtime, request, store, costs))
+    planner = Planner(replace(request, method=None if method == "best" else method), runtime, store)
+    return _own_runner(session, lambda prompt: (planner.plan_for(request.task or prompt.task)[0], None))
 
 
 def _own_runner(session: Session, plan: Callable[[Prompt], tuple[Method, Watch | None]]) -> Runner:
@@ -235,8 +238,10 @@ def hf_generate(session: Session, token_ids: Sequence[int], max_new_tokens: int,
     return tuple(out[0, len(token_ids) :].tolist())
 
 
-def _hf_runner(method: str, session: Session) -> Runner:
+def _hf_runner(method: str, session: Session, assistant: Runtime | None) -> Runner:
     options: dict[str, Any] = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if method == "hf-lookup" else {}
+    if method == "hf-assistant" and assistant is not None:
+        options = {"assistant_model": assistant.hf_model}
 
     def run(prompt: Prompt) -> tuple[tuple[int, ...], Completion | None]:
         max_new_tokens = prompt.max_new_tokens or session.max_new_tokens

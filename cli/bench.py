@@ -6,14 +6,23 @@ from typing import Any
 
 import click
 
+from ..core.methods import METHODS as METHOD_INFOS
 from ..core.requests import GenerateRequest
 from ..core.streams import read_stream
 from .ablate import ablate
 from .checks import check_model, check_words
 from .options import PresetGroup, db_option, json_option, machine_options, open_store, pick, positive, read_layer_set
 from .output import emit_json, note, show
+from .search import search
 
-METHODS = ("plain", "swift", "hf-plain", "hf-lookup")  # those of bench/decode.py, which imports torch
+METHODS = (
+    *METHOD_INFOS,
+    "best",
+    "hf-plain",
+    "hf-lookup",
+    "hf-assistant",
+)  # those of bench/decode.py, which imports torch
+COMPARED = ("plain", "swift", "hf-plain", "hf-lookup")
 
 
 @click.group(cls=PresetGroup, short_help="Measure decoding on this machine.")
@@ -27,6 +36,7 @@ def bench() -> None:
 
 
 bench.add_command(ablate)
+bench.add_command(search)
 
 
 @bench.command(short_help="Methods side by side on the same prompts.")
@@ -34,7 +44,8 @@ bench.add_command(ablate)
 @click.option("--stream", required=True, metavar="FILE", help="Prompts, one JSON object per line; - is standard input.")
 @click.option("--task", help="Whose stored layer set to use.  [default: each prompt's own task]")
 @click.option("--layer-set", "layer_set_file", metavar="FILE", help="Draft with this exported layer set.")
-@click.option("--methods", default=",".join(METHODS), show_default=True, help="What to compare.")
+@click.option("--methods", default=",".join(COMPARED), show_default=True, help="What to compare.")
+@click.option("--assistant", metavar="MODEL", help="The smaller model that drafts for hf-assistant.")
 @click.option("--limit", type=positive, help="Take only the first prompts of the stream.")
 @machine_options(GenerateRequest)
 @db_option
@@ -42,6 +53,7 @@ bench.add_command(ablate)
 def decode(
     stream: str,
     methods: str,
+    assistant: str | None,
     layer_set_file: str | None,
     limit: int | None,
     db: str | None,
@@ -51,7 +63,9 @@ def decode(
     """Decode every prompt with every method, interleaved in one process, greedily.
 
     `swift` drafts with the task's stored layer set or the given one; with neither it searches while it decodes, and
-    the time of that counts. `hf-plain` and `hf-lookup` are transformers' own generate, without and with prompt lookup.
+    the time of that counts. `best` is what the task's stored plan says; other methods of `swiftopt compare` run with
+    what is stored for them. `hf-plain`, `hf-lookup` and `hf-assistant` are transformers' own generate: alone, with
+    prompt lookup, with --assistant drafting.
 
     \b
     Example:
@@ -73,7 +87,8 @@ def decode(
         Planner(request, runtime, None).plan_for(record.task)  # a set of another model must not cost the plain runs
     with open_store(db) as store:
         store.remember_model(runtime.info)
-        report = run_methods(runtime, prompts, chosen, request, store, _show_run)
+        drafting = None if assistant is None else load(assistant, request.dtype, request.device)
+        report = run_methods(runtime, prompts, chosen, request, store, _show_run, drafting)
     if as_json:
         emit_json(report)
     else:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_h
 import click
 
 from ..core.errors import LayerSetError
+from ..core.formats import FORMATS, STORED
 from ..core.jobs import DEFAULT_QUEUE
 from ..core.settings import SwiftSettings
 from ..core.types import LayerSetRecord, Sampling
@@ -139,6 +140,13 @@ sampling_options = together(
 )
 
 settings_options = together(
+    from_field(SwiftSettings, "method", "What the layer set is to draft for; adaptive decides by measured time."),
+    from_field(
+        SwiftSettings,
+        "draft_format",
+        "Weights of what a draft keeps.",
+        type=click.Choice([*FORMATS, STORED]),
+    ),
     from_field(SwiftSettings, "strategy", "Who proposes layer sets: random, bayes, swift or tpe."),
     from_field(SwiftSettings, "objective", "What a layer set is scored by."),
     from_field(SwiftSettings, "skip_ratio", "r, from 0 to 1.  [default: 0.45, 0.5 from 34B on]", type=float),

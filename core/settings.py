@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .errors import SettingsError
+from .formats import FORMATS, STORED
 
 Branching = tuple[tuple[float, int], ...]
 
@@ -25,6 +26,9 @@ class SwiftSettings:
     Raises: SettingsError: a value is out of its range.
     """
 
+    # what the layer set drafts for: SWIFT's own trees, or adaptive drafts with quantised copies (docs/methods.md)
+    method: Literal["swift", "adaptive"] = "swift"
+    draft_format: str = STORED  # of the sub-layers that a draft keeps, and of its head: one of core.formats
     # drafting and verification (4.2)
     stop_threshold: float = 0.8  # ε; B.2 gives none, this is the published code's
     max_draft_length: int = 25  # N_D, draft steps per round
@@ -65,6 +69,9 @@ class SwiftSettings:
             self.objective in ("expected_speedup", "matchness"),
             "expected_speedup or matchness",
         )
+        _check("method", self.method, self.method in ("swift", "adaptive"), "swift or adaptive")
+        formats = (*FORMATS, STORED)
+        _check("draft_format", self.draft_format, self.draft_format in formats, f"one of {', '.join(formats)}")
         bounds = [bound for bound, _ in self.branching]
         rising = bounds == sorted(set(bounds)) and bounds[-1:] == [1.0] and all(k >= 1 for _, k in self.branching)
         _check("branching", self.branching, rising, "rising (confidence, candidates) pairs that end at confidence 1")

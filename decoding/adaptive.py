@@ -19,11 +19,12 @@ from dataclasses import dataclass, field
 import torch
 
 from ..core.method_settings import AdaptiveSettings
-from ..core.types import LayerSet
+from ..core.types import CostProfile, LayerSet
 from .context import Context
 from .draft import Draft, Drafting, Outcome
 from .follow import Cursor, Matches
 from .lookup import HitRates
+from .method import Method
 from .models import DraftModel
 from .tree import DraftTree
 from .worth import Acceptance, Pace, Prices, Probing, Rate, chain_worth
@@ -54,6 +55,11 @@ class AdaptiveDrafter:
     def max_rows(self, room: int) -> int:
         """See `Drafter`."""
         return 1 + 2 * min(room, self.settings.max_draft_length) + MOST_GUESSES
+
+
+def adaptive(model: DraftModel, costs: CostProfile, settings: AdaptiveSettings) -> Method:
+    """Adaptive drafting with that model, whose layer set may change between rounds."""
+    return Method("adaptive", AdaptiveDrafter(model, Prices(costs, model), settings))
 
 
 @dataclass(slots=True)

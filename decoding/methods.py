@@ -30,7 +30,7 @@ from ..core.types import CostProfile, LayerSet
 from ..models.learned import Heads, Probe
 from ..models.runtime import Runtime
 from ..models.stacked import StackedLayers
-from .adaptive import AdaptiveDrafter
+from .adaptive import AdaptiveDrafter, adaptive
 from .beams import BeamDrafter
 from .chain import ChainDrafter
 from .early import EarlyDrafter
@@ -209,15 +209,15 @@ def _by_worth(parts: Parts, settings: AdaptiveSettings) -> Method:
     if costs is None:
         raise SettingsError("this method decides by measured costs: give Parts the profile that measure_costs returns")
     layer_set = (parts.layer_set or LayerSet(parts.runtime.n_layers)).filled(settings.draft_format)
-    if layer_set.is_whole:
-        return Method("adaptive", AdaptiveDrafter(None, Prices(costs, None), settings))
     if missing := costs.missing(layer_set):
         raise SettingsError(
             f"the costs of {', '.join(sorted(missing))} are not in the profile: add them with measure_format"
         )
+    if layer_set.is_whole:
+        return Method("adaptive", AdaptiveDrafter(None, Prices(costs, None), settings))
     model = SkippedTarget(layer_set)
     model.check(parts.runtime)
-    return Method("adaptive", AdaptiveDrafter(model, Prices(costs, layer_set), settings))
+    return adaptive(model, costs, settings)
 
 
 def _adaptive(settings: SelfSdSettings | AdaSpeedSettings, joint: bool = False, probe: Probe | None = None) -> StopRule:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ..core.types import CostProfile, LayerSet
 
@@ -19,20 +20,32 @@ PRIOR = 4.0  # observations that a prior counts for
 MEMORY = 256.0  # observations after which the old ones fade
 
 
-class Prices:
-    """Costs in plain passes of the target, from a measured profile; looked up once per number of rows."""
+class Drafts(Protocol):
+    """Who drafts: the target without a layer set's sub-layers, which may change between rounds."""
 
-    def __init__(self, costs: CostProfile, layer_set: LayerSet | None) -> None:
-        self._costs, self._layer_set = costs, layer_set
-        self._draft: dict[int, float] = {}
+    @property
+    def layer_set(self) -> LayerSet | None: ...
+
+
+class Prices:
+    """Costs in plain passes of the target, from a measured profile; looked up once per layer set and number of rows.
+
+    Args: drafts: who drafts, or its layer set; None: nobody does.
+    """
+
+    def __init__(self, costs: CostProfile, drafts: Drafts | LayerSet | None) -> None:
+        self._costs, self._drafts = costs, drafts
+        self._draft: dict[tuple[LayerSet, int], float] = {}
         self._verify: dict[int, float] = {}
 
     def draft(self, n_rows: int) -> float:
         """A draft pass over `n_rows` rows; infinite without a draft model."""
-        if n_rows not in self._draft:
-            own = self._layer_set
-            self._draft[n_rows] = float("inf") if own is None else self._costs.draft_cost(own, n_rows)
-        return self._draft[n_rows]
+        own = self._drafts if self._drafts is None or isinstance(self._drafts, LayerSet) else self._drafts.layer_set
+        if own is None:
+            return float("inf")
+        if (own, n_rows) not in self._draft:
+            self._draft[own, n_rows] = self._costs.draft_cost(own, n_rows)
+        return self._draft[own, n_rows]
 
     def verify(self, n_rows: int) -> float:
         """A target pass over `n_rows` rows."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..core.completions import layer_set_from_json, layer_set_to_json
@@ -71,4 +71,5 @@ def trimmed(layer_set: LayerSet, n_skipped: int) -> LayerSet:
     if n_skipped >= len(skipped):
         return layer_set
     kept = [skipped[(j * len(skipped)) // n_skipped] for j in range(n_skipped)] if n_skipped else []
-    return LayerSet.of(layer_set.n_layers, kept)  # type: ignore[arg-type]
+    left = LayerSet.of(layer_set.n_layers, kept)  # type: ignore[arg-type]
+    return replace(layer_set, skip_attn=left.skip_attn, skip_mlp=left.skip_mlp)

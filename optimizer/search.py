@@ -12,38 +12,23 @@ from ..core.settings import SwiftSettings
 from ..core.types import CostProfile, LayerSet, Trial, n_skipped_for
 from ..decoding.context import Context
 from ..decoding.loop import Round
-from ..decoding.method import swift
 from ..decoding.models import SkippedTarget
-from .evaluation import WindowScore, score_window
+from .batches import candidates_per_pass, scored
+from .drafting import drafting_with, starting_set
+from .finals import FINALISTS, Finals, Place
 from .incumbent import Incumbent, lowered_ratio, trimmed
-from .objective import objective
-from .strategies import make_strategy
+from .proposer import Proposer
+from .standing import Standing
+from .strategies import recipe_of
 
-LARGEST_BATCH = 8  # candidates per pass
-BATCH_GAIN = 0.95  # a larger batch must cut the seconds per candidate at least to this share
-CONFIRM_WINDOWS = 2  # a swap is decided on this many context windows
 TellEvent = Callable[[Event], None]
-
-
-def candidates_per_pass(costs: CostProfile | None, window: int) -> int:
-    """How many candidates one pass should score: as many as make each cheaper, by the measured cost of rows.
-
-    Only widths that were measured count: beyond them a line through the last two promises savings that a processor
-    already busy does not give (SmolLM2-135M on 2 cores: 8 candidates, 256 rows, cost 8 times one).
-    """
-    best = 1
-    if costs is not None:
-        for n in (2, 4, LARGEST_BATCH):
-            cheaper = costs.target_pass_s(n * window) / n < BATCH_GAIN * costs.target_pass_s(best * window) / best
-            if n * window <= max(costs.pass_s) and cheaper:
-                best = n
-    return best
 
 
 class Search:
     """Proposes, scores and adopts layer sets between rounds of decoding, until one of the stopping rules holds.
 
-    `method` drafts with the set in use; pass `before_round` and `after_round` to the decode loop.
+    `method` drafts with the set in use; pass `before_round` and `after_round` to the decode loop. `start` is the set to
+    begin with, whose formats every candidate keeps; None: evenly spaced sub-layers by `skip_ratio`.
     """
 
     def __init__(
@@ -55,27 +40,26 @@ class Search:
         costs: CostProfile | None,
         tell: TellEvent,
         prompt_id: Callable[[], str],
+        start: LayerSet | None = None,
     ) -> None:
         self.task, self.settings, self.costs = task, settings, costs
-        self.skip_ratio = skip_ratio
-        self.n_layers = n_layers
-        start = LayerSet.uniform(n_layers, n_skipped_for(n_layers, skip_ratio))
+        self.skip_ratio, self.n_layers = skip_ratio, n_layers
+        start = start or starting_set(n_layers, settings, skip_ratio, recipe_of(settings.strategy).chooses_size)
         self._draft = SkippedTarget(start)
-        self.method = swift(self._draft, settings)
+        self.method = drafting_with(self._draft, settings, costs)
         self.trials: list[Trial] = []
-        self.stopped_because = "" if settings.optimise else "optimisation is switched off"
-        if settings.optimise and not settings.max_steps:
-            self.stopped_because = "no candidates were asked for"
         self.batch = candidates_per_pass(costs, settings.context_window)
-        self._incumbent = Incumbent(start)
-        self._n_at_gain = 0  # candidates scored when the set in use was first scored or adopted
+        self.reopened_because = ""
+        self.stopped_because = self._never
+        self._standing = Standing(Incumbent(start))
+        self._candidate_rows = 0
+        self._proposer = self._new_proposer() if self.optimising else None
         self._tell, self._prompt_id = tell, prompt_id
-        self._strategy = None if self.stopped_because else self._make_strategy(start.n_skipped)
 
     @property
     def layer_set(self) -> LayerSet:
         """The set in use."""
-        return self._incumbent.layer_set
+        return self._standing.incumbent.layer_set
 
     @property
     def optimising(self) -> bool:
@@ -85,50 +69,66 @@ class Search:
     @property
     def matchness(self) -> float | None:
         """Mean matchness of the set in use over the windows it was scored on; None before its first."""
-        return self._incumbent.matchness if self._incumbent.n else None
+        return self._standing.incumbent.matchness if self._standing.incumbent.n else None
 
     @property
     def scratch_rows(self) -> int:
         """Buffer slots that `before_round` may write behind the committed ones."""
-        if not self.optimising:
+        if self._proposer is None or not self.optimising:
             return 0
-        # The first pass scores the starting set beside a batch; a confirmation scores two sets on a longer window.
-        return self.settings.context_window * max(self.batch + 1, 2 * CONFIRM_WINDOWS)
+        n_sets = 1 + max(self.batch, FINALISTS + 1)  # the set in use, and candidates or finalists with one candidate
+        return max(self.settings.context_window * n_sets, self._proposer.scratch_rows)
+
+    @property
+    def rows_run(self) -> float:
+        """Rows of the full model that the search has cost, a study's counted by the share of the model they ran."""
+        return self._candidate_rows + (0.0 if self._proposer is None else self._proposer.rows_run)
 
     def before_round(self, context: Context) -> None:
         """One pass over candidates, once the context window is full."""
-        n_generated = len(context.generated)
-        if not self.optimising or n_generated < self.settings.context_window:
+        window = self.settings.context_window
+        if not self.optimising or len(context.generated) < window:
             return
-        assert self._strategy is not None
         clock = perf_counter()
-        room = self.settings.max_steps - len(self.trials)
-        starting = self._incumbent.n == 0
-        proposals = [self._strategy.propose() for _ in range(min(self.batch, room - starting))]
-        sets = [(p.layer_set, p.origin) for p in proposals]
-        if starting:
-            sets.insert(0, (self.layer_set, "uniform" if not self.trials else "trimmed"))
-        scores = score_window(context, [layer_set for layer_set, _ in sets], self.settings.context_window)
+        place = Place(self._prompt_id(), len(context.token_ids) - window)
+        assert self._proposer is not None
+        if self._proposer.paired and not self._standing.is_news(place, window):
+            return
+        self._standing.looked = place
+        sets = self._sets(context, place)
+        trials = scored(context, sets, place, self.settings, self.costs, len(self.trials))
+        self._candidate_rows += window * len(sets)
         share = (perf_counter() - clock) / len(sets)
-        trials = [
-            self._trial(context, i, layer_set, origin, score, share)
-            for i, ((layer_set, origin), score) in enumerate(zip(sets, scores, strict=True))
-        ]
-        if starting:
-            self._incumbent.add(trials[0].score, trials[0].matchness)
-            self._n_at_gain = trials[0].step + 1
-        self._settle(context, trials)
+        self._settle(place, [replace(trial, seconds=share) for trial in trials])
 
     def after_round(self, context: Context, round_: Round) -> None:
-        """Lower the skip ratio where acceptance stays too low while optimising (SWIFT C.2)."""
-        if not self.optimising:
+        """Lower the skip ratio where acceptance stays too low while optimising (SWIFT C.2).
+
+        Strategies that choose the size themselves have no ratio to lower.
+        """
+        if self._proposer is None or not self.optimising or self._proposer.chooses_size:
             return
         settings = self.settings
-        acceptance = self._incumbent.acceptance_after(round_, settings.min_acceptance_rounds)
+        acceptance = self._standing.incumbent.acceptance_after(round_, settings.min_acceptance_rounds)
         if acceptance is not None and acceptance < settings.min_acceptance:
             lowered = lowered_ratio(self.n_layers, self.skip_ratio, self.layer_set.n_skipped, settings.skip_ratio_step)
             if n_skipped_for(self.n_layers, lowered) > 0:
                 self._lower(lowered, acceptance)
+
+    def reopen(self, reason: str, first: Sequence[LayerSet] = ()) -> None:
+        """Search again, as if anew, from the set in use; the sets of `first` are scored before any other.
+
+        Nothing that was tried before counts: the text has changed. Where no search was wanted, none begins.
+        """
+        if self._never:
+            return
+        self.close()
+        self.reopened_because, self.stopped_because = reason, ""
+        stored = [layer_set for layer_set in dict.fromkeys(first) if layer_set != self.layer_set]
+        n = len(self.trials)
+        self._standing = Standing(Incumbent(self.layer_set), first=stored, opened_at=n, n_at_gain=n)
+        self._candidate_rows += 0 if self._proposer is None else round(self._proposer.rows_run)
+        self._proposer = self._new_proposer()
 
     def finish(self, reason: str) -> None:
         """End the search, if it has not ended yet."""
@@ -138,18 +138,18 @@ class Search:
 
     def close(self) -> None:
         """Free what the strategy holds, whether the search has ended or was cut short."""
-        if self._strategy is not None:
-            self._strategy.close()
+        if self._proposer is not None:
+            self._proposer.strategy.close()
 
     def state(self) -> dict[str, Any]:
         """Where the search stands between two passes, as JSON values, without its trials."""
         return {
             "n_trials": len(self.trials),
             "skip_ratio": self.skip_ratio,
-            "incumbent": self._incumbent.to_json(),
-            "n_at_gain": self._n_at_gain,
+            "standing": self._standing.to_json(),
+            "reopened_because": self.reopened_because,
             "stopped_because": self.stopped_because,
-            "strategy": self._strategy.state() if self._strategy is not None and self.optimising else None,
+            "strategy": None if self._proposer is None or not self.optimising else self._proposer.strategy.state(),
         }
 
     def restore(self, state: Mapping[str, Any], trials: Sequence[Trial]) -> None:
@@ -160,92 +160,85 @@ class Search:
         if [trial.step for trial in trials] != list(range(state["n_trials"])):
             raise ValueError(f"task {self.task!r} stood at {state['n_trials']} trials, but {len(trials)} are stored")
         self.trials, self.skip_ratio = list(trials), state["skip_ratio"]
-        self._incumbent = Incumbent.from_json(state["incumbent"])
+        self._standing = Standing.from_json(state["standing"])
         self._draft.layer_set = self.layer_set
-        self._n_at_gain, self.stopped_because = state["n_at_gain"], state["stopped_because"]
-        if self._strategy is not None and self.optimising:
-            for trial in self.trials:
-                self._strategy.observe(trial)
-            self._strategy.restore(state["strategy"])
+        self.reopened_because, self.stopped_because = state["reopened_because"], state["stopped_because"]
+        if self._proposer is not None and self.optimising:
+            for trial in self.trials[self._standing.opened_at :]:
+                self._proposer.strategy.observe(trial)
+            self._proposer.strategy.restore(state["strategy"])
 
-    def _make_strategy(self, n_skipped: int) -> Any:
-        settings = self.settings
-        return make_strategy(
-            settings.strategy,
-            self.n_layers,
-            n_skipped,
-            settings.seed,
-            interval=settings.bayes_interval,
-            deterministic=settings.deterministic,
-        )
+    @property
+    def _never(self) -> str:
+        """Why there is no search at all; "" where there is one."""
+        if not self.settings.optimise:
+            return "optimisation is switched off"
+        return "" if self.settings.max_steps else "no candidates were asked for"
 
-    def _trial(
-        self, context: Context, offset: int, layer_set: LayerSet, origin: str, score: WindowScore, seconds: float
-    ) -> Trial:
-        return Trial(
-            step=len(self.trials) + offset,
-            layer_set=layer_set,
-            origin=origin,
-            matchness=score.matchness,
-            score=objective(score, layer_set, self.settings, self.costs),
-            prompt_id=self._prompt_id(),
-            position=len(context.token_ids) - self.settings.context_window,
-            seed=self.settings.seed,
-            seconds=seconds,
-        )
+    def _new_proposer(self) -> Proposer:
+        return Proposer(self.settings, self.costs, self.layer_set, self.skip_ratio)
 
-    def _settle(self, context: Context, trials: list[Trial]) -> None:
-        """Tell the strategy, swap if the best of the batch holds up, and see whether the search is over."""
-        assert self._strategy is not None
-        best = max(trials, key=lambda trial: trial.score)
-        if best.layer_set != self.layer_set and best.score > self._incumbent.score and self._confirm(context, best):
-            trials[trials.index(best)] = replace(best, adopted=True)
-            self._n_at_gain = best.step + 1
-            self._tell(Adopted(self.task, self.layer_set, self._incumbent.matchness, best.step))
+    def _sets(self, context: Context, place: Place) -> list[tuple[LayerSet, str]]:
+        """What the next pass scores, each with its origin: what must be scored now comes before what is proposed."""
+        assert self._proposer is not None
+        standing, n_tried = self._standing, len(self.trials) - self._standing.opened_at
+        room = self.settings.max_steps - n_tried
+        held = (self.layer_set, "in use" if self.trials else "uniform")
+        due = standing.finals.due(place, self.settings.context_window)
+        if standing.incumbent.n == 0:
+            due, sets = [], [(self.layer_set, "trimmed") if n_tried else held]
+        elif (due or self._proposer.paired) and len(due) + 1 < room:
+            sets = [held, *((layer_set, "final") for layer_set in due)]
+        else:
+            due, sets = [], []
+        room -= len(sets)
+        n = min(self._proposer.n_beside(len(due), self.batch), room)
+        stored = standing.take_first(n)
+        sets += [(layer_set, "stored") for layer_set in stored]
+        return sets + self._proposer.proposed(context, place.prompt_id, n - len(stored))
+
+    def _settle(self, place: Place, trials: list[Trial]) -> None:
+        """Judge a final or let challengers in, tell the strategy, and see whether the search is over."""
+        assert self._proposer is not None
+        standing, strategy, n_before = self._standing, self._proposer.strategy, len(self.trials)
+        finalists = [trial for trial in trials if trial.origin == "final"]
+        decided = standing.judge(place, trials[0], finalists) if trials[0].layer_set == self.layer_set else None
+        if decided is not None:
+            trials = [decided if trial.step == decided.step else trial for trial in trials]
+            self._draft.layer_set = self.layer_set
+            self._tell(Adopted(self.task, self.layer_set, self.matchness, decided.step))
         self.trials += trials
         for trial in trials:
-            self._strategy.observe(trial)
+            strategy.observe(trial)
+        fresh = [trial for trial in trials if trial.origin != "final" and trial.layer_set != self.layer_set]
+        if fresh and not self._spent(n_before):
+            standing.admit(place, fresh, strategy.rate([self.layer_set, *(trial.layer_set for trial in fresh)]))
         self._check_end()  # first, so that who is told of the trials may keep a state that knows of the end
         self._tell(TrialsDone(self.task, tuple(trials)))
 
-    def _confirm(self, context: Context, challenger: Trial) -> bool:
-        """Score both on one window, twice as long if the text is; adopt the challenger if it is better there.
-
-        Scores of different windows are different noise, and a challenger that looks best was lucky in its own window;
-        the tokens before that one are as good a judge of both.
-        """
-        window = min(len(context.generated), CONFIRM_WINDOWS * self.settings.context_window)
-        sets = (self.layer_set, challenger.layer_set)
-        held, new = score_window(context, sets, window)
-        held_score, new_score = (
-            objective(score, layer_set, self.settings, self.costs)
-            for layer_set, score in zip(sets, (held, new), strict=True)
-        )
-        if new_score <= held_score:
-            self._incumbent.add(held_score, held.matchness)
-            return False
-        self._use(challenger.layer_set)
-        self._incumbent.add(new_score, new.matchness)
-        return True
-
-    def _use(self, layer_set: LayerSet) -> None:
-        self._incumbent = Incumbent(layer_set)
-        self._draft.layer_set = layer_set
+    def _spent(self, n_tried: int) -> bool:
+        """Whether as many candidates as are waited for have brought nothing."""
+        assert self._proposer is not None
+        return n_tried - self._standing.n_at_gain >= self._proposer.patience
 
     def _check_end(self) -> None:
+        assert self._proposer is not None
         settings, n = self.settings, len(self.trials)
-        if self._incumbent.matchness > settings.target_matchness:
-            self.finish(f"matchness {self._incumbent.matchness:.2f} is above {settings.target_matchness}")
-        elif n >= settings.max_steps:
-            self.finish(f"{n} candidates were scored")
-        elif n - self._n_at_gain >= settings.patience:
-            self.finish(f"no better layer set in {settings.patience} candidates")
+        n_tried, matchness = n - self._standing.opened_at, self._standing.incumbent.matchness
+        if not self._proposer.chooses_size and matchness > settings.target_matchness:
+            self.finish(f"matchness {matchness:.2f} is above {settings.target_matchness}")
+        elif n_tried >= settings.max_steps:
+            self.finish(f"{n_tried} candidates were scored")
+        elif self._spent(n) and not self._standing.finals.finalists:
+            self.finish(f"no better layer set in {self._proposer.patience} candidates")
 
     def _lower(self, skip_ratio: float, acceptance: float) -> None:
         """Go on with fewer skipped sub-layers, starting from the set in use without some of them."""
-        assert self._strategy is not None
+        assert self._proposer is not None
         self.skip_ratio = skip_ratio
         n_skipped = n_skipped_for(self.n_layers, skip_ratio)
-        self._strategy.set_n_skipped(n_skipped)
-        self._use(trimmed(self.layer_set, n_skipped))
+        self._proposer.strategy.set_n_skipped(n_skipped)
+        self._standing.incumbent = Incumbent(trimmed(self.layer_set, n_skipped))
+        self._standing.finals = Finals()
+        self._draft.layer_set = self.layer_set
         self._tell(SkipRatioLowered(self.task, skip_ratio, acceptance))

@@ -11,9 +11,10 @@ from ..core.settings import SwiftSettings
 from ..core.types import CostProfile, LayerSetRecord, Prompt, Sampling, Trial, Verdict
 from ..decoding.context import Context
 from ..decoding.loop import Round, Watch
-from ..decoding.method import swift
+from ..decoding.models import SkippedTarget
 from ..decoding.session import Session, n_turns
 from ..models.runtime import Runtime
+from .drafting import drafting_with, expected_of
 from .reports import progress_of, record_of, result_of
 from .search import Search, TellEvent
 from .snapshot import VERSION, Flight, TaskState, check, reading
@@ -211,7 +212,7 @@ class Tuner:
         self._look(task, 0)
         first = task.pairs[:n_turns_held]
         slow, fast = timed_pairs(first)
-        expected = self.costs.expected_of(task.search.layer_set, [pair.tuned for pair in first])
+        expected = expected_of(self.costs, [pair.tuned for pair in first])
         verdict = judge(fast, slow, expected)
         if is_open(verdict):
             # One slow moment of the machine in four prompts is enough to hide a gain: look again, keep the faster runs.
@@ -229,7 +230,7 @@ class Tuner:
         is_first = not n_before
         n_done, n_turns_done = turns_done([prompt for _, prompt in task.held_out], len(task.pairs) - n_before)
         watch = Watch(after_round=lambda context, round_: self._beat(task))
-        method = swift(task.search.layer_set, self.settings)
+        method = drafting_with(SkippedTarget(task.search.layer_set), self.settings, self.costs)
         for number, (index, prompt) in list(enumerate(task.held_out))[n_done:]:
             self._check_stop()
             self.tell(PromptStarted(task.name, prompt.id, index, len(self._prompts)))

@@ -6,6 +6,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from ..core.errors import LayerSetNotFound, StoreError
+from ..core.formats import STORED
 from ..core.types import LayerSetRecord, Plan
 from .names import find_model, model_for
 from .plan_tables import PlanRow
@@ -27,7 +28,7 @@ def add_version(session: Session, record: LayerSetRecord, method: str) -> tuple[
     session.flush()
     made = Plan(
         method,
-        settings=record.settings,
+        settings={"draft_format": STORED} if method == "adaptive" else record.settings,  # its set names all formats
         verdict=record.verdict,
         measured_speedup=record.measured_speedup,
         measured_interval=record.measured_interval,

@@ -12,10 +12,11 @@ from .. import __version__
 from ..core.errors import LeaseLost
 from ..core.event_json import event_to_json
 from ..core.events import Event, PhaseChanged, Progress, PromptFinished, TaskFinished, TrialsDone
+from ..core.formats import STORED
 from ..core.jobs import Promotion, Wanted
 from ..core.requests import TuneRequest
 from ..core.times import now
-from ..core.types import LayerSetRecord, Prompt
+from ..core.types import LayerSet, LayerSetRecord, Prompt
 from ..decoding.session import Session
 from ..models.loading import load
 from ..optimizer.tuning import Tuner
@@ -69,9 +70,11 @@ class TuningRun:
         patiently(lambda: self.store.remember_model(runtime.info))
         session = Session(runtime, request.sampling, request.max_new_tokens)
         n_positions = int(median(session.check(prompt) for prompt in self.prompts))
+        formats = {request.settings.draft_format} - {STORED}
         costs = stored_costs(
-            runtime, self.store, n_positions, lambda step: self.handle(PhaseChanged("", "profile", step))
+            runtime, self.store, n_positions, lambda step: self.handle(PhaseChanged("", "profile", step)), formats
         )
+        runtime.copies.prepare(LayerSet(runtime.n_layers).filled(request.settings.draft_format))
         self.tuner = Tuner(
             runtime, request.settings, request.sampling, request.max_new_tokens, costs, self.handle, request.model
         )
@@ -157,7 +160,7 @@ class TuningRun:
         assert self.tuner is not None
         self._note()
         stamped = replace(task, record=self._stamped(task.record))
-        method = "swift" if task.verdict.word == "use" else "plain"
+        method = self.request.settings.method if task.verdict.word == "use" else "plain"
         snapshot, number = self.tuner.snapshot(), self._n_checkpoints + 1
         stored = patiently(lambda: self._jobs.finish_task(self._lease, number, stamped, method, promotion, snapshot))
         self._n_checkpoints, self._snapshot = number, snapshot

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import comb
 from typing import Any
 
 from ...core.errors import LayerSetError, SettingsError
-from ...core.types import LayerSet, Trial, searchable
-from .base import Proposal
+from ...core.types import LayerSet, Trial
+from .base import Proposal, Study, StudyKind, with_bits
 from .process import DEADLINE_S, Bits, Engine, Request, SuggestionProcess
 
 MAX_REDRAWS = 64  # exchanges tried to get away from a set proposed before; spaces of a few sets run dry
@@ -27,7 +27,7 @@ class IntervalStrategy:
 
     def __init__(
         self,
-        n_layers: int,
+        base: LayerSet,
         n_skipped: int,
         seed: int,
         *,
@@ -38,8 +38,8 @@ class IntervalStrategy:
     ) -> None:
         if interval < 1:
             raise SettingsError(f"interval {interval} between two suggestions is out of range: use 1 or more steps")
-        self._n_layers = n_layers
-        self._size = len(searchable(n_layers))
+        self._base = base
+        self._size = len(base.bits())
         self._seed = seed
         self._interval = interval
         self._deterministic = deterministic
@@ -51,11 +51,14 @@ class IntervalStrategy:
 
     def set_n_skipped(self, n_skipped: int) -> None:
         """See `Strategy`; a suggestion that was asked for with the old number is thrown away."""
-        if not 0 <= n_skipped <= self._size:
-            raise SettingsError(
-                f"cannot skip {n_skipped} sub-layers of a model with {self._n_layers} layers: use 0 to {self._size}"
-            )
-        self._n_skipped = n_skipped
+        self._n_skipped = checked_size(self._base, n_skipped)
+
+    def wants(self, prompt_id: str) -> StudyKind | None:
+        """See `Strategy`; nothing: it is blind to the model."""
+        return None
+
+    def study(self, prompt_id: str, study: Study) -> None:
+        """See `Strategy`."""
 
     def propose(self) -> Proposal:
         """See `Strategy`."""
@@ -77,16 +80,15 @@ class IntervalStrategy:
 
     def observe(self, trial: Trial) -> None:
         """See `Strategy`."""
-        if trial.layer_set.n_layers != self._n_layers:
-            raise LayerSetError(
-                f"a trial of a model with {trial.layer_set.n_layers} layers was given to a search over "
-                f"{self._n_layers} layers: use one strategy per model"
-            )
-        bits = trial.layer_set.bits()
+        bits = checked_bits(self._base, trial)
         self._seen.add(bits)
         self._pending.pop(bits, None)
         if self._process is not None:
             self._process.observe(bits, trial.score)
+
+    def rate(self, layer_sets: Sequence[LayerSet]) -> list[float] | None:
+        """See `Strategy`; a score speaks for itself."""
+        return None
 
     def state(self) -> dict[str, Any]:
         """See `Strategy`; a suggestion on its way is kept as what was asked for."""
@@ -115,7 +117,27 @@ class IntervalStrategy:
         self._pending[bits] = None
         if len(self._pending) > MAX_PENDING:
             del self._pending[next(iter(self._pending))]
-        return Proposal(LayerSet.from_bits(self._n_layers, bits), origin)
+        return Proposal(with_bits(self._base, bits), origin)
+
+
+def checked_size(base: LayerSet, n_skipped: int) -> int:
+    """Raises: SettingsError: the model has fewer searchable sub-layers."""
+    size = len(base.bits())
+    if not 0 <= n_skipped <= size:
+        raise SettingsError(
+            f"cannot skip {n_skipped} sub-layers of a model with {base.n_layers} layers: use 0 to {size}"
+        )
+    return n_skipped
+
+
+def checked_bits(base: LayerSet, trial: Trial) -> Bits:
+    """Raises: LayerSetError: the trial is of a model with another number of layers."""
+    if trial.layer_set.n_layers != base.n_layers:
+        raise LayerSetError(
+            f"a trial of a model with {trial.layer_set.n_layers} layers was given to a search over "
+            f"{base.n_layers} layers: use one strategy per model"
+        )
+    return trial.layer_set.bits()
 
 
 def draw(size: int, n_skipped: int, rng: random.Random) -> Bits:

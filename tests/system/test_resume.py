@@ -175,6 +175,9 @@ CASES = {
     "chats": Case(chats(6), dict(max_steps=30), max_new_tokens=9),
     "sampled": Case(texts(4), dict(max_steps=20), Sampling(0.9, top_k=40, repetition_penalty=1.2, seed=3), DEAR),
     "plain-start": Case(texts(3), dict(optimise=False)),
+    "knapsack": Case(texts(5), dict(strategy="knapsack"), costs=DEAR),
+    "local": Case(mixed(4), dict(strategy="local", max_steps=30)),
+    "clasp-matchness": Case(texts(5), dict(strategy="clasp", objective="matchness"), costs=DEAR),
 }
 
 
@@ -219,7 +222,7 @@ def test_run_goes_on_from_an_older_snapshot_when_only_trials_and_prompts_are_kep
 
 @pytest.mark.parametrize(("strategy", "costs"), [("swift", DEAR), ("swift", FREE), ("tpe", DEAR)])
 def test_suggestion_on_its_way_is_asked_for_again(strategy: str, costs: CostProfile) -> None:
-    case = Case(texts(4), dict(strategy=strategy, bayes_interval=3, max_steps=24), costs=costs)
+    case = Case(texts(7), dict(strategy=strategy, bayes_interval=3, max_steps=36), costs=costs)
     uncut = Ledger(case)
     assert uncut.live()
     origins = [trial.origin for trial in uncut.trials()["t"]]

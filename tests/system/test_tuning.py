@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,11 +16,12 @@ from swiftopt.core.events import Adopted, Event, PromptFinished, SkipRatioLowere
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, Prompt, Sampling
 from swiftopt.decoding.context import Ending
-from swiftopt.decoding.loop import decode
+from swiftopt.decoding.loop import Watch, decode
 from swiftopt.decoding.method import PLAIN
 from swiftopt.decoding.rule import TokenRule
+from swiftopt.optimizer.batches import candidates_per_pass
 from swiftopt.optimizer.incumbent import trimmed
-from swiftopt.optimizer.search import candidates_per_pass
+from swiftopt.optimizer.search import Search
 from swiftopt.optimizer.tuning import Tuner
 
 SMALL: dict[str, Any] = dict(context_window=8, strategy="random", stop_threshold=0.05, max_draft_length=4)
@@ -134,3 +138,97 @@ def test_nothing_is_searched_before_the_window_is_full() -> None:
     assert result.trials == ()
     (result,), _ = tune(stream(2), max_new_tokens=10)
     assert result.trials
+
+
+# strategies that look at the model, and searches that begin again
+
+GUIDED: dict[str, Any] = dict(context_window=8, stop_threshold=0.05, max_draft_length=4, strategy="knapsack")
+
+
+@pytest.mark.parametrize("strategy", ["local", "knapsack", "clasp"])
+def test_guided_tuning_chooses_the_size_and_keeps_plain_output(strategy: str) -> None:
+    (result,), events = tune(stream(8), strategy=strategy, target_matchness=0.0, patience=20)
+    runtime = worded_runtime()
+    for event in events:
+        if isinstance(event, PromptFinished):
+            ids = runtime.tokenizer(event.prompt.text)["input_ids"]
+            plain = decode(runtime, ids, PLAIN, TokenRule.of(Sampling(), None), Ending(24))
+            assert event.completion.token_ids == plain.token_ids
+    assert len({trial.layer_set.n_skipped for trial in result.trials}) > 1
+    assert "is above" not in result.stopped_because  # a set that leaves nothing out matches, too
+    assert not any(isinstance(event, SkipRatioLowered) for event in events)
+    adopted = [event for event in events if isinstance(event, Adopted)]
+    assert [trial.step for trial in result.trials if trial.adopted] == [event.step for event in adopted]
+
+
+def run_on(search: Search, number: int, n_tokens: int = 40) -> None:
+    """Decode one more text with it."""
+    runtime, watch = worded_runtime(), Watch(None, search.before_round, search.after_round, search.scratch_rows)
+    decode(runtime, [2 + number, 50, 7], search.method, TokenRule.of(Sampling(), None), Ending(n_tokens), watch)
+
+
+def search_of(**settings: Any) -> tuple[Search, list[Event], list[str]]:
+    events: list[Event] = []
+    names = ["p"]
+    values = SwiftSettings(**{**GUIDED, **settings})
+    return Search("t", 4, values, 0.45, flat_costs(), events.append, lambda: names[-1]), events, names
+
+
+@pytest.mark.parametrize("strategy", ["random", "knapsack"])
+def test_reopened_search_scores_the_given_sets_first_and_forgets_what_it_knew(strategy: str) -> None:
+    search, _, names = search_of(strategy=strategy, max_steps=6, target_matchness=1.0)
+    run_on(search, 1)
+    assert not search.optimising and len(search.trials) == 6
+    held = search.layer_set
+    stored = [LayerSet(4, frozenset({1})), LayerSet(4, frozenset({2}), frozenset({1})), held]
+    search.reopen("the text has changed", stored)
+    assert search.optimising and search.reopened_because == "the text has changed" and search.layer_set == held
+    names.append("q")
+    run_on(search, 2)
+    anew = search.trials[6:]
+    assert [trial.origin for trial in anew[:3]] == ["in use", "stored", "stored"]
+    assert [trial.layer_set for trial in anew[:3]] == [held, *stored[:2]]
+    assert len(anew) == 6 and search.stopped_because == "6 candidates were scored"
+
+
+def test_reopened_search_goes_on_from_its_state_as_it_would_have() -> None:
+    search, _, names = search_of(max_steps=20)
+    run_on(search, 1)
+    search.reopen("the text has changed", [LayerSet(4, frozenset({2}))])
+    names.append("q")
+    run_on(search, 2, 24)
+    assert search.optimising and len(search.trials) > 4
+    again, _, other = search_of(max_steps=20)
+    other.append("q")
+    again.restore(json.loads(json.dumps(search.state())), search.trials)
+    assert again.state() == search.state()
+    for one, own in ((search, names), (again, other)):
+        own.append("r")
+        run_on(one, 3)
+    assert [replace(trial, seconds=0.0) for trial in again.trials] == [replace(t, seconds=0.0) for t in search.trials]
+
+
+def test_search_that_was_not_wanted_is_not_reopened() -> None:
+    for settings in (dict(optimise=False), dict(max_steps=0)):
+        search, _, _ = search_of(**settings)
+        because = search.stopped_because
+        search.reopen("the text has changed")
+        assert not search.optimising and search.stopped_because == because
+
+
+def test_guided_search_pays_for_a_pass_only_when_half_of_its_window_is_new() -> None:
+    search, events, _ = search_of(max_steps=100)
+    run_on(search, 1)
+    positions = [event.trials[0].position for event in events if isinstance(event, TrialsDone)]
+    assert len(positions) > 3
+    assert min(later - earlier for earlier, later in pairwise(positions)) >= 4
+    assert search.rows_run >= 8 * len(search.trials)
+    assert {event.trials[0].origin for event in events if isinstance(event, TrialsDone)} == {"uniform", "in use"}
+
+
+def test_candidates_keep_the_formats_of_the_set_that_the_search_starts_from() -> None:
+    start = LayerSet(4, frozenset({1}), formats=(("mlp", "stored"),))
+    settings = SwiftSettings(**GUIDED, max_steps=12)
+    search = Search("t", 4, settings, 0.45, flat_costs(), lambda event: None, lambda: "", start)
+    run_on(search, 1)
+    assert len(search.trials) > 6 and {trial.layer_set.formats for trial in search.trials} == {start.formats}

@@ -54,7 +54,7 @@ def play(strategy: IntervalStrategy, step: int) -> str:
 
 def test_propose_is_late_and_quick_when_the_suggestion_is_not_there() -> None:
     """The process needs more than a second to load its library; 20 steps of at most 50 ms do not wait for it."""
-    with closing(IntervalStrategy(30, 25, 0, engine="gp", interval=1)) as strategy:
+    with closing(IntervalStrategy(LayerSet(30), 25, 0, engine="gp", interval=1)) as strategy:
         assert [play(strategy, step) for step in (1, 2)] == ["random", "random"]
         seconds, origins = [], []
         for step in range(3, 23):
@@ -66,7 +66,7 @@ def test_propose_is_late_and_quick_when_the_suggestion_is_not_there() -> None:
 
 
 def test_propose_uses_a_late_suggestion_at_the_next_due_step() -> None:
-    with closing(IntervalStrategy(8, 4, 0, engine="tpe", interval=2)) as strategy:
+    with closing(IntervalStrategy(LayerSet(8), 4, 0, engine="tpe", interval=2)) as strategy:
         origins = [play(strategy, step) for step in range(1, 5)]
         give_up = time.monotonic() + WAIT_S
         while origins[-1] != "tpe" and time.monotonic() < give_up:
@@ -80,8 +80,8 @@ def test_propose_uses_a_late_suggestion_at_the_next_due_step() -> None:
 
 def test_propose_leaves_other_steps_alone_when_one_is_suggested() -> None:
     with (
-        closing(IntervalStrategy(12, 8, 7, engine="tpe", interval=3, deterministic=True)) as learning,
-        closing(IntervalStrategy(12, 8, 7)) as drawing,
+        closing(IntervalStrategy(LayerSet(12), 8, 7, engine="tpe", interval=3, deterministic=True)) as learning,
+        closing(IntervalStrategy(LayerSet(12), 8, 7)) as drawing,
     ):
         pairs = []
         for step in range(1, 10):
@@ -197,7 +197,8 @@ def test_process_reports_why_it_failed(caplog: pytest.LogCaptureFixture, process
 
 
 def test_strategy_draws_when_its_process_has_given_up() -> None:
-    with closing(IntervalStrategy(8, 4, 0, engine="gp", interval=1, deterministic=True, deadline_s=0.01)) as strategy:
+    late = IntervalStrategy(LayerSet(8), 4, 0, engine="gp", interval=1, deterministic=True, deadline_s=0.01)
+    with closing(late) as strategy:
         origins = [play(strategy, step) for step in range(1, 9)]
     assert origins == ["random"] * 2 + ["late"] * MAX_FAILURES + ["random"] * 3
 
@@ -242,8 +243,8 @@ def test_suggestion_is_another_when_the_first_is_still_being_scored() -> None:
 def test_suggestion_process_needs_no_main_guard_in_the_callers_script() -> None:
     script = (
         "from swiftopt.optimizer.strategies import make_strategy\n"
-        "from swiftopt.core.types import Trial\n"
-        "strategy = make_strategy('tpe', 6, 3, 0, deterministic=True)\n"
+        "from swiftopt.core.types import LayerSet, Trial\n"
+        "strategy = make_strategy('tpe', LayerSet(6), 3, 0, deterministic=True)\n"
         "for step in range(3):\n"
         "    proposal = strategy.propose()\n"
         "    strategy.observe(Trial(step, proposal.layer_set, proposal.origin, 0.5, 0.5))\n"

@@ -1,0 +1,216 @@
+"""Search strategies side by side: every one sees the same recorded windows in the same order, scored by the model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import cycle
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from ..core.errors import InvalidInput
+from ..core.settings import SwiftSettings
+from ..core.types import CostProfile, LayerSet, Prompt, Sampling
+from ..decoding.context import Context
+from ..decoding.loop import Round
+from ..decoding.method import PLAIN
+from ..decoding.session import Session
+from ..models.costs import context_bucket, device_name, measure_costs
+from ..models.runtime import Runtime
+from ..optimizer.evaluation import score_window
+from ..optimizer.objective import replay
+from ..optimizer.search import Search
+
+SCHEMA = "swiftopt.bench-search/1"
+RECORD = "swiftopt.search-record/1"
+GOAL = 0.95  # of the best objective that any strategy ended with
+BASE = "swift"  # whose passes the others' are compared with
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A prompt and its greedy completion as token ids, the first `n_prompt` of which are the prompt's."""
+
+    id: str
+    token_ids: tuple[int, ...]
+    n_prompt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a benchmark runs on: texts of a model, and what its passes cost where they were recorded."""
+
+    texts: tuple[Text, ...]
+    costs: CostProfile
+
+    def write(self, path: Path) -> None:
+        """As one JSON object."""
+        costs = {**asdict(self.costs), "pass_s": sorted(self.costs.pass_s.items())}
+        texts = [asdict(text) for text in self.texts]
+        path.write_text(json.dumps({"schema": RECORD, "costs": costs, "texts": texts}) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path, runtime: Runtime) -> Record:
+        """Raises: InvalidInput: the file is no record, or of another model."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            costs = {**values["costs"], "pass_s": {n: seconds for n, seconds in values["costs"]["pass_s"]}}
+            texts = [Text(each["id"], tuple(each["token_ids"]), each["n_prompt"]) for each in values["texts"]]
+            record = cls(tuple(texts), CostProfile(**costs))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InvalidInput(f"{path} is no record of contexts ({error!r}): name another file") from error
+        if record.costs.fingerprint != runtime.info.fingerprint or values.get("schema") != RECORD:
+            raise InvalidInput(f"{path} was recorded with another model: name another file, and it is recorded anew")
+        return record
+
+
+def record(runtime: Runtime, prompts: Sequence[Prompt], max_new_tokens: int, on_step: Callable[[str], None]) -> Record:
+    """Complete the prompts greedily and measure what passes cost; chats are cut to their first turn."""
+    session = Session(runtime, Sampling(), max_new_tokens)
+    prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
+    longest = max(session.check(prompt) for prompt in prompts)
+    texts = []
+    for prompt in prompts:
+        ids = session.encode(prompt)
+        ((_, done),) = session.run(prompt, PLAIN)
+        texts.append(Text(prompt.id, (*ids, *done.token_ids), len(ids)))
+        on_step(f"record: {prompt.id}, {done.n_tokens} tokens")
+    return Record(tuple(texts), measure_costs(runtime, context_bucket(longest), on_step))
+
+
+class Bench:
+    """The windows of a record: as a search sees them while the texts grow, and all of them to judge a set on.
+
+    Raises: InvalidInput: no completion is as long as a window.
+    """
+
+    def __init__(self, runtime: Runtime, record: Record, settings: SwiftSettings, stride: int) -> None:
+        self.runtime, self.settings, self.costs, self.stride = runtime, settings, record.costs, stride
+        self.window = settings.context_window
+        self.texts = [text for text in record.texts if len(text.token_ids) - text.n_prompt >= self.window]
+        if not self.texts:
+            raise InvalidInput(
+                f"no completion has {self.window} tokens: raise --max-new-tokens or lower --window, and record anew"
+            )
+        self._rule = Session(runtime, Sampling(), 1).rule()
+        self._judged: dict[LayerSet, tuple[float, Round]] = {}
+        self._windows = [(text, list(self._grown(text, self.window, self.window))) for text in self.texts]
+
+    @property
+    def n_windows(self) -> int:
+        """How many disjoint windows a set is judged on."""
+        return sum(len(contexts) for _, contexts in self._windows)
+
+    def contexts(self, scratch: int) -> Iterator[tuple[str, Context]]:
+        """The texts growing by `stride` tokens, one after the other and again from the first; (prompt id, context)."""
+        for text in cycle(self.texts):
+            for context in self._grown(text, self.stride, scratch):
+                yield text.id, context
+
+    def judge(self, layer_set: LayerSet) -> tuple[float, Round]:
+        """The objective over all windows together, and how much of what it drafts there is accepted."""
+        if layer_set not in self._judged:
+            tokens, steps, rounds = 0, 0, 0
+            widths: dict[int, int] = {}
+            for _, contexts in self._windows:
+                for context in contexts:
+                    (score,) = score_window(context, [layer_set], self.window)
+                    played = replay(score, self.settings)
+                    tokens, steps = tokens + played.tokens, steps + played.draft_steps
+                    rounds += self.window
+                    for width, count in played.widths.items():
+                        widths[width] = widths.get(width, 0) + count
+            speedup = self.costs.expected_speedup(layer_set, tokens, steps, widths)
+            self._judged[layer_set] = speedup, Round(steps, tokens - rounds, tokens, 0, 0.0, 0.0, 0.0)
+        return self._judged[layer_set]
+
+    @torch.inference_mode()
+    def _grown(self, text: Text, stride: int, scratch: int) -> Iterator[Context]:
+        shared = self.runtime.new_buffer(len(text.token_ids) + scratch) if stride < self.window else None
+        done = 0
+        for end in range(text.n_prompt + self.window, len(text.token_ids) + 1, stride):
+            buffer = shared or self.runtime.new_buffer(len(text.token_ids) + scratch)
+            done = 0 if shared is None else done
+            # What candidates wrote behind the last window is written over, as the target's verification does.
+            self.runtime.prefill(text.token_ids[done : end - 1], buffer, done)
+            done = end - 1
+            yield Context(self.runtime, buffer, self._rule, list(text.token_ids[:end]), text.n_prompt)
+
+
+def run_strategy(bench: Bench, strategy: str, n_passes: int, on_gain: Callable[[str, float, float], None]) -> Any:
+    """One strategy's search until it has cost `n_passes`; its curve has a point where the set in use changes.
+
+    A pass is a candidate on a window; what a study runs counts by its rows. Judging on all windows is not timed.
+    """
+    settings = replace(bench.settings, strategy=strategy)
+    place = [""]
+    ratio = settings.start_skip_ratio(bench.runtime.info.n_parameters)
+    search = Search("", bench.runtime.n_layers, settings, ratio, bench.costs, lambda event: None, lambda: place[0])
+    seconds, held, curve = 0.0, None, []
+    try:
+        for prompt_id, context in bench.contexts(search.scratch_rows):
+            place[0] = prompt_id
+            clock = perf_counter()
+            search.before_round(context)
+            seconds += perf_counter() - clock
+            passes = search.rows_run / bench.window
+            value, round_ = bench.judge(search.layer_set)
+            if search.layer_set != held:
+                held = search.layer_set
+                curve.append([round(passes, 2), round(seconds, 3), round(value, 5)])
+                on_gain(strategy, passes, value)
+            if passes >= n_passes or not search.optimising:
+                break
+            search.after_round(context, round_)
+    finally:
+        search.finish("the benchmark is over")
+    best = max(value for _, _, value in curve)
+    return {
+        "strategy": strategy,
+        "passes": round(passes, 2),
+        "seconds": round(seconds, 3),
+        "candidates": len(search.trials),
+        "best": best,
+        "final": curve[-1][2],
+        "n_skipped": search.layer_set.n_skipped,
+        "skip_attn": sorted(search.layer_set.skip_attn),
+        "skip_mlp": sorted(search.layer_set.skip_mlp),
+        "stopped_because": search.stopped_because,
+        "curve": curve,
+    }
+
+
+def compare_strategies(
+    bench: Bench, strategies: Sequence[str], n_passes: int, on_gain: Callable[[str, float, float], None]
+) -> dict[str, Any]:
+    """The object that `swiftopt bench search --json` prints."""
+    results = [run_strategy(bench, strategy, n_passes, on_gain) for strategy in strategies]
+    goal = GOAL * max(result["final"] for result in results)
+    base = next((result for result in results if result["strategy"] == BASE), None)
+    for result in results:
+        result["to_goal"] = _reached(result["curve"], goal)
+        result["to_base"] = None if base is None else _reached(result["curve"], GOAL * base["final"])
+    return {
+        "schema": SCHEMA,
+        "device": device_name(bench.runtime.device),
+        "dtype": bench.runtime.dtype_name,
+        "texts": len(bench.texts),
+        "windows": bench.n_windows,
+        "window": bench.window,
+        "stride": bench.stride,
+        "goal": round(goal, 5),
+        "results": results,
+    }
+
+
+def _reached(curve: Sequence[Sequence[float]], goal: float) -> Mapping[str, float] | None:
+    """Passes and seconds from where on the objective stays at `goal` or above; None: it does not."""
+    below = max((i for i, (_, _, value) in enumerate(curve) if value < goal), default=-1)
+    if below + 1 == len(curve):
+        return None
+    passes, seconds, _ = curve[below + 1]
+    return {"passes": passes, "seconds": seconds}

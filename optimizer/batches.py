@@ -1,0 +1,55 @@
+"""One pass over candidates: how many share it, and the trials that come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..core.settings import SwiftSettings
+from ..core.types import CostProfile, LayerSet, Trial
+from ..decoding.context import Context
+from .evaluation import score_window
+from .finals import Place
+from .objective import objective
+
+LARGEST_BATCH = 8  # candidates per pass
+BATCH_GAIN = 0.95  # a larger batch must cut the seconds per candidate at least to this share
+
+
+def candidates_per_pass(costs: CostProfile | None, window: int) -> int:
+    """How many candidates one pass should score: as many as make each cheaper, by the measured cost of rows.
+
+    Only widths that were measured count: beyond them a line through the last two promises savings that a processor
+    already busy does not give (SmolLM2-135M on 2 cores: 8 candidates, 256 rows, cost 8 times one).
+    """
+    best = 1
+    if costs is not None:
+        for n in (2, 4, LARGEST_BATCH):
+            cheaper = costs.target_pass_s(n * window) / n < BATCH_GAIN * costs.target_pass_s(best * window) / best
+            if n * window <= max(costs.pass_s) and cheaper:
+                best = n
+    return best
+
+
+def scored(
+    context: Context,
+    sets: Sequence[tuple[LayerSet, str]],
+    place: Place,
+    settings: SwiftSettings,
+    costs: CostProfile | None,
+    first_step: int,
+) -> list[Trial]:
+    """Trials from `first_step` on, of layer sets with their origins on the latest window; their seconds are 0."""
+    scores = score_window(context, [layer_set for layer_set, _ in sets], settings.context_window)
+    return [
+        Trial(
+            step=first_step + i,
+            layer_set=layer_set,
+            origin=origin,
+            matchness=score.matchness,
+            score=objective(score, layer_set, settings, costs),
+            prompt_id=place.prompt_id,
+            position=place.position,
+            seed=settings.seed,
+        )
+        for i, ((layer_set, origin), score) in enumerate(zip(sets, scores, strict=True))
+    ]

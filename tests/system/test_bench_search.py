@@ -1,0 +1,87 @@
+"""`swiftopt bench search` from end to end on a tiny random model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_files import save
+
+from swiftopt.bench.search import _reached
+from swiftopt.cli.main import run
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps({"id": f"p{i}", "prompt": f"w{i} w{i + 1} w{i + 2}"}) for i in range(4)]
+    (tmp_path / "notes.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def bench(capsys: pytest.CaptureFixture[str], *args: str, expect: int = 0) -> Any:
+    tail = ["--window", "8", "--passes", "20", "--max-new-tokens", "30", "--dtype", "float32", "--json"]
+    code = run(["bench", "search", *args, *tail])
+    out, err = capsys.readouterr()
+    assert code == expect, err
+    return json.loads(out) if expect == 0 else err
+
+
+def timeless(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The results without what the clock says."""
+    kept = ("strategy", "passes", "candidates", "final", "skip_attn", "skip_mlp", "stopped_because")
+    return [
+        {**{name: result[name] for name in kept}, "curve": [[x, y] for x, _, y in result["curve"]]}
+        for result in report["results"]
+    ]
+
+
+def test_strategies_are_compared_on_the_same_record_time_and_again(
+    tiny: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["--model", tiny, "--record", "r.json", "--strategies", "swift,local,knapsack,clasp"]
+    first = bench(capsys, *common, "--stream", "notes.jsonl", "--limit", "3", "--png", "s.png")
+    assert first["schema"] == "swiftopt.bench-search/1" and first["texts"] == 3 and first["windows"] == 9
+    assert [result["strategy"] for result in first["results"]] == ["swift", "local", "knapsack", "clasp"]
+    for result in first["results"]:
+        assert result["passes"] >= 20 or result["stopped_because"]
+        assert result["curve"][0][0] <= result["curve"][-1][0] <= result["passes"]
+        assert result["final"] == result["curve"][-1][2] <= result["best"]
+    best = max(result["final"] for result in first["results"])
+    assert first["goal"] == pytest.approx(0.95 * best, abs=1e-4)
+    assert any(result["to_goal"] for result in first["results"])
+    assert (home / "s.png").read_bytes().startswith(b"\x89PNG")
+    assert timeless(bench(capsys, *common)) == timeless(first)
+
+
+def test_goal_counts_from_where_it_is_kept() -> None:
+    curve = [[1, 0.1, 0.5], [5, 0.5, 1.0], [9, 0.9, 0.8], [12, 1.2, 0.97]]
+    assert _reached(curve, 0.9) == {"passes": 12, "seconds": 1.2}
+    assert _reached(curve, 0.5) == {"passes": 1, "seconds": 0.1}
+    assert _reached(curve, 0.99) is None
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--strategies", "swfit", "--stream", "notes.jsonl"], "'swfit' is unknown"),
+        (["--strategies", "local"], "give --stream"),
+        (["--record", "bad.json", "--strategies", "local"], "bad.json is no record"),
+        (["--stream", "notes.jsonl", "--strategies", "local", "--window", "40"], "no completion has 40 tokens"),
+    ],
+)
+def test_a_slip_costs_one_sentence(
+    tiny: str, home: Path, capsys: pytest.CaptureFixture[str], args: list[str], said: str
+) -> None:
+    (home / "bad.json").write_text("[]")
+    window = [] if "--window" in args else ["--window", "8"]
+    code = run(["bench", "search", "--model", tiny, *args, *window, "--max-new-tokens", "12", "--dtype", "float32"])
+    out, err = capsys.readouterr()
+    assert code in (2, 3) and out == "" and said in err.strip().splitlines()[-1]

@@ -1,0 +1,180 @@
+"""What a look at the model says is what its own passes say, and the dynamic programs keep what they promise."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fakes import WordTokenizer
+from families import CONFIGS, tiny_runtime
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from swiftopt.core.types import LayerSet, ModelInfo, Sampling, SubLayer, searchable
+from swiftopt.decoding.context import Context
+from swiftopt.decoding.rule import TokenRule
+from swiftopt.models.rows import Rows
+from swiftopt.models.runtime import Runtime
+from swiftopt.optimizer.structure import (
+    BUCKETS,
+    Item,
+    Look,
+    clasp_items,
+    follow,
+    knapsack_items,
+    study,
+    study_rows,
+)
+
+WINDOW = 6
+N_LAYERS = 8
+
+
+def deep_runtime() -> Runtime:
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**CONFIGS["llama"].to_dict(), "num_hidden_layers": N_LAYERS})
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 and "embed" not in name:
+            parameter.mul_(6.0)
+    return Runtime(model, WordTokenizer(), ModelInfo("tiny", "llama", N_LAYERS, 1))
+
+
+def context_of(runtime: Runtime, n: int = 20) -> Context:
+    """Text of which the last tokens count as generated, its keys and values in the buffer."""
+    ids = [(11 * i * i + 3 * i + 5) % 95 + 2 for i in range(n)]
+    buffer = runtime.new_buffer(n + study_rows("knapsack", WINDOW, runtime.n_layers))
+    runtime.prefill(ids[:-1], buffer)
+    return Context(runtime, buffer, TokenRule.of(Sampling(), None), ids, n - WINDOW - 2)
+
+
+def own_logits(context: Context, window: int) -> Tensor:
+    """The full model's logits at the positions that a look has, from a pass over the whole text."""
+    runtime, ids = context.runtime, context.token_ids
+    return runtime.forward(Rows(ids, 0), runtime.new_buffer(len(ids)))[-window - 1 : -1]
+
+
+def draft_logits(context: Context, layer_set: LayerSet) -> Tensor:
+    """Of a draft that reads the target's keys and values of all but the last position."""
+    runtime, ids = context.runtime, context.token_ids
+    buffer = runtime.new_buffer(len(ids))
+    runtime.prefill(ids[:-2], buffer)
+    return runtime.forward(Rows([ids[-2]], len(ids) - 2, variants=(layer_set,)), buffer)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_own_states_are_those_of_the_models_own_pass(family: str) -> None:
+    context = context_of(tiny_runtime(family))
+    with torch.inference_mode():
+        states = Look(context, WINDOW).own_states()
+    assert len(states) == 2 * context.runtime.n_layers + 1
+    logits = context.runtime.logits(states[-1])
+    assert torch.allclose(logits, own_logits(context, WINDOW), atol=1e-9)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_path_of_a_program_is_the_draft_of_its_set(family: str) -> None:
+    """On one token, where a draft's keys and values are the target's but for its own position."""
+    context = context_of(tiny_runtime(family))
+    look = Look(context, 1)
+    items, capacity = knapsack_items(context.runtime.n_layers, [1.0] * 4)
+    with torch.inference_mode():
+        paths = follow(look, look.own_states(), items, capacity, [0])
+    assert len(paths.skipped) > 3
+    logits = context.runtime.logits(paths.hidden[:, 0])
+    for own, skipped in zip(logits, paths.skipped, strict=True):
+        layer_set = LayerSet.of(context.runtime.n_layers, sorted(skipped))
+        assert torch.allclose(own, draft_logits(context, layer_set)[0], atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["similarity", "knapsack", "clasp"])
+def test_a_look_leaves_the_committed_slots_as_they_are(kind: Any) -> None:
+    context = context_of(deep_runtime())
+    root = context.root_slot
+    before = [(k[:, :root].clone(), v[:, :root].clone()) for k, v in pairs(context)]
+    study(context, kind, WINDOW, [1.0] * 12, 0.5)
+    assert all(
+        torch.equal(k[:, :root], old_k) and torch.equal(v[:, :root], old_v)
+        for (k, v), (old_k, old_v) in zip(pairs(context), before, strict=True)
+    )
+
+
+def pairs(context: Context) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(context.buffer.keys, context.buffer.values, strict=True))
+
+
+SUB_LAYERS: list[SubLayer] = [
+    (kind, layer)  # type: ignore[misc]
+    for layer in range(N_LAYERS)
+    for kind in ("attn", "mlp")
+]
+
+
+def nearness(look: Look, states: list[Tensor], skipped: frozenset[SubLayer]) -> float:
+    """Mean cosine to the full model's last state of the path that leaves out exactly those."""
+    hidden = entered = states[0]
+    for sub in SUB_LAYERS:
+        entered = hidden if sub[0] == "attn" else entered
+        if sub not in skipped:
+            hidden = hidden + look.delta(sub, hidden, entered, look.positions)
+    return float(F.cosine_similarity(hidden, states[-1], dim=-1).mean())
+
+
+def test_program_is_exact_where_nothing_is_left_to_chance_and_never_better_than_all_subsets() -> None:
+    """One of many, all but one and all of four sub-layers; the program is greedy in between."""
+    context = context_of(deep_runtime())
+    free: list[SubLayer] = [("attn", 2), ("mlp", 3), ("attn", 5), ("mlp", 6)]
+    items = [Item((sub,), int(sub in free)) for sub in SUB_LAYERS]
+    look = Look(context, WINDOW)
+    with torch.inference_mode():
+        states = look.own_states()
+        paths = follow(look, states, items, 4, range(WINDOW))
+        subsets = {frozenset(own) for n in range(5) for own in combinations(free, n)}
+        by_hand = {own: nearness(look, states, own) for own in subsets}
+    near = F.cosine_similarity(paths.hidden, states[-1][None], dim=-1).mean(dim=1).tolist()
+    assert paths.weights == [0, 1, 2, 3, 4] and near[0] == pytest.approx(1.0)
+    for weight, skipped, own in zip(paths.weights, paths.skipped, near, strict=True):
+        assert len(skipped) == weight and skipped <= set(free)
+        best = max(value for subset, value in by_hand.items() if len(subset) == weight)
+        assert own == pytest.approx(by_hand[skipped]) and own <= best + 1e-12
+    assert paths.skipped[4] == frozenset(free)
+
+
+def test_a_sub_layer_that_adds_nothing_is_found_and_left_out_first() -> None:
+    runtime = deep_runtime()
+    model: Any = runtime.hf_model
+    model.model.layers[3].mlp.down_proj.weight.zero_()
+    found = study(context_of(runtime), "knapsack", WINDOW, [1.0] * 12, 0.5)
+    order = searchable(N_LAYERS)
+    assert found.turns[order.index(("mlp", 3))] == 0 == min(found.turns)
+    first = found.sets[0]
+    assert [sub for sub, bit in zip(order, first, strict=True) if bit] == [("mlp", 3)]
+
+
+def test_knapsack_weighs_by_measured_cost_and_clasp_by_the_layer() -> None:
+    items, capacity = knapsack_items(6, [1.0] * 4 + [5.0] * 4)
+    weights = {item.sub_layers[0]: item.weight for item in items}
+    assert weights["attn", 0] == weights["mlp", 5] == 0 and capacity == BUCKETS
+    assert weights["mlp", 2] > 3 * weights["attn", 2] > 0
+    layers, most = clasp_items(6, 0.5)
+    assert [item.weight for item in layers] == [0, 1, 1, 1, 1, 0] and most == 2
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_models_without_inner_layers_have_nothing_to_study(family: str) -> None:
+    changes = {"n_layer" if family == "gpt2" else "num_hidden_layers": 2}
+    config = type(CONFIGS[family])(**{**CONFIGS[family].to_dict(), **changes})
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    runtime = Runtime(model, None, ModelInfo("tiny", family, 2, 1))
+    found = study(context_of(runtime), "knapsack", WINDOW, [], 0.5)
+    assert found.turns == found.sets == ()
+
+
+def test_cost_of_a_look_is_told_in_rows_of_the_model() -> None:
+    context = context_of(deep_runtime())
+    small = study(context, "similarity", WINDOW, [1.0] * 12, 0.5)
+    large = study(context, "knapsack", WINDOW, [1.0] * 12, 0.5)
+    assert small.rows == WINDOW and small.rows < large.rows <= WINDOW + study_rows("knapsack", WINDOW, N_LAYERS) + 8

@@ -1,0 +1,108 @@
+"""Layer sets for adaptive, quantised drafts: lossless on the way, thinned out by measured time, planned as such."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import cheap_draft_costs, worded_runtime
+
+from swiftopt.core.errors import SettingsError
+from swiftopt.core.events import Event, PromptFinished
+from swiftopt.core.requests import GenerateRequest
+from swiftopt.core.settings import SwiftSettings
+from swiftopt.core.types import LayerSet, LayerSetRecord, Prompt, Sampling
+from swiftopt.decoding.context import Ending
+from swiftopt.decoding.loop import decode
+from swiftopt.decoding.method import PLAIN
+from swiftopt.decoding.rule import TokenRule
+from swiftopt.models.costs import device_name
+from swiftopt.optimizer.evaluation import WindowScore
+from swiftopt.optimizer.objective import adaptive_speedup
+from swiftopt.optimizer.tuning import Tuner
+from swiftopt.store import Store
+from swiftopt.worker.generate import Planner
+
+INT4 = (("attn", "int4"), ("head", "int4"), ("mlp", "int4"))
+
+
+def stream(n: int) -> list[Prompt]:
+    rng = random.Random(0)
+    return [Prompt(f"t{i}", "t", text=" ".join(f"w{rng.randrange(2, 97)}" for _ in range(6))) for i in range(n)]
+
+
+def tune(**settings: Any) -> tuple[list[Any], list[Event]]:
+    events: list[Event] = []
+    given = SwiftSettings(method="adaptive", draft_format="int4", context_window=8, max_steps=30, **settings)
+    tuner = Tuner(worded_runtime(), given, Sampling(), 24, cheap_draft_costs(), events.append, "tiny")
+    return list(tuner.run(stream(6))), events
+
+
+@pytest.mark.parametrize("strategy", ["random", "knapsack"])
+def test_adaptive_tuning_is_lossless_and_keeps_the_formats(strategy: str) -> None:
+    (result,), events = tune(strategy=strategy)
+    runtime = worded_runtime()
+    for event in (event for event in events if isinstance(event, PromptFinished)):
+        ids = runtime.tokenizer(event.prompt.text)["input_ids"]
+        plain = decode(runtime, ids, PLAIN, TokenRule.of(Sampling(), None), Ending(24))
+        assert event.completion.token_ids == plain.token_ids
+        assert event.held_out or event.completion.method == "adaptive"
+    assert {trial.layer_set.formats for trial in result.trials} == {INT4}
+    assert result.record.layer_set.formats == INT4 and result.record.settings["method"] == "adaptive"
+    assert result.verdict.expected is not None  # from the drafter's own reckoning
+
+
+def test_search_that_chooses_the_size_begins_with_everything_kept() -> None:
+    (sized,), _ = tune(strategy="knapsack")
+    (fixed,), _ = tune(strategy="random")
+    assert sized.trials[0].layer_set == LayerSet(4, formats=INT4)
+    assert fixed.trials[0].layer_set.n_skipped == 2
+
+
+@pytest.mark.parametrize("share", [0.1, 0.4])
+def test_objective_of_adaptive_drafts_is_the_best_ratio_of_tokens_to_time(share: float) -> None:
+    """With chances that do not depend on the place, it is that of the best fixed length, which can be written down."""
+    costs, draft = cheap_draft_costs(share), LayerSet(4, formats=INT4)
+    rng = random.Random(1)
+    n, chance = 800, 0.9
+    score = WindowScore(tuple(int(rng.random() > chance) for _ in range(n)), (0.92,) * n)
+    cost = costs.draft_cost(draft)
+    best = max(
+        sum(chance**i for i in range(length + 1)) / (length * cost + costs.verify_cost(length + 1))
+        for length in range(25)
+    )
+    assert adaptive_speedup(score, draft, costs) == pytest.approx(best, rel=0.08)
+
+
+def test_hopeless_draft_is_worth_plain_decoding() -> None:
+    score = WindowScore((1,) * 64, (0.1,) * 64)
+    assert adaptive_speedup(score, LayerSet(4, formats=INT4), cheap_draft_costs(0.9)) == pytest.approx(1.0, abs=0.01)
+
+
+def test_tuned_adaptive_plan_is_decoded_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = worded_runtime()
+    monkeypatch.setattr("swiftopt.worker.stored_pieces.stored_costs", lambda *_: cheap_draft_costs())
+    layer_set = LayerSet(4, frozenset({1}), formats=INT4)
+    with Store.open(f"sqlite:///{tmp_path / 'plans.db'}") as store:
+        store.remember_model(replace(runtime.info, names=("tiny",)))
+        record = LayerSetRecord("tiny", "t", layer_set, runtime.info.fingerprint, verdict="use")
+        where = {"device": device_name(runtime.device), "dtype": runtime.dtype_name}
+        settings = SwiftSettings(method="adaptive", draft_format="int4").to_json()
+        store.add_layer_set(replace(record, settings=settings, **where), plan_method="adaptive")
+        method, info = Planner(GenerateRequest("tiny", task="t"), runtime, store).plan_for("t")
+    assert (method.name, info.method, method.layer_set) == ("adaptive", "adaptive", layer_set)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"method": "fast"}, "method fast is out of range"),
+        ({"draft_format": "int2"}, "draft_format int2 is out of range"),
+    ],
+)
+def test_settings_that_there_are_not_are_named(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        SwiftSettings(**settings)
