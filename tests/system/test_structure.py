@@ -33,6 +33,13 @@ WINDOW = 6
 N_LAYERS = 8
 
 
+SUB_LAYERS: list[SubLayer] = [
+    (kind, layer)  # type: ignore[misc]
+    for layer in range(N_LAYERS)
+    for kind in ("attn", "mlp")
+]
+
+
 def deep_runtime() -> Runtime:
     torch.manual_seed(0)
     config = LlamaConfig(**{**CONFIGS["llama"].to_dict(), "num_hidden_layers": N_LAYERS})
@@ -77,13 +84,15 @@ def test_own_states_are_those_of_the_models_own_pass(family: str) -> None:
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_every_path_of_a_program_is_the_draft_of_its_set(family: str) -> None:
-    """On one token, where a draft's keys and values are the target's but for its own position."""
+    """On one token, where a draft's keys and values are the target's but for its own position; each subset has a weight
+    of its own, so that none is lost."""
     context = context_of(tiny_runtime(family))
     look = Look(context, 1)
-    items, capacity = knapsack_items(context.runtime.n_layers, [1.0] * 4)
+    weights = {("attn", 1): 1, ("mlp", 1): 2, ("attn", 2): 4, ("mlp", 2): 8}
+    items = [Item((sub,), weights.get(sub, 0)) for sub in SUB_LAYERS if sub[1] < 4]
     with torch.inference_mode():
-        paths = follow(look, look.own_states(), items, capacity, [0])
-    assert len(paths.skipped) > 3
+        paths = follow(look, look.own_states(), items, 15, [0])
+    assert len(set(paths.skipped)) == 16
     logits = context.runtime.logits(paths.hidden[:, 0])
     for own, skipped in zip(logits, paths.skipped, strict=True):
         layer_set = LayerSet.of(context.runtime.n_layers, sorted(skipped))
@@ -104,13 +113,6 @@ def test_a_look_leaves_the_committed_slots_as_they_are(kind: Any) -> None:
 
 def pairs(context: Context) -> list[tuple[Tensor, Tensor]]:
     return list(zip(context.buffer.keys, context.buffer.values, strict=True))
-
-
-SUB_LAYERS: list[SubLayer] = [
-    (kind, layer)  # type: ignore[misc]
-    for layer in range(N_LAYERS)
-    for kind in ("attn", "mlp")
-]
 
 
 def nearness(look: Look, states: list[Tensor], skipped: frozenset[SubLayer]) -> float:

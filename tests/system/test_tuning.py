@@ -192,13 +192,13 @@ def test_reopened_search_scores_the_given_sets_first_and_forgets_what_it_knew(st
 
 
 def test_reopened_search_goes_on_from_its_state_as_it_would_have() -> None:
-    search, _, names = search_of(max_steps=20)
+    search, _, names = search_of(max_steps=200)
     run_on(search, 1)
     search.reopen("the text has changed", [LayerSet(4, frozenset({2}))])
     names.append("q")
     run_on(search, 2, 24)
     assert search.optimising and len(search.trials) > 4
-    again, _, other = search_of(max_steps=20)
+    again, _, other = search_of(max_steps=200)
     other.append("q")
     again.restore(json.loads(json.dumps(search.state())), search.trials)
     assert again.state() == search.state()
