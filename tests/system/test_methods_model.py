@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fakes import cheap_draft_costs
 
 import swiftopt
 from swiftopt.core.methods import METHODS
@@ -44,7 +45,8 @@ def test_real_prompts_get_the_tokens_of_plain_decoding(
     width = runtime.config.hidden_size
     heads = Heads({depth: torch.eye(width, dtype=runtime.dtype) for depth in (20, 26)})
     probe = Probe(default_exit(runtime.n_layers), torch.zeros(width), 3.0)
-    method = build(name, Parts(runtime, LayerSet.uniform(runtime.n_layers, 12), heads, probe))
+    costs = cheap_draft_costs(n_layers=runtime.n_layers)
+    method = build(name, Parts(runtime, LayerSet.uniform(runtime.n_layers, 12), heads, probe, costs=costs))
     session = Session(runtime, Sampling(), N_NEW)
     for prompt in read_stream(str(EXAMPLES), limit=2):
         assert next(iter(session.run(prompt, method)))[1].token_ids == plain[prompt.id]
