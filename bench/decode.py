@@ -9,11 +9,12 @@ from typing import Any, Protocol
 
 import torch
 
+from ..core.costs import CostProfile
 from ..core.errors import LayerSetNotFound, SettingsError
 from ..core.methods import METHODS as METHOD_INFOS
 from ..core.requests import GenerateRequest
 from ..core.settings import SwiftSettings
-from ..core.types import Completion, CostProfile, Prompt
+from ..core.types import Completion, Prompt
 from ..decoding.loop import Watch
 from ..decoding.method import PLAIN, Method
 from ..decoding.session import Session

@@ -20,8 +20,9 @@ from typing import Any, get_args
 
 import torch
 
+from ..core.costs import CostProfile
 from ..core.errors import SwiftoptError
-from ..core.types import Completion, CostProfile, LayerSet, n_skipped_for
+from ..core.types import Completion, LayerSet, n_skipped_for
 from ..decoding.method import PLAIN
 from ..models.costs import device_name, measure_costs
 from ..models.loading import Speed, at_speed

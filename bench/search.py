@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from ..core.costs import CostProfile
 from ..core.errors import InvalidInput
 from ..core.settings import SwiftSettings
-from ..core.types import CostProfile, LayerSet, Prompt, Sampling
+from ..core.types import LayerSet, Prompt, Sampling
 from ..decoding.context import Context
 from ..decoding.loop import Round
 from ..decoding.method import PLAIN

@@ -14,6 +14,7 @@ from .checks import check_model, check_words
 from .options import PresetGroup, db_option, json_option, machine_options, open_store, pick, positive, read_layer_set
 from .output import emit_json, note, show
 from .search import search
+from .stream_shift import stream_shift
 
 METHODS = (
     *METHOD_INFOS,
@@ -37,6 +38,7 @@ def bench() -> None:
 
 bench.add_command(ablate)
 bench.add_command(search)
+bench.add_command(stream_shift)
 
 
 @bench.command(short_help="Methods side by side on the same prompts.")

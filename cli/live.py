@@ -13,12 +13,14 @@ from rich.text import Text
 
 from ..core.events import (
     Event,
+    FormatTried,
     PhaseChanged,
     Progress,
     PromptFinished,
     PromptStarted,
     SkipRatioLowered,
     StateChanged,
+    StreamShifted,
     TaskFinished,
     TrialsDone,
 )
@@ -89,8 +91,18 @@ def event_line(event: Event, state: RunState) -> str | None:
             return state_words(event)
         case PhaseChanged():
             return f"{task}{event.phase}" + (f": {event.detail}" if event.detail else "")
+        case FormatTried(problem=""):
+            return (
+                f"drafts in {event.format}: {number(event.expected)}x expected,"
+                f" {number(event.agreement)} of the tokens agree"
+            )
+        case FormatTried():
+            return f"drafts in {event.format} do not run here: {event.problem}"
         case SkipRatioLowered():
             return f"{task}skip ratio lowered to {event.skip_ratio:.2f}, for α was {event.acceptance_rate:.2f}"
+        case StreamShifted():
+            tried = f", {event.n_known} known sets first" if event.n_known else ""
+            return f"{task}other text, for {event.reason}: searching again{tried}"
         case PromptFinished():
             done = event.completion
             held_out = ", held out" if event.held_out else ""

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_h
 import click
 
 from ..core.errors import LayerSetError
-from ..core.formats import FORMATS, STORED
+from ..core.formats import AUTO, FORMATS, STORED
 from ..core.jobs import DEFAULT_QUEUE
-from ..core.settings import SwiftSettings
+from ..core.requests import TUNING
 from ..core.types import LayerSetRecord, Sampling
 
 if TYPE_CHECKING:
@@ -93,18 +93,20 @@ def default_of(values: type[Any], name: str) -> Any:
     return next(field.default for field in dataclasses.fields(values) if field.name == name)
 
 
-def from_field(values: type[Any], name: str, help: str, **more: Any) -> Decorator[Any]:
-    """An option for a field, with the field's default; a Literal's words become choices."""
-    hint = get_type_hints(values)[name]
+def from_field(values: Any, name: str, help: str, **more: Any) -> Decorator[Any]:
+    """An option for a field of a dataclass, with its default, or of a value, with that; Literals are choices."""
+    of_type = isinstance(values, type)
+    hint = get_type_hints(values if of_type else type(values))[name]
     if "type" not in more and get_args(hint) and all(isinstance(word, str) for word in get_args(hint)):
         more["type"] = click.Choice(get_args(hint))
     flag = f"--{name.replace('_', '-')}"
-    return click.option(flag, name, default=default_of(values, name), show_default=True, help=help, **more)
+    default = default_of(values, name) if of_type else getattr(values, name)
+    return click.option(flag, name, default=default, show_default=True, help=help, **more)
 
 
 def switch_off(name: str, help: str) -> Decorator[Any]:
-    """`--no-NAME` for a field of SwiftSettings that is on by default."""
-    on = default_of(SwiftSettings, name)
+    """`--no-NAME` for a field of the settings that is on by default."""
+    on = getattr(TUNING, name)
     return click.option(f"--no-{name.replace('_', '-')}", name, flag_value=False, default=on, help=help)
 
 
@@ -140,27 +142,27 @@ sampling_options = together(
 )
 
 settings_options = together(
-    from_field(SwiftSettings, "method", "What the layer set is to draft for; adaptive decides by measured time."),
+    from_field(TUNING, "method", "What the layer set is to draft for; adaptive decides by measured time."),
     from_field(
-        SwiftSettings,
+        TUNING,
         "draft_format",
-        "Weights of what a draft keeps.",
-        type=click.Choice([*FORMATS, STORED]),
+        "Weights of what a draft keeps; auto: those that pay most here.",
+        type=click.Choice([AUTO, *FORMATS, STORED]),
     ),
-    from_field(SwiftSettings, "strategy", "Who proposes layer sets: random, bayes, swift or tpe."),
-    from_field(SwiftSettings, "objective", "What a layer set is scored by."),
-    from_field(SwiftSettings, "skip_ratio", "r, from 0 to 1.  [default: 0.45, 0.5 from 34B on]", type=float),
-    from_field(SwiftSettings, "context_window", "γ, generated tokens that score a layer set.", type=int),
-    from_field(SwiftSettings, "max_steps", "S, candidates to try at most.", type=int),
-    from_field(SwiftSettings, "stop_threshold", "ε, confidence below which drafting stops.", type=float),
-    from_field(SwiftSettings, "max_draft_length", "N_D, draft steps per round.", type=int),
+    from_field(TUNING, "strategy", "Who proposes layer sets: knapsack, local, clasp, swift, bayes, tpe or random."),
+    from_field(TUNING, "objective", "What a layer set is scored by."),
+    from_field(TUNING, "skip_ratio", "r, from 0 to 1.  [default: 0.45, 0.5 from 34B on]", type=float),
+    from_field(TUNING, "context_window", "γ, generated tokens that score a layer set.", type=int),
+    from_field(TUNING, "max_steps", "S, candidates to try at most.", type=int),
+    from_field(TUNING, "stop_threshold", "ε, confidence below which drafting stops.", type=float),
+    from_field(TUNING, "max_draft_length", "N_D, draft steps per round.", type=int),
     switch_off("early_stop", "Always draft N_D tokens."),
     switch_off("dynamic_verification", "Verify a chain, not a tree."),
     switch_off("optimise", "Keep the evenly spaced layer set that a search starts from."),
     click.option(
         "--deterministic",
         is_flag=True,
-        default=default_of(SwiftSettings, "deterministic"),
+        default=TUNING.deterministic,
         help="Wait for late suggestions: the same seed then gives the same trials.",
     ),
 )

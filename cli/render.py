@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -131,12 +132,29 @@ def record_rows(record: LayerSetRecord, draft_cost: float | None = None) -> list
     """A record's figures, each under its name."""
     cost = [] if draft_cost is None else [("c, draft pass / plain pass", number(draft_cost))]
     return [
+        ("draft's weights", weights_words(record.layer_set)),
         ("α, acceptance rate", number(record.acceptance_rate)),
         ("M, tokens per target pass", number(record.mean_generated_length)),
         *cost,
         ("expected ratio", ratio(record.expected_speedup)),
         ("measured ratio", ratio(record.measured_speedup, record.measured_interval)),
     ]
+
+
+def tried_words(trials: Sequence[Trial]) -> str:
+    """Who proposed the candidates, and how many of them were taken into use."""
+    counts = Counter(trial.origin for trial in trials)
+    n_adopted = sum(trial.adopted for trial in trials)
+    return ", ".join(f"{n} {origin}" for origin, n in counts.most_common()) + f"; {n_adopted} adopted"
+
+
+def weights_words(layer_set: LayerSet) -> str:
+    """The formats of a draft's weights, by how many of its parts have them."""
+    names = [layer_set.format_of("head")]
+    names += [layer_set.format_of("attn", i) for i in range(layer_set.n_layers) if i not in layer_set.skip_attn]
+    names += [layer_set.format_of("mlp", i) for i in range(layer_set.n_layers) if i not in layer_set.skip_mlp]
+    counts = Counter("the model's own" if name is None else name for name in names)
+    return ", ".join(name if len(counts) == 1 else f"{name} ({n} parts)" for name, n in counts.most_common())
 
 
 def verdict_words(verdict: Verdict) -> str:
@@ -185,9 +203,11 @@ def tune_summary(finished: TaskFinished, out: str, command: Sequence[str], width
     """What a tuning run found for one task, and how to use it."""
     record = finished.record
     version = f" version {record.version}" if record.version is not None else ""
-    speeds = f"{number(finished.plain_tok_s, 1)} plain, {number(finished.tuned_tok_s, 1)} with the layer set"
+    speeds = f"{number(finished.plain_tok_s, 1)} plain, {number(finished.tuned_tok_s, 1)} tuned"
     searched = f"{len(finished.trials)} trials on {finished.n_prompts} prompts, {finished.n_tokens} tokens"
     rows = [*record_rows(record, finished.draft_cost), ("tokens per second", speeds), ("searched", searched)]
+    if finished.trials:
+        rows.append(("tried", tried_words(finished.trials)))
     return Group(
         heading(f"{record.model}/{finished.task}{version}"),
         layer_map(record.layer_set, width),

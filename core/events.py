@@ -21,6 +21,21 @@ class PhaseChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class FormatTried:
+    """What drafts with all weights in a format promise, where the format is the run's own choice.
+
+    `expected` is a ratio to plain decoding by measured costs, `agreement` the share of tokens on which draft and model
+    agree; both are None where such drafts do not run, and `problem` says why.
+    """
+
+    format: str
+    expected: float | None
+    agreement: float | None
+    problem: str = ""
+    task: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class PromptStarted:
     """Prompt `index` (0-based) of `n_prompts` is being decoded."""
 
@@ -74,6 +89,18 @@ class SkipRatioLowered:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamShifted:
+    """The text has become another kind, and the search begins anew with `n_known` sets of similar text.
+
+    `reason` says in words how acceptance changed.
+    """
+
+    task: str
+    reason: str
+    n_known: int
+
+
+@dataclass(frozen=True, slots=True)
 class PromptFinished:
     """A completion is final; `held_out` ones were decoded for the verdict."""
 
@@ -117,11 +144,13 @@ class StateChanged:
 Event = (
     StateChanged
     | PhaseChanged
+    | FormatTried
     | PromptStarted
     | Progress
     | TrialsDone
     | Adopted
     | SkipRatioLowered
+    | StreamShifted
     | PromptFinished
     | TaskFinished
 )

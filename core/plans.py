@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .formats import STORED
 from .learned import LearnedRecord, learned_to_json
 from .records import record_to_json, stored_from_json
 from .types import Plan
+
+AS_FOUND: Mapping[str, Any] = {"draft_format": STORED}  # of adaptive drafts with a set that names all formats itself
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:

@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import SettingsError
+from .formats import AUTO
 from .settings import SwiftSettings
 from .typed import check_type
 from .types import LayerSetRecord, Sampling
 
+# What tuning does unless it is told otherwise: not the paper's SWIFT, but what decodes fastest here (bench/RESULTS.md).
+TUNING = SwiftSettings(method="adaptive", draft_format=AUTO, strategy="knapsack")
 MAX_NEW_TOKENS = 128  # tokens per completion, unless the caller or the stream's line says otherwise
 
 
@@ -32,7 +35,7 @@ class TuneRequest:
     max_new_tokens: int = MAX_NEW_TOKENS
     limit: int | None = None
     sampling: Sampling = field(default_factory=Sampling)
-    settings: SwiftSettings = field(default_factory=SwiftSettings)
+    settings: SwiftSettings = TUNING
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for the store."""
@@ -52,7 +55,7 @@ class TuneRequest:
                 raise SettingsError(f"{name} of a tuning job is {values[name]!r}: use {_WORDS[kind]}")
         try:
             sampling = Sampling(**(values.get("sampling") or {}))
-            settings = SwiftSettings.from_json(values.get("settings") or {})
+            settings = SwiftSettings.from_json({**TUNING.to_json(), **(values.get("settings") or {})})
             request = cls(**{**values, "sampling": sampling, "settings": settings})
             check_type(request, cls, "a tuning job")
             return request

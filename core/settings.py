@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .errors import SettingsError
-from .formats import FORMATS, STORED
+from .formats import AUTO, FORMATS, STORED
 
 Branching = tuple[tuple[float, int], ...]
 
@@ -28,7 +28,7 @@ class SwiftSettings:
 
     # what the layer set drafts for: SWIFT's own trees, or adaptive drafts with quantised copies (docs/methods.md)
     method: Literal["swift", "adaptive"] = "swift"
-    draft_format: str = STORED  # of the sub-layers that a draft keeps, and of its head: one of core.formats
+    draft_format: str = STORED  # of the sub-layers that a draft keeps, and of its head: one of core.formats, or "auto"
     # drafting and verification (4.2)
     stop_threshold: float = 0.8  # ε; B.2 gives none, this is the published code's
     max_draft_length: int = 25  # N_D, draft steps per round
@@ -70,7 +70,7 @@ class SwiftSettings:
             "expected_speedup or matchness",
         )
         _check("method", self.method, self.method in ("swift", "adaptive"), "swift or adaptive")
-        formats = (*FORMATS, STORED)
+        formats = (*FORMATS, STORED, AUTO)
         _check("draft_format", self.draft_format, self.draft_format in formats, f"one of {', '.join(formats)}")
         bounds = [bound for bound, _ in self.branching]
         rising = bounds == sorted(set(bounds)) and bounds[-1:] == [1.0] and all(k >= 1 for _, k in self.branching)

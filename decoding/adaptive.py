@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..core.costs import CostProfile
 from ..core.method_settings import AdaptiveSettings
-from ..core.types import CostProfile, LayerSet
+from ..core.types import LayerSet
 from .context import Context
 from .draft import Draft, Drafting, Outcome
 from .follow import Cursor, Matches

@@ -35,13 +35,15 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Calls into the loop. `before_round` may score candidates behind the committed slots and change the drafter; it
-    gets `scratch_rows` slots of buffer for that, and its time counts as optimisation."""
+    """Calls into the loop. `on_prompt` gets the mean state (hidden_size,) of the prompt's tokens behind the final norm,
+    in float32. `before_round` may score candidates behind the committed slots and change the drafter; it gets
+    `scratch_rows` slots of buffer for that, and its time counts as optimisation."""
 
     on_tokens: Callable[[Sequence[int]], None] | None = None
     before_round: Callable[[Context], None] | None = None
     after_round: Callable[[Context, Round], None] | None = None
     scratch_rows: int = 0
+    on_prompt: Callable[[Tensor], None] | None = None
 
 
 @torch.inference_mode()
@@ -82,7 +84,11 @@ def decode(
 
 def _begin(context: Context, ending: EndRule, watch: Watch) -> None:
     """Prefill the prompt; the pass gives the first token."""
-    logits = context.runtime.prefill(context.token_ids, context.buffer)
+    runtime, states = context.runtime, list[Tensor]()
+    capture = None if watch.on_prompt is None else {runtime.n_layers: states}
+    logits = runtime.prefill(context.token_ids, context.buffer, capture=capture)
+    if watch.on_prompt is not None:
+        watch.on_prompt(runtime.normed(torch.cat(states)).float().mean(dim=0))
     first = context.rule.choose(context.token_ids, logits)
     context.tally.prefill_s = context.tally.total_s
     _commit(context, (first,), ending, watch)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..core.costs import CostProfile
 from ..core.errors import SettingsError
 from ..core.method_settings import (
     AdaDecodeSettings,
@@ -26,7 +27,7 @@ from ..core.method_settings import (
 )
 from ..core.methods import method_info
 from ..core.settings import SwiftSettings
-from ..core.types import CostProfile, LayerSet
+from ..core.types import LayerSet
 from ..models.learned import Heads, Probe
 from ..models.runtime import Runtime
 from ..models.stacked import StackedLayers

@@ -179,9 +179,8 @@ class _EarlyPasses:
         return self.context.runtime.logits(self.hidden)
 
     def drop(self, n_nodes: int) -> None:
-        """Raises: NotImplementedError: its rows have been run for the target, and there is nothing to take back."""
-        if n_nodes:
-            raise NotImplementedError("an early exit's rows are the target's own")
+        """See `DraftPasses`; its rows are the target's own, so that there is never one to take back."""
+        assert n_nodes == 0, "an early exit drafts single tokens, and all of them stay"
 
 
 class OtherModel:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ..core.types import CostProfile, LayerSet
+from ..core.costs import CostProfile
+from ..core.types import LayerSet
 
 BOUNDS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999)  # of the draft's confidence, between classes
 PRIOR = 4.0  # observations that a prior counts for

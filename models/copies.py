@@ -62,6 +62,11 @@ class QuantisedCopies:
             self._heads[name] = quantised([self._head], name)
         return self._heads[name]
 
+    def drop(self, name: str) -> None:
+        """Give back the memory of all copies in a format; who asks for one again has it made, or read, again."""
+        self._parts = {key: parts for key, parts in self._parts.items() if key[2] != name}
+        self._heads.pop(name, None)
+
     @torch.inference_mode()
     def prepare(self, layer_set: LayerSet, on_step: Callable[[str], None] | None = None) -> None:
         """Make all that a draft with that set runs, or read it, so that none of it is made while something is timed."""

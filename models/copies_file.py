@@ -27,7 +27,9 @@ def file_of(fingerprint: str, part: str, name: str, dtype: torch.dtype, device: 
 def read(path: Path, device: torch.device) -> dict[str, Tensor] | None:
     """What was written there; None where there is nothing, or nothing that can be read."""
     try:
-        return load_file(path, device=str(device))
+        # Copied to memory of torch's own: in the mapped file tensors begin anywhere, and torch's int8 kernel dies of
+        # codes that are not aligned.
+        return {key: tensor.clone() for key, tensor in load_file(path, device=str(device)).items()}
     except (OSError, SafetensorError):
         return None
 

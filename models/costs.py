@@ -11,7 +11,8 @@ from time import perf_counter
 
 import torch
 
-from ..core.types import CostProfile, FormatCosts, LayerSet
+from ..core.costs import CostProfile, FormatCosts
+from ..core.types import LayerSet
 from .buffer import KVBuffer
 from .rows import Rows
 from .runtime import Runtime

@@ -121,12 +121,21 @@ class Runtime:
             )
 
     @torch.inference_mode()
-    def prefill(self, token_ids: Sequence[int], buffer: KVBuffer, first_slot: int = 0) -> Tensor:
-        """Run a whole text into slots `first_slot`, …; returns the logits (vocab,) after its last token."""
+    def prefill(
+        self,
+        token_ids: Sequence[int],
+        buffer: KVBuffer,
+        first_slot: int = 0,
+        capture: Mapping[int, list[Tensor]] | None = None,
+    ) -> Tensor:
+        """Run a whole text into slots `first_slot`, …; returns the logits (vocab,) after its last token.
+
+        Args: capture: as in `forward`; a text of several passes appends to it several times.
+        """
         for start in range(0, len(token_ids), PREFILL_ROWS):
             chunk = token_ids[start : start + PREFILL_ROWS]
             is_last = start + PREFILL_ROWS >= len(token_ids)
-            logits = self.forward(Rows(chunk, first_slot + start), buffer, n_logits=1 if is_last else 0)
+            logits = self.forward(Rows(chunk, first_slot + start), buffer, 1 if is_last else 0, capture)
         return logits[0]
 
     @torch.inference_mode()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..core.costs import CostProfile
 from ..core.settings import SwiftSettings
-from ..core.types import CostProfile, LayerSet, Trial
+from ..core.types import LayerSet, Trial
 from ..decoding.context import Context
 from .evaluation import score_window
 from .finals import Place

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..core.costs import CostProfile
 from ..core.formats import STORED
 from ..core.method_settings import AdaptiveSettings
 from ..core.settings import SwiftSettings
-from ..core.types import Completion, CostProfile, LayerSet, n_skipped_for
+from ..core.types import Completion, LayerSet, n_skipped_for
 from ..decoding.adaptive import adaptive
 from ..decoding.method import Method, swift
 from ..decoding.models import SkippedTarget

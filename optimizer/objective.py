@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..core.costs import CostProfile
 from ..core.settings import SwiftSettings
-from ..core.types import CostProfile, LayerSet
+from ..core.types import LayerSet
 from ..decoding.worth import Acceptance, Prices
 from .evaluation import WindowScore
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ..core.costs import CostProfile
 from ..core.settings import SwiftSettings
-from ..core.types import CostProfile, LayerSet
+from ..core.types import LayerSet
 from ..decoding.context import Context
 from .strategies import Prices, Strategy, make_strategy, recipe_of
 from .structure import study, study_rows

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..core.costs import CostProfile
 from ..core.events import Progress, TaskFinished
-from ..core.types import Completion, CostProfile, LayerSetRecord, Verdict
+from ..core.types import Completion, LayerSetRecord, Verdict
 from ..models.runtime import Runtime
 from .snapshot import TaskState
 from .verdict import Timed, speed
@@ -79,6 +80,7 @@ def record_of(
         device=costs.device,
         dtype=costs.dtype,
         settings=task.search.settings.to_json(),
+        prompt_state=task.shift.state,
     )
 
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
+from ..core.costs import CostProfile
 from ..core.events import Adopted, Event, SkipRatioLowered, TrialsDone
 from ..core.settings import SwiftSettings
-from ..core.types import CostProfile, LayerSet, Trial, n_skipped_for
+from ..core.types import LayerSet, Trial, n_skipped_for
 from ..decoding.context import Context
 from ..decoding.loop import Round
 from ..decoding.models import SkippedTarget

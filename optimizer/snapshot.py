@@ -21,6 +21,7 @@ from ..decoding.context import Begun, Context, Tally
 from ..decoding.loop import Round
 from ..decoding.session import n_turns
 from .search import Search
+from .shift import ShiftWatch
 from .verdict import Pair, turns_done
 
 VERSION = 1
@@ -30,11 +31,15 @@ TALLIED = ("rounds", "drafted", "accepted", "optimise_s", "draft_s", "verify_s",
 
 @dataclass(slots=True)
 class TaskState:
-    """One task of the stream: its search, the sums over its completions, its phase, and its verdict's pairs so far."""
+    """One task of the stream: its search, the sums over its completions, its phase, and its verdict's pairs so far.
+
+    `shift` watches whether its text becomes another kind.
+    """
 
     name: str
     search: Search
     held_out: list[tuple[int, Prompt]]  # with their places in the stream
+    shift: ShiftWatch = field(default_factory=ShiftWatch)
     phase: Any = ""
     prompt_id: str = ""
     tokens: int = 0
@@ -70,6 +75,7 @@ class TaskState:
             **{name: getattr(self, name) for name in COUNTERS},
             "timings": timings_to_json(self.timings),
             "search": self.search.state(),
+            "shift": self.shift.to_json(),
             "pairs": [_pair_to_json(pair, number >= first) for number, pair in enumerate(self.pairs)],
         }
 
@@ -80,6 +86,8 @@ class TaskState:
         self.timings = timings_from_json(values["timings"])
         self.pairs = [Pair(*map(completion_from_json, pair)) for pair in values["pairs"]]
         self.search.restore(values["search"], trials)
+        if "shift" in values:  # checkpoints of before streams were watched lack it
+            self.shift.restore(values["shift"])
 
 
 @dataclass(slots=True)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
-from ..core.events import PhaseChanged, PromptFinished, PromptStarted, TaskFinished
+from torch import Tensor
+
+from ..core.costs import CostProfile
+from ..core.events import PhaseChanged, PromptFinished, PromptStarted, StreamShifted, TaskFinished
+from ..core.known_sets import KnownSet
 from ..core.settings import SwiftSettings
-from ..core.types import CostProfile, LayerSetRecord, Prompt, Sampling, Trial, Verdict
+from ..core.types import Completion, LayerSet, LayerSetRecord, Prompt, Sampling, Trial, Verdict
 from ..decoding.context import Context
 from ..decoding.loop import Round, Watch
 from ..decoding.models import SkippedTarget
@@ -17,8 +21,12 @@ from ..models.runtime import Runtime
 from .drafting import drafting_with, expected_of
 from .reports import progress_of, record_of, result_of
 from .search import Search, TellEvent
+from .shift import ShiftWatch
 from .snapshot import VERSION, Flight, TaskState, check, reading
 from .verdict import Pair, faster, hold_out, is_open, judge, side_by_side, timed_pairs, turns_done
+
+Place = tuple[int, Prompt]  # a prompt and where it is in the stream
+Divide = Callable[[list[Place]], tuple[list[Place], list[Place]]]  # into those to tune on and those held out
 
 BEAT_S = 0.5  # seconds between two signs of life while held-out prompts are timed
 
@@ -31,7 +39,8 @@ class Tuner:
     """Tunes every task of a stream on one model.
 
     Args: model: the name the caller used, for the record. costs: the measured profile that scores are made of.
-          tell: takes every event; what it raises ends the run.
+          tell: takes every event; what it raises ends the run. known: sets of this model from elsewhere, those of
+          similar text being tried first where a task's text becomes another kind.
     """
 
     def __init__(
@@ -43,10 +52,13 @@ class Tuner:
         costs: CostProfile,
         tell: TellEvent,
         model: str,
+        known: Sequence[KnownSet] = (),
     ) -> None:
         self.runtime, self.settings, self.costs, self.model = runtime, settings, costs, model
         self.session = Session(runtime, sampling, max_new_tokens)
         self.tell = tell
+        formats = LayerSet(runtime.n_layers).filled(settings.draft_format).formats
+        self.known = tuple(own for own in known if own.layer_set.formats == formats)
         self._running: dict[str, TaskState] = {}
         self._concluded: list[str] = []
         self._prompts: Sequence[Prompt] = ()
@@ -69,7 +81,7 @@ class Tuner:
                 made by then, in their order.
         Raises: SettingsError: `start` is of another version, model or stream, or was changed.
         """
-        self._running, self._prompts = self._tasks(prompts), prompts
+        self._running, self._prompts = self._tasks(prompts, hold_out), prompts
         held = {index for task in self._running.values() for index, _ in task.held_out}
         try:
             if start is not None:
@@ -92,6 +104,17 @@ class Tuner:
             for task in self._running.values():
                 task.search.close()
 
+    def serve(self, prompts: Sequence[Prompt]) -> dict[str, LayerSet]:
+        """Decode the stream as `run` does, with nothing held out and no verdict; each task's set at the end."""
+        self._running, self._prompts = self._tasks(prompts, lambda own: (own, [])), prompts
+        try:
+            for index, prompt in enumerate(prompts):
+                self._serve(self._running[prompt.task], prompt, index)
+        finally:
+            for task in self._running.values():
+                task.search.close()
+        return {name: task.search.layer_set for name, task in self._running.items()}
+
     def snapshot(self) -> dict[str, Any]:
         """Where the run stands, as JSON values without the trials; `run` goes on from it in another process.
 
@@ -101,6 +124,7 @@ class Tuner:
             "version": VERSION,
             "n_layers": self.runtime.n_layers,
             "n_prompts": len(self._prompts),
+            "draft_format": self.settings.draft_format,  # chosen once, where the request leaves it open
             "next": self._next,
             "flight": None if self._flight is None else self._flight.to_json(),
             "tasks": {name: task.to_json() for name, task in self._running.items()},
@@ -147,8 +171,8 @@ class Tuner:
         if self.stopped:
             raise _Stopped
 
-    def _tasks(self, prompts: Sequence[Prompt]) -> dict[str, TaskState]:
-        by_task: dict[str, list[tuple[int, Prompt]]] = {}
+    def _tasks(self, prompts: Sequence[Prompt], divide: Divide) -> dict[str, TaskState]:
+        by_task: dict[str, list[Place]] = {}
         for index, prompt in enumerate(prompts):
             by_task.setdefault(prompt.task, []).append((index, prompt))
         tasks: dict[str, TaskState] = {}
@@ -159,7 +183,7 @@ class Tuner:
                 return tasks[name].prompt_id
 
             search = Search(name, self.runtime.n_layers, self.settings, ratio, self.costs, self.tell, prompt_id)
-            tasks[name] = TaskState(name, search, hold_out(own)[1])
+            tasks[name] = TaskState(name, search, divide(own)[1], ShiftWatch(self.known))
         return tasks
 
     def _serve(self, task: TaskState, prompt: Prompt, index: int) -> None:
@@ -172,11 +196,20 @@ class Tuner:
         watch = self._watch(task, flight)
         for turn, completion in self.session.run(prompt, task.search.method, watch, flight.answers, flight.begun):
             task.count_completion(completion)
+            self._look_for_shift(task, completion)
             flight.answered(completion.text)
             if len(flight.answers) == n_turns(prompt):
                 self._next, self._flight = index + 1, None
             self.tell(PromptFinished(turn, index, completion))
             self._check_stop()
+
+    def _look_for_shift(self, task: TaskState, completion: Completion) -> None:
+        """Search anew where a completion says that the text has become another kind."""
+        reason = "" if task.search.optimising else task.shift.add(completion)
+        if reason:
+            first = task.shift.moved(task.search.layer_set)
+            task.search.reopen(reason, first)
+            self.tell(StreamShifted(task.name, reason, len(first)))
 
     def _watch(self, task: TaskState, flight: Flight) -> Watch:
         def before_round(context: Context) -> None:
@@ -187,8 +220,11 @@ class Tuner:
             flight.context = context
             self._after_round(task, context, round_)
 
-        optimising = task.search.optimising
-        return Watch(None, before_round if optimising else None, after_round, task.search.scratch_rows)
+        def on_prompt(state: Tensor) -> None:
+            task.shift.saw(state.tolist(), settled=not task.search.optimising)
+
+        searching = before_round if task.search.optimising else None
+        return Watch(None, searching, after_round, task.search.scratch_rows, on_prompt)
 
     def _after_round(self, task: TaskState, context: Context, round_: Round) -> None:
         search = task.search

@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, g
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, create_model, model_validator
 
 from ..core.jobs import DEFAULT_QUEUE
-from ..core.requests import MAX_NEW_TOKENS, TuneRequest
-from ..core.settings import SwiftSettings
+from ..core.requests import MAX_NEW_TOKENS, TUNING, TuneRequest
 from ..core.types import Sampling
 from ..models.sources import DTYPES
 from ..optimizer.strategies import STRATEGIES
@@ -43,25 +42,25 @@ def _narrow(hint: Any) -> Any:
     return {int: Whole, float: Number}.get(hint, hint)
 
 
-def _like(values: type[Any], name: str, doc: str, **instead: Any) -> type[Strict]:
-    """A model with a dataclass's fields and defaults, each of them optional."""
-    hints = get_type_hints(values)
+def _like(defaults: Any, name: str, doc: str, **instead: Any) -> type[Strict]:
+    """A model with a dataclass's fields, each of them optional, and the values that `defaults` has."""
+    hints = get_type_hints(type(defaults))
     fields_: dict[str, Any] = {}
-    for field in dataclasses.fields(values):
+    for field in dataclasses.fields(defaults):
         hint = instead.get(field.name, _narrow(hints[field.name]))
-        fields_[field.name] = (hint, field.default)
+        fields_[field.name] = (hint, getattr(defaults, field.name))
     return create_model(name, __base__=Strict, __doc__=doc, **fields_)
 
 
 Settings = _like(
-    SwiftSettings,
+    TUNING,
     "Settings",
-    "How SWIFT searches and drafts; what is left out takes its default.",
+    "How tuning searches and drafts; what is left out takes its default.",
     strategy=Literal[tuple(STRATEGIES)],
     branching=list[Annotated[list[Annotated[float, Field(ge=0, le=1e6)]], Field(min_length=2, max_length=2)]],
     seed=Whole,
 )
-SamplingBody = _like(Sampling, "Sampling", "How a token is taken; temperature 0 is greedy.")
+SamplingBody = _like(Sampling(), "Sampling", "How a token is taken; temperature 0 is greedy.")
 
 
 class StreamSource(Strict):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from sqlalchemy import select
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, undefer
 
 from ..core.errors import LayerSetNotFound, StoreError
-from ..core.formats import STORED
+from ..core.known_sets import KnownSet, unpacked
+from ..core.plans import AS_FOUND
 from ..core.types import LayerSetRecord, Plan
 from .names import find_model, model_for
 from .plan_tables import PlanRow
 from .plans import listed, next_version, plan_of, tune_command
 from .rows import layer_set_record, layer_set_row, plan_row
-from .tables import JobRow, LayerSetRow
+from .tables import JobRow, LayerSetRow, ModelRow
+
+N_KNOWN = 100  # the newest sets of a model that are compared with a text
 
 
 def add_version(session: Session, record: LayerSetRecord, method: str) -> tuple[LayerSetRow, PlanRow]:
@@ -28,7 +31,7 @@ def add_version(session: Session, record: LayerSetRecord, method: str) -> tuple[
     session.flush()
     made = Plan(
         method,
-        settings={"draft_format": STORED} if method == "adaptive" else record.settings,  # its set names all formats
+        settings=AS_FOUND if method == "adaptive" else record.settings,
         verdict=record.verdict,
         measured_speedup=record.measured_speedup,
         measured_interval=record.measured_interval,
@@ -70,3 +73,17 @@ def list_layer_sets(session: Session, model: str | None, task: str | None) -> li
     if task is not None:
         query = query.where(LayerSetRow.task == task)
     return [layer_set_record(found) for found in session.scalars(query)]
+
+
+def known_sets(session: Session, fingerprint: str) -> list[KnownSet]:
+    """The model's newest sets of which it is known where their prompts lie, whatever their task."""
+    query = (
+        select(LayerSetRow)
+        .options(undefer(LayerSetRow.prompt_state))
+        .join(ModelRow, LayerSetRow.model_id == ModelRow.id)
+        .where(ModelRow.fingerprint == fingerprint, LayerSetRow.prompt_state.is_not(None))
+        .order_by(LayerSetRow.id.desc())
+        .limit(N_KNOWN)
+    )
+    rows = session.scalars(query)
+    return [KnownSet(layer_set_record(row).layer_set, unpacked(row.prompt_state or b"")) for row in rows]

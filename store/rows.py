@@ -6,19 +6,11 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, cast
 
+from ..core.costs import CostProfile, FormatCosts
+from ..core.known_sets import packed
 from ..core.learned import LearnedKind, LearnedRecord
 from ..core.times import now
-from ..core.types import (
-    CostProfile,
-    FormatCosts,
-    FoundPlan,
-    LayerSet,
-    LayerSetRecord,
-    ModelInfo,
-    Plan,
-    Trial,
-    VerdictWord,
-)
+from ..core.types import FoundPlan, LayerSet, LayerSetRecord, ModelInfo, Plan, Trial, VerdictWord
 from .plan_tables import LearnedRow, PlanRow
 from .tables import CostProfileRow, LayerSetRow, ModelRow, TrialRow
 
@@ -59,6 +51,7 @@ def layer_set_row(record: LayerSetRecord, model: ModelRow, version: int) -> Laye
         swiftopt_version=record.swiftopt_version,
         created_at=record.created_at or now(),
         job_id=record.job,
+        prompt_state=None if record.prompt_state is None else packed(record.prompt_state),
     )
 
 

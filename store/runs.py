@@ -5,7 +5,8 @@ from __future__ import annotations
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
-from ..core.types import CostProfile, Trial
+from ..core.costs import CostProfile
+from ..core.types import Trial
 from . import rows
 from .tables import CostProfileRow, TrialRow
 

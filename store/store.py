@@ -9,8 +9,10 @@ from typing import Any
 from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 
+from ..core.costs import CostProfile
+from ..core.known_sets import KnownSet
 from ..core.learned import LearnedKind, LearnedRecord
-from ..core.types import CostProfile, FoundPlan, LayerSetRecord, ModelInfo, Plan, Trial
+from ..core.types import FoundPlan, LayerSetRecord, ModelInfo, Plan, Trial
 from . import aliases, comparisons, layer_sets, learned, names, plans, rows, runs
 from .database import as_url, connect, default_url, shown, store_errors
 from .jobs import Jobs
@@ -126,6 +128,10 @@ class Store:
     def layer_sets(self, model: str | None = None, task: str | None = None) -> list[LayerSetRecord]:
         """The stored versions of a model, a task, both or all, newest first."""
         return self._do.read(lambda session: layer_sets.list_layer_sets(session, model, task))
+
+    def known_sets(self, fingerprint: str) -> list[KnownSet]:
+        """The newest layer sets of a model, of any task, with the place of the text that each was found on."""
+        return self._do.read(lambda session: layer_sets.known_sets(session, fingerprint))
 
     def promote(self, model: str, task: str, version: int, alias: str = "best") -> FoundPlan:
         """Let the alias mean that version, for the device and dtype that it was tuned or compared on.

@@ -155,7 +155,10 @@ class LockRow(Base):
 
 
 class LayerSetRow(Base):
-    """An immutable version of a model's set for a task; `model_name` is the name under which it was stored."""
+    """An immutable version of a model's set for a task.
+
+    `model_name` is the name under which it was stored; `prompt_state` where its prompts lie, see `core.known_sets`.
+    """
 
     __tablename__ = "swiftopt_layer_sets"
     __table_args__ = (UniqueConstraint("model_id", "task", "version"),)
@@ -183,6 +186,7 @@ class LayerSetRow(Base):
     swiftopt_version: Mapped[str]
     created_at: Mapped[str]
     job_id: Mapped[str | None] = mapped_column(ForeignKey(JobRow.id), index=True)
+    prompt_state: Mapped[bytes | None] = mapped_column(deferred=True)  # no look-up reads it
 
     model: Mapped[ModelRow] = relationship(lazy="joined", innerjoin=True)
 

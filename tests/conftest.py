@@ -13,7 +13,11 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
+from hypothesis import settings
 from servers import Postgres, Valkey, flush, new_database, server_folder
+
+settings.register_profile("any machine", deadline=None)  # a busy one must not fail a test
+settings.load_profile("any machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

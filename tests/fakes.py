@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from families import VOCAB, tiny_runtime
 
-from swiftopt.core.types import CostProfile, FormatCosts
+from swiftopt.core.costs import CostProfile, FormatCosts
 from swiftopt.models.runtime import Runtime
 
 N_LAYERS = 4

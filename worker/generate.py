@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..core.errors import InvalidInput, LayerSetNotFound, NotFound
 from ..core.methods import method_info
+from ..core.plans import AS_FOUND
 from ..core.requests import GenerateRequest
 from ..core.types import Completion, FoundPlan, LayerSetRecord, Plan, Prompt, VerdictWord
 from ..decoding.loop import Watch
@@ -86,7 +87,7 @@ class Planner:
         if request.method == "plain":
             return PLAIN, GenerateInfo("plain")
         if request.layer_set is not None:
-            return self._insisted(request.method or "swift", task, None)
+            return self._insisted(request.method or _found_for(request.layer_set), task, None)
         found, missing = self._look_up(task)
         if request.method is not None:
             return self._insisted(request.method, task, found)
@@ -105,7 +106,9 @@ class Planner:
     def _insisted(self, name: str, task: str, found: FoundPlan | None) -> tuple[Method, GenerateInfo]:
         """A method by name, with the plan's own pieces where the plan is of that method."""
         same = found if found is not None and found.plan.method == name else None
-        plan = Plan(name, self.request.layer_set) if same is None else same.plan
+        given = self.request.layer_set
+        settings = AS_FOUND if given is not None and name == _found_for(given) == "adaptive" else {}
+        plan = Plan(name, given, settings) if same is None else same.plan
         pieces = self._pieces(name, task, plan)
         info = GenerateInfo(name, pieces.layer_set)
         if pieces.layer_set is not None:
@@ -200,3 +203,8 @@ def settled(text: str, stop_strings: Sequence[str]) -> int:
         begun = next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)
         length = min(length, found if found >= 0 else len(text) - begun)
     return length
+
+
+def _found_for(record: LayerSetRecord) -> str:
+    """The method that a set was tuned for; sets from elsewhere were found for SWIFT."""
+    return "adaptive" if record.settings.get("method") == "adaptive" else "swift"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from ..core.types import CostProfile
+from ..core.costs import CostProfile
 from ..models.costs import context_bucket, device_name, measure_costs, measure_format
 from ..models.runtime import Runtime
 from ..store import Store

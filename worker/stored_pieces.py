@@ -95,7 +95,7 @@ class StoredPieces:
                 assert record.version is not None
                 if self.store.plan(fingerprint, each, record.version).plan.method in methods:
                     return record
-        command = "layers search" if name == "self-sd" else "tune"
+        command = "layers search" if name == "self-sd" else "tune --method swift --draft-format stored"
         raise LayerSetNotFound(
             f"{name} needs a layer set, and none is stored for the task {task}:"
             f" run `swiftopt {command} --model MODEL --stream FILE --task {task}`, or pass --layer-set FILE"

@@ -9,16 +9,19 @@ from time import monotonic
 from typing import Any
 
 from .. import __version__
+from ..core.costs import CostProfile
 from ..core.errors import LeaseLost
 from ..core.event_json import event_to_json
 from ..core.events import Event, PhaseChanged, Progress, PromptFinished, TaskFinished, TrialsDone
-from ..core.formats import STORED
+from ..core.formats import AUTO, STORED
 from ..core.jobs import Promotion, Wanted
 from ..core.requests import TuneRequest
+from ..core.settings import SwiftSettings
 from ..core.times import now
 from ..core.types import LayerSet, LayerSetRecord, Prompt
 from ..decoding.session import Session
 from ..models.loading import load
+from ..optimizer.draft_format import choose_format
 from ..optimizer.tuning import Tuner
 from ..store import Store
 from ..store.jobs import Claim
@@ -70,13 +73,16 @@ class TuningRun:
         patiently(lambda: self.store.remember_model(runtime.info))
         session = Session(runtime, request.sampling, request.max_new_tokens)
         n_positions = int(median(session.check(prompt) for prompt in self.prompts))
-        formats = {request.settings.draft_format} - {STORED}
-        costs = stored_costs(
-            runtime, self.store, n_positions, lambda step: self.handle(PhaseChanged("", "profile", step)), formats
-        )
-        runtime.copies.prepare(LayerSet(runtime.n_layers).filled(request.settings.draft_format))
+        settings, costs = self._drafts(session, n_positions)
         self.tuner = Tuner(
-            runtime, request.settings, request.sampling, request.max_new_tokens, costs, self.handle, request.model
+            runtime,
+            settings,
+            request.sampling,
+            request.max_new_tokens,
+            costs,
+            self.handle,
+            request.model,
+            patiently(lambda: self.store.known_sets(runtime.info.fingerprint)),
         )
         if self._wanted == "stop":
             self.tuner.stop("stopped on request")
@@ -88,6 +94,26 @@ class TuningRun:
             finished += [self._finish(task, "if none") for task in self.tuner.unfinished()]
         self._note()
         return finished
+
+    def _drafts(self, session: Session, n_positions: int) -> tuple[SwiftSettings, CostProfile]:
+        """The settings with the format that drafts have, and what passes cost with it; its copies are made."""
+        runtime, settings, name = session.runtime, self.request.settings, self.request.settings.draft_format
+        kept = (self.claim.snapshot or {}).get("draft_format")
+
+        def tell(step: str) -> None:
+            self.handle(PhaseChanged("", "profile", step))
+
+        def measured(*formats: str) -> CostProfile:
+            return stored_costs(runtime, self.store, n_positions, tell, set(formats) - {STORED})
+
+        name = kept if name == AUTO and kept else name
+        if name == AUTO:
+            window = settings.context_window
+            name, costs = choose_format(session, self.prompts, window, measured(), measured, self.handle)
+        else:
+            costs = measured(name)
+        runtime.copies.prepare(LayerSet(runtime.n_layers).filled(name))
+        return replace(settings, draft_format=name), costs
 
     def keep_unfinished(self) -> None:
         """Store the best sets so far of a run that was cut short, without making them anyone's plan."""

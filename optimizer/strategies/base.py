@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
-from ...core.types import CostProfile, LayerSet, Trial
+from ...core.costs import CostProfile
+from ...core.types import LayerSet, Trial
 from .process import Bits
 
 StudyKind = Literal["similarity", "knapsack", "clasp"]

@@ -8,11 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from swiftopt.core.costs import CostProfile, FormatCosts
 from swiftopt.core.errors import LayerSetError, LayerSetNotFound, StoreError
 from swiftopt.core.events import TrialsDone
 from swiftopt.core.jobs import JobSpec
+from swiftopt.core.known_sets import KnownSet, packed, unpacked
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import CostProfile, FormatCosts, LayerSet, LayerSetRecord, ModelInfo, Trial
+from swiftopt.core.types import LayerSet, LayerSetRecord, ModelInfo, Trial
 from swiftopt.store import Store
 
 MODEL = ModelInfo("f" * 16, "LlamaForCausalLM", 40, 13_015_864_320, ("codellama-13b", "codellama/CodeLlama-13b-hf"))
@@ -134,6 +136,21 @@ def test_layer_set_is_refused_when_its_depth_is_not_the_models(store: Store, fin
 def test_layer_set_of_an_unknown_job_is_refused(store: Store) -> None:
     with pytest.raises(StoreError, match="no job 0123 is stored"):
         store.add_layer_set(dataclasses.replace(record(), job="0123"))
+
+
+def test_known_sets_are_those_of_the_model_with_a_state_newest_first(store: Store) -> None:
+    near, far = unpacked(packed((0.6, 0.8))), (1.0, 0.0)
+    store.add_layer_set(record(1, task="code"))
+    older = store.add_layer_set(dataclasses.replace(record(2, task="prose"), prompt_state=far))
+    newer = store.add_layer_set(dataclasses.replace(record(3, task="code"), prompt_state=near))
+    other = record(4, model="other-model", fingerprint="v1:other")
+    store.add_layer_set(dataclasses.replace(other, prompt_state=near))
+    assert store.known_sets(str(MODEL.fingerprint)) == [
+        KnownSet(newer.layer_set, near),
+        KnownSet(older.layer_set, far),
+    ]
+    assert store.known_sets("v1:none") == []
+    assert store.layer_sets()[0].prompt_state is None  # lists do not read it
 
 
 def test_versions_are_distinct_when_two_stores_write_at_once(database_url: str) -> None:

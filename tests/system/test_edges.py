@@ -18,11 +18,12 @@ from tiny_files import save
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from swiftopt.bench.decode import run_methods
+from swiftopt.core.costs import CostProfile
 from swiftopt.core.errors import ContextOverflow, InvalidInput, OutputError, SettingsError, UnsupportedModel
 from swiftopt.core.events import Event, PhaseChanged, PromptFinished, SkipRatioLowered, TaskFinished
 from swiftopt.core.requests import GenerateRequest, TuneRequest
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import CostProfile, LayerSet, ModelInfo, Prompt, Sampling, n_skipped_for
+from swiftopt.core.types import LayerSet, ModelInfo, Prompt, Sampling, n_skipped_for
 from swiftopt.decoding.context import Context, Ending
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.method import PLAIN, swift

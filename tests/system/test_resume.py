@@ -15,11 +15,23 @@ from fakes import WordTokenizer, flat_costs
 from families import CONFIGS
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from swiftopt.core.costs import CostProfile
 from swiftopt.core.errors import SettingsError
-from swiftopt.core.events import Adopted, Event, Progress, PromptFinished, PromptStarted, TaskFinished, TrialsDone
+from swiftopt.core.events import (
+    Adopted,
+    Event,
+    Progress,
+    PromptFinished,
+    PromptStarted,
+    StreamShifted,
+    TaskFinished,
+    TrialsDone,
+)
+from swiftopt.core.known_sets import KnownSet, unit
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import CostProfile, LayerSet, ModelInfo, Prompt, Sampling, Trial
+from swiftopt.core.types import LayerSet, ModelInfo, Prompt, Sampling, Trial
 from swiftopt.models.runtime import Runtime
+from swiftopt.optimizer import shift
 from swiftopt.optimizer.tuning import Tuner
 
 SMALL: dict[str, Any] = dict(
@@ -28,6 +40,7 @@ SMALL: dict[str, Any] = dict(
 N_LAYERS = 8
 SCALE = 12.0  # of the random weights, at which texts differ and some candidates are adopted
 FREE = flat_costs(n_layers=N_LAYERS)  # batches of eight
+ALARM = shift.ALARM
 STRIDES = 10  # snapshots of a run, evenly spaced, that are gone on from
 KEPT = (TrialsDone, PromptFinished, Progress)
 DEAR = dataclasses.replace(FREE, pass_s={n: float(n) for n in (1, 2, 4, 8, 16, 32, 64)})  # batches of one
@@ -87,10 +100,13 @@ class Case:
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     costs: CostProfile = FREE
     max_new_tokens: int = 20
+    alarm: float = ALARM  # a random model's acceptance hardly changes with its text
+    known: tuple[KnownSet, ...] = ()
 
     def tuner(self, tell: Callable[[Event], None]) -> Tuner:
+        shift.ALARM = self.alarm
         settings = SwiftSettings(**{**SMALL, "deterministic": True, **self.settings})
-        return Tuner(runtime(), settings, self.sampling, self.max_new_tokens, self.costs, tell, "tiny")
+        return Tuner(runtime(), settings, self.sampling, self.max_new_tokens, self.costs, tell, "tiny", self.known)
 
 
 @dataclasses.dataclass
@@ -152,9 +168,11 @@ def outcome(events: Sequence[Event]) -> dict[str, Any]:
             if isinstance(event, PromptFinished)
         ],
         "adopted": [event for event in events if isinstance(event, Adopted)],
+        "shifts": [event for event in events if isinstance(event, StreamShifted)],
         "tasks": [
             (
                 dataclasses.replace(result.record, **timeless),  # type: ignore[arg-type]
+                result.record.prompt_state,
                 result.stopped_because,
                 result.n_prompts,
                 result.n_tokens,
@@ -166,6 +184,8 @@ def outcome(events: Sequence[Event]) -> dict[str, Any]:
 
 
 LOWERED = dict(skip_ratio=1.0, early_stop=False, min_acceptance=1.0, min_acceptance_rounds=4, skip_ratio_step=0.25)
+WIDTH = CONFIGS["llama"].hidden_size
+ELSEWHERE = tuple(KnownSet(LayerSet.uniform(N_LAYERS, n), unit([1.0] * WIDTH)) for n in (2, 4))
 CASES = {
     "batches": Case(texts(4), dict(max_steps=30)),
     "single": Case(texts(4), dict(max_steps=9), costs=DEAR),
@@ -177,6 +197,7 @@ CASES = {
     "plain-start": Case(texts(3), dict(optimise=False)),
     "knapsack": Case(texts(5), dict(strategy="knapsack"), costs=DEAR),
     "local": Case(mixed(4), dict(strategy="local", max_steps=30)),
+    "shifting": Case(texts(14), dict(max_steps=4), costs=DEAR, alarm=0.2, known=ELSEWHERE),
     "clasp-matchness": Case(texts(5), dict(strategy="clasp", objective="matchness"), costs=DEAR),
 }
 
@@ -209,6 +230,26 @@ def test_run_goes_on_from_every_snapshot_as_it_did(name: str) -> None:
         ledger = Ledger(CASES[name], reference.events[:n_events], start)
         assert ledger.live()
         assert outcome(ledger.events) == expected
+
+
+def test_search_begins_anew_with_known_sets_when_the_text_has_changed() -> None:
+    events = whole("shifting").events
+    shifts = [event for event in events if isinstance(event, StreamShifted)]
+    assert shifts and shifts[0].n_known == 2 and shifts[0].reason.startswith("acceptance ")
+    later = [t for event in events[events.index(shifts[0]) :] if isinstance(event, TrialsDone) for t in event.trials]
+    assert {own.layer_set for own in ELSEWHERE} - {shifts_set(events, shifts[0])} <= {
+        trial.layer_set for trial in later if trial.origin == "stored"
+    }
+    (result,) = [event for event in events if isinstance(event, TaskFinished)]
+    assert result.record.prompt_state is not None
+    assert sum(value**2 for value in result.record.prompt_state) == pytest.approx(1.0, abs=1e-5)
+
+
+def shifts_set(events: Sequence[Event], shift_: Event) -> LayerSet:
+    """The set in use when a shift was noticed."""
+    before = events[: events.index(shift_)]
+    held = [event.layer_set for event in before if isinstance(event, Adopted)]
+    return held[-1] if held else LayerSet.uniform(N_LAYERS, 5)
 
 
 @pytest.mark.parametrize("name", ["batches", "lowered", "chats"])

@@ -15,12 +15,14 @@ from swiftopt.core.event_json import TYPES, event_from_json, event_to_json, even
 from swiftopt.core.events import (
     Adopted,
     Event,
+    FormatTried,
     PhaseChanged,
     Progress,
     PromptFinished,
     PromptStarted,
     SkipRatioLowered,
     StateChanged,
+    StreamShifted,
     TaskFinished,
     TrialsDone,
 )
@@ -69,6 +71,7 @@ RECORDS = st.builds(
 EVENTS: dict[type[Any], st.SearchStrategy[Any]] = {
     StateChanged: st.builds(StateChanged, st.sampled_from(STATES), COUNT, st.text(), st.text()),
     PhaseChanged: st.builds(PhaseChanged, WORD, PHASES, st.text()),
+    FormatTried: st.builds(FormatTried, WORD, PERHAPS, PERHAPS, st.text(), st.text()),
     PromptStarted: st.builds(PromptStarted, WORD, WORD, COUNT, COUNT),
     Progress: st.builds(
         Progress, WORD, PHASES, COUNT, FIGURE, PERHAPS, PERHAPS, COUNT, PERHAPS, PERHAPS, FIGURE | st.integers(0, 1)
@@ -76,6 +79,7 @@ EVENTS: dict[type[Any], st.SearchStrategy[Any]] = {
     TrialsDone: st.builds(TrialsDone, WORD, st.lists(TRIALS, max_size=3).map(tuple)),
     Adopted: st.builds(Adopted, WORD, SETS, PERHAPS, COUNT),
     SkipRatioLowered: st.builds(SkipRatioLowered, WORD, FIGURE, FIGURE),
+    StreamShifted: st.builds(StreamShifted, WORD, WORD, st.integers(0, 9)),
     PromptFinished: st.builds(PromptFinished, st.builds(Prompt, WORD, WORD), COUNT, COMPLETIONS, st.booleans()),
     TaskFinished: st.builds(
         TaskFinished,
@@ -125,6 +129,8 @@ SAMPLES: dict[str, dict[str, Any]] = {
         TrialsDone("t", (Trial(0, LayerSet(12, frozenset({3})), "random", 0.5, 0.5),)),
         Adopted("t", LayerSet(12, frozenset({3})), 0.5, 1),
         SkipRatioLowered("t", 0.4, 0.5),
+        FormatTried("int4", 2.5, 0.95),
+        StreamShifted("t", "acceptance fell", 3),
         PromptFinished(Prompt("p", "t"), 0, Completion((1,), "a", "stop", "plain", layer_set=LayerSet(12))),
         TaskFinished(
             "t",

@@ -7,8 +7,9 @@ from fakes import flat_costs
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swiftopt.core.costs import CostProfile
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import CostProfile, LayerSet
+from swiftopt.core.types import LayerSet
 from swiftopt.optimizer.evaluation import WindowScore
 from swiftopt.optimizer.objective import objective, replay
 

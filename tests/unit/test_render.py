@@ -25,11 +25,13 @@ from swiftopt.cli.render import (
 from swiftopt.cli.tables import aliases_table, checks_table, records_table, size, stored_table
 from swiftopt.core.events import (
     Adopted,
+    FormatTried,
     PhaseChanged,
     Progress,
     PromptFinished,
     PromptStarted,
     SkipRatioLowered,
+    StreamShifted,
     TaskFinished,
     TrialsDone,
 )
@@ -240,11 +242,14 @@ def some_events() -> list[object]:
     return [
         PhaseChanged("", "load", "smollm2-135m"),
         PhaseChanged("notes", "optimise", "a detail"),
+        FormatTried("int4", 2.91, 0.953),
+        FormatTried("int8", None, None, "no such kernel"),
         PromptStarted("notes", "a prompt with a very long name " * 4, 2, 24),
         progress,
         TrialsDone("notes", some_trials(200)),
         Adopted("notes", some_set(30), 0.9, 7),
         SkipRatioLowered("notes", 0.4, 0.61),
+        StreamShifted("notes", "acceptance fell from 0.90 to 0.61", 2),
         PromptFinished(Prompt("p3", "notes", text="x"), 2, completion),
         some_result(30),
     ]
@@ -260,7 +265,7 @@ def test_live_view_fits_after_every_event(width: int) -> None:
 
 def test_live_view_shows_the_round_at_80_columns() -> None:
     state = RunState()
-    for event in some_events()[:5]:
+    for event in some_events()[:7]:
         state = state.after(event)  # type: ignore[arg-type]
     text = "\n".join(drawn(live_view(state, 80), 80))
     for word in ("notes", "optimise", "prompt 3 of 24", "0.81 (best 0.93)", "1000 trials", "α 0.92", "M 13.4"):
@@ -281,7 +286,10 @@ def test_progress_writes_plain_lines_when_there_is_no_terminal() -> None:
     assert stream.getvalue().splitlines() == [
         "load: smollm2-135m",
         "notes: optimise: a detail",
+        "drafts in int4: 2.91x expected, 0.95 of the tokens agree",
+        "drafts in int8 do not run here: no such kernel",
         "notes: skip ratio lowered to 0.40, for α was 0.61",
+        "notes: other text, for acceptance fell from 0.90 to 0.61: searching again, 2 known sets first",
         "notes: prompt 3 of 24 (p3): 64 tokens, 16.0 tok/s, α 0.88, M 3.15",
         "humaneval: finished, use",
     ]

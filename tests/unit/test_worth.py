@@ -10,7 +10,8 @@ from fakes import cheap_draft_costs, flat_costs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swiftopt.core.types import CostProfile, LayerSet
+from swiftopt.core.costs import CostProfile
+from swiftopt.core.types import LayerSet
 from swiftopt.decoding.follow import Matches
 from swiftopt.decoding.worth import MEMORY, Acceptance, Pace, Prices, Probing, Rate, chain_worth
 

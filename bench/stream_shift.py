@@ -1,0 +1,169 @@
+"""A stream that changes its task: does acceptance come back to that of each task's own set (SWIFT Figure 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..core.costs import CostProfile
+from ..core.errors import InvalidInput
+from ..core.events import Event, PromptFinished, StreamShifted, TrialsDone
+from ..core.settings import SwiftSettings
+from ..core.types import Completion, LayerSet, Prompt, Sampling
+from ..decoding.models import SkippedTarget
+from ..decoding.session import Session
+from ..models.costs import device_name
+from ..models.runtime import Runtime
+from ..optimizer.drafting import drafting_with
+from ..optimizer.tuning import Tuner
+
+SCHEMA = "swiftopt.bench-stream-shift/1"
+SETTLED_AFTER = 10  # prompts of a task after which its acceptance must be back
+WITHIN = 0.05  # of the acceptance of the task's own set
+STREAM = "stream"  # the task under which all are decoded as one
+
+OnStep = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Draft steps of a completion and those accepted."""
+
+    accepted: int
+    drafted: int
+
+    @classmethod
+    def of(cls, completion: Completion) -> Counts:
+        """Those of a whole completion."""
+        return cls(completion.accepted, completion.drafted)
+
+
+def acceptance(counts: Sequence[Counts]) -> float | None:
+    """Of all of them together; None where nothing was drafted."""
+    drafted = sum(each.drafted for each in counts)
+    return sum(each.accepted for each in counts) / drafted if drafted else None
+
+
+class StreamShift:
+    """The runs of the benchmark, on a stream whose prompts come task by task.
+
+    Chats are cut to their first turn. `n_prompts` of each task are taken, or as many as it has.
+
+    Raises: InvalidInput: there is one task only.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        prompts: Sequence[Prompt],
+        n_prompts: int,
+        settings: SwiftSettings,
+        max_new_tokens: int,
+        costs: CostProfile,
+        on_step: OnStep,
+    ) -> None:
+        self.runtime, self.settings, self.costs, self.on_step = runtime, settings, costs, on_step
+        self.max_new_tokens = max_new_tokens
+        self.tasks: dict[str, list[Prompt]] = {}
+        for prompt in prompts:
+            self.tasks.setdefault(prompt.task, []).append(replace(prompt, turns=prompt.turns[:1]))
+        self.tasks = {name: own[:n_prompts] for name, own in self.tasks.items()}
+        if len(self.tasks) < 2:
+            raise InvalidInput("this stream has one task only: give one whose lines name several, one after the other")
+        self.session = Session(runtime, Sampling(), max_new_tokens)
+
+    def run(self) -> dict[str, Any]:
+        """The object that `swiftopt bench stream-shift --json` prints."""
+        own = {name: self._tuned(name, prompts) for name, prompts in self.tasks.items()}
+        optimum = {name: self._fixed(f"{name}, its own set", own[name], self.tasks[name]) for name in self.tasks}
+        first = own[next(iter(own))]
+        kept = {name: self._fixed(f"{name}, the first task's set", first, self.tasks[name]) for name in self.tasks}
+        adapted, shifts, trials = self._adapted()
+        results = [
+            {
+                "task": name,
+                "prompts": len(self.tasks[name]),
+                "n_skipped": own[name].n_skipped,
+                "own": _figures(optimum[name]),
+                "kept": _figures(kept[name]),
+                "adapted": _figures(adapted[name]),
+                **_gap(optimum[name], adapted[name]),
+            }
+            for name in self.tasks
+        ]
+        return {
+            "schema": SCHEMA,
+            "device": device_name(self.runtime.device),
+            "dtype": self.runtime.dtype_name,
+            "method": self.settings.method,
+            "draft_format": self.settings.draft_format,
+            "strategy": self.settings.strategy,
+            "max_new_tokens": self.max_new_tokens,
+            "settled_after": SETTLED_AFTER,
+            "goal": WITHIN,
+            "shifts": shifts,
+            "candidates": trials,
+            "results": results,
+        }
+
+    def _tuned(self, name: str, prompts: Sequence[Prompt]) -> LayerSet:
+        """What a search on the task alone ends with; its prompts come by twice."""
+        self.on_step(f"{name}: searching on this task alone")
+        return self._tuner(lambda event: None).serve([*prompts, *prompts])[name]
+
+    def _fixed(self, words: str, layer_set: LayerSet, prompts: Sequence[Prompt]) -> list[Counts]:
+        """Decode with one set."""
+        method = drafting_with(SkippedTarget(layer_set), self.settings, self.costs)
+        counts = []
+        for prompt in prompts:
+            ((_, completion),) = self.session.run(prompt, method)
+            counts.append(Counts.of(completion))
+            self.on_step(f"{words}: {prompt.id}, α {acceptance(counts[-1:]) or 0:.2f}")
+        return counts
+
+    def _adapted(self) -> tuple[dict[str, list[Counts]], list[dict[str, Any]], int]:
+        """Decode all tasks as one stream: counts per task, where shifts were noticed, candidates that were scored."""
+        named = [(name, prompt) for name, own in self.tasks.items() for prompt in own]
+        counts: dict[str, list[Counts]] = {name: [] for name in self.tasks}
+        shifts: list[dict[str, Any]] = []
+        n_trials = 0
+
+        def tell(event: Event) -> None:
+            nonlocal n_trials
+            if isinstance(event, TrialsDone):
+                n_trials += len(event.trials)
+            elif isinstance(event, StreamShifted):
+                place = sum(map(len, counts.values()))
+                shifts.append({"prompt": place, "reason": event.reason, "n_known": event.n_known})
+                self.on_step(f"shift noticed after prompt {place + 1}: {event.reason}")
+            elif isinstance(event, PromptFinished):
+                name = named[event.index][0]
+                counts[name].append(Counts.of(event.completion))
+                self.on_step(f"{name}, adapting: {event.prompt.id}, α {event.completion.acceptance_rate or 0:.2f}")
+
+        self._tuner(tell).serve([replace(prompt, task=STREAM) for _, prompt in named])
+        return counts, shifts, n_trials
+
+    def _tuner(self, tell: Callable[[Event], None]) -> Tuner:
+        return Tuner(self.runtime, self.settings, Sampling(), self.max_new_tokens, self.costs, tell, "")
+
+
+def _figures(counts: Sequence[Counts]) -> dict[str, Any]:
+    """Acceptance of all prompts, of those after the first ten, and of each."""
+    return {
+        "acceptance": acceptance(counts),
+        "settled": acceptance(counts[SETTLED_AFTER:]),
+        "by_prompt": [acceptance([each]) for each in counts],
+    }
+
+
+def _gap(optimum: Sequence[Counts], adapted: Sequence[Counts]) -> dict[str, float | bool | None]:
+    """By how much acceptance misses that of the task's own set after the first ten prompts, and whether it is back.
+
+    Below 0 it is higher; None where nothing was drafted by then.
+    """
+    best, reached = acceptance(optimum[SETTLED_AFTER:]), acceptance(adapted[SETTLED_AFTER:])
+    if best is None or reached is None:
+        return {"gap": None, "within": None}
+    return {"gap": best - reached, "within": best - reached <= WITHIN}

@@ -1,0 +1,109 @@
+"""`swiftopt bench stream-shift`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..core.costs import CostProfile
+from ..core.events import FormatTried
+from ..core.formats import AUTO, STORED
+from ..core.requests import GenerateRequest
+from ..core.settings import SwiftSettings
+from ..core.streams import read_stream
+from ..core.types import LayerSet
+from .checks import check_model, check_words
+from .live import RunState, event_line
+from .options import from_field, json_option, machine_options, pick, positive, settings_options
+from .output import emit_json, note, show
+
+
+@click.command("stream-shift", short_help="A stream that changes its task, and how acceptance follows.")
+@click.option("--model", required=True, help="Alias, hub id, folder or GGUF file; `swiftopt models` lists aliases.")
+@click.option("--stream", required=True, metavar="FILE", help="Prompts that come task by task; - is standard input.")
+@click.option("--prompts", type=positive, default=16, show_default=True, help="Prompts of each task.")
+@click.option("--png", metavar="FILE", help="Draw acceptance along the stream.")
+@machine_options(GenerateRequest)
+@settings_options
+@from_field(SwiftSettings, "seed", "Seed of every random choice.", type=int)
+@json_option
+def stream_shift(
+    stream: str,
+    prompts: int,
+    png: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Decode several tasks as one stream that does not name them, and see how soon the layer set follows.
+
+    Three runs on the same prompts: each task with the set that a search on it alone ends with; all tasks with the
+    first one's set; and all as one stream, where a shift must be noticed from acceptance. After ten prompts of a task,
+    acceptance should be within 5 points of that of its own set.
+
+    \b
+    Example:
+      swiftopt bench stream-shift --model smollm2-135m --stream five-tasks.jsonl --max-new-tokens 64 --png shift.png
+    """
+    lines = read_stream(stream, None, None)
+    settings: SwiftSettings = pick(SwiftSettings, options)
+    request = pick(GenerateRequest, {**options, "settings": settings})
+
+    from ..optimizer.strategies import STRATEGIES
+
+    check_words("strategy", [settings.strategy], STRATEGIES)
+    check_model(request)
+
+    from ..bench.stream_shift import StreamShift
+    from ..decoding.session import Session
+    from ..models.loading import load
+    from ..optimizer.draft_format import choose_format
+    from ..worker.stored_costs import stored_costs
+
+    runtime = load(request.model, request.dtype, request.device, lambda step: note(f"load: {step}"))
+    session = Session(runtime, request.sampling, request.max_new_tokens)
+    n_positions = max(session.check(prompt) for prompt in lines)
+
+    def measured(*formats: str) -> CostProfile:
+        return stored_costs(runtime, None, n_positions, note, set(formats) - {STORED, AUTO})
+
+    costs = measured(settings.draft_format)
+    if settings.draft_format == AUTO:
+        name, costs = choose_format(session, lines, settings.context_window, costs, measured, _show_format)
+        settings = replace(settings, draft_format=name)
+    runtime.copies.prepare(LayerSet(runtime.n_layers).filled(settings.draft_format))
+    bench = StreamShift(runtime, lines, prompts, settings, request.max_new_tokens, costs, note)
+    report = {"model": request.model, **bench.run()}
+    if png is not None:
+        from .stream_shift_chart import draw
+
+        draw(report, Path(png))
+    if as_json:
+        emit_json(report)
+    else:
+        _show_table(report)
+
+
+def _show_format(tried: FormatTried) -> None:
+    note(event_line(tried, RunState()) or "")
+
+
+def _show_table(report: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    noticed = ", ".join(str(shift["prompt"] + 1) for shift in report["shifts"]) or "never"
+    title = f"{report['model']}, {report['dtype']}, {report['device']}; shifts noticed after prompts {noticed}"
+    table = Table(title=title, title_justify="left", caption=f"α after the first {report['settled_after']} prompts")
+    for name in ("task", "prompts", "left out", "α, own set", "α, first set", "α, adapted", "missing"):
+        table.add_column(name, justify="left" if name == "task" else "right")
+    for result in report["results"]:
+        rates = (_rate(result[run]["settled"]) for run in ("own", "kept", "adapted"))
+        gap = "–" if result["gap"] is None else f"{result['gap']:+.3f}"
+        table.add_row(result["task"], str(result["prompts"]), str(result["n_skipped"]), *rates, gap)
+    show(table)
+
+
+def _rate(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"

@@ -1,0 +1,120 @@
+"""What the parts of a model cost on one machine, and what drafts come to by such costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .formats import STORED
+from .types import Completion, LayerSet
+
+
+@dataclass(frozen=True, slots=True)
+class FormatCosts:
+    """Seconds of one attention, one MLP and the head in a weight format, on one row, and of the rest of such a pass.
+
+    `wider[n]`: a draft pass over n rows / over one.
+    """
+
+    attn_s: float
+    mlp_s: float
+    head_s: float
+    fixed_s: float = 0.0
+    wider: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CostProfile:
+    """Measured seconds of a model's parts on one device, dtype and context bucket.
+
+    `attn_s`, `mlp_s`: one sub-layer on one row; `head_s`: final norm, head and reading its answer; `fixed_s`: the
+    rest of a one-row pass; `pass_s[n]`: a whole target pass over n rows, n ascending; `formats[name]`: the parts of a
+    draft in that format.
+    """
+
+    fingerprint: str
+    device: str
+    dtype: str
+    context_bucket: int
+    n_layers: int
+    attn_s: float
+    mlp_s: float
+    head_s: float
+    fixed_s: float
+    pass_s: Mapping[int, float]
+    formats: Mapping[str, FormatCosts] = field(default_factory=dict)
+
+    def missing(self, layer_set: LayerSet) -> frozenset[str]:
+        """Formats of a draft whose costs were not measured."""
+        return frozenset(name for _, name in layer_set.formats if name != STORED) - frozenset(self.formats)
+
+    def target_pass_s(self, n_rows: int) -> float:
+        """Seconds of a target pass over `n_rows` rows, linear between the measured widths and beyond the last."""
+        return _between(self.pass_s, n_rows)
+
+    def draft_pass_s(self, layer_set: LayerSet) -> float:
+        """Seconds of a one-row pass of a draft; KeyError where it has a format that is `missing` here."""
+        if not layer_set.formats:
+            kept_attn = self.n_layers - len(layer_set.skip_attn)
+            kept_mlp = self.n_layers - len(layer_set.skip_mlp)
+            return self.fixed_s + self.head_s + kept_attn * self.attn_s + kept_mlp * self.mlp_s
+        layers = range(self.n_layers)
+        attn = sum(self._part_s("attn", i, layer_set) for i in layers if i not in layer_set.skip_attn)
+        mlp = sum(self._part_s("mlp", i, layer_set) for i in layers if i not in layer_set.skip_mlp)
+        return self._rest_s(layer_set) + attn + mlp + self._part_s("head", 0, layer_set)
+
+    def _rest_s(self, layer_set: LayerSet) -> float:
+        """The rest of a pass, of the format where it is largest: what is left over depends on what runs beside it."""
+        names = {layer_set.format_of("attn"), layer_set.format_of("mlp")}  # as most of them are
+        return max(self.fixed_s if name is None else self.formats[name].fixed_s for name in names)
+
+    def _part_s(self, kind: Literal["attn", "mlp", "head"], layer: int, layer_set: LayerSet) -> float:
+        name = layer_set.format_of(kind, layer)
+        costs = self if name is None else self.formats[name]
+        return {"attn": costs.attn_s, "mlp": costs.mlp_s, "head": costs.head_s}[kind]
+
+    def draft_cost(self, layer_set: LayerSet, n_rows: int = 1) -> float:
+        """c: one draft pass / one plain target pass; over several rows it widens as the format that widens most."""
+        cost = self.draft_pass_s(layer_set) / self.target_pass_s(1)
+        if n_rows == 1:
+            return cost
+        known = [self.formats[name].wider for _, name in layer_set.formats if name != STORED]
+        return cost * max((_between(wider, n_rows) for wider in known if wider), default=self.verify_cost(n_rows))
+
+    def verify_cost(self, n_rows: int) -> float:
+        """A target pass over `n_rows` rows / one over a single row."""
+        return self.target_pass_s(n_rows) / self.target_pass_s(1)
+
+    def expected_speedup(
+        self, layer_set: LayerSet, tokens: float, draft_steps: float, widths: Mapping[int, float]
+    ) -> float:
+        """E(Spd.): tokens per plain pass's time, for that many draft steps and target passes per width.
+
+        Source: SWIFT Eq. 6. DEVIATION: c is measured instead of 1 - r, and a verification costs what its rows cost
+        instead of one plain pass.
+        """
+        spent = draft_steps * self.draft_cost(layer_set)
+        spent += sum(count * self.verify_cost(n_rows) for n_rows, count in widths.items())
+        return tokens / spent
+
+    def expected_of(self, layer_set: LayerSet, completions: Iterable[Completion]) -> float | None:
+        """E(Spd.) of real runs with that set, from their own counts, without prefill; None without a target pass."""
+        tokens, steps = 0, 0
+        widths: Counter[int] = Counter()
+        for done in completions:
+            tokens += done.n_tokens - done.first_tokens
+            steps += done.drafted
+            widths.update(done.verified_widths)
+        return self.expected_speedup(layer_set, tokens, steps, widths) if widths else None
+
+
+def _between(known: Mapping[int, float], n: int) -> float:
+    """The value at `n`, linear between the known ones and beyond the last."""
+    at = sorted(known)
+    if n <= at[0] or len(at) == 1:
+        return known[at[0]]
+    high = next((each for each in at if each >= n), at[-1])
+    low = at[at.index(high) - 1]
+    return known[low] + (known[high] - known[low]) / (high - low) * (n - low)

@@ -1,0 +1,89 @@
+"""Which weights a draft should have: each format's measured cost against how well it agrees with the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ..core.costs import CostProfile
+from ..core.events import FormatTried
+from ..core.formats import STORED
+from ..core.types import LayerSet, Prompt
+from ..decoding.adaptive import adaptive
+from ..decoding.context import Context
+from ..decoding.loop import Watch
+from ..decoding.models import SkippedTarget
+from ..decoding.session import Session
+from .drafting import ADAPTIVE
+from .evaluation import WindowScore, score_window
+from .objective import adaptive_speedup
+
+CANDIDATES = ("int4", "int8")  # the cheaper one first
+ENOUGH = 2.0  # what int8 can hardly come to, however well it agrees: it reads half of the weights
+WORTH_IT = 1.05  # below this expected speedup copies are not worth their memory
+N_PROMPTS, N_WINDOWS = 2, 2  # texts that are looked at, and windows of each
+
+
+def choose_format(
+    session: Session,
+    prompts: Sequence[Prompt],
+    window: int,
+    costs: CostProfile,
+    measured: Callable[[str], CostProfile],
+    tell: Callable[[FormatTried], None],
+) -> tuple[str, CostProfile]:
+    """The format in which drafts of all sub-layers promise most tokens per measured time, and the costs with it.
+
+    "stored" where none promises anything. Copies that are not chosen are dropped.
+
+    Args: window: tokens of a window. measured: the costs with those of a format, its copies made.
+    """
+    runtime = session.runtime
+    best, most = STORED, WORTH_IT
+    for name in CANDIDATES:
+        try:
+            known = measured(name)
+            score = _scored(session, prompts[:N_PROMPTS], window, LayerSet(runtime.n_layers).filled(name), known)
+        except (NotImplementedError, RuntimeError) as error:  # a device without such a kernel, or without room
+            tell(FormatTried(name, None, None, (str(error) or type(error).__name__).splitlines()[0]))
+            runtime.copies.drop(name)
+            continue
+        worth = adaptive_speedup(score, LayerSet(runtime.n_layers).filled(name), known)
+        tell(FormatTried(name, worth, score.matchness))
+        worse = name
+        if worth > most:
+            best, most, costs, worse = name, worth, known, best
+        runtime.copies.drop(worse)
+        if most >= ENOUGH:
+            break
+    return best, costs
+
+
+def _scored(
+    session: Session, prompts: Sequence[Prompt], window: int, draft: LayerSet, costs: CostProfile
+) -> WindowScore:
+    """What the draft predicts over windows of the model's own completions, which it drafts itself; as one window."""
+    ranks: list[int] = []
+    confidences: list[float] = []
+    for prompt in prompts:
+        looked = 0
+
+        def look(context: Context) -> None:
+            nonlocal looked
+            if len(context.generated) - looked >= window:
+                looked = len(context.generated)
+                (score,) = score_window(context, [draft], window)
+                ranks.extend(score.ranks)
+                confidences.extend(score.confidences)
+
+        # One token more than the windows: a look comes before a round, and the last round ends the completion.
+        short = replace(prompt, turns=prompt.turns[:1], max_new_tokens=_room(session, prompt, N_WINDOWS * window + 1))
+        for _ in session.run(short, adaptive(SkippedTarget(draft), costs, ADAPTIVE), Watch(None, look, None, window)):
+            pass
+    if not ranks:  # answers shorter than a window say nothing against the draft
+        return WindowScore((0,), (1.0,))
+    return WindowScore(tuple(ranks), tuple(confidences))
+
+
+def _room(session: Session, prompt: Prompt, wanted: int) -> int:
+    return min(wanted, prompt.max_new_tokens or session.max_new_tokens)

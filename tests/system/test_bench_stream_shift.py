@@ -1,0 +1,58 @@
+"""`swiftopt bench stream-shift` from end to end on a tiny random model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_files import save
+
+from swiftopt.cli.main import run
+from swiftopt.optimizer import shift
+
+OPTIONS = ["--context-window", "8", "--max-new-tokens", "24", "--max-steps", "12", "--dtype", "float32"]
+
+
+def lines(task: str, first: int, n: int) -> list[str]:
+    return [json.dumps({"task": task, "prompt": f"w{first + i} w{first + i + 1} w{first}"}) for i in range(n)]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "two.jsonl").write_text("\n".join([*lines("notes", 1, 12), *lines("code", 20, 13)]) + "\n")
+    (tmp_path / "one.jsonl").write_text("\n".join(lines("notes", 1, 3)) + "\n")
+    return tmp_path
+
+
+def test_three_runs_over_the_same_prompts_are_reported_and_drawn(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shift, "ALARM", 0.4)  # a random model's acceptance hardly changes with its text
+    model = str(save(home / "tiny"))
+    args = ["bench", "stream-shift", "--model", model, "--stream", "two.jsonl", "--prompts", "12", *OPTIONS]
+    assert run([*args, "--deterministic", "--png", "shift.png", "--json"]) == 0
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert report["schema"] == "swiftopt.bench-stream-shift/1"
+    assert [(each["task"], each["prompts"]) for each in report["results"]] == [("notes", 12), ("code", 12)]
+    assert report["shifts"] and f"shift noticed after prompt {report['shifts'][0]['prompt'] + 1}" in err
+    for each in report["results"]:
+        for name in ("own", "kept", "adapted"):
+            assert len(each[name]["by_prompt"]) == 12
+        if each["gap"] is not None:
+            assert each["gap"] == pytest.approx(each["own"]["settled"] - each["adapted"]["settled"])
+            assert each["within"] == (each["gap"] <= 0.05)
+    first = report["results"][0]
+    assert first["own"] == first["kept"]  # the first task's set is its own
+    assert (home / "shift.png").read_bytes().startswith(b"\x89PNG")
+    assert run(args) == 0
+    out, _ = capsys.readouterr()
+    assert "shifts noticed after prompts" in out and "code" in out
+
+
+def test_stream_of_one_task_is_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(save(home / "tiny"))
+    assert run(["bench", "stream-shift", "--model", model, "--stream", "one.jsonl", *OPTIONS]) != 0
+    assert "one task only" in capsys.readouterr().err

@@ -1,0 +1,93 @@
+"""Which weights a draft gets: by what its format costs here, and by how well it agrees with the model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fakes import cheap_draft_costs, worded_runtime
+from tiny_files import save
+
+from swiftopt.core.costs import CostProfile
+from swiftopt.core.events import Event, FormatTried, TaskFinished
+from swiftopt.core.formats import STORED
+from swiftopt.core.requests import TuneRequest
+from swiftopt.core.types import Prompt, Sampling
+from swiftopt.decoding.session import Session
+from swiftopt.models.runtime import Runtime
+from swiftopt.optimizer import draft_format
+from swiftopt.optimizer.draft_format import choose_format
+from swiftopt.store import Store
+from swiftopt.worker.run import run_tuning
+
+WINDOW = 8
+PROMPTS = [Prompt(f"p{i}", "t", text=f"w{i + 2} w{i + 3} w{i + 4}") for i in range(3)]
+
+
+def with_shares(**shares: float) -> Callable[[str], CostProfile]:
+    """Costs in which a draft pass of a format is that share of a plain one; other formats do not run."""
+
+    def measured(name: str) -> CostProfile:
+        if name not in shares:
+            raise NotImplementedError(f"no kernel for {name}\nand a long trace")
+        costs = cheap_draft_costs(shares[name])
+        return dataclasses.replace(costs, formats={name: costs.formats["int4"]})
+
+    return measured
+
+
+def chosen(
+    measured: Callable[[str], CostProfile], n_tokens: int = 40
+) -> tuple[str, CostProfile, list[FormatTried], Runtime]:
+    runtime, told = worded_runtime(), list[FormatTried]()
+    session = Session(runtime, Sampling(), n_tokens)
+    name, costs = choose_format(session, PROMPTS, WINDOW, cheap_draft_costs(), measured, told.append)
+    return name, costs, told, runtime
+
+
+def test_cheap_format_is_chosen_and_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_format, "ENOUGH", 1.06)
+    name, costs, told, runtime = chosen(with_shares(int4=0.01, int8=0.01))
+    assert name == "int4" and set(costs.formats) == {"int4"}
+    (tried,) = told  # int8 was not looked at, for int4 is enough
+    assert tried.expected is not None and tried.expected > 1.06 and tried.agreement is not None
+    assert runtime.copies.n_bytes > 0
+
+
+def test_format_that_costs_as_much_as_the_model_is_not_chosen_and_its_copies_go() -> None:
+    name, costs, told, runtime = chosen(with_shares(int4=0.97, int8=0.99))
+    assert name == STORED and costs == cheap_draft_costs()
+    assert [tried.format for tried in told] == ["int4", "int8"]
+    assert runtime.copies.n_bytes == 0
+
+
+def test_format_without_a_kernel_is_passed_over_with_a_reason() -> None:
+    name, _, told, _ = chosen(with_shares(int8=0.01))
+    assert name == "int8"
+    assert told[0] == FormatTried("int4", None, None, "no kernel for int4")
+    assert chosen(with_shares())[0] == STORED
+
+
+def test_answers_shorter_than_a_window_leave_the_decision_to_the_costs() -> None:
+    assert chosen(with_shares(int4=0.05), n_tokens=4)[0] == "int4"
+    assert chosen(with_shares(int4=0.99), n_tokens=4)[0] == STORED
+
+
+def test_tuning_that_chooses_keeps_its_choice_in_settings_and_snapshot(tmp_path: Path) -> None:
+    lines = "\n".join(f'{{"prompt": "w{i} w{i + 1} w{i + 2}"}}' for i in range(2, 10))
+    (tmp_path / "notes.jsonl").write_text(lines + "\n", encoding="utf-8")
+    request = TuneRequest(str(save(tmp_path / "tiny")), str(tmp_path / "notes.jsonl"), dtype="float32")
+    settings = dataclasses.replace(request.settings, context_window=8, max_steps=6)
+    request = dataclasses.replace(request, max_new_tokens=20, settings=settings, out=str(tmp_path / "out.jsonl"))
+    events: list[Event] = []
+    with Store.open(str(tmp_path / "a.db")) as store:
+        (result,) = run_tuning(request, store, events.append).tasks
+        kept = store.jobs.get(result.record.job or "")
+    tried = [event for event in events if isinstance(event, FormatTried)]
+    assert tried and isinstance(events[-1], TaskFinished) and kept.state == "succeeded"
+    chosen_one = result.record.settings["draft_format"]
+    assert chosen_one in {*(event.format for event in tried), STORED}
+    formats = {name for _, name in result.record.layer_set.formats}
+    assert formats == ({chosen_one} if chosen_one != STORED else set())

@@ -1,0 +1,101 @@
+"""Noticing that a stream has become another kind of text, and finding the sets of similar text."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from swiftopt.core.known_sets import KnownSet, nearest, packed, unit, unpacked
+from swiftopt.core.types import Completion, LayerSet
+from swiftopt.optimizer.shift import AcceptanceChart, ShiftWatch
+
+
+def texts(mean: float, spread: float, n: int, seed: int) -> list[tuple[int, int]]:
+    """Accepted and drafted tokens of texts whose rates vary by `spread`."""
+    draws = random.Random(seed)
+    rates = [min(1.0, max(0.0, draws.gauss(mean, spread))) for _ in range(n)]
+    return [(sum(draws.random() < rate for _ in range(80)), 80) for rate in rates]
+
+
+def alarm_at(chart: AcceptanceChart, counts: list[tuple[int, int]]) -> int | None:
+    return next((i for i, (accepted, drafted) in enumerate(counts, 1) if chart.add(accepted, drafted)), None)
+
+
+@pytest.mark.parametrize("after", [0.55, 0.98])
+def test_lasting_change_of_acceptance_is_noticed_within_a_few_texts(after: float) -> None:
+    for seed in range(20):
+        chart = AcceptanceChart()
+        assert alarm_at(chart, texts(0.8, 0.03, 8, seed)) is None
+        found = alarm_at(chart, texts(after, 0.01, 12, seed))
+        assert found is not None and found <= (3 if after < 0.8 else 10)
+
+
+def test_texts_of_one_kind_seldom_raise_an_alarm() -> None:
+    alarms = sum(alarm_at(AcceptanceChart(), texts(0.8, 0.06, 50, seed)) is not None for seed in range(40))
+    assert alarms <= 10  # 2,000 texts: about six are to be expected
+
+
+def test_one_odd_text_is_no_shift() -> None:
+    chart = AcceptanceChart()
+    assert alarm_at(chart, [(64, 80)] * 6 + [(8, 80)] + [(64, 80)] * 20) is None
+
+
+def test_short_texts_count_for_little() -> None:
+    chart = AcceptanceChart()
+    assert alarm_at(chart, [(64, 80)] * 6 + [(1, 3)] * 3) is None
+
+
+def test_nearest_sets_come_first_once_each_and_other_sizes_never() -> None:
+    sets = [LayerSet.uniform(8, n) for n in range(1, 5)]
+    known = [
+        KnownSet(sets[0], unit([1, 0, 0])),
+        KnownSet(sets[1], unit([0, 1, 0])),
+        KnownSet(sets[2], unit([1, 1, 0])),
+        KnownSet(sets[1], unit([0, 9, 1])),
+        KnownSet(sets[3], unit([1, 0])),
+    ]
+    assert nearest(known, unit([0, 5, 0]), 9) == [sets[1], sets[2], sets[0]]
+    assert nearest(known, unit([0, 5, 0]), 1) == [sets[1]]
+    assert nearest([], unit([1, 0]), 3) == []
+
+
+def test_state_survives_packing_and_odd_bytes_are_refused() -> None:
+    state = unpacked(packed(unit([3.0, -4.0, 0.0])))
+    assert state == pytest.approx((0.6, -0.8, 0.0), abs=1e-7) and unpacked(packed(state)) == state
+    assert unit([0.0, 0.0]) == (0.0, 0.0)
+    with pytest.raises(ValueError, match="four bytes"):
+        unpacked(b"123")
+
+
+def completion(accepted: int, drafted: int) -> Completion:
+    return Completion((1, 2), "", "length", "swift", drafted=drafted, accepted=accepted)
+
+
+def test_watch_remembers_the_set_of_the_text_that_is_over() -> None:
+    prose, code = LayerSet.uniform(8, 4), LayerSet.uniform(8, 2)
+    watch = ShiftWatch((KnownSet(code, unit([0.1, 1.0])),))
+    for _ in range(6):
+        watch.saw([5.0, 0.0], settled=True)
+        assert not watch.add(completion(90, 100))
+    watch.saw([0.0, 3.0], settled=False)
+    assert not watch.add(completion(30, 100))  # drafted with several sets
+    reason = ""
+    for _ in range(3):
+        watch.saw([0.0, 3.0], settled=True)
+        reason = reason or watch.add(completion(40, 100))
+    assert reason.startswith("acceptance fell from 0.8") and reason.endswith("to 0.40")
+    assert watch.moved(prose) == [code]
+    assert [own.layer_set for own in watch.left] == [prose]
+    again = ShiftWatch(watch.known)
+    again.restore(json.loads(json.dumps(watch.to_json())))
+    assert again == watch and again.state == pytest.approx((0.0, 1.0))
+    watch.saw([4.0, 0.1], settled=True)
+    assert watch.moved(code) == [prose, code]
+
+
+def test_completion_without_a_draft_says_nothing() -> None:
+    watch = ShiftWatch()
+    watch.saw([1.0], settled=True)
+    assert watch.add(completion(0, 0)) == "" and watch.chart.n == 0
