@@ -4,8 +4,8 @@
     python -m swiftopt.bench.tables --write    puts it between the marks of RESULTS.md
 
 A file holds one object: {"date", "commit", "command", "note", "report"}, where `report` is what `swiftopt compare
---json` or `swiftopt bench decode --json` printed for `command`. Every row of every file is shown, those that lose among
-them.
+--json` or `swiftopt bench decode|search|stream-shift --json` printed for `command`. Every row of every file is shown,
+those that lose among them, in one table for methods, one for searches and one for streams that change.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import InvalidInput, SwiftoptError
 from ..worker.comparison_report import SCHEMA as COMPARE_SCHEMA
 from .decode import SCHEMA, rows
+from .search import SCHEMA as SEARCH_SCHEMA
+from .stream_shift import SCHEMA as SHIFT_SCHEMA
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -40,9 +43,16 @@ def table(folder: Path = RESULTS) -> str:
     if not results:
         return NOTHING
     results.sort(key=lambda item: [item[1]["report"][key] for key in ("model", "device", "dtype")])
-    cells = [HEADER, ("---",) * len(HEADER), *(row for path, result in results for row in _rows(path, result))]
-    lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in cells]
-    return "\n".join([*lines, "", *(_origin(path, result) for path, result in results)])
+    parts = []
+    for kind in dict.fromkeys(KINDS.values()):
+        own = [(path, result) for path, result in results if KINDS[result["report"]["schema"]] is kind]
+        if not own:
+            continue
+        cells = [kind.header, ("---",) * len(kind.header), *(row for item in own for row in kind.rows(*item))]
+        lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in cells]
+        title = [f"**{kind.title}**", ""] if kind.title else []
+        parts.append("\n".join([*title, *lines, "", *(_origin(path, result) for path, result in own)]))
+    return "\n\n".join(parts)
 
 
 def refreshed(text: str, body: str) -> str:
@@ -66,8 +76,8 @@ def _read(path: Path) -> dict[str, Any]:
     if missing:
         raise InvalidInput(f"{path} is no result: it lacks {missing}")
     schema = result["report"].get("schema") if isinstance(result["report"], dict) else None
-    if schema not in (SCHEMA, COMPARE_SCHEMA):
-        raise InvalidInput(f"{path} holds a report of schema {schema!r}: this version reads {SCHEMA!r}")
+    if schema not in KINDS:
+        raise InvalidInput(f"{path} holds a report of schema {schema!r}: this version reads {', '.join(KINDS)}")
     return dict(result)
 
 
@@ -104,6 +114,73 @@ def _compared(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
             _figure(row["mean_generated_length"]),
             "–" if row["identical"] is None else f"{row['identical']}/{row['prompts']}",
         )
+
+
+def _searched(path: Path, result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of `bench search`."""
+    report = result["report"]
+    for row in report["results"]:
+        yield (
+            report["model"],
+            f"{report['windows']} of {report['window']} tokens",
+            row["strategy"],
+            f"{row['final']:.3f}x",
+            str(row["n_skipped"]),
+            f"{row['passes']:.0f}",
+            "not reached" if row["to_goal"] is None else f"{row['to_goal']['passes']:.0f}",
+            "not reached" if row["to_base"] is None else f"{row['to_base']['passes']:.0f}",
+            f"{report['device']}, {report['dtype']}",
+            f"[{result['commit']}](results/{path.name})",
+        )
+
+
+def _shifted(path: Path, result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of `bench stream-shift`."""
+    report = result["report"]
+    for row in report["results"]:
+        rates = (_figure(row[run]["settled"]) for run in ("own", "kept", "adapted"))
+        missing = "–" if row["gap"] is None else f"{row['gap']:+.3f}"
+        drafts = f"{report['method']}, {report['draft_format']}"
+        where = f"{report['device']}, {report['dtype']}"
+        file = f"[{result['commit']}](results/{path.name})"
+        yield (report["model"], drafts, row["task"], *rates, missing, where, file)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A table of its own: title, header, and the rows of a file."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: Callable[[Path, dict[str, Any]], Iterator[tuple[str, ...]]]
+
+
+METHODS_TABLE = Kind("", HEADER, _rows)
+KINDS = {
+    SCHEMA: METHODS_TABLE,
+    COMPARE_SCHEMA: METHODS_TABLE,
+    SEARCH_SCHEMA: Kind(
+        "Searches: candidate passes until 95 % of the best objective, and of SWIFT's own",
+        (
+            "model",
+            "windows",
+            "strategy",
+            "objective",
+            "left out",
+            "passes",
+            "to 95 % of the best",
+            "to 95 % of swift's",
+            "device, dtype",
+            "file",
+        ),
+        _searched,
+    ),
+    SHIFT_SCHEMA: Kind(
+        "Streams that change: acceptance after the first ten prompts of each task",
+        ("model", "drafts", "task", "α own set", "α first task's", "α one stream", "missing", "device, dtype", "file"),
+        _shifted,
+    ),
+}
 
 
 def _figure(value: float | None) -> str:

@@ -13,6 +13,9 @@ from .finals import Place
 from .objective import objective
 
 LARGEST_BATCH = 8  # candidates per pass
+SEARCH_SHARE = 0.03  # of the seconds of a stream's decoding that its search may take
+FEWEST = 48  # candidates that a search may score however short the stream is
+USUAL_SPEEDUP = 3.0  # of the decoding that a search is weighed against
 BATCH_GAIN = 0.95  # a larger batch must cut the seconds per candidate at least to this share
 
 
@@ -29,6 +32,17 @@ def candidates_per_pass(costs: CostProfile | None, window: int) -> int:
             if n * window <= max(costs.pass_s) and cheaper:
                 best = n
     return best
+
+
+def affordable(costs: CostProfile | None, layer_set: LayerSet, window: int, n_tokens: int) -> int:
+    """How many candidates a search over a stream of `n_tokens` to come may score, by measured costs.
+
+    A candidate is a draft pass over a window like that of `layer_set`, and half of one for the set in use beside it.
+    """
+    if costs is None:
+        return FEWEST
+    candidate = 1.5 * costs.draft_cost(layer_set, window)
+    return max(FEWEST, int(SEARCH_SHARE * n_tokens / USUAL_SPEEDUP / candidate))
 
 
 def scored(

@@ -14,7 +14,7 @@ from ..core.types import LayerSet, Trial, n_skipped_for
 from ..decoding.context import Context
 from ..decoding.loop import Round
 from ..decoding.models import SkippedTarget
-from .batches import candidates_per_pass, scored
+from .batches import affordable, candidates_per_pass, scored
 from .drafting import drafting_with, starting_set
 from .finals import FINALISTS, Finals, Place
 from .incumbent import Incumbent, lowered_ratio, trimmed
@@ -29,7 +29,8 @@ class Search:
     """Proposes, scores and adopts layer sets between rounds of decoding, until one of the stopping rules holds.
 
     `method` drafts with the set in use; pass `before_round` and `after_round` to the decode loop. `start` is the set to
-    begin with, whose formats every candidate keeps; None: evenly spaced sub-layers by `skip_ratio`.
+    begin with, whose formats every candidate keeps; None: evenly spaced sub-layers by `skip_ratio`. `n_tokens` is how
+    long the stream will be, where that is known: strategies that choose the size themselves are kept to a share of it.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Search:
         tell: TellEvent,
         prompt_id: Callable[[], str],
         start: LayerSet | None = None,
+        n_tokens: int | None = None,
     ) -> None:
         self.task, self.settings, self.costs = task, settings, costs
         self.skip_ratio, self.n_layers = skip_ratio, n_layers
@@ -52,6 +54,9 @@ class Search:
         self.batch = candidates_per_pass(costs, settings.context_window)
         self.reopened_because = ""
         self.stopped_because = self._never
+        self._most = settings.max_steps
+        if n_tokens is not None and recipe_of(settings.strategy).chooses_size:
+            self._most = min(self._most, affordable(costs, start, settings.context_window, n_tokens))
         self._standing = Standing(Incumbent(start))
         self._candidate_rows = 0
         self._proposer = self._new_proposer() if self.optimising else None
@@ -183,7 +188,7 @@ class Search:
         """What the next pass scores, each with its origin: what must be scored now comes before what is proposed."""
         assert self._proposer is not None
         standing, n_tried = self._standing, len(self.trials) - self._standing.opened_at
-        room = self.settings.max_steps - n_tried
+        room = self._most - n_tried
         held = (self.layer_set, "in use" if self.trials else "uniform")
         due = standing.finals.due(place, self.settings.context_window)
         if standing.incumbent.n == 0:
@@ -228,8 +233,9 @@ class Search:
         n_tried, matchness = n - self._standing.opened_at, self._standing.incumbent.matchness
         if not self._proposer.chooses_size and matchness > settings.target_matchness:
             self.finish(f"matchness {matchness:.2f} is above {settings.target_matchness}")
-        elif n_tried >= settings.max_steps:
-            self.finish(f"{n_tried} candidates were scored")
+        elif n_tried >= self._most:
+            enough = "" if n_tried >= settings.max_steps else ", as many as a stream of this length is worth"
+            self.finish(f"{n_tried} candidates were scored{enough}")
         elif self._spent(n) and not self._standing.finals.finalists:
             self.finish(f"no better layer set in {self._proposer.patience} candidates")
 

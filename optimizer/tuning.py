@@ -182,8 +182,12 @@ class Tuner:
             def prompt_id(name: str = name) -> str:
                 return tasks[name].prompt_id
 
-            search = Search(name, self.runtime.n_layers, self.settings, ratio, self.costs, self.tell, prompt_id)
-            tasks[name] = TaskState(name, search, divide(own)[1], ShiftWatch(self.known))
+            tuned_on, held_out = divide(own)
+            n_tokens = sum(n_turns(each) * (each.max_new_tokens or self.session.max_new_tokens) for _, each in tuned_on)
+            search = Search(
+                name, self.runtime.n_layers, self.settings, ratio, self.costs, self.tell, prompt_id, n_tokens=n_tokens
+            )
+            tasks[name] = TaskState(name, search, held_out, ShiftWatch(self.known))
         return tasks
 
     def _serve(self, task: TaskState, prompt: Prompt, index: int) -> None:

@@ -39,7 +39,7 @@ STRATEGIES: dict[str, Recipe] = {
     "swift": Recipe(engine="gp"),
     "tpe": Recipe(engine="tpe", interval=1),
     "local": Recipe(plan=Plan("similarity"), patience=100),
-    "knapsack": Recipe(plan=Plan("knapsack", n_studies=2), patience=100),
+    "knapsack": Recipe(plan=Plan("knapsack", n_studies=2), patience=60),
     "clasp": Recipe(plan=Plan("clasp", n_studies=8, whole_layers=True), patience=100),
 }
 
