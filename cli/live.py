@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core.events import (
+    DraftingChosen,
     Event,
     FormatTried,
     PhaseChanged,
@@ -100,6 +101,12 @@ def event_line(event: Event, state: RunState) -> str | None:
             return f"drafts in {event.format} do not run here: {event.problem}"
         case SkipRatioLowered():
             return f"{task}skip ratio lowered to {event.skip_ratio:.2f}, for α was {event.acceptance_rate:.2f}"
+        case DraftingChosen():
+            widest = event.branching[0][1]
+            return (
+                f"{task}drafts of at most {event.max_draft_length} tokens, to confidence {event.stop_threshold:.2f},"
+                f" {widest} candidates at most: {event.expected:.2f}x expected, {event.before:.2f}x before"
+            )
         case StreamShifted():
             tried = f", {event.n_known} known sets first" if event.n_known else ""
             return f"{task}other text, for {event.reason}: searching again{tried}"

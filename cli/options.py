@@ -158,6 +158,7 @@ settings_options = together(
     from_field(TUNING, "max_draft_length", "N_D, draft steps per round.", type=int),
     switch_off("early_stop", "Always draft N_D tokens."),
     switch_off("dynamic_verification", "Verify a chain, not a tree."),
+    switch_off("search_drafting", "Keep ε, N_D and k of SWIFT's drafts as given, instead of choosing them by time."),
     switch_off("optimise", "Keep the evenly spaced layer set that a search starts from."),
     click.option(
         "--deterministic",

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from .completions import completion_from_json, completion_to_json, layer_set_from_json, layer_set_to_json
 from .errors import StoreError
-from .events import Adopted, Event, PromptFinished, TaskFinished, TrialsDone
+from .events import Adopted, DraftingChosen, Event, PromptFinished, TaskFinished, TrialsDone
 from .records import record_to_json, stored_from_json
 from .typed import check_type
 from .types import Prompt, Timings, Trial, Verdict
@@ -30,6 +30,8 @@ def event_to_json(event: Event) -> dict[str, Any]:
             return {"task": event.task, "trials": [trial_to_json(trial) for trial in event.trials]}
         case Adopted():
             return {**_plain(event), "layer_set": layer_set_to_json(event.layer_set)}
+        case DraftingChosen():
+            return {**_plain(event), "branching": [list(pair) for pair in event.branching]}
         case PromptFinished():
             prompt = {"id": event.prompt.id, "task": event.prompt.task}
             completion = completion_to_json(event.completion)
@@ -74,6 +76,8 @@ def _parts(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
         return {"trials": tuple(trial_from_json(trial) for trial in values["trials"])}
     if kind is Adopted:
         return {"layer_set": layer_set_from_json(values["layer_set"])}
+    if kind is DraftingChosen:
+        return {"branching": tuple((bound, k) for bound, k in values["branching"])}
     if kind is PromptFinished:
         return {"prompt": Prompt(**values["prompt"]), "completion": completion_from_json(values["completion"])}
     if kind is TaskFinished:

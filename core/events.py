@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .jobs import JobState
+from .settings import Branching
 from .types import Completion, LayerSet, LayerSetRecord, Prompt, Timings, Trial, Verdict
 
 Phase = Literal["load", "profile", "accumulate", "optimise", "accelerate", "verdict"]
@@ -89,6 +90,18 @@ class SkipRatioLowered:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftingChosen:
+    """How SWIFT's drafts of a task are ended and branched from now on, and what that and what was before promise."""
+
+    task: str
+    stop_threshold: float
+    max_draft_length: int
+    branching: Branching
+    expected: float
+    before: float
+
+
+@dataclass(frozen=True, slots=True)
 class StreamShifted:
     """The text has become another kind, and the search begins anew with `n_known` sets of similar text.
 
@@ -150,6 +163,7 @@ Event = (
     | TrialsDone
     | Adopted
     | SkipRatioLowered
+    | DraftingChosen
     | StreamShifted
     | PromptFinished
     | TaskFinished

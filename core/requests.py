@@ -14,7 +14,7 @@ from .typed import check_type
 from .types import LayerSetRecord, Sampling
 
 # What tuning does unless it is told otherwise: not the paper's SWIFT, but what decodes fastest here (bench/RESULTS.md).
-TUNING = SwiftSettings(method="adaptive", draft_format=AUTO, strategy="knapsack")
+TUNING = SwiftSettings(method="adaptive", draft_format=AUTO, strategy="knapsack", search_drafting=True)
 MAX_NEW_TOKENS = 128  # tokens per completion, unless the caller or the stream's line says otherwise
 
 

@@ -8,22 +8,32 @@ is visited, with the ids that lead to that row, and a criterion to each token th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from ..core.costs import CostProfile
 from ..core.errors import InvalidInput, SettingsError
+from ..core.formats import STORED
+from ..core.method_settings import AdaptiveSettings
 from ..core.records import load_record
 from ..core.settings import SwiftSettings
 from ..core.types import FinishReason, LayerSet, LayerSetRecord, ModelInfo, Sampling
+from ..models.copies import QuantisedCopies
+from ..models.costs import SMALLEST_BUCKET, measure_costs, measure_format
 from ..models.runtime import Runtime
+from .adaptive import adaptive
 from .loop import Watch, decode
-from .method import swift
+from .method import Method, swift
+from .models import SkippedTarget
 from .rule import TokenRule
+
+KEPT = "_swiftopt"  # under which a model object has what its calls share
 
 
 def custom_generate(
@@ -38,6 +48,9 @@ def custom_generate(
     **model_kwargs: Any,
 ) -> Any:
     """Decode as `generate` would, drafting with the sub-layers of `layer_set` left out.
+
+    A record or file drafts as it was tuned for. For adaptive drafts, costs are measured at the first call; they, the
+    quantised copies and what was learnt of acceptance stay with the model object for the next one.
 
     Args:    layer_set: a `LayerSet`, a record, or the path of an exported file.
     Returns: int64 (1, prompt + completion), or a `GenerateDecoderOnlyOutput` with `return_dict_in_generate`.
@@ -55,21 +68,58 @@ def custom_generate(
         raise InvalidInput("the prompt has padding (zeros in attention_mask): pass it without padding")
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
     info = ModelInfo("", type(model).__name__, model.config.num_hidden_layers, n_parameters)
+    runtime = Runtime(model, None, info)
+    method = _Kept.of(model, runtime).method(runtime, skipped, swift_settings or settings)
     prompt_ids = input_ids[0].tolist()
     # One draw from torch's global generator seeds the request, so that torch.manual_seed governs it as usual.
     seed = int(torch.randint(2**31, ()).item()) if generation_config.do_sample else 0
     rule = TokenRule(Sampling(temperature=float(generation_config.do_sample), seed=seed), logits_processor)
     ending = CriteriaEnding(prompt_ids, generation_config.max_length - len(prompt_ids), stopping_criteria)
     done = decode(
-        Runtime(model, None, info),
+        runtime,
         prompt_ids,
-        swift(skipped, swift_settings or settings),
+        method,
         rule,
         ending,
         Watch(on_tokens=on_tokens),
     )
     sequences: Any = torch.tensor([[*prompt_ids, *done.token_ids]], device=input_ids.device)
     return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What calls on one model object share: copies and costs of its drafts, and what was learnt of their acceptance.
+
+    It lies in the object's `__dict__`, so that it goes where the model goes. None of it can change what comes out: the
+    target is read anew from the model at every call, whose modules may have been replaced.
+    """
+
+    copies: QuantisedCopies
+    costs: CostProfile | None = None
+    adaptive: dict[LayerSet, Method] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: Any, runtime: Runtime) -> _Kept:
+        """That of earlier calls, unless the model was moved or cast since; its copies become the runtime's."""
+        known = vars(model).setdefault(KEPT, {}).get((runtime.device, runtime.dtype))
+        if known is None:
+            known = vars(model)[KEPT][runtime.device, runtime.dtype] = cls(runtime.copies)
+        runtime.copies = known.copies
+        return cast(_Kept, known)
+
+    def method(self, runtime: Runtime, layer_set: LayerSet, settings: SwiftSettings) -> Method:
+        """SWIFT's drafting with the set, or adaptive drafts where the settings say so."""
+        if settings.method != "adaptive":
+            return swift(layer_set, settings)
+        if layer_set not in self.adaptive:
+            runtime.check_layer_set(layer_set)
+            if self.costs is None:
+                self.costs = measure_costs(runtime, SMALLEST_BUCKET)
+            for name in sorted(self.costs.missing(layer_set)):
+                self.costs = measure_format(runtime, self.costs, name)
+            self.adaptive[layer_set] = adaptive(SkippedTarget(layer_set), self.costs, AdaptiveSettings(STORED))
+        return self.adaptive[layer_set]
 
 
 class CriteriaEnding:

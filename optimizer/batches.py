@@ -8,13 +8,13 @@ from ..core.costs import CostProfile
 from ..core.settings import SwiftSettings
 from ..core.types import LayerSet, Trial
 from ..decoding.context import Context
-from .evaluation import score_window
+from .evaluation import WindowScore, score_window
 from .finals import Place
 from .objective import objective
 
 LARGEST_BATCH = 8  # candidates per pass
 SEARCH_SHARE = 0.03  # of the seconds of a stream's decoding that its search may take
-FEWEST = 48  # candidates that a search may score however short the stream is
+FEWEST, MOST = 36, 96  # candidates that a search may score however short the stream is, or however long
 USUAL_SPEEDUP = 3.0  # of the decoding that a search is weighed against
 BATCH_GAIN = 0.95  # a larger batch must cut the seconds per candidate at least to this share
 
@@ -42,7 +42,7 @@ def affordable(costs: CostProfile | None, layer_set: LayerSet, window: int, n_to
     if costs is None:
         return FEWEST
     candidate = 1.5 * costs.draft_cost(layer_set, window)
-    return max(FEWEST, int(SEARCH_SHARE * n_tokens / USUAL_SPEEDUP / candidate))
+    return max(FEWEST, min(MOST, int(SEARCH_SHARE * n_tokens / USUAL_SPEEDUP / candidate)))
 
 
 def scored(
@@ -52,10 +52,13 @@ def scored(
     settings: SwiftSettings,
     costs: CostProfile | None,
     first_step: int,
-) -> list[Trial]:
-    """Trials from `first_step` on, of layer sets with their origins on the latest window; their seconds are 0."""
+) -> tuple[list[Trial], list[WindowScore]]:
+    """Trials from `first_step` on, of layer sets with their origins on the latest window; their seconds are 0.
+
+    Beside them what each set predicted there.
+    """
     scores = score_window(context, [layer_set for layer_set, _ in sets], settings.context_window)
-    return [
+    trials = [
         Trial(
             step=first_step + i,
             layer_set=layer_set,
@@ -68,3 +71,4 @@ def scored(
         )
         for i, ((layer_set, origin), score) in enumerate(zip(sets, scores, strict=True))
     ]
+    return trials, scores

@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Any
 
 from ..core.costs import CostProfile
-from ..core.events import Adopted, Event, SkipRatioLowered, TrialsDone
+from ..core.events import Adopted, DraftingChosen, Event, SkipRatioLowered, TrialsDone
 from ..core.settings import SwiftSettings
 from ..core.types import LayerSet, Trial, n_skipped_for
 from ..decoding.context import Context
@@ -16,6 +16,8 @@ from ..decoding.loop import Round
 from ..decoding.models import SkippedTarget
 from .batches import affordable, candidates_per_pass, scored
 from .drafting import drafting_with, starting_set
+from .drafting_search import FEWEST_WINDOWS, MOST_WINDOWS, search_drafting
+from .evaluation import WindowScore
 from .finals import FINALISTS, Finals, Place
 from .incumbent import Incumbent, lowered_ratio, trimmed
 from .proposer import Proposer
@@ -52,6 +54,7 @@ class Search:
         self.method = drafting_with(self._draft, settings, costs)
         self.trials: list[Trial] = []
         self.batch = candidates_per_pass(costs, settings.context_window)
+        self._windows: list[WindowScore] = []  # what the set in use predicted, the latest last
         self.reopened_because = ""
         self.stopped_because = self._never
         self._most = settings.max_steps
@@ -102,10 +105,11 @@ class Search:
             return
         self._standing.looked = place
         sets = self._sets(context, place)
-        trials = scored(context, sets, place, self.settings, self.costs, len(self.trials))
+        trials, scores = scored(context, sets, place, self.settings, self.costs, len(self.trials))
         self._candidate_rows += window * len(sets)
         share = (perf_counter() - clock) / len(sets)
-        self._settle(place, [replace(trial, seconds=share) for trial in trials])
+        seen = {own: score for (own, _), score in zip(sets, scores, strict=True)}
+        self._settle(place, [replace(trial, seconds=share) for trial in trials], seen)
 
     def after_round(self, context: Context, round_: Round) -> None:
         """Lower the skip ratio where acceptance stays too low while optimising (SWIFT C.2).
@@ -133,6 +137,7 @@ class Search:
         stored = [layer_set for layer_set in dict.fromkeys(first) if layer_set != self.layer_set]
         n = len(self.trials)
         self._standing = Standing(Incumbent(self.layer_set), first=stored, opened_at=n, n_at_gain=n)
+        self._windows = []
         self._candidate_rows += 0 if self._proposer is None else round(self._proposer.rows_run)
         self._proposer = self._new_proposer()
 
@@ -141,6 +146,26 @@ class Search:
         if self.optimising:
             self.stopped_because = reason
             self.close()
+
+    def choose_drafting(self) -> None:
+        """Once the search has ended, choose stop threshold, draft length and branching for the set in use.
+
+        To be called between prompts: `method` is another one afterwards. Adaptive drafts need none of the three.
+        """
+        settings = self.settings
+        wanted = settings.search_drafting and settings.method == "swift" and settings.objective == "expected_speedup"
+        if self.optimising or not wanted or self.costs is None or len(self._windows) < FEWEST_WINDOWS:
+            return
+        found, promised, before = search_drafting(self._windows, self.layer_set, settings, self.costs)
+        self._windows = []
+        if found != settings:
+            self._draft_by(found)
+            chosen = found.stop_threshold, found.max_draft_length, found.branching
+            self._tell(DraftingChosen(self.task, *chosen, promised, before))
+
+    def _draft_by(self, settings: SwiftSettings) -> None:
+        self.settings = settings
+        self.method = drafting_with(self._draft, settings, self.costs)
 
     def close(self) -> None:
         """Free what the strategy holds, whether the search has ended or was cut short."""
@@ -155,6 +180,8 @@ class Search:
             "standing": self._standing.to_json(),
             "reopened_because": self.reopened_because,
             "stopped_because": self.stopped_because,
+            "windows": [[list(score.ranks), list(score.confidences)] for score in self._windows],
+            "drafting": [self.settings.stop_threshold, self.settings.max_draft_length, list(self.settings.branching)],
             "strategy": None if self._proposer is None or not self.optimising else self._proposer.strategy.state(),
         }
 
@@ -167,6 +194,12 @@ class Search:
             raise ValueError(f"task {self.task!r} stood at {state['n_trials']} trials, but {len(trials)} are stored")
         self.trials, self.skip_ratio = list(trials), state["skip_ratio"]
         self._standing = Standing.from_json(state["standing"])
+        self._windows = [WindowScore(tuple(ranks), tuple(sure)) for ranks, sure in state.get("windows", ())]
+        if "drafting" in state:  # checkpoints of before it was searched lack it
+            threshold, length, branching = state["drafting"]
+            drafting = {"stop_threshold": threshold, "max_draft_length": length}
+            pairs = tuple((bound, k) for bound, k in branching)
+            self._draft_by(replace(self.settings, branching=pairs, **drafting))
         self._draft.layer_set = self.layer_set
         self.reopened_because, self.stopped_because = state["reopened_because"], state["stopped_because"]
         if self._proposer is not None and self.optimising:
@@ -203,8 +236,11 @@ class Search:
         sets += [(layer_set, "stored") for layer_set in stored]
         return sets + self._proposer.proposed(context, place.prompt_id, n - len(stored))
 
-    def _settle(self, place: Place, trials: list[Trial]) -> None:
-        """Judge a final or let challengers in, tell the strategy, and see whether the search is over."""
+    def _settle(self, place: Place, trials: list[Trial], seen: Mapping[LayerSet, WindowScore]) -> None:
+        """Judge a final or let challengers in, tell the strategy, and see whether the search is over.
+
+        `seen` is what each of the trials' sets predicted.
+        """
         assert self._proposer is not None
         standing, strategy, n_before = self._standing, self._proposer.strategy, len(self.trials)
         finalists = [trial for trial in trials if trial.origin == "final"]
@@ -212,7 +248,10 @@ class Search:
         if decided is not None:
             trials = [decided if trial.step == decided.step else trial for trial in trials]
             self._draft.layer_set = self.layer_set
+            self._windows = []
             self._tell(Adopted(self.task, self.layer_set, self.matchness, decided.step))
+        if self.settings.search_drafting and self.layer_set in seen:
+            self._windows = [*self._windows, seen[self.layer_set]][-MOST_WINDOWS:]
         self.trials += trials
         for trial in trials:
             strategy.observe(trial)
@@ -248,4 +287,5 @@ class Search:
         self._standing.incumbent = Incumbent(trimmed(self.layer_set, n_skipped))
         self._standing.finals = Finals()
         self._draft.layer_set = self.layer_set
+        self._windows = []
         self._tell(SkipRatioLowered(self.task, skip_ratio, acceptance))

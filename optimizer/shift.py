@@ -6,6 +6,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
+from operator import mul
 from typing import Any
 
 from ..core.completions import layer_set_from_json, layer_set_to_json
@@ -14,6 +15,10 @@ from ..core.types import Completion, LayerSet
 
 N_LEARN = 3  # completions that say what acceptance is usual
 ALARM = 4.0  # height of a sum, in standard deviations, that means a shift
+ALARM_ELSEWHERE = 1.5  # the same, where the prompts lie elsewhere than those before
+UNLIKE = 3.0  # deviations below the usual cosine to the prompts before that mean elsewhere
+FAR_FOR = 8  # prompts that lie elsewhere, with no change of acceptance, until that is where prompts lie
+USUAL_COSINE_SPREAD = 0.02  # before the prompts have said how alike they are
 SLACK = 0.5  # deviations per completion that are no news
 LARGEST = 4.0  # deviations that one completion counts at most: one odd text is no shift
 USUAL_SPREAD, USUAL_WEIGHT = 0.06, 4  # how much acceptance varies from text to text, before the texts have said so
@@ -43,8 +48,8 @@ class AcceptanceChart:
         usual = USUAL_WEIGHT * USUAL_SPREAD**2
         return sqrt((usual + self.squares) / (USUAL_WEIGHT + max(0, self.n - 1)))
 
-    def add(self, accepted: int, drafted: int) -> bool:
-        """Take in a completion; whether its kind of text is another one by now."""
+    def add(self, accepted: int, drafted: int, alarm: float | None = None) -> bool:
+        """Take in a completion; whether its text is of another kind by now: a sum is above `alarm` (None: ALARM)."""
         rate = accepted / drafted
         if self.n >= N_LEARN:
             noise = self.mean * (1 - self.mean) / drafted  # a short text's rate says little
@@ -57,13 +62,36 @@ class AcceptanceChart:
         self.n += 1
         self.mean += before / self.n
         self.squares += before * (rate - self.mean)
-        return max(self.rise, self.fall) > ALARM
+        return max(self.rise, self.fall) > (ALARM if alarm is None else alarm)
+
+
+@dataclass(slots=True)
+class Nearness:
+    """How near each prompt lies to the mean of those before it, as a cosine; and whether the latest is far off."""
+
+    n: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def is_far(self, cosine: float) -> bool:
+        """Take in a prompt. One far off does not change what is usual."""
+        if self.n >= N_LEARN:
+            usual = USUAL_WEIGHT * USUAL_COSINE_SPREAD**2
+            spread = sqrt((usual + self.squares) / (USUAL_WEIGHT + self.n - 1))
+            if cosine < self.mean - UNLIKE * spread:
+                return True
+        before = cosine - self.mean
+        self.n += 1
+        self.mean += before / self.n
+        self.squares += before * (cosine - self.mean)
+        return False
 
 
 @dataclass(slots=True)
 class ShiftWatch:
     """One task's stream: the chart of its acceptance since the search ended, and the sets of its earlier kinds of text.
 
+    Acceptance decides; where prompts lie elsewhere among the hidden states than those before, less of a change will do.
     `known` are sets from elsewhere, such as the store's. A set's state is the mean of its prompts' states.
     """
 
@@ -72,6 +100,8 @@ class ShiftWatch:
     left: list[KnownSet] = field(default_factory=list)  # of this stream, before the latest shift
     latest: State = ()  # of the prompt that was read last
     settled: bool = False  # whether the search had ended by then
+    nearness: Nearness = field(default_factory=Nearness)
+    n_far: int = 0  # prompts up to that one that lie elsewhere, one after the other
     total: State = ()  # of the prompts since the latest shift
 
     @property
@@ -83,13 +113,22 @@ class ShiftWatch:
         """A prompt was read: its mean hidden state, and whether all of its completion will be drafted with one set."""
         self.settled = settled
         self.latest = single(unit(state))
+        centre = self.state
+        if centre is not None and self.nearness.is_far(sum(map(mul, centre, self.latest))):
+            self.n_far += 1
+            if self.n_far == FAR_FOR:  # the set in use suits this text as well
+                self.nearness, self.total, self.n_far = Nearness(), self.latest, 0
+            return
+        self.n_far = 0
         before = self.total or (0.0,) * len(self.latest)
         self.total = single([a + b for a, b in zip(before, self.latest, strict=True)])
 
     def add(self, completion: Completion) -> str:
         """Take in the completion of the prompt read last; in words what has changed, or ""."""
-        before = self.chart.mean
-        if not self.settled or not completion.drafted or not self.chart.add(completion.accepted, completion.drafted):
+        before, alarm = self.chart.mean, min(ALARM, ALARM_ELSEWHERE) if self.n_far else ALARM
+        if not self.settled or not completion.drafted:
+            return ""
+        if not self.chart.add(completion.accepted, completion.drafted, alarm):
             return ""
         word = "fell" if self.chart.fall > self.chart.rise else "rose"
         rate = completion.accepted / completion.drafted
@@ -101,21 +140,31 @@ class ShiftWatch:
         found = nearest([*self.left, *self.known], self.latest, N_STORED)
         if before is not None:
             self.left = [*(own for own in self.left if own.layer_set != layer_set), KnownSet(layer_set, before)]
-        self.chart, self.total, self.settled = AcceptanceChart(), self.latest, False
+        self.chart, self.nearness = AcceptanceChart(), Nearness()
+        self.total, self.n_far, self.settled = self.latest, 0, False
         return found
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for a snapshot; `known` is not among them."""
         chart = {name: getattr(self.chart, name) for name in AcceptanceChart.__slots__}
+        nearness = {name: getattr(self.nearness, name) for name in Nearness.__slots__}
         left = [[layer_set_to_json(own.layer_set), _text(own.state)] for own in self.left]
         states = {"latest": _text(self.latest), "total": _text(self.total)}
-        return {"chart": chart, "left": left, "settled": self.settled, **states}
+        return {
+            "chart": chart,
+            "nearness": nearness,
+            "left": left,
+            "settled": self.settled,
+            "n_far": self.n_far,
+            **states,
+        }
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Go on from `to_json`."""
         self.chart = AcceptanceChart(**values["chart"])
         self.left = [KnownSet(layer_set_from_json(own), _state(state)) for own, state in values["left"]]
-        self.settled = bool(values["settled"])
+        self.nearness = Nearness(**values["nearness"])
+        self.settled, self.n_far = bool(values["settled"]), int(values["n_far"])
         self.latest, self.total = _state(values["latest"]), _state(values["total"])
 
 

@@ -92,6 +92,7 @@ class Tuner:
                     self._serve(self._running[prompt.task], prompt, index)
             for task in self._running.values():
                 task.search.finish("the stream ended")
+                task.search.choose_drafting()
             for task in list(self._running.values()):
                 result = self._conclude(task)
                 del self._running[task.name]
@@ -192,6 +193,8 @@ class Tuner:
 
     def _serve(self, task: TaskState, prompt: Prompt, index: int) -> None:
         """Decode one prompt with the set in use, searching before each round while the search goes on."""
+        if self._flight is None:
+            task.search.choose_drafting()
         flight = self._flight or Flight()
         self._next, self._flight = index, flight
         task.prompt_id = prompt.id
@@ -270,7 +273,7 @@ class Tuner:
         is_first = not n_before
         n_done, n_turns_done = turns_done([prompt for _, prompt in task.held_out], len(task.pairs) - n_before)
         watch = Watch(after_round=lambda context, round_: self._beat(task))
-        method = drafting_with(SkippedTarget(task.search.layer_set), self.settings, self.costs)
+        method = drafting_with(SkippedTarget(task.search.layer_set), task.search.settings, self.costs)
         for number, (index, prompt) in list(enumerate(task.held_out))[n_done:]:
             self._check_stop()
             self.tell(PromptStarted(task.name, prompt.id, index, len(self._prompts)))

@@ -11,6 +11,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import swiftopt
 from swiftopt.core.errors import InvalidInput, SettingsError
+from swiftopt.models import quantised
 
 LAYERS = swiftopt.LayerSet(4, frozenset({1}), frozenset({1, 2}))
 SETTINGS = swiftopt.SwiftSettings(early_stop=False, max_draft_length=4)
@@ -129,3 +130,27 @@ def test_what_cannot_be_decoded_is_refused_in_a_sentence() -> None:
     padded[0, 0] = 0
     with pytest.raises(InvalidInput, match="padding"):
         both(model, prompt(), do_sample=False, attention_mask=padded)
+
+
+def test_set_tuned_for_adaptive_drafts_is_drafted_with_adaptively_and_its_copies_are_made_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, inputs = tiny_model("llama"), prompt()
+    tuned = swiftopt.SwiftSettings(method="adaptive", draft_format="int8").to_json()
+    record = swiftopt.LayerSetRecord("tiny", "t", LAYERS.filled("int8"), settings=tuned)
+    options: Any = {"attention_mask": torch.ones_like(inputs), "max_new_tokens": 30, "do_sample": False}
+    plain = model.generate(inputs, **options)
+    made: list[str] = []
+    build = quantised.QuantisedLinear.__init__
+    monkeypatch.setattr(quantised.QuantisedLinear, "__init__", lambda *args: (made.append(args[3]), build(*args))[1])
+
+    def ours() -> Any:
+        return model.generate(inputs, custom_generate=swiftopt.custom_generate, layer_set=record, **options)
+
+    assert ours().tolist() == plain.tolist()
+    n_made = len(made)
+    assert set(made) == {"int8"}
+    assert ours().tolist() == plain.tolist() and len(made) == n_made
+    torch.manual_seed(5)
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))  # only drafts are stale
+    assert ours().tolist() == model.generate(inputs, **options).tolist() != plain.tolist()

@@ -19,6 +19,7 @@ from swiftopt.core.costs import CostProfile
 from swiftopt.core.errors import SettingsError
 from swiftopt.core.events import (
     Adopted,
+    DraftingChosen,
     Event,
     Progress,
     PromptFinished,
@@ -169,6 +170,7 @@ def outcome(events: Sequence[Event]) -> dict[str, Any]:
         ],
         "adopted": [event for event in events if isinstance(event, Adopted)],
         "shifts": [event for event in events if isinstance(event, StreamShifted)],
+        "drafting": [event for event in events if isinstance(event, DraftingChosen)],
         "tasks": [
             (
                 dataclasses.replace(result.record, **timeless),  # type: ignore[arg-type]
@@ -198,6 +200,7 @@ CASES = {
     "knapsack": Case(texts(5), dict(strategy="knapsack"), costs=DEAR),
     "local": Case(mixed(4), dict(strategy="local", max_steps=30)),
     "shifting": Case(texts(14), dict(max_steps=4), costs=DEAR, alarm=0.2, known=ELSEWHERE),
+    "drafting": Case(texts(8), dict(max_steps=16, strategy="knapsack", search_drafting=True), costs=DEAR),
     "clasp-matchness": Case(texts(5), dict(strategy="clasp", objective="matchness"), costs=DEAR),
 }
 
@@ -243,6 +246,18 @@ def test_search_begins_anew_with_known_sets_when_the_text_has_changed() -> None:
     (result,) = [event for event in events if isinstance(event, TaskFinished)]
     assert result.record.prompt_state is not None
     assert sum(value**2 for value in result.record.prompt_state) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_drafting_is_chosen_when_the_search_ends_and_kept_with_the_set() -> None:
+    events = whole("drafting").events
+    (chosen,) = [event for event in events if isinstance(event, DraftingChosen)]
+    (result,) = [event for event in events if isinstance(event, TaskFinished)]
+    assert chosen.expected >= chosen.before * 1.01
+    settings = SwiftSettings.from_json(result.record.settings)
+    assert (settings.stop_threshold, settings.max_draft_length) == (chosen.stop_threshold, chosen.max_draft_length)
+    assert settings.branching == chosen.branching
+    longest = max(len(event.completion.accepted_per_position) for event in events if isinstance(event, PromptFinished))
+    assert longest <= SMALL["max_draft_length"]
 
 
 def shifts_set(events: Sequence[Event], shift_: Event) -> LayerSet:

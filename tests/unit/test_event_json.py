@@ -14,6 +14,7 @@ from swiftopt.core.errors import LayerSetError, StoreError
 from swiftopt.core.event_json import TYPES, event_from_json, event_to_json, event_type
 from swiftopt.core.events import (
     Adopted,
+    DraftingChosen,
     Event,
     FormatTried,
     PhaseChanged,
@@ -79,6 +80,15 @@ EVENTS: dict[type[Any], st.SearchStrategy[Any]] = {
     TrialsDone: st.builds(TrialsDone, WORD, st.lists(TRIALS, max_size=3).map(tuple)),
     Adopted: st.builds(Adopted, WORD, SETS, PERHAPS, COUNT),
     SkipRatioLowered: st.builds(SkipRatioLowered, WORD, FIGURE, FIGURE),
+    DraftingChosen: st.builds(
+        DraftingChosen,
+        WORD,
+        FIGURE,
+        st.integers(1, 25),
+        st.lists(st.tuples(FIGURE, st.integers(1, 9)), max_size=3).map(tuple),
+        FIGURE,
+        FIGURE,
+    ),
     StreamShifted: st.builds(StreamShifted, WORD, WORD, st.integers(0, 9)),
     PromptFinished: st.builds(PromptFinished, st.builds(Prompt, WORD, WORD), COUNT, COMPLETIONS, st.booleans()),
     TaskFinished: st.builds(
@@ -130,6 +140,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
         Adopted("t", LayerSet(12, frozenset({3})), 0.5, 1),
         SkipRatioLowered("t", 0.4, 0.5),
         FormatTried("int4", 2.5, 0.95),
+        DraftingChosen("t", 0.5, 3, ((0.5, 3), (1.0, 1)), 1.2, 1.1),
         StreamShifted("t", "acceptance fell", 3),
         PromptFinished(Prompt("p", "t"), 0, Completion((1,), "a", "stop", "plain", layer_set=LayerSet(12))),
         TaskFinished(

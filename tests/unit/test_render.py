@@ -25,6 +25,7 @@ from swiftopt.cli.render import (
 from swiftopt.cli.tables import aliases_table, checks_table, records_table, size, stored_table
 from swiftopt.core.events import (
     Adopted,
+    DraftingChosen,
     FormatTried,
     PhaseChanged,
     Progress,
@@ -249,6 +250,7 @@ def some_events() -> list[object]:
         TrialsDone("notes", some_trials(200)),
         Adopted("notes", some_set(30), 0.9, 7),
         SkipRatioLowered("notes", 0.4, 0.61),
+        DraftingChosen("notes", 0.6, 8, ((0.5, 3), (1.0, 1)), 1.12, 1.05),
         StreamShifted("notes", "acceptance fell from 0.90 to 0.61", 2),
         PromptFinished(Prompt("p3", "notes", text="x"), 2, completion),
         some_result(30),
@@ -289,6 +291,7 @@ def test_progress_writes_plain_lines_when_there_is_no_terminal() -> None:
         "drafts in int4: 2.91x expected, 0.95 of the tokens agree",
         "drafts in int8 do not run here: no such kernel",
         "notes: skip ratio lowered to 0.40, for α was 0.61",
+        "notes: drafts of at most 8 tokens, to confidence 0.60, 3 candidates at most: 1.12x expected, 1.05x before",
         "notes: other text, for acceptance fell from 0.90 to 0.61: searching again, 2 known sets first",
         "notes: prompt 3 of 24 (p3): 64 tokens, 16.0 tok/s, α 0.88, M 3.15",
         "humaneval: finished, use",

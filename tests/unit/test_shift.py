@@ -9,7 +9,7 @@ import pytest
 
 from swiftopt.core.known_sets import KnownSet, nearest, packed, unit, unpacked
 from swiftopt.core.types import Completion, LayerSet
-from swiftopt.optimizer.shift import AcceptanceChart, ShiftWatch
+from swiftopt.optimizer.shift import FAR_FOR, AcceptanceChart, ShiftWatch
 
 
 def texts(mean: float, spread: float, n: int, seed: int) -> list[tuple[int, int]]:
@@ -85,7 +85,7 @@ def test_watch_remembers_the_set_of_the_text_that_is_over() -> None:
     for _ in range(3):
         watch.saw([0.0, 3.0], settled=True)
         reason = reason or watch.add(completion(40, 100))
-    assert reason.startswith("acceptance fell from 0.8") and reason.endswith("to 0.40")
+    assert reason.startswith("acceptance fell from 0.90") and reason.endswith("to 0.40")
     assert watch.moved(prose) == [code]
     assert [own.layer_set for own in watch.left] == [prose]
     again = ShiftWatch(watch.known)
@@ -99,3 +99,29 @@ def test_completion_without_a_draft_says_nothing() -> None:
     watch = ShiftWatch()
     watch.saw([1.0], settled=True)
     assert watch.add(completion(0, 0)) == "" and watch.chart.n == 0
+
+
+def test_less_of_a_change_will_do_where_prompts_lie_elsewhere() -> None:
+    def alarms(state: list[float]) -> int | None:
+        watch = ShiftWatch()
+        for i in range(6):
+            watch.saw([5.0, 0.1 * (i % 2)], settled=True)
+            assert not watch.add(completion(90, 100))
+        for number in range(1, 20):
+            watch.saw(state, settled=True)
+            if watch.add(completion(76, 100)):
+                return number
+        return None
+
+    near, far = alarms([5.0, 0.05]), alarms([1.0, 4.0])
+    assert far is not None and far <= 2 and (near is None or near > far)
+
+
+def test_text_elsewhere_that_the_set_suits_becomes_the_usual_place() -> None:
+    watch = ShiftWatch()
+    for _ in range(6):
+        watch.saw([5.0, 0.0], settled=True)
+    for number in range(FAR_FOR + 1):
+        assert watch.n_far == number % FAR_FOR
+        watch.saw([0.0, 3.0], settled=True)
+    assert watch.n_far == 0 and watch.state == pytest.approx((0.0, 1.0))

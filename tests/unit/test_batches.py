@@ -1,0 +1,31 @@
+"""How many candidates share a pass, and how many a stream is worth."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fakes import cheap_draft_costs, flat_costs
+
+from swiftopt.core.types import LayerSet
+from swiftopt.optimizer.batches import FEWEST, MOST, affordable, candidates_per_pass
+
+INT4 = LayerSet(4).filled("int4")
+
+
+def test_more_candidates_share_a_pass_where_rows_are_free() -> None:
+    free = flat_costs(n_layers=4)
+    dear = dataclasses.replace(free, pass_s={n: float(n) for n in (1, 2, 4, 8, 16, 32, 64)})
+    assert candidates_per_pass(free, 8) == 8
+    assert candidates_per_pass(free, 32) == 2  # beyond the widths that were measured nothing is promised
+    assert candidates_per_pass(dear, 8) == candidates_per_pass(None, 8) == 1
+
+
+def test_search_gets_its_share_of_a_stream_within_bounds() -> None:
+    costs = cheap_draft_costs(0.25)
+    assert affordable(costs, INT4, 32, 0) == affordable(None, INT4, 32, 10**9) == FEWEST
+    assert affordable(costs, INT4, 32, 10**9) == MOST
+    counts = [affordable(costs, INT4, 32, n) for n in range(0, 60_000, 2_000)]
+    assert counts == sorted(counts) and FEWEST in counts and len(set(counts)) > 5
+    assert affordable(costs, INT4, 8, 16_000) >= affordable(costs, INT4, 32, 16_000)  # shorter windows cost less
+    dear = affordable(cheap_draft_costs(0.9), INT4, 32, 40_000)
+    assert dear <= affordable(costs, INT4, 32, 40_000)

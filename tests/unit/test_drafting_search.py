@@ -1,0 +1,71 @@
+"""Stop threshold, draft length and branching, chosen on scored windows by measured time."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from swiftopt.core.costs import CostProfile
+from swiftopt.core.settings import PAPER_BRANCHING, SwiftSettings
+from swiftopt.core.types import LayerSet
+from swiftopt.optimizer.drafting_search import branching_of, expected, search_drafting
+from swiftopt.optimizer.evaluation import WindowScore
+
+SET = LayerSet.uniform(8, 6)
+SETTINGS = SwiftSettings()
+
+
+def costs(draft: float, row: float) -> CostProfile:
+    """A draft pass costs `draft` of a plain one, and each row of the target's pass behind the first `row`."""
+    passes = {n: 1.0 + row * (n - 1) for n in (1, 2, 4, 8, 16, 32, 64)}
+    part = (1.0 - draft) / 6  # six of sixteen parts are left out
+    return CostProfile("f", "cpu", "float32", 256, 8, part, part, 0.0, 1.0 - 16 * part, passes)
+
+
+def windows(agreement: float, seed: int = 0, n: int = 6) -> list[WindowScore]:
+    """A draft that is right as often as `agreement`, and surer where it is right."""
+    rng = random.Random(seed)
+    scores = []
+    for _ in range(n):
+        right = [rng.random() < agreement for _ in range(32)]
+        sure = [min(0.99, max(0.05, rng.gauss(0.85 if hit else 0.5, 0.15))) for hit in right]
+        scores.append(WindowScore(tuple(0 if hit else rng.choice((1, 2, 7)) for hit in right), tuple(sure)))
+    return scores
+
+
+def test_branching_keeps_the_papers_proportions() -> None:
+    assert branching_of(10) == PAPER_BRANCHING
+    assert branching_of(1) == ((0.5, 1), (0.8, 1), (0.95, 1), (1.0, 1))
+
+
+@pytest.mark.parametrize(("draft", "row"), [(0.3, 0.001), (0.3, 0.15), (0.9, 0.02)])
+def test_found_settings_promise_more_on_those_windows(draft: float, row: float) -> None:
+    scores, measured = windows(0.8), costs(draft, row)
+    found, promised, before = search_drafting(scores, SET, SETTINGS, measured)
+    assert before == pytest.approx(expected(scores, SET, SETTINGS, measured))
+    assert promised == pytest.approx(expected(scores, SET, found, measured))
+    assert promised >= before and (found == SETTINGS) == (promised == before)
+    kept = {"stop_threshold", "max_draft_length", "branching"}
+    other = {f.name for f in dataclasses.fields(SETTINGS)} - kept
+    assert all(getattr(found, name) == getattr(SETTINGS, name) for name in other)
+
+
+def test_dear_rows_make_for_narrow_drafts_and_dear_drafts_for_short_ones() -> None:
+    scores = windows(0.8)
+    dear_rows, *_ = search_drafting(scores, SET, SETTINGS, costs(0.3, 0.3))
+    free_rows, *_ = search_drafting(scores, SET, SETTINGS, costs(0.3, 0.0))
+    assert dear_rows.branching[0][1] < free_rows.branching[0][1]
+    dear_drafts, *_ = search_drafting(scores, SET, SETTINGS, costs(0.95, 0.0))
+    assert dear_drafts.max_draft_length < free_rows.max_draft_length or (
+        dear_drafts.stop_threshold > free_rows.stop_threshold
+    )
+
+
+def test_same_seed_finds_the_same_and_a_good_choice_is_left_alone() -> None:
+    scores, measured = windows(0.9, seed=3), costs(0.5, 0.02)
+    first = search_drafting(scores, SET, SETTINGS, measured)
+    assert search_drafting(scores, SET, SETTINGS, measured) == first
+    again, promised, before = search_drafting(scores, SET, first[0], measured)
+    assert promised <= first[1] * 1.03 and (again == first[0] or promised > before)
