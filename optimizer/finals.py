@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -71,15 +71,21 @@ class Finals:
             return []
         return [own.layer_set for own in self.finalists if place.is_new_after(own.place, window)]
 
-    def settle(self, place: Place, leads: Mapping[LayerSet, float]) -> Finalist | None:
-        """Take in the leads of those who were due; the winner, if there is one by now."""
+    def settle(
+        self, place: Place, leads: Mapping[LayerSet, float], doubted: Collection[LayerSet] = ()
+    ) -> Finalist | None:
+        """Take in the leads of those who were due; the winner, if there is one by now.
+
+        Who is `doubted`, for all that was seen elsewhere speaks against it, leaves: it led by luck.
+        """
         judged = [
             replace(own, place=place, leads=(*own.leads, leads[own.layer_set]))
             for own in self.finalists
             if own.layer_set in leads
         ]
         waiting = [own for own in self.finalists if own.layer_set not in leads]
-        better = sorted((own for own in judged if own.lead > 0), key=lambda own: own.lead, reverse=True)
+        ahead = (own for own in judged if own.lead > 0 and own.layer_set not in doubted)
+        better = sorted(ahead, key=lambda own: own.lead, reverse=True)
         better = better[: (len(judged) + 1) // 2]
         self.latest = place
         won = next((own for own in better if len(own.leads) >= FINAL_WINDOWS), None)

@@ -244,7 +244,10 @@ class Search:
         assert self._proposer is not None
         standing, strategy, n_before = self._standing, self._proposer.strategy, len(self.trials)
         finalists = [trial for trial in trials if trial.origin == "final"]
-        decided = standing.judge(place, trials[0], finalists) if trials[0].layer_set == self.layer_set else None
+        decided = None
+        if trials[0].layer_set == self.layer_set:
+            ratings = strategy.rate([self.layer_set, *(trial.layer_set for trial in finalists)]) if finalists else None
+            decided = standing.judge(place, trials[0], finalists, ratings)
         if decided is not None:
             trials = [decided if trial.step == decided.step else trial for trial in trials]
             self._draft.layer_set = self.layer_set

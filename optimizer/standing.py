@@ -46,14 +46,21 @@ class Standing:
         rated = dict(zip((trial.layer_set for trial in trials), own, strict=True))
         self.finals.enter(rated, place, bar)
 
-    def judge(self, place: Place, held: Trial, finalists: Sequence[Trial]) -> Trial | None:
-        """Score the set in use, and those beside it; the trial that decided for a winner, which then is in use."""
+    def judge(
+        self, place: Place, held: Trial, finalists: Sequence[Trial], ratings: Sequence[float] | None
+    ) -> Trial | None:
+        """Score the set in use, and those beside it; the trial that decided for a winner, which then is in use.
+
+        Args: ratings: of the set in use and of the finalists, by earlier trials, where the strategy has such.
+        """
         if self.incumbent.n == 0:
             self.n_at_gain = held.step + 1
         self.incumbent.add(held.score, held.matchness)
         if not finalists:
             return None
-        won = self.finals.settle(place, {trial.layer_set: trial.score - held.score for trial in finalists})
+        bar, *own = ratings or (0.0, *(1.0 for _ in finalists))
+        doubted = {trial.layer_set for trial, rating in zip(finalists, own, strict=True) if rating <= bar}
+        won = self.finals.settle(place, {trial.layer_set: trial.score - held.score for trial in finalists}, doubted)
         if won is None:
             return None
         decided = next(trial for trial in finalists if trial.layer_set == won.layer_set)

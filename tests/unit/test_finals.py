@@ -97,11 +97,11 @@ def trial(layer_set: LayerSet, score: float, step: int, origin: str) -> Trial:
 def test_winner_takes_over_the_score_of_the_set_it_beat_and_its_lead() -> None:
     """Its own windows may have been easy ones."""
     standing = Standing(Incumbent(HELD))
-    standing.judge(place(0), trial(HELD, 1.0, 0, "uniform"), [])
+    standing.judge(place(0), trial(HELD, 1.0, 0, "uniform"), [], None)
     standing.finals = entered(2.0)
     for number in range(1, FINAL_WINDOWS + 1):
         held = trial(HELD, 3.0, 2 * number, "in use")
-        decided = standing.judge(place(number), held, [trial(SETS[0], 3.5, 2 * number + 1, "final")])
+        decided = standing.judge(place(number), held, [trial(SETS[0], 3.5, 2 * number + 1, "final")], None)
     mean = (1.0 + 3.0 * FINAL_WINDOWS) / (1 + FINAL_WINDOWS)
     assert decided is not None and decided.adopted
     assert standing.incumbent.layer_set == SETS[0] and standing.incumbent.score == pytest.approx(mean + 0.5)
@@ -112,3 +112,10 @@ def test_standing_survives_json() -> None:
     standing = Standing(Incumbent(HELD, 2, 1.5, 0.75, [(3, 2)]), entered(1.0, 2.0), SETS[4:6], place(2), 3, 5)
     standing.finals.settle(place(1), {SETS[0]: 0.1})
     assert Standing.from_json(json.loads(json.dumps(standing.to_json()))) == standing
+
+
+def test_lucky_leader_whom_earlier_trials_speak_against_leaves() -> None:
+    finals = Finals()
+    finals.enter({SETS[0]: 2.0, SETS[1]: 2.0}, place(0), 1.0)
+    finals.settle(place(1), {SETS[0]: 0.5, SETS[1]: 0.4}, {SETS[0]})
+    assert [own.layer_set for own in finals.finalists] == [SETS[1]]
