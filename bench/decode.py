@@ -245,7 +245,7 @@ def _hf_runner(method: str, session: Session, assistant: Runtime | None) -> Runn
         options = {"assistant_model": assistant.hf_model}
 
     def run(prompt: Prompt) -> tuple[tuple[int, ...], Completion | None]:
-        max_new_tokens = prompt.max_new_tokens or session.max_new_tokens
+        max_new_tokens = session.room(prompt)
         return hf_generate(session, session.encode(prompt), max_new_tokens, **options), None
 
     return run

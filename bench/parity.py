@@ -28,7 +28,7 @@ from ..core.types import LayerSet, Prompt, Sampling, n_skipped_for, searchable
 from ..decoding.method import Method, swift
 from ..decoding.methods import Parts, build
 from ..decoding.session import Session
-from ..models.costs import SMALLEST_BUCKET, device_name, measure_costs, measure_format
+from ..models.costs import SMALLEST_BUCKET, device_name, measure_costs, with_formats
 from ..models.loading import load
 from ..models.rows import Rows
 from ..models.runtime import Runtime
@@ -64,11 +64,12 @@ def margin_and_noise(runtime: Runtime, ids: Sequence[int]) -> tuple[float, float
 
 def adaptive_drafts(runtime: Runtime, formats: Sequence[str]) -> dict[str, Method]:
     """Adaptive drafting in each format, by costs that are measured here."""
-    costs, found = measure_costs(runtime, SMALLEST_BUCKET), dict[str, Method]()
-    for name in formats:
-        costs = measure_format(runtime, costs, name)
-        found[f"adaptive, {name}"] = build("adaptive", Parts(runtime, costs=costs), AdaptiveSettings(draft_format=name))
-    return found
+    costs = with_formats(runtime, measure_costs(runtime, SMALLEST_BUCKET), formats)
+    parts = Parts(runtime, costs=costs)
+    return {
+        f"adaptive, {name}": build("adaptive", parts, AdaptiveSettings(draft_format=name))
+        for name in dict.fromkeys(formats)
+    }
 
 
 def compare(

@@ -23,7 +23,7 @@ from ..decoding.session import Session
 from ..models.costs import context_bucket, device_name, measure_costs
 from ..models.runtime import Runtime
 from ..optimizer.evaluation import score_window
-from ..optimizer.objective import replay
+from ..optimizer.objective import replay_all
 from ..optimizer.search import Search
 
 SCHEMA = "swiftopt.bench-search/1"
@@ -115,18 +115,12 @@ class Bench:
     def judge(self, layer_set: LayerSet) -> tuple[float, Round]:
         """The objective over all windows together, and how much of what it drafts there is accepted."""
         if layer_set not in self._judged:
-            tokens, steps, rounds = 0, 0, 0
-            widths: dict[int, int] = {}
-            for _, contexts in self._windows:
-                for context in contexts:
-                    (score,) = score_window(context, [layer_set], self.window)
-                    played = replay(score, self.settings)
-                    tokens, steps = tokens + played.tokens, steps + played.draft_steps
-                    rounds += self.window
-                    for width, count in played.widths.items():
-                        widths[width] = widths.get(width, 0) + count
-            speedup = self.costs.expected_speedup(layer_set, tokens, steps, widths)
-            self._judged[layer_set] = speedup, Round(steps, tokens - rounds, tokens, 0, 0.0, 0.0, 0.0)
+            contexts = (context for _, own in self._windows for context in own)
+            scores = [score_window(context, [layer_set], self.window)[0] for context in contexts]
+            played = replay_all(scores, self.settings)
+            tokens, steps, n_rounds = played.tokens, played.draft_steps, self.window * len(scores)
+            speedup = self.costs.expected_speedup(layer_set, tokens, steps, played.widths)
+            self._judged[layer_set] = speedup, Round(steps, tokens - n_rounds, tokens, 0, 0.0, 0.0, 0.0)
         return self._judged[layer_set]
 
     @torch.inference_mode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ..core.costs import CostProfile
@@ -26,23 +26,10 @@ STREAM = "stream"  # the task under which all are decoded as one
 OnStep = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Draft steps of a completion and those accepted."""
-
-    accepted: int
-    drafted: int
-
-    @classmethod
-    def of(cls, completion: Completion) -> Counts:
-        """Those of a whole completion."""
-        return cls(completion.accepted, completion.drafted)
-
-
-def acceptance(counts: Sequence[Counts]) -> float | None:
+def acceptance(runs: Sequence[Completion]) -> float | None:
     """Of all of them together; None where nothing was drafted."""
-    drafted = sum(each.drafted for each in counts)
-    return sum(each.accepted for each in counts) / drafted if drafted else None
+    drafted = sum(each.drafted for each in runs)
+    return sum(each.accepted for each in runs) / drafted if drafted else None
 
 
 class StreamShift:
@@ -112,20 +99,20 @@ class StreamShift:
         self.on_step(f"{name}: searching on this task alone")
         return self._tuner(lambda event: None).serve([*prompts, *prompts])[name]
 
-    def _fixed(self, words: str, layer_set: LayerSet, prompts: Sequence[Prompt]) -> list[Counts]:
+    def _fixed(self, words: str, layer_set: LayerSet, prompts: Sequence[Prompt]) -> list[Completion]:
         """Decode with one set."""
         method = drafting_with(SkippedTarget(layer_set), self.settings, self.costs)
-        counts = []
+        runs = []
         for prompt in prompts:
             ((_, completion),) = self.session.run(prompt, method)
-            counts.append(Counts.of(completion))
-            self.on_step(f"{words}: {prompt.id}, α {acceptance(counts[-1:]) or 0:.2f}")
-        return counts
+            runs.append(completion)
+            self.on_step(f"{words}: {prompt.id}, α {completion.acceptance_rate or 0:.2f}")
+        return runs
 
-    def _adapted(self) -> tuple[dict[str, list[Counts]], list[dict[str, Any]], int]:
-        """Decode all tasks as one stream: counts per task, where shifts were noticed, candidates that were scored."""
+    def _adapted(self) -> tuple[dict[str, list[Completion]], list[dict[str, Any]], int]:
+        """Decode all tasks as one stream: completions per task, where shifts were noticed, candidates scored."""
         named = [(name, prompt) for name, own in self.tasks.items() for prompt in own]
-        counts: dict[str, list[Counts]] = {name: [] for name in self.tasks}
+        runs: dict[str, list[Completion]] = {name: [] for name in self.tasks}
         shifts: list[dict[str, Any]] = []
         n_trials = 0
 
@@ -134,31 +121,31 @@ class StreamShift:
             if isinstance(event, TrialsDone):
                 n_trials += len(event.trials)
             elif isinstance(event, StreamShifted):
-                place = sum(map(len, counts.values()))
+                place = sum(map(len, runs.values()))
                 shifts.append({"prompt": place, "reason": event.reason, "n_known": event.n_known})
                 self.on_step(f"shift noticed after prompt {place + 1}: {event.reason}")
             elif isinstance(event, PromptFinished):
                 name = named[event.index][0]
-                counts[name].append(Counts.of(event.completion))
+                runs[name].append(event.completion)
                 self.on_step(f"{name}, adapting: {event.prompt.id}, α {event.completion.acceptance_rate or 0:.2f}")
 
         self._tuner(tell).serve([replace(prompt, task=STREAM) for _, prompt in named])
-        return counts, shifts, n_trials
+        return runs, shifts, n_trials
 
     def _tuner(self, tell: Callable[[Event], None]) -> Tuner:
         return Tuner(self.runtime, self.settings, Sampling(), self.max_new_tokens, self.costs, tell, "")
 
 
-def _figures(counts: Sequence[Counts]) -> dict[str, Any]:
+def _figures(runs: Sequence[Completion]) -> dict[str, Any]:
     """Acceptance of all prompts, of those after the first ten, and of each."""
     return {
-        "acceptance": acceptance(counts),
-        "settled": acceptance(counts[SETTLED_AFTER:]),
-        "by_prompt": [acceptance([each]) for each in counts],
+        "acceptance": acceptance(runs),
+        "settled": acceptance(runs[SETTLED_AFTER:]),
+        "by_prompt": [each.acceptance_rate for each in runs],
     }
 
 
-def _gap(optimum: Sequence[Counts], adapted: Sequence[Counts]) -> dict[str, float | bool | None]:
+def _gap(optimum: Sequence[Completion], adapted: Sequence[Completion]) -> dict[str, float | bool | None]:
     """By how much acceptance misses that of the task's own set after the first ten prompts, and whether it is back.
 
     Below 0 it is higher; None where nothing was drafted by then.

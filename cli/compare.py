@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -22,7 +21,7 @@ from .options import (
     sampling_options,
     together,
 )
-from .output import console, emit_json, note, show
+from .output import console, note, present, show
 
 OTHERS = 32  # prompts behind --limit that brief searches and trainings look at
 
@@ -83,25 +82,19 @@ def compare(
 
     from ..bench.decode import hf_generate
     from ..worker.compare import Comparison
+    from .compare_chart import draw
 
     with open_store(db) as store:
         report = Comparison(request, prompts, store, others, hf_generate, note, _show_run).run()
-    _show(report, png, as_json)
+    present(report, as_json, _show_table, png, draw)
     if report["interrupted"]:
         raise KeyboardInterrupt
 
 
-def _show(report: dict[str, Any], png: str | None, as_json: bool) -> None:
-    if png is not None:
-        from .compare_chart import draw
+def _show_table(report: dict[str, Any]) -> None:
+    from .compare_view import comparison_view
 
-        draw(report, Path(png))
-    if as_json:
-        emit_json(report)
-    else:
-        from .compare_view import comparison_view
-
-        show(comparison_view(report, console().width))
+    show(comparison_view(report, console().width))
 
 
 def _prompts(stream: str, task: str | None, limit: int | None) -> tuple[list[Prompt], list[Prompt]]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .figures import COLOURS, DPI, INK, KEPT, PALE, STYLE, WIDTH_IN
-from .output import writing
+from .figures import COLOURS, INK, PALE, pale_grid, picture
 from .render import number
 
 if TYPE_CHECKING:
@@ -24,23 +22,10 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
 
     Raises: OutputError: the file cannot be written.
     """
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns where it has no folder of its own
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
     rows = [row for row in report["results"] if row["ratio"] is not None]
     rows.sort(key=lambda row: row["ratio"])
-    with rc_context(STYLE):
-        figure = Figure(
-            figsize=(WIDTH_IN, AROUND_IN + BAR_IN * len(rows)),
-            dpi=DPI,
-            facecolor="white",
-            layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12),
-        )
-        FigureCanvasAgg(figure)  # draws without a display, whatever backend is configured
-        figure.suptitle(f"{report['model']} / {report['task']}", x=0.012, ha="left", fontsize=13, fontweight="bold")
+    title = f"{report['model']} / {report['task']}"
+    with picture(path, AROUND_IN + BAR_IN * len(rows), title, h_pad=0.12) as figure:
         axes = figure.subplots()
         _bars(axes, rows)
         axes.set_title(
@@ -50,8 +35,6 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
             fontsize=9,
             color=PALE,
         )
-        with writing(path):
-            figure.savefig(path, format="png")
 
 
 def _bars(axes: Axes, rows: list[Mapping[str, Any]]) -> None:
@@ -68,7 +51,4 @@ def _bars(axes: Axes, rows: list[Mapping[str, Any]]) -> None:
     furthest = max([1.0, *((row["ratio_interval"] or (0, row["ratio"]))[1] for row in rows)])
     axes.set(xlim=(0, 1.22 * furthest), ylim=(-0.6, len(rows) - 0.4))
     axes.set_yticks(range(len(rows)), [row["method"] for row in rows])
-    axes.tick_params(length=0, labelcolor=INK)
-    axes.grid(axis="x", color=KEPT, lw=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    pale_grid(axes, "x", labelcolor=INK)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..core.types import LayerSetRecord, Trial
 from .output import writing
@@ -14,6 +15,7 @@ from .render import map_caption, number, ratio
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 INK, PALE, KEPT = "#1f2933", "#7b8794", "#e4e7eb"
 COLOURS = {"attn": "#0f7c8f", "mlp": "#c2417c"}
@@ -29,8 +31,11 @@ STYLE: dict[Any, Any] = {
 WIDTH_IN, DPI = 10.0, 150
 
 
-def draw(record: LayerSetRecord, trials: Sequence[Trial], path: Path) -> None:
-    """Write the picture as PNG; without trials it is the map alone.
+@contextmanager
+def picture(
+    path: Path, height_in: float, title: str, title_size: int = 13, h_pad: float | None = None
+) -> Iterator[Figure]:
+    """An empty figure with a title, in the style of all pictures; written as PNG when the block ends.
 
     Raises: OutputError: the file cannot be written.
     """
@@ -41,20 +46,33 @@ def draw(record: LayerSetRecord, trials: Sequence[Trial], path: Path) -> None:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     with rc_context(STYLE):
-        figure = Figure(
-            figsize=(WIDTH_IN, 5.4 if trials else 2.2),
-            dpi=DPI,
-            facecolor="white",
-            layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12),
-        )
+        layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=h_pad)
+        figure = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, facecolor="white", layout=layout)
         FigureCanvasAgg(figure)  # draws without a display, whatever backend is configured
-        figure.suptitle(_title(record), x=0.012, ha="left", fontsize=13, fontweight="bold")
+        figure.suptitle(title, x=0.012, ha="left", fontsize=title_size, fontweight="bold")
+        yield figure
+        with writing(path):
+            figure.savefig(path, format="png")
+
+
+def pale_grid(axes: Axes, across: Literal["x", "y"] = "y", **ticks: Any) -> None:
+    """Lines behind what is drawn instead of a frame around it."""
+    axes.grid(axis=across, color=KEPT, lw=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(length=0, **ticks)
+
+
+def draw(record: LayerSetRecord, trials: Sequence[Trial], path: Path) -> None:
+    """Write the picture as PNG; without trials it is the map alone.
+
+    Raises: OutputError: the file cannot be written.
+    """
+    with picture(path, 5.4 if trials else 2.2, _title(record), h_pad=0.12) as figure:
         rows: Any = figure.subplots(2 if trials else 1, 1, squeeze=False, height_ratios=[1, 3] if trials else None)
         _draw_map(rows[0][0], record)
         if trials:
             _draw_curve(rows[1][0], record, trials)
-        with writing(path):
-            figure.savefig(path, format="png")
 
 
 def _title(record: LayerSetRecord) -> str:
@@ -95,10 +113,7 @@ def _draw_curve(axes: Axes, record: LayerSetRecord, trials: Sequence[Trial]) -> 
         axes.scatter(*at, s=44, marker="D", color=COLOURS["mlp"], edgecolors="white", zorder=3, label="adopted")
     low = min(values)
     axes.set(xlabel="optimisation step", ylabel="matchness", ylim=(max(-0.02, low - 0.05), 1.02))
-    axes.grid(axis="y", color=KEPT, lw=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(length=0, colors=PALE)
+    pale_grid(axes, colors=PALE)
     axes.legend(loc="upper right", frameon=False, fontsize=9, ncols=3)
     axes.set_title(_figures(record), loc="left", fontsize=9, color=PALE)
 

@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -27,6 +27,22 @@ def console(*, stderr: bool = False) -> Console:
 def show(*renderables: RenderableType) -> None:
     """Print a result for a person."""
     console().print(*renderables, sep="\n")
+
+
+def present(
+    report: dict[str, Any],
+    as_json: bool,
+    table: Callable[[dict[str, Any]], None],
+    png: str | None,
+    draw: Callable[[Mapping[str, Any], Path], None],
+) -> None:
+    """A benchmark's report: its picture where one is wanted, then the object or the table."""
+    if png is not None:
+        draw(report, Path(png))
+    if as_json:
+        emit_json(report)
+    else:
+        table(report)
 
 
 def emit_json(value: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from ..core.settings import SwiftSettings
 from ..core.streams import read_stream
 from .checks import check_model, check_words
 from .options import default_of, from_field, json_option, machine_options, pick, positive
-from .output import emit_json, note, show, writing
+from .output import note, present, show, writing
 
 COMPARED = ("swift", "random", "local", "knapsack", "clasp")
 
@@ -73,6 +73,7 @@ def search(
 
     from ..bench import search as bench
     from ..models.loading import load
+    from .search_chart import draw
 
     runtime = load(request.model, request.dtype, request.device, lambda step: note(f"load: {step}"))
     if path is not None and path.exists():
@@ -88,14 +89,7 @@ def search(
     )
     run = bench.Bench(runtime, recorded, settings, stride)
     report = {"model": request.model, **bench.compare_strategies(run, chosen, passes, _show_gain)}
-    if png is not None:
-        from .search_chart import draw
-
-        draw(report, Path(png))
-    if as_json:
-        emit_json(report)
-    else:
-        _show_table(report)
+    present(report, as_json, _show_table, png, draw)
 
 
 def _show_gain(strategy: str, passes: float, value: float) -> None:

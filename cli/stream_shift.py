@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import click
 
 from ..core.costs import CostProfile
 from ..core.events import FormatTried
-from ..core.formats import AUTO, STORED
 from ..core.requests import GenerateRequest
 from ..core.settings import SwiftSettings
 from ..core.streams import read_stream
-from ..core.types import LayerSet
 from .checks import check_model, check_words
 from .live import RunState, event_line
 from .options import from_field, json_option, machine_options, pick, positive, settings_options
-from .output import emit_json, note, show
+from .output import note, present, show
 
 
 @click.command("stream-shift", short_help="A stream that changes its task, and how acceptance follows.")
@@ -58,32 +54,24 @@ def stream_shift(
 
     from ..bench.stream_shift import StreamShift
     from ..decoding.session import Session
+    from ..models.costs import with_formats
     from ..models.loading import load
-    from ..optimizer.draft_format import choose_format
+    from ..optimizer.draft_format import prepared
     from ..worker.stored_costs import stored_costs
+    from .stream_shift_chart import draw
 
     runtime = load(request.model, request.dtype, request.device, lambda step: note(f"load: {step}"))
     session = Session(runtime, request.sampling, request.max_new_tokens)
     n_positions = max(session.check(prompt) for prompt in lines)
+    plain = stored_costs(runtime, None, n_positions, note)
 
     def measured(*formats: str) -> CostProfile:
-        return stored_costs(runtime, None, n_positions, note, set(formats) - {STORED, AUTO})
+        return with_formats(runtime, plain, formats, note)
 
-    costs = measured(settings.draft_format)
-    if settings.draft_format == AUTO:
-        name, costs = choose_format(session, lines, settings.context_window, costs, measured, _show_format)
-        settings = replace(settings, draft_format=name)
-    runtime.copies.prepare(LayerSet(runtime.n_layers).filled(settings.draft_format))
+    settings, costs = prepared(session, lines, settings, measured, _show_format)
     bench = StreamShift(runtime, lines, prompts, settings, request.max_new_tokens, costs, note)
     report = {"model": request.model, **bench.run()}
-    if png is not None:
-        from .stream_shift_chart import draw
-
-        draw(report, Path(png))
-    if as_json:
-        emit_json(report)
-    else:
-        _show_table(report)
+    present(report, as_json, _show_table, png, draw)
 
 
 def _show_format(tried: FormatTried) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from .figures import DPI, INK, KEPT, PALE, STYLE, WIDTH_IN
-from .output import writing
+from .figures import INK, KEPT, PALE, pale_grid, picture
 
 RUNS = (
     ("kept", "first task's set", PALE),
@@ -24,17 +22,8 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
 
     Raises: OutputError: the file cannot be written.
     """
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns where it has no folder of its own
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    with rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH_IN, 4.4), dpi=DPI, facecolor="white", layout=ConstrainedLayoutEngine(w_pad=0.12))
-        FigureCanvasAgg(figure)  # draws without a display, whatever backend is configured
-        title = f"{report['model']} · {report['dtype']} · {report['device']} · {report['method']}"
-        figure.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold")
+    title = f"{report['model']} · {report['dtype']} · {report['device']} · {report['method']}"
+    with picture(path, 4.4, title, 12) as figure:
         axes = figure.subplots()
         results = report["results"]
         starts = [0, *accumulate(result["prompts"] for result in results)]
@@ -50,12 +39,7 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
             axes.plot([shift["prompt"] + 1], [0.02], marker="^", color=INK, transform=axes.get_xaxis_transform())
         axes.set(xlabel="prompt of the stream; ▲ a shift was noticed", ylabel=f"acceptance, mean of {MEAN_OF} prompts")
         axes.legend(loc="lower right", frameon=False, fontsize=9)
-        axes.grid(axis="y", color=KEPT, lw=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.tick_params(length=0, colors=PALE, labelcolor=INK)
-        with writing(path):
-            figure.savefig(path, format="png")
+        pale_grid(axes, colors=PALE, labelcolor=INK)
 
 
 def _smooth(values: list[float | None]) -> list[float]:

@@ -25,7 +25,7 @@ from ..core.records import load_record
 from ..core.settings import SwiftSettings
 from ..core.types import FinishReason, LayerSet, LayerSetRecord, ModelInfo, Sampling
 from ..models.copies import QuantisedCopies
-from ..models.costs import SMALLEST_BUCKET, measure_costs, measure_format
+from ..models.costs import SMALLEST_BUCKET, measure_costs, with_formats
 from ..models.runtime import Runtime
 from .adaptive import adaptive
 from .loop import Watch, decode
@@ -116,8 +116,7 @@ class _Kept:
             runtime.check_layer_set(layer_set)
             if self.costs is None:
                 self.costs = measure_costs(runtime, SMALLEST_BUCKET)
-            for name in sorted(self.costs.missing(layer_set)):
-                self.costs = measure_format(runtime, self.costs, name)
+            self.costs = with_formats(runtime, self.costs, self.costs.missing(layer_set))
             self.adaptive[layer_set] = adaptive(SkippedTarget(layer_set), self.costs, AdaptiveSettings(STORED))
         return self.adaptive[layer_set]
 

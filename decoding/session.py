@@ -49,8 +49,8 @@ class Session:
         """
         ids = self.encode(prompt)
         with _naming(prompt.id):
-            self.runtime.check_context(len(ids), self._room(prompt))
-        return len(ids) + self._room(prompt)
+            self.runtime.check_context(len(ids), self.room(prompt))
+        return len(ids) + self.room(prompt)
 
     def run(
         self,
@@ -98,9 +98,10 @@ class Session:
     ) -> Completion:
         ids = self._encode(prompt, messages)
         with _naming(prompt.id):
-            return decode(self.runtime, ids, method, self.rule(), self.ending(self._room(prompt)), watch, begun)
+            return decode(self.runtime, ids, method, self.rule(), self.ending(self.room(prompt)), watch, begun)
 
-    def _room(self, prompt: Prompt) -> int:
+    def room(self, prompt: Prompt) -> int:
+        """Most tokens of each of the prompt's completions."""
         return prompt.max_new_tokens or self.max_new_tokens
 
     def _opening(self, prompt: Prompt) -> Sequence[Mapping[str, str]] | None:

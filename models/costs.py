@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import accumulate
 from statistics import quantiles
@@ -12,6 +12,7 @@ from time import perf_counter
 import torch
 
 from ..core.costs import CostProfile, FormatCosts
+from ..core.formats import STORED
 from ..core.types import LayerSet
 from .buffer import KVBuffer
 from .rows import Rows
@@ -93,6 +94,15 @@ def measure_format(
     wider = dict(zip(widths, accumulate((seconds[f"rows {n}"] / one for n in widths), max), strict=True))
     costs = FormatCosts(attn * scale, mlp * scale, head * scale, rest * scale, wider)
     return replace(profile, formats={**profile.formats, name: costs})
+
+
+def with_formats(
+    runtime: Runtime, profile: CostProfile, formats: Iterable[str], on_step: Callable[[str], None] | None = None
+) -> CostProfile:
+    """The profile with those of the named formats that it lacks measured; the model's own weights it has."""
+    for name in sorted(set(formats) - {STORED} - set(profile.formats)):
+        profile = measure_format(runtime, profile, name, on_step)
+    return profile
 
 
 def _parts(runtime: Runtime, buffer: KVBuffer, bucket: int, whole: LayerSet) -> dict[str, Callable[[], None]]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from ..core.costs import CostProfile
 from ..core.events import FormatTried
-from ..core.formats import STORED
+from ..core.formats import AUTO, STORED
+from ..core.settings import SwiftSettings
 from ..core.types import LayerSet, Prompt
 from ..decoding.adaptive import adaptive
 from ..decoding.context import Context
@@ -22,6 +24,12 @@ CANDIDATES = ("int4", "int8")  # the cheaper one first
 ENOUGH = 2.0  # what int8 can hardly come to, however well it agrees: it reads half of the weights
 WORTH_IT = 1.05  # below this expected speedup copies are not worth their memory
 N_PROMPTS, N_WINDOWS = 2, 2  # texts that are looked at, and windows of each
+
+
+class Measured(Protocol):
+    """Gives the cost profile of the model here with what the named formats cost, whose copies are then made."""
+
+    def __call__(self, *formats: str) -> CostProfile: ...
 
 
 def choose_format(
@@ -41,14 +49,15 @@ def choose_format(
     runtime = session.runtime
     best, most = STORED, WORTH_IT
     for name in CANDIDATES:
+        draft = LayerSet(runtime.n_layers).filled(name)
         try:
             known = measured(name)
-            score = _scored(session, prompts[:N_PROMPTS], window, LayerSet(runtime.n_layers).filled(name), known)
+            score = _scored(session, prompts[:N_PROMPTS], window, draft, known)
         except (NotImplementedError, RuntimeError) as error:  # a device without such a kernel, or without room
             tell(FormatTried(name, None, None, (str(error) or type(error).__name__).splitlines()[0]))
             runtime.copies.drop(name)
             continue
-        worth = adaptive_speedup(score, LayerSet(runtime.n_layers).filled(name), known)
+        worth = adaptive_speedup(score, draft, known)
         tell(FormatTried(name, worth, score.matchness))
         worse = name
         if worth > most:
@@ -57,6 +66,26 @@ def choose_format(
         if most >= ENOUGH:
             break
     return best, costs
+
+
+def prepared(
+    session: Session,
+    prompts: Sequence[Prompt],
+    settings: SwiftSettings,
+    measured: Measured,
+    tell: Callable[[FormatTried], None],
+) -> tuple[SwiftSettings, CostProfile]:
+    """The settings with the format that drafts get, chosen here where they leave it open, and what passes cost with it.
+
+    Its copies are made.
+    """
+    name = settings.draft_format
+    if name == AUTO:
+        name, costs = choose_format(session, prompts, settings.context_window, measured(), measured, tell)
+    else:
+        costs = measured(name)
+    session.runtime.copies.prepare(LayerSet(session.runtime.n_layers).filled(name))
+    return replace(settings, draft_format=name), costs
 
 
 def _scored(
@@ -77,13 +106,11 @@ def _scored(
                 confidences.extend(score.confidences)
 
         # One token more than the windows: a look comes before a round, and the last round ends the completion.
-        short = replace(prompt, turns=prompt.turns[:1], max_new_tokens=_room(session, prompt, N_WINDOWS * window + 1))
+        short = replace(
+            prompt, turns=prompt.turns[:1], max_new_tokens=min(session.room(prompt), N_WINDOWS * window + 1)
+        )
         for _ in session.run(short, adaptive(SkippedTarget(draft), costs, ADAPTIVE), Watch(None, look, None, window)):
             pass
     if not ranks:  # answers shorter than a window say nothing against the draft
         return WindowScore((0,), (1.0,))
     return WindowScore(tuple(ranks), tuple(confidences))
-
-
-def _room(session: Session, prompt: Prompt, wanted: int) -> int:
-    return min(wanted, prompt.max_new_tokens or session.max_new_tokens)

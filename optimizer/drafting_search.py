@@ -11,7 +11,7 @@ from ..core.costs import CostProfile
 from ..core.settings import Branching, SwiftSettings
 from ..core.types import LayerSet
 from .evaluation import WindowScore
-from .objective import replay
+from .objective import replay_all
 
 if TYPE_CHECKING:
     from optuna.trial import BaseTrial
@@ -30,14 +30,8 @@ def branching_of(widest: int) -> Branching:
 
 def expected(scores: Sequence[WindowScore], layer_set: LayerSet, settings: SwiftSettings, costs: CostProfile) -> float:
     """The expected speedup of rounds replayed over all the windows."""
-    tokens = steps = 0
-    widths: dict[int, int] = {}
-    for score in scores:
-        played = replay(score, settings)
-        tokens, steps = tokens + played.tokens, steps + played.draft_steps
-        for width, count in played.widths.items():
-            widths[width] = widths.get(width, 0) + count
-    return costs.expected_speedup(layer_set, tokens, steps, widths)
+    played = replay_all(scores, settings)
+    return costs.expected_speedup(layer_set, played.tokens, played.draft_steps, played.widths)
 
 
 def search_drafting(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ..core.costs import CostProfile
@@ -50,6 +51,18 @@ def replay(score: WindowScore, settings: SwiftSettings) -> Replay:
         total.tokens += accepted + 1
         total.draft_steps += steps
         total.widths[rows] = total.widths.get(rows, 0) + 1
+    return total
+
+
+def replay_all(scores: Iterable[WindowScore], settings: SwiftSettings) -> Replay:
+    """`replay` over each of several windows, together."""
+    total = Replay()
+    for score in scores:
+        played = replay(score, settings)
+        total.tokens += played.tokens
+        total.draft_steps += played.draft_steps
+        for width, count in played.widths.items():
+            total.widths[width] = total.widths.get(width, 0) + count
     return total
 
 

@@ -197,9 +197,9 @@ class Search:
         self._windows = [WindowScore(tuple(ranks), tuple(sure)) for ranks, sure in state.get("windows", ())]
         if "drafting" in state:  # checkpoints of before it was searched lack it
             threshold, length, branching = state["drafting"]
-            drafting = {"stop_threshold": threshold, "max_draft_length": length}
             pairs = tuple((bound, k) for bound, k in branching)
-            self._draft_by(replace(self.settings, branching=pairs, **drafting))
+            known = replace(self.settings, stop_threshold=threshold, max_draft_length=length, branching=pairs)
+            self._draft_by(known)
         self._draft.layer_set = self.layer_set
         self.reopened_because, self.stopped_because = state["reopened_because"], state["stopped_because"]
         if self._proposer is not None and self.optimising:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import sqrt
 from operator import mul
 from typing import Any
@@ -26,7 +26,27 @@ N_STORED = 3  # known sets that are tried after a shift
 
 
 @dataclass(slots=True)
-class AcceptanceChart:
+class Usual:
+    """Mean and spread of some values so far; until there are enough, the spread leans to one that is given."""
+
+    n: int = 0
+    mean: float = 0.0
+    squares: float = 0.0  # of deviations from the mean, summed
+
+    def spread(self, usual: float) -> float:
+        """Standard deviation from value to value."""
+        return sqrt((USUAL_WEIGHT * usual**2 + self.squares) / (USUAL_WEIGHT + max(0, self.n - 1)))
+
+    def take(self, value: float) -> None:
+        """Count a value in."""
+        before = value - self.mean
+        self.n += 1
+        self.mean += before / self.n
+        self.squares += before * (value - self.mean)
+
+
+@dataclass(slots=True)
+class AcceptanceChart(Usual):
     """A self-starting two-sided CUSUM chart of the completions' acceptance rates.
 
     Each is compared with the mean and the spread of those before it, and counted into them afterwards, an outlying one
@@ -36,54 +56,33 @@ class AcceptanceChart:
     Source: E. S. Page, "Continuous inspection schemes", 1954; D. M. Hawkins, "Self-starting CUSUM charts", 1987.
     """
 
-    n: int = 0
-    mean: float = 0.0
-    squares: float = 0.0  # of deviations from the mean, summed
     rise: float = 0.0
     fall: float = 0.0
-
-    @property
-    def spread(self) -> float:
-        """Standard deviation from text to text."""
-        usual = USUAL_WEIGHT * USUAL_SPREAD**2
-        return sqrt((usual + self.squares) / (USUAL_WEIGHT + max(0, self.n - 1)))
 
     def add(self, accepted: int, drafted: int, alarm: float | None = None) -> bool:
         """Take in a completion; whether its text is of another kind by now: a sum is above `alarm` (None: ALARM)."""
         rate = accepted / drafted
         if self.n >= N_LEARN:
+            spread = self.spread(USUAL_SPREAD)
             noise = self.mean * (1 - self.mean) / drafted  # a short text's rate says little
-            z = (rate - self.mean) / sqrt((self.spread**2 + noise) * (1 + 1 / self.n))
+            z = (rate - self.mean) / sqrt((spread**2 + noise) * (1 + 1 / self.n))
             z = max(-LARGEST, min(LARGEST, z))
             self.rise, self.fall = max(0.0, self.rise + z - SLACK), max(0.0, self.fall - z - SLACK)
-            reach = 2 * self.spread
+            reach = 2 * spread
             rate = max(self.mean - reach, min(self.mean + reach, rate))
-        before = rate - self.mean
-        self.n += 1
-        self.mean += before / self.n
-        self.squares += before * (rate - self.mean)
+        self.take(rate)
         return max(self.rise, self.fall) > (ALARM if alarm is None else alarm)
 
 
 @dataclass(slots=True)
-class Nearness:
+class Nearness(Usual):
     """How near each prompt lies to the mean of those before it, as a cosine; and whether the latest is far off."""
-
-    n: int = 0
-    mean: float = 0.0
-    squares: float = 0.0
 
     def is_far(self, cosine: float) -> bool:
         """Take in a prompt. One far off does not change what is usual."""
-        if self.n >= N_LEARN:
-            usual = USUAL_WEIGHT * USUAL_COSINE_SPREAD**2
-            spread = sqrt((usual + self.squares) / (USUAL_WEIGHT + self.n - 1))
-            if cosine < self.mean - UNLIKE * spread:
-                return True
-        before = cosine - self.mean
-        self.n += 1
-        self.mean += before / self.n
-        self.squares += before * (cosine - self.mean)
+        if self.n >= N_LEARN and cosine < self.mean - UNLIKE * self.spread(USUAL_COSINE_SPREAD):
+            return True
+        self.take(cosine)
         return False
 
 
@@ -146,13 +145,11 @@ class ShiftWatch:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for a snapshot; `known` is not among them."""
-        chart = {name: getattr(self.chart, name) for name in AcceptanceChart.__slots__}
-        nearness = {name: getattr(self.nearness, name) for name in Nearness.__slots__}
         left = [[layer_set_to_json(own.layer_set), _text(own.state)] for own in self.left]
         states = {"latest": _text(self.latest), "total": _text(self.total)}
         return {
-            "chart": chart,
-            "nearness": nearness,
+            "chart": asdict(self.chart),
+            "nearness": asdict(self.nearness),
             "left": left,
             "settled": self.settled,
             "n_far": self.n_far,

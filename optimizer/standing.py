@@ -58,8 +58,10 @@ class Standing:
         self.incumbent.add(held.score, held.matchness)
         if not finalists:
             return None
-        bar, *own = ratings or (0.0, *(1.0 for _ in finalists))
-        doubted = {trial.layer_set for trial, rating in zip(finalists, own, strict=True) if rating <= bar}
+        doubted = set[LayerSet]()
+        if ratings is not None:
+            bar, *own = ratings
+            doubted = {trial.layer_set for trial, rating in zip(finalists, own, strict=True) if rating <= bar}
         won = self.finals.settle(place, {trial.layer_set: trial.score - held.score for trial in finalists}, doubted)
         if won is None:
             return None

@@ -184,7 +184,7 @@ class Tuner:
                 return tasks[name].prompt_id
 
             tuned_on, held_out = divide(own)
-            n_tokens = sum(n_turns(each) * (each.max_new_tokens or self.session.max_new_tokens) for _, each in tuned_on)
+            n_tokens = sum(n_turns(each) * self.session.room(each) for _, each in tuned_on)
             search = Search(
                 name, self.runtime.n_layers, self.settings, ratio, self.costs, self.tell, prompt_id, n_tokens=n_tokens
             )

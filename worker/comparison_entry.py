@@ -66,7 +66,7 @@ def contender(entry: Entry, session: Session, draft: Runtime | None, generate: G
 
 def _peer(session: Session, generate: Generate, options: Mapping[str, Any]) -> Callable[[Prompt], Decoded]:
     def run(prompt: Prompt) -> Decoded:
-        room = prompt.max_new_tokens or session.max_new_tokens
+        room = session.room(prompt)
         return generate(session, session.encode(prompt), room, **options), None
 
     return run

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from ..core.costs import CostProfile
-from ..models.costs import context_bucket, device_name, measure_costs, measure_format
+from ..models.costs import context_bucket, device_name, measure_costs, with_formats
 from ..models.runtime import Runtime
 from ..store import Store
 from .patience import patiently
@@ -29,8 +29,7 @@ def stored_costs(
     key = (runtime.info.fingerprint, device_name(runtime.device), runtime.dtype_name, bucket)
     found = None if store is None else patiently(lambda: store.cost_profile(*key))
     costs = found or replace(measure_costs(runtime, bucket, on_step), context_bucket=bucket)
-    for name in sorted(set(formats) - set(costs.formats)):
-        costs = measure_format(runtime, costs, name, on_step)
+    costs = with_formats(runtime, costs, formats, on_step)
     if store is not None and costs is not found:
         patiently(lambda: store.save_cost_profile(costs))
     return costs

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.errors import LayerSetError, LayerSetNotFound, LearnedNotFound
-from ..core.formats import STORED
 from ..core.learned import LearnedKind, LearnedRecord
 from ..core.method_settings import AdaptiveSettings
 from ..core.methods import method_info
@@ -78,7 +77,7 @@ class StoredPieces:
 
     def _with_costs(self, record: LayerSetRecord | None, settings: AdaptiveSettings) -> Parts:
         layer_set = LayerSet(self.runtime.n_layers) if record is None else record.layer_set
-        formats = [name for _, name in layer_set.filled(settings.draft_format).formats if name != STORED]
+        formats = {name for _, name in layer_set.filled(settings.draft_format).formats}
         costs = stored_costs(self.runtime, self.store, TYPICAL_POSITIONS, self.on_step, formats)
         return Parts(self.runtime, layer_set, costs=costs)
 

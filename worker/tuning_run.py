@@ -13,15 +13,15 @@ from ..core.costs import CostProfile
 from ..core.errors import LeaseLost
 from ..core.event_json import event_to_json
 from ..core.events import Event, PhaseChanged, Progress, PromptFinished, TaskFinished, TrialsDone
-from ..core.formats import AUTO, STORED
+from ..core.formats import AUTO
 from ..core.jobs import Promotion, Wanted
 from ..core.requests import TuneRequest
 from ..core.settings import SwiftSettings
 from ..core.times import now
-from ..core.types import LayerSet, LayerSetRecord, Prompt
+from ..core.types import LayerSetRecord, Prompt
 from ..decoding.session import Session
 from ..models.loading import load
-from ..optimizer.draft_format import choose_format
+from ..optimizer.draft_format import prepared
 from ..optimizer.tuning import Tuner
 from ..store import Store
 from ..store.jobs import Claim
@@ -97,23 +97,18 @@ class TuningRun:
 
     def _drafts(self, session: Session, n_positions: int) -> tuple[SwiftSettings, CostProfile]:
         """The settings with the format that drafts have, and what passes cost with it; its copies are made."""
-        runtime, settings, name = session.runtime, self.request.settings, self.request.settings.draft_format
-        kept = (self.claim.snapshot or {}).get("draft_format")
+        settings = self.request.settings
+        chosen = (self.claim.snapshot or {}).get("draft_format")
+        if settings.draft_format == AUTO and chosen:
+            settings = replace(settings, draft_format=chosen)
 
         def tell(step: str) -> None:
             self.handle(PhaseChanged("", "profile", step))
 
         def measured(*formats: str) -> CostProfile:
-            return stored_costs(runtime, self.store, n_positions, tell, set(formats) - {STORED})
+            return stored_costs(session.runtime, self.store, n_positions, tell, formats)
 
-        name = kept if name == AUTO and kept else name
-        if name == AUTO:
-            window = settings.context_window
-            name, costs = choose_format(session, self.prompts, window, measured(), measured, self.handle)
-        else:
-            costs = measured(name)
-        runtime.copies.prepare(LayerSet(runtime.n_layers).filled(name))
-        return replace(settings, draft_format=name), costs
+        return prepared(session, self.prompts, settings, measured, self.handle)
 
     def keep_unfinished(self) -> None:
         """Store the best sets so far of a run that was cut short, without making them anyone's plan."""
