@@ -13,7 +13,7 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from ..core.streams import read_stream
 from ..core.types import LayerSet, Prompt, Sampling, n_skipped_for, searchable
 from ..decoding.method import Method, swift
 from ..decoding.methods import Parts, build
-from ..decoding.session import Session
+from ..decoding.session import Session, n_turns, turn_of
 from ..models.costs import SMALLEST_BUCKET, device_name, measure_costs, with_formats
 from ..models.loading import load
 from ..models.rows import Rows
@@ -75,14 +75,13 @@ def adaptive_drafts(runtime: Runtime, formats: Sequence[str]) -> dict[str, Metho
 def compare(
     runtime: Runtime, prompts: Sequence[Prompt], methods: dict[str, Method], max_new_tokens: int
 ) -> dict[str, Any]:
-    """Counts of identical prompts per method, and every first divergence with its margin."""
+    """Counts of identical prompts per method, and every first divergence with its margin; each turn is a prompt."""
     session = Session(runtime, Sampling(), max_new_tokens)
     same = dict.fromkeys(methods, 0)
     divergences: list[dict[str, Any]] = []
-    n_tokens = 0
-    for prompt in prompts:
-        ids = session.encode(prompt)
-        expected = list(hf_generate(session, ids, max_new_tokens))
+    n_prompts = n_tokens = 0
+    for prompt, ids, expected in _references(session, prompts):
+        n_prompts += 1
         n_tokens += len(expected)
         for name, method in methods.items():
             done = next(iter(session.run(prompt, method)))[1]
@@ -99,11 +98,27 @@ def compare(
         "schema": "swiftopt.bench-parity/1",
         "device": device_name(runtime.device),
         "dtype": runtime.dtype_name,
-        "prompts": len(prompts),
+        "prompts": n_prompts,
         "tokens": n_tokens,
         "identical": same,
         "divergences": divergences,
     }
+
+
+def _references(session: Session, prompts: Sequence[Prompt]) -> Iterator[tuple[Prompt, list[int], list[int]]]:
+    """Every turn as a prompt of its own, with its token ids and transformers' completion, which later turns see."""
+    for prompt in prompts:
+        history = prompt.messages
+        for number in range(n_turns(prompt)):
+            turn = turn_of(prompt, number)
+            if prompt.turns:
+                history = (*history, {"role": "user", "content": prompt.turns[number]})
+                turn = replace(turn, turns=(), messages=history)
+            ids = session.encode(turn)
+            expected = list(hf_generate(session, ids, session.max_new_tokens))
+            yield turn, ids, expected
+            said = session.runtime.tokenizer.decode(expected, skip_special_tokens=True)
+            history = (*history, {"role": "assistant", "content": said})
 
 
 def main() -> None:
@@ -125,7 +140,7 @@ def main() -> None:
         sets[Path(path).name] = load_record(Path(path)).layer_set
     methods = {name: swift(layer_set, SwiftSettings()) for name, layer_set in sets.items()}
     methods |= adaptive_drafts(runtime, args.adaptive)
-    prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in read_stream(args.stream, limit=args.limit)]
+    prompts = read_stream(args.stream, limit=args.limit)
     print(json.dumps({"model": args.model, **compare(runtime, prompts, methods, args.max_new_tokens)}))
 
 
