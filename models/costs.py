@@ -6,7 +6,7 @@ import platform
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import accumulate
-from statistics import quantiles
+from statistics import median
 from time import perf_counter
 
 import torch
@@ -20,8 +20,8 @@ from .runtime import Runtime
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # rows of the target passes that are measured, where the context has room for them
 DRAFT_WIDTHS = (1, 2, 4, 8)  # rows of a quantised draft's pass
-BUDGET_S = 5.0  # seconds that the repetitions may take, beyond the least number of them
-REPEATS = (3, 15)  # least and most repetitions of each pass
+BUDGET_S = 12.0  # seconds that the repetitions may take, beyond the least number of them
+REPEATS = (4, 15)  # least and most repetitions of each pass
 SMALLEST_BUCKET = 256  # slots
 
 
@@ -54,7 +54,7 @@ def measure_costs(runtime: Runtime, bucket: int, on_step: Callable[[str], None] 
     whole = LayerSet(runtime.n_layers)
     buffer = runtime.new_buffer(bucket + widths[-1])
     runs = {f"rows {n}": _pass(runtime, buffer, bucket, n, whole) for n in widths}
-    seconds = _interleave({**runs, **_parts(runtime, buffer, bucket, whole)}, on_step)
+    seconds = _beside("rows 1", {**runs, **_parts(runtime, buffer, bucket, whole)}, on_step)
     attn, mlp, head = _differences(runtime.n_layers, seconds, seconds["rows 1"])
     return CostProfile(
         fingerprint=runtime.info.fingerprint,
@@ -86,7 +86,7 @@ def measure_format(
     buffer = runtime.new_buffer(bucket + widths[-1])
     runs = {f"rows {n}": _pass(runtime, buffer, bucket, n, draft) for n in widths}
     target = _pass(runtime, buffer, bucket, 1, LayerSet(runtime.n_layers))
-    seconds = _interleave({"target": target, **runs, **_parts(runtime, buffer, bucket, draft)}, on_step)
+    seconds = _beside("target", {"target": target, **runs, **_parts(runtime, buffer, bucket, draft)}, on_step)
     one = seconds["rows 1"]
     attn, mlp, head = _differences(runtime.n_layers, seconds, one)
     scale = profile.target_pass_s(1) / seconds["target"]  # to the profile's own seconds, which may be of another day
@@ -136,21 +136,32 @@ def _pass(
     return run
 
 
-def _interleave(runs: dict[str, Callable[[], None]], on_step: Callable[[str], None] | None) -> dict[str, float]:
-    """Lower-quartile seconds per run: what else the machine does only ever adds time.
+def _beside(
+    base: str, runs: Mapping[str, Callable[[], None]], on_step: Callable[[str], None] | None
+) -> dict[str, float]:
+    """Median seconds per run, each as a ratio to the `base` passes right before and after it.
 
-    One round of all runs at a time, so that a slow minute hits all alike.
+    What else the machine does comes and goes within seconds, and slows all of a moment's passes alike; and medians, for
+    decoding pays for the slow moments as well.
     """
     for run in runs.values():
         run()  # the first pass of a width allocates and chooses kernels
-    samples: dict[str, list[float]] = {name: [] for name in runs}
+    ratios: dict[str, list[float]] = {name: [] for name in runs if name != base}
     started, repeats = perf_counter(), 0
+    bases = [_seconds(runs[base])]
     while repeats < REPEATS[0] or (repeats < REPEATS[1] and perf_counter() - started < BUDGET_S):
-        for name, run in runs.items():
-            clock = perf_counter()
-            run()
-            samples[name].append(perf_counter() - clock)
+        for name, values in ratios.items():
+            seconds = _seconds(runs[name])
+            bases.append(_seconds(runs[base]))
+            values.append(2 * seconds / (bases[-2] + bases[-1]))
         repeats += 1
         if on_step is not None:
             on_step(f"measuring costs, round {repeats}")
-    return {name: quantiles(values, n=4, method="inclusive")[0] for name, values in samples.items()}
+    usual = median(bases)
+    return {base: usual, **{name: usual * median(values) for name, values in ratios.items()}}
+
+
+def _seconds(run: Callable[[], None]) -> float:
+    clock = perf_counter()
+    run()
+    return perf_counter() - clock
