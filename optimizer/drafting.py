@@ -32,13 +32,21 @@ def starting_set(n_layers: int, settings: SwiftSettings, skip_ratio: float, choo
 
 
 def expected_of(costs: CostProfile | None, completions: Sequence[Completion]) -> float | None:
-    """E(Spd.) of real runs by measured costs: as their drafter reckoned, or by Eq. 6 where all had one layer set.
+    """E(Spd.) of real runs by measured costs: as their drafter reckoned, or by Eq. 6 with the set each ended with.
 
     None where neither can be said.
     """
     reckoned = [done.reckoned_cost for done in completions if done.reckoned_cost is not None]
     if reckoned and len(reckoned) == len(completions):
         return sum(done.n_tokens - done.first_tokens for done in completions) / sum(reckoned)
-    sets = {done.layer_set for done in completions}
-    layer_set = next(iter(sets)) if len(sets) == 1 else None
-    return None if costs is None or layer_set is None else costs.expected_of(layer_set, completions)
+    by_set: dict[LayerSet, list[Completion]] = {}
+    for done in completions:
+        if done.layer_set is None:
+            return None
+        by_set.setdefault(done.layer_set, []).append(done)
+    tokens, spent = 0, 0.0
+    for layer_set, own in by_set.items():
+        if costs is not None and (speedup := costs.expected_of(layer_set, own)):
+            n_own = sum(done.n_tokens - done.first_tokens for done in own)
+            tokens, spent = tokens + n_own, spent + n_own / speedup
+    return tokens / spent if spent else None

@@ -55,7 +55,6 @@ class Search:
         self.trials: list[Trial] = []
         self.batch = candidates_per_pass(costs, settings.context_window)
         self._windows: list[WindowScore] = []  # what the set in use predicted, the latest last
-        self.reopened_because = ""
         self.stopped_because = self._never
         self._most = settings.max_steps
         if n_tokens is not None and recipe_of(settings.strategy).chooses_size:
@@ -125,21 +124,24 @@ class Search:
             if n_skipped_for(self.n_layers, lowered) > 0:
                 self._lower(lowered, acceptance)
 
-    def reopen(self, reason: str, first: Sequence[LayerSet] = ()) -> None:
+    def reopen(self, first: Sequence[LayerSet] = ()) -> bool:
         """Search again, as if anew, from the set in use; the sets of `first` are scored before any other.
 
         Nothing that was tried before counts: the text has changed. Where no search was wanted, none begins.
+
+        Returns: whether one has begun.
         """
         if self._never:
-            return
+            return False
         self.close()
-        self.reopened_because, self.stopped_because = reason, ""
+        self.stopped_because = ""
         stored = [layer_set for layer_set in dict.fromkeys(first) if layer_set != self.layer_set]
         n = len(self.trials)
         self._standing = Standing(Incumbent(self.layer_set), first=stored, opened_at=n, n_at_gain=n)
         self._windows = []
         self._candidate_rows += 0 if self._proposer is None else round(self._proposer.rows_run)
         self._proposer = self._new_proposer()
+        return True
 
     def finish(self, reason: str) -> None:
         """End the search, if it has not ended yet."""
@@ -178,7 +180,6 @@ class Search:
             "n_trials": len(self.trials),
             "skip_ratio": self.skip_ratio,
             "standing": self._standing.to_json(),
-            "reopened_because": self.reopened_because,
             "stopped_because": self.stopped_because,
             "windows": [[list(score.ranks), list(score.confidences)] for score in self._windows],
             "drafting": [self.settings.stop_threshold, self.settings.max_draft_length, list(self.settings.branching)],
@@ -201,7 +202,7 @@ class Search:
             known = replace(self.settings, stop_threshold=threshold, max_draft_length=length, branching=pairs)
             self._draft_by(known)
         self._draft.layer_set = self.layer_set
-        self.reopened_because, self.stopped_because = state["reopened_because"], state["stopped_because"]
+        self.stopped_because = state["stopped_because"]
         if self._proposer is not None and self.optimising:
             for trial in self.trials[self._standing.opened_at :]:
                 self._proposer.strategy.observe(trial)

@@ -1,4 +1,5 @@
-"""A stream that changes its kind: noticed from acceptance, and met with the sets of whatever it resembles now."""
+"""A stream that changes its kind: noticed from acceptance or from where its prompts lie among the hidden states, and
+met with the sets of whatever it resembles now."""
 
 from __future__ import annotations
 
@@ -17,12 +18,13 @@ N_LEARN = 3  # completions that say what acceptance is usual
 ALARM = 4.0  # height of a sum, in standard deviations, that means a shift
 ALARM_ELSEWHERE = 1.5  # the same, where the prompts lie elsewhere than those before
 UNLIKE = 3.0  # deviations below the usual cosine to the prompts before that mean elsewhere
-FAR_FOR = 8  # prompts that lie elsewhere, with no change of acceptance, until that is where prompts lie
+FAR_FOR = 3  # prompts in a row that lie elsewhere, and mean a shift whatever acceptance says
 USUAL_COSINE_SPREAD = 0.02  # before the prompts have said how alike they are
 SLACK = 0.5  # deviations per completion that are no news
 LARGEST = 4.0  # deviations that one completion counts at most: one odd text is no shift
 USUAL_SPREAD, USUAL_WEIGHT = 0.06, 4  # how much acceptance varies from text to text, before the texts have said so
 N_STORED = 3  # known sets that are tried after a shift
+STATES = ("latest", "elsewhere", "total")  # of a watch
 
 
 @dataclass(slots=True)
@@ -90,7 +92,9 @@ class Nearness(Usual):
 class ShiftWatch:
     """One task's stream: the chart of its acceptance since the search ended, and the sets of its earlier kinds of text.
 
-    Acceptance decides; where prompts lie elsewhere among the hidden states than those before, less of a change will do.
+    A lasting change of acceptance is a shift; where prompts lie elsewhere among the hidden states than those before,
+    less of a change will do, and several such prompts in a row are a shift by themselves: a search that is still going
+    on would mix the kinds, and a set whose acceptance holds may yet not be the fastest for the new one.
     `known` are sets from elsewhere, such as the store's. A set's state is the mean of its prompts' states.
     """
 
@@ -101,7 +105,8 @@ class ShiftWatch:
     settled: bool = False  # whether the search had ended by then
     nearness: Nearness = field(default_factory=Nearness)
     n_far: int = 0  # prompts up to that one that lie elsewhere, one after the other
-    total: State = ()  # of the prompts since the latest shift
+    elsewhere: State = ()  # of those prompts, summed
+    total: State = ()  # of the others since the latest shift, summed
 
     @property
     def state(self) -> State | None:
@@ -115,16 +120,16 @@ class ShiftWatch:
         centre = self.state
         if centre is not None and self.nearness.is_far(sum(map(mul, centre, self.latest))):
             self.n_far += 1
-            if self.n_far == FAR_FOR:  # the set in use suits this text as well
-                self.nearness, self.total, self.n_far = Nearness(), self.latest, 0
+            self.elsewhere = _sum(self.elsewhere, self.latest)
             return
-        self.n_far = 0
-        before = self.total or (0.0,) * len(self.latest)
-        self.total = single([a + b for a, b in zip(before, self.latest, strict=True)])
+        self.n_far, self.elsewhere = 0, ()
+        self.total = _sum(self.total, self.latest)
 
     def add(self, completion: Completion) -> str:
         """Take in the completion of the prompt read last; in words what has changed, or ""."""
-        before, alarm = self.chart.mean, min(ALARM, ALARM_ELSEWHERE) if self.n_far else ALARM
+        if self.n_far >= FAR_FOR:
+            return f"{self.n_far} prompts in a row lie elsewhere than those before"
+        before, alarm = self.chart.mean, ALARM_ELSEWHERE if self.n_far else ALARM
         if not self.settled or not completion.drafted:
             return ""
         if not self.chart.add(completion.accepted, completion.drafted, alarm):
@@ -134,19 +139,20 @@ class ShiftWatch:
         return f"acceptance {word} from {before:.2f} to {rate:.2f}"
 
     def moved(self, layer_set: LayerSet) -> list[LayerSet]:
-        """Remember the set in use for the text that is over; the known sets nearest to the latest prompt."""
+        """Remember the set in use for the text that is over; the known sets nearest to what has come."""
         before = self.state
-        found = nearest([*self.left, *self.known], self.latest, N_STORED)
+        place = single(unit(self.elsewhere or self.latest))
+        found = nearest([*self.left, *self.known], place, N_STORED)
         if before is not None:
             self.left = [*(own for own in self.left if own.layer_set != layer_set), KnownSet(layer_set, before)]
         self.chart, self.nearness = AcceptanceChart(), Nearness()
-        self.total, self.n_far, self.settled = self.latest, 0, False
+        self.total, self.elsewhere, self.n_far, self.settled = self.elsewhere or self.latest, (), 0, False
         return found
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for a snapshot; `known` is not among them."""
         left = [[layer_set_to_json(own.layer_set), _text(own.state)] for own in self.left]
-        states = {"latest": _text(self.latest), "total": _text(self.total)}
+        states = {name: _text(getattr(self, name)) for name in STATES}
         return {
             "chart": asdict(self.chart),
             "nearness": asdict(self.nearness),
@@ -162,7 +168,12 @@ class ShiftWatch:
         self.left = [KnownSet(layer_set_from_json(own), _state(state)) for own, state in values["left"]]
         self.nearness = Nearness(**values["nearness"])
         self.settled, self.n_far = bool(values["settled"]), int(values["n_far"])
-        self.latest, self.total = _state(values["latest"]), _state(values["total"])
+        for name in STATES:
+            setattr(self, name, _state(values.get(name, "")))  # checkpoints of before lack `elsewhere`
+
+
+def _sum(total: State, state: State) -> State:
+    return single([a + b for a, b in zip(total or (0.0,) * len(state), state, strict=True)])
 
 
 def _text(state: State) -> str:

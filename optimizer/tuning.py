@@ -211,12 +211,11 @@ class Tuner:
             self._check_stop()
 
     def _look_for_shift(self, task: TaskState, completion: Completion) -> None:
-        """Search anew where a completion says that the text has become another kind."""
-        reason = "" if task.search.optimising else task.shift.add(completion)
-        if reason:
+        """Search anew where the text has become another kind."""
+        if reason := task.shift.add(completion):
             first = task.shift.moved(task.search.layer_set)
-            task.search.reopen(reason, first)
-            self.tell(StreamShifted(task.name, reason, len(first)))
+            if task.search.reopen(first):
+                self.tell(StreamShifted(task.name, reason, len(first)))
 
     def _watch(self, task: TaskState, flight: Flight) -> Watch:
         def before_round(context: Context) -> None:

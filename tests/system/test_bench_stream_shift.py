@@ -41,11 +41,13 @@ def test_three_runs_over_the_same_prompts_are_reported_and_drawn(
     for each in report["results"]:
         for name in ("own", "kept", "adapted"):
             assert len(each[name]["by_prompt"]) == 12
+            assert each[name]["expected"] is None or each[name]["expected"] > 0
         if each["gap"] is not None:
             assert each["gap"] == pytest.approx(each["own"]["settled"] - each["adapted"]["settled"])
             assert each["within"] == (each["gap"] <= 0.05)
     first = report["results"][0]
     assert first["own"] == first["kept"]  # the first task's set is its own
+    assert first["own"]["expected"] is not None
     assert (home / "shift.png").read_bytes().startswith(b"\x89PNG")
     assert run(args) == 0
     out, _ = capsys.readouterr()

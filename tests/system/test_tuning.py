@@ -181,8 +181,8 @@ def test_reopened_search_scores_the_given_sets_first_and_forgets_what_it_knew(st
     assert not search.optimising and len(search.trials) == 6
     held = search.layer_set
     stored = [LayerSet(4, frozenset({1})), LayerSet(4, frozenset({2}), frozenset({1})), held]
-    search.reopen("the text has changed", stored)
-    assert search.optimising and search.reopened_because == "the text has changed" and search.layer_set == held
+    assert search.reopen(stored)
+    assert search.optimising and search.layer_set == held
     names.append("q")
     run_on(search, 2)
     anew = search.trials[6:]
@@ -194,7 +194,7 @@ def test_reopened_search_scores_the_given_sets_first_and_forgets_what_it_knew(st
 def test_reopened_search_goes_on_from_its_state_as_it_would_have() -> None:
     search, _, names = search_of(max_steps=200)
     run_on(search, 1)
-    search.reopen("the text has changed", [LayerSet(4, frozenset({2}))])
+    search.reopen([LayerSet(4, frozenset({2}))])
     names.append("q")
     run_on(search, 2, 24)
     assert search.optimising and len(search.trials) > 4
@@ -212,7 +212,7 @@ def test_search_that_was_not_wanted_is_not_reopened() -> None:
     for settings in (dict(optimise=False), dict(max_steps=0)):
         search, _, _ = search_of(**settings)
         because = search.stopped_because
-        search.reopen("the text has changed")
+        assert not search.reopen()
         assert not search.optimising and search.stopped_because == because
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from fakes import flat_costs
 from hypothesis import given
@@ -9,7 +11,8 @@ from hypothesis import strategies as st
 
 from swiftopt.core.costs import CostProfile
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import LayerSet
+from swiftopt.core.types import Completion, LayerSet
+from swiftopt.optimizer.drafting import expected_of
 from swiftopt.optimizer.evaluation import WindowScore
 from swiftopt.optimizer.objective import objective, replay
 
@@ -77,3 +80,22 @@ def test_objective_prefers_the_set_that_saves_more_time_at_equal_matches() -> No
 def test_verification_cost_is_linear_between_measured_widths() -> None:
     costs = CostProfile("f", "d", "float32", 256, 4, 1, 1, 1, 1, {1: 10.0, 8: 17.0, 16: 33.0})
     assert [costs.target_pass_s(n) for n in (1, 4, 8, 12, 16, 32)] == [10.0, 13.0, 17.0, 25.0, 33.0, 65.0]
+
+
+def test_expected_speedup_of_runs_with_several_sets_is_that_of_their_times_together() -> None:
+    costs = flat_costs(n_layers=8)
+    few, many = LayerSet.uniform(8, 2), LayerSet.uniform(8, 8)
+    runs = [
+        Completion(
+            (1,) * 9, "", "length", "swift", first_tokens=1, drafted=n, verified_widths={4: 3}, layer_set=layer_set
+        )
+        for layer_set, n in ((few, 6), (many, 9), (few, 2))
+    ]
+    spent = [6 + 2, 9]
+    times = [
+        sum(spent[i] * costs.draft_cost(own) for i, own in enumerate((few, many))),
+        9 * costs.verify_cost(4),
+    ]
+    assert expected_of(costs, runs) == pytest.approx(24 / sum(times))
+    assert expected_of(costs, [*runs, replace(runs[0], layer_set=None)]) is None
+    assert expected_of(None, runs) is None and expected_of(costs, []) is None

@@ -117,11 +117,51 @@ def test_less_of_a_change_will_do_where_prompts_lie_elsewhere() -> None:
     assert far is not None and far <= 2 and (near is None or near > far)
 
 
-def test_text_elsewhere_that_the_set_suits_becomes_the_usual_place() -> None:
+def prompts(centre: list[float], spread: float, n: int, draws: random.Random) -> list[list[float]]:
+    """States that scatter around a centre."""
+    return [[draws.gauss(value, spread) for value in centre] for _ in range(n)]
+
+
+def shift_at(watch: ShiftWatch, states: list[list[float]]) -> int | None:
+    """How many of the prompts it takes until a shift is noticed though acceptance does not change."""
+    for number, state in enumerate(states, 1):
+        watch.saw(state, settled=True)
+        if watch.add(completion(90, 100)):
+            return number
+    return None
+
+
+def test_several_prompts_elsewhere_in_a_row_are_a_shift_though_acceptance_holds() -> None:
+    draws = random.Random(1)
+    prose, code = [4.0] * 20 + [0.0] * 20, [3.0] * 20 + [3.0] * 20  # a cosine of 0.71
+    for settled in (True, False):  # a search that still goes on would mix the two
+        watch = ShiftWatch()
+        for state in prompts(prose, 1.0, 10, draws):
+            watch.saw(state, settled)
+            assert not watch.add(completion(90, 100))
+        news = prompts(code, 1.0, FAR_FOR, draws)
+        for number, state in enumerate(news, 1):
+            watch.saw(state, settled)
+            reason = watch.add(completion(90, 100))
+            assert bool(reason) == (number == FAR_FOR)
+        assert reason == f"{FAR_FOR} prompts in a row lie elsewhere than those before"
+        watch.moved(LayerSet.uniform(8, 2))
+        assert watch.state == pytest.approx(unit([sum(own) for own in zip(*map(unit, news), strict=True)]), abs=1e-6)
+        assert shift_at(watch, prompts(code, 1.0, 30, draws)) is None
+
+
+def test_a_prompt_of_the_old_kind_between_ends_the_row() -> None:
+    draws = random.Random(2)
+    prose, code = [4.0] * 20 + [0.0] * 20, [3.0] * 40
     watch = ShiftWatch()
-    for _ in range(6):
-        watch.saw([5.0, 0.0], settled=True)
-    for number in range(FAR_FOR + 1):
-        assert watch.n_far == number % FAR_FOR
-        watch.saw([0.0, 3.0], settled=True)
-    assert watch.n_far == 0 and watch.state == pytest.approx((0.0, 1.0))
+    assert shift_at(watch, prompts(prose, 1.0, 10, draws)) is None
+    for _ in range(5):
+        mixed = prompts(code, 1.0, FAR_FOR - 1, draws) + prompts(prose, 1.0, 1, draws)
+        assert shift_at(watch, mixed) is None
+
+
+def test_prompts_of_one_kind_seldom_lie_elsewhere() -> None:
+    for spread in (0.5, 2.0, 6.0):
+        draws = random.Random(3)
+        found = [shift_at(ShiftWatch(), prompts([4.0] * 40, spread, 100, draws)) for _ in range(20)]
+        assert found == [None] * 20, spread
