@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle
@@ -22,12 +23,14 @@ from ..decoding.method import PLAIN
 from ..decoding.session import Session
 from ..models.costs import context_bucket, device_name, measure_costs
 from ..models.runtime import Runtime
-from ..optimizer.evaluation import score_window
-from ..optimizer.objective import replay_all
+from ..optimizer.evaluation import WindowScore, score_window
+from ..optimizer.objective import Replay, replay_all
 from ..optimizer.search import Search
 
 SCHEMA = "swiftopt.bench-search/1"
 RECORD = "swiftopt.search-record/1"
+AT_ONCE = 4  # sets that are judged in one pass
+LAP, BEHIND = 4, 0.02  # windows between two looks at a race, and how far behind a set drops out
 GOAL = 0.95  # of the best objective that any strategy ended with
 BASE = "swift"  # whose passes the others' are compared with
 
@@ -98,13 +101,15 @@ class Bench:
                 f"no completion has {self.window} tokens: raise --max-new-tokens or lower --window, and record anew"
             )
         self._rule = Session(runtime, Sampling(), 1).rule()
-        self._judged: dict[LayerSet, tuple[float, Round]] = {}
-        self._windows = [(text, list(self._grown(text, self.window, self.window))) for text in self.texts]
+        self._seen: dict[LayerSet, list[WindowScore]] = {}  # of the first windows, or all of them
+        scratch = self.window * AT_ONCE
+        windows = [context for text in self.texts for context in self._grown(text, self.window, scratch)]
+        self._windows = random.Random(0).sample(windows, len(windows))  # so that the first few are of several texts
 
     @property
     def n_windows(self) -> int:
         """How many disjoint windows a set is judged on."""
-        return sum(len(contexts) for _, contexts in self._windows)
+        return len(self._windows)
 
     def contexts(self, scratch: int) -> Iterator[tuple[str, Context]]:
         """The texts growing by `stride` tokens, one after the other and again from the first; (prompt id, context)."""
@@ -114,14 +119,40 @@ class Bench:
 
     def judge(self, layer_set: LayerSet) -> tuple[float, Round]:
         """The objective over all windows together, and how much of what it drafts there is accepted."""
-        if layer_set not in self._judged:
-            contexts = (context for _, own in self._windows for context in own)
-            scores = [score_window(context, [layer_set], self.window)[0] for context in contexts]
-            played = replay_all(scores, self.settings)
-            tokens, steps, n_rounds = played.tokens, played.draft_steps, self.window * len(scores)
-            speedup = self.costs.expected_speedup(layer_set, tokens, steps, played.widths)
-            self._judged[layer_set] = speedup, Round(steps, tokens - n_rounds, tokens, 0, 0.0, 0.0, 0.0)
-        return self._judged[layer_set]
+        self._see([layer_set], self.n_windows)
+        value, played = self._worth(layer_set, self.n_windows)
+        n_rounds = self.window * self.n_windows
+        return value, Round(played.draft_steps, played.tokens - n_rounds, played.tokens, 0, 0.0, 0.0, 0.0)
+
+    def race(self, layer_sets: Sequence[LayerSet], held: LayerSet) -> dict[LayerSet, float]:
+        """How each compares with `held` on the windows that it was judged on: a ratio of objectives, 1 being equal.
+
+        Who is well behind after some of the windows drops out; a ratio above 1 is over all of them.
+        """
+        self._see([held], self.n_windows)
+        ratios = {}
+        for first in range(0, len(layer_sets), AT_ONCE):
+            running = list(layer_sets[first : first + AT_ONCE])
+            for n in (*range(LAP, self.n_windows, LAP), self.n_windows):
+                self._see(running, n)
+                for own in running:
+                    ratios[own] = self._worth(own, n)[0] / self._worth(held, n)[0]
+                running = [own for own in running if ratios[own] > 1 - BEHIND]
+        return ratios
+
+    def _see(self, layer_sets: Sequence[LayerSet], n: int) -> None:
+        """Score the sets, side by side, on those of the first `n` windows that they were not scored on yet."""
+        for number in range(n):
+            new = [own for own in layer_sets if len(self._seen.get(own, ())) == number]
+            if new:
+                scores = score_window(self._windows[number], new, self.window)
+                for own, score in zip(new, scores, strict=True):
+                    self._seen.setdefault(own, []).append(score)
+
+    def _worth(self, layer_set: LayerSet, n: int) -> tuple[float, Replay]:
+        """The objective over the first `n` windows, which the set was scored on."""
+        played = replay_all(self._seen[layer_set][:n], self.settings)
+        return self.costs.expected_speedup(layer_set, played.tokens, played.draft_steps, played.widths), played
 
     @torch.inference_mode()
     def _grown(self, text: Text, stride: int, scratch: int) -> Iterator[Context]:

@@ -125,6 +125,7 @@ def _searched(path: Path, result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
             f"{report['windows']} of {report['window']} tokens",
             row["strategy"],
             f"{row['final']:.3f}x",
+            _figure(row.get("of_long")),
             str(row["n_skipped"]),
             f"{row['passes']:.0f}",
             "not reached" if row["to_goal"] is None else f"{row['to_goal']['passes']:.0f}",
@@ -140,10 +141,11 @@ def _shifted(path: Path, result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     for row in report["results"]:
         rates = (_figure(row[run]["settled"]) for run in ("own", "kept", "adapted"))
         missing = "–" if row["gap"] is None else f"{row['gap']:+.3f}"
+        speeds = (_figure(row[run].get("expected")) for run in ("own", "adapted"))  # earlier files lack it
         drafts = f"{report['method']}, {report['draft_format']}"
         where = f"{report['device']}, {report['dtype']}"
         file = f"[{result['commit']}](results/{path.name})"
-        yield (report["model"], drafts, row["task"], *rates, missing, where, file)
+        yield (report["model"], drafts, row["task"], *rates, missing, *speeds, where, file)
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,7 @@ KINDS = {
             "windows",
             "strategy",
             "objective",
+            "of a long search's",
             "left out",
             "passes",
             "to 95 % of the best",
@@ -177,7 +180,19 @@ KINDS = {
     ),
     SHIFT_SCHEMA: Kind(
         "Streams that change: acceptance after the first ten prompts of each task",
-        ("model", "drafts", "task", "α own set", "α first task's", "α one stream", "missing", "device, dtype", "file"),
+        (
+            "model",
+            "drafts",
+            "task",
+            "α own set",
+            "α first task's",
+            "α one stream",
+            "missing",
+            "expected, own set",
+            "expected, one stream",
+            "device, dtype",
+            "file",
+        ),
         _shifted,
     ),
 }

@@ -34,6 +34,14 @@ COMPARED = ("swift", "random", "local", "knapsack", "clasp")
 )
 @click.option("--stride", type=positive, default=4, show_default=True, help="Tokens between two steps of a search.")
 @from_field(SwiftSettings, "seed", "Seed of every random choice.", type=int)
+@click.option(
+    "--long-search",
+    type=int,
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Judge N sets more, up from the best one.",
+)
 @click.option("--png", metavar="FILE", help="Draw the best objective against candidate passes and seconds.")
 @machine_options(GenerateRequest)
 @json_option
@@ -46,6 +54,7 @@ def search(
     window: int,
     stride: int,
     seed: int,
+    long_search: int,
     png: str | None,
     as_json: bool,
     **options: Any,
@@ -54,7 +63,8 @@ def search(
 
     The prompts are completed once by plain decoding. Every strategy then sees the completions grow, and each set it
     takes into use is judged on all of them, outside the timing. The objective is the expected speedup of measured
-    costs. A pass is one candidate on one window; studies of the model count by the rows that they run.
+    costs. A pass is one candidate on one window; studies of the model count by the rows that they run. A long search
+    says how far they end from the best there is: it climbs on from the best set, every step judged on all windows.
 
     \b
     Example:
@@ -72,6 +82,7 @@ def search(
     check_model(request)
 
     from ..bench import search as bench
+    from ..bench.long_search import with_long_search
     from ..models.loading import load
     from .search_chart import draw
 
@@ -89,6 +100,8 @@ def search(
     )
     run = bench.Bench(runtime, recorded, settings, stride)
     report = {"model": request.model, **bench.compare_strategies(run, chosen, passes, _show_gain)}
+    if long_search > 0:
+        report = with_long_search(run, report, long_search, _show_gain)
     present(report, as_json, _show_table, png, draw)
 
 
@@ -115,4 +128,6 @@ def _show_table(report: dict[str, Any]) -> None:
             f"{result['seconds']:.1f}",
             *ends,
         )
+    if found := report.get("long_search"):
+        table.caption = f"a long search over {found['sets']} sets: {found['best']:.3f}x, {found['n_skipped']} left out"
     show(table)

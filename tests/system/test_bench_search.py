@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 from tiny_files import save
 
-from swiftopt.bench.search import _reached
+from swiftopt.bench.search import Bench, Record, _reached
 from swiftopt.cli.main import run
+from swiftopt.core.settings import SwiftSettings
+from swiftopt.core.types import LayerSet, searchable
+from swiftopt.models.loading import load
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +62,27 @@ def test_strategies_are_compared_on_the_same_record_time_and_again(
     assert any(result["to_goal"] for result in first["results"])
     assert (home / "s.png").read_bytes().startswith(b"\x89PNG")
     assert timeless(bench(capsys, *common)) == timeless(first)
+
+
+def test_long_search_ends_at_a_set_that_no_flip_betters(
+    tiny: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["--model", tiny, "--record", "r.json", "--strategies", "random", "--long-search", "60"]
+    report = bench(capsys, *common, "--stream", "notes.jsonl", "--limit", "3")
+    found, (result,) = report["long_search"], report["results"]
+    assert found["sets"] >= 60 and found["peaks"] >= 1
+    assert found["best"] >= found["start"] == pytest.approx(result["final"], abs=1e-4)
+    assert result["of_long"] == pytest.approx(result["final"] / found["best"], abs=1e-4)
+    n_searched = len(searchable(4))
+    runtime = load(tiny, "float32", "cpu")
+    settings = SwiftSettings(context_window=8, seed=0)
+    judge = Bench(runtime, Record.read(home / "r.json", runtime), settings, 4)
+    best = LayerSet(4, frozenset(found["skip_attn"]), frozenset(found["skip_mlp"]))
+    assert judge.judge(best)[0] == pytest.approx(found["best"])
+    for unit in range(n_searched):
+        bits = [1 - bit if i == unit else bit for i, bit in enumerate(best.bits())]
+        assert judge.judge(LayerSet.from_bits(4, bits))[0] <= found["best"]
+        assert judge.race([LayerSet.from_bits(4, bits)], best)[LayerSet.from_bits(4, bits)] <= 1
 
 
 def test_goal_counts_from_where_it_is_kept() -> None:
