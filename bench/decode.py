@@ -62,12 +62,13 @@ def run_methods(
     store: Store | None,
     on_run: Callable[[str, int, int, Timed], None] | None = None,
     assistant: Runtime | None = None,
+    ignore_eos: bool = False,
 ) -> dict[str, Any]:
     """Decode every prompt with every method, their order rotating from prompt to prompt, after one warm-up each.
 
     `best` is what the stored plan of the prompt's task says; `assistant` drafts for `hf-assistant`. `swift` drafts with
     the request's layer set or the stored one; with neither it searches while it decodes, and the time of that counts.
-    Chats are cut to their first turn, so that all methods see the same ids.
+    Chats are cut to their first turn, so that all methods see the same ids. With `ignore_eos` stop tokens end nothing.
 
     Returns: the object that `swiftopt bench decode --json` prints.
     Raises:  SettingsError: a method is unknown, or there is nothing to compare.
@@ -75,7 +76,7 @@ def run_methods(
     unknown = [method for method in methods if method not in METHODS]
     if unknown or not methods:
         raise SettingsError(f"unknown methods {unknown}: known are {', '.join(METHODS)}")
-    session = Session(runtime, request.sampling, request.max_new_tokens)
+    session = Session(runtime, request.sampling, request.max_new_tokens, ignore_eos=ignore_eos)
     prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
     n_positions = max(session.check(prompt) for prompt in prompts)
     if "hf-assistant" in methods and assistant is None:
@@ -96,7 +97,7 @@ def run_methods(
             runs[method].completions += [completion] if completion is not None else []
             if on_run is not None:
                 on_run(method, number, len(prompts), timed)
-    return _report(runtime, request, runs, costs, len(prompts))
+    return {**_report(runtime, request, runs, costs, len(prompts)), "ignore_eos": ignore_eos}
 
 
 def _report(

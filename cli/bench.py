@@ -49,6 +49,7 @@ bench.add_command(stream_shift)
 @click.option("--methods", default=",".join(COMPARED), show_default=True, help="What to compare.")
 @click.option("--assistant", metavar="MODEL", help="The smaller model that drafts for hf-assistant.")
 @click.option("--limit", type=positive, help="Take only the first prompts of the stream.")
+@click.option("--ignore-eos", is_flag=True, help="Go on behind stop tokens, so that every completion has full length.")
 @machine_options(GenerateRequest)
 @db_option
 @json_option
@@ -58,6 +59,7 @@ def decode(
     assistant: str | None,
     layer_set_file: str | None,
     limit: int | None,
+    ignore_eos: bool,
     db: str | None,
     as_json: bool,
     **options: Any,
@@ -90,7 +92,7 @@ def decode(
     with open_store(db) as store:
         store.remember_model(runtime.info)
         drafting = None if assistant is None else load(assistant, request.dtype, request.device)
-        report = run_methods(runtime, prompts, chosen, request, store, _show_run, drafting)
+        report = run_methods(runtime, prompts, chosen, request, store, _show_run, drafting, ignore_eos)
     if as_json:
         emit_json(report)
     else:

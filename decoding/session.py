@@ -21,16 +21,23 @@ from .rule import TokenRule
 class Session:
     """Decodes prompts on one runtime with one way of sampling; every completion starts from the request's seed.
 
+    With `ignore_eos` no token ends a completion.
+
     Raises: SettingsError: a stop string is empty.
     """
 
     def __init__(
-        self, runtime: Runtime, sampling: Sampling, max_new_tokens: int, stop_strings: Sequence[str] = ()
+        self,
+        runtime: Runtime,
+        sampling: Sampling,
+        max_new_tokens: int,
+        stop_strings: Sequence[str] = (),
+        ignore_eos: bool = False,
     ) -> None:
         self.runtime = runtime
         self.sampling = sampling
         self.max_new_tokens = max_new_tokens
-        self.stop_strings = tuple(stop_strings)
+        self.stop_strings, self.ignore_eos = tuple(stop_strings), ignore_eos
         if "" in self.stop_strings:
             raise SettingsError("a stop string is empty, and would end every completion at once: leave it out")
         self.generation_config: Any = getattr(runtime.hf_model, "generation_config", None)
@@ -135,6 +142,8 @@ class Session:
 
     def _stop_token_ids(self) -> frozenset[int]:
         """The generation config's stop tokens, else the tokenizer's."""
+        if self.ignore_eos:
+            return frozenset()
         stops = getattr(self.generation_config, "eos_token_id", None)
         if stops is None:
             stops = getattr(self.runtime.tokenizer, "eos_token_id", None)

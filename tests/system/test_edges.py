@@ -379,3 +379,17 @@ def test_a_benchmark_of_single_tokens_has_no_expected_ratio() -> None:
     for result in report["results"]:
         assert result["tokens"] == 2 and result["identical"] == 2
         assert result["expected_ratio"] is None and result["decode_ratio"] is None
+
+
+def test_a_benchmark_that_ignores_stop_tokens_gives_every_method_the_full_length() -> None:
+    runtime = worded_runtime()
+    methods = ["plain", "prompt-lookup", "hf-plain"]
+    request = GenerateRequest("tiny", max_new_tokens=12)
+    session = Session(runtime, Sampling(), 12, ignore_eos=True)
+    ((_, plain),) = session.run(stream(1)[0], PLAIN)
+    runtime.hf_model.generation_config.eos_token_id = plain.token_ids[3]  # type: ignore[union-attr]
+    for ignore_eos, n_tokens in ((False, plain.token_ids.index(plain.token_ids[3]) + 1), (True, 12)):
+        report = run_methods(runtime, stream(1), methods, request, None, ignore_eos=ignore_eos)
+        assert report["ignore_eos"] is ignore_eos
+        assert [result["tokens"] for result in report["results"]] == [n_tokens] * 3
+        assert [result["identical"] for result in report["results"]] == [1] * 3
