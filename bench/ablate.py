@@ -15,7 +15,7 @@ from ..decoding.loop import Watch
 from ..decoding.method import PLAIN, Method
 from ..decoding.models import OtherModel
 from ..decoding.session import Session
-from ..models.costs import device_name
+from ..models.costs import machine_name
 from ..models.loading import load
 from ..models.runtime import Runtime
 from ..optimizer.search import Search
@@ -80,7 +80,7 @@ def ablate(
         "source": ABLATIONS[name].source,
         "model": request.model,
         "draft_model": draft_model,
-        "device": device_name(runtime.device),
+        "device": machine_name(runtime),
         "dtype": runtime.dtype_name,
         "torch": torch.__version__,
         "max_new_tokens": request.max_new_tokens,

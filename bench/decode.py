@@ -18,7 +18,7 @@ from ..core.types import Completion, Prompt
 from ..decoding.loop import Watch
 from ..decoding.method import PLAIN, Method
 from ..decoding.session import Session
-from ..models.costs import device_name
+from ..models.costs import machine_name
 from ..models.runtime import Runtime
 from ..optimizer.drafting import expected_of
 from ..optimizer.search import Search
@@ -111,7 +111,7 @@ def _report(
     return {
         "schema": SCHEMA,
         "model": request.model,
-        "device": device_name(runtime.device),
+        "device": machine_name(runtime),
         "dtype": runtime.dtype_name,
         "torch": torch.__version__,
         "max_new_tokens": request.max_new_tokens,

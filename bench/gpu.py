@@ -22,10 +22,11 @@ import torch
 
 from ..core.costs import CostProfile
 from ..core.errors import SwiftoptError
+from ..core.requests import Speed
 from ..core.types import Completion, LayerSet, n_skipped_for
 from ..decoding.method import PLAIN
-from ..models.costs import device_name, measure_costs
-from ..models.loading import Speed, at_speed
+from ..models.costs import machine_name, measure_costs
+from ..models.loading import at_speed
 from ..models.rows import Rows
 from ..models.runtime import Runtime
 from .gpu_model import SHAPES, Shape, drafting, make_redundant, random_runtime, run
@@ -116,7 +117,7 @@ def measure(shape: Shape, device: str, wanted: float, speed: Speed, n_new: int) 
     ratio = median(speed_of(fast) / speed_of(slow) for slow, fast in zip(plain, drafted, strict=True))
     expected = profile.expected_of(layer_set, drafted) or 0.0
     return {
-        "device": device_name(runtime.device),
+        "device": machine_name(runtime),
         "dtype": runtime.dtype_name,
         "speed": speed,
         "parameters": runtime.info.n_parameters,

@@ -28,7 +28,7 @@ from ..core.types import LayerSet, Prompt, Sampling, n_skipped_for, searchable
 from ..decoding.method import Method, swift
 from ..decoding.methods import Parts, build
 from ..decoding.session import Session, n_turns, turn_of
-from ..models.costs import SMALLEST_BUCKET, device_name, measure_costs, with_formats
+from ..models.costs import SMALLEST_BUCKET, machine_name, measure_costs, with_formats
 from ..models.loading import load
 from ..models.rows import Rows
 from ..models.runtime import Runtime
@@ -96,7 +96,7 @@ def compare(
         print(f"{prompt.id}: {json.dumps(same)}", file=sys.stderr, flush=True)
     return {
         "schema": "swiftopt.bench-parity/1",
-        "device": device_name(runtime.device),
+        "device": machine_name(runtime),
         "dtype": runtime.dtype_name,
         "prompts": n_prompts,
         "tokens": n_tokens,

@@ -21,7 +21,7 @@ from ..decoding.context import Context
 from ..decoding.loop import Round
 from ..decoding.method import PLAIN
 from ..decoding.session import Session
-from ..models.costs import context_bucket, device_name, measure_costs
+from ..models.costs import context_bucket, machine_name, measure_costs
 from ..models.runtime import Runtime
 from ..optimizer.evaluation import WindowScore, score_window
 from ..optimizer.objective import Replay, replay_all
@@ -222,7 +222,7 @@ def compare_strategies(
         result["to_base"] = None if base is None else _reached(result["curve"], GOAL * base["final"])
     return {
         "schema": SCHEMA,
-        "device": device_name(bench.runtime.device),
+        "device": machine_name(bench.runtime),
         "dtype": bench.runtime.dtype_name,
         "texts": len(bench.texts),
         "windows": bench.n_windows,

@@ -22,7 +22,7 @@ from ..core.streams import read_stream
 from ..core.types import LayerSet, Sampling, n_skipped_for, searchable
 from ..decoding.context import Context
 from ..decoding.session import Session
-from ..models.costs import device_name
+from ..models.costs import machine_name
 from ..models.loading import load
 from ..models.rows import Rows
 from ..models.runtime import Runtime
@@ -86,7 +86,7 @@ def main() -> None:
     ms = timed(runs)
     per_step = {str(batch): round(ms[f"steps of {batch}"] / batch, 3) for batch in searches}
     share = {batch: round(value / ms["draft pass"], 3) for batch, value in per_step.items()}
-    report = {"schema": "swiftopt.bench-step/1", "model": args.model, "device": device_name(runtime.device)}
+    report = {"schema": "swiftopt.bench-step/1", "model": args.model, "device": machine_name(runtime)}
     print(json.dumps({**report, "ms": ms, "ms_per_step": per_step, "share_of_draft_pass": share}))
 
 

@@ -13,7 +13,7 @@ from ..core.settings import SwiftSettings
 from ..core.types import Completion, LayerSet, Prompt, Sampling
 from ..decoding.models import SkippedTarget
 from ..decoding.session import Session
-from ..models.costs import device_name
+from ..models.costs import machine_name
 from ..models.runtime import Runtime
 from ..optimizer.drafting import drafting_with, expected_of
 from ..optimizer.tuning import Tuner
@@ -81,7 +81,7 @@ class StreamShift:
         ]
         return {
             "schema": SCHEMA,
-            "device": device_name(self.runtime.device),
+            "device": machine_name(self.runtime),
             "dtype": self.runtime.dtype_name,
             "method": self.settings.method,
             "draft_format": self.settings.draft_format,

@@ -11,7 +11,17 @@ from ..core.requests import GenerateRequest
 from ..core.streams import read_stream
 from .ablate import ablate
 from .checks import check_model, check_words
-from .options import PresetGroup, db_option, json_option, machine_options, open_store, pick, positive, read_layer_set
+from .options import (
+    PresetGroup,
+    db_option,
+    json_option,
+    machine_options,
+    open_store,
+    pick,
+    positive,
+    read_layer_set,
+    speed_option,
+)
 from .output import emit_json, note, show
 from .search import search
 from .stream_shift import stream_shift
@@ -51,6 +61,7 @@ bench.add_command(stream_shift)
 @click.option("--limit", type=positive, help="Take only the first prompts of the stream.")
 @click.option("--ignore-eos", is_flag=True, help="Go on behind stop tokens, so that every completion has full length.")
 @machine_options(GenerateRequest)
+@speed_option(GenerateRequest)
 @db_option
 @json_option
 def decode(
@@ -86,17 +97,23 @@ def decode(
     from ..models.loading import load
     from ..worker.generate import Planner
 
-    runtime = load(request.model, request.dtype, request.device, lambda step: note(f"load: {step}"))
+    runtime = load(request.model, request.dtype, request.device, _note_load, request.speed)
     if record is not None:
         Planner(request, runtime, None).plan_for(record.task)  # a set of another model must not cost the plain runs
     with open_store(db) as store:
         store.remember_model(runtime.info)
-        drafting = None if assistant is None else load(assistant, request.dtype, request.device)
+        drafting = (
+            None if assistant is None else load(assistant, request.dtype, request.device, _note_load, request.speed)
+        )
         report = run_methods(runtime, prompts, chosen, request, store, _show_run, drafting, ignore_eos)
     if as_json:
         emit_json(report)
     else:
         _show_table(report)
+
+
+def _note_load(step: str) -> None:
+    note(f"load: {step}")
 
 
 def _show_run(method: str, number: int, n_prompts: int, timed: Any) -> None:

@@ -19,6 +19,7 @@ from .options import (
     pick,
     positive,
     sampling_options,
+    speed_option,
     together,
 )
 from .output import console, note, present, show
@@ -44,6 +45,7 @@ method_options = together(
 @click.option("--png", metavar="FILE", help="Draw the ratios as a bar chart.")
 @click.option("--no-store", is_flag=True, help="Store neither the report, nor the plan, nor what had to be made.")
 @machine_options(GenerateRequest)
+@speed_option(GenerateRequest)
 @sampling_options
 @db_option
 @json_option

@@ -26,6 +26,7 @@ from .options import (
     positive,
     read_layer_set,
     sampling_options,
+    speed_option,
     together,
 )
 from .output import emit_json, json_line, note
@@ -57,6 +58,7 @@ method_options = together(
 @source_options
 @method_options
 @machine_options(GenerateRequest)
+@speed_option(GenerateRequest)
 @sampling_options
 @db_option
 @json_option

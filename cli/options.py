@@ -132,6 +132,11 @@ def machine_options(values: type[Any]) -> Decorator[Any]:
     )
 
 
+def speed_option(values: type[Any]) -> Decorator[Any]:
+    """How the runtime computes."""
+    return from_field(values, "speed", "torch's operations one by one, by torch.compile, as CUDA graphs, or both.")
+
+
 positive = click.IntRange(min=1)
 
 sampling_options = together(

@@ -13,7 +13,7 @@ from ..core.settings import SwiftSettings
 from ..core.streams import read_stream
 from .checks import check_model, check_words
 from .live import RunState, event_line
-from .options import from_field, json_option, machine_options, pick, positive, settings_options
+from .options import from_field, json_option, machine_options, pick, positive, settings_options, speed_option
 from .output import note, present, show
 
 
@@ -23,6 +23,7 @@ from .output import note, present, show
 @click.option("--prompts", type=positive, default=16, show_default=True, help="Prompts of each task.")
 @click.option("--png", metavar="FILE", help="Draw acceptance along the stream.")
 @machine_options(GenerateRequest)
+@speed_option(GenerateRequest)
 @settings_options
 @from_field(SwiftSettings, "seed", "Seed of every random choice.", type=int)
 @json_option
@@ -61,7 +62,7 @@ def stream_shift(
     from ..worker.stored_costs import stored_costs
     from .stream_shift_chart import draw
 
-    runtime = load(request.model, request.dtype, request.device, lambda step: note(f"load: {step}"))
+    runtime = load(request.model, request.dtype, request.device, lambda step: note(f"load: {step}"), request.speed)
     session = Session(runtime, request.sampling, request.max_new_tokens)
     n_positions = max(session.check(prompt) for prompt in lines)
     plain = stored_costs(runtime, None, n_positions, note)

@@ -23,6 +23,7 @@ from ..core.urls import safe_url
 from .checks import check_model, check_words
 from .options import (
     db_option,
+    default_of,
     from_field,
     json_option,
     machine_options,
@@ -34,6 +35,7 @@ from .options import (
     sampling_options,
     server_option,
     settings_options,
+    speed_option,
 )
 from .output import console, emit_json, note
 from .place import Board, Place, chosen, command, opened, quoted, waits
@@ -48,6 +50,7 @@ INTERRUPTED = 130
 @from_field(TuneRequest, "out", "File for the completions.  [default: in your data folder]", metavar="FILE")
 @from_field(TuneRequest, "limit", "Take only the first prompts.", type=positive)
 @machine_options(TuneRequest)
+@speed_option(TuneRequest)
 @sampling_options
 @settings_options
 @redis_option
@@ -112,7 +115,7 @@ def _here(request: TuneRequest, db: str | None, as_json: bool) -> None:
                 note(f"{progress.n_finished} completions are in {request.out}")
             raise
         database = safe_url(store.url)
-    options = _given(dtype=request.dtype, device=request.device, db=db and safe_url(db))
+    options = _given(dtype=request.dtype, device=request.device, speed=request.speed, db=db and safe_url(db))
     commands = [_generate(request, task, options) for task in result.tasks]
     show_tuned(request.model, result.job, str(result.out), database, result.tasks, commands, as_json)
 
@@ -207,8 +210,8 @@ def _given(**values: str | None) -> dict[str, str | None]:
 def use_command(request: TuneRequest, task: TaskFinished, place: Place) -> list[str]:
     """How to use what a job has found; a server's layer sets are not here, so there the command asks for one."""
     if place.server is None:
-        values = {"dtype": request.dtype, "device": request.device}
-        named = {name: value for name, value in values.items() if value != "auto"}
+        values = {"dtype": request.dtype, "device": request.device, "speed": request.speed}
+        named = {name: value for name, value in values.items() if value != default_of(TuneRequest, name)}
         return _generate(request, task, {**named, **_given(db=place.db and safe_url(place.db))})
     names = (quote(name, safe="") for name in (task.record.model, task.task))
     return ["curl", f"{safe_url(place.server).rstrip('/')}/v1/layer-sets/{'/'.join(names)}"]

@@ -121,6 +121,7 @@ class Client:
             "max_new_tokens": request.max_new_tokens,
             "dtype": request.dtype,
             "device": request.device,
+            "speed": request.speed,
             "queue": queue,
         }
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}  # ours, so that it may be sent again

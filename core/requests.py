@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from .errors import SettingsError
 from .formats import AUTO
@@ -15,6 +15,7 @@ from .types import LayerSetRecord, Sampling
 
 # What tuning does unless it is told otherwise: not the paper's SWIFT, but what decodes fastest here (bench/RESULTS.md).
 TUNING = SwiftSettings(method="adaptive", draft_format=AUTO, strategy="knapsack", search_drafting=True)
+Speed = Literal["eager", "compiled", "graphs", "compiled+graphs"]  # how a runtime computes: models.loading.at_speed
 MAX_NEW_TOKENS = 128  # tokens per completion, unless the caller or the stream's line says otherwise
 
 
@@ -32,6 +33,7 @@ class TuneRequest:
     out: str | None = None
     dtype: str = "auto"
     device: str = "auto"
+    speed: Speed = "eager"
     max_new_tokens: int = MAX_NEW_TOKENS
     limit: int | None = None
     sampling: Sampling = field(default_factory=Sampling)
@@ -80,6 +82,7 @@ class GenerateRequest:
     draft_model: str | None = None
     dtype: str = "auto"
     device: str = "auto"
+    speed: Speed = "eager"
     max_new_tokens: int = MAX_NEW_TOKENS
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
@@ -93,6 +96,7 @@ _KINDS = {
     "out": str | None,
     "dtype": str,
     "device": str,
+    "speed": str,
     "max_new_tokens": int,
     "limit": int | None,
     "sampling": Mapping,

@@ -37,6 +37,12 @@ def device_name(device: torch.device) -> str:
     return f"{_cpu_name()} ({torch.get_num_threads()} threads)"
 
 
+def machine_name(runtime: Runtime) -> str:
+    """The device's name, and how the runtime computes where that is not torch's own way: figures differ by it."""
+    name = device_name(runtime.device)
+    return name if runtime.speed == "eager" else f"{name}, {runtime.speed}"
+
+
 def _cpu_name() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
@@ -58,7 +64,7 @@ def measure_costs(runtime: Runtime, bucket: int, on_step: Callable[[str], None] 
     attn, mlp, head = _differences(runtime.n_layers, seconds, seconds["rows 1"])
     return CostProfile(
         fingerprint=runtime.info.fingerprint,
-        device=device_name(runtime.device),
+        device=machine_name(runtime),
         dtype=runtime.dtype_name,
         context_bucket=bucket,
         n_layers=runtime.n_layers,

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, get_args
 
 from ..core.errors import SettingsError
+from ..core.requests import Speed
 from .runtime import Runtime
 from .sources import load_pretrained
 
 if TYPE_CHECKING:
     from .graphs import GraphPasses
-
-Speed = Literal["eager", "compiled", "graphs", "compiled+graphs"]
 
 
 def load(
@@ -60,4 +59,4 @@ def at_speed(runtime: Runtime, speed: Speed) -> None:
         from .compiled import compile_pieces
 
         compile_pieces(runtime)
-    runtime.graphs = graphs
+    runtime.graphs, runtime.speed = graphs, speed

@@ -63,6 +63,7 @@ class Runtime:
         ends = {self.device, self._norm.weight.device, self._head.weight.device}
         self.one_device = len({block.device for block in self.blocks} | ends) == 1
         self.rotation = RotaryTables(submodule(hf_model, family.rotary), self.dtype, self.max_positions).of
+        self.speed = "eager"
         self.graphs: GraphPasses | None = None  # what passes are replayed by, see models.loading.at_speed
 
     @property

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, g
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, create_model, model_validator
 
 from ..core.jobs import DEFAULT_QUEUE
-from ..core.requests import MAX_NEW_TOKENS, TUNING, TuneRequest
+from ..core.requests import MAX_NEW_TOKENS, TUNING, Speed, TuneRequest
 from ..core.types import Sampling
 from ..models.sources import DTYPES
 from ..optimizer.strategies import STRATEGIES
@@ -94,6 +94,7 @@ class JobSubmission(Strict):
     max_new_tokens: Count = MAX_NEW_TOKENS
     dtype: Literal[DTYPES] = "auto"  # type: ignore[valid-type]
     device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:[0-9]{1,4})?|auto-map)$")] = "auto"
+    speed: Speed = Field(default="eager", description="How the worker's runtime computes; graphs want CUDA.")
     limit: Depth | None = Field(default=None, description="Take only the first prompts.")
     queue: QueueName = DEFAULT_QUEUE
 
@@ -115,6 +116,7 @@ class JobSubmission(Strict):
                 "task": task,
                 "dtype": self.dtype,
                 "device": self.device,
+                "speed": self.speed,
                 "max_new_tokens": self.max_new_tokens,
                 "limit": self.limit,
                 "sampling": dict(self.sampling),

@@ -13,7 +13,7 @@ from ..core.times import now
 from ..core.types import Prompt
 from ..decoding.models import OtherModel
 from ..decoding.session import Session
-from ..models.costs import device_name
+from ..models.costs import machine_name
 from ..models.loading import load
 from ..models.runtime import Runtime
 from ..store import Store
@@ -59,7 +59,7 @@ class Comparison:
         Raises: InvalidInput: the draft model's tokenizer is not the target's, or a prompt does not fit.
         """
         request = self.request
-        runtime = load(request.model, request.dtype, request.device, lambda step: self.on_step(f"load: {step}"))
+        runtime = self._load(request.model)
         draft = self._load_draft(runtime)
         if self.store is not None:
             self.store.remember_model(runtime.info)
@@ -83,11 +83,17 @@ class Comparison:
         pieces = {entry.name: entry.pieces for entry in entries if entry.pieces is not None}
         return with_plan(report, rows, pieces, runtime.info.fingerprint, keep)
 
+    def _load(self, name: str) -> Runtime:
+        request = self.request
+        return load(
+            name, request.dtype, request.device, lambda step: self.on_step(f"load: {step}"), speed=request.speed
+        )
+
     def _load_draft(self, runtime: Runtime) -> Runtime | None:
         request = self.request
         if request.draft_model is None:
             return None
-        draft = load(request.draft_model, request.dtype, request.device, lambda step: self.on_step(f"load: {step}"))
+        draft = self._load(request.draft_model)
         OtherModel(draft).check(runtime)
         return draft
 
@@ -119,7 +125,7 @@ class Comparison:
             "model": request.model,
             "draft_model": request.draft_model,
             "task": self.task,
-            "device": device_name(runtime.device),
+            "device": machine_name(runtime),
             "dtype": runtime.dtype_name,
             "torch": torch.__version__,
             "swiftopt": __version__,

@@ -18,7 +18,7 @@ from ..core.types import LayerSet, LayerSetRecord, Prompt
 from ..decoding.context import Context
 from ..decoding.loop import Round, Watch
 from ..decoding.session import Session
-from ..models.costs import device_name
+from ..models.costs import machine_name
 from ..models.learned import Heads, Probe
 from ..optimizer import self_sd
 from ..optimizer.search import Search
@@ -118,7 +118,7 @@ class Workshop:
             layer_set=layer_set,
             fingerprint=runtime.info.fingerprint,
             matchness=matchness,
-            device=device_name(runtime.device),
+            device=machine_name(runtime),
             dtype=runtime.dtype_name,
             settings=settings,
             swiftopt_version=__version__,

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..core.errors import SettingsError
 from ..core.methods import METHODS, method_info
-from ..core.requests import MAX_NEW_TOKENS
+from ..core.requests import MAX_NEW_TOKENS, Speed
 from ..core.types import Sampling
 
 ALL = "all"
@@ -36,6 +36,7 @@ class CompareRequest:
     draft_model: str | None = None
     dtype: str = "auto"
     device: str = "auto"
+    speed: Speed = "eager"
     max_new_tokens: int = MAX_NEW_TOKENS
     sampling: Sampling = field(default_factory=Sampling)
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

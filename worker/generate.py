@@ -14,7 +14,7 @@ from ..decoding.loop import Watch
 from ..decoding.method import PLAIN, Method
 from ..decoding.methods import build
 from ..decoding.session import Session
-from ..models.costs import device_name
+from ..models.costs import machine_name
 from ..models.loading import load
 from ..models.runtime import Runtime
 from ..models.saved import no_step
@@ -48,7 +48,7 @@ def generate(
     """
     if request.method is not None:
         method_info(request.method)
-    runtime = load(request.model, request.dtype, request.device, on_step)
+    runtime = load(request.model, request.dtype, request.device, on_step, request.speed)
     if store is not None:
         store.remember_model(runtime.info)
     session = Session(runtime, request.sampling, request.max_new_tokens, request.stop)
@@ -139,7 +139,7 @@ class Planner:
     def _draft(self, name: str) -> Runtime:
         if name not in self._drafts:
             request = self.request
-            self._drafts[name] = load(name, request.dtype, request.device, self._on_step)
+            self._drafts[name] = load(name, request.dtype, request.device, self._on_step, request.speed)
         return self._drafts[name]
 
     def _look_up(self, task: str) -> tuple[FoundPlan | None, str]:
@@ -148,7 +148,7 @@ class Planner:
             return None, "no database to look a plan up in: pass --db or --layer-set FILE"
         runtime = self.runtime
         try:
-            found = self.store.lookup(runtime.info.fingerprint, task, device_name(runtime.device), runtime.dtype_name)
+            found = self.store.lookup(runtime.info.fingerprint, task, machine_name(runtime), runtime.dtype_name)
             return found, ""
         except LayerSetNotFound:
             model = self.request.model

@@ -10,7 +10,7 @@ from ..core.requests import GenerateRequest
 from ..core.times import now
 from ..core.types import LayerSetRecord, Prompt
 from ..decoding.session import Session
-from ..models.costs import device_name
+from ..models.costs import machine_name
 from ..models.loading import load
 from ..optimizer.self_sd import Candidate, SelfSdSearch, search
 from ..store import Store
@@ -44,7 +44,7 @@ def search_offline(
         task=request.task or prompts[0].task,
         layer_set=found.best.layer_set,
         fingerprint=runtime.info.fingerprint,
-        device=device_name(runtime.device),
+        device=machine_name(runtime),
         dtype=runtime.dtype_name,
         swiftopt_version=__version__,
         created_at=now(),

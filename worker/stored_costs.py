@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from ..core.costs import CostProfile
-from ..models.costs import context_bucket, device_name, measure_costs, with_formats
+from ..models.costs import context_bucket, machine_name, measure_costs, with_formats
 from ..models.runtime import Runtime
 from ..store import Store
 from .patience import patiently
@@ -26,7 +26,7 @@ def stored_costs(
     Raises: StoreUnavailable: it stayed away.
     """
     bucket = min(context_bucket(n_positions), runtime.max_positions)
-    key = (runtime.info.fingerprint, device_name(runtime.device), runtime.dtype_name, bucket)
+    key = (runtime.info.fingerprint, machine_name(runtime), runtime.dtype_name, bucket)
     found = None if store is None else patiently(lambda: store.cost_profile(*key))
     costs = found or replace(measure_costs(runtime, bucket, on_step), context_bucket=bucket)
     costs = with_formats(runtime, costs, formats, on_step)

@@ -67,9 +67,7 @@ class TuningRun:
         """Go on from where the last attempt's checkpoint was, to the end; the results of this attempt's tasks."""
         request = self.request
         self.handle(PhaseChanged("", "load", request.model))
-        runtime = load(
-            request.model, request.dtype, request.device, lambda step: self.handle(PhaseChanged("", "load", step))
-        )
+        runtime = load(request.model, request.dtype, request.device, self._loading, request.speed)
         patiently(lambda: self.store.remember_model(runtime.info))
         session = Session(runtime, request.sampling, request.max_new_tokens)
         n_positions = int(median(session.check(prompt) for prompt in self.prompts))
@@ -94,6 +92,9 @@ class TuningRun:
             finished += [self._finish(task, "if none") for task in self.tuner.unfinished()]
         self._note()
         return finished
+
+    def _loading(self, step: str) -> None:
+        self.handle(PhaseChanged("", "load", step))
 
     def _drafts(self, session: Session, n_positions: int) -> tuple[SwiftSettings, CostProfile]:
         """The settings with the format that drafts have, and what passes cost with it; its copies are made."""

@@ -77,10 +77,10 @@ def test_local_run_whose_request_was_changed_can_be_retried_and_then_fails(
 
 def test_request_with_unknown_keys_is_shown_and_refused_as_input(jobs: Jobs, engine: Engine) -> None:
     job, _ = jobs.submit(tune())
-    edit(engine, "jobs", """request = '{"model": "m", "stream": "s", "speed": 3}'""")
+    edit(engine, "jobs", """request = '{"model": "m", "stream": "s", "haste": 3}'""")
     claim = jobs.claim(Lease(job.id, 1), "w1")
     assert claim is not None
-    with pytest.raises(SettingsError, match="a tuning job has no 'speed'"):
+    with pytest.raises(SettingsError, match="a tuning job has no 'haste'"):
         TuneRequest.from_json(claim.job.request)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -12,10 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from families import CONFIGS, tiny_model, tiny_runtime
+from tiny_files import save
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 
+from swiftopt.cli.main import run
 from swiftopt.core.errors import SettingsError
+from swiftopt.core.requests import TuneRequest
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, ModelInfo, Sampling
 from swiftopt.decoding.context import Ending
@@ -24,10 +28,13 @@ from swiftopt.decoding.method import PLAIN, Method, swift
 from swiftopt.decoding.rule import TokenRule
 from swiftopt.models import compiled
 from swiftopt.models.blocks import EAGER
+from swiftopt.models.costs import device_name
 from swiftopt.models.graphs import RECORD_AT, GraphPasses, StaticPass
 from swiftopt.models.loading import at_speed, load
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
+from swiftopt.store import Store
+from swiftopt.worker.stored_costs import stored_costs
 
 PROMPT = [3, 17, 42, 8, 91, 5]
 SKIPPING = LayerSet(4, frozenset({1}), frozenset({2}))
@@ -224,6 +231,52 @@ def test_compiled_smollm2_decodes_as_eager_in_float32() -> None:
     expected = decode(runtime, prompt, PLAIN, rule, Ending(32)).token_ids
     at_speed(runtime, "compiled")
     assert all(decode(runtime, prompt, each, rule, Ending(32)).token_ids == expected for each in (PLAIN, method))
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps({"id": f"p{i}", "prompt": f"w{i} w{i + 1} w{i + 2}"}) for i in range(2)]
+    (tmp_path / "notes.jsonl").write_text("\n".join(lines) + "\n")
+    save(tmp_path / "tiny")
+    return tmp_path
+
+
+DECODE = ["bench", "decode", "--model", "./tiny", "--stream", "notes.jsonl", "--max-new-tokens", "12"]
+
+
+def test_commands_run_at_the_speed_that_they_are_given(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = [*DECODE, "--methods", "plain,prompt-lookup", "--dtype", "float32", "--speed", "compiled", "--json"]
+    assert run(args) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["device"] == f"{device_name(torch.device('cpu'))}, compiled"
+    assert [result["identical"] for result in report["results"]] == [2, 2]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without a CUDA device says")
+def test_commands_refuse_graphs_where_there_is_no_cuda_device(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*DECODE, "--methods", "plain", "--speed", "graphs"]) == 2
+    assert "one CUDA device, and this one lies on cpu" in capsys.readouterr().err
+
+
+def test_costs_of_each_speed_are_kept_apart() -> None:
+    runtime = tiny_runtime("llama")
+    with Store.open("sqlite://") as store:
+        eager = stored_costs(runtime, store, 32)
+        runtime.speed = "compiled"
+        compiled = stored_costs(runtime, store, 32)
+        assert compiled.device == f"{eager.device}, compiled"
+        assert stored_costs(runtime, store, 32) == compiled
+        runtime.speed = "eager"
+        assert stored_costs(runtime, store, 32) == eager
+
+
+def test_jobs_say_at_which_speed() -> None:
+    request = TuneRequest("tiny", "s.jsonl", speed="compiled")
+    assert TuneRequest.from_json(request.to_json()) == request
+    assert TuneRequest.from_json({"model": "tiny", "stream": "s.jsonl"}).speed == "eager"
+    with pytest.raises(SettingsError, match="warp"):
+        TuneRequest.from_json({"model": "tiny", "stream": "s.jsonl", "speed": "warp"})
 
 
 @pytest.mark.gpu
