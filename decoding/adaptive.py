@@ -185,10 +185,13 @@ class _Adapting:
     def _take(self, chain: _Chain, cursor: Cursor, logits: torch.Tensor, guesses: Sequence[int], rate: float) -> int:
         """Add what one pass gave, row by row while the guesses were the draft's own tokens; how many were."""
         drafter, rule = self.drafter, self.context.rule
+        at_once = [] if rule.processors else rule.confidences(logits.float())
         for i, row in enumerate(logits):
-            reads_text = bool(rule.processors)
-            scores = rule.scores([*self.context.token_ids, *chain.token_ids] if reads_text else (), row)
-            token_id, confidence = rule.confidence(scores)
+            if at_once:
+                scores, (token_id, confidence) = row, at_once[i]
+            else:  # penalties read the text, which grows from row to row
+                scores = rule.scores([*self.context.token_ids, *chain.token_ids], row)
+                token_id, confidence = rule.confidence(scores)
             chance = drafter.acceptance.of(confidence)
             beside = chain.alive * (1 - chance) * drafter.second.value
             if drafter.settings.second_candidates and beside > rate * self._row(chain) and rate:

@@ -104,10 +104,13 @@ class TokenRule:
 
     def confidence(self, scores: Tensor) -> tuple[int, float]:
         """The most probable token of `scores` (vocab,) and its probability."""
+        return self.confidences(scores[None])[0]
+
+    def confidences(self, scores: Tensor) -> list[tuple[int, float]]:
+        """`confidence` of each row of `scores` (rows, vocab), in one transfer: on a GPU each is a synchronisation."""
         top, index = scores.max(-1)
-        # One transfer: on a GPU each is a synchronisation.
-        value, token_id = torch.stack(((top - scores.logsumexp(-1)).double(), index.double())).tolist()
-        return int(token_id), math.exp(value)
+        values, token_ids = torch.stack(((top - scores.logsumexp(-1)).double(), index.double())).tolist()
+        return [(int(token_id), math.exp(value)) for token_id, value in zip(token_ids, values, strict=True)]
 
     def candidates(self, scores: Tensor, token_id: int, n: int) -> tuple[int, ...]:
         """The `n` most probable tokens, `token_id` first; fewer where the rest has no probability."""
