@@ -85,15 +85,18 @@ def _show_table(report: dict[str, Any]) -> None:
 
     noticed = ", ".join(str(shift["prompt"] + 1) for shift in report["shifts"]) or "never"
     title = f"{report['model']}, {report['dtype']}, {report['device']}; shifts noticed after prompts {noticed}"
-    table = Table(title=title, title_justify="left", caption=f"α after the first {report['settled_after']} prompts")
-    names = ("task", "prompts", "left out", "α, own set", "α, first set", "α, adapted", "missing", "own", "adapted")
-    for name in names:
-        table.add_column(name, justify="left" if name == "task" else "right")
+    caption = (
+        f"α and expected speedup after the first {report['settled_after']} prompts of each task:"
+        " with its own set, with the first task's, and in one stream that adapts"
+    )
+    table = Table(title=title, title_justify="left", caption=caption)
+    for name in ("task", "left out", "α own", "α first", "α one", "missing", "x own", "x one"):
+        table.add_column(name, justify="left" if name == "task" else "right", no_wrap=name == "task")
     for result in report["results"]:
         rates = (_rate(result[run]["settled"]) for run in ("own", "kept", "adapted"))
         gap = "–" if result["gap"] is None else f"{result['gap']:+.3f}"
         speeds = (_ratio(result[run]["expected"]) for run in ("own", "adapted"))
-        table.add_row(result["task"], str(result["prompts"]), str(result["n_skipped"]), *rates, gap, *speeds)
+        table.add_row(result["task"], str(result["n_skipped"]), *rates, gap, *speeds)
     show(table)
 
 
