@@ -95,9 +95,9 @@ class StreamShift:
         }
 
     def _tuned(self, name: str, prompts: Sequence[Prompt]) -> LayerSet:
-        """What a search on the task alone ends with; its prompts come by twice."""
+        """What a search on the task alone ends with; its prompts come by twice, and it may take its time."""
         self.on_step(f"{name}: searching on this task alone")
-        return self._tuner(lambda event: None).serve([*prompts, *prompts])[name]
+        return self._tuner(lambda event: None).serve([*prompts, *prompts], sparing=False)[name]
 
     def _fixed(self, words: str, layer_set: LayerSet, prompts: Sequence[Prompt]) -> list[Completion]:
         """Decode with one set."""

@@ -105,9 +105,12 @@ class Tuner:
             for task in self._running.values():
                 task.search.close()
 
-    def serve(self, prompts: Sequence[Prompt]) -> dict[str, LayerSet]:
-        """Decode the stream as `run` does, with nothing held out and no verdict; each task's set at the end."""
-        self._running, self._prompts = self._tasks(prompts, lambda own: (own, [])), prompts
+    def serve(self, prompts: Sequence[Prompt], sparing: bool = True) -> dict[str, LayerSet]:
+        """Decode the stream as `run` does, with nothing held out and no verdict; each task's set at the end.
+
+        Args: sparing: keep searches to a share of the stream's time, as `run` does; else they may go on to its end.
+        """
+        self._running, self._prompts = self._tasks(prompts, lambda own: (own, []), sparing), prompts
         try:
             for index, prompt in enumerate(prompts):
                 self._serve(self._running[prompt.task], prompt, index)
@@ -172,7 +175,7 @@ class Tuner:
         if self.stopped:
             raise _Stopped
 
-    def _tasks(self, prompts: Sequence[Prompt], divide: Divide) -> dict[str, TaskState]:
+    def _tasks(self, prompts: Sequence[Prompt], divide: Divide, sparing: bool = True) -> dict[str, TaskState]:
         by_task: dict[str, list[Place]] = {}
         for index, prompt in enumerate(prompts):
             by_task.setdefault(prompt.task, []).append((index, prompt))
@@ -186,7 +189,14 @@ class Tuner:
             tuned_on, held_out = divide(own)
             n_tokens = sum(n_turns(each) * self.session.room(each) for _, each in tuned_on)
             search = Search(
-                name, self.runtime.n_layers, self.settings, ratio, self.costs, self.tell, prompt_id, n_tokens=n_tokens
+                name,
+                self.runtime.n_layers,
+                self.settings,
+                ratio,
+                self.costs,
+                self.tell,
+                prompt_id,
+                n_tokens=n_tokens if sparing else None,
             )
             tasks[name] = TaskState(name, search, held_out, ShiftWatch(self.known))
         return tasks
