@@ -113,9 +113,14 @@ class ShiftWatch:
         """Where the prompts since the latest shift lie; None before the first."""
         return single(unit(self.total)) if self.total else None
 
-    def saw(self, state: Sequence[float], settled: bool) -> None:
-        """A prompt was read: its mean hidden state, and whether all of its completion will be drafted with one set."""
+    def saw(self, state: Sequence[float], settled: bool, goes_on: bool = False) -> None:
+        """A prompt was read: its mean hidden state, and whether all of its completion will be drafted with one set.
+
+        Args: goes_on: it is a later turn of a chat, and no news of where prompts lie.
+        """
         self.settled = settled
+        if goes_on:
+            return
         self.latest = single(unit(state))
         centre = self.state
         if centre is not None and self.nearness.is_far(sum(map(mul, centre, self.latest))):

@@ -237,7 +237,7 @@ class Tuner:
             self._after_round(task, context, round_)
 
         def on_prompt(state: Tensor) -> None:
-            task.shift.saw(state.tolist(), settled=not task.search.optimising)
+            task.shift.saw(state.tolist(), settled=not task.search.optimising, goes_on=bool(flight.answers))
 
         searching = before_round if task.search.optimising else None
         return Watch(None, searching, after_round, task.search.scratch_rows, on_prompt)

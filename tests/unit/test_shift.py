@@ -160,6 +160,19 @@ def test_a_prompt_of_the_old_kind_between_ends_the_row() -> None:
         assert shift_at(watch, mixed) is None
 
 
+def test_later_turns_of_a_chat_are_no_prompts_elsewhere() -> None:
+    draws = random.Random(4)
+    prose, code = [4.0] * 20 + [0.0] * 20, [3.0] * 40
+    watch = ShiftWatch()
+    for first in prompts(prose, 1.0, 10, draws):
+        watch.saw(first, settled=True)
+        assert not watch.add(completion(90, 100))
+        for later in prompts(code, 1.0, FAR_FOR + 1, draws):
+            watch.saw(later, settled=True, goes_on=True)
+            assert not watch.add(completion(90, 100))
+    assert watch.chart.n == 10 * (FAR_FOR + 2)
+
+
 def test_prompts_of_one_kind_seldom_lie_elsewhere() -> None:
     for spread in (0.5, 2.0, 6.0):
         draws = random.Random(3)
