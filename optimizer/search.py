@@ -50,6 +50,7 @@ class Search:
         self.task, self.settings, self.costs = task, settings, costs
         self.skip_ratio, self.n_layers = skip_ratio, n_layers
         start = start or starting_set(n_layers, settings, skip_ratio, recipe_of(settings.strategy).chooses_size)
+        self._start = start
         self._draft = SkippedTarget(start)
         self.method = drafting_with(self._draft, settings, costs)
         self.trials: list[Trial] = []
@@ -127,7 +128,9 @@ class Search:
     def reopen(self, first: Sequence[LayerSet] = ()) -> bool:
         """Search again, as if anew, from the set in use; the sets of `first` are scored before any other.
 
-        Nothing that was tried before counts: the text has changed. Where no search was wanted, none begins.
+        The set that the search began with comes behind them: what was thinned out for one text may be too thin for the
+        next, and a search that only goes on from there needs long to find back. Nothing that was tried before counts:
+        the text has changed. Where no search was wanted, none begins.
 
         Returns: whether one has begun.
         """
@@ -135,7 +138,7 @@ class Search:
             return False
         self.close()
         self.stopped_because = ""
-        stored = [layer_set for layer_set in dict.fromkeys(first) if layer_set != self.layer_set]
+        stored = [layer_set for layer_set in dict.fromkeys([*first, self._start]) if layer_set != self.layer_set]
         n = len(self.trials)
         self._standing = Standing(Incumbent(self.layer_set), first=stored, opened_at=n, n_at_gain=n)
         self._windows = []
@@ -234,7 +237,7 @@ class Search:
         room -= len(sets)
         n = min(self._proposer.n_beside(len(due), self.batch), room)
         stored = standing.take_first(n)
-        sets += [(layer_set, "stored") for layer_set in stored]
+        sets += [(layer_set, "uniform" if layer_set == self._start else "stored") for layer_set in stored]
         return sets + self._proposer.proposed(context, place.prompt_id, n - len(stored))
 
     def _settle(self, place: Place, trials: list[Trial], seen: Mapping[LayerSet, WindowScore]) -> None:

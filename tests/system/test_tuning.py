@@ -20,8 +20,9 @@ from swiftopt.decoding.loop import Watch, decode
 from swiftopt.decoding.method import PLAIN
 from swiftopt.decoding.rule import TokenRule
 from swiftopt.optimizer.batches import candidates_per_pass
-from swiftopt.optimizer.incumbent import trimmed
+from swiftopt.optimizer.incumbent import Incumbent, trimmed
 from swiftopt.optimizer.search import Search
+from swiftopt.optimizer.standing import Standing
 from swiftopt.optimizer.tuning import Tuner
 
 SMALL: dict[str, Any] = dict(context_window=8, strategy="random", stop_threshold=0.05, max_draft_length=4)
@@ -189,6 +190,22 @@ def test_reopened_search_scores_the_given_sets_first_and_forgets_what_it_knew(st
     assert [trial.origin for trial in anew[:3]] == ["in use", "stored", "stored"]
     assert [trial.layer_set for trial in anew[:3]] == [held, *stored[:2]]
     assert len(anew) == 6 and search.stopped_because == "6 candidates were scored"
+
+
+def test_reopened_search_looks_at_its_first_set_again() -> None:
+    search, _, names = search_of(strategy="random", max_steps=6, target_matchness=1.0)
+    start = search.layer_set
+    run_on(search, 1)
+    thin, stored = LayerSet(4, frozenset({1, 2}), frozenset({1, 2})), LayerSet(4, frozenset({2}))
+    search._standing = Standing(Incumbent(thin))
+    assert search.reopen([stored])
+    names.append("q")
+    run_on(search, 2)
+    assert [(trial.origin, trial.layer_set) for trial in search.trials[6:9]] == [
+        ("in use", thin),
+        ("stored", stored),
+        ("uniform", start),
+    ]
 
 
 def test_reopened_search_goes_on_from_its_state_as_it_would_have() -> None:
