@@ -294,6 +294,8 @@ class Tuner:
                 task.pairs.append(pair)
                 if is_first:
                     self.tell(PromptFinished(turn, index, pair.plain, held_out=True))
+                else:
+                    self.tell(progress_of(task))  # so that what was timed can be kept
                 self._check_stop()
 
     def _beat(self, task: TaskState) -> None:

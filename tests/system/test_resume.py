@@ -104,9 +104,11 @@ class Case:
     max_new_tokens: int = 20
     alarm: float = ALARM  # a random model's acceptance hardly changes with its text
     known: tuple[KnownSet, ...] = ()
+    looks_twice: bool = False  # whether the verdict stays open at first, which the clock would decide
 
     def tuner(self, tell: Callable[[Event], None]) -> Tuner:
         shift.ALARM = self.alarm
+        tuning.is_open = lambda verdict: self.looks_twice
         tuning.BEAT_S = math.inf  # signs of life come by the clock: on a slow machine no life would get further
         settings = SwiftSettings(**{**SMALL, "deterministic": True, **self.settings})
         return Tuner(runtime(), settings, self.sampling, self.max_new_tokens, self.costs, tell, "tiny", self.known)
@@ -193,6 +195,7 @@ ELSEWHERE = tuple(KnownSet(LayerSet.uniform(N_LAYERS, n), unit([1.0] * WIDTH)) f
 CASES = {
     "batches": Case(texts(4), dict(max_steps=30)),
     "single": Case(texts(4), dict(max_steps=9), costs=DEAR),
+    "two-looks": Case(texts(12), dict(max_steps=9), costs=DEAR, looks_twice=True),
     "patience": Case(texts(4), dict(patience=7), costs=DEAR),
     "lowered": Case(texts(4), LOWERED, costs=DEAR),
     "two-tasks": Case(mixed(3), dict(max_steps=12), costs=DEAR),
