@@ -115,7 +115,7 @@ def measure(shape: Shape, device: str, wanted: float, speed: Speed, n_new: int) 
     plain_speed = median(map(speed_of, plain))
     limit = 1e9 * max(read.values()) / bytes_per_token(runtime)
     ratio = median(speed_of(fast) / speed_of(slow) for slow, fast in zip(plain, drafted, strict=True))
-    expected = profile.expected_of(layer_set, drafted) or 0.0
+    expected = profile.expected_of(drafted) or 0.0
     return {
         "device": machine_name(runtime),
         "dtype": runtime.dtype_name,

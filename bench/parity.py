@@ -25,6 +25,7 @@ from ..core.records import load_record
 from ..core.settings import SwiftSettings
 from ..core.streams import read_stream
 from ..core.types import LayerSet, Prompt, Sampling, n_skipped_for, searchable
+from ..decoding.loop import completion_text
 from ..decoding.method import Method, swift
 from ..decoding.methods import Parts, build
 from ..decoding.session import Session, n_turns, turn_of
@@ -117,7 +118,7 @@ def _references(session: Session, prompts: Sequence[Prompt]) -> Iterator[tuple[P
             ids = session.encode(turn)
             expected = list(hf_generate(session, ids, session.max_new_tokens))
             yield turn, ids, expected
-            said = session.runtime.tokenizer.decode(expected, skip_special_tokens=True)
+            said = completion_text(session.runtime, expected, session.ending(session.max_new_tokens))
             history = (*history, {"role": "assistant", "content": said})
 
 

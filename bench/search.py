@@ -102,6 +102,7 @@ class Bench:
             )
         self._rule = Session(runtime, Sampling(), 1).rule()
         self._seen: dict[LayerSet, list[WindowScore]] = {}  # of the first windows, or all of them
+        self._worths: dict[tuple[LayerSet, int], tuple[float, Replay]] = {}  # over so many of them
         scratch = self.window * AT_ONCE
         windows = [context for text in self.texts for context in self._grown(text, self.window, scratch)]
         self._windows = random.Random(0).sample(windows, len(windows))  # so that the first few are of several texts
@@ -151,8 +152,11 @@ class Bench:
 
     def _worth(self, layer_set: LayerSet, n: int) -> tuple[float, Replay]:
         """The objective over the first `n` windows, which the set was scored on."""
-        played = replay_all(self._seen[layer_set][:n], self.settings)
-        return self.costs.expected_speedup(layer_set, played.tokens, played.draft_steps, played.widths), played
+        if (layer_set, n) not in self._worths:
+            played = replay_all(self._seen[layer_set][:n], self.settings)
+            value = self.costs.expected_speedup(layer_set, played.tokens, played.draft_steps, played.widths)
+            self._worths[layer_set, n] = value, played
+        return self._worths[layer_set, n]
 
     @torch.inference_mode()
     def _grown(self, text: Text, stride: int, scratch: int) -> Iterator[Context]:

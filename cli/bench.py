@@ -22,7 +22,7 @@ from .options import (
     read_layer_set,
     speed_option,
 )
-from .output import emit_json, note, show
+from .output import emit_json, note, note_load, show
 from .search import search
 from .stream_shift import stream_shift
 
@@ -97,23 +97,19 @@ def decode(
     from ..models.loading import load
     from ..worker.generate import Planner
 
-    runtime = load(request.model, request.dtype, request.device, _note_load, request.speed)
+    runtime = load(request.model, request.dtype, request.device, note_load, request.speed)
     if record is not None:
         Planner(request, runtime, None).plan_for(record.task)  # a set of another model must not cost the plain runs
     with open_store(db) as store:
         store.remember_model(runtime.info)
         drafting = (
-            None if assistant is None else load(assistant, request.dtype, request.device, _note_load, request.speed)
+            None if assistant is None else load(assistant, request.dtype, request.device, note_load, request.speed)
         )
         report = run_methods(runtime, prompts, chosen, request, store, _show_run, drafting, ignore_eos)
     if as_json:
         emit_json(report)
     else:
         _show_table(report)
-
-
-def _note_load(step: str) -> None:
-    note(f"load: {step}")
 
 
 def _show_run(method: str, number: int, n_prompts: int, timed: Any) -> None:

@@ -29,7 +29,7 @@ from .options import (
     speed_option,
     together,
 )
-from .output import emit_json, json_line, note
+from .output import emit_json, json_line, note, note_load
 
 if TYPE_CHECKING:
     from ..worker.generate import GenerateInfo
@@ -94,7 +94,7 @@ def generate(
         store = stack.enter_context(open_store(db))
         lines = stack.enter_context(LineWriter(Path(out), append=False)) if out is not None else None
         sink = _Sink(request.model, as_json, one_only=stream is None, out=lines)
-        for turn in decode(request, prompts, store, sink.on_text, lambda step: note(f"load: {step}")):
+        for turn in decode(request, prompts, store, sink.on_text, note_load):
             sink.show(turn)
 
 

@@ -12,7 +12,7 @@ from ..core.streams import read_stream
 from ..core.types import Sampling
 from .checks import check_model
 from .options import db_option, from_field, json_option, machine_options, open_store, pick, positive
-from .output import console, emit_json, note, show
+from .output import console, emit_json, note, note_load, show
 
 
 @click.command("search", short_help="Self-SD's offline search for a layer set.")
@@ -61,7 +61,7 @@ def search(
             store,
             max_steps,
             float("inf") if minutes is None else 60 * minutes,
-            lambda step: note(f"load: {step}"),
+            note_load,
             show_candidate,
         )
     figures = {"candidates": len(found.candidates), "ratio": found.best.ratio, "median_ratio": typical_ratio(found)}

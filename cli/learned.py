@@ -28,7 +28,7 @@ from .options import (
     positive,
     together,
 )
-from .output import console, emit_json, note, show, writing
+from .output import console, emit_json, note, note_load, show, writing
 
 MIXED = "mixed"
 NEWS_S = 5.0  # seconds between two lines of progress
@@ -76,7 +76,7 @@ def run_training(kind: LearnedKind, settings: HeadSettings | ProbeSettings, opti
 
     request = TrainRequest(options["model"], task, settings, options["dtype"], options["device"])
     with open_store(options["db"]) as store:
-        record = train(request, prompts, store, Teller(), lambda step: note(f"load: {step}"))
+        record = train(request, prompts, store, Teller(), note_load)
         database = safe_url(store.url)
     _draw(record, options["png"])
     if options["as_json"]:

@@ -65,6 +65,11 @@ def note(text: str) -> None:
         silence(sys.stderr)
 
 
+def note_load(step: str) -> None:
+    """A remark on how far the loading of a model is."""
+    note(f"load: {step}")
+
+
 def silence(stream: TextIO) -> None:
     """Let what is still to be written there go nowhere, such as at the interpreter's end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -13,7 +13,7 @@ from ..core.settings import SwiftSettings
 from ..core.streams import read_stream
 from .checks import check_model, check_words
 from .options import default_of, from_field, json_option, machine_options, pick, positive
-from .output import note, present, show, writing
+from .output import note, note_load, present, show, writing
 
 COMPARED = ("swift", "random", "local", "knapsack", "clasp")
 
@@ -86,7 +86,7 @@ def search(
     from ..models.loading import load
     from .search_chart import draw
 
-    runtime = load(request.model, request.dtype, request.device, lambda step: note(f"load: {step}"))
+    runtime = load(request.model, request.dtype, request.device, note_load)
     if path is not None and path.exists():
         recorded = bench.Record.read(path, runtime)
     else:

@@ -14,7 +14,7 @@ from ..core.streams import read_stream
 from .checks import check_model, check_words
 from .live import RunState, event_line
 from .options import from_field, json_option, machine_options, pick, positive, settings_options, speed_option
-from .output import note, present, show
+from .output import note, note_load, present, show
 
 
 @click.command("stream-shift", short_help="A stream that changes its task, and how acceptance follows.")
@@ -62,7 +62,7 @@ def stream_shift(
     from ..worker.stored_costs import stored_costs
     from .stream_shift_chart import draw
 
-    runtime = load(request.model, request.dtype, request.device, lambda step: note(f"load: {step}"), request.speed)
+    runtime = load(request.model, request.dtype, request.device, note_load, request.speed)
     session = Session(runtime, request.sampling, request.max_new_tokens)
     n_positions = max(session.check(prompt) for prompt in lines)
     plain = stored_costs(runtime, None, n_positions, note)

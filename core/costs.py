@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -95,19 +94,26 @@ class CostProfile:
         Source: SWIFT Eq. 6. DEVIATION: c is measured instead of 1 - r, and a verification costs what its rows cost
         instead of one plain pass.
         """
-        spent = draft_steps * self.draft_cost(layer_set)
-        spent += sum(count * self.verify_cost(n_rows) for n_rows, count in widths.items())
-        return tokens / spent
+        return tokens / self._spent(layer_set, draft_steps, widths)
 
-    def expected_of(self, layer_set: LayerSet, completions: Iterable[Completion]) -> float | None:
-        """E(Spd.) of real runs with that set, from their own counts, without prefill; None without a target pass."""
-        tokens, steps = 0, 0
-        widths: Counter[int] = Counter()
+    def expected_of(self, completions: Iterable[Completion]) -> float | None:
+        """E(Spd.) of real runs, each with the set it ended with, from their own counts, without prefill.
+
+        None without a target pass, or where a run had no layer set.
+        """
+        tokens, spent = 0, 0.0
         for done in completions:
-            tokens += done.n_tokens - done.first_tokens
-            steps += done.drafted
-            widths.update(done.verified_widths)
-        return self.expected_speedup(layer_set, tokens, steps, widths) if widths else None
+            if done.layer_set is None:
+                return None
+            if done.verified_widths:
+                tokens += done.n_tokens - done.first_tokens
+                spent += self._spent(done.layer_set, done.drafted, done.verified_widths)
+        return tokens / spent if spent else None
+
+    def _spent(self, layer_set: LayerSet, draft_steps: float, widths: Mapping[int, float]) -> float:
+        """Plain passes' times of that many draft steps and target passes per width."""
+        verified = sum(count * self.verify_cost(n_rows) for n_rows, count in widths.items())
+        return draft_steps * self.draft_cost(layer_set) + verified
 
 
 def _between(known: Mapping[int, float], n: int) -> float:

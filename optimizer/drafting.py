@@ -39,14 +39,4 @@ def expected_of(costs: CostProfile | None, completions: Sequence[Completion]) ->
     reckoned = [done.reckoned_cost for done in completions if done.reckoned_cost is not None]
     if reckoned and len(reckoned) == len(completions):
         return sum(done.n_tokens - done.first_tokens for done in completions) / sum(reckoned)
-    by_set: dict[LayerSet, list[Completion]] = {}
-    for done in completions:
-        if done.layer_set is None:
-            return None
-        by_set.setdefault(done.layer_set, []).append(done)
-    tokens, spent = 0, 0.0
-    for layer_set, own in by_set.items():
-        if costs is not None and (speedup := costs.expected_of(layer_set, own)):
-            n_own = sum(done.n_tokens - done.first_tokens for done in own)
-            tokens, spent = tokens + n_own, spent + n_own / speedup
-    return tokens / spent if spent else None
+    return None if costs is None else costs.expected_of(completions)

@@ -145,13 +145,12 @@ class ShiftWatch:
 
     def moved(self, layer_set: LayerSet) -> list[LayerSet]:
         """Remember the set in use for the text that is over; the known sets nearest to what has come."""
-        before = self.state
-        place = single(unit(self.elsewhere or self.latest))
-        found = nearest([*self.left, *self.known], place, N_STORED)
+        before, come = self.state, self.elsewhere or self.latest
+        found = nearest([*self.left, *self.known], single(unit(come)), N_STORED)
         if before is not None:
             self.left = [*(own for own in self.left if own.layer_set != layer_set), KnownSet(layer_set, before)]
         self.chart, self.nearness = AcceptanceChart(), Nearness()
-        self.total, self.elsewhere, self.n_far, self.settled = self.elsewhere or self.latest, (), 0, False
+        self.total, self.elsewhere, self.n_far, self.settled = come, (), 0, False
         return found
 
     def to_json(self) -> dict[str, Any]:
