@@ -25,7 +25,7 @@ from ..core.errors import SwiftoptError
 from ..core.requests import Speed
 from ..core.types import Completion, LayerSet, n_skipped_for
 from ..decoding.method import PLAIN
-from ..models.costs import machine_name, measure_costs
+from ..models.costs import device_name, measure_costs
 from ..models.loading import at_speed
 from ..models.rows import Rows
 from ..models.runtime import Runtime
@@ -117,7 +117,7 @@ def measure(shape: Shape, device: str, wanted: float, speed: Speed, n_new: int) 
     ratio = median(speed_of(fast) / speed_of(slow) for slow, fast in zip(plain, drafted, strict=True))
     expected = profile.expected_of(drafted) or 0.0
     return {
-        "device": machine_name(runtime),
+        "device": device_name(runtime.device),
         "dtype": runtime.dtype_name,
         "speed": speed,
         "parameters": runtime.info.n_parameters,

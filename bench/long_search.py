@@ -45,8 +45,6 @@ class LongSearch:
         started_at = self._value(self.best)
         while self.n_judged < self.most:
             self._climb()
-            if self._value(self.held) > self._value(self.best):
-                self.best = self.held
             self.held = self._flipped(self.best, self._draws.sample(range(self.best.n_searched), KICK))
         return {
             "sets": self.n_judged,

@@ -28,7 +28,7 @@ from ..optimizer.objective import Replay, replay_all
 from ..optimizer.search import Search
 
 SCHEMA = "swiftopt.bench-search/1"
-RECORD = "swiftopt.search-record/1"
+RECORD = "swiftopt.search-record/2"
 AT_ONCE = 4  # sets that are judged in one pass
 LAP, BEHIND = 4, 0.02  # windows between two looks at a race, and how far behind a set drops out
 GOAL = 0.95  # of the best objective that any strategy ended with
@@ -53,21 +53,21 @@ class Record:
 
     def write(self, path: Path) -> None:
         """As one JSON object."""
-        costs = {**asdict(self.costs), "pass_s": sorted(self.costs.pass_s.items())}
-        texts = [asdict(text) for text in self.texts]
-        path.write_text(json.dumps({"schema": RECORD, "costs": costs, "texts": texts}) + "\n", encoding="utf-8")
+        values = {"schema": RECORD, "costs": self.costs.to_json(), "texts": [asdict(text) for text in self.texts]}
+        path.write_text(json.dumps(values) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path, runtime: Runtime) -> Record:
         """Raises: InvalidInput: the file is no record, or of another model."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-            costs = {**values["costs"], "pass_s": {n: seconds for n, seconds in values["costs"]["pass_s"]}}
+            if values["schema"] != RECORD:
+                raise ValueError(f"schema {values['schema']}")
             texts = [Text(each["id"], tuple(each["token_ids"]), each["n_prompt"]) for each in values["texts"]]
-            record = cls(tuple(texts), CostProfile(**costs))
+            record = cls(tuple(texts), CostProfile.from_json(values["costs"]))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise InvalidInput(f"{path} is no record of contexts ({error!r}): name another file") from error
-        if record.costs.fingerprint != runtime.info.fingerprint or values.get("schema") != RECORD:
+            raise InvalidInput(f"{path} is no record of {RECORD} ({error!r}): name another file") from error
+        if record.costs.fingerprint != runtime.info.fingerprint:
             raise InvalidInput(f"{path} was recorded with another model: name another file, and it is recorded anew")
         return record
 

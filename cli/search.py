@@ -36,7 +36,7 @@ COMPARED = ("swift", "random", "local", "knapsack", "clasp")
 @from_field(SwiftSettings, "seed", "Seed of every random choice.", type=int)
 @click.option(
     "--long-search",
-    type=int,
+    type=click.IntRange(min=0),
     default=0,
     show_default=True,
     metavar="N",
@@ -100,7 +100,7 @@ def search(
     )
     run = bench.Bench(runtime, recorded, settings, stride)
     report = {"model": request.model, **bench.compare_strategies(run, chosen, passes, _show_gain)}
-    if long_search > 0:
+    if long_search:
         report = with_long_search(run, report, long_search, _show_gain)
     present(report, as_json, _show_table, png, draw)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from .formats import STORED
 from .types import Completion, LayerSet
@@ -22,6 +22,15 @@ class FormatCosts:
     head_s: float
     fixed_s: float = 0.0
     wider: Mapping[int, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, with numbers of rows as text."""
+        return {**asdict(self), "wider": _as_text(self.wider)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> FormatCosts:
+        """Inverse of `to_json`."""
+        return cls(**{**values, "wider": _as_numbers(values["wider"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +53,20 @@ class CostProfile:
     fixed_s: float
     pass_s: Mapping[int, float]
     formats: Mapping[str, FormatCosts] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, with numbers of rows as text."""
+        formats = {name: costs.to_json() for name, costs in self.formats.items()}
+        return {**asdict(self), "pass_s": _as_text(self.pass_s), "formats": formats}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> CostProfile:
+        """Inverse of `to_json`.
+
+        Raises: KeyError, TypeError, ValueError, AttributeError: those are no such values.
+        """
+        formats = {name: FormatCosts.from_json(own) for name, own in values["formats"].items()}
+        return cls(**{**values, "pass_s": _as_numbers(values["pass_s"]), "formats": formats})
 
     def missing(self, layer_set: LayerSet) -> frozenset[str]:
         """Formats of a draft whose costs were not measured."""
@@ -114,6 +137,16 @@ class CostProfile:
         """Plain passes' times of that many draft steps and target passes per width."""
         verified = sum(count * self.verify_cost(n_rows) for n_rows, count in widths.items())
         return draft_steps * self.draft_cost(layer_set) + verified
+
+
+def _as_text(by_rows: Mapping[int, float]) -> dict[str, float]:
+    """As JSON and the store want it, whose keys are text."""
+    return {str(n_rows): value for n_rows, value in sorted(by_rows.items())}
+
+
+def _as_numbers(by_rows: Mapping[str, float]) -> dict[int, float]:
+    """Inverse of `_as_text`; ascending, for a store may order text its own way."""
+    return {n_rows: by_rows[str(n_rows)] for n_rows in sorted(map(int, by_rows))}
 
 
 def _between(known: Mapping[int, float], n: int) -> float:

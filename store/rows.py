@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import fields
 from datetime import UTC, datetime
-from typing import Any, cast
+from typing import cast
 
-from ..core.costs import CostProfile, FormatCosts
+from ..core.costs import CostProfile
 from ..core.known_sets import packed
 from ..core.learned import LearnedKind, LearnedRecord
 from ..core.times import now
@@ -161,48 +161,14 @@ def found_plan(row: PlanRow, alias: str, fallback: str | None = None) -> FoundPl
 
 def cost_profile_row(profile: CostProfile) -> CostProfileRow:
     """A new row."""
-    return CostProfileRow(
-        fingerprint=profile.fingerprint,
-        device=profile.device,
-        dtype=profile.dtype,
-        context_bucket=profile.context_bucket,
-        n_layers=profile.n_layers,
-        attn_s=profile.attn_s,
-        mlp_s=profile.mlp_s,
-        head_s=profile.head_s,
-        fixed_s=profile.fixed_s,
-        pass_s={str(width): seconds for width, seconds in profile.pass_s.items()},
-        formats={name: _format_json(costs) for name, costs in profile.formats.items()} or None,
-        created_at=now(),
-    )
+    values = profile.to_json()
+    return CostProfileRow(**{**values, "formats": values["formats"] or None}, created_at=now())
 
 
 def cost_profile(row: CostProfileRow) -> CostProfile:
     """Inverse of `cost_profile_row`."""
-    return CostProfile(
-        fingerprint=row.fingerprint,
-        device=row.device,
-        dtype=row.dtype,
-        context_bucket=row.context_bucket,
-        n_layers=row.n_layers,
-        attn_s=row.attn_s,
-        mlp_s=row.mlp_s,
-        head_s=row.head_s,
-        fixed_s=row.fixed_s,
-        pass_s={int(width): seconds for width, seconds in row.pass_s.items()},
-        formats={name: _format_costs(values) for name, values in (row.formats or {}).items()},
-    )
-
-
-def _format_json(costs: FormatCosts) -> dict[str, Any]:
-    wider = {str(n_rows): factor for n_rows, factor in costs.wider.items()}
-    parts = {name: getattr(costs, name) for name in ("attn_s", "mlp_s", "head_s", "fixed_s")}
-    return {**parts, "wider": wider}
-
-
-def _format_costs(values: Mapping[str, Any]) -> FormatCosts:
-    wider = {int(n_rows): factor for n_rows, factor in values["wider"].items()}
-    return FormatCosts(values["attn_s"], values["mlp_s"], values["head_s"], values["fixed_s"], wider)
+    values = {each.name: getattr(row, each.name) for each in fields(CostProfile)}
+    return CostProfile.from_json({**values, "formats": row.formats or {}})
 
 
 def trial_row(job: str, task: str, trial: Trial) -> TrialRow:

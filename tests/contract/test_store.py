@@ -364,12 +364,14 @@ def test_cost_profile_is_replaced_by_a_newer_one_of_the_same_key(store: Store) -
         8e-5,
         1e-4,
         1e-5,
-        {1: 0.004, 16: 0.005},
+        {1: 0.004, 2: 0.0041, 16: 0.005},
         {"int4": FormatCosts(1e-6, 2e-6, 3e-6, 4e-6, {1: 1.0, 4: 1.5})},
     )
     assert store.cost_profile("f", H200, "bfloat16", 2048) is None
     store.save_cost_profile(profile)
-    store.save_cost_profile(dataclasses.replace(profile, context_bucket=4096))
+    longer = dataclasses.replace(profile, context_bucket=4096)
+    store.save_cost_profile(longer)
+    assert store.cost_profile("f", H200, "bfloat16", 4096) == longer
     newer = dataclasses.replace(profile, pass_s={1: 1 / 3})
     store.save_cost_profile(newer)
     assert store.cost_profile("f", H200, "bfloat16", 2048) == newer
