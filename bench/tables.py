@@ -1,11 +1,12 @@
-"""The table of results in bench/RESULTS.md, made of the files in bench/results.
+"""The tables of results in bench/RESULTS.md and README.md, made of the files in bench/results.
 
-    python -m swiftopt.bench.tables            prints the table
-    python -m swiftopt.bench.tables --write    puts it between the marks of RESULTS.md
+    python -m swiftopt.bench.tables            prints those of RESULTS.md
+    python -m swiftopt.bench.tables --write    puts both between the marks of their pages
 
 A file holds one object: {"date", "commit", "command", "note", "report"}, where `report` is what `swiftopt compare
 --json` or `swiftopt bench decode|search|stream-shift --json` printed for `command`. Every row of every file is shown,
-those that lose among them, in one table for methods, one for searches and one for streams that change.
+those that lose among them, in one table for methods, one for searches and one for streams that change. The README has
+the methods of those files that say `"headline": true`, again with every row.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,31 +29,57 @@ from .stream_shift import SCHEMA as SHIFT_SCHEMA
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 PAGE = ROOT / "bench" / "RESULTS.md"
+README = ROOT / "README.md"
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
 KEYS = ("date", "commit", "command", "note", "report")
-HEADER = ("model", "task", "method", "tok/s", "ratio [95 %]", "α", "M", "identical", "device, dtype", "file")
+HEADER = ("model", "task", "method", "tok/s", "ratio [95 %]", "α", "M", "identical", "device, dtype")
+SHORT_HEADER = ("model", "task", "method", "plain tok/s", "tok/s", "ratio [95 %]", "α", "M", "device, dtype")
+BASE = "1 (base)"
 NOTHING = "No measurement is published yet."
 
 
 def table(folder: Path = RESULTS) -> str:
-    """All results as a markdown table, and under it the command that makes each file again.
+    """All results as markdown tables, and under each the command that makes each of its files again.
 
     Raises: InvalidInput: a file is no result.
     """
-    results = [(path, _read(path)) for path in sorted(folder.glob("*.json"))]
-    if not results:
-        return NOTHING
-    results.sort(key=lambda item: [item[1]["report"][key] for key in ("model", "device", "dtype")])
+    results = _results(folder)
     parts = []
     for kind in dict.fromkeys(KINDS.values()):
         own = [(path, result) for path, result in results if KINDS[result["report"]["schema"]] is kind]
-        if not own:
-            continue
-        cells = [kind.header, ("---",) * len(kind.header), *(row for item in own for row in kind.rows(*item))]
-        lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in cells]
-        title = [f"**{kind.title}**", ""] if kind.title else []
-        parts.append("\n".join([*title, *lines, "", *(_origin(path, result) for path, result in own)]))
-    return "\n\n".join(parts)
+        if own:
+            title = [f"**{kind.title}**", ""] if kind.title else []
+            rows = ((*row, _link(path, result, PAGE)) for path, result in own for row in kind.rows(result))
+            lines = _markdown(kind.header, rows)
+            parts.append("\n".join([*title, *lines, "", *(_origin(path, result) for path, result in own)]))
+    return "\n\n".join(parts) or NOTHING
+
+
+def short_table(folder: Path = RESULTS) -> str:
+    """The methods of the headline files, each beside the speed of plain decoding in its own run.
+
+    Raises: InvalidInput: a file is no result.
+    """
+    results = [(path, result) for path, result in _results(folder) if result.get("headline")]
+    rows = ((*row, _link(path, result, README)) for path, result in results for row in _against_base(result))
+    return "\n".join(_markdown(SHORT_HEADER, rows)) if results else NOTHING
+
+
+def _results(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
+    results = [(path, _read(path)) for path in sorted(folder.glob("*.json"))]
+    return sorted(results, key=lambda item: [item[1]["report"][key] for key in ("model", "device", "dtype")])
+
+
+def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a table whose last column is the file."""
+    cells = [(*header, "file"), ("---",) * (len(header) + 1), *rows]
+    return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in cells]
+
+
+def _link(path: Path, result: dict[str, Any], page: Path) -> str:
+    """To a result file, from a page."""
+    folder = RESULTS.relative_to(page.parent).as_posix()
+    return f"[{result['commit']}]({folder}/{path.name})"
 
 
 def refreshed(text: str, body: str) -> str:
@@ -81,19 +108,30 @@ def _read(path: Path) -> dict[str, Any]:
     return dict(result)
 
 
-def _rows(path: Path, result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+def _rows(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     report = result["report"]
-    task = f"{_task(result['command'])}, {report['prompts']} prompts, {report['max_new_tokens']} tokens"
+    ends = ", stop tokens ignored" if report.get("ignore_eos") else ""
+    task = f"{_task(result['command'])}, {report['prompts']} prompts, {report['max_new_tokens']} tokens{ends}"
     where = f"{report['device']}, {report['dtype']}"
     for row in _compared(report) if report["schema"] == COMPARE_SCHEMA else _decoded(report):
-        yield (report["model"], task, *row, where, f"[{result['commit']}](results/{path.name})")
+        told = _told(result["command"], row[0])
+        yield (report["model"], task, ", ".join((row[0], *told)), *row[1:], where)
+
+
+def _against_base(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of a report of methods, but that of plain decoding, whose speed the others have beside them."""
+    shown = list(_rows(result))
+    base = next(row for row in shown if row[4] == BASE)
+    for model, task, method, tok_s, ratio, acceptance, length, _, where in shown:
+        if ratio != BASE:
+            yield (model, task, method, base[3], tok_s, ratio, acceptance, length, where)
 
 
 def _decoded(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """Rows of `bench decode`."""
     for row, own in zip(rows(report), report["results"], strict=True):
         method, tok_s, ratio, interval, acceptance, length, identical = row
-        compared = "1 (base)" if method == report["base"] else f"{ratio} [{interval}]"
+        compared = BASE if method == report["base"] else f"{ratio} [{interval}]"
         named = f"{method}, searching" if own["optimise_seconds"] else method
         yield (named, tok_s, compared, acceptance, length, identical)
 
@@ -105,7 +143,7 @@ def _compared(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
             yield (row["method"], "not run", "–", "–", "–", "–")
             continue
         low, high = row["ratio_interval"] or (row["ratio"], row["ratio"])
-        compared = "1 (base)" if row["method"] == report["base"] else f"{row['ratio']:.2f}x [{low:.2f}-{high:.2f}]"
+        compared = BASE if row["method"] == report["base"] else f"{row['ratio']:.2f}x [{low:.2f}-{high:.2f}]"
         yield (
             f"{row['method']} (lossy)" if row["lossy"] else row["method"],
             f"{row['tok_s']:.1f}",
@@ -116,7 +154,7 @@ def _compared(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         )
 
 
-def _searched(path: Path, result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+def _searched(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """Rows of `bench search`."""
     report = result["report"]
     for row in report["results"]:
@@ -131,11 +169,10 @@ def _searched(path: Path, result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
             "not reached" if row["to_goal"] is None else f"{row['to_goal']['passes']:.0f}",
             "not reached" if row["to_base"] is None else f"{row['to_base']['passes']:.0f}",
             f"{report['device']}, {report['dtype']}",
-            f"[{result['commit']}](results/{path.name})",
         )
 
 
-def _shifted(path: Path, result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+def _shifted(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """Rows of `bench stream-shift`."""
     report = result["report"]
     for row in report["results"]:
@@ -144,8 +181,7 @@ def _shifted(path: Path, result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         speeds = (_figure(row[run].get("expected")) for run in ("own", "adapted"))  # earlier files lack it
         drafts = f"{report['method']}, {report['draft_format']}"
         where = f"{report['device']}, {report['dtype']}"
-        file = f"[{result['commit']}](results/{path.name})"
-        yield (report["model"], drafts, row["task"], *rates, missing, *speeds, where, file)
+        yield (report["model"], drafts, row["task"], *rates, missing, *speeds, where)
 
 
 @dataclass(frozen=True)
@@ -153,8 +189,8 @@ class Kind:
     """A table of its own: title, header, and the rows of a file."""
 
     title: str
-    header: tuple[str, ...]
-    rows: Callable[[Path, dict[str, Any]], Iterator[tuple[str, ...]]]
+    header: tuple[str, ...]  # without the file, which comes last
+    rows: Callable[[dict[str, Any]], Iterator[tuple[str, ...]]]
 
 
 METHODS_TABLE = Kind("", HEADER, _rows)
@@ -174,7 +210,6 @@ KINDS = {
             "to 95 % of the best",
             "to 95 % of swift's",
             "device, dtype",
-            "file",
         ),
         _searched,
     ),
@@ -191,7 +226,6 @@ KINDS = {
             "expected, own set",
             "expected, one stream",
             "device, dtype",
-            "file",
         ),
         _shifted,
     ),
@@ -216,17 +250,25 @@ def _task(command: str) -> str:
     return known.task or Path(known.stream).stem
 
 
+def _told(command: str, method: str) -> list[str]:
+    """The settings that a command gives a method, `setting=value`."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--set", action="append", default=[])
+    known, _ = parser.parse_known_args(shlex.split(command))
+    return [each.removeprefix(f"{method}.") for each in known.set if each.startswith(f"{method}.")]
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Print the table, or write it into its page; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write bench/RESULTS.md instead of printing")
+    parser.add_argument("--write", action="store_true", help="write into RESULTS.md and README.md instead")
     parsed = parser.parse_args(args)
     try:
-        body = table()
-        if parsed.write:
-            PAGE.write_text(refreshed(PAGE.read_text(encoding="utf-8"), body), encoding="utf-8")
-        else:
-            print(body)
+        if not parsed.write:
+            print(table())
+            return 0
+        for page, body in ((PAGE, table()), (README, short_table())):
+            page.write_text(refreshed(page.read_text(encoding="utf-8"), body), encoding="utf-8")
     except SwiftoptError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -6,7 +6,7 @@ import ast
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from tiny_files import save
 
 import swiftopt
 from swiftopt.bench.decode import SCHEMA
-from swiftopt.bench.tables import BEGIN, END, NOTHING, PAGE, main, refreshed, table
+from swiftopt.bench.tables import BEGIN, END, NOTHING, PAGE, README, main, refreshed, short_table, table
 from swiftopt.cli.main import INTERRUPTED
 from swiftopt.cli.main import swiftopt as program
 from swiftopt.cli.reference import EXIT_CODES, page
@@ -247,9 +247,10 @@ def put(folder: Path, name: str, value: Any) -> Path:
     return folder
 
 
-def test_table_agrees_with_the_result_files() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    assert refreshed(text, table()) == text, "run: python -m swiftopt.bench.tables --write"
+@pytest.mark.parametrize(("page", "made"), [(PAGE, table), (README, short_table)], ids=["results", "readme"])
+def test_table_agrees_with_the_result_files(page: Path, made: Callable[[], str]) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert refreshed(text, made()) == text, "run: python -m swiftopt.bench.tables --write"
 
 
 def test_table_shows_every_row_those_that_lose_among_them(tmp_path: Path) -> None:
@@ -262,11 +263,29 @@ def test_table_shows_every_row_those_that_lose_among_them(tmp_path: Path) -> Non
     assert len(lines) == 7
 
 
+def test_short_table_has_every_row_of_a_headline_beside_the_base(tmp_path: Path) -> None:
+    put(tmp_path, "2026-01-01-fff0000-cpu.json", result(commit="fff0000"))
+    lines = short_table(put(tmp_path, "2026-01-02-abc1234-cpu.json", result(headline=True))).splitlines()
+    where = "cpu\\|x, float32 | [abc1234](bench/results/2026-01-02-abc1234-cpu.json) |"
+    task = "| tiny | notes, 4 prompts, 16 tokens"
+    assert lines[2:] == [
+        f"{task} | swift | 10.0 | 8.0 | 0.80x [0.70-0.90] | 0.91 | 2.50 | {where}",
+        f"{task} | hf-lookup | 10.0 | 13.0 | 1.30x [1.20-1.40] | – | – | {where}",
+    ]
+    assert short_table(tmp_path / "absent") == NOTHING
+
+
 def test_table_takes_the_task_from_the_command_and_says_when_a_search_ran(tmp_path: Path) -> None:
     searching = result(command="swiftopt bench decode --stream a.jsonl --task code --model tiny", note="")
     searching["report"]["results"][1]["optimise_seconds"] = 2.5
     shown = table(put(tmp_path, "x.json", searching))
     assert "| code, 4 prompts, 16 tokens | swift, searching |" in shown and shown.endswith("--model tiny`.")
+
+
+def test_table_names_the_settings_that_a_method_was_given(tmp_path: Path) -> None:
+    told = "swiftopt compare --stream a.jsonl --set swift.stop_threshold=0.5 --set other.x=1"
+    shown = table(put(tmp_path, "x.json", result(command=told)))
+    assert "| swift, stop_threshold=0.5 | 8.0 |" in shown and "| hf-lookup | 13.0 |" in shown
 
 
 def test_table_of_no_files_says_so(tmp_path: Path) -> None:
