@@ -327,6 +327,11 @@ class LayerSetRecord:
     job: str | None = None
     prompt_state: tuple[float, ...] | None = field(default=None, repr=False, compare=False)
 
+    @property
+    def found_for(self) -> Literal["swift", "adaptive"]:
+        """The method whose search found it; sets from elsewhere count as SWIFT's."""
+        return "adaptive" if self.settings.get("method") == "adaptive" else "swift"
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

@@ -12,6 +12,12 @@ from .structure import study, study_rows
 PAIRED = 2  # candidates that are scored beside the set in use, where every pass scores that, too
 
 
+def chooses_size(settings: SwiftSettings, costs: CostProfile | None) -> bool:
+    """Whether the strategy itself chooses how many sub-layers are left out, which takes measured costs."""
+    by_speed = settings.objective == "expected_speedup" and costs is not None
+    return recipe_of(settings.strategy).chooses_size and by_speed
+
+
 class Proposer:
     """Asks the settings' strategy for candidates around `base`, whose formats they keep.
 
@@ -22,9 +28,8 @@ class Proposer:
 
     def __init__(self, settings: SwiftSettings, costs: CostProfile | None, base: LayerSet, skip_ratio: float) -> None:
         recipe = recipe_of(settings.strategy)
-        by_speed = settings.objective == "expected_speedup" and costs is not None
-        self._prices = Prices.of(costs, base) if recipe.chooses_size and by_speed and costs is not None else None
-        self.chooses_size = self._prices is not None
+        self.chooses_size = chooses_size(settings, costs)
+        self._prices = Prices.of(costs, base) if self.chooses_size and costs is not None else None
         self.patience = settings.patience
         if self.chooses_size and recipe.patience is not None:
             self.patience = min(self.patience, recipe.patience)

@@ -20,7 +20,7 @@ from .drafting_search import FEWEST_WINDOWS, MOST_WINDOWS, search_drafting
 from .evaluation import WindowScore
 from .finals import FINALISTS, Finals, Place
 from .incumbent import Incumbent, lowered_ratio, trimmed
-from .proposer import Proposer
+from .proposer import Proposer, chooses_size
 from .standing import Standing
 from .strategies import recipe_of
 
@@ -49,7 +49,7 @@ class Search:
     ) -> None:
         self.task, self.settings, self.costs = task, settings, costs
         self.skip_ratio, self.n_layers = skip_ratio, n_layers
-        start = start or starting_set(n_layers, settings, skip_ratio, recipe_of(settings.strategy).chooses_size)
+        start = start or starting_set(n_layers, settings, skip_ratio, chooses_size(settings, costs))
         self._start = start
         self._draft = SkippedTarget(start)
         self.method = drafting_with(self._draft, settings, costs)
@@ -122,7 +122,7 @@ class Search:
         acceptance = self._standing.incumbent.acceptance_after(round_, settings.min_acceptance_rounds)
         if acceptance is not None and acceptance < settings.min_acceptance:
             lowered = lowered_ratio(self.n_layers, self.skip_ratio, self.layer_set.n_skipped, settings.skip_ratio_step)
-            if n_skipped_for(self.n_layers, lowered) > 0:
+            if 0 < n_skipped_for(self.n_layers, lowered) < self.layer_set.n_skipped:
                 self._lower(lowered, acceptance)
 
     def reopen(self, first: Sequence[LayerSet] = ()) -> bool:

@@ -80,8 +80,12 @@ class Store:
         """Every name that a model can be looked up by, sorted."""
         return self._do.read(names.list_names)
 
-    def add_layer_set(self, record: LayerSetRecord, plan_method: str = "swift", promote: bool = True) -> LayerSetRecord:
+    def add_layer_set(
+        self, record: LayerSetRecord, plan_method: str | None = None, promote: bool = True
+    ) -> LayerSetRecord:
         """Store a new version with its plan and, unless told otherwise, let `best` mean it; the record as stored.
+
+        The plan is of the method that the set was found for, where none is named.
 
         `best` stays where, for the same device and dtype, it means a plan of another method with the verdict "use"
         and a higher measured speedup, or the new set's verdict is not "use".
@@ -90,7 +94,7 @@ class Store:
         """
 
         def work(session: Session) -> LayerSetRecord:
-            row, plan = layer_sets.add_version(session, record, plan_method)
+            row, plan = layer_sets.add_version(session, record, plan_method or record.found_for)
             if promote:
                 aliases.offer(session, plan)
             return rows.layer_set_record(row)

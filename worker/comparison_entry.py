@@ -46,8 +46,7 @@ def enter(name: str, maker: PieceMaker, told: Mapping[str, Any]) -> Entry:
         return Entry(name)
     try:
         pieces = maker.of(name, told)
-        stored = pieces.layer_set.settings if name == "swift" and pieces.layer_set is not None else {}
-        settings = method_info(name).settings_from({**stored, **told})
+        settings = method_info(name).settings_from({**pieces.settings, **told})
         return Entry(name, build(name, pieces.parts, settings), pieces, settings.to_json())
     except SwiftoptError as error:
         return Entry(name, error=str(error))

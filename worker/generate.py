@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from ..core.errors import InvalidInput, LayerSetNotFound, NotFound
 from ..core.methods import method_info
-from ..core.plans import AS_FOUND
 from ..core.requests import GenerateRequest
 from ..core.types import Completion, FoundPlan, LayerSetRecord, Plan, Prompt, VerdictWord
 from ..decoding.loop import Watch
@@ -87,7 +86,7 @@ class Planner:
         if request.method == "plain":
             return PLAIN, GenerateInfo("plain")
         if request.layer_set is not None:
-            return self._insisted(request.method or _found_for(request.layer_set), task, None)
+            return self._insisted(request.method or request.layer_set.found_for, task, None)
         found, missing = self._look_up(task)
         if request.method is not None:
             return self._insisted(request.method, task, found)
@@ -106,9 +105,7 @@ class Planner:
     def _insisted(self, name: str, task: str, found: FoundPlan | None) -> tuple[Method, GenerateInfo]:
         """A method by name, with the plan's own pieces where the plan is of that method."""
         same = found if found is not None and found.plan.method == name else None
-        given = self.request.layer_set
-        settings = AS_FOUND if given is not None and name == _found_for(given) == "adaptive" else {}
-        plan = Plan(name, given, settings) if same is None else same.plan
+        plan = Plan(name, self.request.layer_set) if same is None else same.plan
         pieces = self._pieces(name, task, plan)
         info = GenerateInfo(name, pieces.layer_set)
         if pieces.layer_set is not None:
@@ -127,14 +124,10 @@ class Planner:
         return stored.of(name, task, self.request.layer_set or plan.layer_set, plan.learned, plan.settings)
 
     def _build(self, plan: Plan, pieces: Pieces) -> Method:
-        info, settings = method_info(plan.method), plan.settings
-        if plan.method == "swift":
-            record = pieces.layer_set
-            if not settings and record is not None:
-                settings = record.settings
-            if self.request.settings is not None:
-                return build("swift", pieces.parts, self.request.settings)
-        return build(plan.method, pieces.parts, info.settings_from(settings))
+        if plan.method == "swift" and self.request.settings is not None:
+            return build("swift", pieces.parts, self.request.settings)
+        settings = method_info(plan.method).settings_from(plan.settings or pieces.settings)
+        return build(plan.method, pieces.parts, settings)
 
     def _draft(self, name: str) -> Runtime:
         if name not in self._drafts:
@@ -203,8 +196,3 @@ def settled(text: str, stop_strings: Sequence[str]) -> int:
         begun = next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)
         length = min(length, found if found >= 0 else len(text) - begun)
     return length
-
-
-def _found_for(record: LayerSetRecord) -> str:
-    """The method that a set was tuned for; sets from elsewhere were found for SWIFT."""
-    return "adaptive" if record.settings.get("method") == "adaptive" else "swift"

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.errors import LayerSetError, LayerSetNotFound, LearnedNotFound
 from ..core.learned import LearnedKind, LearnedRecord
 from ..core.method_settings import AdaptiveSettings
 from ..core.methods import method_info
+from ..core.plans import AS_FOUND
 from ..core.types import LayerSet, LayerSetRecord
 from ..decoding.methods import Parts
 from ..models.learned import Heads, Probe
@@ -19,18 +20,18 @@ from ..store import Store
 from ..training.files import heads_from_bytes, probe_from_bytes
 from .stored_costs import stored_costs
 
-TUNED = ("swift", "plain")  # methods of the plans under which tuning stores its layer sets
 DEFAULT_TASK = "default"
 TYPICAL_POSITIONS = 512  # of a request, which costs are measured at where no stream says how long its texts are
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """What one method is built of, and the stored records of it."""
+    """What one method is built of, the stored records of it, and the settings that come with its layer set."""
 
     parts: Parts
     layer_set: LayerSetRecord | None = None
     learned: LearnedRecord | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 class StoredPieces:
@@ -56,13 +57,18 @@ class StoredPieces:
     ) -> Pieces:
         """The pieces of a method, those that are given or else the task's own; costs are those that `settings` need.
 
+        Adaptive drafts take what was tuned for them, unless `settings` name the format of their weights.
+
         Raises: LayerSetNotFound, LearnedNotFound: one is needed and not stored. LayerSetError: the set is another
                 model's.
         """
         info = method_info(name)
         if "costs" in info.needs:
+            if layer_set is None and "draft_format" not in settings:
+                layer_set = self._newest(name, task)
             own = None if layer_set is None else self._own(layer_set)
-            return Pieces(self._with_costs(own, info.settings_from(settings)), own)
+            found = AS_FOUND if own is not None and own.found_for == name else {}
+            return Pieces(self._with_costs(own, info.settings_from({**found, **settings})), own, settings=found)
         skips = "layer_set" in info.needs or (info.drafts_with_model and self.draft_runtime is None)
         if skips:
             layer_set = self._own(layer_set or self.layer_set(name, task))
@@ -73,7 +79,8 @@ class StoredPieces:
             probe, learned = self.probe(learned or self.learned("probe", task))
         draft = self.draft_runtime if info.drafts_with_model else None
         skipped = layer_set.layer_set if skips and layer_set is not None else None
-        return Pieces(Parts(self.runtime, skipped, heads, probe, draft), layer_set if skips else None, learned)
+        found = layer_set.settings if name == "swift" and layer_set is not None else {}
+        return Pieces(Parts(self.runtime, skipped, heads, probe, draft), layer_set if skips else None, learned, found)
 
     def _with_costs(self, record: LayerSetRecord | None, settings: AdaptiveSettings) -> Parts:
         layer_set = LayerSet(self.runtime.n_layers) if record is None else record.layer_set
@@ -86,19 +93,26 @@ class StoredPieces:
 
         Raises: LayerSetNotFound: there is none.
         """
-        methods: Sequence[str] = ("self-sd",) if name == "self-sd" else TUNED
-        fingerprint = self.runtime.info.fingerprint
-        for each in dict.fromkeys((task, DEFAULT_TASK)) if self.store is not None else ():
-            assert self.store is not None
-            for record in self.store.layer_sets(fingerprint, each):
-                assert record.version is not None
-                if self.store.plan(fingerprint, each, record.version).plan.method in methods:
-                    return record
+        record = self._newest("self-sd" if name == "self-sd" else "swift", task)
+        if record is not None:
+            return record
         command = "layers search" if name == "self-sd" else "tune --method swift --draft-format stored"
         raise LayerSetNotFound(
             f"{name} needs a layer set, and none is stored for the task {task}:"
             f" run `swiftopt {command} --model MODEL --stream FILE --task {task}`, or pass --layer-set FILE"
         )
+
+    def _newest(self, method: str, task: str) -> LayerSetRecord | None:
+        """The task's newest set that was found for a method, whatever its verdict; that of the default task else."""
+        fingerprint = self.runtime.info.fingerprint
+        for each in dict.fromkeys((task, DEFAULT_TASK)) if self.store is not None else ():
+            assert self.store is not None
+            for record in self.store.layer_sets(fingerprint, each):
+                assert record.version is not None
+                plan = self.store.plan(fingerprint, each, record.version).plan
+                if method == (record.found_for if plan.method == "plain" else plan.method):
+                    return record
+        return None
 
     def learned(self, kind: LearnedKind, task: str) -> LearnedRecord:
         """The newest heads or probe for the task.

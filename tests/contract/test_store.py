@@ -350,6 +350,15 @@ def test_rollback_is_refused_when_nothing_is_stored(store: Store, model: str) ->
         store.rollback(model, "t")
 
 
+def test_set_that_was_found_for_adaptive_drafts_is_planned_so(store: Store) -> None:
+    kept = store.add_layer_set(
+        dataclasses.replace(imported(3), settings={"method": "adaptive", "draft_format": "int4"})
+    )
+    assert kept.version is not None
+    plan = store.plan(kept.model, kept.task, kept.version).plan
+    assert (plan.method, plan.settings) == ("adaptive", {"draft_format": "stored"})
+
+
 # --- cost profiles, jobs, trials --------------------------------------------------------------------------------------
 
 

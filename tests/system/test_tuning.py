@@ -15,8 +15,8 @@ from fakes import flat_costs, worded_runtime
 from swiftopt.core.events import Adopted, Event, PromptFinished, SkipRatioLowered, TrialsDone
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, Prompt, Sampling
-from swiftopt.decoding.context import Ending
-from swiftopt.decoding.loop import Watch, decode
+from swiftopt.decoding.context import Context, Ending
+from swiftopt.decoding.loop import Round, Watch, decode
 from swiftopt.decoding.method import PLAIN
 from swiftopt.decoding.rule import TokenRule
 from swiftopt.optimizer.batches import candidates_per_pass
@@ -103,6 +103,21 @@ def test_skip_ratio_is_lowered_while_acceptance_stays_low() -> None:
     assert result.record.layer_set.n_skipped < 4
     sizes = {trial.layer_set.n_skipped for trial in result.trials}
     assert len(sizes) > 1
+
+
+def test_set_that_leaves_nothing_out_is_never_thinned_for_low_acceptance() -> None:
+    settings = SwiftSettings(context_window=8, min_acceptance=1.0, min_acceptance_rounds=1)
+    search = Search("t", 4, settings, 0.45, flat_costs(), lambda event: None, lambda: "t0", LayerSet(4))
+    ids = worded_runtime().tokenizer("w3 w4 w5 w6")["input_ids"]
+    told: list[float] = []
+
+    def after(context: Context, round_: Round) -> None:
+        search.after_round(context, replace(round_, n_accepted=0, n_steps=2))
+        told.append(search.skip_ratio)
+
+    decode(worded_runtime(), ids, search.method, TokenRule.of(Sampling(), None), Ending(24), Watch(after_round=after))
+    assert set(told) == {0.45} and search.layer_set == LayerSet(4)
+    search.close()
 
 
 def test_no_trials_when_optimisation_is_switched_off() -> None:

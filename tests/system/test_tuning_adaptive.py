@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,23 +11,30 @@ from typing import Any
 import pytest
 from fakes import cheap_draft_costs, worded_runtime
 
-from swiftopt.core.errors import SettingsError
+from swiftopt.core.errors import LayerSetNotFound, SettingsError
 from swiftopt.core.events import Event, PromptFinished
 from swiftopt.core.requests import GenerateRequest
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import LayerSet, LayerSetRecord, Prompt, Sampling
+from swiftopt.core.types import LayerSet, LayerSetRecord, Plan, Prompt, Sampling
 from swiftopt.decoding.context import Ending
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.method import PLAIN
 from swiftopt.decoding.rule import TokenRule
+from swiftopt.decoding.session import Session
 from swiftopt.models.costs import device_name
+from swiftopt.models.runtime import Runtime
 from swiftopt.optimizer.evaluation import WindowScore
 from swiftopt.optimizer.objective import adaptive_speedup
 from swiftopt.optimizer.tuning import Tuner
 from swiftopt.store import Store
+from swiftopt.worker.comparison_entry import enter
+from swiftopt.worker.comparison_made import Workshop
+from swiftopt.worker.comparison_pieces import PieceMaker
 from swiftopt.worker.generate import Planner
+from swiftopt.worker.stored_pieces import StoredPieces
 
 INT4 = (("attn", "int4"), ("head", "int4"), ("mlp", "int4"))
+TUNED = LayerSet(4, frozenset({1}), formats=INT4)
 
 
 def stream(n: int) -> list[Prompt]:
@@ -60,6 +68,8 @@ def test_search_that_chooses_the_size_begins_with_everything_kept() -> None:
     (fixed,), _ = tune(strategy="random")
     assert sized.trials[0].layer_set == LayerSet(4, formats=INT4)
     assert fixed.trials[0].layer_set.n_skipped == 2
+    (matching,), _ = tune(strategy="knapsack", objective="matchness")
+    assert {trial.layer_set.n_skipped for trial in matching.trials} == {2}
 
 
 @pytest.mark.parametrize("share", [0.1, 0.4])
@@ -82,18 +92,59 @@ def test_hopeless_draft_is_worth_plain_decoding() -> None:
     assert adaptive_speedup(score, LayerSet(4, formats=INT4), cheap_draft_costs(0.9)) == pytest.approx(1.0, abs=0.01)
 
 
-def test_tuned_adaptive_plan_is_decoded_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Runtime, Store]]:
+    """A model with an adaptive layer set for the task t, in a store."""
     runtime = worded_runtime()
-    monkeypatch.setattr("swiftopt.worker.stored_pieces.stored_costs", lambda *_: cheap_draft_costs())
-    layer_set = LayerSet(4, frozenset({1}), formats=INT4)
+    known = cheap_draft_costs()
+    costs = replace(known, formats={name: known.formats["int4"] for name in ("int4", "int8")})
+    monkeypatch.setattr("swiftopt.worker.stored_pieces.stored_costs", lambda *_: costs)
     with Store.open(f"sqlite:///{tmp_path / 'plans.db'}") as store:
         store.remember_model(replace(runtime.info, names=("tiny",)))
-        record = LayerSetRecord("tiny", "t", layer_set, runtime.info.fingerprint, verdict="use")
+        record = LayerSetRecord("tiny", "t", TUNED, runtime.info.fingerprint, verdict="use")
         where = {"device": device_name(runtime.device), "dtype": runtime.dtype_name}
         settings = SwiftSettings(method="adaptive", draft_format="int4").to_json()
-        store.add_layer_set(replace(record, settings=settings, **where), plan_method="adaptive")
-        method, info = Planner(GenerateRequest("tiny", task="t"), runtime, store).plan_for("t")
-    assert (method.name, info.method, method.layer_set) == ("adaptive", "adaptive", layer_set)
+        store.add_layer_set(replace(record, settings=settings, **where))
+        yield runtime, store
+
+
+def test_tuned_adaptive_plan_is_decoded_with(tuned: tuple[Runtime, Store]) -> None:
+    runtime, store = tuned
+    method, info = Planner(GenerateRequest("tiny", task="t"), runtime, store).plan_for("t")
+    assert (method.name, info.method, method.layer_set) == ("adaptive", "adaptive", TUNED)
+
+
+def test_adaptive_drafts_take_the_tuned_set_although_another_plan_is_the_best(tuned: tuple[Runtime, Store]) -> None:
+    runtime, store = tuned
+    where = {"device": device_name(runtime.device), "dtype": runtime.dtype_name}
+    lookup = Plan("prompt-lookup", verdict="use", measured_speedup=9.0, **where)
+    store.add_plan(runtime.info.fingerprint, "t", lookup)
+    assert store.lookup(runtime.info.fingerprint, "t").plan.method == "prompt-lookup"
+    method, info = Planner(GenerateRequest("tiny", task="t", method="adaptive"), runtime, store).plan_for("t")
+    assert (method.name, method.layer_set, info.version) == ("adaptive", TUNED, 1)
+
+
+@pytest.mark.parametrize(
+    ("told", "drafts"),
+    [({}, TUNED), ({"max_draft_length": 3}, TUNED), ({"draft_format": "int8"}, LayerSet(4).filled("int8"))],
+    ids=["nothing", "length", "format"],
+)
+def test_comparison_drafts_with_the_tuned_set_unless_told_a_format(
+    tuned: tuple[Runtime, Store], told: dict[str, Any], drafts: LayerSet
+) -> None:
+    runtime, store = tuned
+    session = Session(runtime, Sampling(), 8)
+    maker = PieceMaker(StoredPieces(runtime, store), Workshop(session, "tiny", "t", stream(2), store))
+    entry = enter("adaptive", maker, told)
+    assert entry.error is None and entry.method is not None and entry.method.layer_set == drafts
+    assert entry.settings["draft_format"] == told.get("draft_format", "stored")
+    assert entry.settings["max_draft_length"] == told.get("max_draft_length", 24)
+
+
+def test_swift_does_not_draft_with_a_set_that_was_found_for_adaptive_drafts(tuned: tuple[Runtime, Store]) -> None:
+    runtime, store = tuned
+    with pytest.raises(LayerSetNotFound, match="swift needs a layer set"):
+        StoredPieces(runtime, store).of("swift", "t")
 
 
 @pytest.mark.parametrize(
