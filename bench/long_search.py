@@ -8,7 +8,7 @@ sub-layers of the best set are flipped at random and the climb begins again (ite
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -43,9 +43,10 @@ class LongSearch:
     def run(self) -> dict[str, Any]:
         """What it came to, as JSON values."""
         started_at = self._value(self.best)
-        while self.n_judged < self.most:
+        while self.n_judged < self.most and self.best.n_searched:
             self._climb()
-            self.held = self._flipped(self.best, self._draws.sample(range(self.best.n_searched), KICK))
+            n = self.best.n_searched
+            self.held = self._flipped(self.best, self._draws.sample(range(n), min(KICK, n)))
         return {
             "sets": self.n_judged,
             "peaks": self.n_peaks,
@@ -62,27 +63,30 @@ class LongSearch:
             singles = {(unit,): self._flipped(self.held, [unit]) for unit in range(self.held.n_searched)}
             ratios = self._race(list(singles.values()))
             by_move = {move: ratios[own] for move, own in singles.items() if own in ratios}
-            if max(by_move.values()) > 1:
-                self._take([move for move, ratio in by_move.items() if ratio > 1], by_move)
-                continue
-            pairs = sorted(combinations(by_move, 2), key=lambda two: by_move[two[0]] + by_move[two[1]], reverse=True)
-            for first in range(0, min(PAIRS, len(pairs)), AT_ONCE):
-                moved = [self._flipped(self.held, [*one, *two]) for one, two in pairs[first : first + AT_ONCE]]
-                ratios = self._race(moved)
-                if ratios and max(ratios.values()) > 1:
-                    self._hold(max(ratios, key=ratios.__getitem__))
-                    break
-            else:
-                self.n_peaks += 1
+            helping = sorted((move for move, ratio in by_move.items() if ratio > 1), key=by_move.__getitem__)
+            if helping:
+                self._hold(singles[helping.pop()])
+                self._take(helping[::-1])
+            elif not self._doubled(by_move):
+                self.n_peaks += self.n_judged < self.most
                 return
 
-    def _take(self, moves: Sequence[tuple[int]], by_move: dict[tuple[int], float]) -> None:
-        """Make the moves that help one after the other, the best first, as long as they go on helping together."""
-        for move in sorted(moves, key=by_move.__getitem__, reverse=True):
+    def _take(self, moves: Sequence[tuple[int]]) -> None:
+        """Make those of the moves, the best first, that go on helping together."""
+        for move in moves:
             moved = self._flipped(self.held, move)
-            ratios = self._race([moved])
-            if ratios.get(moved, 0.0) > 1:
+            if self._race([moved]).get(moved, 0.0) > 1:
                 self._hold(moved)
+
+    def _doubled(self, by_move: Mapping[tuple[int], float]) -> bool:
+        """Make the best of the first few pairs of moves among which one helps; says whether there was one."""
+        pairs = sorted(combinations(by_move, 2), key=lambda two: by_move[two[0]] + by_move[two[1]], reverse=True)
+        for first in range(0, min(PAIRS, len(pairs)), AT_ONCE):
+            ratios = self._race([self._flipped(self.held, [*a, *b]) for a, b in pairs[first : first + AT_ONCE]])
+            if ratios and max(ratios.values()) > 1:
+                self._hold(max(ratios, key=ratios.__getitem__))
+                return True
+        return False
 
     def _race(self, layer_sets: Sequence[LayerSet]) -> dict[LayerSet, float]:
         """As many as there is still room for, against the set held."""

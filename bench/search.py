@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import cycle
+from itertools import count
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -114,9 +114,12 @@ class Bench:
 
     def contexts(self, scratch: int) -> Iterator[tuple[str, Context]]:
         """The texts growing by `stride` tokens, one after the other and again from the first; (prompt id, context)."""
-        for text in cycle(self.texts):
-            for context in self._grown(text, self.stride, scratch):
-                yield text.id, context
+        for lap in count():
+            for text in self.texts:
+                # By its bare name a search would wait for ever for text that it has not seen.
+                name = f"{text.id}, lap {lap + 1}" if lap else text.id
+                for context in self._grown(text, self.stride, scratch):
+                    yield name, context
 
     def judge(self, layer_set: LayerSet) -> tuple[float, Round]:
         """The objective over all windows together, and how much of what it drafts there is accepted."""

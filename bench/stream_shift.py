@@ -63,15 +63,15 @@ class StreamShift:
     def run(self) -> dict[str, Any]:
         """The object that `swiftopt bench stream-shift --json` prints."""
         own = {name: self._tuned(name, prompts) for name, prompts in self.tasks.items()}
-        optimum = {name: self._fixed(f"{name}, its own set", own[name], self.tasks[name]) for name in self.tasks}
+        optimum = {name: self._fixed(f"{name}, its own set", *own[name], self.tasks[name]) for name in self.tasks}
         first = own[next(iter(own))]
-        kept = {name: self._fixed(f"{name}, the first task's set", first, self.tasks[name]) for name in self.tasks}
+        kept = {name: self._fixed(f"{name}, the first task's set", *first, self.tasks[name]) for name in self.tasks}
         adapted, shifts, trials = self._adapted()
         results = [
             {
                 "task": name,
                 "prompts": len(self.tasks[name]),
-                "n_skipped": own[name].n_skipped,
+                "n_skipped": own[name][0].n_skipped,
                 "own": self._figures(optimum[name]),
                 "kept": self._figures(kept[name]),
                 "adapted": self._figures(adapted[name]),
@@ -94,14 +94,16 @@ class StreamShift:
             "results": results,
         }
 
-    def _tuned(self, name: str, prompts: Sequence[Prompt]) -> LayerSet:
+    def _tuned(self, name: str, prompts: Sequence[Prompt]) -> tuple[LayerSet, SwiftSettings]:
         """What a search on the task alone ends with; its prompts come by twice, and it may take its time."""
         self.on_step(f"{name}: searching on this task alone")
         return self._tuner(lambda event: None).serve([*prompts, *prompts], sparing=False)[name]
 
-    def _fixed(self, words: str, layer_set: LayerSet, prompts: Sequence[Prompt]) -> list[Completion]:
-        """Decode with one set."""
-        method = drafting_with(SkippedTarget(layer_set), self.settings, self.costs)
+    def _fixed(
+        self, words: str, layer_set: LayerSet, settings: SwiftSettings, prompts: Sequence[Prompt]
+    ) -> list[Completion]:
+        """Decode with one set and those settings."""
+        method = drafting_with(SkippedTarget(layer_set), settings, self.costs)
         runs = []
         for prompt in prompts:
             ((_, completion),) = self.session.run(prompt, method)

@@ -88,8 +88,12 @@ class CostProfile:
         return self._rest_s(layer_set) + attn + mlp + self._part_s("head", 0, layer_set)
 
     def _rest_s(self, layer_set: LayerSet) -> float:
-        """The rest of a pass, of the format where it is largest: what is left over depends on what runs beside it."""
-        names = {layer_set.format_of("attn"), layer_set.format_of("mlp")}  # as most of them are
+        """The rest of a pass, of the format where it is largest: what is left over depends on what runs beside it.
+
+        The formats that count are those of all attentions and all MLPs, without what single layers differ in.
+        """
+        named = dict(layer_set.formats)
+        names = {None if named.get(kind, STORED) == STORED else named[kind] for kind in ("attn", "mlp")}
         return max(self.fixed_s if name is None else self.formats[name].fixed_s for name in names)
 
     def _part_s(self, kind: Literal["attn", "mlp", "head"], layer: int, layer_set: LayerSet) -> float:

@@ -35,7 +35,7 @@ class SwiftSettings:
     branching: Branching = PAPER_BRANCHING
     early_stop: bool = True
     dynamic_verification: bool = True
-    search_drafting: bool = False  # the four above are starting values, chosen by measured time when the search ends
+    search_drafting: bool = False  # threshold, length and branching are chosen by measured time when the search ends
     # layer-set optimisation (4.1)
     optimise: bool = True
     strategy: str = "swift"

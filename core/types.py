@@ -257,9 +257,11 @@ class Completion:
 class Trial:
     """One candidate layer set, scored once.
 
-    `origin` says who proposed it: "uniform" (the start), "trimmed" (the start after r was lowered), "random", "gp",
-    "tpe", or "late" (a suggestion was due but not there yet, so the step was drawn at random). Re-scoring before a swap
-    is no trial. `score` is the value that is maximised; the window is the one at `position` of the prompt's text.
+    `origin` says where it came from: "uniform" (the start), "trimmed" (the start after r was lowered), "in use" and
+    "final" (the set in use and its challengers, scored once more side by side), "stored" (known from elsewhere),
+    "random", "gp", "tpe", "late" (a suggestion was due but not there yet, so the step was drawn at random), "family" or
+    "move" (of a study's sets, or on from a good one). `score` is the value that is maximised; the window is the one at
+    `position` of the prompt's text.
     """
 
     step: int

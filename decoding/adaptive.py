@@ -13,8 +13,9 @@ vertical cascade; stopping where a further step is not worth λ times its cost i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -43,6 +44,8 @@ class AdaptiveDrafter:
         self.matched = HitRates()  # over all texts so far; each text has its own beside
         self.second = Rate(0.5)  # a second candidate is the target's, where the first is not
         self.step_cost = prices.draft(1)  # per token of a model's chain; text makes it less
+        self._text: Matches | None = None  # that was begun last
+        self._n_known = 0  # tokens that an earlier life of the text in flight has read
 
     @property
     def layer_set(self) -> LayerSet | None:
@@ -51,7 +54,32 @@ class AdaptiveDrafter:
 
     def begin(self, context: Context) -> Drafting:
         """See `Drafter`."""
-        return _Adapting(self, context)
+        self._text = Matches(self.matched)
+        if len(context.generated) > 1:  # taken up behind its first rounds
+            self._text.read(context.token_ids[: self._n_known], known=True)
+        self._n_known = 0
+        return _Adapting(self, context, self._text)
+
+    def state(self) -> dict[str, Any]:
+        """What was learnt so far, as JSON values, between two rounds."""
+        return {
+            "pace": self.pace.state(),
+            "acceptance": self.acceptance.state(),
+            "probing": self.probing.state(),
+            "matched": self.matched.state(),
+            "second": self.second.state(),
+            "step_cost": self.step_cost,
+            "n_read": 0 if self._text is None else len(self._text.text.token_ids),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`, in the text that was in flight then if there was one.
+
+        Raises: KeyError, TypeError, ValueError: that is no such state.
+        """
+        for name in ("pace", "acceptance", "probing", "matched", "second"):
+            getattr(self, name).restore(state[name])
+        self.step_cost, self._n_known = float(state["step_cost"]), int(state["n_read"])
 
     def max_rows(self, room: int) -> int:
         """See `Drafter`."""
@@ -95,10 +123,9 @@ class _Chain:
 
 
 class _Adapting:
-    def __init__(self, drafter: AdaptiveDrafter, context: Context) -> None:
-        self.drafter, self.context = drafter, context
+    def __init__(self, drafter: AdaptiveDrafter, context: Context, matches: Matches) -> None:
+        self.drafter, self.context, self.matches = drafter, context, matches
         self.passes = None if drafter.model is None else drafter.model.begin(context)
-        self.matches = Matches(drafter.matched)
         self.chain, self.reckoned = _Chain(), 0.0
 
     def draft(self, room: int) -> Draft:

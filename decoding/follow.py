@@ -16,12 +16,15 @@ class Matches:
         self.rates = HitRates(earlier)
         self._pairs: dict[tuple[int, int], int] = {}  # two tokens -> where the latest occurrence of both ended
 
-    def read(self, token_ids: Sequence[int]) -> None:
-        """Read what was committed since the last call; the prompt at the first."""
-        text = self.text
+    def read(self, token_ids: Sequence[int], known: bool = False) -> None:
+        """Read what was committed since the last call; the prompt at the first.
+
+        Args: known: what an earlier life of this text has read, so that earlier texts' rates have learnt it.
+        """
+        text, rates = self.text, self.rates.alone() if known else self.rates
         for token_id in token_ids[len(text.token_ids) :]:
             if text.match_length:
-                self.rates.learn(text.match_length, text.token_ids[text.match_end] == token_id)
+                rates.learn(text.match_length, text.token_ids[text.match_end] == token_id)
             text.extend(token_id)
             if len(text.token_ids) > 2:  # the pair at the end is no earlier occurrence of itself
                 self._pairs[text.token_ids[-3], text.token_ids[-2]] = len(text.token_ids) - 1

@@ -6,6 +6,8 @@ learnt from the text itself: at each of its tokens, the prompt's included, the m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..core.method_settings import LookupSettings
 from ..core.types import LayerSet
 from .automaton import SuffixAutomaton
@@ -88,6 +90,21 @@ class HitRates:
         self._earlier = earlier
         self._seen = [0.0] * (LONGEST + 1)
         self._hits = [0.0] * (LONGEST + 1)
+
+    def alone(self) -> HitRates:
+        """The same rates, from which no earlier texts' learn."""
+        own = HitRates()
+        own._seen, own._hits = self._seen, self._hits
+        return own
+
+    def state(self) -> list[list[float]]:
+        """What was seen of each length, as JSON values, without the earlier texts."""
+        return [list(own) for own in zip(self._hits, self._seen, strict=True)]
+
+    def restore(self, state: Sequence[Sequence[float]]) -> None:
+        """Go on from `state`."""
+        hits, seen = zip(*state, strict=True)
+        self._hits, self._seen = list(hits), list(seen)
 
     def learn(self, match_length: int, hit: bool) -> None:
         """A match of that length was right, or was not."""

@@ -75,6 +75,14 @@ class Rate:
         """The share; the prior counts as a few observations."""
         return (self.hits + PRIOR * self.prior) / (self.seen + PRIOR)
 
+    def state(self) -> list[float]:
+        """What was seen, as JSON values."""
+        return [self.hits, self.seen]
+
+    def restore(self, state: Sequence[float]) -> None:
+        """Go on from `state`."""
+        self.hits, self.seen = state
+
 
 class Acceptance:
     """How often the target takes what the draft is that sure of; by classes of confidence, and over all of them."""
@@ -92,6 +100,15 @@ class Acceptance:
         """The target judged such a token."""
         self._classes[bisect_right(BOUNDS, confidence)].learn(hit)
         self.overall.learn(hit)
+
+    def state(self) -> list[list[float]]:
+        """What was seen, as JSON values."""
+        return [rate.state() for rate in (self.overall, *self._classes)]
+
+    def restore(self, state: Sequence[Sequence[float]]) -> None:
+        """Go on from `state`."""
+        for rate, own in zip((self.overall, *self._classes), state, strict=True):
+            rate.restore(own)
 
 
 @dataclass(slots=True)
@@ -111,6 +128,14 @@ class Pace:
         """One more round."""
         self.tokens = self.memory * self.tokens + tokens
         self.spent = self.memory * self.spent + spent
+
+    def state(self) -> list[float]:
+        """Where it stands, as JSON values."""
+        return [self.tokens, self.spent]
+
+    def restore(self, state: Sequence[float]) -> None:
+        """Go on from `state`."""
+        self.tokens, self.spent = state
 
 
 @dataclass(slots=True)
@@ -136,6 +161,14 @@ class Probing:
     def paid(self) -> None:
         """Drafting pays again."""
         self._idle, self._wait = 0, self.first
+
+    def state(self) -> list[int]:
+        """Where it stands, as JSON values."""
+        return [self._idle, self._wait]
+
+    def restore(self, state: Sequence[int]) -> None:
+        """Go on from `state`."""
+        self._idle, self._wait = state
 
 
 def chain_worth(chances: Sequence[float], step: float, rate: float, prices: Prices) -> tuple[int, float]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -12,15 +15,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .gguf_file import cache_root
+from .gguf_file import STALE_S, cache_root
 
+LAYOUT = "1"  # part of every name; raise it when weights are rounded or packed another way
+PART = ".part"  # of a name, while the copy is being written
 LEAST_BYTES = 16 << 20  # smaller copies are made faster than read
 
 
 def file_of(fingerprint: str, part: str, name: str, dtype: torch.dtype, device: torch.device) -> Path:
     """Where the copy of a part (`attn`, `mlp`, `head`) in a format lies; packed codes differ by processor."""
     kernel = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else str(torch.version.cuda)
-    key = "|".join((fingerprint, part, name, str(dtype), device.type, kernel, torch.__version__))
+    key = "|".join((LAYOUT, fingerprint, part, name, str(dtype), device.type, kernel, torch.__version__))
     return cache_root() / "quantised" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors"
 
 
@@ -38,10 +43,23 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Keep a copy, as far as there is room: it can be made again."""
     if sum(tensor.nbytes for tensor in tensors.values()) < LEAST_BYTES:
         return
-    part = path.with_suffix(f".{os.getpid()}")
+    part: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(path.parent)
+        handle, name = tempfile.mkstemp(suffix=PART, dir=path.parent)
+        os.close(handle)
+        part = Path(name)
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, part)
         part.replace(path)
     except (OSError, SafetensorError):
-        part.unlink(missing_ok=True)
+        if part is not None:
+            part.unlink(missing_ok=True)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what processes left that died while writing."""
+    for left in folder.glob(f"*{PART}"):
+        with suppress(OSError):  # another process has just finished, or swept, it
+            if time.time() - left.stat().st_mtime > STALE_S:
+                left.unlink()

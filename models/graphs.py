@@ -160,6 +160,11 @@ class GraphPasses:
         static.fill(rows)
         return replay()[:n].clone()  # the next replay writes where this one's logits lie
 
+    def forget(self) -> None:
+        """Drop every captured pass: some of the weights lie elsewhere now."""
+        self._passes.clear()
+        self._uses.clear()
+
     def _add(self, key: Key, static: StaticPass, rows: Rows) -> None:
         static.fill(rows)
         self._passes[key] = static, self._record(static)

@@ -21,7 +21,6 @@ LEVELS = 15  # steps of a 4-bit code
 ROWS = 16  # the kernels want outputs in multiples of it; missing ones are zeros
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)  # of a group's range that are tried: the tails may cost less than coarser steps
 CHUNK = 1 << 15  # weights that are quantised at a time
-CUDA_TILES = 8  # the layout that torch's CUDA kernel reads fastest
 
 
 aten = torch.ops.aten
@@ -118,8 +117,13 @@ def _quantise_rows(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
 def _packed(codes: Tensor) -> Tensor:
     if codes.is_cuda:
         pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8)
-        return cast(Tensor, aten._convert_weight_to_int4pack(pairs, CUDA_TILES))
+        return cast(Tensor, aten._convert_weight_to_int4pack(pairs, cuda_tiles(codes.shape[1])))
     return cast(Tensor, aten._convert_weight_to_int4pack_for_cpu(codes, 1))
+
+
+def cuda_tiles(width: int) -> int:
+    """Inner tiles of torch's CUDA layout, 16 weights each: the fastest number that divides a row."""
+    return next(n for n in (8, 4, 2) if width % (16 * n) == 0)
 
 
 def _joined(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor | None:

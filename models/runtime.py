@@ -83,6 +83,16 @@ class Runtime:
         first, devices = self.blocks[0], [block.device for block in self.blocks]
         return KVBuffer(devices, first.n_kv_heads, first.head_dim, capacity, self.dtype)
 
+    def weights_moved(self) -> None:
+        """Some weights lie elsewhere now, or are gone: passes that were captured read where they lay."""
+        if self.graphs is not None:
+            self.graphs.forget()
+
+    def drop_copies(self, name: str) -> None:
+        """Give back the memory of all quantised copies in a format."""
+        self.copies.drop(name)
+        self.weights_moved()
+
     def check_context(self, n_prompt: int, max_new_tokens: int) -> None:
         """Raises: ContextOverflow: prompt and completion together need more positions than the model has."""
         if n_prompt + max_new_tokens > self.max_positions:

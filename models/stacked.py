@@ -52,6 +52,7 @@ class StackedLayers:
         self._mlp_norm = _stacked([block.parts.mlp_norm for block in blocks])
         self._mlp = _stacked([block.parts.mlp for block in blocks])
         self._mlp_post = _stacked_or_none([block.parts.mlp_post for block in blocks])
+        runtime.weights_moved()
 
     @torch.inference_mode()
     def step(self, hidden: Tensor, layers: Sequence[int], slots: Sequence[int], buffer: KVBuffer) -> Tensor:

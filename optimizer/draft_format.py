@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
@@ -24,6 +25,10 @@ CANDIDATES = ("int4", "int8")  # the cheaper one first
 ENOUGH = 2.0  # what int8 can hardly come to, however well it agrees: it reads half of the weights
 WORTH_IT = 1.05  # below this expected speedup copies are not worth their memory
 N_PROMPTS, N_WINDOWS = 2, 2  # texts that are looked at, and windows of each
+
+
+class _Enough(Exception):
+    """Ends the decoding of a text that was looked at often enough."""
 
 
 class Measured(Protocol):
@@ -55,14 +60,14 @@ def choose_format(
             score = _scored(session, prompts[:N_PROMPTS], window, draft, known)
         except (NotImplementedError, RuntimeError) as error:  # a device without such a kernel, or without room
             tell(FormatTried(name, None, None, (str(error) or type(error).__name__).splitlines()[0]))
-            runtime.copies.drop(name)
+            runtime.drop_copies(name)
             continue
         worth = adaptive_speedup(score, draft, known)
         tell(FormatTried(name, worth, score.matchness))
         worse = name
         if worth > most:
             best, most, costs, worse = name, worth, known, best
-        runtime.copies.drop(worse)
+        runtime.drop_copies(worse)
         if most >= ENOUGH:
             break
     return best, costs
@@ -95,22 +100,25 @@ def _scored(
     ranks: list[int] = []
     confidences: list[float] = []
     for prompt in prompts:
-        looked = 0
+        looked = n_looks = 0
 
         def look(context: Context) -> None:
-            nonlocal looked
+            nonlocal looked, n_looks
             if len(context.generated) - looked >= window:
+                n_looks += 1
                 looked = len(context.generated)
                 (score,) = score_window(context, [draft], window)
                 ranks.extend(score.ranks)
                 confidences.extend(score.confidences)
+            if n_looks == N_WINDOWS:
+                raise _Enough
 
-        # One token more than the windows: a look comes before a round, and the last round ends the completion.
-        short = replace(
-            prompt, turns=prompt.turns[:1], max_new_tokens=min(session.room(prompt), N_WINDOWS * window + 1)
-        )
-        for _ in session.run(short, adaptive(SkippedTarget(draft), costs, ADAPTIVE), Watch(None, look, None, window)):
-            pass
+        # A look comes before a round, when the last one may have gone beyond the window's end by a whole draft.
+        enough = N_WINDOWS * (window + ADAPTIVE.max_draft_length) + 1
+        short = replace(prompt, turns=prompt.turns[:1], max_new_tokens=min(session.room(prompt), enough))
+        method = adaptive(SkippedTarget(draft), costs, ADAPTIVE)
+        with suppress(_Enough):
+            list(session.run(short, method, Watch(None, look, None, window)))
     if not ranks:  # answers shorter than a window say nothing against the draft
         return WindowScore((0,), (1.0,))
     return WindowScore(tuple(ranks), tuple(confidences))

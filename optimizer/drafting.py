@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..core.costs import CostProfile
 from ..core.formats import STORED
 from ..core.method_settings import AdaptiveSettings
 from ..core.settings import SwiftSettings
 from ..core.types import Completion, LayerSet, n_skipped_for
-from ..decoding.adaptive import adaptive
+from ..decoding.adaptive import AdaptiveDrafter, adaptive
 from ..decoding.method import Method, swift
 from ..decoding.models import SkippedTarget
 
@@ -24,6 +25,20 @@ def drafting_with(draft: SkippedTarget, settings: SwiftSettings, costs: CostProf
     return swift(draft, settings)
 
 
+def learnt_by(method: Method) -> dict[str, Any] | None:
+    """What its drafts have learnt while they were used, as JSON values; None: they learn nothing."""
+    return method.drafter.state() if isinstance(method.drafter, AdaptiveDrafter) else None
+
+
+def learn_again(method: Method, learnt: Mapping[str, Any] | None) -> None:
+    """Go on from what `learnt_by` said of a method of the same settings.
+
+    Raises: KeyError, TypeError, ValueError: that is no such state.
+    """
+    if isinstance(method.drafter, AdaptiveDrafter) and learnt is not None:
+        method.drafter.restore(learnt)
+
+
 def starting_set(n_layers: int, settings: SwiftSettings, skip_ratio: float, chooses_size: bool) -> LayerSet:
     """What a search begins with: evenly spaced sub-layers, or a quantised draft to be thinned out."""
     if chooses_size and settings.draft_format != STORED:
@@ -36,7 +51,8 @@ def expected_of(costs: CostProfile | None, completions: Sequence[Completion]) ->
 
     None where neither can be said.
     """
-    reckoned = [done.reckoned_cost for done in completions if done.reckoned_cost is not None]
-    if reckoned and len(reckoned) == len(completions):
-        return sum(done.n_tokens - done.first_tokens for done in completions) / sum(reckoned)
-    return None if costs is None else costs.expected_of(completions)
+    decoded = [done for done in completions if done.verified_widths]  # others ended with the token that prefill gave
+    reckoned = [done.reckoned_cost for done in decoded if done.reckoned_cost is not None]
+    if reckoned and len(reckoned) == len(decoded):
+        return sum(done.n_tokens - done.first_tokens for done in decoded) / sum(reckoned)
+    return None if costs is None else costs.expected_of(decoded)

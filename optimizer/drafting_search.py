@@ -35,12 +35,12 @@ def expected(scores: Sequence[WindowScore], layer_set: LayerSet, settings: Swift
 
 
 def search_drafting(
-    scores: Sequence[WindowScore], layer_set: LayerSet, settings: SwiftSettings, costs: CostProfile
+    scores: Sequence[WindowScore], layer_set: LayerSet, settings: SwiftSettings, costs: CostProfile, longest: int
 ) -> tuple[SwiftSettings, float, float]:
     """The settings with the stop threshold, draft length and branching that promise most, and what they and those given
     promise; the given ones where nothing is better by a hundredth.
 
-    Args: scores: what the layer set predicted over some windows.
+    Args: scores: what the layer set predicted over some windows. longest: draft steps per round at most.
     """
     import optuna  # takes most of a second
 
@@ -49,20 +49,20 @@ def search_drafting(
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=settings.seed))
 
     def told(trial: BaseTrial) -> float:
-        return expected(scores, layer_set, _settings_of(trial, settings), costs)
+        return expected(scores, layer_set, _settings_of(trial, settings, longest), costs)
 
     study.optimize(told, n_trials=N_TRIALS)
-    best = _settings_of(study.best_trial, settings)
+    best = _settings_of(study.best_trial, settings, longest)
     if study.best_value < held * GAIN:
         return settings, held, held
     return best, study.best_value, held
 
 
-def _settings_of(trial: BaseTrial, settings: SwiftSettings) -> SwiftSettings:
+def _settings_of(trial: BaseTrial, settings: SwiftSettings, longest: int) -> SwiftSettings:
     """Settings as Optuna proposes them, or as a finished trial had them."""
     return replace(
         settings,
         stop_threshold=round(trial.suggest_float("stop_threshold", 0.05, 0.95), 2),
-        max_draft_length=trial.suggest_int("max_draft_length", 1, settings.max_draft_length),
+        max_draft_length=trial.suggest_int("max_draft_length", 1, longest),
         branching=branching_of(int(trial.suggest_categorical("widest", WIDTHS) or 1)),
     )

@@ -36,9 +36,8 @@ def result_of(
     costs: CostProfile,
     plain: Sequence[Timed],
     tuned: Sequence[Timed],
-    cut_because: str = "",
 ) -> TaskFinished:
-    """The task's result, with the runs that its verdict was made of; `cut_because` is for a search that goes on."""
+    """The task's result, with the runs that its verdict was made of."""
     return TaskFinished(
         task=task.name,
         record=record,

@@ -15,7 +15,7 @@ from ..decoding.context import Context
 from ..decoding.loop import Round
 from ..decoding.models import SkippedTarget
 from .batches import affordable, candidates_per_pass, scored
-from .drafting import drafting_with, starting_set
+from .drafting import drafting_with, learn_again, learnt_by, starting_set
 from .drafting_search import FEWEST_WINDOWS, MOST_WINDOWS, search_drafting
 from .evaluation import WindowScore
 from .finals import FINALISTS, Finals, Place
@@ -48,6 +48,7 @@ class Search:
         n_tokens: int | None = None,
     ) -> None:
         self.task, self.settings, self.costs = task, settings, costs
+        self._longest_draft = settings.max_draft_length  # whatever is chosen for one text or the other
         self.skip_ratio, self.n_layers = skip_ratio, n_layers
         start = start or starting_set(n_layers, settings, skip_ratio, chooses_size(settings, costs))
         self._start = start
@@ -161,7 +162,9 @@ class Search:
         wanted = settings.search_drafting and settings.method == "swift" and settings.objective == "expected_speedup"
         if self.optimising or not wanted or self.costs is None or len(self._windows) < FEWEST_WINDOWS:
             return
-        found, promised, before = search_drafting(self._windows, self.layer_set, settings, self.costs)
+        found, promised, before = search_drafting(
+            self._windows, self.layer_set, settings, self.costs, self._longest_draft
+        )
         self._windows = []
         if found != settings:
             self._draft_by(found)
@@ -186,6 +189,7 @@ class Search:
             "stopped_because": self.stopped_because,
             "windows": [[list(score.ranks), list(score.confidences)] for score in self._windows],
             "drafting": [self.settings.stop_threshold, self.settings.max_draft_length, list(self.settings.branching)],
+            "learnt": learnt_by(self.method),
             "strategy": None if self._proposer is None or not self.optimising else self._proposer.strategy.state(),
         }
 
@@ -204,6 +208,7 @@ class Search:
             pairs = tuple((bound, k) for bound, k in branching)
             known = replace(self.settings, stop_threshold=threshold, max_draft_length=length, branching=pairs)
             self._draft_by(known)
+        learn_again(self.method, state.get("learnt"))  # checkpoints of before it was kept lack it
         self._draft.layer_set = self.layer_set
         self.stopped_because = state["stopped_because"]
         if self._proposer is not None and self.optimising:

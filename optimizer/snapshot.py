@@ -33,7 +33,8 @@ TALLIED = ("rounds", "drafted", "accepted", "optimise_s", "draft_s", "verify_s",
 class TaskState:
     """One task of the stream: its search, the sums over its completions, its phase, and its verdict's pairs so far.
 
-    `shift` watches whether its text becomes another kind.
+    `shift` watches whether its text becomes another kind; `learnt` is what the verdict's drafts had learnt with its
+    latest pair.
     """
 
     name: str
@@ -51,6 +52,7 @@ class TaskState:
     n_prompts: int = 0
     n_tokens: int = 0
     pairs: list[Pair] = field(default_factory=list)  # in the order of the turns, the second look behind the first
+    learnt: dict[str, Any] | None = None
 
     def count(self, round_: Round) -> None:
         """Add a round to the sums."""
@@ -76,6 +78,7 @@ class TaskState:
             "timings": timings_to_json(self.timings),
             "search": self.search.state(),
             "shift": self.shift.to_json(),
+            "learnt": self.learnt,
             "pairs": [_pair_to_json(pair, number >= first) for number, pair in enumerate(self.pairs)],
         }
 
@@ -85,6 +88,7 @@ class TaskState:
             setattr(self, name, values[name])
         self.timings = timings_from_json(values["timings"])
         self.pairs = [Pair(*map(completion_from_json, pair)) for pair in values["pairs"]]
+        self.learnt = values.get("learnt")  # checkpoints of before it was kept lack it
         self.search.restore(values["search"], trials)
         if "shift" in values:  # checkpoints of before streams were watched lack it
             self.shift.restore(values["shift"])

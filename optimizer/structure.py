@@ -65,10 +65,10 @@ class Look:
 
     def own_states(self) -> list[Tensor]:
         """States (window, hidden_size) before the first sub-layer and after each: attention, MLP, attention, …"""
-        hidden = entered = self.runtime.embed(self.inputs, self.positions[0])
+        hidden = self.runtime.embed(self.inputs, self.positions[0])
         states = [hidden]
-        for layer in range(self.runtime.n_layers):
-            entered = hidden
+        for layer, block in enumerate(self.runtime.blocks):
+            hidden = entered = hidden.to(block.device)
             for kind in ("attn", "mlp"):
                 hidden = hidden + self.delta((kind, layer), hidden, entered, self.positions)
                 states.append(hidden)

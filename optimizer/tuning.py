@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..decoding.loop import Round, Watch
 from ..decoding.models import SkippedTarget
 from ..decoding.session import Session, n_turns
 from ..models.runtime import Runtime
-from .drafting import drafting_with, expected_of
+from .drafting import drafting_with, expected_of, learn_again, learnt_by
 from .reports import progress_of, record_of, result_of
 from .search import Search, TellEvent
 from .shift import ShiftWatch
@@ -87,12 +87,7 @@ class Tuner:
             if start is not None:
                 self._restore(start, trials)
             self._check_stop()
-            for index, prompt in enumerate(prompts):
-                if index >= self._next and index not in held and prompt.task in self._running:
-                    self._serve(self._running[prompt.task], prompt, index)
-            for task in self._running.values():
-                task.search.finish("the stream ended")
-                task.search.choose_drafting()
+            self._serve_all(held)
             for task in list(self._running.values()):
                 result = self._conclude(task)
                 del self._running[task.name]
@@ -105,24 +100,24 @@ class Tuner:
             for task in self._running.values():
                 task.search.close()
 
-    def serve(self, prompts: Sequence[Prompt], sparing: bool = True) -> dict[str, LayerSet]:
-        """Decode the stream as `run` does, with nothing held out and no verdict; each task's set at the end.
+    def serve(self, prompts: Sequence[Prompt], sparing: bool = True) -> dict[str, tuple[LayerSet, SwiftSettings]]:
+        """Decode the stream as `run` does, with nothing held out and no verdict; what each task drafts with at the end.
 
         Args: sparing: keep searches to a share of the stream's time, as `run` does; else they may go on to its end.
         """
         self._running, self._prompts = self._tasks(prompts, lambda own: (own, []), sparing), prompts
         try:
-            for index, prompt in enumerate(prompts):
-                self._serve(self._running[prompt.task], prompt, index)
+            self._serve_all()
         finally:
             for task in self._running.values():
                 task.search.close()
-        return {name: task.search.layer_set for name, task in self._running.items()}
+        return {name: (task.search.layer_set, task.search.settings) for name, task in self._running.items()}
 
     def snapshot(self) -> dict[str, Any]:
         """Where the run stands, as JSON values without the trials; `run` goes on from it in another process.
 
-        To be taken in any `tell` but that of `Adopted`, whose trial is told right after, or when a result was yielded.
+        To be taken when a result was yielded, or in any `tell` but those of `Adopted`, whose trial is told right after,
+        and `StreamShifted`, whose prompt is finished right after.
         """
         return {
             "version": VERSION,
@@ -155,7 +150,7 @@ class Tuner:
         reason = self._stop_reason or "the run was cut short"
         verdict = Verdict("unmeasured", reason=reason)
         for task in [task for task in self._running.values() if task.search.trials]:
-            result = result_of(task, self._record(task, [], verdict), verdict, self.costs, [], [], reason)
+            result = result_of(task, self._record(task, [], verdict), verdict, self.costs, [], [])
             del self._running[task.name]
             self._concluded.append(task.name)
             yield result
@@ -200,6 +195,15 @@ class Tuner:
             )
             tasks[name] = TaskState(name, search, held_out, ShiftWatch(self.known))
         return tasks
+
+    def _serve_all(self, held: Collection[int] = ()) -> None:
+        """Decode all prompts but those held out, from where the run stands; the searches are over then."""
+        for index, prompt in enumerate(self._prompts):
+            if index >= self._next and index not in held and prompt.task in self._running:
+                self._serve(self._running[prompt.task], prompt, index)
+        for task in self._running.values():
+            task.search.finish("the stream ended")
+            task.search.choose_drafting()
 
     def _serve(self, task: TaskState, prompt: Prompt, index: int) -> None:
         """Decode one prompt with the set in use, searching before each round while the search goes on."""
@@ -283,6 +287,8 @@ class Tuner:
         n_done, n_turns_done = turns_done([prompt for _, prompt in task.held_out], len(task.pairs) - n_before)
         watch = Watch(after_round=lambda context, round_: self._beat(task))
         method = drafting_with(SkippedTarget(task.search.layer_set), task.search.settings, self.costs)
+        if len(task.pairs) > n_before:
+            learn_again(method, task.learnt)
         for number, (index, prompt) in list(enumerate(task.held_out))[n_done:]:
             self._check_stop()
             self.tell(PromptStarted(task.name, prompt.id, index, len(self._prompts)))
@@ -292,6 +298,7 @@ class Tuner:
             tuned_first = (number % 2 == 1) == is_first
             for turn, pair in side_by_side(self.session, prompt, method, tuned_first, earlier, watch):
                 task.pairs.append(pair)
+                task.learnt = learnt_by(method)
                 if is_first:
                     self.tell(PromptFinished(turn, index, pair.plain, held_out=True))
                 else:

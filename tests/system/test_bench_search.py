@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tiny_files import save
 
+from swiftopt.bench.long_search import LongSearch
 from swiftopt.bench.search import Bench, Record, _reached
 from swiftopt.cli.main import run
 from swiftopt.core.settings import SwiftSettings
@@ -62,6 +63,32 @@ def test_strategies_are_compared_on_the_same_record_time_and_again(
     assert any(result["to_goal"] for result in first["results"])
     assert (home / "s.png").read_bytes().startswith(b"\x89PNG")
     assert timeless(bench(capsys, *common)) == timeless(first)
+
+
+def test_search_goes_on_over_one_short_text(tiny: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The window has hardly moved when the text ends, so that only another lap brings text that a look waits for."""
+    text = ["--stream", "notes.jsonl", "--limit", "1", "--max-new-tokens", "10", "--dtype", "float32", "--json"]
+    search = ["--strategies", "local", "--window", "8", "--stride", "1", "--passes", "12"]
+    assert run(["bench", "search", "--model", tiny, *text, *search]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["results"]
+    assert result["passes"] >= 12 or result["stopped_because"]
+
+
+@pytest.mark.parametrize("most", [3, 6, 8])
+def test_long_search_takes_what_helps_however_few_sets_it_may_judge(
+    tiny: str, home: Path, capsys: pytest.CaptureFixture[str], most: int
+) -> None:
+    common = ["--model", tiny, "--record", "r.json", "--strategies", "random", "--stream", "notes.jsonl"]
+    bench(capsys, *common, "--limit", "3")
+    runtime = load(tiny, "float32", "cpu")
+    judge = Bench(runtime, Record.read(home / "r.json", runtime), SwiftSettings(context_window=8, seed=0), 4)
+    start = LayerSet(4, frozenset({1, 2}), frozenset({1, 2}))
+    flipped = [[1 - bit if i == unit else bit for i, bit in enumerate(start.bits())] for unit in range(4)]
+    singles = [LayerSet.from_bits(4, bits) for bits in flipped]
+    better = [own for own in singles[:most] if judge.judge(own)[0] > judge.judge(start)[0]]
+    found = LongSearch(judge, start, most, lambda *_: None).run()
+    assert found["sets"] == most and (found["best"] > found["start"]) == bool(better)
+    assert found["peaks"] == 0 or most > len(singles)
 
 
 def test_long_search_ends_at_a_set_that_no_flip_betters(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,15 +14,49 @@ from swiftopt.core.costs import CostProfile
 from swiftopt.core.events import Event, FormatTried, TaskFinished
 from swiftopt.core.formats import STORED
 from swiftopt.core.requests import TuneRequest
-from swiftopt.core.types import Prompt, Sampling
+from swiftopt.core.types import LayerSet, Prompt, Sampling
+from swiftopt.decoding.context import Context, Ending
+from swiftopt.decoding.draft import Draft, Outcome
+from swiftopt.decoding.loop import decode
+from swiftopt.decoding.method import PLAIN, Method
 from swiftopt.decoding.session import Session
+from swiftopt.decoding.tree import DraftTree
 from swiftopt.models.runtime import Runtime
 from swiftopt.optimizer import draft_format
 from swiftopt.optimizer.draft_format import choose_format
+from swiftopt.optimizer.evaluation import WindowScore
 from swiftopt.store import Store
 from swiftopt.worker.run import run_tuning
 
 WINDOW = 8
+
+
+class Knowing:
+    """Drafts what the model is going to say, so many tokens at a time."""
+
+    layer_set = None
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def begin(self, context: Context) -> Knowing:
+        prompt = context.token_ids[: context.n_prompt]
+        self.said = decode(context.runtime, prompt, PLAIN, context.rule, Ending(60)).token_ids
+        self.context = context
+        return self
+
+    def draft(self, room: int) -> Draft:
+        done = len(self.context.generated)
+        ahead = self.said[done : done + min(self.n, room)]
+        return Draft(DraftTree.grow(self.context.token_ids[-1], [(token_id,) for token_id in ahead]))
+
+    def observe(self, outcome: Outcome) -> None:
+        pass
+
+    def max_rows(self, room: int) -> int:
+        return 1 + room
+
+
 PROMPTS = [Prompt(f"p{i}", "t", text=f"w{i + 2} w{i + 3} w{i + 4}") for i in range(3)]
 
 
@@ -68,6 +102,23 @@ def test_format_without_a_kernel_is_passed_over_with_a_reason() -> None:
     assert name == "int8"
     assert told[0] == FormatTried("int4", None, None, "no kernel for int4")
     assert chosen(with_shares())[0] == STORED
+
+
+@pytest.mark.parametrize("n_drafted", [0, 2, 5, 7])
+def test_every_text_is_looked_at_twice_however_far_a_round_goes(
+    n_drafted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def scored(context: Context, sets: Sequence[LayerSet], window: int) -> list[WindowScore]:
+        seen.append(len(context.generated))
+        return [WindowScore((0,) * window, (0.99,) * window)]
+
+    monkeypatch.setattr(draft_format, "score_window", scored)
+    monkeypatch.setattr(draft_format, "adaptive", lambda *_: Method("knowing", Knowing(n_drafted)))
+    chosen(with_shares(int4=0.01))
+    assert len(seen) == 2 * 2  # prompts and windows
+    assert all(later - earlier >= WINDOW for earlier, later in zip(seen[::2], seen[1::2], strict=True))
 
 
 def test_answers_shorter_than_a_window_leave_the_decision_to_the_costs() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from swiftopt.decoding.loop import decode
 from swiftopt.decoding.method import PLAIN, swift
 from swiftopt.decoding.rule import TokenRule
 from swiftopt.models import copies_file
-from swiftopt.models.quantised import QuantisedLinear
+from swiftopt.models.quantised import QuantisedLinear, cuda_tiles
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
 
@@ -66,6 +67,12 @@ def test_maps_of_one_input_are_one_product_with_their_own_biases() -> None:
 def test_width_that_no_group_divides_is_int8() -> None:
     copy = QuantisedLinear([linear_weight(8, 48)], [None], "int4")
     assert copy.group is None and copy.codes.dtype == torch.int8
+
+
+@pytest.mark.parametrize(("width", "tiles"), [(576, 4), (960, 4), (1536, 8), (896, 8), (96, 2)])
+def test_layout_on_cuda_divides_every_row_that_can_be_quantised(width: int, tiles: int) -> None:
+    """torch's check: `in.size(1) % (innerKTiles * 16) == 0`; the kernel knows 2, 4 and 8."""
+    assert cuda_tiles(width) == tiles and width % (16 * tiles) == 0
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -179,5 +186,10 @@ def test_a_file_that_cannot_be_read_is_made_again(tmp_path: Path, monkeypatch: p
     path = copies_file.file_of("v1:0123456789abcdef", "head", "int8", runtime.dtype, runtime.device)
     path.parent.mkdir(parents=True)
     path.write_bytes(b"half a file")
+    left, fresh = path.with_name("of-a-dead-one.part"), path.with_name("of-another.part")
+    for part in (left, fresh):
+        part.write_bytes(b"half a file")
+    os.utime(left, (0, 0))
     runtime.copies.prepare(LayerSet(4, formats=(("head", "int8"),)))
+    assert {each.name for each in path.parent.iterdir()} == {path.name, fresh.name}
     assert copies_file.read(path, runtime.device) is not None

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import WordTokenizer, flat_costs
+from fakes import WordTokenizer, cheap_draft_costs, flat_costs
 from families import CONFIGS
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -190,6 +190,8 @@ def outcome(events: Sequence[Event]) -> dict[str, Any]:
 
 
 LOWERED = dict(skip_ratio=1.0, early_stop=False, min_acceptance=1.0, min_acceptance_rounds=4, skip_ratio_step=0.25)
+ADAPTIVE = dict(method="adaptive", draft_format="int4", strategy="knapsack", max_steps=30)
+CHEAP = cheap_draft_costs(0.1, N_LAYERS)
 WIDTH = CONFIGS["llama"].hidden_size
 ELSEWHERE = tuple(KnownSet(LayerSet.uniform(N_LAYERS, n), unit([1.0] * WIDTH)) for n in (2, 4))
 CASES = {
@@ -206,6 +208,8 @@ CASES = {
     "local": Case(mixed(4), dict(strategy="local", max_steps=30)),
     "shifting": Case(texts(14), dict(max_steps=4), costs=DEAR, alarm=0.2, known=ELSEWHERE),
     "drafting": Case(texts(8), dict(max_steps=16, strategy="knapsack", search_drafting=True), costs=DEAR),
+    "adaptive": Case(texts(6), ADAPTIVE, costs=CHEAP, max_new_tokens=32),
+    "adaptive-chats": Case(chats(8), ADAPTIVE, costs=CHEAP, max_new_tokens=20, looks_twice=True),
     "clasp-matchness": Case(texts(5), dict(strategy="clasp", objective="matchness"), costs=DEAR),
 }
 

@@ -33,6 +33,7 @@ from swiftopt.models.graphs import RECORD_AT, GraphPasses, StaticPass
 from swiftopt.models.loading import at_speed, load
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
+from swiftopt.models.stacked import StackedLayers
 from swiftopt.store import Store
 from swiftopt.worker.stored_costs import stored_costs
 
@@ -103,6 +104,20 @@ def test_decoding_by_static_passes_gives_the_same_tokens(family: str) -> None:
     for method in (PLAIN, TREES):
         assert tokens(runtime, method) == tokens(eager, method)
     assert {static.width for static in recorded} >= {1, 16}
+
+
+def test_captured_passes_are_forgotten_when_weights_move() -> None:
+    """On a device they would go on reading where the weights were."""
+    recorded: list[StaticPass] = []
+    runtime = graphed("llama", recorded)
+    before = tokens(runtime, PLAIN)
+    n = len(recorded)
+    assert tokens(runtime, PLAIN) == before and len(recorded) == n
+    StackedLayers(runtime)
+    assert tokens(runtime, PLAIN) == before and len(recorded) > n
+    n = len(recorded)
+    runtime.drop_copies("int4")
+    assert tokens(runtime, PLAIN) == before and len(recorded) > n
 
 
 def test_longer_text_gets_a_pass_of_its_own_that_reads_further() -> None:

@@ -72,6 +72,23 @@ def draft_logits(context: Context, layer_set: LayerSet) -> Tensor:
     return runtime.forward(Rows([ids[-2]], len(ids) - 2, variants=(layer_set,)), buffer)
 
 
+def test_states_are_brought_to_each_layers_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second half of the model lies elsewhere; what its blocks add is not computed there."""
+    runtime = tiny_runtime("llama")
+    context = context_of(runtime)
+
+    def delta(look: Look, sub: SubLayer, hidden: Tensor, entered: Tensor, positions: Any) -> Tensor:
+        device = look.runtime.blocks[sub[1]].device
+        assert hidden.device == device == entered.device
+        return torch.zeros(hidden.shape, dtype=hidden.dtype, device=device)
+
+    monkeypatch.setattr(Look, "delta", delta)
+    for block in runtime.blocks[2:]:
+        monkeypatch.setattr(block, "device", torch.device("meta"))
+    states = Look(context, WINDOW).own_states()
+    assert [state.device.type for state in states] == ["cpu"] * 5 + ["meta"] * 4
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_own_states_are_those_of_the_models_own_pass(family: str) -> None:
     context = context_of(tiny_runtime(family))

@@ -15,6 +15,7 @@ from swiftopt.optimizer.evaluation import WindowScore
 
 SET = LayerSet.uniform(8, 6)
 SETTINGS = SwiftSettings()
+LONGEST = SETTINGS.max_draft_length
 
 
 def costs(draft: float, row: float) -> CostProfile:
@@ -43,7 +44,7 @@ def test_branching_keeps_the_papers_proportions() -> None:
 @pytest.mark.parametrize(("draft", "row"), [(0.3, 0.001), (0.3, 0.15), (0.9, 0.02)])
 def test_found_settings_promise_more_on_those_windows(draft: float, row: float) -> None:
     scores, measured = windows(0.8), costs(draft, row)
-    found, promised, before = search_drafting(scores, SET, SETTINGS, measured)
+    found, promised, before = search_drafting(scores, SET, SETTINGS, measured, LONGEST)
     assert before == pytest.approx(expected(scores, SET, SETTINGS, measured))
     assert promised == pytest.approx(expected(scores, SET, found, measured))
     assert promised >= before and (found == SETTINGS) == (promised == before)
@@ -54,18 +55,24 @@ def test_found_settings_promise_more_on_those_windows(draft: float, row: float) 
 
 def test_dear_rows_make_for_narrow_drafts_and_dear_drafts_for_short_ones() -> None:
     scores = windows(0.8)
-    dear_rows, *_ = search_drafting(scores, SET, SETTINGS, costs(0.3, 0.3))
-    free_rows, *_ = search_drafting(scores, SET, SETTINGS, costs(0.3, 0.0))
+    dear_rows, *_ = search_drafting(scores, SET, SETTINGS, costs(0.3, 0.3), LONGEST)
+    free_rows, *_ = search_drafting(scores, SET, SETTINGS, costs(0.3, 0.0), LONGEST)
     assert dear_rows.branching[0][1] < free_rows.branching[0][1]
-    dear_drafts, *_ = search_drafting(scores, SET, SETTINGS, costs(0.95, 0.0))
+    dear_drafts, *_ = search_drafting(scores, SET, SETTINGS, costs(0.95, 0.0), LONGEST)
     assert dear_drafts.max_draft_length < free_rows.max_draft_length or (
         dear_drafts.stop_threshold > free_rows.stop_threshold
     )
 
 
+def test_draft_may_become_longer_again_than_it_was_chosen_for_another_text() -> None:
+    short = dataclasses.replace(SETTINGS, max_draft_length=2, stop_threshold=0.05)
+    found, *_ = search_drafting(windows(0.98), SET, short, costs(0.3, 0.001), LONGEST)
+    assert 2 < found.max_draft_length <= LONGEST
+
+
 def test_same_seed_finds_the_same_and_a_good_choice_is_left_alone() -> None:
     scores, measured = windows(0.9, seed=3), costs(0.5, 0.02)
-    first = search_drafting(scores, SET, SETTINGS, measured)
-    assert search_drafting(scores, SET, SETTINGS, measured) == first
-    again, promised, before = search_drafting(scores, SET, first[0], measured)
+    first = search_drafting(scores, SET, SETTINGS, measured, LONGEST)
+    assert search_drafting(scores, SET, SETTINGS, measured, LONGEST) == first
+    again, promised, before = search_drafting(scores, SET, first[0], measured, LONGEST)
     assert promised <= first[1] * 1.03 and (again == first[0] or promised > before)

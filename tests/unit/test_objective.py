@@ -9,7 +9,7 @@ from fakes import flat_costs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftopt.core.costs import CostProfile
+from swiftopt.core.costs import CostProfile, FormatCosts
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import Completion, LayerSet
 from swiftopt.optimizer.drafting import expected_of
@@ -80,6 +80,19 @@ def test_objective_prefers_the_set_that_saves_more_time_at_equal_matches() -> No
 def test_verification_cost_is_linear_between_measured_widths() -> None:
     costs = CostProfile("f", "d", "float32", 256, 4, 1, 1, 1, 1, {1: 10.0, 8: 17.0, 16: 33.0})
     assert [costs.target_pass_s(n) for n in (1, 4, 8, 12, 16, 32)] == [10.0, 13.0, 17.0, 25.0, 33.0, 65.0]
+
+
+def test_completion_that_ended_with_its_first_token_says_nothing_of_speed() -> None:
+    costs = CostProfile("f", "d", "float32", 256, 4, 1, 1, 1, 1, {1: 10.0, 8: 17.0})
+    ended = Completion((1,), "", "stop", "adaptive", first_tokens=1, layer_set=LayerSet(4))
+    drafted = replace(ended, token_ids=(1,) * 9, drafted=3, verified_widths={4: 2}, reckoned_cost=4.0)
+    assert expected_of(costs, [drafted, ended]) == expected_of(costs, [drafted]) == 8 / 4.0
+
+
+def test_rest_of_a_pass_is_that_of_most_of_its_layers() -> None:
+    costs = CostProfile("f", "d", "float32", 256, 4, 1, 1, 1, 1, {1: 10.0}, {"int4": FormatCosts(0.5, 0.5, 0.5, 5.0)})
+    own = LayerSet(4, formats=(("attn:0", "stored"), ("mlp:0", "stored"))).filled("int4")
+    assert costs.draft_pass_s(own) == 5.0 + 0.5 + (1 + 3 * 0.5) + (1 + 3 * 0.5)
 
 
 def test_expected_speedup_of_runs_with_several_sets_is_that_of_their_times_together() -> None:
