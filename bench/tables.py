@@ -110,8 +110,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _rows(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     report = result["report"]
-    ends = ", stop tokens ignored" if report.get("ignore_eos") else ""
-    task = f"{_task(result['command'])}, {report['prompts']} prompts, {report['max_new_tokens']} tokens{ends}"
+    named, layer_set = _task(result["command"])
+    task = f"{named}, {report['prompts']} prompts, {report['max_new_tokens']} tokens"
+    task += ", stop tokens ignored" if report.get("ignore_eos") else ""
+    task += f", the set of {layer_set}" if layer_set else ""
     where = f"{report['device']}, {report['dtype']}"
     for row in _compared(report) if report["schema"] == COMPARE_SCHEMA else _decoded(report):
         told = _told(result["command"], row[0])
@@ -241,13 +243,14 @@ def _origin(path: Path, result: dict[str, Any]) -> str:
     return f"- {path.stem}: commit {result['commit']}, {result['date']}, `{result['command']}`.{note}"
 
 
-def _task(command: str) -> str:
-    """The task that a bench command names, or the stem of its stream."""
+def _task(command: str) -> tuple[str, str]:
+    """The task that a bench command names, or the stem of its stream; and the file of the layer set that it gives."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--task")
     parser.add_argument("--stream", default="")
+    parser.add_argument("--layer-set", default="")
     known, _ = parser.parse_known_args(shlex.split(command))
-    return known.task or Path(known.stream).stem
+    return known.task or Path(known.stream).stem, Path(known.layer_set).name
 
 
 def _told(command: str, method: str) -> list[str]:

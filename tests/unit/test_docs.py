@@ -288,6 +288,13 @@ def test_table_names_the_settings_that_a_method_was_given(tmp_path: Path) -> Non
     assert "| swift, stop_threshold=0.5 | 8.0 |" in shown and "| hf-lookup | 13.0 |" in shown
 
 
+def test_table_names_the_file_of_a_given_layer_set(tmp_path: Path) -> None:
+    shown = table(
+        put(tmp_path, "x.json", result(command="swiftopt bench decode --stream a.jsonl --layer-set b/c.json"))
+    )
+    assert "| a, 4 prompts, 16 tokens, the set of c.json | swift |" in shown
+
+
 def test_table_of_no_files_says_so(tmp_path: Path) -> None:
     assert table(tmp_path) == table(tmp_path / "absent") == NOTHING
 
