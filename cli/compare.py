@@ -66,7 +66,8 @@ def compare(
     What a method needs and the database lacks (a layer set, heads, a probe) is made first, within about a minute and
     outside the timing. plain always runs, for the others are measured against it. Methods: plain, swift, self-sd,
     layerskip, adaspeed, adaspeed-probe, adadecode, paradecode, spd, spectr, specinfer, mcss, lookahead, jacobi,
-    prompt-lookup, adaptive, and the lossy mtad, mtjd, bild, typical. hf-plain, hf-lookup and hf-assisted are transformers' own.
+    prompt-lookup, adaptive, and the lossy mtad, mtjd, bild, typical. hf-plain, hf-lookup and hf-assisted are
+    transformers' own.
 
     \b
     Example:
