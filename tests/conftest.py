@@ -7,6 +7,7 @@ The one's logical database is emptied; on the other, databases of our own are cr
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -18,6 +19,9 @@ from servers import Postgres, Valkey, flush, new_database, server_folder
 
 settings.register_profile("any machine", deadline=None)  # a busy one must not fail a test
 settings.load_profile("any machine")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background job; its programs would ignore it too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
