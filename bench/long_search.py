@@ -63,10 +63,11 @@ class LongSearch:
             singles = {(unit,): self._flipped(self.held, [unit]) for unit in range(self.held.n_searched)}
             ratios = self._race(list(singles.values()))
             by_move = {move: ratios[own] for move, own in singles.items() if own in ratios}
-            helping = sorted((move for move, ratio in by_move.items() if ratio > 1), key=by_move.__getitem__)
+            best_first = sorted(by_move, key=by_move.__getitem__, reverse=True)
+            helping = [move for move in best_first if by_move[move] > 1]
             if helping:
-                self._hold(singles[helping.pop()])
-                self._take(helping[::-1])
+                self._hold(singles[helping[0]])
+                self._take(helping[1:])
             elif not self._doubled(by_move):
                 self.n_peaks += self.n_judged < self.most
                 return

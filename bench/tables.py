@@ -110,13 +110,15 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _rows(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     report = result["report"]
-    named, layer_set = _task(result["command"])
+    given = _options(result["command"])
+    named = given.task or Path(given.stream).stem
     task = f"{named}, {report['prompts']} prompts, {report['max_new_tokens']} tokens"
     task += ", stop tokens ignored" if report.get("ignore_eos") else ""
-    task += f", the set of {layer_set}" if layer_set else ""
+    task += f", the set of {Path(given.layer_set).name}" if given.layer_set else ""
     where = f"{report['device']}, {report['dtype']}"
     for row in _compared(report) if report["schema"] == COMPARE_SCHEMA else _decoded(report):
-        told = _told(result["command"], row[0])
+        own = f"{row[0]}."
+        told = [each.removeprefix(own) for each in given.set if each.startswith(own)]
         yield (report["model"], task, ", ".join((row[0], *told)), *row[1:], where)
 
 
@@ -243,22 +245,14 @@ def _origin(path: Path, result: dict[str, Any]) -> str:
     return f"- {path.stem}: commit {result['commit']}, {result['date']}, `{result['command']}`.{note}"
 
 
-def _task(command: str) -> tuple[str, str]:
-    """The task that a bench command names, or the stem of its stream; and the file of the layer set that it gives."""
+def _options(command: str) -> argparse.Namespace:
+    """Those of a bench command that the rows tell of."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--task")
     parser.add_argument("--stream", default="")
-    parser.add_argument("--layer-set", default="")
-    known, _ = parser.parse_known_args(shlex.split(command))
-    return known.task or Path(known.stream).stem, Path(known.layer_set).name
-
-
-def _told(command: str, method: str) -> list[str]:
-    """The settings that a command gives a method, `setting=value`."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--layer-set")
     parser.add_argument("--set", action="append", default=[])
-    known, _ = parser.parse_known_args(shlex.split(command))
-    return [each.removeprefix(f"{method}.") for each in known.set if each.startswith(f"{method}.")]
+    return parser.parse_known_args(shlex.split(command))[0]
 
 
 def main(args: Sequence[str] | None = None) -> int:

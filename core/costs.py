@@ -92,8 +92,7 @@ class CostProfile:
 
         The formats that count are those of all attentions and all MLPs, without what single layers differ in.
         """
-        named = dict(layer_set.formats)
-        names = {None if named.get(kind, STORED) == STORED else named[kind] for kind in ("attn", "mlp")}
+        names = {layer_set.format_of("attn"), layer_set.format_of("mlp")}
         return max(self.fixed_s if name is None else self.formats[name].fixed_s for name in names)
 
     def _part_s(self, kind: Literal["attn", "mlp", "head"], layer: int, layer_set: LayerSet) -> float:

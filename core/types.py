@@ -107,8 +107,11 @@ class LayerSet:
         """Whether that sub-layer is left out."""
         return layer in (self.skip_attn if kind == "attn" else self.skip_mlp)
 
-    def format_of(self, kind: Literal["attn", "mlp", "head"], layer: int = 0) -> str | None:
-        """The format that the draft runs that part in; None: the model's own weights."""
+    def format_of(self, kind: Literal["attn", "mlp", "head"], layer: int | None = None) -> str | None:
+        """The format that the draft runs that part in, without a layer that of all which have none of their own.
+
+        None: the model's own weights.
+        """
         if not self.formats:
             return None
         known = dict(self.formats)
