@@ -23,6 +23,7 @@ from .options import (
     speed_option,
 )
 from .output import emit_json, note, note_load, show
+from .peers import peers
 from .search import search
 from .stream_shift import stream_shift
 
@@ -47,6 +48,7 @@ def bench() -> None:
 
 
 bench.add_command(ablate)
+bench.add_command(peers)
 bench.add_command(search)
 bench.add_command(stream_shift)
 

@@ -1,0 +1,128 @@
+"""The processes of `bench peers`: one for each row, of which one computes at a time while the others stand still."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from .peer_environments import Launch, PeerFailed
+
+SPARE_BYTES = 1 << 30  # of the machine's memory, left to everything else
+END_S = 5  # a process that has been told to end and does not is killed
+
+
+class Child:
+    """A rival's process, which answers JSON lines; between its turns it is stopped, so that it cannot use the CPU.
+
+    It leads a process group of its own: the kernel ends it, stopped or not, when this process is gone.
+    """
+
+    def __init__(self, launch: Launch, options: Mapping[str, Any], environ: Mapping[str, str], log: Path) -> None:
+        self.log = log
+        with log.open("w", encoding="utf-8") as errors:
+            self._process = subprocess.Popen(
+                (*launch.command, json.dumps(options)),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                encoding="utf-8",
+                env={**environ, **launch.environ},
+                process_group=0,
+            )
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Raises: PeerFailed: it could not load, or took too long."""
+        self._answer(timeout_s, "to load")
+
+    def ask(self, question: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Its answer to one line; it computes only while this waits.
+
+        Raises: PeerFailed: it failed, ended or took too long.
+        """
+        self._signal(signal.SIGCONT)
+        try:
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            raise PeerFailed(self._end_sentence()) from error
+        return self._answer(timeout_s, "for an answer")
+
+    def peak_bytes(self) -> int | None:
+        """Most memory that it has had resident, its own processes included; None where the system does not say."""
+        try:
+            own = psutil.Process(self._process.pid)
+            peaks = [_peak_bytes(process.pid) for process in (own, *own.children(recursive=True))]
+        except psutil.Error:
+            return None
+        return sum(peak for peak in peaks if peak is not None) or None
+
+    def close(self) -> None:
+        """End the process, whatever it is doing."""
+        self._signal(signal.SIGCONT)
+        with suppress(OSError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+
+    def _answer(self, timeout_s: float, what: str) -> dict[str, Any]:
+        try:
+            line = self._lines.get(timeout=timeout_s)
+        except queue.Empty:
+            raise PeerFailed(f"it took more than {timeout_s:.0f} s {what}: see {self.log}") from None
+        self._signal(signal.SIGSTOP)
+        if not line:
+            raise PeerFailed(self._end_sentence())
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise PeerFailed(f"{answer['error']}: see {self.log}")
+        return answer
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
+    def _end_sentence(self) -> str:
+        self._signal(signal.SIGCONT)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
+        code = self._process.poll()
+        how = f"by signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"with code {code}"
+        return f"its process ended {how}: see {self.log}"
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
+
+
+def _peak_bytes(pid: int) -> int | None:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")]
+    return int(found[0]) * 1024 if found else None
+
+
+def room_for(n_bytes: float) -> bool:
+    """Whether the machine has that much memory to give, and some to spare."""
+    return bool(psutil.virtual_memory().available >= n_bytes + SPARE_BYTES)

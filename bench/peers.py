@@ -1,0 +1,352 @@
+"""swiftopt and its rivals on the same token ids, by turns, each row in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from ..core.errors import ContextOverflow, SettingsError, SwiftoptError
+from ..core.types import Prompt, Sampling
+from ..decoding.session import Session
+from ..models.gguf_file import cache_root
+from ..models.runtime import Runtime
+from ..models.saved import OnStep, no_step, quiet
+from ..optimizer.verdict import Timed, bootstrap_interval, speed, speed_ratio
+from .gguf_weights import Rounding, gguf_of, stored_type
+from .peer_children import Child, room_for
+from .peer_environments import Launch, PeerFailed, prepared
+from .peer_rows import DRAFT_TOKENS, MIN_CONFIDENCE, NGRAM_TOKENS, Row, Weights
+
+SCHEMA = "swiftopt.bench-peers/1"
+WARM_TOKENS = 8  # of each warm-up, so that no row pays for first allocations and compilations later
+WARM_PROMPTS = 2  # at least, of different lengths, for what compiles by shape
+BASES = ("llama-cpp/plain", "node-llama-cpp/plain")  # the faster of them is what rows are compared with
+PRECISIONS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+OWN_BYTES = 1 << 30  # what a process needs beside its weights, as a first guess
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One prompt as every row gets it."""
+
+    prompt_id: str
+    task: str
+    token_ids: tuple[int, ...]
+    max_new_tokens: int
+
+    def to_json(self, at_most: int | None = None) -> dict[str, Any]:
+        """The line that a rival's process reads; at most so many new tokens."""
+        n = self.max_new_tokens if at_most is None else min(at_most, self.max_new_tokens)
+        return {"prompt_ids": list(self.token_ids), "max_new_tokens": n, "task": self.task}
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one row made of one prompt. Seconds are whole; `prefill_s` of them passed before the first token."""
+
+    token_ids: tuple[int, ...]
+    seconds: float
+    prefill_s: float | None
+
+
+@dataclass(slots=True)
+class RowRuns:
+    """All turns of one row, or why it has none."""
+
+    row: Row
+    weights: str
+    turns: list[Turn] = field(default_factory=list)
+    peak_bytes: int | None = None
+    methods: set[str] = field(default_factory=set)
+    reason: str = ""
+
+    @property
+    def timed(self) -> list[Timed]:
+        """Tokens and seconds of every turn, prefill included."""
+        return [Timed(len(turn.token_ids), turn.seconds) for turn in self.turns]
+
+    def decode_speed(self) -> float | None:
+        """Tokens after the first one per second after it; None where the rival does not tell the two apart."""
+        if any(turn.prefill_s is None for turn in self.turns):
+            return None
+        return speed([Timed(len(turn.token_ids) - 1, turn.seconds - (turn.prefill_s or 0.0)) for turn in self.turns])
+
+
+@dataclass(frozen=True, slots=True)
+class PeersRequest:
+    """What all rows have in common; `folder` holds the model, `db` is the database of swiftopt's own plans."""
+
+    model: str
+    folder: Path
+    dtype: str = "auto"
+    threads: int = os.cpu_count() or 1
+    timeout_s: float = 600.0
+    speed: str = "eager"
+    db: str | None = None
+
+
+def questions_of(folder: Path, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Question]:
+    """The prompts' token ids, chats cut to their first turn.
+
+    Raises: InvalidInput: the folder has no tokenizer or chat template for one. ContextOverflow: one does not fit.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    from ..models.saved import has_tokenizer
+
+    with quiet():
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True) if has_tokenizer(folder) else None
+        most = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config().max_position_embeddings
+    encoder = cast(Runtime, SimpleNamespace(tokenizer=tokenizer, hf_model=None))  # all that encoding reads of one
+    session = Session(encoder, Sampling(), max_new_tokens, ignore_eos=True)
+    found = [Question(each.id, each.task, tuple(session.encode(each)), session.room(each)) for each in prompts]
+    for question in found:
+        needed = len(question.token_ids) + question.max_new_tokens
+        if needed > most:
+            raise ContextOverflow(
+                f"prompt {question.prompt_id!r} needs {needed} positions with its completion, and the model has {most}:"
+                " shorten it or lower --max-new-tokens"
+            )
+    return found
+
+
+class PeersBench:
+    """Runs the rows over the questions, their order rotating from prompt to prompt.
+
+    `told` hears of every step; `launch_of` makes a rival's environment.
+    """
+
+    def __init__(
+        self,
+        request: PeersRequest,
+        questions: Sequence[Question],
+        rows: Sequence[Row],
+        on_step: OnStep = no_step,
+        launch_of: Callable[..., Launch] = prepared,
+    ) -> None:
+        self.request, self.questions, self._on_step, self._launch_of = request, questions, on_step, launch_of
+        kind = stored_type(request.folder) if request.dtype == "auto" else ""
+        self.dtype = DTYPES[kind] if kind else request.dtype
+        self.runs = [RowRuns(row, _weights_word(row, kind or stored_type(request.folder))) for row in rows]
+        self._launches: dict[str, Launch | PeerFailed] = {}
+        self._children: dict[str, Child] = {}  # the longest unused first
+        self._needs: dict[str, float] = {}
+        self._logs = cache_root() / "peers" / "logs"
+        self._n_ctx = -(-max(len(q.token_ids) + q.max_new_tokens + 2 * DRAFT_TOKENS for q in questions) // 256) * 256
+
+    def run(self) -> None:
+        """Fill in every row's turns, or the reason why it has none."""
+        self._logs.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            stack.callback(self._close_all)
+            for runs in self.runs:  # installations and weights before the first clock starts
+                self._attempt(runs, self._prepare)
+            for number, question in enumerate(self.questions):
+                turn = number % len(self.runs)
+                for runs in [*self.runs[turn:], *self.runs[:turn]]:
+                    if not runs.reason:
+                        self._attempt(runs, partial(self._turn, question))
+
+    def _attempt(self, runs: RowRuns, act: Callable[[RowRuns], None]) -> None:
+        try:
+            act(runs)
+        except (PeerFailed, SwiftoptError) as error:
+            runs.reason, runs.turns = str(error), []
+            self._on_step(f"{runs.row.name}: {error}")
+            child = self._children.pop(runs.row.name, None)
+            if child is not None:
+                child.close()
+
+    def _prepare(self, runs: RowRuns) -> None:
+        """Make what the row needs before any clock starts."""
+        self._options(runs.row, self._launch(runs.row))
+
+    def _launch(self, row: Row) -> Launch:
+        name = row.rival.name
+        if name not in self._launches:
+            try:
+                self._launches[name] = self._launch_of(row.rival, self._on_step)
+            except PeerFailed as error:
+                self._launches[name] = error
+        launch = self._launches[name]
+        if isinstance(launch, PeerFailed):
+            raise launch
+        return launch
+
+    def _turn(self, question: Question, runs: RowRuns) -> None:
+        child = self._child(runs)
+        answer = child.ask(question.to_json(), self.request.timeout_s)
+        token_ids = tuple(int(token) for token in answer["token_ids"])
+        if len(token_ids) != question.max_new_tokens:
+            raise PeerFailed(f"it gave {len(token_ids)} tokens for a prompt that asks for {question.max_new_tokens}")
+        turn = Turn(token_ids, float(answer["seconds"]), answer.get("prefill_s"))
+        runs.turns.append(turn)
+        runs.methods |= {answer["method"]} if "method" in answer else set()
+        self._note_memory(runs, child)
+        n = len(runs.turns)
+        tok_s = len(token_ids) / turn.seconds
+        self._on_step(f"prompt {n} of {len(self.questions)}, {runs.row.name}: {tok_s:.1f} tok/s")
+
+    def _note_memory(self, runs: RowRuns, child: Child) -> None:
+        peak = child.peak_bytes()
+        if peak is not None:
+            runs.peak_bytes = max(peak, runs.peak_bytes or 0)
+            self._needs[runs.row.name] = runs.peak_bytes
+
+    def _child(self, runs: RowRuns) -> Child:
+        """The row's process, warm; others end where the memory would not do, the longest unused first."""
+        name = runs.row.name
+        if name in self._children:
+            self._children[name] = self._children.pop(name)
+            return self._children[name]
+        launch = self._launch(runs.row)
+        options = self._options(runs.row, launch)
+        needed = self._needs.get(name) or self._guessed_bytes(options)
+        while self._children and not room_for(needed):
+            self._children.pop(next(iter(self._children))).close()
+        self._on_step(f"starting {name}")
+        log = self._logs / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}.log"
+        child = self._children[name] = Child(launch, options, self._environ(runs.row), log)
+        child.wait_until_ready(self.request.timeout_s)
+        for question in self._warm_ups():
+            child.ask(question.to_json(WARM_TOKENS), self.request.timeout_s)
+        self._note_memory(runs, child)
+        return child
+
+    def _warm_ups(self) -> list[Question]:
+        """The first prompts, and the first one of each task."""
+        of_tasks = {question.task: question for question in reversed(self.questions)}
+        first = list(self.questions[:WARM_PROMPTS])
+        return [*first, *(question for question in of_tasks.values() if question not in first)]
+
+    def _options(self, row: Row, launch: Launch) -> dict[str, Any]:
+        request = self.request
+        return {
+            "model": str(self._file(row.weights, row)),
+            "draft": str(self._file(row.draft, row)) if row.draft else None,
+            "package": str(launch.folder),
+            "dtype": self.dtype,
+            "precision": PRECISIONS[self.dtype],
+            "threads": request.threads,
+            "n_ctx": self._n_ctx,
+            "speed": request.speed,
+            "db": request.db,
+            "draft_tokens": DRAFT_TOKENS,
+            "ngram_tokens": NGRAM_TOKENS,
+            "min_confidence": MIN_CONFIDENCE,
+            **row.options,
+        }
+
+    def _file(self, weights: Weights, row: Row) -> Path:
+        if weights == "file":
+            assert row.file is not None
+            return row.file.resolve()
+        if weights == "folder":
+            return self.request.folder
+        rounding: Rounding = weights
+        return gguf_of(self.request.folder, rounding, self._on_step)
+
+    def _guessed_bytes(self, options: Mapping[str, Any]) -> float:
+        """Of a process that has not run yet: its weights, half as much again for copies, and its libraries."""
+        files = [Path(options[key]) for key in ("model", "draft", "assistant") if options.get(key)]
+        return 1.5 * sum(_size(path) for path in files) + OWN_BYTES
+
+    def _environ(self, row: Row) -> dict[str, str]:
+        own = {"OMP_NUM_THREADS": str(self.request.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        return {**os.environ, **own}
+
+    def _close_all(self) -> None:
+        while self._children:
+            self._children.popitem()[1].close()
+
+
+def _size(path: Path) -> int:
+    if path.is_file():
+        return path.stat().st_size
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
+def _weights_word(row: Row, stored: str) -> str:
+    """What the row's target computes with, as a reader knows it."""
+    if row.weights == "file":
+        return str(row.file.name if row.file else "")
+    return stored if row.weights in ("folder", "stored") else row.weights
+
+
+def report_of(
+    request: PeersRequest, runs: Sequence[RowRuns], questions: Sequence[Question], machine: str, base: str | None = None
+) -> dict[str, Any]:
+    """The object that `swiftopt bench peers --json` prints.
+
+    Raises: SettingsError: `base` is none of the rows that ran.
+    """
+    measured = {own.row.name: own for own in runs if own.turns}
+    if base is not None and base not in measured:
+        raise SettingsError(f"--base {base} was not measured: use one of {', '.join(measured) or 'none'}")
+    llama = [measured[name] for name in BASES if name in measured]
+    compared = measured[base] if base else max(llama, key=lambda own: speed(own.timed), default=None)
+    compared = compared or next(iter(measured.values()), None)
+    return {
+        "schema": SCHEMA,
+        "model": request.model,
+        "device": machine,
+        "threads": request.threads,
+        "prompts": len(questions),
+        "max_new_tokens": max(question.max_new_tokens for question in questions),
+        "ignore_eos": True,
+        "base": compared.row.name if compared else None,
+        "results": [_result(own, compared, measured) for own in runs],
+    }
+
+
+def _result(own: RowRuns, base: RowRuns | None, measured: Mapping[str, RowRuns]) -> dict[str, Any]:
+    row = own.row
+    named = {
+        "row": row.name,
+        "rival": row.rival.title,
+        "weights": own.weights,
+        "same_weights": row.same_weights,
+        "reason": own.reason or None,
+    }
+    if not own.turns or base is None:
+        return {**named, "tok_s": None}
+    ratios = [one.seconds / mine.seconds for mine, one in zip(own.timed, base.timed, strict=True)]  # of equal tokens
+    reference = _reference(row, measured)
+    decode_speed = own.decode_speed()
+    return {
+        **named,
+        "tokens": sum(run.tokens for run in own.timed),
+        "seconds": round(sum(run.seconds for run in own.timed), 3),
+        "tok_s": round(speed(own.timed), 3),
+        "decode_tok_s": None if decode_speed is None else round(decode_speed, 3),
+        "ratio": round(speed_ratio(own.timed, base.timed), 4),
+        "ratio_interval": [round(end, 4) for end in bootstrap_interval(own.timed, base.timed)],
+        "ratio_median": round(statistics.median(ratios), 4),
+        "peak_bytes": own.peak_bytes,
+        "equal_to": reference.row.name if reference else None,
+        "identical": None if reference is None else sum(map(_same, own.turns, reference.turns)),
+        "of": len(own.turns),
+        "decoded_with": sorted(own.methods),
+        "turns": [{"seconds": round(turn.seconds, 4), "prefill_s": turn.prefill_s} for turn in own.turns],
+    }
+
+
+def _same(one: Turn, other: Turn) -> bool:
+    return one.token_ids == other.token_ids
+
+
+def _reference(row: Row, measured: Mapping[str, RowRuns]) -> RowRuns | None:
+    """Whose tokens a row's are held against: drafting rows their rival's plain ones, all others swiftopt's."""
+    if not row.same_weights:
+        return None
+    found = measured.get(f"{row.rival.name}/plain" if row.speculates else "swiftopt/plain")
+    return None if found is None or found.row is row else found

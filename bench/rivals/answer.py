@@ -1,0 +1,46 @@
+"""The process of one row of `bench peers`: loads one rival, then answers JSON lines until its standard input ends.
+
+    python -P answer.py <rival's file> '<options as JSON>'
+
+The rival's file has `load(options)`, which returns a function from a line to its answer. A line in: {"prompt_ids":
+[...], "max_new_tokens": 128, "task": "code"}. Lines out: {"ready": true} once, then for each line {"token_ids": [...],
+"seconds": s, "prefill_s": s}, where the seconds until the first token may be null; or {"error": "..."}, after which the
+process ends. Whatever a library prints goes to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from time import perf_counter
+from typing import Any
+
+
+def main(file: str, options: dict[str, Any]) -> int:
+    """Answer every line; returns the exit code."""
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
+        os.dup2(2, 1)
+
+        def say(answer: dict[str, Any]) -> None:
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()
+
+        try:
+            decode = runpy.run_path(file)["load"](options)
+            say({"ready": True})
+            for line in sys.stdin:
+                asked = json.loads(line)
+                begun = perf_counter()
+                answer = decode(asked)
+                say({**answer, "seconds": perf_counter() - begun})
+        except Exception as error:  # a rival can raise anything: the parent makes a row of it
+            first = (str(error).strip() or "no message").splitlines()[0]
+            say({"error": f"{type(error).__name__}: {first}"})
+            raise
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], json.loads(sys.argv[2])))

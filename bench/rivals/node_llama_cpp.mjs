@@ -1,0 +1,58 @@
+// llama.cpp through node-llama-cpp; speaks the same lines as answer.py.
+//
+//     node node_llama_cpp.mjs '<options as JSON>'
+//
+// Options: package (the folder with node_modules), model, threads, n_ctx; draft (a GGUF file) or ngram (true) where it
+// speculates.
+
+import {createInterface} from "node:readline";
+import {pathToFileURL} from "node:url";
+import {join} from "node:path";
+
+const options = JSON.parse(process.argv[2]);
+const write = process.stdout.write.bind(process.stdout);
+const say = (answer) => write(JSON.stringify(answer) + "\n");
+process.stdout.write = process.stderr.write.bind(process.stderr); // what the library prints
+
+try {
+    const entry = join(options.package, "node_modules", "node-llama-cpp", "dist", "index.js");
+    const {getLlama, DraftSequenceTokenPredictor, InputLookupTokenPredictor} = await import(pathToFileURL(entry));
+    const llama = await getLlama({gpu: false, maxThreads: options.threads, build: "never", progressLogs: false});
+    const room = {contextSize: options.n_ctx, threads: options.threads, batchSize: options.n_ctx};
+    const load = (modelPath) => llama.loadModel({modelPath, useMmap: false});
+    const context = await (await load(options.model)).createContext(room);
+    let tokenPredictor;
+    if (options.draft) {
+        const drafting = await (await load(options.draft)).createContext(room);
+        tokenPredictor = new DraftSequenceTokenPredictor(drafting.getSequence(), {
+            minTokens: 0, maxTokens: options.draft_tokens, minConfidence: options.min_confidence
+        });
+    } else if (options.ngram) {
+        tokenPredictor = new InputLookupTokenPredictor({
+            patternLength: {min: 1, max: options.ngram_tokens},
+            predictionLength: {min: 1, max: options.draft_tokens}
+        });
+    }
+    const sequence = context.getSequence({tokenPredictor});
+    say({ready: true});
+    for await (const line of createInterface({input: process.stdin})) {
+        const asked = JSON.parse(line);
+        const begun = performance.now();
+        await sequence.clearHistory();
+        let firstAt = null;
+        const tokenIds = [];
+        for await (const token of sequence.evaluate(asked.prompt_ids, {temperature: 0, yieldEogToken: true})) {
+            firstAt ??= performance.now();
+            tokenIds.push(token);
+            if (tokenIds.length === asked.max_new_tokens)
+                break;
+        }
+        const seconds = (performance.now() - begun) / 1000;
+        say({token_ids: tokenIds, seconds, prefill_s: firstAt === null ? null : (firstAt - begun) / 1000});
+    }
+    process.exit(0);
+} catch (error) {
+    say({error: `${error.name}: ${String(error.message).split("\n")[0]}`});
+    console.error(error);
+    process.exit(1);
+}
