@@ -41,7 +41,8 @@ class Child:
                 process_group=0,
             )
         self._lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def wait_until_ready(self, timeout_s: float) -> None:
         """Raises: PeerFailed: it could not load, or took too long."""
@@ -70,17 +71,23 @@ class Child:
             return None
         return sum(peak for peak in peaks if peak is not None) or None
 
-    def close(self) -> None:
-        """End the process, whatever it is doing."""
+    @property
+    def pid(self) -> int:
+        """Of the process itself."""
+        return self._process.pid
+
+    def close(self, at_once: bool = False) -> None:
+        """End the process; `at_once` where it may be busy and nothing of it is wanted any more."""
         self._signal(signal.SIGCONT)
         with suppress(OSError):
             assert self._process.stdin is not None
             self._process.stdin.close()
         try:
-            self._process.wait(END_S)
+            self._process.wait(0 if at_once else END_S)
         except subprocess.TimeoutExpired:
             self._signal(signal.SIGKILL)
             self._process.wait()
+        self._reader.join()
 
     def _answer(self, timeout_s: float, what: str) -> dict[str, Any]:
         try:
@@ -97,8 +104,9 @@ class Child:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put(line)
+        with self._process.stdout as answers:
+            for line in answers:
+                self._lines.put(line)
         self._lines.put("")
 
     def _end_sentence(self) -> str:

@@ -124,8 +124,8 @@ class Row:
         return self.weights in ("folder", "stored", "F16")
 
     @property
-    def speculates(self) -> bool:
-        """Whether it drafts, so that its rival's plain row is what it should equal."""
+    def equals_plain(self) -> bool:
+        """Whether its tokens should be those of its rival's plain row: it drafts, or is compiled."""
         return self.draft is not None or bool(self.options)
 
 

@@ -122,7 +122,7 @@ def questions_of(folder: Path, prompts: Sequence[Prompt], max_new_tokens: int) -
 class PeersBench:
     """Runs the rows over the questions, their order rotating from prompt to prompt.
 
-    `told` hears of every step; `launch_of` makes a rival's environment.
+    `on_step` hears of every step; `has_room` says whether the machine has so many bytes for one more process.
     """
 
     def __init__(
@@ -131,9 +131,9 @@ class PeersBench:
         questions: Sequence[Question],
         rows: Sequence[Row],
         on_step: OnStep = no_step,
-        launch_of: Callable[..., Launch] = prepared,
+        has_room: Callable[[float], bool] = room_for,
     ) -> None:
-        self.request, self.questions, self._on_step, self._launch_of = request, questions, on_step, launch_of
+        self.request, self.questions, self._on_step, self._has_room = request, questions, on_step, has_room
         kind = stored_type(request.folder) if request.dtype == "auto" else ""
         self.dtype = DTYPES[kind] if kind else request.dtype
         self.runs = [RowRuns(row, _weights_word(row, kind or stored_type(request.folder))) for row in rows]
@@ -164,7 +164,7 @@ class PeersBench:
             self._on_step(f"{runs.row.name}: {error}")
             child = self._children.pop(runs.row.name, None)
             if child is not None:
-                child.close()
+                child.close(at_once=True)
 
     def _prepare(self, runs: RowRuns) -> None:
         """Make what the row needs before any clock starts."""
@@ -174,7 +174,7 @@ class PeersBench:
         name = row.rival.name
         if name not in self._launches:
             try:
-                self._launches[name] = self._launch_of(row.rival, self._on_step)
+                self._launches[name] = prepared(row.rival, self._on_step)
             except PeerFailed as error:
                 self._launches[name] = error
         launch = self._launches[name]
@@ -211,7 +211,7 @@ class PeersBench:
         launch = self._launch(runs.row)
         options = self._options(runs.row, launch)
         needed = self._needs.get(name) or self._guessed_bytes(options)
-        while self._children and not room_for(needed):
+        while self._children and not self._has_room(needed):
             self._children.pop(next(iter(self._children))).close()
         self._on_step(f"starting {name}")
         log = self._logs / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}.log"
@@ -348,5 +348,5 @@ def _reference(row: Row, measured: Mapping[str, RowRuns]) -> RowRuns | None:
     """Whose tokens a row's are held against: drafting rows their rival's plain ones, all others swiftopt's."""
     if not row.same_weights:
         return None
-    found = measured.get(f"{row.rival.name}/plain" if row.speculates else "swiftopt/plain")
+    found = measured.get(f"{row.rival.name}/plain" if row.equals_plain else "swiftopt/plain")
     return None if found is None or found.row is row else found

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import RenderableType
 
 from ..core.requests import GenerateRequest
 from ..core.streams import read_stream
@@ -79,6 +81,8 @@ def peers(
     if base is not None:
         check_words("row", [base], chosen)
     check_model(request)
+    if assistant is not None:
+        check_model(replace(request, model=assistant))
 
     import torch
 
@@ -107,26 +111,29 @@ def peers(
     if as_json:
         emit_json(report)
     else:
-        show_table(report)
+        show(*table_of(report))
 
 
-def show_table(report: dict[str, Any]) -> None:
+def table_of(report: dict[str, Any]) -> list[RenderableType]:
     """The rows, and under them why others have no numbers."""
     from rich.table import Table
 
-    title = f"{report['model']}, {report['device']}, {report['threads']} threads, {report['prompts']} prompts"
-    title += f" of {report['max_new_tokens']} tokens; ratios to {report['base']}"
+    title = f"{report['model']}, {report['device']}, {report['prompts']} prompts of {report['max_new_tokens']} tokens"
+    caption = (
+        f"decode: tok/s after the first token; ratio: to {report['base']}; equal to: whose tokens on how many prompts."
+        " Engines round differently; rows of other weights are another model's answers."
+    )
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), header_style="dim")
-    for name in ("row", "tok/s", "after 1st", "ratio", "95 %", "memory", "equal to"):
-        left = name in ("row", "equal to")
-        table.add_column(name, justify="left" if left else "right", no_wrap=name != "equal to", overflow="fold")
-    reasons: dict[str, list[str]] = {}
+    for name in ("row", "tok/s", "decode", "ratio", "95 %", "memory", "equal to"):
+        wraps = name in ("row", "equal to")
+        table.add_column(name, justify="left" if wraps else "right", no_wrap=not wraps, overflow="fold")
+    rows_of: dict[str, list[str]] = {}  # by the reason why they have no numbers
     for result in report["results"]:
         if result["tok_s"] is None:
-            reasons.setdefault(result["reason"] or "no prompt was decoded", []).append(result["row"])
-        number = list(reasons).index(result["reason"]) + 1 if result["reason"] in reasons else 0
-        table.add_row(*cells(result, number))
-    show(table, *(f"({i}) {', '.join(rows)}: {reason}" for i, (reason, rows) in enumerate(reasons.items(), start=1)))
+            rows_of.setdefault(result["reason"], []).append(result["row"])
+        table.add_row(*cells(result, list(rows_of).index(result["reason"]) + 1 if result["tok_s"] is None else 0))
+    reasons = enumerate(rows_of.items(), start=1)
+    return [table, caption, *(f"({number}) {', '.join(rows)}: {reason}" for number, (reason, rows) in reasons)]
 
 
 def cells(result: dict[str, Any], footnote: int = 0) -> tuple[str, ...]:
@@ -148,9 +155,7 @@ def cells(result: dict[str, Any], footnote: int = 0) -> tuple[str, ...]:
 
 def equal_to(result: dict[str, Any]) -> str:
     """What the row's tokens may be held against, and on how many prompts they are the same."""
-    if not result["same_weights"]:
-        return f"other weights ({result['weights']})"
     if result["equal_to"] is None:
-        return f"same weights ({result['weights']})"
+        return f"{'same' if result['same_weights'] else 'other'} weights ({result['weights']})"
     own = result["equal_to"].split("/")[0] == result["row"].split("/")[0]
     return f"{'its own plain' if own else result['equal_to']} {result['identical']}/{result['of']}"

@@ -36,11 +36,11 @@ def load(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
     def answer(asked: dict[str, Any]) -> dict[str, Any]:
         passes.clear()
-        if cache is not None:
-            cache.reset()
         begun = perf_counter()
         inputs = torch.tensor([asked["prompt_ids"]])  # (batch 1, seq)
         with torch.inference_mode():
+            if cache is not None:
+                cache.reset()
             out = model.generate(
                 inputs,
                 generation_config=config,

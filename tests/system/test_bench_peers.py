@@ -1,0 +1,214 @@
+"""`bench peers` on tiny models: weights in GGUF, the processes of its rows, and the command as a whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import psutil
+import pytest
+import torch
+from families import CONFIGS
+from tiny_files import save
+from transformers import AutoModelForCausalLM
+
+from swiftopt.bench.gguf_weights import gguf_of, write_gguf
+from swiftopt.bench.peer_children import Child
+from swiftopt.bench.peer_environments import PROGRAMS, Launch, PeerFailed, prepared
+from swiftopt.bench.peer_rows import RIVALS, Rival, Row
+from swiftopt.bench.peers import PeersBench, PeersRequest, questions_of
+from swiftopt.cli.main import run
+from swiftopt.core.errors import ContextOverflow, UnsupportedModel
+from swiftopt.core.types import Prompt
+
+ASKED = {"prompt_ids": [3, 5, 7, 9], "max_new_tokens": 6, "task": "code"}
+
+
+def saved(folder: Path, family: str, **changes: Any) -> Path:
+    """A tiny model with random biases, in float32, whose rows part into blocks of 32."""
+    torch.manual_seed(0)
+    config = type(CONFIGS[family])(**{**CONFIGS[family].to_dict(), "intermediate_size": 64, **changes})
+    save(folder)  # for its tokenizer
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return folder
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        out: torch.Tensor = model.eval()(torch.tensor([[1, 2, 3, 4, 5, 60, 61]])).logits
+    return out
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_gguf_file_has_the_folders_own_function(tmp_path: Path, family: str, tied: bool) -> None:
+    head_dim = {"head_dim": 128} if family == "qwen3" else {}  # transformers reads no other from a file
+    folder = saved(tmp_path / "model", family, tie_word_embeddings=tied, **head_dim)
+    auto: Any = AutoModelForCausalLM
+    write_gguf(folder, tmp_path / "weights.gguf", "F32")
+    read = auto.from_pretrained(tmp_path, gguf_file="weights.gguf", dtype=torch.float32)
+    assert torch.equal(logits(read), logits(auto.from_pretrained(folder)))
+
+
+@pytest.mark.parametrize(("kind", "error"), [("BF16", 0.004), ("Q8_0", 0.004), ("Q4_0", 0.13)])
+def test_rounded_weights_are_near_the_folders(tmp_path: Path, kind: str, error: float) -> None:
+    """Relative to the largest value: half a step of each type; a whole one for Q4_0, whose grid ends a step short."""
+    write_gguf(saved(tmp_path / "model", "qwen2"), tmp_path / "weights.gguf", kind)
+    own = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(str(tmp_path / "weights.gguf")).tensors}
+    down = tensors["blk.1.ffn_down.weight"]
+    read = gguf.dequantize(down.data, down.tensor_type)
+    assert down.tensor_type.name == kind and tensors["blk.1.attn_q.bias"].tensor_type.name == "F32"
+    known = own["model.layers.1.mlp.down_proj.weight"].numpy()
+    assert np.abs(read - known).max() <= error * np.abs(known).max() and not np.array_equal(read, known)
+
+
+def test_file_names_every_token_of_the_model(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "llama", vocab_size=99)
+    write_gguf(folder, tmp_path / "weights.gguf", "F32")
+    tokens = gguf.GGUFReader(str(tmp_path / "weights.gguf")).fields["tokenizer.ggml.tokens"].contents()
+    assert tokens[:2] == ["w0", "w1"] and tokens[96:] == ["w96", "[PAD97]", "[PAD98]"]
+
+
+def test_file_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path / "cache"))
+    folder, steps = saved(tmp_path / "model", "llama"), []
+    first = gguf_of(folder, "stored", steps.append)
+    assert first.name == "F32.gguf" and gguf_of(folder, "stored", steps.append) == first
+    assert len(steps) == 1 and [path.name for path in first.parent.iterdir()] == ["F32.gguf"]
+
+
+def test_models_that_the_writer_does_not_know_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="is of type gpt2, and GGUF files are written for llama"):
+        write_gguf(save(tmp_path / "gpt2", "gpt2"), tmp_path / "weights.gguf", "F32")
+    with pytest.raises(UnsupportedModel, match="rows of 48 values, which Q8_0 does not part by 32"):
+        write_gguf(save(tmp_path / "narrow"), tmp_path / "weights.gguf", "Q8_0")
+    with pytest.raises(UnsupportedModel, match="sliding window"):
+        write_gguf(save(tmp_path / "window", "qwen2-window"), tmp_path / "weights.gguf", "F32")
+
+
+# --- processes
+
+COUNTING = """
+def load(options):
+    print("what libraries print goes elsewhere")
+    def answer(asked):
+        if asked["prompt_ids"] == [666]:
+            raise ValueError("no such prompt\\nand more")
+        return {"token_ids": list(range(asked["max_new_tokens"])), "prefill_s": None}
+    return answer
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def counting(tmp_path: Path) -> Rival:
+    """A rival that starts in no time: its tokens are 0, 1, 2, …"""
+    (tmp_path / "counting.py").write_text(COUNTING)
+    return Rival("counting", "counting", "1", str(tmp_path / "counting.py"), "own")
+
+
+@contextmanager
+def started(rival: Rival, tmp_path: Path, **options: Any) -> Iterator[Child]:
+    child = Child(prepared(rival), options, os.environ, tmp_path / "log")
+    try:
+        child.wait_until_ready(60)
+        yield child
+    finally:
+        child.close(at_once=True)
+
+
+def test_child_gives_as_many_tokens_as_asked_and_stands_still_between_its_turns(folder: Path, tmp_path: Path) -> None:
+    with started(RIVALS["transformers"], tmp_path, model=str(folder), dtype="float32", threads=1) as child:
+        first, again = child.ask(ASKED, 60), child.ask(ASKED, 60)
+        assert len(first["token_ids"]) == 6 and first["token_ids"] == again["token_ids"]
+        assert 0 < again["prefill_s"] < again["seconds"]
+        assert (child.peak_bytes() or 0) > 50e6
+        assert psutil.Process(child.pid).status() == psutil.STATUS_STOPPED
+
+
+def test_child_that_fails_or_dies_is_told_in_a_sentence(counting: Rival, tmp_path: Path) -> None:
+    with started(counting, tmp_path) as child, pytest.raises(PeerFailed, match="ValueError: no such prompt: see "):
+        child.ask({**ASKED, "prompt_ids": [666]}, 60)
+    with started(counting, tmp_path) as child:
+        assert child.ask(ASKED, 60)["token_ids"] == [0, 1, 2, 3, 4, 5]
+        psutil.Process(child.pid).kill()
+        with pytest.raises(PeerFailed, match="its process ended by signal SIGKILL: see "):
+            child.ask(ASKED, 60)
+
+
+def test_child_that_cannot_load_or_takes_too_long_is_told_in_a_sentence(tmp_path: Path) -> None:
+    launch = Launch((sys.executable, "-P", str(PROGRAMS / "answer.py"), str(PROGRAMS / "llama_cpp.py")))
+    failing = Child(launch, {}, os.environ, tmp_path / "log")
+    with pytest.raises(PeerFailed, match="ModuleNotFoundError: No module named 'xllamacpp': see "):
+        failing.wait_until_ready(60)
+    failing.close()
+    slow = Child(Launch((sys.executable, "-c", "import time; time.sleep(60)")), {}, os.environ, tmp_path / "log")
+    with pytest.raises(PeerFailed, match="it took more than 0 s to load"):
+        slow.wait_until_ready(0.1)
+    begun = time.monotonic()
+    slow.close(at_once=True)
+    assert time.monotonic() - begun < 4
+
+
+def test_processes_end_where_memory_is_short_and_start_again_at_their_next_turn(
+    counting: Rival, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path / "cache"))
+    questions = questions_of(folder, [Prompt(id=str(i), task="code", text="w1 w2") for i in range(2)], 4)
+    rows = [Row(counting, name, "folder") for name in ("plain", "other")]
+    steps: list[str] = []
+    request = PeersRequest("tiny", folder, "float32", threads=1)
+    bench = PeersBench(request, questions, rows, steps.append, has_room=lambda n_bytes: False)
+    bench.run()
+    starts = [step for step in steps if step.startswith("starting")]
+    assert starts == ["starting counting/plain", "starting counting/other", "starting counting/plain"]
+    assert [turn.token_ids for runs in bench.runs for turn in runs.turns] == [(0, 1, 2, 3)] * 4
+
+
+# --- the whole
+
+
+def test_rows_run_by_turns_and_a_rival_that_fails_is_a_row(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """node is taken away, so that node-llama-cpp cannot be installed; swiftopt has no plan, so best is adaptive."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("SWIFTOPT_DATABASE_URL", str(tmp_path / "plans.db"))
+    (tmp_path / "code.jsonl").write_text('{"prompt": "w3 w5 w3 w5 w3"}\n{"prompt": "w9 w8 w7"}\n')
+    command = ["bench", "peers", "--model", str(folder), "--stream", str(tmp_path / "code.jsonl"), "--threads", "1"]
+    command += ["--max-new-tokens", "8", "--peers", "swiftopt,node-llama-cpp/plain"]
+    assert run([*command, "--dtype", "float32", "--json"]) == 0
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    plain, best, failed = report["results"]
+    assert report["schema"] == "swiftopt.bench-peers/1" and report["base"] == plain["row"] == "swiftopt/plain"
+    assert (plain["decoded_with"], best["decoded_with"]) == (["plain"], ["adaptive"])
+    assert plain["tokens"] == best["tokens"] == 16 and plain["peak_bytes"] > 50e6
+    assert (best["equal_to"], best["identical"], best["of"]) == ("swiftopt/plain", 2, 2)
+    assert failed["tok_s"] is None and failed["reason"].startswith("node-llama-cpp 3.22.1 needs npm and node")
+    turns = [line.split(":")[0] for line in err.splitlines() if line.startswith("prompt ")]
+    assert turns == [
+        f"prompt {n} of 2, swiftopt/{name}" for n, name in zip("1122", ["plain", "best", "best", "plain"], strict=True)
+    ]
+
+
+def test_prompt_that_does_not_fit_is_refused_before_anything_starts(folder: Path) -> None:
+    with pytest.raises(ContextOverflow, match="prompt '1' needs 1002 positions with its completion, and the model has"):
+        questions_of(folder, [Prompt(id="1", task="code", text="w1 w2")], 1000)

