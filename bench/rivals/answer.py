@@ -18,6 +18,9 @@ from time import perf_counter
 from typing import Any
 
 
+MESSAGE = 300  # characters of a library's message that are told; all of it is in standard error
+
+
 def main(file: str, options: dict[str, Any]) -> int:
     """Answer every line; returns the exit code."""
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
@@ -36,8 +39,8 @@ def main(file: str, options: dict[str, Any]) -> int:
                 answer = decode(asked)
                 say({**answer, "seconds": perf_counter() - begun})
         except Exception as error:  # a rival can raise anything: the parent makes a row of it
-            first = (str(error).strip() or "no message").splitlines()[0]
-            say({"error": f"{type(error).__name__}: {first}"})
+            words = " ".join(str(error).split()) or "no message"
+            say({"error": f"{type(error).__name__}: {words[:MESSAGE]}"})
             raise
     return 0
 

@@ -52,7 +52,7 @@ try {
     }
     process.exit(0);
 } catch (error) {
-    say({error: `${error.name}: ${String(error.message).split("\n")[0]}`});
+    say({error: `${error.name}: ${String(error.message).replace(/\s+/g, " ").slice(0, 300)}`});
     console.error(error);
     process.exit(1);
 }

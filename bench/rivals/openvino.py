@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -17,7 +20,7 @@ def load(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
         "INFERENCE_PRECISION_HINT": options["precision"],
     }
     if options.get("draft"):
-        drafting = openvino_genai.draft_model(options["draft"], "CPU", **more)
+        drafting = openvino_genai.draft_model(_ir_folder(options["draft"]), "CPU", **more)
         pipeline = openvino_genai.LLMPipeline(options["model"], "CPU", draft_model=drafting, **more)
     elif options.get("ngram"):
         pipeline = openvino_genai.LLMPipeline(options["model"], "CPU", prompt_lookup=True, **more)
@@ -37,3 +40,22 @@ def load(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
         return {"token_ids": list(done.tokens[0]), "prefill_s": done.perf_metrics.get_ttft().mean / 1000}
 
     return answer
+
+
+def _ir_folder(gguf: str) -> str:
+    """The file in OpenVINO's own format, beside it and written once: draft models are read from no other."""
+    import openvino_genai
+
+    folder = Path(f"{gguf.removesuffix('.gguf')}-openvino")
+    if not folder.is_dir():
+        unfinished = Path(f"{folder}.{os.getpid()}")
+        unfinished.mkdir()
+        try:
+            link = unfinished / "model.gguf"  # it writes into the file's folder
+            link.symlink_to(gguf)
+            openvino_genai.LLMPipeline(str(link), "CPU", enable_save_ov_model=True)
+            link.unlink()
+            unfinished.rename(folder)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    return str(folder)

@@ -106,7 +106,7 @@ def load(options):
     print("what libraries print goes elsewhere")
     def answer(asked):
         if asked["prompt_ids"] == [666]:
-            raise ValueError("no such prompt\\nand more")
+            raise ValueError("no such\\nprompt")
         return {"token_ids": list(range(asked["max_new_tokens"])), "prefill_s": None}
     return answer
 """
