@@ -155,7 +155,9 @@ def cells(result: dict[str, Any], footnote: int = 0) -> tuple[str, ...]:
 
 def equal_to(result: dict[str, Any]) -> str:
     """What the row's tokens may be held against, and on how many prompts they are the same."""
+    if not result["same_weights"]:
+        return "other weights"  # the row's name says which
     if result["equal_to"] is None:
-        return f"{'same' if result['same_weights'] else 'other'} weights ({result['weights']})"
+        return f"same weights ({result['weights']})"
     own = result["equal_to"].split("/")[0] == result["row"].split("/")[0]
     return f"{'its own plain' if own else result['equal_to']} {result['identical']}/{result['of']}"

@@ -17,7 +17,6 @@ import sys
 from time import perf_counter
 from typing import Any
 
-
 MESSAGE = 300  # characters of a library's message that are told; all of it is in standard error
 
 

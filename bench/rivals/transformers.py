@@ -23,7 +23,13 @@ def load(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
         cache = static_cache(
             config=model.config, max_cache_len=options["n_ctx"]
         )  # of one size, or each prompt compiles
-        model.forward = torch.compile(model.forward)
+        eager, compiled = model.forward, torch.compile(model.forward)
+
+        def forward(input_ids: Any = None, **inputs: Any) -> Any:
+            """Passes over one token are compiled, as generate does on GPUs; a prompt's length would compile anew."""
+            return (compiled if input_ids.shape[1] == 1 else eager)(input_ids=input_ids, **inputs)
+
+        model.forward = forward
         more = {"past_key_values": cache}
     elif options.get("ngram"):
         more = {"prompt_lookup_num_tokens": options["draft_tokens"], "max_matching_ngram_size": options["ngram_tokens"]}
