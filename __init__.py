@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+# torch's threads then sleep while they wait, in place of taking the processors from our kernels' threads. OpenMP reads
+# it once, when torch is loaded.
+if "torch" not in sys.modules:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Public name -> module that defines it, loaded on first use: importing swiftopt must not import torch.
 _EXPORTS = {

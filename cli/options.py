@@ -134,7 +134,11 @@ def machine_options(values: type[Any]) -> Decorator[Any]:
 
 def speed_option(values: type[Any]) -> Decorator[Any]:
     """How the runtime computes."""
-    return from_field(values, "speed", "torch's operations one by one, by torch.compile, as CUDA graphs, or both.")
+    return from_field(
+        values,
+        "speed",
+        "auto is native (our CPU kernels) where they work, else eager; compiled and graphs are torch's.",
+    )
 
 
 positive = click.IntRange(min=1)

@@ -15,7 +15,9 @@ from .types import LayerSetRecord, Sampling
 
 # What tuning does unless it is told otherwise: not the paper's SWIFT, but what decodes fastest here (bench/RESULTS.md).
 TUNING = SwiftSettings(method="adaptive", draft_format=AUTO, strategy="knapsack", search_drafting=True)
-Speed = Literal["eager", "compiled", "graphs", "compiled+graphs"]  # how a runtime computes: models.loading.at_speed
+Speed = Literal[
+    "auto", "native", "eager", "compiled", "graphs", "compiled+graphs"
+]  # how a runtime computes: models.loading.at_speed
 MAX_NEW_TOKENS = 128  # tokens per completion, unless the caller or the stream's line says otherwise
 
 
@@ -33,7 +35,7 @@ class TuneRequest:
     out: str | None = None
     dtype: str = "auto"
     device: str = "auto"
-    speed: Speed = "eager"
+    speed: Speed = "auto"
     max_new_tokens: int = MAX_NEW_TOKENS
     limit: int | None = None
     sampling: Sampling = field(default_factory=Sampling)
@@ -82,7 +84,7 @@ class GenerateRequest:
     draft_model: str | None = None
     dtype: str = "auto"
     device: str = "auto"
-    speed: Speed = "eager"
+    speed: Speed = "auto"
     max_new_tokens: int = MAX_NEW_TOKENS
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -53,6 +55,12 @@ class KVBuffer:
             keys, values = zip(*(next(per_device[part.device]) for part in self.keys), strict=True)
             views = self._views[start, end] = keys, values
         return views
+
+    @cached_property
+    def addresses(self) -> tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]]:
+        """Where the keys and the values of each layer lie in this machine's memory."""
+        pointers = ctypes.c_void_p * len(self.keys)
+        return pointers(*(part.data_ptr() for part in self.keys)), pointers(*(part.data_ptr() for part in self.values))
 
     @property
     def n_bytes(self) -> int:

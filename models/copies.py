@@ -30,6 +30,7 @@ class QuantisedCopies:
     def __init__(self, blocks: Sequence[Block], head: nn.Module, fingerprint: str) -> None:
         self._blocks, self._head = blocks, head
         self._fingerprint = fingerprint if HASH.fullmatch(fingerprint) else None
+        self.packed = False  # for our kernels
         self._parts: dict[tuple[str, int, str], Parts] = {}
         self._heads: dict[str, QuantisedLinear] = {}
 
@@ -77,9 +78,8 @@ class QuantisedCopies:
         if (name_ := layer_set.format_of("head")) is not None and name_ not in self._heads:
             path, weight = self._file("head", name_), cast(Tensor, self._head.weight)
             kept = None if path is None else copies_file.read(path, weight.device)
-            self._heads[name_] = quantised(
-                [self._head], name_, None if kept is None else (kept["codes"], kept["scales"])
-            )
+            made = None if kept is None else (kept["codes"], kept["scales"])
+            self._heads[name_] = quantised([self._head], name_, made, self.packed)
             if path is not None and kept is None:
                 copies_file.write(path, {"codes": self._heads[name_].codes, "scales": self._heads[name_].scales})
 
@@ -106,16 +106,16 @@ class QuantisedCopies:
     ) -> Parts:
         own = self._blocks[layer].parts
         if kind == "attn":
-            qkv = quantised(own.qkv, name, next(kept, None))
-            return replace(own, qkv=(qkv,), out=quantised([own.out], name, next(kept, None)))
-        return replace(own, mlp=replaced([own.mlp], lambda maps: quantised(maps, name, next(kept, None))))
+            qkv = quantised(own.qkv, name, next(kept, None), self.packed)
+            return replace(own, qkv=(qkv,), out=quantised([own.out], name, next(kept, None), self.packed))
+        return replace(own, mlp=replaced([own.mlp], lambda maps: quantised(maps, name, next(kept, None), self.packed)))
 
     def _file(self, part: str, name: str) -> Path | None:
         one = self._blocks[0].device
         if self._fingerprint is None or any(block.device != one for block in self._blocks):
             return None
         dtype = cast(Tensor, self._head.weight).dtype
-        return copies_file.file_of(self._fingerprint, part, name, dtype, one)
+        return copies_file.file_of(self._fingerprint, part, name, dtype, one, self.packed)
 
 
 def _pairs(kept: Mapping[str, Tensor], layer: int) -> Iterator[tuple[Tensor, Tensor]]:

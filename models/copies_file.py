@@ -22,10 +22,15 @@ PART = ".part"  # of a name, while the copy is being written
 LEAST_BYTES = 16 << 20  # smaller copies are made faster than read
 
 
-def file_of(fingerprint: str, part: str, name: str, dtype: torch.dtype, device: torch.device) -> Path:
-    """Where the copy of a part (`attn`, `mlp`, `head`) in a format lies; packed codes differ by processor."""
-    kernel = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else str(torch.version.cuda)
-    key = "|".join((LAYOUT, fingerprint, part, name, str(dtype), device.type, kernel, torch.__version__))
+def file_of(
+    fingerprint: str, part: str, name: str, dtype: torch.dtype, device: torch.device, packed: bool = False
+) -> Path:
+    """Where the copy of a part (`attn`, `mlp`, `head`) in a format lies; torch packs codes by the processor."""
+    if packed:
+        key = "|".join((LAYOUT, fingerprint, part, name, "packed"))
+    else:
+        kernel = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else str(torch.version.cuda)
+        key = "|".join((LAYOUT, fingerprint, part, name, str(dtype), device.type, kernel, torch.__version__))
     return cache_root() / "quantised" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors"
 
 

@@ -40,6 +40,8 @@ def device_name(device: torch.device) -> str:
 def machine_name(runtime: Runtime) -> str:
     """The device's name, and how the runtime computes where that is not torch's own way: figures differ by it."""
     name = device_name(runtime.device)
+    if runtime.native is not None:
+        return f"{name}, {runtime.native.kernels.level} kernels"
     return name if runtime.speed == "eager" else f"{name}, {runtime.speed}"
 
 

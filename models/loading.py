@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, get_args
 
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
 from ..core.errors import SettingsError
 from ..core.requests import Speed
 from .runtime import Runtime
@@ -19,7 +22,7 @@ def load(
     dtype: str = "auto",
     device: str = "auto",
     on_step: Callable[[str], None] | None = None,
-    speed: Speed = "eager",
+    speed: Speed = "auto",
 ) -> Runtime:
     """Load a target model by alias, hub id, local folder or GGUF file.
 
@@ -34,22 +37,29 @@ def load(
     loaded = load_pretrained(name, dtype, device, on_step)
     runtime = Runtime(loaded.hf_model, loaded.tokenizer, loaded.info)
     if speed != "eager" and on_step is not None:
-        on_step(f"preparing the {speed} runtime")
+        on_step("preparing the kernels")
     at_speed(runtime, speed)
     return runtime
 
 
-def at_speed(runtime: Runtime, speed: Speed) -> None:
+def at_speed(runtime: Runtime, speed: Speed, lay_out: bool = True) -> None:
     """Let a runtime compute the same in another way, before its first buffer is made.
 
+    "auto": "native" where that can be, else "eager". "native": by our own kernels (`models.kernels`), for a CPU.
     "eager": torch's own operations one by one, as a runtime begins. "compiled": all but attention by `torch.compile`,
     which wants a C++ compiler on a CPU. "graphs": passes of up to 32 rows replayed as CUDA graphs. "compiled+graphs":
     both.
 
+    Args:   lay_out: GPT-2's weights may be laid out anew, which other holders of the model see as strides.
     Raises: SettingsError: there is no such speed, or not on this machine; nothing has changed then.
     """
     if speed not in get_args(Speed):
         raise SettingsError(f"speed {speed!r} does not exist: use {', '.join(get_args(Speed))}")
+    if speed in ("auto", "native"):
+        reason = _by_native(runtime, lay_out)
+        if reason is not None and speed == "native":
+            raise SettingsError(f"our kernels cannot be used: {reason}")
+        return
     graphs: GraphPasses | None = None
     if "graphs" in speed:
         from .graphs import GraphPasses
@@ -60,3 +70,30 @@ def at_speed(runtime: Runtime, speed: Speed) -> None:
 
         compile_pieces(runtime)
     runtime.graphs, runtime.speed = graphs, speed
+
+
+def _by_native(runtime: Runtime, lay_out: bool) -> str | None:
+    """Let our kernels compute the passes; else why they cannot."""
+    if runtime.device.type != "cpu":
+        return f"they are for a CPU, and the model lies on {runtime.device}"
+    from .kernels.build import kernels
+    from .kernels.native import NativePasses, Unsupported
+
+    found = kernels()
+    if isinstance(found, str):
+        return found
+    if lay_out:
+        outputs_first(runtime.hf_model)
+    try:
+        runtime.native = NativePasses(runtime, found)
+    except Unsupported as error:
+        return str(error)
+    runtime.speed, runtime.copies.packed = "native", True
+    return None
+
+
+def outputs_first(model: nn.Module) -> None:
+    """Lay the weights of GPT-2's maps, which hold an input's weights together, out as all others: by outputs."""
+    for module in model.modules():
+        if isinstance(module, Conv1D) and module.weight.is_contiguous():
+            module.weight.data = module.weight.data.t().contiguous().t()

@@ -1,7 +1,8 @@
-"""Linear maps with weights in 8 or 4 bits, activations as they are: what the drafts of `models.copies` are made of.
+"""Linear maps with weights in 8 or 4 bits: what the drafts of `models.copies` are made of.
 
-Weights are rounded to the nearest, with a scale per row (int8) or with a scale and a zero per group of weights (int4);
-the products are torch's own weight-only kernels.
+Weights are rounded to the nearest. Packed for our kernels (`kernels/quantised.h`) they have a scale and a zero per
+group, and activations are rounded to 8 bits; for torch's weight-only kernels int8 has a scale per row, and activations
+stay as they are.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ..core.formats import group_size
 
 LEVELS = 15  # steps of a 4-bit code
 ROWS = 16  # the kernels want outputs in multiples of it; missing ones are zeros
+SMALLEST_GROUP = 32  # inputs of packed weights come in multiples of it
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)  # of a group's range that are tried: the tails may cost less than coarser steps
 CHUNK = 1 << 15  # weights that are quantised at a time
 
@@ -30,7 +32,7 @@ class QuantisedLinear(nn.Module):
     """Linear maps of the same input, one behind the other, with quantised weights; their biases are added as they are.
 
     Args: weights: (out, in) each. biases: (out,) or None each. name: a format of `core.formats`.
-          made: codes and scales of the same maps, from an earlier time.
+          made: codes and scales of the same maps, from an earlier time. packed: for our kernels alone.
     """
 
     def __init__(
@@ -39,10 +41,13 @@ class QuantisedLinear(nn.Module):
         biases: Sequence[Tensor | None],
         name: str,
         made: tuple[Tensor, Tensor] | None = None,
+        packed: bool = False,
     ) -> None:
         super().__init__()
-        self.n_out, width = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
-        self.group = group_size(name, width)
+        self.n_out, self.n_in = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+        self.packed, self.bits = packed, 8 if name == "int8" else 4
+        width = self.n_in + (-self.n_in % SMALLEST_GROUP if packed else 0)
+        self.group = group_size("int4" if packed and name == "int8" else name, width)
         self.bias = _joined(weights, biases)
         # The kernels take no float64; a model in it runs its drafts in float32.
         self._dtype = weights[0].dtype if weights[0].dtype != torch.float64 else torch.float32
@@ -50,6 +55,10 @@ class QuantisedLinear(nn.Module):
 
     def _quantised(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         weight = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
+        if self.packed:
+            assert self.group is not None
+            padded = F.pad(weight, (0, -self.n_in % self.group, 0, -self.n_out % ROWS))
+            return pack(*(quantise_int4 if self.bits == 4 else quantise_groups)(padded, self.group), self.bits)
         padded = F.pad(weight, (0, 0, 0, -self.n_out % ROWS))
         if self.group is None:
             return quantise_int8(padded, self._dtype)
@@ -83,6 +92,34 @@ def quantise_int8(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     scales = weight.float().abs().amax(dim=1).div(127).clamp(min=torch.finfo(torch.float32).tiny)
     codes = weight.float().div(scales[:, None]).round().to(torch.int8).contiguous()
     return codes, scales.to(dtype)
+
+
+def quantise_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes 1 … 255, uint8 (out, in), scales and zeros (out, in / group): weight ≈ (codes - 128) · scale + zero."""
+    parts = []
+    for rows in torch.split(weight, max(1, CHUNK // weight.shape[1])):
+        grouped = rows.float().reshape(rows.shape[0], -1, group)
+        least = torch.finfo(torch.bfloat16).tiny
+        # Rounded first: an error of the scale counts as often as the code is large.
+        scale = grouped.abs().amax(dim=-1, keepdim=True).div_(127).bfloat16().float().clamp_(min=least)
+        codes = grouped.div_(scale).round_().clamp_(-127, 127).add_(128).to(torch.uint8)
+        parts.append((codes.flatten(1), scale[..., 0]))
+    codes, scales = (torch.cat(same) for same in zip(*parts, strict=True))
+    return codes, scales, torch.zeros_like(scales)
+
+
+def pack(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Codes and scales as `kernels/quantised.h` wants them.
+
+    Args:    codes: (out, in), in whole blocks and groups. scales, zeros: (out, in / group).
+    Returns: uint8 (blocks, bytes of a block) and bfloat16 (blocks, groups, 2, 16).
+    """
+    n_out, n_in = codes.shape
+    blocks = codes.to(torch.uint8).view(n_out // ROWS, ROWS, n_in // 4, 4).transpose(1, 2)  # (blocks, n_in / 4, 16, 4)
+    if bits == 4:
+        blocks = blocks[:, 0::2] | (blocks[:, 1::2] << 4)
+    pairs = torch.stack((scales, zeros), dim=-1).view(n_out // ROWS, ROWS, -1, 2).permute(0, 2, 3, 1)
+    return blocks.reshape(n_out // ROWS, -1).contiguous(), pairs.to(torch.bfloat16).contiguous()
 
 
 def quantise_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -149,8 +186,11 @@ def has_linears(module: nn.Module) -> bool:
     return any(isinstance(part, nn.Linear | Conv1D) for part in module.modules())
 
 
-def quantised(modules: Sequence[nn.Module], name: str, made: tuple[Tensor, Tensor] | None = None) -> QuantisedLinear:
+def quantised(
+    modules: Sequence[nn.Module], name: str, made: tuple[Tensor, Tensor] | None = None, packed: bool = False
+) -> QuantisedLinear:
     """One quantised map for linear maps of the same input; `made`: its codes and scales, where they are at hand."""
     weights = [cast(Tensor, m.weight).data for m in modules]
     oriented = [w.t() if isinstance(m, Conv1D) else w for m, w in zip(modules, weights, strict=True)]
-    return QuantisedLinear(oriented, [cast("Tensor | None", getattr(m, "bias", None)) for m in modules], name, made)
+    biases = [cast("Tensor | None", getattr(m, "bias", None)) for m in modules]
+    return QuantisedLinear(oriented, biases, name, made, packed)

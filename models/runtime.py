@@ -23,6 +23,7 @@ from .rows import PassPlan, Rows
 
 if TYPE_CHECKING:
     from .graphs import GraphPasses
+    from .kernels.native import NativePasses
 
 PREFILL_ROWS = 512  # rows per prefill pass, so that its mask stays small
 
@@ -54,22 +55,28 @@ class Runtime:
         self.max_positions = context_limit(config)
         self._embed = submodule(hf_model, family.embed)
         self._positions = submodule(hf_model, family.positions)
-        self._norm = submodule(hf_model, family.norm)
+        self.final_norm = submodule(hf_model, family.norm)
         self._head = submodule(hf_model, family.head)
         self._softcap = getattr(config, "final_logit_softcapping", None)
         self.copies = QuantisedCopies(self.blocks, self._head, info.fingerprint)
         self.device: torch.device = self._embed.weight.device
         self.dtype: torch.dtype = self._embed.weight.dtype
-        ends = {self.device, self._norm.weight.device, self._head.weight.device}
+        ends = {self.device, self.final_norm.weight.device, self._head.weight.device}
         self.one_device = len({block.device for block in self.blocks} | ends) == 1
         self.rotation = RotaryTables(submodule(hf_model, family.rotary), self.dtype, self.max_positions).of
         self.speed = "eager"
         self.graphs: GraphPasses | None = None  # what passes are replayed by, see models.loading.at_speed
+        self.native: NativePasses | None = None  # what passes are computed by in place of torch, likewise
 
     @property
     def dtype_name(self) -> str:
         """The dtype as figures are stored under it, for example "bfloat16"."""
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def exact(self) -> bool:
+        """Whether a row's logits are the same bits whatever rows are beside it, so that drafting changes no bit."""
+        return self.native is not None
 
     @property
     def vocab_size(self) -> int:
@@ -85,8 +92,9 @@ class Runtime:
 
     def weights_moved(self) -> None:
         """Some weights lie elsewhere now, or are gone: passes that were captured read where they lay."""
-        if self.graphs is not None:
-            self.graphs.forget()
+        for passes in (self.graphs, self.native):
+            if passes is not None:
+                passes.forget()
 
     def drop_copies(self, name: str) -> None:
         """Give back the memory of all quantised copies in a format."""
@@ -163,6 +171,8 @@ class Runtime:
         Args: wanted: the rows that logits are wanted of, in place of `n_logits`.
               capture: depth -> list that the rows' states (rows, hidden_size) after that many layers are appended to.
         """
+        if self.native is not None:
+            return self._native_forward(self.native, rows, buffer, n_logits, capture, wanted)
         # Made before the layers run: on a GPU, a transfer waits for what was asked of it before.
         index = None if wanted is None else torch.tensor(wanted, device=self.blocks[-1].device)
         graphs = self.graphs if capture is None and n_logits != 0 else None
@@ -182,6 +192,49 @@ class Runtime:
             [self.head(own, one.format_of("head")) for one, own in zip(rows.variants, shares, strict=True)]
         )
 
+    def _native_forward(
+        self,
+        native: NativePasses,
+        rows: Rows,
+        buffer: KVBuffer,
+        n_logits: int | None,
+        capture: Mapping[int, list[Tensor]] | None,
+        wanted: Sequence[int] | None,
+    ) -> Tensor:
+        hidden = self._embedded(rows.token_ids, PassPlan(self, rows))
+        self._native_layers(native, hidden, rows, buffer, 0, self.n_layers, capture)
+        n = hidden.shape[0]
+        if wanted is not None:
+            index: Tensor | None = torch.tensor(wanted, dtype=torch.int32)
+        else:
+            index = None if n_logits is None or n_logits >= n else torch.arange(n - n_logits, n, dtype=torch.int32)
+        if n_logits == 0:
+            return hidden[n:]
+        names = {layer_set.format_of("head") for layer_set in rows.variants} or {None}
+        if len(names) == 1:
+            return self._capped(native.logits(hidden, names.pop(), index))
+        shares = torch.split(hidden, n // len(rows.variants))
+        each = [native.logits(own, one.format_of("head")) for one, own in zip(rows.variants, shares, strict=True)]
+        return self._capped(torch.cat(each))
+
+    def _native_layers(
+        self,
+        native: NativePasses,
+        hidden: Tensor,
+        rows: Rows,
+        buffer: KVBuffer,
+        first: int,
+        last: int,
+        capture: Mapping[int, list[Tensor]] | None = None,
+    ) -> None:
+        """Change `hidden` to the states after those layers, noting it where `capture` wants it."""
+        stops = sorted(depth for depth in capture or () if first < depth <= last)
+        for stop in dict.fromkeys((*stops, last)):
+            native.run_layers(hidden, rows, buffer, first, stop)
+            if capture is not None and stop in capture:
+                capture[stop].append(hidden.clone())
+            first = stop
+
     def states(self, token_ids: Tensor, plan: PassPlan, buffer: KVBuffer) -> Tensor:
         """The states (rows, hidden_size) after all layers, of a plan that need not be that of a list of rows."""
         return self._through(self._embedded(token_ids, plan), plan, buffer, self.blocks, None)
@@ -194,7 +247,12 @@ class Runtime:
     @torch.inference_mode()
     def run_layers(self, hidden: Tensor, first_slot: int, buffer: KVBuffer, first: int, last: int) -> Tensor:
         """Run a chain of rows at `first_slot` … through layers first … last - 1; `hidden` is (rows, hidden_size)."""
-        plan = PassPlan(self, Rows([0] * hidden.shape[0], first_slot))
+        rows = Rows([0] * hidden.shape[0], first_slot)
+        if self.native is not None:
+            hidden = hidden.clone()
+            self._native_layers(self.native, hidden, rows, buffer, first, last)
+            return hidden
+        plan = PassPlan(self, rows)
         return self._through(hidden, plan, buffer, self.blocks[first:last], None)
 
     def _embedded(self, token_ids: Sequence[int] | Tensor, plan: PassPlan) -> Tensor:
@@ -221,22 +279,31 @@ class Runtime:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head: (rows, vocab) of states (rows, hidden_size), of whatever depth."""
+        if self.native is not None:
+            return self._capped(self.native.logits(hidden.contiguous()))
         return self.head(self.normed(hidden))
 
     def normed(self, hidden: Tensor) -> Tensor:
         """The final norm alone, on its device."""
-        return cast(Tensor, self._norm(hidden if self.one_device else hidden.to(self._norm.weight.device)))
+        return cast(Tensor, self.final_norm(hidden if self.one_device else hidden.to(self.final_norm.weight.device)))
 
     def head(self, normed: Tensor, name: str | None = None) -> Tensor:
         """The head alone, or its copy in a format: logits (rows, vocab) of normed states (rows, hidden_size)."""
-        head = self._head if name is None else self.copies.head(name)
-        if self.one_device:
+        head = self.head_module(name)
+        if self.native is not None and normed.dtype == self.dtype and not normed.requires_grad:
+            logits = self.native.logits(normed.contiguous(), name, normed=False)
+        elif self.one_device:
             logits = cast(Tensor, head(normed))
         else:
             logits = head(normed.to(self._head.weight.device)).to(self.device)
-        if self._softcap is not None:
-            logits = torch.tanh(logits / self._softcap) * self._softcap
-        return logits
+        return self._capped(logits)
+
+    def head_module(self, name: str | None) -> Any:
+        """The head, or its copy in a format."""
+        return self._head if name is None else self.copies.head(name)
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 
     def _layer(self, block: Block, hidden: Tensor, plan: PassPlan, buffer: KVBuffer) -> Tensor:
         """One decoder layer, each sub-layer for the rows whose layer set keeps it, in the format it wants."""

@@ -94,7 +94,7 @@ class JobSubmission(Strict):
     max_new_tokens: Count = MAX_NEW_TOKENS
     dtype: Literal[DTYPES] = "auto"  # type: ignore[valid-type]
     device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:[0-9]{1,4})?|auto-map)$")] = "auto"
-    speed: Speed = Field(default="eager", description="How the worker's runtime computes; graphs want CUDA.")
+    speed: Speed = Field(default="auto", description="How the worker's runtime computes; graphs want CUDA.")
     limit: Depth | None = Field(default=None, description="Take only the first prompts.")
     queue: QueueName = DEFAULT_QUEUE
 

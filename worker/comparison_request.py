@@ -36,7 +36,7 @@ class CompareRequest:
     draft_model: str | None = None
     dtype: str = "auto"
     device: str = "auto"
-    speed: Speed = "eager"
+    speed: Speed = "auto"
     max_new_tokens: int = MAX_NEW_TOKENS
     sampling: Sampling = field(default_factory=Sampling)
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

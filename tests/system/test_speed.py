@@ -289,7 +289,7 @@ def test_costs_of_each_speed_are_kept_apart() -> None:
 def test_jobs_say_at_which_speed() -> None:
     request = TuneRequest("tiny", "s.jsonl", speed="compiled")
     assert TuneRequest.from_json(request.to_json()) == request
-    assert TuneRequest.from_json({"model": "tiny", "stream": "s.jsonl"}).speed == "eager"
+    assert TuneRequest.from_json({"model": "tiny", "stream": "s.jsonl"}).speed == "auto"
     with pytest.raises(SettingsError, match="warp"):
         TuneRequest.from_json({"model": "tiny", "stream": "s.jsonl", "speed": "warp"})
 

@@ -1,0 +1,158 @@
+"""The library of our kernels: compiled once per machine by the compiler that is there, then loaded from the cache.
+
+It is plain C++ behind a C interface, so that it depends on no version of torch or Python, and wants nothing but a
+compiler that is called c++, g++ or clang++ (or that CXX names).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from ...core.errors import SettingsError
+from ..gguf_file import cache_root
+from . import layout
+
+FORCED = "SWIFTOPT_KERNELS"  # environment: one of `LEVELS`, or "torch" for none
+SOURCES = ("vec.h", "team.h", "dense.h", "quantised.h", "attention.h", "pass.cpp")
+FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread")
+# Products and sums are joined only where the code says so, for else rows could differ in their last bits.
+MATHS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+COMPILE_S = 300  # seconds that a compiler may take
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Instructions that the library is compiled for; a processor must have all of `needs` and may have `extras`."""
+
+    march: str | None
+    needs: frozenset[str] = frozenset()
+    extras: tuple[str, ...] = ()
+
+
+LEVELS = {
+    "avx512": Level(
+        "x86-64-v4",
+        frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx2", "fma", "f16c", "bmi2", "movbe"}),
+        ("avx512_bf16", "avx512_vnni"),
+    ),
+    "avx2": Level("x86-64-v3", frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"})),
+    "portable": Level(None),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """A loaded library. `run`: see `layout.Pass`."""
+
+    level: str
+    path: Path
+    run: Callable[..., int]
+
+
+@cache
+def kernels(level: str | None = None) -> Kernels | str:
+    """The library at the best level that this processor has, or at a given one; else why there is none, in a sentence.
+
+    Raises: SettingsError: SWIFTOPT_KERNELS or `level` is no level, or one that this processor has not.
+    """
+    wanted = level or os.environ.get(FORCED) or "auto"
+    if wanted == "torch":
+        return f"{FORCED}=torch asks for torch's own kernels"
+    if wanted not in ("auto", *LEVELS):
+        raise SettingsError(f"{FORCED}={wanted} is no kind of kernels: use {', '.join(LEVELS)}, torch or auto")
+    flags = processor_flags()
+    if wanted == "auto":
+        wanted = next(name for name, each in LEVELS.items() if each.needs <= flags)
+    elif not LEVELS[wanted].needs <= flags:
+        raise SettingsError(
+            f"kernels for {wanted} were asked for, but this processor has no {wanted}: use another kind"
+        )
+    return _loaded(wanted, flags)
+
+
+@cache
+def processor_flags() -> frozenset[str]:
+    """Instruction sets of this processor by Linux's names; empty where they cannot be read."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next(frozenset(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags"))
+    except (OSError, StopIteration):
+        return frozenset()
+
+
+def _loaded(name: str, flags: frozenset[str]) -> Kernels | str:
+    level = LEVELS[name]
+    options = [*FLAGS, *MATHS]
+    if level.march is not None:
+        options.append(f"-march={level.march}")
+        options += [f"-m{extra.replace('_', '')}" for extra in level.extras if extra in flags]
+    folder = Path(__file__).parent
+    digest = hashlib.sha256("|".join([platform.machine(), platform.system(), *options]).encode())
+    for source in SOURCES:
+        digest.update((folder / source).read_bytes())
+    file = f"{name}-{digest.hexdigest()[:16]}.so"
+    path = cache_root() / "kernels" / file
+    found = _opened(name, path)
+    if isinstance(found, Kernels):
+        return found
+    compiler = _compiler()
+    if compiler is None:
+        return "there is no C++ compiler here (c++, g++ or clang++): install one, for example the package g++"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return _compiled(name, compiler, options, path)
+    except OSError:
+        # A cache that cannot be written: compile for this process alone.
+        with tempfile.TemporaryDirectory(prefix="swiftopt-kernels-") as aside:
+            return _compiled(name, compiler, options, Path(aside) / file)
+
+
+def _compiler() -> str | None:
+    names = (os.environ.get("CXX"), "c++", "g++", "clang++")
+    return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+def _compiled(name: str, compiler: str, options: list[str], path: Path) -> Kernels | str:
+    handle, part = tempfile.mkstemp(suffix=".part", dir=path.parent)
+    os.close(handle)
+    try:
+        command = [compiler, *options, str(Path(__file__).parent / SOURCES[-1]), "-o", part]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)
+        if done.returncode != 0:
+            reason = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[0][:160]
+            return f"{compiler} cannot compile the kernels ({reason}): try another compiler by the variable CXX"
+        os.replace(part, path)
+    except subprocess.TimeoutExpired:
+        return (
+            f"{compiler} took more than {COMPILE_S} s to compile the kernels: try another compiler by the variable CXX"
+        )
+    finally:
+        Path(part).unlink(missing_ok=True)
+    return _opened(name, path)
+
+
+def _opened(name: str, path: Path) -> Kernels | str:
+    if not path.is_file():
+        return f"{path} is not there"
+    try:
+        library = ctypes.CDLL(str(path))
+        sizes = (ctypes.c_int32 * len(layout.STRUCTURES))()
+        library.swiftopt_sizes(sizes)
+        run = library.swiftopt_run
+    except (OSError, AttributeError) as error:
+        return f"{path} cannot be loaded ({error}): remove it"
+    if list(sizes) != [ctypes.sizeof(one) for one in layout.STRUCTURES]:
+        return f"{path} does not fit this version of swiftopt: remove it"
+    run.argtypes = [ctypes.POINTER(layout.Pass), ctypes.POINTER(layout.Step), ctypes.c_int32]
+    run.restype = ctypes.c_int
+    return Kernels(name, path, run)

@@ -1,0 +1,171 @@
+// Products of rows with rows: C[m][n] = sum over k of X[m][k] * W[n][k], W as the model holds it.
+//
+// Every element is summed in one order, whatever m, n and the tile it is computed in: per block of BLOCK inputs, lane by
+// lane over steps of STEP inputs, then the lanes by `sum`, then block after block. That is what makes a pass over one row
+// and one over many give the same bits.
+#pragma once
+#include <algorithm>
+#include "vec.h"
+
+constexpr int BLOCK = 2048;
+#if defined(WITH_AVX512)
+constexpr int TILE = 24;  // accumulators of a tile: what the registers hold
+constexpr int WIDE = 4;   // outputs of a tile
+#else
+constexpr int TILE = 8;
+constexpr int WIDE = 2;
+#endif
+
+// Inputs of one step, and the step.
+template <class T> struct Step;
+
+template <> struct Step<float> {
+    static constexpr int SIZE = LANES;
+    typedef vf V;
+    static V get(const float* from) { return load(from); }
+    static V get_part(const float* from, int n) {
+        float padded[SIZE] = {};
+        memcpy(padded, from, n * sizeof(float));
+        return load(padded);
+    }
+    static vf add(vf acc, V x, V w) { return fma(x, w, acc); }
+};
+
+#if defined(WITH_AVX512) && defined(__AVX512BF16__)
+template <> struct Step<bf16> {
+    static constexpr int SIZE = 32;
+    typedef __m512i V;
+    static V get(const bf16* from) { return _mm512_loadu_si512(from); }
+    static V get_part(const bf16* from, int n) { return _mm512_maskz_loadu_epi16((1ull << n) - 1, from); }
+    static vf add(vf acc, V x, V w) { return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)x, (__m512bh)w); }
+};
+#else
+template <> struct Step<bf16> {
+    static constexpr int SIZE = 2 * LANES;
+    typedef vu V;  // pairs of inputs
+    static V get(const bf16* from) {
+        V pairs;
+        memcpy(&pairs, from, sizeof pairs);
+        return pairs;
+    }
+    static V get_part(const bf16* from, int n) {
+        bf16 padded[SIZE] = {};
+        memcpy(padded, from, n * sizeof(bf16));
+        return get(padded);
+    }
+    static vf add(vf acc, V x, V w) {
+        acc = fma((vf)(x << 16), (vf)(w << 16), acc);
+        return fma((vf)(x & 0xffff0000u), (vf)(w & 0xffff0000u), acc);
+    }
+};
+#endif
+
+#if defined(WITH_AVX512)
+// The sums of four vectors, each in the order of `sum`.
+static inline __m128 sums(vf v0, vf v1, vf v2, vf v3) {
+    __m512 a = (__m512)v0, b = (__m512)v1, c = (__m512)v2, d = (__m512)v3;
+    __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+    // quarters: a0 a1 b0 b1 and c0 c1 d0 d1; a0 + a1, …
+    __m512 q = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    q = _mm512_add_ps(q, _mm512_permute_ps(q, 0x4e));
+    q = _mm512_add_ps(q, _mm512_permute_ps(q, 0xb1));
+    return _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, q));
+}
+#endif
+
+// R rows by B outputs over one block.
+template <class T, int R, int B>
+static inline __attribute__((always_inline)) void tile(
+    const T* x, int64_t ldx, const T* w, int64_t ldw, int k, float* c, int64_t ldc, bool first, const T* ahead,
+    int n_ahead) {
+    using S = Step<T>;
+    vf acc[R][B] = {};
+    int at = 0;
+    for (; at + S::SIZE <= k; at += S::SIZE) {
+        typename S::V ws[B];
+        for (int b = 0; b < B; b++) ws[b] = S::get(w + b * ldw + at);
+        for (int b = 0; b < n_ahead; b++) __builtin_prefetch(ahead + b * ldw + at, 0, 2);
+        for (int r = 0; r < R; r++) {
+            typename S::V xs = S::get(x + r * ldx + at);
+            for (int b = 0; b < B; b++) acc[r][b] = S::add(acc[r][b], xs, ws[b]);
+        }
+    }
+    if (at < k) {
+        typename S::V ws[B];
+        for (int b = 0; b < B; b++) ws[b] = S::get_part(w + b * ldw + at, k - at);
+        for (int r = 0; r < R; r++) {
+            typename S::V xs = S::get_part(x + r * ldx + at, k - at);
+            for (int b = 0; b < B; b++) acc[r][b] = S::add(acc[r][b], xs, ws[b]);
+        }
+    }
+    for (int r = 0; r < R; r++) {
+        float* to = c + r * ldc;
+#if defined(WITH_AVX512)
+        if constexpr (B == 4 || B == 3) {
+            const __mmask8 wanted = (1 << B) - 1;
+            const __m128 s = sums(acc[r][0], acc[r][1], acc[r][2], acc[r][B - 1]);
+            _mm_mask_storeu_ps(to, wanted, first ? s : _mm_add_ps(_mm_maskz_loadu_ps(wanted, to), s));
+            continue;
+        }
+#endif
+        for (int b = 0; b < B; b++) to[b] = first ? sum(acc[r][b]) : to[b] + sum(acc[r][b]);
+    }
+}
+
+// At most TILE / B rows by B outputs.
+template <class T, int B, int R = TILE / B>
+static inline void tile_of(
+    int m, const T* x, int64_t ldx, const T* w, int64_t ldw, int k, float* c, int64_t ldc, bool first, const T* ahead,
+    int n_ahead) {
+    if (m == R) {
+        tile<T, R, B>(x, ldx, w, ldw, k, c, ldc, first, ahead, n_ahead);
+    } else if constexpr (R > 1) {
+        tile_of<T, B, R - 1>(m, x, ldx, w, ldw, k, c, ldc, first, ahead, n_ahead);
+    }
+}
+
+template <class T, int OUTS>
+static void products_by(
+    const T* x, int64_t ldx, int m, const T* w, int64_t ldw, int n, int k, float* c, int64_t ldc) {
+    constexpr int MOST = TILE / OUTS;
+    const int n_shares = (m + MOST - 1) / MOST, share = n_shares ? (m + n_shares - 1) / n_shares : 0;
+    auto one = [&](int row, int out, int at, const T* ahead, int n_ahead) {
+        const int rows = std::min(share, m - row), width = std::min(BLOCK, k - at);
+        const T *xs = x + row * ldx + at, *ws = w + out * ldw + at;
+        float* to = c + row * ldc + out;
+        if (out + OUTS <= n) {
+            tile_of<T, OUTS>(rows, xs, ldx, ws, ldw, width, to, ldc, at == 0, ahead, n_ahead);
+        } else {
+            for (int o = out; o < n; o++, ws += ldw, to++)
+                tile_of<T, 1, MOST>(rows, xs, ldx, ws, ldw, width, to, ldc, at == 0, (const T*)nullptr, 0);
+        }
+    };
+    if (m <= 96) {
+        // Few rows: they stay in the cache, and weights stream by. The next tile's are asked for while this one's are used,
+        // evenly, for a processor waits when it has asked for too much at a time.
+        for (int out = 0; out < n; out += OUTS)
+            for (int at = 0; at == 0 || at < k; at += BLOCK) {
+                const T* ahead = w + (at + BLOCK < k ? out * ldw + at + BLOCK : (out + OUTS) * ldw);
+                for (int turn = 0; turn < n_shares; turn++) {
+                    const int from = turn * OUTS / n_shares, to = (turn + 1) * OUTS / n_shares;
+                    one(turn * share, out, at, ahead + from * ldw, to - from);
+                }
+            }
+    } else {
+        // Many rows: the weights of this call stay in the cache, block by block.
+        for (int at = 0; at == 0 || at < k; at += BLOCK)
+            for (int row = 0; row < m; row += share)
+                for (int out = 0; out < n; out += OUTS) one(row, out, at, nullptr, 0);
+    }
+}
+
+// All of C, (m, n) with rows `ldc` apart. K may be 0: then C is 0.
+template <class T>
+static void products(
+    const T* x, int64_t ldx, int m, const T* w, int64_t ldw, int n, int k, float* c, int64_t ldc) {
+#if defined(WITH_AVX512)
+    if (m == 7 || m == 8) return products_by<T, 3>(x, ldx, m, w, ldw, n, k, c, ldc);  // one turn in place of two
+#endif
+    products_by<T, WIDE>(x, ldx, m, w, ldw, n, k, c, ldc);
+}

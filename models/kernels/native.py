@@ -1,0 +1,311 @@
+"""Passes of a runtime by the library of our kernels, on the weights where they lie: nothing is packed, nothing copied.
+
+A row's logits are the same bits whatever rows are beside it in the pass (`dense.h`, `attention.h`), so that a drafted
+completion is plain decoding's in bfloat16, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ...core.types import LayerSet
+from ..blocks import Block, Parts
+from ..quantised import QuantisedLinear
+from ..rows import Rows, keepers
+from . import layout
+from .build import Kernels
+
+if TYPE_CHECKING:
+    from ..buffer import KVBuffer
+    from ..runtime import Runtime
+
+DTYPES = (torch.float32, torch.bfloat16)
+ACTIVATIONS = {
+    "silu": layout.SILU,
+    "swish": layout.SILU,
+    "gelu": layout.GELU,
+    "gelu_new": layout.GELU_TANH,
+    "gelu_fast": layout.GELU_TANH,
+    "gelu_pytorch_tanh": layout.GELU_TANH,
+    "relu": layout.RELU,
+}
+MLP_MAPS = (  # names of the maps into an MLP and out of it
+    (("gate_proj", "up_proj"), "down_proj"),
+    (("gate_up_proj",), "down_proj"),
+    (("c_fc",), "c_proj"),
+    (("dense_h_to_4h",), "dense_4h_to_h"),
+)
+MOST_PROGRAMS = 64
+WIDEST_HEAD = 1024  # of attention
+
+
+class Unsupported(Exception):
+    """Something in a model that the kernels do not compute; says what."""
+
+
+@dataclass(slots=True)
+class Program:
+    """The steps of a pass for some layer sets, and whose rows each of their lists holds."""
+
+    steps: ctypes.Array[layout.Step]
+    lists: list[frozenset[int]]
+    held: list[Any] = field(default_factory=list)  # what the steps point to
+
+
+class NativePasses:
+    """What stands between a runtime and the library.
+
+    Raises: Unsupported: the model has something that the kernels do not compute.
+    """
+
+    def __init__(self, runtime: Runtime, kernels: Kernels) -> None:
+        self.runtime, self.kernels = runtime, kernels
+        if runtime.device.type != "cpu" or not runtime.one_device:
+            raise Unsupported(f"the model lies on {runtime.device}, and the kernels are for a CPU")
+        if runtime.dtype not in DTYPES:
+            raise Unsupported(f"weights of {runtime.dtype} are computed by torch")
+        config = runtime.config
+        name = next(
+            (
+                n
+                for key in ("hidden_activation", "hidden_act", "activation_function")
+                if (n := getattr(config, key, None))
+            ),
+            None,
+        )
+        if name not in ACTIVATIONS:
+            raise Unsupported(f"the activation {name} is computed by torch")
+        self._activation = ACTIVATIONS[cast(str, name)]
+        self._types = list(dict.fromkeys(block.layer_type for block in runtime.blocks))
+        self._describe()
+
+    def forget(self) -> None:
+        """Some weights lie elsewhere now."""
+        self._describe()
+
+    def _describe(self) -> None:
+        self._programs: OrderedDict[Any, Program] = OrderedDict()
+        self._parts: dict[tuple[str, int, str | None], ctypes.Structure] = {}
+        for block in self.runtime.blocks:
+            for kind in ("attn", "mlp"):
+                self._part(kind, block.index, None)
+        self._norm = self._norm_of(self.runtime.final_norm)
+        self._head = self._map_of(self.runtime.head_module(None))
+
+    # -- what a model is made of ---------------------------------------------------------------------------------------
+
+    def _part(self, kind: str, layer: int, name: str | None) -> ctypes.Structure:
+        key = (kind, layer, name)
+        if key not in self._parts:
+            block = self.runtime.blocks[layer]
+            parts = block.parts if name is None else self.runtime.copies.parts(cast(Any, kind), layer, name)
+            self._parts[key] = self._attention_of(block, parts) if kind == "attn" else self._mlp_of(parts)
+        return self._parts[key]
+
+    def _attention_of(self, block: Block, parts: Parts) -> layout.Attention:
+        maps = [self._map_of(module) for module in parts.qkv]
+        heads, kv_heads, width = block.n_heads, block.n_kv_heads, block.head_dim
+        if width > WIDEST_HEAD or heads % kv_heads:
+            raise Unsupported(f"attention with {heads} heads of {width} over {kv_heads} is computed by torch")
+        if block.heads.interleaved:
+            places = (0, 3 * width, width, 3 * width, 2 * width, 3 * width)
+        else:
+            places = (0, width, heads * width, width, (heads + kv_heads) * width, width)
+        return layout.Attention(
+            self._norm_of(parts.attn_norm),
+            self._norm_of(parts.attn_post),
+            self._norm_of(parts.q_norm),
+            self._norm_of(parts.k_norm),
+            (layout.Map * 3)(*maps),
+            self._map_of(parts.out),
+            len(maps),
+            heads,
+            kv_heads,
+            width,
+            *places,
+            block.scaling,
+        )
+
+    def _mlp_of(self, parts: Parts) -> layout.Mlp:
+        mlp = parts.mlp
+        found = next((names for names in MLP_MAPS if hasattr(mlp, names[1]) and hasattr(mlp, names[0][0])), None)
+        if found is None:
+            raise Unsupported(f"an MLP such as {type(mlp).__name__} is computed by torch")
+        maps = [self._map_of(getattr(mlp, name)) for name in found[0]]
+        out = self._map_of(getattr(mlp, found[1]))
+        gated = found[0] != ("c_fc",) and found[0] != ("dense_h_to_4h",)
+        if gated and len(maps) == 1 and maps[0].scales and out.n_in % 16:
+            raise Unsupported("a joint gate of such a width is quantised by torch")
+        return layout.Mlp(
+            self._norm_of(parts.mlp_norm),
+            self._norm_of(parts.mlp_post),
+            (layout.Map * 2)(*maps),
+            out,
+            len(maps),
+            gated,
+            out.n_in,
+            self._activation,
+        )
+
+    def _norm_of(self, module: Any) -> layout.Norm:
+        if module is None:
+            return layout.Norm(None, None, 0.0, layout.NO_NORM)
+        name = type(module).__name__
+        if isinstance(module, nn.LayerNorm):
+            kind = layout.LAYER
+        elif name.endswith("RMSNorm"):
+            kind = layout.RMS_PLUS_ONE if "Gemma" in name else layout.RMS
+        else:
+            raise Unsupported(f"a norm such as {name} is computed by torch")
+        eps = getattr(module, "variance_epsilon", None) or module.eps
+        bias = getattr(module, "bias", None)
+        if module.weight is None:
+            raise Unsupported("a norm without weights is computed by torch")
+        return layout.Norm(self._address(module.weight), None if bias is None else self._address(bias), eps, kind)
+
+    def _map_of(self, module: Any) -> layout.Map:
+        bias = getattr(module, "bias", None)
+        bias_at = None if bias is None else self._address(bias)
+        if isinstance(module, QuantisedLinear):
+            codes, scales = module.codes.data_ptr(), module.scales.data_ptr()
+            assert module.packed and module.group is not None
+            return layout.Map(codes, bias_at, scales, 0, module.n_in, module.n_out, module.bits, module.group)
+        if type(module) not in (nn.Linear, Conv1D) or module._forward_hooks or module._forward_pre_hooks:
+            raise Unsupported(f"a linear map such as {type(module).__name__} is computed by torch")
+        weight = cast(Tensor, module.weight)
+        weight = weight.t() if isinstance(module, Conv1D) else weight
+        if weight.dtype != self.runtime.dtype or (weight.shape[1] > 1 and weight.stride(1) != 1):
+            raise Unsupported("weights of such a layout are computed by torch")
+        n_out, n_in = weight.shape
+        return layout.Map(weight.data_ptr(), bias_at, None, weight.stride(0), n_in, n_out, 0, 0)
+
+    def _address(self, tensor: Tensor) -> int:
+        if tensor.dtype != self.runtime.dtype or not tensor.is_contiguous():
+            raise Unsupported(
+                f"a parameter of {tensor.dtype} beside weights of {self.runtime.dtype} is computed by torch"
+            )
+        return tensor.data_ptr()
+
+    # -- passes --------------------------------------------------------------------------------------------------------
+
+    def run_layers(self, hidden: Tensor, rows: Rows, buffer: KVBuffer, first: int, last: int) -> None:
+        """Change `hidden` (rows, hidden_size) to the states after layers first … last - 1."""
+        program = self._program(rows.variants, first, last)
+        n = hidden.shape[0]
+        share = n // max(1, len(rows.variants))
+        indices = [
+            None
+            if len(members) == max(1, len(rows.variants))
+            else torch.cat([torch.arange(v * share, (v + 1) * share, dtype=torch.int32) for v in sorted(members)])
+            for members in program.lists
+        ]
+        if rows.positions is None:
+            positions = torch.arange(rows.first_slot, rows.first_slot + n, dtype=torch.int32)
+            most = rows.first_slot + n
+        else:
+            positions = torch.tensor(rows.positions, dtype=torch.int32)
+            most = max(rows.positions, default=0) + 1
+        visible = None if rows.visible is None else rows.visible.contiguous()
+        tables = [self.runtime.rotation(each, self.runtime.device, most) for each in self._types]
+        rotations = (layout.Rotation * len(tables))(
+            *(
+                layout.Rotation() if t is None else layout.Rotation(t[0].data_ptr(), t[1].data_ptr(), t[0].shape[1])
+                for t in tables
+            )
+        )
+        keys, values = buffer.addresses
+        self._run(
+            layout.Pass(
+                hidden=hidden.data_ptr(),
+                positions=positions.data_ptr(),
+                visible=None if visible is None else visible.data_ptr(),
+                keys=ctypes.addressof(keys),
+                values=ctypes.addressof(values),
+                rotations=rotations,
+                head_stride=buffer.keys[0].stride(0),
+                first_slot=rows.first_slot,
+            ),
+            hidden,
+            program.steps,
+            indices,
+        )
+
+    def logits(
+        self, hidden: Tensor, name: str | None = None, index: Tensor | None = None, normed: bool = True
+    ) -> Tensor:
+        """Logits (rows, vocab) of states (rows, hidden_size), or of those at `index`; by the head's copy in a format.
+
+        Args: normed: the final norm comes first.
+        """
+        head = self._head if name is None else self._map_of(self.runtime.head_module(name))
+        n = hidden.shape[0] if index is None else len(index)
+        out = torch.empty((n, head.n_out), dtype=self.runtime.dtype)
+        step = (layout.Step * 1)(layout.Step(ctypes.addressof(head), layout.LOGITS, 0, 0, 0, -1, 0))
+        todo = layout.Pass(logits=out.data_ptr(), norm=ctypes.pointer(self._norm) if normed else None)
+        self._run(todo, hidden, step, [None if index is None else index.to(torch.int32)])
+        return out
+
+    def _run(
+        self, todo: layout.Pass, hidden: Tensor, steps: ctypes.Array[layout.Step], indices: Sequence[Tensor | None]
+    ) -> None:
+        if not hidden.is_contiguous() or hidden.dtype != self.runtime.dtype:
+            raise ValueError("the states of a pass must lie together, in the model's dtype")
+        n = hidden.shape[0]
+        lists = (layout.RowList * len(indices))(
+            *(layout.RowList(None, n) if i is None else layout.RowList(i.data_ptr(), len(i)) for i in indices)
+        )
+        todo.hidden, todo.lists = hidden.data_ptr(), lists
+        todo.n_rows, todo.n_hidden = n, hidden.shape[1]
+        todo.n_threads, todo.is_bf16 = torch.get_num_threads(), hidden.dtype == torch.bfloat16
+        if self.kernels.run(ctypes.byref(todo), steps, len(steps)):
+            raise MemoryError(f"a pass over {n} rows needs more memory than there is")
+
+    def _program(self, variants: tuple[LayerSet, ...], first: int, last: int) -> Program:
+        key = (variants, first, last)
+        found = self._programs.get(key)
+        if found is None:
+            found = self._programs[key] = self._made(variants, first, last)
+            if len(self._programs) > MOST_PROGRAMS:
+                self._programs.popitem(last=False)
+        else:
+            self._programs.move_to_end(key)
+        return found
+
+    def _made(self, variants: tuple[LayerSet, ...], first: int, last: int) -> Program:
+        runtime, kept = self.runtime, keepers(self.runtime.n_layers, variants)
+        lists: list[frozenset[int]] = []
+        steps: list[layout.Step] = []
+        held: list[Any] = []
+
+        def add(kind: int, block: Block, part: ctypes.Structure | None, members: frozenset[int]) -> None:
+            if members not in lists:
+                lists.append(members)
+            held.append(part)
+            rotation = (
+                -1
+                if runtime.rotation(block.layer_type, runtime.device, 1) is None
+                else self._types.index(block.layer_type)
+            )
+            at = None if part is None else ctypes.addressof(part)
+            window = block.window or 0
+            steps.append(layout.Step(at, kind, block.index, window, lists.index(members), rotation, runtime.parallel))
+
+        everyone = frozenset(range(max(1, len(variants))))
+        for block in runtime.blocks[first:last]:
+            attn_groups, mlp_groups = kept[block.index]
+            if runtime.parallel and attn_groups and mlp_groups:
+                add(layout.KEEP, block, None, everyone)
+            for name, members in attn_groups:
+                add(layout.ATTENTION, block, self._part("attn", block.index, name), members)
+            for name, members in mlp_groups:
+                add(layout.MLP, block, self._part("mlp", block.index, name), members)
+                steps[-1].from_kept = runtime.parallel and bool(attn_groups)
+        return Program((layout.Step * len(steps))(*steps), lists, held)

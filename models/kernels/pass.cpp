@@ -1,0 +1,448 @@
+// One pass over rows of a decoder: what the Python side lists as steps, run by a team of threads.
+//
+// Between two operations values are rounded to the model's type where transformers' own modules round them. Each row is
+// computed by the same operations in the same order whatever rows are beside it; `dense.h` says how.
+#include <cstdio>
+#include <new>
+#include "attention.h"
+#include "quantised.h"
+#include "team.h"
+
+extern "C" {
+
+struct Map {  // a linear map; `scales` null: `weight` is (n_out, n_in) of the model's type, else packed codes
+    const void *weight, *bias, *scales;
+    int64_t stride;  // between the rows of `weight`
+    int32_t n_in, n_out, bits, group;
+};
+
+enum NormKind : int32_t { NO_NORM, RMS, RMS_PLUS_ONE, LAYER };
+struct Norm {
+    const void *weight, *bias;
+    float eps;
+    int32_t kind;
+};
+
+struct Attention {
+    Norm before, after, query_norm, key_norm;
+    Map projections[3], out;
+    int32_t n_projections, n_heads, n_kv_heads, width;
+    int32_t query_at, query_step, key_at, key_step, value_at, value_step;  // of the heads in the projections' outputs
+    float scaling;
+};
+
+enum Activation : int32_t { SILU, GELU, GELU_TANH, RELU };
+struct Mlp {
+    Norm before, after;
+    Map in[2], out;  // gate and up, or one map (of gate and then up where `gated`)
+    int32_t n_in_maps, gated, n_inner, activation;
+};
+
+enum StepKind : int32_t { ATTENTION, MLP, KEEP, LOGITS };
+struct StepOf {
+    const void* part;                   // Attention, Mlp or Map
+    int32_t kind, layer, window, rows;  // `rows`: which of the pass's lists of rows
+    int32_t rotation;                   // which of the pass's tables, -1: none
+    int32_t from_kept;                  // an MLP that reads what KEEP kept
+};
+
+struct Rotation {
+    const void *cos, *sin;  // (positions, width), the first half of sin negated
+    int64_t width;
+};
+
+struct RowList {
+    const int32_t* rows;  // null: all
+    int64_t n;
+};
+
+struct Pass {
+    void* hidden;              // (n_rows, n_hidden), changed in place
+    const int32_t* positions;  // (n_rows,)
+    const uint8_t* visible;    // (n_rows, first_slot + n_rows) or null
+    void *const *keys, *const *values;  // per layer (kv_heads, capacity, width)
+    const RowList* lists;
+    const Rotation* rotations;
+    void* logits;  // (rows of the LOGITS step, n_out)
+    const Norm* norm;  // before LOGITS, null: none
+    int64_t head_stride;  // between the key/value heads of a buffer
+    int32_t n_rows, n_hidden, first_slot, n_threads, is_bf16;
+};
+}
+
+namespace {
+
+Team team;
+
+float gelu_erf(float x) {  // x * Phi(x); erf by Abramowitz and Stegun 7.1.26, off by at most 1.5e-7
+    const float z = std::fabs(x) * 0.70710678f, t = 1.0f / (1.0f + 0.3275911f * z);
+    const float poly = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
+    float e[LANES];
+    store(e, exp(splat(-z * z)));
+    const float erf = 1.0f - poly * e[0];
+    return 0.5f * x * (1.0f + (x < 0 ? -erf : erf));
+}
+
+vf activated(vf x, int32_t kind) {
+    if (kind == SILU) return x / (exp(-x) + 1.0f);
+    if (kind == GELU_TANH) {  // x * sigmoid(2 u): 0.5 (1 + tanh u)
+        const vf u = (x + x * x * x * 0.044715f) * 1.5957691216f;
+        return x / (exp(-u) + 1.0f);
+    }
+    if (kind == RELU) return (vf)((x > 0.0f) & (vi)x);
+    float lanes[LANES];
+    store(lanes, x);
+    for (float& each : lanes) each = gelu_erf(each);
+    return load((const float*)lanes);
+}
+
+// `n` values from `x` to `y`, vector by vector, the last of them padded.
+template <class T, class F> void along(int n, const T* x, T* y, F&& f) {
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) store(y + i, f(load(x + i), i));
+    if (i < n) {
+        T from[LANES] = {}, to[LANES];
+        memcpy(from, x + i, (n - i) * sizeof(T));
+        store(to, f(load((const T*)from), i));
+        memcpy(y + i, to, (n - i) * sizeof(T));
+    }
+}
+
+template <class T> vf part_of(const T* x, int i, int n) {
+    if (i + LANES <= n) return load(x + i);
+    T padded[LANES] = {};
+    memcpy(padded, x + i, (n - i) * sizeof(T));
+    return load((const T*)padded);
+}
+
+template <class T> void normed(const Norm& norm, const T* x, int n, T* y) {
+    if (norm.kind == NO_NORM) {
+        if (y != x) memcpy(y, x, n * sizeof(T));
+        return;
+    }
+    const T *weight = (const T*)norm.weight, *bias = (const T*)norm.bias;
+    float mean = 0;
+    if (norm.kind == LAYER) {
+        vf total = {};
+        for (int i = 0; i < n; i += LANES) total += part_of(x, i, n);
+        mean = sum(total) / float(n);
+    }
+    vf squares = {};
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        const vf d = load(x + i) - mean;
+        squares = fma(d, d, squares);
+    }
+    float rest = 0;
+    for (; i < n; i++) rest += (to_float(x[i]) - mean) * (to_float(x[i]) - mean);
+    const float scale = 1.0f / std::sqrt((sum(squares) + rest) / float(n) + norm.eps);
+    along(n, x, y, [&](vf v, int at) {
+        const vf w = part_of(weight, at, n);
+        if (norm.kind == RMS) return as_stored<T>(v * scale) * w;
+        if (norm.kind == RMS_PLUS_ONE) return v * scale * (w + 1.0f);
+        const vf scaled = (v - mean) * scale * w;
+        return bias ? scaled + part_of(bias, at, n) : scaled;
+    });
+}
+
+struct Arena {  // memory that is used again pass after pass; pieces are for one pass
+    std::vector<std::vector<char>> pieces;
+    size_t next = 0;
+    void* take(size_t bytes) {
+        if (next == pieces.size()) pieces.emplace_back();
+        auto& piece = pieces[next++];
+        if (piece.size() < bytes + 64) piece = std::vector<char>(bytes + bytes / 4 + 64);
+        return (void*)((uintptr_t(piece.data()) + 63) / 64 * 64);
+    }
+};
+
+template <class T> class Runner {
+  public:
+    Runner(const Pass& pass, const StepOf* steps, int n_steps) : pass_(pass), steps_(steps), n_steps_(n_steps) {
+        const size_t rows = std::max(1, pass.n_rows);
+        size_t wide = 1, inner = 1;
+        bool packed = false, keeps = false;
+        auto widest = [&](const Map& map) {
+            wide = std::max<size_t>(wide, map.n_in);
+            packed |= map.scales != nullptr;
+        };
+        for (int s = 0; s < n_steps; s++) {
+            if (steps[s].kind == ATTENTION) {
+                const auto& part = *(const Attention*)steps[s].part;
+                size_t total = 0;
+                for (int i = 0; i < part.n_projections; i++) widest(part.projections[i]), total += part.projections[i].n_out;
+                widest(part.out), inner = std::max(inner, total);
+                look_once(steps[s].window);
+            } else if (steps[s].kind == MLP) {
+                const auto& part = *(const Mlp*)steps[s].part;
+                widest(part.in[0]), widest(part.out), inner = std::max<size_t>(inner, part.n_inner);
+            } else if (steps[s].kind == LOGITS) {
+                widest(*(const Map*)steps[s].part);
+            } else {
+                keeps = true;
+            }
+        }
+        wide = std::max<size_t>(wide, pass.n_hidden) + 128;  // packed maps read whole groups
+        arena.next = 0;
+        normed_ = (T*)arena.take(rows * wide * sizeof(T));
+        inner_ = (T*)arena.take(rows * inner * sizeof(T));
+        mixed_ = (T*)arena.take(rows * wide * sizeof(T));
+        kept_ = keeps ? (T*)arena.take(rows * pass.n_hidden * sizeof(T)) : nullptr;
+        if (packed) {
+            rounded_.codes = (int8_t*)arena.take(rows * wide);
+            rounded_.scales = (float*)arena.take(rows * (wide / 32 + 1) * sizeof(float));
+            rounded_.sums = (float*)arena.take(rows * (wide / 32 + 1) * sizeof(float));
+        }
+        n_threads_ = std::min(std::max(1, pass.n_threads), Team::most);
+        while (int(tiles.size()) < n_threads_) tiles.emplace_back(), scratch.emplace_back();
+        team.run(n_threads_, [](void* self, int thread) { ((Runner*)self)->all(thread); }, this);
+    }
+
+  private:
+    static constexpr int PANEL = 64;  // outputs that a thread takes at a time
+
+    void look_once(int window) {
+        for (auto& view : views_)
+            if (view.window == window) return;
+        views_.emplace_back();
+        look(views_.back(), window, pass_.n_rows, pass_.first_slot, pass_.positions, pass_.visible);
+    }
+
+    void all(int thread) {
+        for (int s = 0; s < n_steps_; s++) {
+            const StepOf& step = steps_[s];
+            const RowList& list = pass_.lists[step.rows];
+            if (list.n == 0) continue;
+            if (step.kind == ATTENTION) attention(step, *(const Attention*)step.part, list, thread);
+            if (step.kind == MLP) mlp(step, *(const Mlp*)step.part, list, thread);
+            if (step.kind == LOGITS) logits(*(const Map*)step.part, list, thread);
+            if (step.kind == KEEP)
+                team.each(pass_.n_rows, 16, [&](int64_t from, int64_t to) {
+                    memcpy(kept_ + from * pass_.n_hidden, hidden(int(from)), (to - from) * pass_.n_hidden * sizeof(T));
+                });
+        }
+    }
+
+    T* hidden(int row) const { return (T*)pass_.hidden + int64_t(row) * pass_.n_hidden; }
+    static int row_of(const RowList& list, int64_t i) { return list.rows ? list.rows[i] : int(i); }
+
+    // Norm of the listed rows, rounded to codes where the maps behind it want that.
+    void enter(const Norm& norm, const RowList& list, const T* from, const Map& map) {
+        const int n = pass_.n_hidden;
+        team.each(list.n, 1, [&](int64_t first, int64_t last) {
+            for (int64_t i = first; i < last; i++) {
+                normed(norm, from + int64_t(row_of(list, i)) * n, n, normed_ + i * n);
+                if (map.scales) round_into(normed_ + i * n, map, n, i);
+            }
+        });
+    }
+
+    void round_into(const T* x, const Map& map, int n, int64_t row) {
+        const int groups = (n + map.group - 1) / map.group;
+        round_row(x, n, map.group, rounded_.codes + row * groups * map.group, rounded_.scales + row * groups,
+                  rounded_.sums + row * groups);
+    }
+
+    void round_all(const T* x, const Map& map, int64_t rows) {
+        if (!map.scales) return;
+        team.each(rows, 1, [&](int64_t first, int64_t last) {
+            for (int64_t i = first; i < last; i++) round_into(x + i * map.n_in, map, map.n_in, i);
+        });
+    }
+
+    // Outputs [first, last) of a map for `rows` rows of `x` (or their codes), biases added, into `c`.
+    void outputs(const Map& map, const T* x, int rows, int first, int last, float* c, int64_t ldc) const {
+        if (map.scales) {
+            const int groups = (map.n_in + map.group - 1) / map.group;
+            const Packed packed{(const uint8_t*)map.weight, (const bf16*)map.scales, groups * map.group, map.group};
+            const int b0 = first / OUTPUTS, b1 = (last + OUTPUTS - 1) / OUTPUTS;
+            if (map.bits == 4) packed_products<4>(packed, rounded_, rows, b0, b1, c, ldc);
+            else packed_products<8>(packed, rounded_, rows, b0, b1, c, ldc);
+        } else {
+            products<T>(x, map.n_in, rows, (const T*)map.weight + first * map.stride, map.stride, last - first, map.n_in, c, ldc);
+        }
+        if (map.bias) {
+            const T* bias = (const T*)map.bias + first;
+            for (int r = 0; r < rows; r++)
+                for (int o = 0; o < last - first; o++) c[r * ldc + o] += to_float(bias[o]);
+        }
+    }
+
+    // `sink(row, first output, n, values)` for all outputs of a map.
+    template <class F> void linear(const Map& map, const T* x, int64_t rows, int thread, F&& sink) {
+        team.each((map.n_out + PANEL - 1) / PANEL, 1, [&](int64_t panel, int64_t) {
+            auto& tile = tiles[thread];
+            tile.resize(rows * PANEL);
+            const int first = int(panel) * PANEL, last = std::min(first + PANEL, map.n_out);
+            outputs(map, x, int(rows), first, last, tile.data(), PANEL);
+            for (int r = 0; r < rows; r++) sink(r, first, last - first, tile.data() + r * PANEL);
+        });
+    }
+
+    // Add a map's outputs to the listed rows, by way of a norm where there is one.
+    void leave(const Map& map, const Norm& norm, const T* x, const RowList& list, int thread) {
+        const int n = pass_.n_hidden;
+        linear(map, x, list.n, thread, [&](int row, int first, int n_out, const float* values) {
+            if (norm.kind == NO_NORM) {
+                T* to = hidden(row_of(list, row)) + first;
+                along(n_out, to, to, [&](vf h, int at) { return h + as_stored<T>(part_of(values, at, n_out)); });
+            } else {
+                T* to = normed_ + int64_t(row) * n + first;
+                for (int o = 0; o < n_out; o++) to[o] = rounded<T>(values[o]);
+            }
+        });
+        if (norm.kind == NO_NORM) return;
+        team.each(list.n, 1, [&](int64_t i, int64_t) {
+            T *delta = normed_ + i * n, *to = hidden(row_of(list, i));
+            normed(norm, delta, n, delta);
+            along(n, to, to, [&](vf h, int at) { return h + part_of(delta, at, n); });
+        });
+    }
+
+    void attention(const StepOf& step, const Attention& part, const RowList& list, int thread) {
+        enter(part.before, list, (const T*)pass_.hidden, part.projections[0]);
+        int total = 0;
+        for (int i = 0; i < part.n_projections; i++) total += part.projections[i].n_out;
+        // The projections as one map: panels of all of them are shared out together.
+        int n_panels = 0, panels[3];
+        for (int i = 0; i < part.n_projections; i++) panels[i] = n_panels += (part.projections[i].n_out + PANEL - 1) / PANEL;
+        team.each(n_panels, 1, [&](int64_t panel, int64_t) {
+            int which = 0, at = 0;
+            while (panel >= panels[which]) at += part.projections[which++].n_out;
+            const Map& map = part.projections[which];
+            const int first = int(panel - (which ? panels[which - 1] : 0)) * PANEL, last = std::min(first + PANEL, map.n_out);
+            auto& tile = tiles[thread];
+            tile.resize(list.n * PANEL);
+            outputs(map, normed_, int(list.n), first, last, tile.data(), PANEL);
+            for (int64_t r = 0; r < list.n; r++)
+                for (int o = 0; o < last - first; o++)
+                    inner_[r * total + at + first + o] = rounded<T>(tile[r * PANEL + o]);
+        });
+        const int width = part.width, group = part.n_heads / part.n_kv_heads, q_size = part.n_heads * width;
+        T *keys = (T*)pass_.keys[step.layer], *values = (T*)pass_.values[step.layer];
+        team.each(list.n, 1, [&](int64_t i, int64_t) {
+            const int row = row_of(list, i), slot = pass_.first_slot + row;
+            const T *in = inner_ + i * total, *cos = nullptr, *sin = nullptr;
+            int rotated = 0;
+            if (step.rotation >= 0) {
+                const Rotation& table = pass_.rotations[step.rotation];
+                rotated = int(table.width);
+                cos = (const T*)table.cos + pass_.positions[row] * table.width;
+                sin = (const T*)table.sin + pass_.positions[row] * table.width;
+            }
+            for (int h = 0; h < part.n_heads; h++)
+                head_of(part.query_norm, in + part.query_at + h * part.query_step, width, cos, sin, rotated,
+                        mixed_ + i * q_size + h * width);
+            for (int h = 0; h < part.n_kv_heads; h++) {
+                const int64_t to = h * pass_.head_stride + int64_t(slot) * width;
+                head_of(part.key_norm, in + part.key_at + h * part.key_step, width, cos, sin, rotated, keys + to);
+                memcpy(values + to, in + part.value_at + h * part.value_step, width * sizeof(T));
+            }
+        });
+        const View* view = nullptr;
+        for (auto& each : views_)
+            if (each.window == step.window) view = &each;
+        const int shares = (group + HEADS - 1) / HEADS;
+        // Queries lie in `mixed_`, and what the heads read goes where the projections were.
+        team.each(list.n * part.n_kv_heads * shares, list.n > 64 ? 4 : 1, [&](int64_t first, int64_t last) {
+            for (int64_t item = first; item < last; item++) {
+                const int64_t i = item / (part.n_kv_heads * shares);
+                const int kv = int(item / shares % part.n_kv_heads), own = int(item % shares) * HEADS;
+                const int row = row_of(list, i), at = (kv * group + own) * width, n = std::min(HEADS, group - own);
+                const T *query = mixed_ + i * q_size + at, *k = keys + kv * pass_.head_stride, *v = values + kv * pass_.head_stride;
+                T* to = inner_ + i * q_size + at;
+                const Run *from = view->runs.data() + view->first[row], *until = view->runs.data() + view->first[row + 1];
+                auto& own_scratch = scratch[thread];
+                const int seen = view->n_seen[row];
+                if (n == 1) attend<T, 1>(query, width, part.scaling, from, until, seen, k, v, own_scratch, to);
+                if (n == 2) attend<T, 2>(query, width, part.scaling, from, until, seen, k, v, own_scratch, to);
+                if (n == 3) attend<T, 3>(query, width, part.scaling, from, until, seen, k, v, own_scratch, to);
+            }
+        });
+        round_all(inner_, part.out, list.n);
+        leave(part.out, part.after, inner_, list, thread);
+    }
+
+    void head_of(const Norm& norm, const T* from, int width, const T* cos, const T* sin, int rotated, T* to) const {
+        T own[1024];
+        normed(norm, from, width, own);
+        const int half = rotated / 2;
+        for (int d = 0; d < rotated; d++) {
+            const float turned = as_stored<T>(to_float(own[d < half ? d + half : d - half]) * to_float(sin[d]));
+            to[d] = rounded<T>(as_stored<T>(to_float(own[d]) * to_float(cos[d])) + turned);
+        }
+        memcpy(to + rotated, own + rotated, (width - rotated) * sizeof(T));
+    }
+
+    void mlp(const StepOf& step, const Mlp& part, const RowList& list, int thread) {
+        enter(part.before, list, step.from_kept ? kept_ : (const T*)pass_.hidden, part.in[0]);
+        const int n = part.n_inner;
+        const bool joint = part.n_in_maps == 1;
+        team.each((n + PANEL - 1) / PANEL, 1, [&](int64_t panel, int64_t) {
+            const int first = int(panel) * PANEL, last = std::min(first + PANEL, n), width = last - first;
+            auto& tile = tiles[thread];
+            tile.resize(2 * (list.n * PANEL + OUTPUTS));
+            float *gate = tile.data(), *up = gate + list.n * PANEL;
+            outputs(part.in[0], normed_, int(list.n), first, last, gate, PANEL);
+            if (part.gated) outputs(part.in[joint ? 0 : 1], normed_, int(list.n), first + joint * n, last + joint * n, up, PANEL);
+            for (int64_t r = 0; r < list.n; r++) {
+                T* to = inner_ + r * n + first;
+                for (int at = 0; at < width; at += LANES) {
+                    vf a = as_stored<T>(activated(as_stored<T>(part_of(gate + r * PANEL, at, width)), part.activation));
+                    if (part.gated) a = a * as_stored<T>(part_of(up + r * PANEL, at, width));
+                    if (at + LANES <= width) {
+                        store(to + at, a);
+                    } else {
+                        T last_ones[LANES];
+                        store(last_ones, a);
+                        memcpy(to + at, last_ones, (width - at) * sizeof(T));
+                    }
+                }
+            }
+        });
+        round_all(inner_, part.out, list.n);
+        leave(part.out, part.after, inner_, list, thread);
+    }
+
+    void logits(const Map& map, const RowList& list, int thread) {
+        const Norm none{nullptr, nullptr, 0, NO_NORM};
+        enter(pass_.norm ? *pass_.norm : none, list, (const T*)pass_.hidden, map);
+        T* out = (T*)pass_.logits;
+        linear(map, normed_, list.n, thread, [&](int row, int first, int n_out, const float* values) {
+            T* to = out + int64_t(row) * map.n_out + first;
+            for (int o = 0; o < n_out; o++) to[o] = rounded<T>(values[o]);
+        });
+    }
+
+    const Pass& pass_;
+    const StepOf* steps_;
+    const int n_steps_;
+    int n_threads_ = 1;
+    std::vector<View> views_;
+    T *normed_, *inner_, *mixed_, *kept_;
+    Rounded rounded_{};
+    static inline Arena arena;
+    static inline std::vector<std::vector<float>> tiles, scratch;  // per thread
+};
+
+std::mutex one_pass;
+
+}  // namespace
+
+// Run a pass. Returns 0, or 1 where memory ran out.
+extern "C" int swiftopt_run(const Pass* pass, const StepOf* steps, int32_t n_steps) {
+    std::lock_guard<std::mutex> lock(one_pass);
+    try {
+        if (pass->is_bf16) Runner<bf16>(*pass, steps, n_steps);
+        else Runner<float>(*pass, steps, n_steps);
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+    return 0;
+}
+
+// Bytes of the structures, which the Python side has to agree with: a library of another version must not be called.
+extern "C" void swiftopt_sizes(int32_t* sizes) {
+    sizes[0] = sizeof(Map), sizes[1] = sizeof(Norm), sizes[2] = sizeof(Attention), sizes[3] = sizeof(Mlp);
+    sizes[4] = sizeof(StepOf), sizes[5] = sizeof(Pass);
+}

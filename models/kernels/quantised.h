@@ -1,0 +1,205 @@
+// Products with weights of 8 or 4 bits, for drafts: activations are rounded to 8 bits per group of inputs, sums of a group
+// are integers and exact, and groups are added up in one order.
+//
+// Weights lie in blocks of 16 outputs; a weight is (code - half) * scale + zero, half 8 or 128. Codes of 8 bits: for every
+// 4 inputs 64 bytes, output by output. Codes of 4 bits: for every 8 inputs 64 bytes, the first 4 in the low halves.
+// Scales: per block and group 16 scales, then 16 zeros, in bfloat16.
+#pragma once
+#include "dense.h"
+
+constexpr int OUTPUTS = 16;  // of a block
+
+// The activations of some rows as codes: value ~ code * scale.
+struct Rounded {
+    int8_t* codes;  // (rows, n_in)
+    float* scales;  // (rows, groups)
+    float* sums;    // (rows, groups): the sum of a group's codes * scale
+};
+
+// Round one row of `n_in` values; what lies behind the last of them, up to whole groups, counts as 0.
+template <class T> static void round_row(const T* x, int n_in, int group, int8_t* codes, float* scales, float* sums) {
+    for (int g = 0, at = 0; at < n_in; g++, at += group) {
+        const int n = std::min(group, n_in - at);
+        float most = 0;
+        for (int i = 0; i < n; i++) most = std::max(most, std::fabs(to_float(x[at + i])));
+        const float scale = most / 127, inverse = most > 0 ? 127 / most : 0;
+        int total = 0;
+        for (int i = 0; i < n; i++) {
+            const int code = int(std::nearbyintf(to_float(x[at + i]) * inverse));
+            codes[at + i] = int8_t(code);
+            total += code;
+        }
+        for (int i = n; i < group; i++) codes[at + i] = 0;
+        scales[g] = scale;
+        sums[g] = scale * float(total);
+    }
+}
+
+#if defined(WITH_AVX512) && defined(__AVX512VNNI__)
+struct Sums {  // one integer per output of a block
+    __m512i v = _mm512_setzero_si512();
+    static __m512i quads(const uint8_t* from) { return _mm512_loadu_si512(from); }
+    void add(__m512i w, int32_t x) { v = _mm512_dpbusd_epi32(v, w, _mm512_set1_epi32(x)); }
+};
+static inline __m512i low_halves(__m512i w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
+static inline __m512i high_halves(__m512i w) {
+    return _mm512_and_si512(_mm512_srli_epi16(w, 4), _mm512_set1_epi8(15));
+}
+static inline vf converted(const Sums& s) { return (vf)_mm512_cvtepi32_ps(s.v); }
+static inline vf sixteen(const bf16* from) { return load(from); }
+typedef vf Sixteen;
+#else
+struct Quads {
+    uint8_t w[64];
+};
+struct Sums {
+    int32_t v[OUTPUTS] = {};
+    static Quads quads(const uint8_t* from) {
+        Quads q;
+        memcpy(q.w, from, 64);
+        return q;
+    }
+    void add(const Quads& q, int32_t x) {
+        int8_t xs[4];
+        memcpy(xs, &x, 4);
+#if defined(__AVX2__)
+        // Products of halves with 8 bits fit 16 bits in pairs; those of whole codes would not.
+        const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15), all = _mm256_set1_epi32(x);
+        for (int h = 0; h < 2; h++) {
+            __m256i w = _mm256_loadu_si256((const __m256i*)(q.w + 32 * h)), sum;
+            memcpy(&sum, v + 8 * h, 32);
+            __m256i lows = _mm256_maddubs_epi16(_mm256_and_si256(w, low), all);
+            __m256i highs = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(w, 4), low), all);
+            sum = _mm256_add_epi32(sum, _mm256_madd_epi16(lows, ones));
+            sum = _mm256_add_epi32(sum, _mm256_slli_epi32(_mm256_madd_epi16(highs, ones), 4));
+            memcpy(v + 8 * h, &sum, 32);
+        }
+#else
+        for (int o = 0; o < OUTPUTS; o++)
+            for (int i = 0; i < 4; i++) v[o] += int32_t(q.w[4 * o + i]) * xs[i];
+#endif
+    }
+};
+static inline Quads low_halves(const Quads& q) {
+    Quads low;
+    for (int i = 0; i < 64; i++) low.w[i] = q.w[i] & 15;
+    return low;
+}
+static inline Quads high_halves(const Quads& q) {
+    Quads high;
+    for (int i = 0; i < 64; i++) high.w[i] = q.w[i] >> 4;
+    return high;
+}
+struct Sixteen {
+    float v[OUTPUTS] = {};
+};
+static inline Sixteen converted(const Sums& s) {
+    Sixteen f;
+    for (int o = 0; o < OUTPUTS; o++) f.v[o] = float(s.v[o]);
+    return f;
+}
+static inline Sixteen sixteen(const bf16* from) {
+    Sixteen f;
+    for (int o = 0; o < OUTPUTS; o++) f.v[o] = to_float(from[o]);
+    return f;
+}
+#endif
+
+static inline void add_product(Sixteen& sum, const Sixteen& a, float b) {
+#if defined(WITH_AVX512) && defined(__AVX512VNNI__)
+    sum = fma(a, splat(b), sum);
+#else
+    for (int o = 0; o < OUTPUTS; o++) sum.v[o] += a.v[o] * b;
+#endif
+}
+static inline void add_product(Sixteen& sum, const Sixteen& a, const Sixteen& b) {
+#if defined(WITH_AVX512) && defined(__AVX512VNNI__)
+    sum = fma(a, b, sum);
+#else
+    for (int o = 0; o < OUTPUTS; o++) sum.v[o] += a.v[o] * b.v[o];
+#endif
+}
+static inline Sixteen times(Sixteen a, float b) {
+#if defined(WITH_AVX512) && defined(__AVX512VNNI__)
+    return a * b;
+#else
+    for (float& each : a.v) each *= b;
+    return a;
+#endif
+}
+
+// Weights of one map; `codes` and `scales` as above, `n_in` in whole groups.
+struct Packed {
+    const uint8_t* codes;
+    const bf16* scales;
+    int n_in, group;
+    int64_t block_bytes() const { return int64_t(n_in) * OUTPUTS; }  // of 8 bits
+};
+
+// R rows by B blocks of 16 outputs.
+template <int BITS, int R, int B>
+static inline void packed_tile(
+    const Packed& w, int block, const Rounded& x, int row, int k, float* c, int64_t ldc, bool first) {
+    constexpr int INPUTS = BITS == 4 ? 8 : 4;  // of 64 bytes
+    const int groups = w.n_in / w.group;
+    const int64_t ahead = B * (w.block_bytes() * BITS / 8);  // what the next tile begins with
+    const uint8_t* codes[B];
+    for (int b = 0; b < B; b++) codes[b] = w.codes + (block + b) * (w.block_bytes() * BITS / 8);
+    Sixteen acc[R][B] = {};
+    for (int g = 0; g < groups; g++) {
+        Sums sums[R][B];
+        for (int at = g * w.group; at < (g + 1) * w.group; at += INPUTS) {
+            for (int b = 0; b < B; b++) {
+                auto ws = Sums::quads(codes[b]);
+                if (first) __builtin_prefetch(codes[b] + ahead, 0, 2);
+                codes[b] += 64;
+                for (int r = 0; r < R; r++) {
+                    int32_t xs[2];
+                    memcpy(xs, x.codes + int64_t(row + r) * k + at, INPUTS);
+                    if constexpr (BITS == 4) {
+                        sums[r][b].add(low_halves(ws), xs[0]);
+                        sums[r][b].add(high_halves(ws), xs[1]);
+                    } else {
+                        sums[r][b].add(ws, xs[0]);
+                    }
+                }
+            }
+        }
+        for (int b = 0; b < B; b++) {
+            const bf16* scales = w.scales + (int64_t(block + b) * groups + g) * 2 * OUTPUTS;
+            const Sixteen scale = sixteen(scales);
+            Sixteen zero = sixteen(scales + OUTPUTS);
+            add_product(zero, scale, float(-(1 << (BITS - 1))));
+            for (int r = 0; r < R; r++) {
+                const int64_t own = int64_t(row + r) * groups + g;
+                add_product(acc[r][b], converted(sums[r][b]), times(scale, x.scales[own]));
+                add_product(acc[r][b], zero, x.sums[own]);
+            }
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int b = 0; b < B; b++) memcpy(c + r * ldc + b * OUTPUTS, &acc[r][b], OUTPUTS * sizeof(float));
+}
+
+template <int BITS, int B, int R>
+static inline void packed_tile_of(int m, const Packed& w, int block, const Rounded& x, int row, float* c, int64_t ldc) {
+    if (m == R) {
+        packed_tile<BITS, R, B>(w, block, x, row, w.n_in, c, ldc, row == 0);
+    } else if constexpr (R > 1) {
+        packed_tile_of<BITS, B, R - 1>(m, w, block, x, row, c, ldc);
+    }
+}
+
+// C of rows 0 … m - 1 and blocks first … last - 1, (m, 16 * (last - first)) with rows `ldc` apart.
+template <int BITS>
+static void packed_products(const Packed& w, const Rounded& x, int m, int first, int last, float* c, int64_t ldc) {
+    constexpr int MOST = 4;  // rows of a tile
+    for (int row = 0; row < m; row += MOST, c += MOST * ldc) {
+        const int rows = std::min(MOST, m - row);
+        int block = first;
+        for (; block + 4 <= last; block += 4)
+            packed_tile_of<BITS, 4, MOST>(rows, w, block, x, row, c + (block - first) * OUTPUTS, ldc);
+        for (; block < last; block++)
+            packed_tile_of<BITS, 1, MOST>(rows, w, block, x, row, c + (block - first) * OUTPUTS, ldc);
+    }
+}

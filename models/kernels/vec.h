@@ -1,0 +1,116 @@
+// Vectors as wide as the instruction set that this is compiled for, and the two types that models are stored in.
+// Compiled with -ffp-contract=off: a product and a sum are one operation where `fma` says so, and nowhere else.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX2__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#define WITH_AVX512 1
+constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef int32_t vi __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef uint32_t vu __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef uint16_t vh __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+
+struct bf16 {
+    uint16_t bits;
+};
+
+static inline vf splat(float x) { return vf{} + x; }
+
+static inline vf fma(vf a, vf b, vf c) {
+#if defined(WITH_AVX512)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
+static inline float to_float(float x) { return x; }
+static inline float to_float(bf16 x) {
+    uint32_t bits = uint32_t(x.bits) << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+// To the nearest, ties to even; a NaN stays one.
+template <class T> static inline T rounded(float x);
+template <> inline float rounded<float>(float x) { return x; }
+template <> inline bf16 rounded<bf16>(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000) return bf16{uint16_t((bits >> 16) | 0x40)};
+    return bf16{uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}
+
+static inline vf load(const float* from) {
+    vf value;
+    memcpy(&value, from, sizeof value);
+    return value;
+}
+static inline vf load(const bf16* from) {
+    vh half;
+    memcpy(&half, from, sizeof half);
+    return (vf)(__builtin_convertvector(half, vu) << 16);
+}
+static inline void store(float* to, vf value) { memcpy(to, &value, sizeof value); }
+static inline void store(bf16* to, vf value) {
+    vu bits = (vu)value;
+    vu even = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    vu is_nan = (vu)((bits & 0x7fffffffu) > 0x7f800000u);
+    vh half = __builtin_convertvector((is_nan & ((bits >> 16) | 0x40u)) | (~is_nan & even), vh);
+    memcpy(to, &half, sizeof half);
+}
+// As it will read when it was stored as T.
+template <class T> static inline vf as_stored(vf value) {
+    if constexpr (sizeof(T) == 4) return value;
+    vu bits = (vu)value;
+    vu even = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
+    vu is_nan = (vu)((bits & 0x7fffffffu) > 0x7f800000u);
+    return (vf)((is_nan & (bits | 0x400000u)) | (~is_nan & even));
+}
+template <class T> static inline float as_stored(float value) { return to_float(rounded<T>(value)); }
+
+// The sum of the lanes, always in this order: halves upon each other until one is left.
+static inline float sum(vf v) {
+    float lanes[LANES];
+    memcpy(lanes, &v, sizeof v);
+    for (int n = LANES / 2; n; n /= 2)
+        for (int i = 0; i < n; i++) lanes[i] += lanes[i + n];
+    return lanes[0];
+}
+
+// e^x to about 2 units in the last place; 0 below -87, inf above 88.7, NaN of NaN.
+static inline vf exp(vf x) {
+    const vf low = splat(-87.3f), high = splat(88.8f);
+    vi is_low = x < low, is_high = x > high, is_nan = x != x;
+    vf clipped = (vf)((is_low & (vi)low) | (is_high & (vi)high) | (~(is_low | is_high | is_nan) & (vi)x));
+    const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    vf shifted = fma(clipped, splat(1.44269504f), magic), n = shifted - magic;
+    vf r = fma(n, splat(-0.693145752f), clipped);
+    r = fma(n, splat(-1.42860677e-6f), r);
+    vf p = splat(1.9875691500e-4f);
+    p = fma(p, r, splat(1.3981999507e-3f));
+    p = fma(p, r, splat(8.3334519073e-3f));
+    p = fma(p, r, splat(4.1665795894e-2f));
+    p = fma(p, r, splat(1.6666665459e-1f));
+    p = fma(p, r, splat(5.0000001201e-1f));
+    p = fma(p, r * r, r) + 1.0f;
+    // 2^n in two factors, for n reaches 128.
+    vi k = (vi)shifted - (vi)magic, half = k >> 1;
+    vf result = p * (vf)((half + 127) << 23) * (vf)((k - half + 127) << 23);
+    return (vf)((~is_low & ~is_nan & (vi)result) | (is_nan & (vi)x));
+}
