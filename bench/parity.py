@@ -1,7 +1,10 @@
-"""Token parity with transformers' greedy `generate` on real prompts, under several layer sets and adaptive drafts.
+"""Token parity with transformers' greedy `generate`, or with our own plain decoding, on real prompts.
+
+Drafts are several layer sets', and adaptive ones.
 
     python -m swiftopt.bench.parity --model smollm2-135m --stream humaneval.jsonl --dtype float32 --random-sets 3
     python -m swiftopt.bench.parity --model smollm2-135m --stream gsm8k.jsonl --random-sets 0 --adaptive int4
+    python -m swiftopt.bench.parity --model smollm2-135m --stream gsm8k.jsonl --dtype bfloat16 --against plain
 
 Prints a line per prompt, then one JSON object; in a 16-bit dtype every first divergence is shown with the margin
 between the target's two best logits there, next to what one row and several rows of the same text differ by.
@@ -26,7 +29,7 @@ from ..core.settings import SwiftSettings
 from ..core.streams import read_stream
 from ..core.types import LayerSet, Prompt, Sampling, n_skipped_for, searchable
 from ..decoding.loop import completion_text
-from ..decoding.method import Method, swift
+from ..decoding.method import PLAIN, Method, swift
 from ..decoding.methods import Parts, build
 from ..decoding.session import Session, n_turns, turn_of
 from ..models.costs import SMALLEST_BUCKET, machine_name, measure_costs, with_formats
@@ -74,14 +77,17 @@ def adaptive_drafts(runtime: Runtime, formats: Sequence[str]) -> dict[str, Metho
 
 
 def compare(
-    runtime: Runtime, prompts: Sequence[Prompt], methods: dict[str, Method], max_new_tokens: int
+    runtime: Runtime, prompts: Sequence[Prompt], methods: dict[str, Method], max_new_tokens: int, against: str
 ) -> dict[str, Any]:
-    """Counts of identical prompts per method, and every first divergence with its margin; each turn is a prompt."""
+    """Counts of identical prompts per method, and every first divergence with its margin; each turn is a prompt.
+
+    Args: against: "plain", our own plain decoding, or "transformers".
+    """
     session = Session(runtime, Sampling(), max_new_tokens)
     same = dict.fromkeys(methods, 0)
     divergences: list[dict[str, Any]] = []
     n_prompts = n_tokens = 0
-    for prompt, ids, expected in _references(session, prompts):
+    for prompt, ids, expected in _references(session, prompts, against):
         n_prompts += 1
         n_tokens += len(expected)
         for name, method in methods.items():
@@ -99,6 +105,7 @@ def compare(
         "schema": "swiftopt.bench-parity/1",
         "device": machine_name(runtime),
         "dtype": runtime.dtype_name,
+        "against": against,
         "prompts": n_prompts,
         "tokens": n_tokens,
         "identical": same,
@@ -106,8 +113,10 @@ def compare(
     }
 
 
-def _references(session: Session, prompts: Sequence[Prompt]) -> Iterator[tuple[Prompt, list[int], list[int]]]:
-    """Every turn as a prompt of its own, with its token ids and transformers' completion, which later turns see."""
+def _references(
+    session: Session, prompts: Sequence[Prompt], against: str
+) -> Iterator[tuple[Prompt, list[int], list[int]]]:
+    """Every turn as a prompt of its own, with its token ids and the completion to equal, which later turns see."""
     for prompt in prompts:
         history = prompt.messages
         for number in range(n_turns(prompt)):
@@ -116,7 +125,10 @@ def _references(session: Session, prompts: Sequence[Prompt]) -> Iterator[tuple[P
                 history = (*history, {"role": "user", "content": prompt.turns[number]})
                 turn = replace(turn, turns=(), messages=history)
             ids = session.encode(turn)
-            expected = list(hf_generate(session, ids, session.max_new_tokens))
+            if against == "plain":
+                expected = list(next(iter(session.run(turn, PLAIN)))[1].token_ids)
+            else:
+                expected = list(hf_generate(session, ids, session.max_new_tokens))
             yield turn, ids, expected
             said = completion_text(session.runtime, expected, session.ending(session.max_new_tokens))
             history = (*history, {"role": "assistant", "content": said})
@@ -131,6 +143,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--limit", type=int)
     parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--against", choices=("transformers", "plain"), default="transformers")
     parser.add_argument("--random-sets", type=int, default=3)
     parser.add_argument("--adaptive", action="append", default=[], metavar="FORMAT", help="adaptive drafts in it, too")
     parser.add_argument("--layer-set", action="append", default=[], help="an exported file; may be repeated")
@@ -142,7 +155,7 @@ def main() -> None:
     methods = {name: swift(layer_set, SwiftSettings()) for name, layer_set in sets.items()}
     methods |= adaptive_drafts(runtime, args.adaptive)
     prompts = read_stream(args.stream, limit=args.limit)
-    print(json.dumps({"model": args.model, **compare(runtime, prompts, methods, args.max_new_tokens)}))
+    print(json.dumps({"model": args.model, **compare(runtime, prompts, methods, args.max_new_tokens, args.against)}))
 
 
 if __name__ == "__main__":

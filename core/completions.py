@@ -19,6 +19,7 @@ def completion_to_json(completion: Completion) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "method": completion.method,
         "lossy": completion.lossy,
+        "exact": completion.exact,
         "target_passes": completion.target_passes,
         "drafted": completion.drafted,
         "accepted": completion.accepted,
@@ -65,6 +66,7 @@ def completion_from_json(values: Mapping[str, Any]) -> Completion:
         prefill_s=values["prefill_s"],
         layer_set=None if used is None else layer_set_from_json(used),
         lossy=values.get("lossy", False),  # checkpoints of before there were lossy methods lack it
+        exact=values.get("exact", False),
         reckoned_cost=values.get("reckoned_cost"),
     )
 

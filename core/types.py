@@ -219,7 +219,8 @@ class Completion:
     contradicted a draft (what was drafted behind that token is thrown away unjudged). `verified_widths` counts the
     passes per number of rows that the target checked. `prefill_s` is part of `timings.other_s`. `reckoned_cost` is what
     the rounds cost by measured prices, in plain passes, where the drafter decides by such. `lossy` says that the
-    method does not promise the target's own output.
+    method does not promise the target's own output; `exact` that the output is plain decoding's bit by bit: the method
+    is lossless, and the kernels compute a row alike whatever rows are beside it.
     """
 
     token_ids: tuple[int, ...]
@@ -237,6 +238,7 @@ class Completion:
     prefill_s: float = 0.0
     layer_set: LayerSet | None = None
     lossy: bool = False
+    exact: bool = False
     refused: int = 0
     reckoned_cost: float | None = None
 

@@ -26,6 +26,7 @@ from ..core.settings import SwiftSettings
 from ..core.types import FinishReason, LayerSet, LayerSetRecord, ModelInfo, Sampling
 from ..models.copies import QuantisedCopies
 from ..models.costs import SMALLEST_BUCKET, measure_costs, with_formats
+from ..models.loading import at_speed
 from ..models.runtime import Runtime
 from .adaptive import adaptive
 from .loop import Watch, decode
@@ -69,6 +70,7 @@ def custom_generate(
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
     info = ModelInfo("", type(model).__name__, model.config.num_hidden_layers, n_parameters)
     runtime = Runtime(model, None, info)
+    at_speed(runtime, "auto", lay_out=False)
     method = _Kept.of(model, runtime).method(runtime, skipped, swift_settings or settings)
     prompt_ids = input_ids[0].tolist()
     # One draw from torch's global generator seeds the request, so that torch.manual_seed governs it as usual.
@@ -102,9 +104,10 @@ class _Kept:
     @classmethod
     def of(cls, model: Any, runtime: Runtime) -> _Kept:
         """That of earlier calls, unless the model was moved or cast since; its copies become the runtime's."""
-        known = vars(model).setdefault(KEPT, {}).get((runtime.device, runtime.dtype))
+        key = runtime.device, runtime.dtype, runtime.speed
+        known = vars(model).setdefault(KEPT, {}).get(key)
         if known is None:
-            known = vars(model)[KEPT][runtime.device, runtime.dtype] = cls(runtime.copies)
+            known = vars(model)[KEPT][key] = cls(runtime.copies)
         runtime.copies = known.copies
         return cast(_Kept, known)
 

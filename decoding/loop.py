@@ -127,6 +127,7 @@ def _completion(context: Context, method: Method, ending: EndRule, finish: Finis
         prefill_s=tally.prefill_s,
         layer_set=method.layer_set,
         lossy=method.lossy,
+        exact=context.runtime.exact and not method.lossy,
     )
 
 

@@ -77,7 +77,7 @@ class QuantisedCopies:
             self._prepare(kind, own, name, on_step)
         if (name_ := layer_set.format_of("head")) is not None and name_ not in self._heads:
             path, weight = self._file("head", name_), cast(Tensor, self._head.weight)
-            kept = None if path is None else copies_file.read(path, weight.device)
+            kept = None if path is None else copies_file.read(path, weight.device, self.packed)
             made = None if kept is None else (kept["codes"], kept["scales"])
             self._heads[name_] = quantised([self._head], name_, made, self.packed)
             if path is not None and kept is None:
@@ -87,7 +87,7 @@ class QuantisedCopies:
         self, kind: Literal["attn", "mlp"], layers: Sequence[int], name: str, on_step: Callable[[str], None] | None
     ) -> None:
         path = self._file(kind, name)
-        kept = None if path is None else copies_file.read(path, self._blocks[0].device)
+        kept = None if path is None else copies_file.read(path, self._blocks[0].device, self.packed)
         for number, layer in enumerate(layers):
             if on_step is not None and kept is None and number % 4 == 0:
                 on_step(f"quantising, {kind} {number + 1} of {len(layers)} as {name}")

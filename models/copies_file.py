@@ -34,12 +34,13 @@ def file_of(
     return cache_root() / "quantised" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors"
 
 
-def read(path: Path, device: torch.device) -> dict[str, Tensor] | None:
+def read(path: Path, device: torch.device, packed: bool = False) -> dict[str, Tensor] | None:
     """What was written there; None where there is nothing, or nothing that can be read."""
     try:
-        # Copied to memory of torch's own: in the mapped file tensors begin anywhere, and torch's int8 kernel dies of
-        # codes that are not aligned.
-        return {key: tensor.clone() for key, tensor in load_file(path, device=str(device)).items()}
+        found = load_file(path, device=str(device))
+        # In the mapped file tensors begin anywhere. Our kernels read them there; torch's int8 kernel dies of codes that
+        # are not aligned, and gets a copy in memory of torch's own.
+        return found if packed else {key: tensor.clone() for key, tensor in found.items()}
     except (OSError, SafetensorError):
         return None
 

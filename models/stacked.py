@@ -42,6 +42,10 @@ class StackedLayers:
                 "layers of different devices cannot be stacked: load the model on one device to decode with paradecode"
             )
         self.runtime = runtime
+        if (
+            runtime.native is not None
+        ):  # one row through one layer is the library's own step, and weights stay where they are
+            return
         self._attn_norm = _stacked([block.parts.attn_norm for block in blocks])
         self._qkv = [_stacked(list(same)) for same in zip(*(block.parts.qkv for block in blocks), strict=True)]
         self._q_norm, self._k_norm = (
@@ -60,6 +64,9 @@ class StackedLayers:
 
         Every layer must have the keys and values of all slots before, and no two rows the same layer.
         """
+        if self.runtime.native is not None:
+            rows = zip(torch.split(hidden, 1), layers, slots, strict=True)
+            return torch.cat([self.runtime.run_layers(row, slot, buffer, at, at + 1) for row, at, slot in rows])
         pick = _pick(layers, hidden.device)
         blocks = [self.runtime.blocks[layer] for layer in layers]
         mixed = self._attention(self._attn_norm(hidden, pick), pick, blocks, slots, buffer)

@@ -199,7 +199,7 @@ template <class T> class Runner {
     }
 
   private:
-    static constexpr int PANEL = 64;  // outputs that a thread takes at a time
+        static constexpr int PANEL = 64;  // outputs that a thread takes at a time
 
     void look_once(int window) {
         for (auto& view : views_)

@@ -8,6 +8,7 @@
 #include "dense.h"
 
 constexpr int OUTPUTS = 16;  // of a block
+constexpr int AHEAD = 2048;  // bytes of codes that are asked for before they are used
 
 // The activations of some rows as codes: value ~ code * scale.
 struct Rounded {
@@ -142,7 +143,6 @@ static inline void packed_tile(
     const Packed& w, int block, const Rounded& x, int row, int k, float* c, int64_t ldc, bool first) {
     constexpr int INPUTS = BITS == 4 ? 8 : 4;  // of 64 bytes
     const int groups = w.n_in / w.group;
-    const int64_t ahead = B * (w.block_bytes() * BITS / 8);  // what the next tile begins with
     const uint8_t* codes[B];
     for (int b = 0; b < B; b++) codes[b] = w.codes + (block + b) * (w.block_bytes() * BITS / 8);
     Sixteen acc[R][B] = {};
@@ -151,7 +151,7 @@ static inline void packed_tile(
         for (int at = g * w.group; at < (g + 1) * w.group; at += INPUTS) {
             for (int b = 0; b < B; b++) {
                 auto ws = Sums::quads(codes[b]);
-                if (first) __builtin_prefetch(codes[b] + ahead, 0, 2);
+                if (first) __builtin_prefetch(codes[b] + AHEAD, 0, 2);
                 codes[b] += 64;
                 for (int r = 0; r < R; r++) {
                     int32_t xs[2];

@@ -66,7 +66,7 @@ def test_tokens_equal_transformers_generate_in_float32(runtime32: Runtime) -> No
     sets = {**random_sets(runtime32.n_layers, 2), "uniform": LayerSet.uniform(runtime32.n_layers, 25)}
     methods = {name: swift(layer_set, SwiftSettings()) for name, layer_set in sets.items()}
     methods |= adaptive_drafts(runtime32, ["int4"])
-    report = compare(runtime32, picked, methods, 24)
+    report = compare(runtime32, picked, methods, 24, "transformers")
     assert report["identical"] == dict.fromkeys(methods, 2), report["divergences"]
 
 
