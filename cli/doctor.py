@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -65,7 +66,8 @@ def examine(model: str | None) -> Iterator[Check]:
     for package in ("torch", "transformers"):
         yield check_package(package)
     yield from check_devices()
-    yield Check("cores", "ok", str(os.cpu_count()))
+    yield guarded("cores", check_cores)
+    yield guarded("kernels", check_kernels)
     yield check_memory()
     yield guarded("cache", check_cache)
     if model is not None:
@@ -112,6 +114,43 @@ def check_devices() -> Iterator[Check]:
         free, total = torch.cuda.mem_get_info(index)
         text = f"{torch.cuda.get_device_name(index)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
         yield Check(f"cuda:{index}", "warn" if free < LOW_MEMORY else "ok", text)
+
+
+def check_cores() -> Check:
+    """Processors that may be used, the threads that will compute, and what else runs on them."""
+    from ..core.processors import n_threads, usable_cores
+
+    usable, load = usable_cores(), os.getloadavg()[0]
+    text = f"{usable} of {os.cpu_count()} usable, {n_threads()} threads, load {load:.1f}"
+    if load > usable / 2:
+        return Check("cores", "warn", f"{text}: other programs are busy, and decoding will be slower beside them")
+    return Check("cores", "ok", text)
+
+
+def check_kernels() -> Check:
+    """The CPU kernels that passes will use, compiled if need be, and how fast they read weights."""
+    try:
+        import torch
+
+        from ..core.processors import n_threads
+        from ..models.kernels.build import kernels
+        from ..models.kernels.measure import READ, at_rows, measured
+    except (ImportError, OSError):
+        return Check("kernels", "fail", "torch cannot be imported")
+    found = kernels()
+    if isinstance(found, str):
+        return Check("kernels", "warn", f"torch's own, drafts may change last bits: {found}")
+    torch.set_num_threads(n_threads())
+    speeds = measured()
+    others = [f"{way} {_speeds(speeds, way)}" for way in speeds if way not in (found.level, READ)]
+    text = f"{found.level}, {_speeds(speeds, found.level)} GB/s of bfloat16 weights at 1 and 8 rows"
+    return Check("kernels", "ok", f"{text} ({', '.join(others)}; {READ} {at_rows(speeds, READ, 1):.0f})")
+
+
+def _speeds(speeds: Any, way: str) -> str:
+    from ..models.kernels.measure import ROWS, at_rows
+
+    return " and ".join(f"{at_rows(speeds, way, rows):.0f}" for rows in ROWS)
 
 
 def check_memory() -> Check:

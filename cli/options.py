@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_hints
@@ -12,6 +13,7 @@ import click
 from ..core.errors import LayerSetError
 from ..core.formats import AUTO, FORMATS, STORED
 from ..core.jobs import DEFAULT_QUEUE
+from ..core.processors import THREADS
 from ..core.requests import TUNING
 from ..core.types import LayerSetRecord, Sampling
 
@@ -121,9 +123,21 @@ def together(*options: Decorator[Any]) -> Decorator[Any]:
     return decorate
 
 
+def _set_threads(context: click.Context, parameter: click.Parameter, value: int | None) -> None:
+    if value is not None:
+        os.environ[THREADS] = str(value)
+
+
 def machine_options(values: type[Any]) -> Decorator[Any]:
     """Where the model runs and how long its answers get; `values` has the defaults."""
     return together(
+        click.option(
+            "--threads",
+            type=click.IntRange(1, 255),
+            expose_value=False,
+            callback=_set_threads,
+            help="Threads to compute with in this process.  [default: one per usable core]",
+        ),
         from_field(values, "dtype", "auto (as stored), float32, bfloat16 or float16."),
         from_field(values, "device", "auto, cpu, cuda, cuda:N, or auto-map for several GPUs."),
         from_field(

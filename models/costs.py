@@ -20,8 +20,9 @@ from .runtime import Runtime
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # rows of the target passes that are measured, where the context has room for them
 DRAFT_WIDTHS = (1, 2, 4, 8)  # rows of a quantised draft's pass
-BUDGET_S = 12.0  # seconds that the repetitions may take, beyond the least number of them
-REPEATS = (4, 15)  # least and most repetitions of each pass
+BUDGET_S = 4.0  # seconds that the repetitions may take, beyond the least number of them
+REPEATS = (3, 15)  # least and most repetitions of each pass
+DEAR = 2.2  # base passes; what costs more is seldom chosen, and timed twice
 SMALLEST_BUCKET = 256  # slots
 
 
@@ -159,6 +160,8 @@ def _beside(
     bases = [_seconds(runs[base])]
     while repeats < REPEATS[0] or (repeats < REPEATS[1] and perf_counter() - started < BUDGET_S):
         for name, values in ratios.items():
+            if len(values) == 2 and min(values) > DEAR:
+                continue
             seconds = _seconds(runs[name])
             bases.append(_seconds(runs[base]))
             values.append(2 * seconds / (bases[-2] + bases[-1]))

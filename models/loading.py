@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, get_args
 
+import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import SettingsError
+from ..core.processors import n_threads
 from ..core.requests import Speed
 from .runtime import Runtime
 from .sources import load_pretrained
@@ -30,10 +32,13 @@ def load(
             device: "auto", "cpu", "cuda", "cuda:N", or "auto-map" for a model that needs several devices.
             on_step: told in a few words what is being done.
             speed: see `at_speed`.
+    torch and our kernels then compute with one thread per usable core, or as many as SWIFTOPT_THREADS says.
+
     Raises: ModelNotFound: nothing of that name can be loaded.
             UnsupportedModel: sub-layers cannot be skipped in its architecture.
             SettingsError: no such dtype, device or speed here.
     """
+    torch.set_num_threads(n_threads())
     loaded = load_pretrained(name, dtype, device, on_step)
     runtime = Runtime(loaded.hf_model, loaded.tokenizer, loaded.info)
     if speed != "eager" and on_step is not None:

@@ -72,7 +72,11 @@ def kernels(level: str | None = None) -> Kernels | str:
         raise SettingsError(f"{FORCED}={wanted} is no kind of kernels: use {', '.join(LEVELS)}, torch or auto")
     flags = processor_flags()
     if wanted == "auto":
-        wanted = next(name for name, each in LEVELS.items() if each.needs <= flags)
+        from .measure import preferred
+
+        fastest = preferred()
+        levels = [fastest] if fastest in LEVELS else list(LEVELS)
+        wanted = next(name for name in (*levels, *LEVELS) if LEVELS[name].needs <= flags)
     elif not LEVELS[wanted].needs <= flags:
         raise SettingsError(
             f"kernels for {wanted} were asked for, but this processor has no {wanted}: use another kind"
@@ -90,18 +94,37 @@ def processor_flags() -> frozenset[str]:
         return frozenset()
 
 
-def _loaded(name: str, flags: frozenset[str]) -> Kernels | str:
+def processor_key() -> str:
+    """A short name for processors of this kind, for files that hold for them alone."""
+    return hashlib.sha256("|".join([platform.machine(), *sorted(processor_flags())]).encode()).hexdigest()[:16]
+
+
+def compiled_levels() -> list[str]:
+    """Levels that this processor can run and whose library lies in the cache, the highest first."""
+    flags = processor_flags()
+    able = [name for name, level in LEVELS.items() if level.needs <= flags]
+    return [name for name in able if _library(name, _options(name, flags)).is_file()]
+
+
+def _options(name: str, flags: frozenset[str]) -> list[str]:
     level = LEVELS[name]
-    options = [*FLAGS, *MATHS]
-    if level.march is not None:
-        options.append(f"-march={level.march}")
-        options += [f"-m{extra.replace('_', '')}" for extra in level.extras if extra in flags]
-    folder = Path(__file__).parent
+    if level.march is None:
+        return [*FLAGS, *MATHS]
+    extras = [f"-m{extra.replace('_', '')}" for extra in level.extras if extra in flags]
+    return [*FLAGS, *MATHS, f"-march={level.march}", *extras]
+
+
+def _library(name: str, options: list[str]) -> Path:
+    """Where the library lies: under a name that changes with the sources, the machine and how it is compiled."""
     digest = hashlib.sha256("|".join([platform.machine(), platform.system(), *options]).encode())
     for source in SOURCES:
-        digest.update((folder / source).read_bytes())
-    file = f"{name}-{digest.hexdigest()[:16]}.so"
-    path = cache_root() / "kernels" / file
+        digest.update((Path(__file__).parent / source).read_bytes())
+    return cache_root() / "kernels" / f"{name}-{digest.hexdigest()[:16]}.so"
+
+
+def _loaded(name: str, flags: frozenset[str]) -> Kernels | str:
+    options = _options(name, flags)
+    path = _library(name, options)
     found = _opened(name, path)
     if isinstance(found, Kernels):
         return found
@@ -114,7 +137,7 @@ def _loaded(name: str, flags: frozenset[str]) -> Kernels | str:
     except OSError:
         # A cache that cannot be written: compile for this process alone.
         with tempfile.TemporaryDirectory(prefix="swiftopt-kernels-") as aside:
-            return _compiled(name, compiler, options, Path(aside) / file)
+            return _compiled(name, compiler, options, Path(aside) / path.name)
 
 
 def _compiler() -> str | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
 
 NO_NORM, RMS, RMS_PLUS_ONE, LAYER = range(4)
 SILU, GELU, GELU_TANH, RELU = range(4)
 ATTENTION, MLP, KEEP, LOGITS = range(4)
+WORK = ("maps", "attention", "rest")  # kinds of work whose seconds a pass can note
 
 
 class Map(Structure):
@@ -109,6 +110,7 @@ class Pass(Structure):
         ("logits", c_void_p),
         ("norm", POINTER(Norm)),
         ("head_stride", c_int64),
+        ("seconds", POINTER(c_double)),
         ("n_rows", c_int32),
         ("n_hidden", c_int32),
         ("first_slot", c_int32),

@@ -68,6 +68,7 @@ class NativePasses:
 
     def __init__(self, runtime: Runtime, kernels: Kernels) -> None:
         self.runtime, self.kernels = runtime, kernels
+        self.seconds: ctypes.Array[ctypes.c_double] | None = None  # per kind of work of `layout.WORK`, where wanted
         if runtime.device.type != "cpu" or not runtime.one_device:
             raise Unsupported(f"the model lies on {runtime.device}, and the kernels are for a CPU")
         if runtime.dtype not in DTYPES:
@@ -264,6 +265,8 @@ class NativePasses:
         )
         todo.hidden, todo.lists = hidden.data_ptr(), lists
         todo.n_rows, todo.n_hidden = n, hidden.shape[1]
+        if self.seconds is not None:
+            todo.seconds = self.seconds
         todo.n_threads, todo.is_bf16 = torch.get_num_threads(), hidden.dtype == torch.bfloat16
         if self.kernels.run(ctypes.byref(todo), steps, len(steps)):
             raise MemoryError(f"a pass over {n} rows needs more memory than there is")

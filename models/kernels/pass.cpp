@@ -2,7 +2,7 @@
 //
 // Between two operations values are rounded to the model's type where transformers' own modules round them. Each row is
 // computed by the same operations in the same order whatever rows are beside it; `dense.h` says how.
-#include <cstdio>
+#include <chrono>
 #include <new>
 #include "attention.h"
 #include "quantised.h"
@@ -66,8 +66,10 @@ struct Pass {
     void* logits;  // (rows of the LOGITS step, n_out)
     const Norm* norm;  // before LOGITS, null: none
     int64_t head_stride;  // between the key/value heads of a buffer
+    double* seconds;  // null, or where the seconds of each kind of work are added
     int32_t n_rows, n_hidden, first_slot, n_threads, is_bf16;
 };
+enum Work : int32_t { MAPS, SLOTS, REST };  // linear maps; attention over the slots; norms, rotations, rounding
 }
 
 namespace {
@@ -106,13 +108,6 @@ template <class T, class F> void along(int n, const T* x, T* y, F&& f) {
         store(to, f(load((const T*)from), i));
         memcpy(y + i, to, (n - i) * sizeof(T));
     }
-}
-
-template <class T> vf part_of(const T* x, int i, int n) {
-    if (i + LANES <= n) return load(x + i);
-    T padded[LANES] = {};
-    memcpy(padded, x + i, (n - i) * sizeof(T));
-    return load((const T*)padded);
 }
 
 template <class T> void normed(const Norm& norm, const T* x, int n, T* y) {
@@ -184,22 +179,33 @@ template <class T> class Runner {
         }
         wide = std::max<size_t>(wide, pass.n_hidden) + 128;  // packed maps read whole groups
         arena.next = 0;
-        normed_ = (T*)arena.take(rows * wide * sizeof(T));
         inner_ = (T*)arena.take(rows * inner * sizeof(T));
         mixed_ = (T*)arena.take(rows * wide * sizeof(T));
         kept_ = keeps ? (T*)arena.take(rows * pass.n_hidden * sizeof(T)) : nullptr;
-        if (packed) {
-            rounded_.codes = (int8_t*)arena.take(rows * wide);
-            rounded_.scales = (float*)arena.take(rows * (wide / 32 + 1) * sizeof(float));
-            rounded_.sums = (float*)arena.take(rows * (wide / 32 + 1) * sizeof(float));
-        }
         n_threads_ = std::min(std::max(1, pass.n_threads), Team::most);
+        // The last input is the one that threads share; with few rows each thread makes its own, and waits for nobody.
+        for (int i = 0; i <= n_threads_; i++) {
+            const size_t n = i < n_threads_ ? std::min<size_t>(rows, FEW) : rows;
+            Input input{(T*)arena.take(n * wide * sizeof(T)), {}};
+            if (packed) {
+                input.codes.codes = (int8_t*)arena.take(n * wide);
+                input.codes.scales = (float*)arena.take(n * (wide / 32 + 1) * sizeof(float));
+                input.codes.sums = (float*)arena.take(n * (wide / 32 + 1) * sizeof(float));
+            }
+            inputs_.push_back(input);
+        }
         while (int(tiles.size()) < n_threads_) tiles.emplace_back(), scratch.emplace_back();
         team.run(n_threads_, [](void* self, int thread) { ((Runner*)self)->all(thread); }, this);
     }
 
   private:
-        static constexpr int PANEL = 64;  // outputs that a thread takes at a time
+    static constexpr int PANEL = 64;  // outputs that a thread takes at a time
+    static constexpr int FEW = 4;     // rows that each thread prepares for itself sooner than it waits for another
+
+    struct Input {  // of a linear map: rows, and their codes where the map is packed
+        T* rows;
+        Rounded codes;
+    };
 
     void look_once(int window) {
         for (auto& view : views_)
@@ -223,43 +229,61 @@ template <class T> class Runner {
         }
     }
 
+    // Share out work of a kind, and note how long it took where that is wanted.
+    template <class F> void each(Work work, int thread, int64_t n, int64_t piece, F&& body) const {
+        if (thread || !pass_.seconds) return team.each(n, piece, body);
+        const auto start = std::chrono::steady_clock::now();
+        team.each(n, piece, body);
+        pass_.seconds[work] += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    }
+
     T* hidden(int row) const { return (T*)pass_.hidden + int64_t(row) * pass_.n_hidden; }
     static int row_of(const RowList& list, int64_t i) { return list.rows ? list.rows[i] : int(i); }
 
-    // Norm of the listed rows, rounded to codes where the maps behind it want that.
-    void enter(const Norm& norm, const RowList& list, const T* from, const Map& map) {
+    // Prepare the rows of an input, `make(input, row)` each.
+    template <class F> Input prepared(int64_t n, int thread, F&& make) {
+        if (n <= FEW) {
+            for (int64_t i = 0; i < n; i++) make(inputs_[thread], i);
+            return inputs_[thread];
+        }
+        each(REST, thread, n, 1, [&](int64_t i, int64_t) { make(inputs_.back(), i); });
+        return inputs_.back();
+    }
+
+    // Norm of the listed rows, rounded to codes where the map behind it wants that.
+    Input enter(const Norm& norm, const RowList& list, const T* from, const Map& map, int thread) {
         const int n = pass_.n_hidden;
-        team.each(list.n, 1, [&](int64_t first, int64_t last) {
-            for (int64_t i = first; i < last; i++) {
-                normed(norm, from + int64_t(row_of(list, i)) * n, n, normed_ + i * n);
-                if (map.scales) round_into(normed_ + i * n, map, n, i);
-            }
+        return prepared(list.n, thread, [&](const Input& input, int64_t i) {
+            normed(norm, from + int64_t(row_of(list, i)) * n, n, input.rows + i * n);
+            if (map.scales) round_into(input.codes, input.rows + i * n, map, i);
         });
     }
 
-    void round_into(const T* x, const Map& map, int n, int64_t row) {
-        const int groups = (n + map.group - 1) / map.group;
-        round_row(x, n, map.group, rounded_.codes + row * groups * map.group, rounded_.scales + row * groups,
-                  rounded_.sums + row * groups);
+    // Rows as they are, rounded where the map wants that.
+    Input taken(T* rows, const Map& map, int64_t n, int thread) {
+        if (!map.scales) return {rows, {}};
+        Input input = prepared(n, thread, [&](const Input& to, int64_t i) {
+            round_into(to.codes, rows + i * map.n_in, map, i);
+        });
+        return {rows, input.codes};
     }
 
-    void round_all(const T* x, const Map& map, int64_t rows) {
-        if (!map.scales) return;
-        team.each(rows, 1, [&](int64_t first, int64_t last) {
-            for (int64_t i = first; i < last; i++) round_into(x + i * map.n_in, map, map.n_in, i);
-        });
+    static void round_into(const Rounded& codes, const T* x, const Map& map, int64_t row) {
+        const int groups = (map.n_in + map.group - 1) / map.group;
+        round_row(x, map.n_in, map.group, codes.codes + row * groups * map.group, codes.scales + row * groups,
+                  codes.sums + row * groups);
     }
 
     // Outputs [first, last) of a map for `rows` rows of `x` (or their codes), biases added, into `c`.
-    void outputs(const Map& map, const T* x, int rows, int first, int last, float* c, int64_t ldc) const {
+    void outputs(const Map& map, const Input& x, int rows, int first, int last, float* c, int64_t ldc) const {
         if (map.scales) {
             const int groups = (map.n_in + map.group - 1) / map.group;
             const Packed packed{(const uint8_t*)map.weight, (const bf16*)map.scales, groups * map.group, map.group};
             const int b0 = first / OUTPUTS, b1 = (last + OUTPUTS - 1) / OUTPUTS;
-            if (map.bits == 4) packed_products<4>(packed, rounded_, rows, b0, b1, c, ldc);
-            else packed_products<8>(packed, rounded_, rows, b0, b1, c, ldc);
+            if (map.bits == 4) packed_products<4>(packed, x.codes, rows, b0, b1, c, ldc);
+            else packed_products<8>(packed, x.codes, rows, b0, b1, c, ldc);
         } else {
-            products<T>(x, map.n_in, rows, (const T*)map.weight + first * map.stride, map.stride, last - first, map.n_in, c, ldc);
+            products<T>(x.rows, map.n_in, rows, (const T*)map.weight + first * map.stride, map.stride, last - first, map.n_in, c, ldc);
         }
         if (map.bias) {
             const T* bias = (const T*)map.bias + first;
@@ -269,8 +293,8 @@ template <class T> class Runner {
     }
 
     // `sink(row, first output, n, values)` for all outputs of a map.
-    template <class F> void linear(const Map& map, const T* x, int64_t rows, int thread, F&& sink) {
-        team.each((map.n_out + PANEL - 1) / PANEL, 1, [&](int64_t panel, int64_t) {
+    template <class F> void linear(const Map& map, const Input& x, int64_t rows, int thread, F&& sink) {
+        each(MAPS, thread, (map.n_out + PANEL - 1) / PANEL, 1, [&](int64_t panel, int64_t) {
             auto& tile = tiles[thread];
             tile.resize(rows * PANEL);
             const int first = int(panel) * PANEL, last = std::min(first + PANEL, map.n_out);
@@ -280,63 +304,68 @@ template <class T> class Runner {
     }
 
     // Add a map's outputs to the listed rows, by way of a norm where there is one.
-    void leave(const Map& map, const Norm& norm, const T* x, const RowList& list, int thread) {
+    void leave(const Map& map, const Norm& norm, const Input& x, const RowList& list, int thread) {
         const int n = pass_.n_hidden;
         linear(map, x, list.n, thread, [&](int row, int first, int n_out, const float* values) {
             if (norm.kind == NO_NORM) {
                 T* to = hidden(row_of(list, row)) + first;
                 along(n_out, to, to, [&](vf h, int at) { return h + as_stored<T>(part_of(values, at, n_out)); });
             } else {
-                T* to = normed_ + int64_t(row) * n + first;
+                T* to = inputs_.back().rows + int64_t(row) * n + first;
                 for (int o = 0; o < n_out; o++) to[o] = rounded<T>(values[o]);
             }
         });
         if (norm.kind == NO_NORM) return;
-        team.each(list.n, 1, [&](int64_t i, int64_t) {
-            T *delta = normed_ + i * n, *to = hidden(row_of(list, i));
+        each(REST, thread, list.n, 1, [&](int64_t i, int64_t) {
+            T *delta = inputs_.back().rows + i * n, *to = hidden(row_of(list, i));
             normed(norm, delta, n, delta);
             along(n, to, to, [&](vf h, int at) { return h + part_of(delta, at, n); });
         });
     }
 
     void attention(const StepOf& step, const Attention& part, const RowList& list, int thread) {
-        enter(part.before, list, (const T*)pass_.hidden, part.projections[0]);
+        const Input input = enter(part.before, list, (const T*)pass_.hidden, part.projections[0], thread);
         int total = 0;
         for (int i = 0; i < part.n_projections; i++) total += part.projections[i].n_out;
         // The projections as one map: panels of all of them are shared out together.
         int n_panels = 0, panels[3];
         for (int i = 0; i < part.n_projections; i++) panels[i] = n_panels += (part.projections[i].n_out + PANEL - 1) / PANEL;
-        team.each(n_panels, 1, [&](int64_t panel, int64_t) {
+        each(MAPS, thread, n_panels, 1, [&](int64_t panel, int64_t) {
             int which = 0, at = 0;
             while (panel >= panels[which]) at += part.projections[which++].n_out;
             const Map& map = part.projections[which];
             const int first = int(panel - (which ? panels[which - 1] : 0)) * PANEL, last = std::min(first + PANEL, map.n_out);
             auto& tile = tiles[thread];
             tile.resize(list.n * PANEL);
-            outputs(map, normed_, int(list.n), first, last, tile.data(), PANEL);
+            outputs(map, input, int(list.n), first, last, tile.data(), PANEL);
             for (int64_t r = 0; r < list.n; r++)
                 for (int o = 0; o < last - first; o++)
                     inner_[r * total + at + first + o] = rounded<T>(tile[r * PANEL + o]);
         });
         const int width = part.width, group = part.n_heads / part.n_kv_heads, q_size = part.n_heads * width;
         T *keys = (T*)pass_.keys[step.layer], *values = (T*)pass_.values[step.layer];
-        team.each(list.n, 1, [&](int64_t i, int64_t) {
-            const int row = row_of(list, i), slot = pass_.first_slot + row;
-            const T *in = inner_ + i * total, *cos = nullptr, *sin = nullptr;
-            int rotated = 0;
-            if (step.rotation >= 0) {
-                const Rotation& table = pass_.rotations[step.rotation];
-                rotated = int(table.width);
-                cos = (const T*)table.cos + pass_.positions[row] * table.width;
-                sin = (const T*)table.sin + pass_.positions[row] * table.width;
-            }
-            for (int h = 0; h < part.n_heads; h++)
-                head_of(part.query_norm, in + part.query_at + h * part.query_step, width, cos, sin, rotated,
-                        mixed_ + i * q_size + h * width);
-            for (int h = 0; h < part.n_kv_heads; h++) {
-                const int64_t to = h * pass_.head_stride + int64_t(slot) * width;
-                head_of(part.key_norm, in + part.key_at + h * part.key_step, width, cos, sin, rotated, keys + to);
-                memcpy(values + to, in + part.value_at + h * part.value_step, width * sizeof(T));
+        // Queries to `mixed_`, keys and values to the buffer, head by head.
+        const int per_row = part.n_heads + part.n_kv_heads;
+        each(REST, thread, list.n * per_row, list.n > FEW ? per_row : 1, [&](int64_t first, int64_t last) {
+            for (int64_t item = first; item < last; item++) {
+                const int64_t i = item / per_row;
+                const int row = row_of(list, i), h = int(item % per_row), kv = h - part.n_heads;
+                const T *in = inner_ + i * total, *cos = nullptr, *sin = nullptr;
+                int rotated = 0;
+                if (step.rotation >= 0) {
+                    const Rotation& table = pass_.rotations[step.rotation];
+                    rotated = int(table.width);
+                    cos = (const T*)table.cos + pass_.positions[row] * table.width;
+                    sin = (const T*)table.sin + pass_.positions[row] * table.width;
+                }
+                if (kv < 0) {
+                    head_of(part.query_norm, in + part.query_at + h * part.query_step, width, cos, sin, rotated,
+                            mixed_ + i * q_size + h * width);
+                } else {
+                    const int64_t to = kv * pass_.head_stride + int64_t(pass_.first_slot + row) * width;
+                    head_of(part.key_norm, in + part.key_at + kv * part.key_step, width, cos, sin, rotated, keys + to);
+                    memcpy(values + to, in + part.value_at + kv * part.value_step, width * sizeof(T));
+                }
             }
         });
         const View* view = nullptr;
@@ -344,7 +373,7 @@ template <class T> class Runner {
             if (each.window == step.window) view = &each;
         const int shares = (group + HEADS - 1) / HEADS;
         // Queries lie in `mixed_`, and what the heads read goes where the projections were.
-        team.each(list.n * part.n_kv_heads * shares, list.n > 64 ? 4 : 1, [&](int64_t first, int64_t last) {
+        each(SLOTS, thread, list.n * part.n_kv_heads * shares, list.n > 64 ? 4 : 1, [&](int64_t first, int64_t last) {
             for (int64_t item = first; item < last; item++) {
                 const int64_t i = item / (part.n_kv_heads * shares);
                 const int kv = int(item / shares % part.n_kv_heads), own = int(item % shares) * HEADS;
@@ -359,32 +388,39 @@ template <class T> class Runner {
                 if (n == 3) attend<T, 3>(query, width, part.scaling, from, until, seen, k, v, own_scratch, to);
             }
         });
-        round_all(inner_, part.out, list.n);
-        leave(part.out, part.after, inner_, list, thread);
+        leave(part.out, part.after, taken(inner_, part.out, list.n, thread), list, thread);
     }
 
-    void head_of(const Norm& norm, const T* from, int width, const T* cos, const T* sin, int rotated, T* to) const {
+    // One head: norm, then the rotation of its first `rotated` values.
+    static void head_of(const Norm& norm, const T* from, int width, const T* cos, const T* sin, int rotated, T* to) {
         T own[1024];
         normed(norm, from, width, own);
         const int half = rotated / 2;
-        for (int d = 0; d < rotated; d++) {
-            const float turned = as_stored<T>(to_float(own[d < half ? d + half : d - half]) * to_float(sin[d]));
-            to[d] = rounded<T>(as_stored<T>(to_float(own[d]) * to_float(cos[d])) + turned);
+        if (half % LANES == 0) {
+            for (int d = 0; d < rotated; d += LANES) {
+                const vf turned = as_stored<T>(load(own + (d < half ? d + half : d - half)) * load(sin + d));
+                store(to + d, as_stored<T>(load(own + d) * load(cos + d)) + turned);
+            }
+        } else {
+            for (int d = 0; d < rotated; d++) {
+                const float turned = as_stored<T>(to_float(own[d < half ? d + half : d - half]) * to_float(sin[d]));
+                to[d] = rounded<T>(as_stored<T>(to_float(own[d]) * to_float(cos[d])) + turned);
+            }
         }
         memcpy(to + rotated, own + rotated, (width - rotated) * sizeof(T));
     }
 
     void mlp(const StepOf& step, const Mlp& part, const RowList& list, int thread) {
-        enter(part.before, list, step.from_kept ? kept_ : (const T*)pass_.hidden, part.in[0]);
+        const Input input = enter(part.before, list, step.from_kept ? kept_ : (const T*)pass_.hidden, part.in[0], thread);
         const int n = part.n_inner;
         const bool joint = part.n_in_maps == 1;
-        team.each((n + PANEL - 1) / PANEL, 1, [&](int64_t panel, int64_t) {
+        each(MAPS, thread, (n + PANEL - 1) / PANEL, 1, [&](int64_t panel, int64_t) {
             const int first = int(panel) * PANEL, last = std::min(first + PANEL, n), width = last - first;
             auto& tile = tiles[thread];
             tile.resize(2 * (list.n * PANEL + OUTPUTS));
             float *gate = tile.data(), *up = gate + list.n * PANEL;
-            outputs(part.in[0], normed_, int(list.n), first, last, gate, PANEL);
-            if (part.gated) outputs(part.in[joint ? 0 : 1], normed_, int(list.n), first + joint * n, last + joint * n, up, PANEL);
+            outputs(part.in[0], input, int(list.n), first, last, gate, PANEL);
+            if (part.gated) outputs(part.in[joint ? 0 : 1], input, int(list.n), first + joint * n, last + joint * n, up, PANEL);
             for (int64_t r = 0; r < list.n; r++) {
                 T* to = inner_ + r * n + first;
                 for (int at = 0; at < width; at += LANES) {
@@ -400,15 +436,14 @@ template <class T> class Runner {
                 }
             }
         });
-        round_all(inner_, part.out, list.n);
-        leave(part.out, part.after, inner_, list, thread);
+        leave(part.out, part.after, taken(inner_, part.out, list.n, thread), list, thread);
     }
 
     void logits(const Map& map, const RowList& list, int thread) {
         const Norm none{nullptr, nullptr, 0, NO_NORM};
-        enter(pass_.norm ? *pass_.norm : none, list, (const T*)pass_.hidden, map);
+        const Input input = enter(pass_.norm ? *pass_.norm : none, list, (const T*)pass_.hidden, map, thread);
         T* out = (T*)pass_.logits;
-        linear(map, normed_, list.n, thread, [&](int row, int first, int n_out, const float* values) {
+        linear(map, input, list.n, thread, [&](int row, int first, int n_out, const float* values) {
             T* to = out + int64_t(row) * map.n_out + first;
             for (int o = 0; o < n_out; o++) to[o] = rounded<T>(values[o]);
         });
@@ -419,8 +454,8 @@ template <class T> class Runner {
     const int n_steps_;
     int n_threads_ = 1;
     std::vector<View> views_;
-    T *normed_, *inner_, *mixed_, *kept_;
-    Rounded rounded_{};
+    std::vector<Input> inputs_;
+    T *inner_, *mixed_, *kept_;
     static inline Arena arena;
     static inline std::vector<std::vector<float>> tiles, scratch;  // per thread
 };

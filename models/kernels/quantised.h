@@ -19,20 +19,30 @@ struct Rounded {
 
 // Round one row of `n_in` values; what lies behind the last of them, up to whole groups, counts as 0.
 template <class T> static void round_row(const T* x, int n_in, int group, int8_t* codes, float* scales, float* sums) {
+    static_assert(32 % LANES == 0, "groups are whole vectors");
+    const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     for (int g = 0, at = 0; at < n_in; g++, at += group) {
-        const int n = std::min(group, n_in - at);
-        float most = 0;
-        for (int i = 0; i < n; i++) most = std::max(most, std::fabs(to_float(x[at + i])));
-        const float scale = most / 127, inverse = most > 0 ? 127 / most : 0;
-        int total = 0;
-        for (int i = 0; i < n; i++) {
-            const int code = int(std::nearbyintf(to_float(x[at + i]) * inverse));
-            codes[at + i] = int8_t(code);
+        vf most = {};
+        for (int i = at; i < std::min(at + group, n_in); i += LANES) {
+            const vf v = (vf)((vi)part_of(x, i, n_in) & 0x7fffffff);
+            const vi more = v > most;
+            most = (vf)((more & (vi)v) | (~more & (vi)most));
+        }
+        float largest = 0;
+        for (int i = 0; i < LANES; i++) largest = std::max(largest, most[i]);
+        const float scale = largest / 127, inverse = largest > 0 ? 127 / largest : 0;
+        vi total = {};
+        for (int i = at; i < at + group; i += LANES) {
+            const vf v = i < n_in ? part_of(x, i, n_in) : vf{};
+            const vi code = (vi)(v * inverse + magic) - (vi)magic;
+            const vb bytes = __builtin_convertvector(code, vb);
+            memcpy(codes + i, &bytes, sizeof bytes);
             total += code;
         }
-        for (int i = n; i < group; i++) codes[at + i] = 0;
+        int sum = 0;
+        for (int i = 0; i < LANES; i++) sum += total[i];
         scales[g] = scale;
-        sums[g] = scale * float(total);
+        sums[g] = scale * float(sum);
     }
 }
 

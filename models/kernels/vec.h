@@ -21,6 +21,7 @@ typedef float vf __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef uint32_t vu __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef uint16_t vh __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+typedef int8_t vb __attribute__((vector_size(LANES), aligned(1), may_alias));
 
 struct bf16 {
     uint16_t bits;
@@ -74,6 +75,14 @@ static inline void store(bf16* to, vf value) {
     vh half = __builtin_convertvector((is_nan & ((bits >> 16) | 0x40u)) | (~is_nan & even), vh);
     memcpy(to, &half, sizeof half);
 }
+// Values i, i + 1, … of `n`, and zeros behind the last.
+template <class T> static inline vf part_of(const T* x, int i, int n) {
+    if (i + LANES <= n) return load(x + i);
+    T padded[LANES] = {};
+    memcpy(padded, x + i, (n - i) * sizeof(T));
+    return load((const T*)padded);
+}
+
 // As it will read when it was stored as T.
 template <class T> static inline vf as_stored(vf value) {
     if constexpr (sizeof(T) == 4) return value;
