@@ -348,3 +348,13 @@ def _reference(row: Row, measured: Mapping[str, RowRuns]) -> RowRuns | None:
         return None
     found = measured.get(f"{row.rival.name}/plain" if row.equals_plain else "swiftopt/plain")
     return None if found is None or found.row is row else found
+
+
+def equal_to(result: dict[str, Any]) -> str:
+    """What the row's tokens may be held against, and on how many prompts they are the same."""
+    if not result["same_weights"]:
+        return "other weights"  # the row's name says which
+    if result["equal_to"] is None:
+        return f"same weights ({result['weights']})"
+    own = result["equal_to"].split("/")[0] == result["row"].split("/")[0]
+    return f"{'its own plain' if own else result['equal_to']} {result['identical']}/{result['of']}"

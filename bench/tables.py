@@ -4,9 +4,9 @@
     python -m swiftopt.bench.tables --write    puts both between the marks of their pages
 
 A file holds one object: {"date", "commit", "command", "note", "report"}, where `report` is what `swiftopt compare
---json` or `swiftopt bench decode|search|stream-shift --json` printed for `command`. Every row of every file is shown,
-those that lose among them, in one table for methods, one for searches and one for streams that change. The README has
-the methods of those files that say `"headline": true`, again with every row.
+--json` or `swiftopt bench decode|peers|search|stream-shift --json` printed for `command`. Every row of every file is
+shown, those that lose among them, in one table for methods, one for rivals, one for searches and one for streams that
+change. The README has the rivals and methods of those files that say `"headline": true`, again with every row.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from typing import Any
 from ..core.errors import InvalidInput, SwiftoptError
 from ..worker.comparison_report import SCHEMA as COMPARE_SCHEMA
 from .decode import SCHEMA, rows
+from .peers import SCHEMA as PEERS_SCHEMA
+from .peers import equal_to
 from .search import SCHEMA as SEARCH_SCHEMA
 from .stream_shift import SCHEMA as SHIFT_SCHEMA
 
@@ -34,6 +36,7 @@ BEGIN, END = "<!-- results -->", "<!-- /results -->"
 KEYS = ("date", "commit", "command", "note", "report")
 HEADER = ("model", "task", "method", "tok/s", "ratio [95 %]", "α", "M", "identical", "device, dtype")
 SHORT_HEADER = ("model", "task", "method", "plain tok/s", "tok/s", "ratio [95 %]", "α", "M", "device, dtype")
+PEERS_HEADER = ("model, text", "row", "tok/s", "decoding alone", "ratio [95 %]", "memory", "tokens equal to", "device")
 BASE = "1 (base)"
 NOTHING = "No measurement is published yet."
 
@@ -56,18 +59,22 @@ def table(folder: Path = RESULTS) -> str:
 
 
 def short_table(folder: Path = RESULTS) -> str:
-    """The methods of the headline files, each beside the speed of plain decoding in its own run.
+    """The rivals of the headline files, then their methods, each beside the speed of plain decoding in its own run.
 
     Raises: InvalidInput: a file is no result.
     """
     results = [(path, result) for path, result in _results(folder) if result.get("headline")]
-    rows = ((*row, _link(path, result, README)) for path, result in results for row in _against_base(result))
-    return "\n".join(_markdown(SHORT_HEADER, rows)) if results else NOTHING
+    parts = []
+    for header, kind, rows_of in ((PEERS_HEADER, PEERS_TABLE, _peers), (SHORT_HEADER, METHODS_TABLE, _against_base)):
+        own = [(path, result) for path, result in results if KINDS[result["report"]["schema"]] is kind]
+        rows = [(*row, _link(path, result, README)) for path, result in own for row in rows_of(result)]
+        parts += ["\n".join(_markdown(header, rows))] if rows else []
+    return "\n\n".join(parts) or NOTHING
 
 
 def _results(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
     results = [(path, _read(path)) for path in sorted(folder.glob("*.json"))]
-    return sorted(results, key=lambda item: [item[1]["report"][key] for key in ("model", "device", "dtype")])
+    return sorted(results, key=lambda item: [item[1]["report"].get(key, "") for key in ("model", "device", "dtype")])
 
 
 def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -158,6 +165,21 @@ def _compared(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         )
 
 
+def _peers(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of `bench peers`, the fastest first, and those that were not run behind them."""
+    report = result["report"]
+    task = f"{report['model']}, {report['prompts']} prompts, {report['max_new_tokens']} tokens"
+    for row in sorted(report["results"], key=lambda row: -(row["tok_s"] or 0)):
+        if row["tok_s"] is None:
+            yield (task, row["row"], "–", "–", "–", "–", f"not run: {row['reason']}", report["device"])
+            continue
+        low, high = row["ratio_interval"]
+        compared = BASE if row["row"] == report["base"] else f"{row['ratio']:.2f}x [{low:.2f}-{high:.2f}]"
+        decoding = "–" if row["decode_tok_s"] is None else f"{row['decode_tok_s']:.1f}"
+        memory = "–" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.1f} GB"
+        yield (task, row["row"], f"{row['tok_s']:.1f}", decoding, compared, memory, equal_to(row), report["device"])
+
+
 def _searched(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """Rows of `bench search`."""
     report = result["report"]
@@ -198,7 +220,9 @@ class Kind:
 
 
 METHODS_TABLE = Kind("", HEADER, _rows)
+PEERS_TABLE = Kind("Beside other engines: the same token ids, greedy, by turns", PEERS_HEADER, _peers)
 KINDS = {
+    PEERS_SCHEMA: PEERS_TABLE,
     SCHEMA: METHODS_TABLE,
     COMPARE_SCHEMA: METHODS_TABLE,
     SEARCH_SCHEMA: Kind(

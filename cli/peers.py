@@ -138,6 +138,8 @@ def table_of(report: dict[str, Any]) -> list[RenderableType]:
 
 def cells(result: dict[str, Any], footnote: int = 0) -> tuple[str, ...]:
     """One row of the table; `footnote` is the number of the reason where it was not measured."""
+    from ..bench.peers import equal_to
+
     if result["tok_s"] is None:
         return (result["row"], "–", "–", "–", "–", "–", f"not run ({footnote})")
     low, high = result["ratio_interval"]
@@ -151,13 +153,3 @@ def cells(result: dict[str, Any], footnote: int = 0) -> tuple[str, ...]:
         "–" if peak is None else f"{peak / 1e9:.1f} GB",
         equal_to(result),
     )
-
-
-def equal_to(result: dict[str, Any]) -> str:
-    """What the row's tokens may be held against, and on how many prompts they are the same."""
-    if not result["same_weights"]:
-        return "other weights"  # the row's name says which
-    if result["equal_to"] is None:
-        return f"same weights ({result['weights']})"
-    own = result["equal_to"].split("/")[0] == result["row"].split("/")[0]
-    return f"{'its own plain' if own else result['equal_to']} {result['identical']}/{result['of']}"
