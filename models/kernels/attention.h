@@ -74,13 +74,13 @@ constexpr int DEEP = 4;
 constexpr int DEEP = 2;
 #endif
 
+// What H heads of one row read. `scratch`: room for H * (n_seen + width + 2 * LANES) values.
 template <class T, int H>
 static void attend(
     const T* query, int width, float scaling, const Run* run, const Run* last, int n_seen, const T* keys, const T* values,
-    std::vector<float>& scratch, T* out) {
+    float* scratch, T* out) {
     const int64_t ld = (n_seen + LANES - 1) / LANES * LANES;
-    scratch.resize(H * (ld + width + LANES));
-    float *scores = scratch.data(), *mixed = scores + H * ld;
+    float *scores = scratch, *mixed = scores + H * ld;
     int64_t at = 0;
     for (const Run* r = run; r < last; at += r->length, r++)
         products<T>(query, width, H, keys + int64_t(r->start) * width, width, r->length, width, scores + at, ld);

@@ -1,8 +1,8 @@
 // Products of rows with rows: C[m][n] = sum over k of X[m][k] * W[n][k], W as the model holds it.
 //
 // Every element is summed in one order, whatever m, n and the tile it is computed in: per block of BLOCK inputs, lane by
-// lane over steps of STEP inputs, then the lanes by `sum`, then block after block. That is what makes a pass over one row
-// and one over many give the same bits.
+// lane over chunks of Chunk<T>::SIZE inputs, then the lanes by `sum`, then block after block. That is what makes a pass
+// over one row and one over many give the same bits.
 #pragma once
 #include <algorithm>
 #include "vec.h"
@@ -16,10 +16,10 @@ constexpr int TILE = 8;
 constexpr int WIDE = 2;
 #endif
 
-// Inputs of one step, and the step.
-template <class T> struct Step;
+// Inputs that one instruction takes, and what it does with them.
+template <class T> struct Chunk;
 
-template <> struct Step<float> {
+template <> struct Chunk<float> {
     static constexpr int SIZE = LANES;
     typedef vf V;
     static V get(const float* from) { return load(from); }
@@ -32,7 +32,7 @@ template <> struct Step<float> {
 };
 
 #if defined(WITH_AVX512) && defined(__AVX512BF16__)
-template <> struct Step<bf16> {
+template <> struct Chunk<bf16> {
     static constexpr int SIZE = 32;
     typedef __m512i V;
     static V get(const bf16* from) { return _mm512_loadu_si512(from); }
@@ -40,7 +40,7 @@ template <> struct Step<bf16> {
     static vf add(vf acc, V x, V w) { return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)x, (__m512bh)w); }
 };
 #else
-template <> struct Step<bf16> {
+template <> struct Chunk<bf16> {
     static constexpr int SIZE = 2 * LANES;
     typedef vu V;  // pairs of inputs
     static V get(const bf16* from) {
@@ -79,7 +79,7 @@ template <class T, int R, int B>
 static inline __attribute__((always_inline)) void tile(
     const T* x, int64_t ldx, const T* w, int64_t ldw, int k, float* c, int64_t ldc, bool first, const T* ahead,
     int n_ahead) {
-    using S = Step<T>;
+    using S = Chunk<T>;
     vf acc[R][B] = {};
     int at = 0;
     for (; at + S::SIZE <= k; at += S::SIZE) {

@@ -3,7 +3,7 @@
 // Between two operations values are rounded to the model's type where transformers' own modules round them. Each row is
 // computed by the same operations in the same order whatever rows are beside it; `dense.h` says how.
 #include <chrono>
-#include <new>
+#include <exception>
 #include "attention.h"
 #include "quantised.h"
 #include "team.h"
@@ -39,7 +39,7 @@ struct Mlp {
 };
 
 enum StepKind : int32_t { ATTENTION, MLP, KEEP, LOGITS };
-struct StepOf {
+struct Step {
     const void* part;                   // Attention, Mlp or Map
     int32_t kind, layer, window, rows;  // `rows`: which of the pass's lists of rows
     int32_t rotation;                   // which of the pass's tables, -1: none
@@ -153,9 +153,9 @@ struct Arena {  // memory that is used again pass after pass; pieces are for one
 
 template <class T> class Runner {
   public:
-    Runner(const Pass& pass, const StepOf* steps, int n_steps) : pass_(pass), steps_(steps), n_steps_(n_steps) {
+    Runner(const Pass& pass, const Step* steps, int n_steps) : pass_(pass), steps_(steps), n_steps_(n_steps) {
         const size_t rows = std::max(1, pass.n_rows);
-        size_t wide = 1, inner = 1;
+        size_t wide = 1, inner = 1, head = 0, seen = 0;
         bool packed = false, keeps = false;
         auto widest = [&](const Map& map) {
             wide = std::max<size_t>(wide, map.n_in);
@@ -167,6 +167,7 @@ template <class T> class Runner {
                 size_t total = 0;
                 for (int i = 0; i < part.n_projections; i++) widest(part.projections[i]), total += part.projections[i].n_out;
                 widest(part.out), inner = std::max(inner, total);
+                head = std::max<size_t>(head, part.width);
                 look_once(steps[s].window);
             } else if (steps[s].kind == MLP) {
                 const auto& part = *(const Mlp*)steps[s].part;
@@ -194,7 +195,13 @@ template <class T> class Runner {
             }
             inputs_.push_back(input);
         }
+        for (const View& view : views_)
+            for (int n : view.n_seen) seen = std::max<size_t>(seen, n);
         while (int(tiles.size()) < n_threads_) tiles.emplace_back(), scratch.emplace_back();
+        for (int i = 0; i < n_threads_; i++) {  // here, where running out of memory can still be told
+            grow(tiles[i], 2 * (rows * PANEL + OUTPUTS));
+            grow(scratch[i], HEADS * (seen + head + 2 * LANES));
+        }
         team.run(n_threads_, [](void* self, int thread) { ((Runner*)self)->all(thread); }, this);
     }
 
@@ -207,6 +214,10 @@ template <class T> class Runner {
         Rounded codes;
     };
 
+    static void grow(std::vector<float>& memory, size_t n) {
+        if (memory.size() < n) memory.resize(n);
+    }
+
     void look_once(int window) {
         for (auto& view : views_)
             if (view.window == window) return;
@@ -216,7 +227,7 @@ template <class T> class Runner {
 
     void all(int thread) {
         for (int s = 0; s < n_steps_; s++) {
-            const StepOf& step = steps_[s];
+            const Step& step = steps_[s];
             const RowList& list = pass_.lists[step.rows];
             if (list.n == 0) continue;
             if (step.kind == ATTENTION) attention(step, *(const Attention*)step.part, list, thread);
@@ -296,7 +307,6 @@ template <class T> class Runner {
     template <class F> void linear(const Map& map, const Input& x, int64_t rows, int thread, F&& sink) {
         each(MAPS, thread, (map.n_out + PANEL - 1) / PANEL, 1, [&](int64_t panel, int64_t) {
             auto& tile = tiles[thread];
-            tile.resize(rows * PANEL);
             const int first = int(panel) * PANEL, last = std::min(first + PANEL, map.n_out);
             outputs(map, x, int(rows), first, last, tile.data(), PANEL);
             for (int r = 0; r < rows; r++) sink(r, first, last - first, tile.data() + r * PANEL);
@@ -323,7 +333,7 @@ template <class T> class Runner {
         });
     }
 
-    void attention(const StepOf& step, const Attention& part, const RowList& list, int thread) {
+    void attention(const Step& step, const Attention& part, const RowList& list, int thread) {
         const Input input = enter(part.before, list, (const T*)pass_.hidden, part.projections[0], thread);
         int total = 0;
         for (int i = 0; i < part.n_projections; i++) total += part.projections[i].n_out;
@@ -336,7 +346,6 @@ template <class T> class Runner {
             const Map& map = part.projections[which];
             const int first = int(panel - (which ? panels[which - 1] : 0)) * PANEL, last = std::min(first + PANEL, map.n_out);
             auto& tile = tiles[thread];
-            tile.resize(list.n * PANEL);
             outputs(map, input, int(list.n), first, last, tile.data(), PANEL);
             for (int64_t r = 0; r < list.n; r++)
                 for (int o = 0; o < last - first; o++)
@@ -381,7 +390,7 @@ template <class T> class Runner {
                 const T *query = mixed_ + i * q_size + at, *k = keys + kv * pass_.head_stride, *v = values + kv * pass_.head_stride;
                 T* to = inner_ + i * q_size + at;
                 const Run *from = view->runs.data() + view->first[row], *until = view->runs.data() + view->first[row + 1];
-                auto& own_scratch = scratch[thread];
+                float* own_scratch = scratch[thread].data();
                 const int seen = view->n_seen[row];
                 if (n == 1) attend<T, 1>(query, width, part.scaling, from, until, seen, k, v, own_scratch, to);
                 if (n == 2) attend<T, 2>(query, width, part.scaling, from, until, seen, k, v, own_scratch, to);
@@ -410,14 +419,13 @@ template <class T> class Runner {
         memcpy(to + rotated, own + rotated, (width - rotated) * sizeof(T));
     }
 
-    void mlp(const StepOf& step, const Mlp& part, const RowList& list, int thread) {
+    void mlp(const Step& step, const Mlp& part, const RowList& list, int thread) {
         const Input input = enter(part.before, list, step.from_kept ? kept_ : (const T*)pass_.hidden, part.in[0], thread);
         const int n = part.n_inner;
         const bool joint = part.n_in_maps == 1;
         each(MAPS, thread, (n + PANEL - 1) / PANEL, 1, [&](int64_t panel, int64_t) {
             const int first = int(panel) * PANEL, last = std::min(first + PANEL, n), width = last - first;
             auto& tile = tiles[thread];
-            tile.resize(2 * (list.n * PANEL + OUTPUTS));
             float *gate = tile.data(), *up = gate + list.n * PANEL;
             outputs(part.in[0], input, int(list.n), first, last, gate, PANEL);
             if (part.gated) outputs(part.in[joint ? 0 : 1], input, int(list.n), first + joint * n, last + joint * n, up, PANEL);
@@ -450,7 +458,7 @@ template <class T> class Runner {
     }
 
     const Pass& pass_;
-    const StepOf* steps_;
+    const Step* steps_;
     const int n_steps_;
     int n_threads_ = 1;
     std::vector<View> views_;
@@ -464,13 +472,13 @@ std::mutex one_pass;
 
 }  // namespace
 
-// Run a pass. Returns 0, or 1 where memory ran out.
-extern "C" int swiftopt_run(const Pass* pass, const StepOf* steps, int32_t n_steps) {
+// Run a pass. Returns 0, or 1 where memory ran out or no thread could be started.
+extern "C" int swiftopt_run(const Pass* pass, const Step* steps, int32_t n_steps) {
     std::lock_guard<std::mutex> lock(one_pass);
     try {
         if (pass->is_bf16) Runner<bf16>(*pass, steps, n_steps);
         else Runner<float>(*pass, steps, n_steps);
-    } catch (const std::bad_alloc&) {
+    } catch (const std::exception&) {
         return 1;
     }
     return 0;
@@ -479,5 +487,5 @@ extern "C" int swiftopt_run(const Pass* pass, const StepOf* steps, int32_t n_ste
 // Bytes of the structures, which the Python side has to agree with: a library of another version must not be called.
 extern "C" void swiftopt_sizes(int32_t* sizes) {
     sizes[0] = sizeof(Map), sizes[1] = sizeof(Norm), sizes[2] = sizeof(Attention), sizes[3] = sizeof(Mlp);
-    sizes[4] = sizeof(StepOf), sizes[5] = sizeof(Pass);
+    sizes[4] = sizeof(Step), sizes[5] = sizeof(Pass);
 }
