@@ -4,6 +4,7 @@
 // computed by the same operations in the same order whatever rows are beside it; `dense.h` says how.
 #include <chrono>
 #include <exception>
+#include <mutex>
 #include "attention.h"
 #include "quantised.h"
 #include "team.h"
@@ -468,12 +469,18 @@ template <class T> class Runner {
     static inline std::vector<std::vector<float>> tiles, scratch;  // per thread
 };
 
-std::mutex one_pass;
+std::mutex one_pass;  // at a time: they share threads and memory
+pid_t owner = getpid();
 
 }  // namespace
 
 // Run a pass. Returns 0, or 1 where memory ran out or no thread could be started.
 extern "C" int swiftopt_run(const Pass* pass, const Step* steps, int32_t n_steps) {
+    if (getpid() != owner) {  // a forked process: whoever held the lock is not here to give it back
+        owner = getpid();
+        new (&one_pass) std::mutex;
+        team.forget_threads();
+    }
     std::lock_guard<std::mutex> lock(one_pass);
     try {
         if (pass->is_bf16) Runner<bf16>(*pass, steps, n_steps);

@@ -3,13 +3,13 @@
 #pragma once
 #include <atomic>
 #include <climits>
-#include <mutex>
+#include <new>
 #include <thread>
 #include <vector>
+#include <unistd.h>
 #if defined(__linux__)
 #include <linux/futex.h>
 #include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
 constexpr int SPINS = 4000;  // looks at a flag before sleeping: about as long as it takes to fall asleep and wake
@@ -52,10 +52,8 @@ class Team {
   public:
     using Work = void (*)(void*, int);  // what to run on, and which thread of the team runs it
 
-    // Run `work` on `n` threads, this one among them; one call at a time.
+    // Run `work` on `n` threads, this one among them; callers see to it that one call runs at a time.
     void run(int n, Work work, void* on) {
-        std::lock_guard<std::mutex> one_at_a_time(busy_);
-        if (getpid() != owner_) forget_threads();
         while (int(threads_.size()) < n - 1) {
             int number = int(threads_.size()) + 1;
             uint32_t seen = start_->value.load();
@@ -87,6 +85,13 @@ class Team {
         }
     }
 
+    // After a fork only the calling thread lives on: begin with new threads and new signals.
+    void forget_threads() {
+        new (&threads_) std::vector<std::thread>();
+        start_ = new Signal, phase_ = new Signal;
+        arrived_ = 0, next_ = 0;
+    }
+
     static constexpr int most = 255;
 
   private:
@@ -101,17 +106,7 @@ class Team {
             }
         }
     }
-    // After a fork only the calling thread lives on: begin with new threads and new signals.
-    void forget_threads() {
-        owner_ = getpid();
-        new (&threads_) std::vector<std::thread>();
-        start_ = new Signal, phase_ = new Signal;
-        arrived_ = 0, next_ = 0;
-    }
-
-    std::mutex busy_;
     std::vector<std::thread> threads_;
-    pid_t owner_ = getpid();
     Signal *start_ = new Signal, *phase_ = new Signal;
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<int64_t> next_{0};
