@@ -8,9 +8,7 @@ from typing import Any
 
 
 def load(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Options: model (a folder), dtype, speed, threads; best (true) with db (an SQLAlchemy URL or null)."""
-    import torch
-
+    """Options: model (a folder), dtype, speed; best (true) with db (an SQLAlchemy URL or null)."""
     from swiftopt.core.requests import GenerateRequest
     from swiftopt.core.types import Sampling
     from swiftopt.decoding.loop import decode
@@ -20,7 +18,6 @@ def load(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     from swiftopt.store import Store
     from swiftopt.worker.generate import Planner
 
-    torch.set_num_threads(options["threads"])
     runtime = load_runtime(options["model"], options["dtype"], "cpu", None, options["speed"])
     request = GenerateRequest(options["model"], dtype=options["dtype"], device="cpu", speed=options["speed"])
     session = Session(runtime, Sampling(), 1, ignore_eos=True)
