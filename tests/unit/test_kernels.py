@@ -1,17 +1,30 @@
-"""Laws of our kernels' products, without a model: what they compute, that rows do not see each other, odd numbers."""
+"""Laws of our kernels' products (exact, row by row the same bits, odd numbers) and of how their library comes to be."""
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
+from families import tiny_runtime
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native import LEVELS, library, linear
+from tiny_files import save
 from torch import Tensor, nn
 
+import swiftopt
+from swiftopt.core.errors import SettingsError
+from swiftopt.models.kernels import build
 from swiftopt.models.kernels.build import Kernels
+from swiftopt.models.loading import at_speed, load
 from swiftopt.models.quantised import QuantisedLinear, quantised
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -302,3 +315,234 @@ def test_pass_of_no_rows_gives_nothing(kernels: Kernels, dtype: torch.dtype) -> 
             assert linear(kernels, x[:0], map_, bias, n_threads).shape == (0, 17)
             assert linear(kernels, x, map_, bias, n_threads, rows=[]).shape == (0, 17)
     assert linear(kernels, x, weight, bias).isfinite().all()
+
+
+# -- how the library comes to be ---------------------------------------------------------------------------------------
+
+USED = """
+import ctypes
+from swiftopt.models.kernels import build, layout
+found = build.kernels()
+if isinstance(found, str):
+    raise SystemExit(found)
+x, weight, out = (ctypes.c_float * 3)(1, 2, 3), (ctypes.c_float * 3)(4, 5, 6), (ctypes.c_float * 1)()
+map_ = layout.Map(ctypes.addressof(weight), None, None, 3, 3, 1, 0, 0)
+step = layout.Step(ctypes.addressof(map_), layout.LOGITS, 0, 0, 0, -1, 0)
+rows = layout.RowList(None, 1)
+todo = layout.Pass(hidden=ctypes.addressof(x), lists=ctypes.pointer(rows), logits=ctypes.addressof(out),
+                   n_rows=1, n_hidden=3, n_threads=1)
+assert found.run(ctypes.byref(todo), ctypes.byref(step), 1) == 0
+print(found.level, found.path, out[0])
+"""
+OTHER_LAYOUT = """
+#include <stdlib.h>
+int swiftopt_run(void) { abort(); }
+void swiftopt_sizes(int* sizes) { for (int i = 0; i < 6; i++) sizes[i] = 8; }
+"""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A cache folder of a test's own, and programs that stand in for compilers."""
+
+    folder: Path
+
+    @property
+    def cache(self) -> Path:
+        return self.folder / "cache"
+
+    def compiler(self, text: str | bytes, name: str = "own-c++") -> str:
+        path = self.folder / name
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        path.chmod(0o755)
+        return str(path)
+
+    def copier(self, source: Path | None = None) -> str:
+        """A compiler that has that file ready, or what another has made of our sources; notes each of its runs."""
+        if source is None:
+            source = self.folder / "compiled"
+            source.write_bytes(library().path.read_bytes()[:-32])  # without its seal
+        return self.compiler(
+            f'#!/bin/sh\necho run >> "{self.folder}/runs"\nwhile [ "$1" != -o ]; do shift; done\ncp "{source}" "$2"\n'
+        )
+
+    @property
+    def n_runs(self) -> int:
+        runs = self.folder / "runs"
+        return len(runs.read_text().splitlines()) if runs.exists() else 0
+
+    def use(self, expect: int = 0, **variables: str) -> str:
+        """What a new process says that multiplies by the library, or why it has none."""
+        path = [str(Path(swiftopt.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+        kept = {name: value for name, value in os.environ.items() if name not in ("CXX", build.FORCED)}
+        kept |= {"SWIFTOPT_CACHE_DIR": str(self.cache), "PYTHONPATH": os.pathsep.join(path)}
+        done = subprocess.run(
+            [sys.executable, "-c", USED], capture_output=True, text=True, check=False, env=kept | variables
+        )
+        assert done.returncode == expect and "Traceback" not in done.stderr, (done.returncode, done.stderr)
+        return done.stdout if expect == 0 else done.stderr
+
+    def library(self) -> Path:
+        """The one that is in the cache."""
+        (found,) = self.cache.rglob("*.so")
+        return found
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+@pytest.fixture
+def other_layout(tmp_path: Path) -> Path:
+    """A library with the right names and other structures."""
+    if (compiler := shutil.which("cc") or shutil.which("gcc")) is None:
+        pytest.skip("there is no C compiler here")
+    source, built = tmp_path / "other.c", tmp_path / "other.so"
+    source.write_text(OTHER_LAYOUT)
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", built, source], check=True)
+    return built
+
+
+def test_library_is_compiled_once_and_then_read_from_the_cache(place: Place) -> None:
+    copier = place.copier()
+    for _ in range(2):
+        level, path, product = place.use(CXX=copier).split()
+        assert (level, path, product) == (library().level, str(place.library()), "32.0")
+    assert place.n_runs == 1 and [each.suffix for each in place.library().parent.iterdir()] == [".so"]
+
+
+def test_machine_without_a_compiler_is_told_to_get_one(place: Place) -> None:
+    empty = place.folder / "empty"
+    empty.mkdir()
+    words = place.use(1, PATH=str(empty))
+    assert "there is no C++ compiler here" in words and "g++" in words
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "#!/bin/sh\necho 'error: no such march' >&2\nexit 1\n",
+            r"cannot compile the kernels \(error: no such march\)",
+        ),
+        ("#!/bin/sh\nexit 7\n", r"cannot compile the kernels \(it ended with 7\)"),
+        ("#!/bin/sh\nprintf 'caf\\351' >&2\nexit 1\n", r"cannot compile the kernels \(caf"),
+        ("#!/bin/sh\nexit 0\n", "cannot be loaded"),  # and wrote nothing
+        ("#!/no/such/shell\n", "cannot be run"),
+        (b"\x7fELF, but not quite", "cannot be run"),
+    ],
+    ids=["refuses", "refuses silently", "refuses in latin-1", "writes nothing", "has no shell", "is no program"],
+)
+def test_compiler_that_fails_is_named_with_what_it_said(place: Place, text: str | bytes, words: str) -> None:
+    assert re.search(words, place.use(1, CXX=place.compiler(text)))
+    assert not list(place.cache.rglob("*.part"))
+
+
+@pytest.mark.parametrize("kept", [0, 10, 64, 1000, 4096, 100_000, -40_000, -32, -1])
+def test_library_that_was_cut_short_is_compiled_again(place: Place, kept: int) -> None:
+    copier = place.copier()
+    place.use(CXX=copier)
+    whole = place.library()
+    content = whole.read_bytes()
+    whole.unlink()  # others may run it
+    whole.write_bytes(content[:kept])
+    assert place.use(CXX=copier).endswith("32.0\n") and place.n_runs == 2
+    assert place.use(CXX=copier).endswith("32.0\n") and place.n_runs == 2
+
+
+def test_library_with_a_damaged_byte_or_none_of_its_own_is_compiled_again(place: Place) -> None:
+    copier = place.copier()
+    place.use(CXX=copier)
+    whole = place.library()
+    content = whole.read_bytes()
+    middle = len(content) // 2
+    turned = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+    for n, damaged in enumerate((turned, b"garbage" * 5000, b"\x7fELF" + bytes(5000)), start=2):
+        whole.unlink()
+        whole.write_bytes(damaged)
+        assert place.use(CXX=copier).endswith("32.0\n") and place.n_runs == n
+
+
+def test_library_of_another_layout_is_never_called(place: Place, other_layout: Path) -> None:
+    copier = place.copier()
+    place.use(CXX=copier)
+    place.library().unlink()
+    shutil.copy(other_layout, place.cache / "kernels" / library().path.name)
+    assert place.use(CXX=copier).endswith("32.0\n") and place.n_runs == 2
+    place.library().unlink()
+    assert "does not fit this version of swiftopt" in place.use(1, CXX=place.copier(other_layout))
+
+
+def test_cache_that_cannot_be_written_costs_a_compilation_per_process(place: Place) -> None:
+    file = place.folder / "file"
+    file.write_text("")
+    for n in (1, 2):
+        words = place.use(CXX=place.copier(), SWIFTOPT_CACHE_DIR=str(file / "cache"))
+        assert words.endswith("32.0\n") and place.n_runs == n
+    assert not Path(words.split()[1]).exists()
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
+    """A process that has not looked for a library yet, with a cache of its own."""
+
+    def forget() -> None:
+        build.kernels.cache_clear()
+        build.processor_flags.cache_clear()
+        library.cache_clear()
+
+    forget()
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv(build.FORCED, raising=False)
+    monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path / "cache"))
+    yield monkeypatch
+    monkeypatch.undo()
+    forget()
+
+
+def test_model_is_computed_by_torch_where_there_is_no_library(
+    fresh: pytest.MonkeyPatch, place: Place, tmp_path: Path
+) -> None:
+    save(tmp_path / "model", dtype=torch.bfloat16)
+    fresh.setenv("CXX", place.compiler("#!/bin/sh\necho 'the disk is full' >&2\nexit 1\n"))
+    runtime = load(str(tmp_path / "model"), "bfloat16", "cpu")
+    with pytest.raises(SettingsError, match=r"our kernels cannot be used: .*the disk is full"):
+        at_speed(runtime, "native")
+    assert (runtime.native, runtime.speed, runtime.exact, runtime.copies.packed) == (None, "eager", False, False)
+    assert runtime.prefill([3, 1, 4], runtime.new_buffer(4)).isfinite().all()
+
+
+def test_kernels_can_be_chosen_by_the_environment(fresh: pytest.MonkeyPatch) -> None:
+    runtime = tiny_runtime("llama", torch.float32)
+    for word in ("nonsense", "AVX2", " "):
+        fresh.setenv(build.FORCED, word)
+        for speed in ("auto", "native"):
+            with pytest.raises(SettingsError, match=rf"{build.FORCED}={word} is no kind of kernels.*portable, torch"):
+                at_speed(runtime, speed)  # type: ignore[arg-type]
+        build.kernels.cache_clear()
+    fresh.setenv(build.FORCED, "torch")
+    at_speed(runtime, "auto")
+    assert (runtime.native, runtime.speed) == (None, "eager")
+    with pytest.raises(SettingsError, match=f"{build.FORCED}=torch"):
+        at_speed(runtime, "native")
+    fresh.delenv("SWIFTOPT_CACHE_DIR")
+    for level in LEVELS:
+        build.kernels.cache_clear()
+        fresh.setenv(build.FORCED, level)
+        at_speed(runtime, "auto")
+        assert runtime.speed == "native" and runtime.native is not None and runtime.native.kernels.level == level
+
+
+def test_best_level_that_the_processor_has_is_taken(fresh: pytest.MonkeyPatch) -> None:
+    fresh.delenv("SWIFTOPT_CACHE_DIR")
+    found = build.kernels()
+    assert isinstance(found, Kernels) and found.level == LEVELS[0]
+
+
+def test_level_that_the_processor_has_not_is_refused() -> None:
+    missing = [name for name in build.LEVELS if name not in LEVELS]
+    if not missing:
+        pytest.skip("this processor can run all levels")
+    with pytest.raises(SettingsError, match=f"this processor has no {missing[0]}"):
+        build.kernels(missing[0])
