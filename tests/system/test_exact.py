@@ -270,6 +270,16 @@ def test_buffer_that_another_request_has_used_gives_the_same_bits() -> None:
         assert same_bits(runtime.forward(rows, used), runtime.forward(rows, clean))
 
 
+def test_pass_that_does_not_fit_its_buffer_is_refused_before_it_writes() -> None:
+    runtime = native("llama")
+    buffer = runtime.new_buffer(4)
+    one = torch.ones(1, 1, dtype=torch.bool)
+    for rows in (Rows([3] * 5, 0), Rows([3, 4], 3), Rows([3], 2, [2], one), Rows([3], 0, [0, 1], one)):
+        with pytest.raises(ValueError, match=r"positions|do not fit"):
+            runtime.forward(rows, buffer)
+    assert not any(part.any() for part in (*buffer.keys, *buffer.values))
+
+
 # -- decoding ----------------------------------------------------------------------------------------------------------
 
 
