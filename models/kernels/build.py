@@ -150,10 +150,15 @@ def _compiled(name: str, compiler: str, options: list[str], path: Path) -> Kerne
     os.close(handle)
     try:
         command = [compiler, *options, str(Path(__file__).parent / SOURCES[-1]), "-o", part]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)
+        try:
+            done = subprocess.run(command, capture_output=True, errors="replace", timeout=COMPILE_S, check=False)
+        except OSError as error:
+            return f"{compiler} cannot be run ({error.strerror}): try another compiler by the variable CXX"
         if done.returncode != 0:
             reason = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[0][:160]
             return f"{compiler} cannot compile the kernels ({reason}): try another compiler by the variable CXX"
+        with open(part, "ab") as file:
+            file.write(_seal(Path(part).read_bytes()))
         os.replace(part, path)
     except subprocess.TimeoutExpired:
         return (
@@ -164,10 +169,18 @@ def _compiled(name: str, compiler: str, options: list[str], path: Path) -> Kerne
     return _opened(name, path)
 
 
+def _seal(library: bytes) -> bytes:
+    """What a whole library ends with; to load half a one would end the process."""
+    return hashlib.sha256(library).digest()
+
+
 def _opened(name: str, path: Path) -> Kernels | str:
     if not path.is_file():
         return f"{path} is not there"
     try:
+        content = path.read_bytes()
+        if _seal(content[:-32]) != content[-32:]:
+            return f"{path} is damaged: remove it"
         library = ctypes.CDLL(str(path))
         sizes = (ctypes.c_int32 * len(layout.STRUCTURES))()
         library.swiftopt_sizes(sizes)

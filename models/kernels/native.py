@@ -199,8 +199,13 @@ class NativePasses:
 
     def run_layers(self, hidden: Tensor, rows: Rows, buffer: KVBuffer, first: int, last: int) -> None:
         """Change `hidden` (rows, hidden_size) to the states after layers first … last - 1."""
-        program = self._program(rows.variants, first, last)
         n = hidden.shape[0]
+        end = rows.first_slot + n
+        if end > buffer.capacity or (rows.visible is not None and rows.visible.shape != (n, end)):
+            raise ValueError(f"{n} rows from slot {rows.first_slot} on do not fit the buffer, or what they see")
+        if rows.positions is not None and len(rows.positions) != n:
+            raise ValueError(f"{n} rows have {len(rows.positions)} positions")
+        program = self._program(rows.variants, first, last)
         share = n // max(1, len(rows.variants))
         indices = [
             None

@@ -23,14 +23,17 @@ template <class T> static void round_row(const T* x, int n_in, int group, int8_t
     const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     for (int g = 0, at = 0; at < n_in; g++, at += group) {
         vf most = {};
+        vi odd = {};  // codes cannot say that a value is no number; the scale can
         for (int i = at; i < std::min(at + group, n_in); i += LANES) {
             const vf v = (vf)((vi)part_of(x, i, n_in) & 0x7fffffff);
             const vi more = v > most;
+            odd |= ~(vi)(v < splat(INFINITY));
             most = (vf)((more & (vi)v) | (~more & (vi)most));
         }
         float largest = 0;
-        for (int i = 0; i < LANES; i++) largest = std::max(largest, most[i]);
-        const float scale = largest / 127, inverse = largest > 0 ? 127 / largest : 0;
+        bool numbers = true;
+        for (int i = 0; i < LANES; i++) largest = std::max(largest, most[i]), numbers &= !odd[i];
+        const float scale = numbers ? largest / 127 : NAN, inverse = largest > 1e-30f ? 127 / largest : 0;
         vi total = {};
         for (int i = at; i < at + group; i += LANES) {
             const vf v = i < n_in ? part_of(x, i, n_in) : vf{};
