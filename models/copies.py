@@ -60,8 +60,15 @@ class QuantisedCopies:
     def head(self, name: str) -> QuantisedLinear:
         """The quantised head; made at the first call."""
         if name not in self._heads:
-            self._heads[name] = quantised([self._head], name)
+            self._heads[name] = quantised([self._head], name, packed=self.packed)
         return self._heads[name]
+
+    def lay_out(self, packed: bool) -> None:
+        """From now on make copies for our kernels (`packed`) or for torch's; those for the others are dropped."""
+        if packed != self.packed:
+            self.packed = packed
+            self._parts.clear()
+            self._heads.clear()
 
     def drop(self, name: str) -> None:
         """Give back the memory of all copies in a format; who asks for one again has it made, or read, again."""

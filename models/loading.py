@@ -74,7 +74,8 @@ def at_speed(runtime: Runtime, speed: Speed, lay_out: bool = True) -> None:
         from .compiled import compile_pieces
 
         compile_pieces(runtime)
-    runtime.graphs, runtime.speed = graphs, speed
+    runtime.graphs, runtime.speed, runtime.native = graphs, speed, None
+    runtime.copies.lay_out(packed=False)
 
 
 def _by_native(runtime: Runtime, lay_out: bool) -> str | None:
@@ -87,18 +88,24 @@ def _by_native(runtime: Runtime, lay_out: bool) -> str | None:
     found = kernels()
     if isinstance(found, str):
         return found
-    if lay_out:
-        outputs_first(runtime.hf_model)
+    turned = outputs_first(runtime.hf_model) if lay_out else []
     try:
         runtime.native = NativePasses(runtime, found)
     except Unsupported as error:
+        for module in turned:
+            module.weight.data = module.weight.data.contiguous()
         return str(error)
-    runtime.speed, runtime.copies.packed = "native", True
+    runtime.speed = "native"
+    runtime.copies.lay_out(packed=True)
     return None
 
 
-def outputs_first(model: nn.Module) -> None:
-    """Lay the weights of GPT-2's maps, which hold an input's weights together, out as all others: by outputs."""
-    for module in model.modules():
-        if isinstance(module, Conv1D) and module.weight.is_contiguous():
-            module.weight.data = module.weight.data.t().contiguous().t()
+def outputs_first(model: nn.Module) -> list[Conv1D]:
+    """Lay the weights of GPT-2's maps, which hold an input's weights together, out as all others: by outputs.
+
+    Returns: the maps that were laid out anew.
+    """
+    turned = [module for module in model.modules() if isinstance(module, Conv1D) and module.weight.is_contiguous()]
+    for module in turned:
+        module.weight.data = module.weight.data.t().contiguous().t()
+    return turned

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from statistics import median
 from time import perf_counter
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ..gguf_file import cache_root
 from . import layout
 from .build import LEVELS, Kernels, compiled_levels, kernels, processor_key
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SHAPES = ((8960, 1536), (1536, 8960))  # outputs by inputs: an MLP's maps of a model of 1.5B
 ROWS = (1, 8)
@@ -33,6 +33,8 @@ def measured(fresh: bool = True) -> Speeds:
 
     Args: fresh: measure even where an earlier measurement was kept.
     """
+    import torch
+
     if not fresh and (kept := _kept()):
         return kept
     ways = _ways()
@@ -75,6 +77,8 @@ def preferred() -> str | None:
 
 
 def _ways() -> dict[str, Callable[[list[Tensor], Tensor], Callable[[], Any]]]:
+    import torch
+
     own = {name: found for name in compiled_levels() if isinstance(found := kernels(name), Kernels)}
 
     def native(library: Kernels) -> Callable[[list[Tensor], Tensor], Callable[[], Any]]:
@@ -94,6 +98,8 @@ def _ways() -> dict[str, Callable[[list[Tensor], Tensor], Callable[[], Any]]]:
 
 def linear(library: Kernels, weight: Tensor, x: Tensor) -> Tensor:
     """x (rows, n_in) times weight (n_out, n_in), both float32 or both bfloat16, by the library."""
+    import torch
+
     n_out, n_in = weight.shape
     out = torch.empty((x.shape[0], n_out), dtype=x.dtype)
     one = layout.Map(weight.data_ptr(), None, None, weight.stride(0), n_in, n_out, 0, 0)

@@ -138,6 +138,8 @@ class NativePasses:
     def _mlp_of(self, parts: Parts) -> layout.Mlp:
         mlp = parts.mlp
         found = next((names for names in MLP_MAPS if hasattr(mlp, names[1]) and hasattr(mlp, names[0][0])), None)
+        for module in mlp.modules():
+            _refuse_hooks(module)
         if found is None:
             raise Unsupported(f"an MLP such as {type(mlp).__name__} is computed by torch")
         maps = [self._map_of(getattr(mlp, name)) for name in found[0]]
@@ -159,6 +161,7 @@ class NativePasses:
     def _norm_of(self, module: Any) -> layout.Norm:
         if module is None:
             return layout.Norm(None, None, 0.0, layout.NO_NORM)
+        _refuse_hooks(module)
         name = type(module).__name__
         if isinstance(module, nn.LayerNorm):
             kind = layout.LAYER
@@ -179,7 +182,8 @@ class NativePasses:
             codes, scales = module.codes.data_ptr(), module.scales.data_ptr()
             assert module.packed and module.group is not None
             return layout.Map(codes, bias_at, scales, 0, module.n_in, module.n_out, module.bits, module.group)
-        if type(module) not in (nn.Linear, Conv1D) or module._forward_hooks or module._forward_pre_hooks:
+        _refuse_hooks(module)
+        if type(module) not in (nn.Linear, Conv1D):
             raise Unsupported(f"a linear map such as {type(module).__name__} is computed by torch")
         weight = cast(Tensor, module.weight)
         weight = weight.t() if isinstance(module, Conv1D) else weight
@@ -317,3 +321,9 @@ class NativePasses:
                 add(layout.MLP, block, self._part("mlp", block.index, name), members)
                 steps[-1].from_kept = runtime.parallel and bool(attn_groups)
         return Program((layout.Step * len(steps))(*steps), lists, held)
+
+
+def _refuse_hooks(module: nn.Module) -> None:
+    """Raises: Unsupported: something is to be called when the module computes, and here it never does."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        raise Unsupported(f"a {type(module).__name__} with hooks is computed by torch")

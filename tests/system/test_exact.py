@@ -427,10 +427,9 @@ def test_dtypes_that_the_kernels_have_not_are_left_to_torch(dtype: torch.dtype) 
     assert (runtime.native, runtime.speed, runtime.exact) == (None, "eager", False)
 
 
-# -- changes of mind: known faults, each to be mended where its reason says --------------------------------------------
+# -- changes of mind ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="QuantisedCopies.head does not pass `packed`")
 def test_head_in_a_format_is_made_when_a_pass_wants_it() -> None:
     runtime = native_runtime("llama")
     rows = Rows([3, 1, 4], 0, variants=(LayerSet(4, formats=(("head", "int4"),)),))
@@ -439,7 +438,6 @@ def test_head_in_a_format_is_made_when_a_pass_wants_it() -> None:
     assert same_bits(runtime.forward(rows, runtime.new_buffer(4)), first)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="at_speed keeps copies in torch's own layout")
 def test_copies_that_were_made_for_torch_are_made_anew() -> None:
     library()
     runtime = tiny_runtime("llama", torch.bfloat16)
@@ -449,7 +447,6 @@ def test_copies_that_were_made_for_torch_are_made_anew() -> None:
     assert runtime.forward(Rows([3, 1], 0, variants=(draft,)), runtime.new_buffer(4)).isfinite().all()
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="at_speed leaves `native` in place")
 def test_runtime_goes_back_to_torch_when_it_is_told_to() -> None:
     runtime, ids = native_runtime("llama"), words(1, 9)
     at_speed(runtime, "eager")
@@ -458,7 +455,6 @@ def test_runtime_goes_back_to_torch_when_it_is_told_to() -> None:
     assert torch.equal(*(each.forward(Rows(ids, 0), each.new_buffer(9)) for each in (runtime, eager)))
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="_by_native lays weights out before it knows")
 def test_refused_speed_has_laid_no_weights_out() -> None:
     library()
     runtime = tiny_runtime("gpt2", torch.float64)
