@@ -427,7 +427,7 @@ def test_dtypes_that_the_kernels_have_not_are_left_to_torch(dtype: torch.dtype) 
     assert (runtime.native, runtime.speed, runtime.exact) == (None, "eager", False)
 
 
-# -- changes of mind ----------------------------------------------------------------------------------------------------
+# -- changes of mind ---------------------------------------------------------------------------------------------------
 
 
 def test_head_in_a_format_is_made_when_a_pass_wants_it() -> None:
