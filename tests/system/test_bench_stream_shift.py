@@ -51,7 +51,7 @@ def test_three_runs_over_the_same_prompts_are_reported_and_drawn(
     assert (home / "shift.png").read_bytes().startswith(b"\x89PNG")
     assert run(args) == 0
     out, _ = capsys.readouterr()
-    assert "shifts noticed after prompts" in out and "code" in out
+    assert "shifts noticed after prompts" in " ".join(out.split()) and "code" in out
 
 
 def test_stream_of_one_task_is_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
