@@ -7,6 +7,7 @@ The one's logical database is emptied; on the other, databases of our own are cr
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ import pytest
 import torch
 from hypothesis import settings
 from servers import Postgres, Valkey, flush, new_database, server_folder
+
+from swiftopt.models.kernels import build
 
 settings.register_profile("any machine", deadline=None)  # a busy one must not fail a test
 settings.load_profile("any machine")
@@ -41,7 +44,13 @@ def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def away_from_the_users_folders(own_folders: Path) -> Iterator[None]:
-    """Send cache and database to a temporary folder, keep the hub out of it, and forget the user's servers."""
+    """Send cache and database to a temporary folder, keep the hub out of it, and forget the user's servers.
+
+    Compiled kernels go along: no test that starts a program should wait for a compiler.
+    """
+    kernels = build.kernels()
+    if not isinstance(kernels, str) and kernels.path.is_file():
+        shutil.copytree(kernels.path.parent, own_folders / "cache" / "kernels")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SWIFTOPT_CACHE_DIR", str(own_folders / "cache"))
         patch.setenv("SWIFTOPT_DATABASE_URL", f"sqlite:///{own_folders / 'swiftopt.db'}")
