@@ -87,9 +87,16 @@ static void attend(
     float totals[H];
     for (int h = 0; h < H; h++) {
         float* own = scores + h * ld;
-        float most = -INFINITY;
-        for (int j = 0; j < n_seen; j++) own[j] *= scaling, most = own[j] > most ? own[j] : most;
         for (int64_t j = n_seen; j < ld; j++) own[j] = -INFINITY;
+        vf largest = splat(-INFINITY);
+        for (int64_t j = 0; j < ld; j += LANES) {
+            const vf scaled = load(own + j) * scaling;
+            const vi more = scaled > largest;
+            largest = (vf)((more & (vi)scaled) | (~more & (vi)largest));
+            store(own + j, scaled);
+        }
+        float most = -INFINITY;
+        for (int i = 0; i < LANES; i++) most = std::max(most, largest[i]);
         vf total = {};
         for (int64_t j = 0; j < ld; j += LANES) {
             const vf e = exp(load(own + j) - most);
