@@ -65,7 +65,7 @@ def linear(
     listed = layout.RowList(None if index is None else index.data_ptr(), n)
     out = torch.full((n, one.n_out), 7e7, dtype=x.dtype)
     steps = (layout.Step * 1)(layout.Step(ctypes.addressof(one), layout.LOGITS, 0, 0, 0, -1, 0))
-    todo = layout.Pass(
+    call = layout.Pass(
         hidden=x.data_ptr(),
         lists=(layout.RowList * 1)(listed),
         logits=out.data_ptr(),
@@ -74,5 +74,5 @@ def linear(
         n_threads=n_threads,
         is_bf16=x.dtype == torch.bfloat16,
     )
-    assert kernels.run(ctypes.byref(todo), steps, 1) == 0
+    assert kernels.run(ctypes.byref(call), steps, 1) == 0
     return out

@@ -105,9 +105,9 @@ def linear(library: Kernels, weight: Tensor, x: Tensor) -> Tensor:
     one = layout.Map(weight.data_ptr(), None, None, weight.stride(0), n_in, n_out, 0, 0)
     steps = (layout.Step * 1)(layout.Step(ctypes.addressof(one), layout.LOGITS, 0, 0, 0, -1, 0))
     lists = (layout.RowList * 1)(layout.RowList(None, x.shape[0]))
-    todo = layout.Pass(hidden=x.data_ptr(), logits=out.data_ptr(), n_rows=x.shape[0], n_hidden=n_in)
-    todo.lists, todo.n_threads, todo.is_bf16 = lists, torch.get_num_threads(), x.dtype == torch.bfloat16
-    library.run(ctypes.byref(todo), steps, 1)
+    call = layout.Pass(hidden=x.data_ptr(), logits=out.data_ptr(), n_rows=x.shape[0], n_hidden=n_in)
+    call.lists, call.n_threads, call.is_bf16 = lists, torch.get_num_threads(), x.dtype == torch.bfloat16
+    library.run(ctypes.byref(call), steps, 1)
     return out
 
 

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ...core.types import LayerSet
 from ..blocks import Block, Parts
-from ..quantised import QuantisedLinear
+from ..quantised import ROWS, QuantisedLinear
 from ..rows import Rows, keepers
 from . import layout
 from .build import Kernels
@@ -145,8 +145,8 @@ class NativePasses:
         maps = [self._map_of(getattr(mlp, name)) for name in found[0]]
         out = self._map_of(getattr(mlp, found[1]))
         gated = found[0] != ("c_fc",) and found[0] != ("dense_h_to_4h",)
-        if gated and len(maps) == 1 and maps[0].scales and out.n_in % 16:
-            raise Unsupported("a joint gate of such a width is quantised by torch")
+        if gated and len(maps) == 1 and out.n_in % ROWS:  # its halves would not be whole blocks in a quantised copy
+            raise Unsupported(f"a joint gate of width {out.n_in} is computed by torch")
         return layout.Mlp(
             self._norm_of(parts.mlp_norm),
             self._norm_of(parts.mlp_post),
@@ -259,12 +259,12 @@ class NativePasses:
         n = hidden.shape[0] if index is None else len(index)
         out = torch.empty((n, head.n_out), dtype=self.runtime.dtype)
         step = (layout.Step * 1)(layout.Step(ctypes.addressof(head), layout.LOGITS, 0, 0, 0, -1, 0))
-        todo = layout.Pass(logits=out.data_ptr(), norm=ctypes.pointer(self._norm) if normed else None)
-        self._run(todo, hidden, step, [None if index is None else index.to(torch.int32)])
+        call = layout.Pass(logits=out.data_ptr(), norm=ctypes.pointer(self._norm) if normed else None)
+        self._run(call, hidden, step, [None if index is None else index.to(torch.int32)])
         return out
 
     def _run(
-        self, todo: layout.Pass, hidden: Tensor, steps: ctypes.Array[layout.Step], indices: Sequence[Tensor | None]
+        self, call: layout.Pass, hidden: Tensor, steps: ctypes.Array[layout.Step], indices: Sequence[Tensor | None]
     ) -> None:
         if not hidden.is_contiguous() or hidden.dtype != self.runtime.dtype:
             raise ValueError("the states of a pass must lie together, in the model's dtype")
@@ -272,12 +272,12 @@ class NativePasses:
         lists = (layout.RowList * len(indices))(
             *(layout.RowList(None, n) if i is None else layout.RowList(i.data_ptr(), len(i)) for i in indices)
         )
-        todo.hidden, todo.lists = hidden.data_ptr(), lists
-        todo.n_rows, todo.n_hidden = n, hidden.shape[1]
+        call.hidden, call.lists = hidden.data_ptr(), lists
+        call.n_rows, call.n_hidden = n, hidden.shape[1]
         if self.seconds is not None:
-            todo.seconds = self.seconds
-        todo.n_threads, todo.is_bf16 = torch.get_num_threads(), hidden.dtype == torch.bfloat16
-        if self.kernels.run(ctypes.byref(todo), steps, len(steps)):
+            call.seconds = self.seconds
+        call.n_threads, call.is_bf16 = torch.get_num_threads(), hidden.dtype == torch.bfloat16
+        if self.kernels.run(ctypes.byref(call), steps, len(steps)):
             raise MemoryError(f"a pass over {n} rows needs more memory than there is")
 
     def _program(self, variants: tuple[LayerSet, ...], first: int, last: int) -> Program:
