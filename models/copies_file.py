@@ -57,6 +57,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
         os.close(handle)
         part = Path(name)
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, part)
+        part.chmod(0o644)  # another user may share the cache
         part.replace(path)
     except (OSError, SafetensorError):
         if part is not None:

@@ -205,6 +205,8 @@ class Runtime:
         self._native_layers(native, hidden, rows, buffer, 0, self.n_layers, capture)
         n = hidden.shape[0]
         if wanted is not None:
+            if len(wanted) > n or not all(0 <= row < n for row in wanted):
+                raise ValueError(f"logits of rows {list(wanted)} were asked for in a pass over {n}")
             index: Tensor | None = torch.tensor(wanted, dtype=torch.int32)
         else:
             index = None if n_logits is None or n_logits >= n else torch.arange(n - n_logits, n, dtype=torch.int32)

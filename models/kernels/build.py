@@ -103,7 +103,7 @@ def compiled_levels() -> list[str]:
     """Levels that this processor can run and whose library lies in the cache, the highest first."""
     flags = processor_flags()
     able = [name for name, level in LEVELS.items() if level.needs <= flags]
-    return [name for name in able if _library(name, _options(name, flags)).is_file()]
+    return [name for name in able if os.path.isfile(_library(name, _options(name, flags)))]
 
 
 def _options(name: str, flags: frozenset[str]) -> list[str]:
@@ -159,6 +159,7 @@ def _compiled(name: str, compiler: str, options: list[str], path: Path) -> Kerne
             return f"{compiler} cannot compile the kernels ({reason}): try another compiler by the variable CXX"
         with open(part, "ab") as file:
             file.write(_seal(Path(part).read_bytes()))
+        os.chmod(part, 0o755)  # another user may share the cache
         os.replace(part, path)
     except subprocess.TimeoutExpired:
         return (
@@ -175,7 +176,7 @@ def _seal(library: bytes) -> bytes:
 
 
 def _opened(name: str, path: Path) -> Kernels | str:
-    if not path.is_file():
+    if not os.path.isfile(path):  # which answers False where a folder may not be looked into
         return f"{path} is not there"
     try:
         content = path.read_bytes()

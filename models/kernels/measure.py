@@ -79,7 +79,9 @@ def preferred() -> str | None:
 def _ways() -> dict[str, Callable[[list[Tensor], Tensor], Callable[[], Any]]]:
     import torch
 
-    own = {name: found for name in compiled_levels() if isinstance(found := kernels(name), Kernels)}
+    current = kernels()
+    own = {current.level: current} if isinstance(current, Kernels) else {}
+    own |= {name: found for name in compiled_levels() if isinstance(found := kernels(name), Kernels)}
 
     def native(library: Kernels) -> Callable[[list[Tensor], Tensor], Callable[[], Any]]:
         return lambda weights, x: lambda: [linear(library, weight, x) for weight in weights]
@@ -93,7 +95,13 @@ def _ways() -> dict[str, Callable[[list[Tensor], Tensor], Callable[[], Any]]]:
         "torch": lambda weights, x: lambda: [torch.nn.functional.linear(x, weight) for weight in weights],
     }
     mkldnn: Any = torch.backends.mkldnn
-    return {**ways, "oneDNN": onednn} if mkldnn.is_available() else ways
+    try:
+        if mkldnn.is_available():
+            torch.ops.mkldnn._reorder_linear_weight(torch.zeros((16, 16), dtype=torch.bfloat16), 1)
+            return {**ways, "oneDNN": onednn}
+    except (RuntimeError, AttributeError):  # a processor whose bfloat16 it does not know
+        pass
+    return ways
 
 
 def linear(library: Kernels, weight: Tensor, x: Tensor) -> Tensor:
@@ -118,6 +126,8 @@ def _file() -> Any:
 def _kept() -> Speeds:
     try:
         kept = json.loads(_file().read_text(encoding="utf-8"))
-        return {str(name): {str(case): float(speed) for case, speed in cases.items()} for name, cases in kept.items()}
+        speeds = {str(name): {str(case): float(speed) for case, speed in cases.items()} for name, cases in kept.items()}
+        cases = {f"{n_out} x {n_in}, {rows}" for n_out, n_in in SHAPES for rows in ROWS}
+        return {name: own for name, own in speeds.items() if set(own) == cases and min(own.values()) > 0}
     except (OSError, ValueError, AttributeError, TypeError):
         return {}

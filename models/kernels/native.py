@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from ...core.errors import SettingsError
+from ...core.processors import THREADS
 from ...core.types import LayerSet
 from ..blocks import Block, Parts
 from ..quantised import ROWS, QuantisedLinear
@@ -277,8 +279,11 @@ class NativePasses:
         if self.seconds is not None:
             call.seconds = self.seconds
         call.n_threads, call.is_bf16 = torch.get_num_threads(), hidden.dtype == torch.bfloat16
-        if self.kernels.run(ctypes.byref(call), steps, len(steps)):
+        failed = self.kernels.run(ctypes.byref(call), steps, len(steps))
+        if failed == 1:
             raise MemoryError(f"a pass over {n} rows needs more memory than there is")
+        if failed:
+            raise SettingsError(f"no thread could be started beside this one: lower {THREADS}")
 
     def _program(self, variants: tuple[LayerSet, ...], first: int, last: int) -> Program:
         key = (variants, first, last)

@@ -4,6 +4,7 @@
 // computed by the same operations in the same order whatever rows are beside it; `dense.h` says how.
 #include <chrono>
 #include <exception>
+#include <new>
 #include <mutex>
 #include "attention.h"
 #include "quantised.h"
@@ -474,7 +475,7 @@ pid_t owner = getpid();
 
 }  // namespace
 
-// Run a pass. Returns 0, or 1 where memory ran out or no thread could be started.
+// Run a pass. Returns 0, 1 where memory ran out, or 2 where no thread could be started.
 extern "C" int swiftopt_run(const Pass* pass, const Step* steps, int32_t n_steps) {
     if (getpid() != owner) {  // a forked process: whoever held the lock is not here to give it back
         owner = getpid();
@@ -485,8 +486,10 @@ extern "C" int swiftopt_run(const Pass* pass, const Step* steps, int32_t n_steps
     try {
         if (pass->is_bf16) Runner<bf16>(*pass, steps, n_steps);
         else Runner<float>(*pass, steps, n_steps);
-    } catch (const std::exception&) {
+    } catch (const std::bad_alloc&) {
         return 1;
+    } catch (const std::exception&) {
+        return 2;
     }
     return 0;
 }

@@ -75,8 +75,9 @@ class Team {
 
     // Nobody goes on before all threads have come here.
     void sync() {
+        const int n = n_;  // before arriving: when all have, the next run may begin, with other numbers
         uint32_t phase = phase_->value.load(std::memory_order_relaxed);
-        if (arrived_.fetch_add(1, std::memory_order_acq_rel) == n_ - 1) {
+        if (arrived_.fetch_add(1, std::memory_order_acq_rel) == n - 1) {
             arrived_.store(0, std::memory_order_relaxed);
             next_.store(0, std::memory_order_relaxed);
             phase_->set(phase + 1);
