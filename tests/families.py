@@ -67,10 +67,14 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 }
 
 
-def tiny_model(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
-    """A random model whose residual stream is large enough that skipping a sub-layer changes few argmaxes."""
+def tiny_model(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, **changed: Any) -> Any:
+    """A random model whose residual stream is large enough that skipping a sub-layer changes few argmaxes.
+
+    Args: changed: settings of its configuration that are not as in `CONFIGS`.
+    """
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family], dtype=torch.float32)
+    config = type(CONFIGS[family])(**{**CONFIGS[family].to_dict(), **changed})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 and "embed" not in name and "wte" not in name:
@@ -78,7 +82,7 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -
     return model.to(dtype).eval().requires_grad_(False)
 
 
-def tiny_runtime(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Runtime:
+def tiny_runtime(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, **changed: Any) -> Runtime:
     """The runtime of a random tiny model, without a tokenizer."""
-    model = tiny_model(family, dtype, seed)
+    model = tiny_model(family, dtype, seed, **changed)
     return Runtime(model, None, ModelInfo(f"tiny-{family}", family, 4, sum(p.numel() for p in model.parameters())))

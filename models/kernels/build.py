@@ -155,7 +155,8 @@ def _compiled(name: str, compiler: str, options: list[str], path: Path) -> Kerne
         except OSError as error:
             return f"{compiler} cannot be run ({error.strerror}): try another compiler by the variable CXX"
         if done.returncode != 0:
-            reason = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[0][:160]
+            lines = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
+            reason = next((line for line in lines if "error" in line), lines[0])[:160]
             return f"{compiler} cannot compile the kernels ({reason}): try another compiler by the variable CXX"
         with open(part, "ab") as file:
             file.write(_seal(Path(part).read_bytes()))

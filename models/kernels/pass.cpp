@@ -142,6 +142,9 @@ template <class T> void normed(const Norm& norm, const T* x, int n, T* y) {
     });
 }
 
+// The first address at or behind one that a cache line begins at: stores across two lines take twice as long.
+template <class P> P* on_line(P* from) { return (P*)((uintptr_t(from) + 63) / 64 * 64); }
+
 struct Arena {  // memory that is used again pass after pass; pieces are for one pass
     std::vector<std::vector<char>> pieces;
     size_t next = 0;
@@ -149,7 +152,7 @@ struct Arena {  // memory that is used again pass after pass; pieces are for one
         if (next == pieces.size()) pieces.emplace_back();
         auto& piece = pieces[next++];
         if (piece.size() < bytes + 64) piece = std::vector<char>(bytes + bytes / 4 + 64);
-        return (void*)((uintptr_t(piece.data()) + 63) / 64 * 64);
+        return on_line(piece.data());
     }
 };
 
@@ -202,7 +205,7 @@ template <class T> class Runner {
         while (int(tiles.size()) < n_threads_) tiles.emplace_back(), scratch.emplace_back();
         for (int i = 0; i < n_threads_; i++) {  // here, where running out of memory can still be told
             grow(tiles[i], 2 * (rows * PANEL + OUTPUTS));
-            grow(scratch[i], HEADS * (seen + head + 2 * LANES));
+            grow(scratch[i], scratch_of(seen, head) + 64 / sizeof(float));
         }
         team.run(n_threads_, [](void* self, int thread) { ((Runner*)self)->all(thread); }, this);
     }
@@ -382,24 +385,47 @@ template <class T> class Runner {
         const View* view = nullptr;
         for (auto& each : views_)
             if (each.window == step.window) view = &each;
-        const int shares = (group + HEADS - 1) / HEADS;
+        const Split split = split_of(list, *view, part.n_kv_heads, group);
         // Queries lie in `mixed_`, and what the heads read goes where the projections were.
-        each(SLOTS, thread, list.n * part.n_kv_heads * shares, list.n > 64 ? 4 : 1, [&](int64_t first, int64_t last) {
-            for (int64_t item = first; item < last; item++) {
-                const int64_t i = item / (part.n_kv_heads * shares);
-                const int kv = int(item / shares % part.n_kv_heads), own = int(item % shares) * HEADS;
-                const int row = row_of(list, i), at = (kv * group + own) * width, n = std::min(HEADS, group - own);
-                const T *query = mixed_ + i * q_size + at, *k = keys + kv * pass_.head_stride, *v = values + kv * pass_.head_stride;
-                T* to = inner_ + i * q_size + at;
-                const Run *from = view->runs.data() + view->first[row], *until = view->runs.data() + view->first[row + 1];
-                float* own_scratch = scratch[thread].data();
-                const int seen = view->n_seen[row];
-                if (n == 1) attend<T, 1>(query, width, part.scaling, from, until, seen, k, v, own_scratch, to);
-                if (n == 2) attend<T, 2>(query, width, part.scaling, from, until, seen, k, v, own_scratch, to);
-                if (n == 3) attend<T, 3>(query, width, part.scaling, from, until, seen, k, v, own_scratch, to);
+        each(SLOTS, thread, split.n, 1, [&](int64_t item, int64_t) {
+            const int share = int(item % split.n_shares), kv = int(item / split.n_shares % part.n_kv_heads);
+            const int64_t from = item / split.n_shares / part.n_kv_heads * split.n_rows;
+            const int own = share * split.n_heads, n_rows = int(std::min<int64_t>(split.n_rows, list.n - from));
+            Reader<T> rows[MOST_TOGETHER];
+            for (int r = 0; r < n_rows; r++) {
+                const int row = row_of(list, from + r);
+                const int64_t at = (from + r) * q_size + (kv * group + own) * width;
+                const Run* runs = view->runs.data();
+                rows[r] = {runs + view->first[row], runs + view->first[row + 1], view->n_seen[row], mixed_ + at, inner_ + at};
             }
+            attend(rows, n_rows, std::min(split.n_heads, group - own), width, part.scaling, keys + kv * pass_.head_stride,
+                   values + kv * pass_.head_stride, on_line(scratch[thread].data()));
         });
         leave(part.out, part.after, taken(inner_, part.out, list.n, thread), list, thread);
+    }
+
+    struct Split {  // of an attention into pieces of work: `n_rows` rows by `n_heads` of a key head's query heads
+        int n_rows, n_heads, n_shares;
+        int64_t n;
+    };
+
+    // The split that should be done first, where turning keys and values costs as much as four heads' sums.
+    Split split_of(const RowList& list, const View& view, int n_kv_heads, int group) const {
+        int64_t seen = 1;
+        for (int64_t i = 0; i < list.n; i++) seen = std::max<int64_t>(seen, view.n_seen[row_of(list, i)]);
+        const int64_t most = std::min<int64_t>(MOST_TOGETHER, MOST_SCORES / (whole_lanes(seen) + LANES));
+        Split best{};
+        int64_t least = INT64_MAX;
+        for (int n_shares = 1; n_shares <= group; n_shares++) {
+            const int n_heads = (group + n_shares - 1) / n_shares;
+            if (n_heads > MOST_HEADS || (group + n_heads - 1) / n_heads != n_shares) continue;
+            for (int n_rows = 1; n_rows == 1 || (n_rows * n_heads <= most && n_rows < 2 * list.n); n_rows *= 2) {
+                const int64_t n = (list.n + n_rows - 1) / n_rows * n_kv_heads * n_shares;
+                const int64_t turns = (n + n_threads_ - 1) / n_threads_, work = turns * (n_rows * n_heads + 4);
+                if (work < least) least = work, best = {n_rows, n_heads, n_shares, n};
+            }
+        }
+        return best;
     }
 
     // One head: norm, then the rotation of its first `rotated` values.

@@ -132,16 +132,16 @@ def test_passes_compute_what_torch_computes(family: str) -> None:
 @each_family
 @each_dtype
 def test_prompt_in_any_pieces_gives_the_same_bits(family: str, dtype: torch.dtype) -> None:
-    runtime, ids = native(family, dtype), words(2, 45)
-    alone = runtime.new_buffer(64)
+    runtime, ids = native(family, dtype), words(2, 150)
+    alone = runtime.new_buffer(160)
     expected = one_by_one(runtime, ids, alone)
     rng = random.Random(7)
-    for capacity in (45, 46, 101):
+    for capacity in (150, 151, 201):
         cuts = sorted({0, len(ids), *rng.sample(range(1, len(ids)), rng.choice((0, 2, 5)))})
         buffer = runtime.new_buffer(capacity)
         pieces = [runtime.forward(Rows(ids[a:b], a), buffer) for a, b in pairwise(cuts)]
         assert same_bits(torch.cat(pieces), expected) and same_slots(buffer, alone, len(ids))
-    assert same_bits(runtime.prefill(ids, runtime.new_buffer(50)), expected[-1])
+    assert same_bits(runtime.prefill(ids, runtime.new_buffer(155)), expected[-1])
 
 
 @each_family
@@ -168,7 +168,7 @@ def test_nodes_of_a_tree_have_the_bits_of_their_own_paths(family: str, dtype: to
     runtime = native(family, dtype)
     for seed in range(4):
         rng = random.Random(seed)
-        base, n = (5, 24, 31, 40)[seed], rng.choice((6, 11, 17))
+        base, n = (5, 24, 63, 130)[seed], rng.choice((6, 11, 17))
         ids, tokens = words(seed, base), words(seed + 50, n)
         # Parents anywhere before: side branches lie between the nodes of a path.
         parents = [-1, *(rng.randrange(max(0, i - 3), i) for i in range(1, n))]
@@ -193,6 +193,30 @@ def test_nodes_of_a_tree_have_the_bits_of_their_own_paths(family: str, dtype: to
         end = base + len(path)
         assert same_slots(buffer, plain, end)
         assert same_bits(runtime.forward(Rows([7], end), buffer), runtime.forward(Rows([7], end), plain))
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", [(10, 1, 10), (9, 3, 64), (20, 2, 36), (12, 12, 96), (8, 4, 128)])
+def test_heads_of_any_number_and_width_read_what_torch_reads(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Heads, key heads and their width; the text is longer than the kernels take slots at a time."""
+    library()
+    heads, kv_heads, width = shape
+    size = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": width, "hidden_size": 4 * heads}
+    theirs, mine = (tiny_runtime("llama", dtype, **size) for _ in range(2))
+    at_speed(mine, "native")
+    ids, base = words(8, 140), 131
+    visible = torch.cat((torch.ones(5, base, dtype=torch.bool), ancestor_mask([-1, 0, 0, 2, 1])), dim=1)
+    tree = Rows(ids[base : base + 5], base, [base, base + 1, base + 1, base + 2, base + 2], visible)
+    buffers = [each.new_buffer(150) for each in (theirs, mine)]
+    expected, read = (each.prefill(ids[:base], buffer) for each, buffer in zip((theirs, mine), buffers, strict=True))
+    tolerance = 1e-4 if dtype is torch.float32 else 0.05
+    torch.testing.assert_close(read, expected, rtol=0, atol=tolerance * float(expected.abs().max()))
+    expected, read = (each.forward(tree, buffer) for each, buffer in zip((theirs, mine), buffers, strict=True))
+    torch.testing.assert_close(read, expected, rtol=0, atol=tolerance * float(expected.abs().max()))
+    for path in ([0, 1, 4], [0, 2, 3]):
+        plain = mine.new_buffer(160)
+        mine.prefill(ids[:base], plain)
+        assert same_bits(read[path], one_by_one(mine, [ids[base + node] for node in path], plain, base))
 
 
 @each_family
