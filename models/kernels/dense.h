@@ -8,6 +8,7 @@
 #include "vec.h"
 
 constexpr int BLOCK = 2048;
+constexpr int FEW_TO_STREAM = 96;  // rows that stay in the cache while weights stream by; with more it is the other way round
 #if defined(WITH_AVX512)
 constexpr int TILE = 24;  // accumulators of a tile: what the registers hold
 constexpr int WIDE = 4;   // outputs of a tile
@@ -141,7 +142,7 @@ static void products_by(
                 tile_of<T, 1, MOST>(rows, xs, ldx, ws, ldw, width, to, ldc, at == 0, (const T*)nullptr, 0);
         }
     };
-    if (m <= 96) {
+    if (m <= FEW_TO_STREAM) {
         // Few rows: they stay in the cache, and weights stream by. The next tile's are asked for while this one's are used,
         // evenly, for a processor waits when it has asked for too much at a time.
         for (int out = 0; out < n; out += OUTS)

@@ -112,6 +112,12 @@ template <class T, class F> void along(int n, const T* x, T* y, F&& f) {
     }
 }
 
+template <class T> void round_to(T* to, const float* from, int n) {
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) store(to + i, load(from + i));
+    for (; i < n; i++) to[i] = rounded<T>(from[i]);
+}
+
 template <class T> void normed(const Norm& norm, const T* x, int n, T* y) {
     if (norm.kind == NO_NORM) {
         if (y != x) memcpy(y, x, n * sizeof(T));
@@ -211,7 +217,7 @@ template <class T> class Runner {
     }
 
   private:
-    static constexpr int PANEL = 64;  // outputs that a thread takes at a time
+    static constexpr int PANEL = 64;  // outputs that a thread takes at a time; twice as many where rows would be read too often
     static constexpr int FEW = 4;     // rows that each thread prepares for itself sooner than it waits for another
 
     struct Input {  // of a linear map: rows, and their codes where the map is packed
@@ -310,11 +316,12 @@ template <class T> class Runner {
 
     // `sink(row, first output, n, values)` for all outputs of a map.
     template <class F> void linear(const Map& map, const Input& x, int64_t rows, int thread, F&& sink) {
-        each(MAPS, thread, (map.n_out + PANEL - 1) / PANEL, 1, [&](int64_t panel, int64_t) {
+        const int most = rows > FEW_TO_STREAM && map.n_out >= 8 * PANEL * n_threads_ ? 2 * PANEL : PANEL;
+        each(MAPS, thread, (map.n_out + most - 1) / most, 1, [&](int64_t panel, int64_t) {
             auto& tile = tiles[thread];
-            const int first = int(panel) * PANEL, last = std::min(first + PANEL, map.n_out);
-            outputs(map, x, int(rows), first, last, tile.data(), PANEL);
-            for (int r = 0; r < rows; r++) sink(r, first, last - first, tile.data() + r * PANEL);
+            const int first = int(panel) * most, last = std::min(first + most, map.n_out);
+            outputs(map, x, int(rows), first, last, tile.data(), most);
+            for (int r = 0; r < rows; r++) sink(r, first, last - first, tile.data() + r * most);
         });
     }
 
@@ -327,7 +334,7 @@ template <class T> class Runner {
                 along(n_out, to, to, [&](vf h, int at) { return h + as_stored<T>(part_of(values, at, n_out)); });
             } else {
                 T* to = inputs_.back().rows + int64_t(row) * n + first;
-                for (int o = 0; o < n_out; o++) to[o] = rounded<T>(values[o]);
+                round_to(to, values, n_out);
             }
         });
         if (norm.kind == NO_NORM) return;
@@ -352,9 +359,7 @@ template <class T> class Runner {
             const int first = int(panel - (which ? panels[which - 1] : 0)) * PANEL, last = std::min(first + PANEL, map.n_out);
             auto& tile = tiles[thread];
             outputs(map, input, int(list.n), first, last, tile.data(), PANEL);
-            for (int64_t r = 0; r < list.n; r++)
-                for (int o = 0; o < last - first; o++)
-                    inner_[r * total + at + first + o] = rounded<T>(tile[r * PANEL + o]);
+            for (int64_t r = 0; r < list.n; r++) round_to(inner_ + r * total + at + first, tile.data() + r * PANEL, last - first);
         });
         const int width = part.width, group = part.n_heads / part.n_kv_heads, q_size = part.n_heads * width;
         T *keys = (T*)pass_.keys[step.layer], *values = (T*)pass_.values[step.layer];
@@ -480,8 +485,7 @@ template <class T> class Runner {
         const Input input = enter(pass_.norm ? *pass_.norm : none, list, (const T*)pass_.hidden, map, thread);
         T* out = (T*)pass_.logits;
         linear(map, input, list.n, thread, [&](int row, int first, int n_out, const float* values) {
-            T* to = out + int64_t(row) * map.n_out + first;
-            for (int o = 0; o < n_out; o++) to[o] = rounded<T>(values[o]);
+            round_to(out + int64_t(row) * map.n_out + first, values, n_out);
         });
     }
 
