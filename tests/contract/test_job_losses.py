@@ -32,10 +32,11 @@ def waits(engine: Engine, job: str) -> float:
 
 
 def test_only_leases_that_ran_out_expire_and_only_once(jobs: Jobs) -> None:
-    kept = running(jobs)
-    jobs.lease_s = SHORT_S
-    lost, renewed = running(jobs, noop(1.0), "w2"), running(jobs, noop(2.0))
+    kept, lost, renewed = running(jobs), running(jobs, noop(1.0), "w2"), running(jobs, noop(2.0))
     assert jobs.expire() == []
+    jobs.lease_s = SHORT_S
+    for lease in (lost, renewed):
+        jobs.renew(lease)
     time.sleep(SHORT_S + 0.1)
     jobs.lease_s = 30.0
     jobs.renew(renewed)  # late, but nobody has taken the job
