@@ -138,7 +138,7 @@ class PeersBench:
         self.dtype = DTYPES[kind] if kind else request.dtype
         self.runs = [RowRuns(row, _weights_word(row, kind or stored_type(request.folder))) for row in rows]
         self._launches: dict[str, Launch | PeerFailed] = {}
-        self._children: dict[str, Child] = {}  # the longest unused first
+        self._children: dict[str, Child] = {}  # the one used last at the end
         self._needs: dict[str, float] = {}
         self._logs = cache_root() / "peers" / "logs"
         self._n_ctx = -(-max(len(q.token_ids) + q.max_new_tokens + 2 * DRAFT_TOKENS for q in questions) // 256) * 256
@@ -203,7 +203,7 @@ class PeersBench:
             self._needs[runs.row.name] = runs.peak_bytes
 
     def _child(self, runs: RowRuns) -> Child:
-        """The row's process, warm; others end where the memory would not do, the longest unused first."""
+        """The row's process, warm; where memory lacks others end, the one used last first, for it is wanted last."""
         name = runs.row.name
         if name in self._children:
             self._children[name] = self._children.pop(name)
@@ -212,7 +212,7 @@ class PeersBench:
         options = self._options(runs.row, launch)
         needed = self._needs.get(name) or self._guessed_bytes(options)
         while self._children and not self._has_room(needed):
-            self._children.pop(next(iter(self._children))).close()
+            self._children.popitem()[1].close()
         self._on_step(f"starting {name}")
         log = self._logs / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}.log"
         child = self._children[name] = Child(launch, options, self._environ(runs.row), log)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..core.types import LayerSet
 from .blocks import Block, RowGroup
+from .buffer import KVBuffer
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -32,6 +33,15 @@ class Rows:
     positions: Sequence[int] | None = None
     visible: Tensor | None = None
     variants: tuple[LayerSet, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Rows of one sequence, the buffer of its keys and values, and the rows that logits are wanted of (None: all)."""
+
+    rows: Rows
+    buffer: KVBuffer
+    wanted: Sequence[int] | None = None
 
 
 Groups = tuple[tuple[str | None, frozenset[int]], ...]

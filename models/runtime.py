@@ -19,7 +19,7 @@ from .buffer import KVBuffer
 from .copies import QuantisedCopies
 from .families import context_limit, family_of, windows_of
 from .rotary import RotaryTables
-from .rows import PassPlan, Rows
+from .rows import Pass, PassPlan, Rows
 
 if TYPE_CHECKING:
     from .graphs import GraphPasses
@@ -172,7 +172,10 @@ class Runtime:
               capture: depth -> list that the rows' states (rows, hidden_size) after that many layers are appended to.
         """
         if self.native is not None:
-            return self._native_forward(self.native, rows, buffer, n_logits, capture, wanted)
+            n = len(rows.token_ids)
+            last = None if n_logits is None else range(max(0, n - n_logits), n)
+            one = Pass(rows, buffer, last if wanted is None else wanted)
+            return self._native_forward(self.native, [one], capture)[0]
         # Made before the layers run: on a GPU, a transfer waits for what was asked of it before.
         index = None if wanted is None else torch.tensor(wanted, device=self.blocks[-1].device)
         graphs = self.graphs if capture is None and n_logits != 0 else None
@@ -192,39 +195,53 @@ class Runtime:
             [self.head(own, one.format_of("head")) for one, own in zip(rows.variants, shares, strict=True)]
         )
 
+    @torch.inference_mode()
+    def forward_together(self, passes: Sequence[Pass]) -> list[Tensor]:
+        """One pass over the rows of several sequences; the wanted logits (rows, vocab) of each.
+
+        Our kernels read weights once for all rows, and attention goes over each sequence's own buffer: the bits are
+        those of passes of their own. Torch's operations run one sequence after the other.
+        """
+        if self.native is not None:
+            return self._native_forward(self.native, passes)
+        return [self.forward(each.rows, each.buffer, wanted=each.wanted) for each in passes]
+
     def _native_forward(
-        self,
-        native: NativePasses,
-        rows: Rows,
-        buffer: KVBuffer,
-        n_logits: int | None,
-        capture: Mapping[int, list[Tensor]] | None,
-        wanted: Sequence[int] | None,
-    ) -> Tensor:
-        hidden = self._embedded(rows.token_ids, PassPlan(self, rows))
-        self._native_layers(native, hidden, rows, buffer, 0, self.n_layers, capture)
-        n = hidden.shape[0]
-        if wanted is not None:
+        self, native: NativePasses, passes: Sequence[Pass], capture: Mapping[int, list[Tensor]] | None = None
+    ) -> list[Tensor]:
+        embedded = [self._embedded(each.rows.token_ids, PassPlan(self, each.rows)) for each in passes]
+        hidden = embedded[0] if len(embedded) == 1 else torch.cat(embedded)
+        self._native_layers(native, hidden, passes, 0, self.n_layers, capture)
+        index: list[int] = []  # rows that logits are wanted of
+        formats: list[str | None] = []  # of the head, for each of them
+        counts: list[int] = []
+        first = 0
+        for each in passes:
+            n, names = len(each.rows.token_ids), [one.format_of("head") for one in each.rows.variants] or [None]
+            wanted = range(n) if each.wanted is None else each.wanted
             if len(wanted) > n or not all(0 <= row < n for row in wanted):
                 raise ValueError(f"logits of rows {list(wanted)} were asked for in a pass over {n}")
-            index: Tensor | None = torch.tensor(wanted, dtype=torch.int32)
+            index += (first + row for row in wanted)
+            formats += (names[row // (n // len(names))] for row in wanted)
+            counts.append(len(wanted))
+            first += n
+        if not index:
+            return [hidden[:0]] * len(passes)
+        if len(set(formats)) == 1:
+            of_all = index == list(range(first))
+            logits = native.logits(hidden, formats[0], None if of_all else torch.tensor(index, dtype=torch.int32))
         else:
-            index = None if n_logits is None or n_logits >= n else torch.arange(n - n_logits, n, dtype=torch.int32)
-        if n_logits == 0:
-            return hidden[n:]
-        names = {layer_set.format_of("head") for layer_set in rows.variants} or {None}
-        if len(names) == 1:
-            return self._capped(native.logits(hidden, names.pop(), index))
-        shares = torch.split(hidden, n // len(rows.variants))
-        each = [native.logits(own, one.format_of("head")) for one, own in zip(rows.variants, shares, strict=True)]
-        return self._capped(torch.cat(each))
+            logits = torch.empty((len(index), self.vocab_size), dtype=self.dtype)
+            for name in dict.fromkeys(formats):
+                at = [i for i, own in enumerate(formats) if own == name]
+                logits[at] = native.logits(hidden, name, torch.tensor([index[i] for i in at], dtype=torch.int32))
+        return list(torch.split(self._capped(logits), counts))
 
     def _native_layers(
         self,
         native: NativePasses,
         hidden: Tensor,
-        rows: Rows,
-        buffer: KVBuffer,
+        passes: Sequence[Pass],
         first: int,
         last: int,
         capture: Mapping[int, list[Tensor]] | None = None,
@@ -232,7 +249,7 @@ class Runtime:
         """Change `hidden` to the states after those layers, noting it where `capture` wants it."""
         stops = sorted(depth for depth in capture or () if first < depth <= last)
         for stop in dict.fromkeys((*stops, last)):
-            native.run_layers(hidden, rows, buffer, first, stop)
+            native.run_layers(hidden, passes, first, stop)
             if capture is not None and stop in capture:
                 capture[stop].append(hidden.clone())
             first = stop
@@ -252,7 +269,7 @@ class Runtime:
         rows = Rows([0] * hidden.shape[0], first_slot)
         if self.native is not None:
             hidden = hidden.clone()
-            self._native_layers(self.native, hidden, rows, buffer, first, last)
+            self._native_layers(self.native, hidden, [Pass(rows, buffer)], first, last)
             return hidden
         plan = PassPlan(self, rows)
         return self._through(hidden, plan, buffer, self.blocks[first:last], None)

@@ -5,7 +5,6 @@ The libraries come from the user's own cache, for a compiler takes some ten seco
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from functools import cache
 
@@ -14,7 +13,7 @@ import torch
 from families import tiny_runtime
 from torch import Tensor
 
-from swiftopt.models.kernels import build, layout
+from swiftopt.models.kernels import build, native
 from swiftopt.models.loading import at_speed
 from swiftopt.models.quantised import QuantisedLinear
 from swiftopt.models.runtime import Runtime
@@ -51,28 +50,6 @@ def linear(
     n_threads: int = 1,
     rows: Sequence[int] | None = None,
 ) -> Tensor:
-    """(rows, n_in) by (n_out, n_in), as a pass of one LOGITS step; `rows`: those of `x` that are wanted."""
-    x = x.contiguous()
-    bias_at = None if bias is None else bias.data_ptr()
-    if isinstance(weight, QuantisedLinear):
-        codes, scales, group = weight.codes.data_ptr(), weight.scales.data_ptr(), weight.group or 0
-        one = layout.Map(codes, bias_at, scales, 0, weight.n_in, weight.n_out, weight.bits, group)
-    else:
-        n_out, n_in = weight.shape
-        one = layout.Map(weight.data_ptr(), bias_at, None, weight.stride(0), n_in, n_out, 0, 0)
+    """(rows, n_in) by (n_out, n_in); `rows`: those of `x` that are wanted."""
     index = None if rows is None else torch.tensor(rows, dtype=torch.int32)
-    n = len(x) if rows is None else len(rows)
-    listed = layout.RowList(None if index is None else index.data_ptr(), n)
-    out = torch.full((n, one.n_out), 7e7, dtype=x.dtype)
-    steps = (layout.Step * 1)(layout.Step(ctypes.addressof(one), layout.LOGITS, 0, 0, 0, -1, 0))
-    call = layout.Pass(
-        hidden=x.data_ptr(),
-        lists=(layout.RowList * 1)(listed),
-        logits=out.data_ptr(),
-        n_rows=len(x),
-        n_hidden=one.n_in,
-        n_threads=n_threads,
-        is_bf16=x.dtype == torch.bfloat16,
-    )
-    assert kernels.run(ctypes.byref(call), steps, 1) == 0
-    return out
+    return native.linear(kernels, native.map_of(weight, bias), x.contiguous(), index, n_threads=n_threads)

@@ -19,11 +19,12 @@ struct View {
     std::vector<int32_t> n_seen;  // slots of each row
 };
 
+// Add the n rows of a sequence.
+//
 // Args: visible: (rows, end) or null where every row sees all slots up to its own; positions: of the rows, which lie at
 //       slots `first_slot`, `first_slot` + 1, …; the slots before hold the positions of their own numbers.
-static inline void look(View& view, int window, int n, int first_slot, const int32_t* positions, const uint8_t* visible) {
-    const int end = first_slot + n;
-    view.window = window, view.runs.clear(), view.first.clear(), view.n_seen.clear();
+static inline void look(View& view, int n, int first_slot, const int32_t* positions, const uint8_t* visible) {
+    const int end = first_slot + n, window = view.window;
     for (int row = 0; row < n; row++) {
         view.first.push_back(int32_t(view.runs.size()));
         const int oldest = window ? std::max(0, positions[row] - window + 1) : 0;
@@ -47,7 +48,6 @@ static inline void look(View& view, int window, int n, int first_slot, const int
         }
         view.n_seen.push_back(seen);
     }
-    view.first.push_back(int32_t(view.runs.size()));
 }
 
 // Words of rows of T, and their products.

@@ -96,27 +96,38 @@ class RowList(Structure):
     _fields_ = [("rows", c_void_p), ("n", c_int64)]
 
 
+class Sequence(Structure):
+    """Consecutive rows of a pass that have keys and values of their own."""
+
+    _fields_ = [
+        ("visible", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("head_stride", c_int64),
+        ("n_rows", c_int32),
+        ("first_slot", c_int32),
+    ]
+
+
 class Pass(Structure):
     """The rows of a pass and what they work on."""
 
     _fields_ = [
         ("hidden", c_void_p),
         ("positions", c_void_p),
-        ("visible", c_void_p),
-        ("keys", c_void_p),
-        ("values", c_void_p),
+        ("sequences", POINTER(Sequence)),
         ("lists", POINTER(RowList)),
         ("rotations", POINTER(Rotation)),
         ("logits", c_void_p),
         ("norm", POINTER(Norm)),
-        ("head_stride", c_int64),
         ("seconds", POINTER(c_double)),
         ("n_rows", c_int32),
         ("n_hidden", c_int32),
-        ("first_slot", c_int32),
+        ("n_sequences", c_int32),
+        ("n_lists", c_int32),
         ("n_threads", c_int32),
         ("is_bf16", c_int32),
     ]
 
 
-STRUCTURES = (Map, Norm, Attention, Mlp, Step, Pass)
+STRUCTURES = (Map, Norm, Attention, Mlp, Step, Sequence, Pass)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,7 +10,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from ..gguf_file import cache_root
-from . import layout
 from .build import LEVELS, Kernels, compiled_levels, kernels, processor_key
 
 if TYPE_CHECKING:
@@ -79,12 +77,14 @@ def preferred() -> str | None:
 def _ways() -> dict[str, Callable[[list[Tensor], Tensor], Callable[[], Any]]]:
     import torch
 
+    from .native import linear, map_of
+
     current = kernels()
     own = {current.level: current} if isinstance(current, Kernels) else {}
     own |= {name: found for name in compiled_levels() if isinstance(found := kernels(name), Kernels)}
 
     def native(library: Kernels) -> Callable[[list[Tensor], Tensor], Callable[[], Any]]:
-        return lambda weights, x: lambda: [linear(library, weight, x) for weight in weights]
+        return lambda weights, x: lambda: [linear(library, map_of(weight), x) for weight in weights]
 
     def onednn(weights: list[Tensor], x: Tensor) -> Callable[[], Any]:
         packed = [torch.ops.mkldnn._reorder_linear_weight(weight, x.shape[0]) for weight in weights]
@@ -102,21 +102,6 @@ def _ways() -> dict[str, Callable[[list[Tensor], Tensor], Callable[[], Any]]]:
     except (RuntimeError, AttributeError):  # a processor whose bfloat16 it does not know
         pass
     return ways
-
-
-def linear(library: Kernels, weight: Tensor, x: Tensor) -> Tensor:
-    """x (rows, n_in) times weight (n_out, n_in), both float32 or both bfloat16, by the library."""
-    import torch
-
-    n_out, n_in = weight.shape
-    out = torch.empty((x.shape[0], n_out), dtype=x.dtype)
-    one = layout.Map(weight.data_ptr(), None, None, weight.stride(0), n_in, n_out, 0, 0)
-    steps = (layout.Step * 1)(layout.Step(ctypes.addressof(one), layout.LOGITS, 0, 0, 0, -1, 0))
-    lists = (layout.RowList * 1)(layout.RowList(None, x.shape[0]))
-    call = layout.Pass(hidden=x.data_ptr(), logits=out.data_ptr(), n_rows=x.shape[0], n_hidden=n_in)
-    call.lists, call.n_threads, call.is_bf16 = lists, torch.get_num_threads(), x.dtype == torch.bfloat16
-    library.run(ctypes.byref(call), steps, 1)
-    return out
 
 
 def _file() -> Any:

@@ -21,12 +21,11 @@ from ...core.processors import THREADS
 from ...core.types import LayerSet
 from ..blocks import Block, Parts
 from ..quantised import ROWS, QuantisedLinear
-from ..rows import Rows, keepers
+from ..rows import Pass, keepers
 from . import layout
 from .build import Kernels
 
 if TYPE_CHECKING:
-    from ..buffer import KVBuffer
     from ..runtime import Runtime
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -87,6 +86,7 @@ class NativePasses:
         if name not in ACTIVATIONS:
             raise Unsupported(f"the activation {name} is computed by torch")
         self._activation = ACTIVATIONS[cast(str, name)]
+        self._whole = LayerSet(runtime.n_layers)
         self._types = list(dict.fromkeys(block.layer_type for block in runtime.blocks))
         self._describe()
 
@@ -179,11 +179,10 @@ class NativePasses:
 
     def _map_of(self, module: Any) -> layout.Map:
         bias = getattr(module, "bias", None)
-        bias_at = None if bias is None else self._address(bias)
+        if bias is not None:
+            self._address(bias)
         if isinstance(module, QuantisedLinear):
-            codes, scales = module.codes.data_ptr(), module.scales.data_ptr()
-            assert module.packed and module.group is not None
-            return layout.Map(codes, bias_at, scales, 0, module.n_in, module.n_out, module.bits, module.group)
+            return map_of(module, bias)
         _refuse_hooks(module)
         if type(module) not in (nn.Linear, Conv1D):
             raise Unsupported(f"a linear map such as {type(module).__name__} is computed by torch")
@@ -191,8 +190,7 @@ class NativePasses:
         weight = weight.t() if isinstance(module, Conv1D) else weight
         if weight.dtype != self.runtime.dtype or (weight.shape[1] > 1 and weight.stride(1) != 1):
             raise Unsupported("weights of such a layout are computed by torch")
-        n_out, n_in = weight.shape
-        return layout.Map(weight.data_ptr(), bias_at, None, weight.stride(0), n_in, n_out, 0, 0)
+        return map_of(weight, bias)
 
     def _address(self, tensor: Tensor) -> int:
         if tensor.dtype != self.runtime.dtype or not tensor.is_contiguous():
@@ -203,29 +201,50 @@ class NativePasses:
 
     # -- passes --------------------------------------------------------------------------------------------------------
 
-    def run_layers(self, hidden: Tensor, rows: Rows, buffer: KVBuffer, first: int, last: int) -> None:
-        """Change `hidden` (rows, hidden_size) to the states after layers first … last - 1."""
-        n = hidden.shape[0]
-        end = rows.first_slot + n
-        if end > buffer.capacity or (rows.visible is not None and rows.visible.shape != (n, end)):
-            raise ValueError(f"{n} rows from slot {rows.first_slot} on do not fit the buffer, or what they see")
-        if rows.positions is not None and len(rows.positions) != n:
-            raise ValueError(f"{n} rows have {len(rows.positions)} positions")
-        program = self._program(rows.variants, first, last)
-        share = n // max(1, len(rows.variants))
+    def run_layers(self, hidden: Tensor, passes: Sequence[Pass], first: int, last: int) -> None:
+        """Change `hidden` (rows of all passes, hidden_size) to the states after layers first … last - 1."""
+        self._check(hidden)
+        sequences: list[layout.Sequence] = []
+        positions: list[int] = []
+        visible: list[Tensor | None] = []
+        members: dict[LayerSet, list[range]] = {}  # the rows of each layer set
+        n = 0
+        for each in passes:
+            rows, own = each.rows, len(each.rows.token_ids)
+            end = rows.first_slot + own
+            if end > each.buffer.capacity or (rows.visible is not None and rows.visible.shape != (own, end)):
+                raise ValueError(f"{own} rows from slot {rows.first_slot} on do not fit the buffer, or what they see")
+            if rows.positions is not None and len(rows.positions) != own:
+                raise ValueError(f"{own} rows have {len(rows.positions)} positions")
+            positions += range(rows.first_slot, end) if rows.positions is None else rows.positions
+            seen = None if rows.visible is None else rows.visible.contiguous()
+            visible.append(seen)  # held until the pass has run
+            keys, values = each.buffer.addresses
+            sequences.append(
+                layout.Sequence(
+                    None if seen is None else seen.data_ptr(),
+                    ctypes.addressof(keys),
+                    ctypes.addressof(values),
+                    each.buffer.keys[0].stride(0),
+                    own,
+                    rows.first_slot,
+                )
+            )
+            sets = rows.variants or (self._whole,)
+            for i, layer_set in enumerate(sets):
+                share = own // len(sets)
+                members.setdefault(layer_set, []).append(range(n + i * share, n + (i + 1) * share))
+            n += own
+        program = self._program(tuple(members), first, last)
+        shares = list(members.values())
         indices = [
             None
-            if len(members) == max(1, len(rows.variants))
-            else torch.cat([torch.arange(v * share, (v + 1) * share, dtype=torch.int32) for v in sorted(members)])
-            for members in program.lists
+            if len(some) == len(shares)
+            else torch.tensor(sorted(row for i in some for part in shares[i] for row in part), dtype=torch.int32)
+            for some in program.lists
         ]
-        if rows.positions is None:
-            positions = torch.arange(rows.first_slot, rows.first_slot + n, dtype=torch.int32)
-            most = rows.first_slot + n
-        else:
-            positions = torch.tensor(rows.positions, dtype=torch.int32)
-            most = max(rows.positions, default=0) + 1
-        visible = None if rows.visible is None else rows.visible.contiguous()
+        at = torch.tensor(positions, dtype=torch.int32)
+        most = max(positions, default=0) + 1
         tables = [self.runtime.rotation(each, self.runtime.device, most) for each in self._types]
         rotations = (layout.Rotation * len(tables))(
             *(
@@ -233,22 +252,11 @@ class NativePasses:
                 for t in tables
             )
         )
-        keys, values = buffer.addresses
-        self._run(
-            layout.Pass(
-                hidden=hidden.data_ptr(),
-                positions=positions.data_ptr(),
-                visible=None if visible is None else visible.data_ptr(),
-                keys=ctypes.addressof(keys),
-                values=ctypes.addressof(values),
-                rotations=rotations,
-                head_stride=buffer.keys[0].stride(0),
-                first_slot=rows.first_slot,
-            ),
-            hidden,
-            program.steps,
-            indices,
-        )
+        call = layout.Pass(positions=at.data_ptr(), rotations=rotations, n_sequences=len(sequences))
+        call.sequences = (layout.Sequence * len(sequences))(*sequences)
+        if self.seconds is not None:
+            call.seconds = self.seconds
+        run(self.kernels, call, hidden, program.steps, indices)
 
     def logits(
         self, hidden: Tensor, name: str | None = None, index: Tensor | None = None, normed: bool = True
@@ -257,33 +265,13 @@ class NativePasses:
 
         Args: normed: the final norm comes first.
         """
+        self._check(hidden)
         head = self._head if name is None else self._map_of(self.runtime.head_module(name))
-        n = hidden.shape[0] if index is None else len(index)
-        out = torch.empty((n, head.n_out), dtype=self.runtime.dtype)
-        step = (layout.Step * 1)(layout.Step(ctypes.addressof(head), layout.LOGITS, 0, 0, 0, -1, 0))
-        call = layout.Pass(logits=out.data_ptr(), norm=ctypes.pointer(self._norm) if normed else None)
-        self._run(call, hidden, step, [None if index is None else index.to(torch.int32)])
-        return out
+        return linear(self.kernels, head, hidden, index, self._norm if normed else None)
 
-    def _run(
-        self, call: layout.Pass, hidden: Tensor, steps: ctypes.Array[layout.Step], indices: Sequence[Tensor | None]
-    ) -> None:
-        if not hidden.is_contiguous() or hidden.dtype != self.runtime.dtype:
-            raise ValueError("the states of a pass must lie together, in the model's dtype")
-        n = hidden.shape[0]
-        lists = (layout.RowList * len(indices))(
-            *(layout.RowList(None, n) if i is None else layout.RowList(i.data_ptr(), len(i)) for i in indices)
-        )
-        call.hidden, call.lists = hidden.data_ptr(), lists
-        call.n_rows, call.n_hidden = n, hidden.shape[1]
-        if self.seconds is not None:
-            call.seconds = self.seconds
-        call.n_threads, call.is_bf16 = torch.get_num_threads(), hidden.dtype == torch.bfloat16
-        failed = self.kernels.run(ctypes.byref(call), steps, len(steps))
-        if failed == 1:
-            raise MemoryError(f"a pass over {n} rows needs more memory than there is")
-        if failed:
-            raise SettingsError(f"no thread could be started beside this one: lower {THREADS}")
+    def _check(self, hidden: Tensor) -> None:
+        if hidden.dtype != self.runtime.dtype:
+            raise ValueError(f"the states of a pass are {hidden.dtype}, and the model's weights {self.runtime.dtype}")
 
     def _program(self, variants: tuple[LayerSet, ...], first: int, last: int) -> Program:
         key = (variants, first, last)
@@ -315,7 +303,7 @@ class NativePasses:
             window = block.window or 0
             steps.append(layout.Step(at, kind, block.index, window, lists.index(members), rotation, runtime.parallel))
 
-        everyone = frozenset(range(max(1, len(variants))))
+        everyone = frozenset(range(len(variants)))
         for block in runtime.blocks[first:last]:
             attn_groups, mlp_groups = kept[block.index]
             if runtime.parallel and attn_groups and mlp_groups:
@@ -326,6 +314,62 @@ class NativePasses:
                 add(layout.MLP, block, self._part("mlp", block.index, name), members)
                 steps[-1].from_kept = runtime.parallel and bool(attn_groups)
         return Program((layout.Step * len(steps))(*steps), lists, held)
+
+
+def map_of(weight: Tensor | QuantisedLinear, bias: Tensor | None = None) -> layout.Map:
+    """A linear map by weights (n_out, n_in), whose rows lie together, or by a packed copy of them."""
+    bias_at = None if bias is None else bias.data_ptr()
+    if isinstance(weight, QuantisedLinear):
+        codes, scales = weight.codes.data_ptr(), weight.scales.data_ptr()
+        assert weight.packed and weight.group is not None
+        return layout.Map(codes, bias_at, scales, 0, weight.n_in, weight.n_out, weight.bits, weight.group)
+    n_out, n_in = weight.shape
+    return layout.Map(weight.data_ptr(), bias_at, None, weight.stride(0), n_in, n_out, 0, 0)
+
+
+def linear(
+    kernels: Kernels,
+    by: layout.Map,
+    x: Tensor,
+    index: Tensor | None = None,
+    norm: layout.Norm | None = None,
+    n_threads: int | None = None,
+) -> Tensor:
+    """What a map makes of `x` (rows, n_in), or of its rows at `index` (int32), after a norm if there is one."""
+    out = torch.empty((x.shape[0] if index is None else len(index), by.n_out), dtype=x.dtype)
+    step = (layout.Step * 1)(layout.Step(ctypes.addressof(by), layout.LOGITS, 0, 0, 0, -1, 0))
+    call = layout.Pass(logits=out.data_ptr(), norm=None if norm is None else ctypes.pointer(norm))
+    run(kernels, call, x, step, [index], n_threads)
+    return out
+
+
+def run(
+    kernels: Kernels,
+    call: layout.Pass,
+    hidden: Tensor,
+    steps: ctypes.Array[layout.Step],
+    indices: Sequence[Tensor | None],
+    n_threads: int | None = None,
+) -> None:
+    """Run steps on the rows of `hidden`; `indices` (int32 each, ascending) are the rows of each list, None for all.
+
+    Raises: MemoryError: the rows need more than there is. SettingsError: no thread could be started.
+    """
+    if not hidden.is_contiguous():
+        raise ValueError("the states of a pass must lie together")
+    n = hidden.shape[0]
+    lists = (layout.RowList * len(indices))(
+        *(layout.RowList(None, n) if i is None else layout.RowList(i.data_ptr(), len(i)) for i in indices)
+    )
+    call.hidden, call.lists = hidden.data_ptr(), lists
+    call.n_rows, call.n_hidden, call.n_lists = n, hidden.shape[1], len(indices)
+    call.n_threads = n_threads or torch.get_num_threads()
+    call.is_bf16 = hidden.dtype == torch.bfloat16
+    failed = kernels.run(ctypes.byref(call), steps, len(steps))
+    if failed == 1:
+        raise MemoryError(f"a pass over {n} rows needs more memory than there is")
+    if failed:
+        raise SettingsError(f"no thread could be started beside this one: lower {THREADS}")
 
 
 def _refuse_hooks(module: nn.Module) -> None:

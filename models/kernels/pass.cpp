@@ -58,18 +58,23 @@ struct RowList {
     int64_t n;
 };
 
-struct Pass {
-    void* hidden;              // (n_rows, n_hidden), changed in place
-    const int32_t* positions;  // (n_rows,)
-    const uint8_t* visible;    // (n_rows, first_slot + n_rows) or null
+struct Sequence {  // consecutive rows of a pass that have keys and values of their own
+    const uint8_t* visible;             // (n_rows, first_slot + n_rows) or null
     void *const *keys, *const *values;  // per layer (kv_heads, capacity, width)
-    const RowList* lists;
+    int64_t head_stride;                // between the key/value heads of its buffer
+    int32_t n_rows, first_slot;
+};
+
+struct Pass {
+    void* hidden;               // (n_rows, n_hidden), changed in place
+    const int32_t* positions;   // (n_rows,)
+    const Sequence* sequences;  // their rows in this order
+    const RowList* lists;       // the rows of each in ascending order
     const Rotation* rotations;
     void* logits;  // (rows of the LOGITS step, n_out)
     const Norm* norm;  // before LOGITS, null: none
-    int64_t head_stride;  // between the key/value heads of a buffer
     double* seconds;  // null, or where the seconds of each kind of work are added
-    int32_t n_rows, n_hidden, first_slot, n_threads, is_bf16;
+    int32_t n_rows, n_hidden, n_sequences, n_lists, n_threads, is_bf16;
 };
 enum Work : int32_t { MAPS, SLOTS, REST };  // linear maps; attention over the slots; norms, rotations, rounding
 }
@@ -190,6 +195,7 @@ template <class T> class Runner {
             }
         }
         wide = std::max<size_t>(wide, pass.n_hidden) + 128;  // packed maps read whole groups
+        part_lists();
         arena.next = 0;
         inner_ = (T*)arena.take(rows * inner * sizeof(T));
         mixed_ = (T*)arena.take(rows * wide * sizeof(T));
@@ -233,7 +239,31 @@ template <class T> class Runner {
         for (auto& view : views_)
             if (view.window == window) return;
         views_.emplace_back();
-        look(views_.back(), window, pass_.n_rows, pass_.first_slot, pass_.positions, pass_.visible);
+        View& view = views_.back();
+        view.window = window;
+        int first = 0;
+        for (int s = 0; s < pass_.n_sequences; first += pass_.sequences[s++].n_rows) {
+            const Sequence& own = pass_.sequences[s];
+            look(view, own.n_rows, own.first_slot, pass_.positions + first, own.visible);
+        }
+        view.first.push_back(int32_t(view.runs.size()));
+    }
+
+    // Which sequence each row is of, and the parts of each list that are of one.
+    void part_lists() {
+        if (pass_.n_sequences == 0) return;  // no attention
+        for (int s = 0; s < pass_.n_sequences; s++) {
+            for (int row = 0; row < pass_.sequences[s].n_rows; row++) places_.push_back({s, pass_.sequences[s].first_slot + row});
+        }
+        parts_.resize(pass_.n_lists);
+        for (int l = 0; l < pass_.n_lists; l++) {
+            const RowList& list = pass_.lists[l];
+            for (int64_t i = 0; i < list.n; i++) {
+                const int s = places_[row_of(list, i)].sequence;
+                if (parts_[l].empty() || parts_[l].back().sequence != s) parts_[l].push_back({i, 0, s});
+                parts_[l].back().n++;
+            }
+        }
     }
 
     void all(int thread) {
@@ -250,6 +280,14 @@ template <class T> class Runner {
                 });
         }
     }
+
+    struct Place {  // of a row's keys and values
+        int sequence, slot;
+    };
+    struct Part {  // rows `first`, … of a list
+        int64_t first, n;
+        int sequence;
+    };
 
     // Share out work of a kind, and note how long it took where that is wanted.
     template <class F> void each(Work work, int thread, int64_t n, int64_t piece, F&& body) const {
@@ -362,7 +400,6 @@ template <class T> class Runner {
             for (int64_t r = 0; r < list.n; r++) round_to(inner_ + r * total + at + first, tile.data() + r * PANEL, last - first);
         });
         const int width = part.width, group = part.n_heads / part.n_kv_heads, q_size = part.n_heads * width;
-        T *keys = (T*)pass_.keys[step.layer], *values = (T*)pass_.values[step.layer];
         // Queries to `mixed_`, keys and values to the buffer, head by head.
         const int per_row = part.n_heads + part.n_kv_heads;
         each(REST, thread, list.n * per_row, list.n > FEW ? per_row : 1, [&](int64_t first, int64_t last) {
@@ -381,21 +418,29 @@ template <class T> class Runner {
                     head_of(part.query_norm, in + part.query_at + h * part.query_step, width, cos, sin, rotated,
                             mixed_ + i * q_size + h * width);
                 } else {
-                    const int64_t to = kv * pass_.head_stride + int64_t(pass_.first_slot + row) * width;
-                    head_of(part.key_norm, in + part.key_at + kv * part.key_step, width, cos, sin, rotated, keys + to);
-                    memcpy(values + to, in + part.value_at + kv * part.value_step, width * sizeof(T));
+                    const Sequence& own = pass_.sequences[places_[row].sequence];
+                    const int64_t to = kv * own.head_stride + int64_t(places_[row].slot) * width;
+                    head_of(part.key_norm, in + part.key_at + kv * part.key_step, width, cos, sin, rotated, (T*)own.keys[step.layer] + to);
+                    memcpy((T*)own.values[step.layer] + to, in + part.value_at + kv * part.value_step, width * sizeof(T));
                 }
             }
         });
         const View* view = nullptr;
         for (auto& each : views_)
             if (each.window == step.window) view = &each;
-        const Split split = split_of(list, *view, part.n_kv_heads, group);
+        const std::vector<Part>& parts = parts_[step.rows];
+        const Split split = split_of(list, parts, *view, part.n_kv_heads, group);
         // Queries lie in `mixed_`, and what the heads read goes where the projections were.
         each(SLOTS, thread, split.n, 1, [&](int64_t item, int64_t) {
             const int share = int(item % split.n_shares), kv = int(item / split.n_shares % part.n_kv_heads);
-            const int64_t from = item / split.n_shares / part.n_kv_heads * split.n_rows;
-            const int own = share * split.n_heads, n_rows = int(std::min<int64_t>(split.n_rows, list.n - from));
+            int64_t chunk = item / split.n_shares / part.n_kv_heads;
+            const Part* some = parts.data();
+            for (; chunk >= chunks_of(some->n, split.n_rows); some++) chunk -= chunks_of(some->n, split.n_rows);
+            const int64_t from = some->first + chunk * split.n_rows;
+            const int own = share * split.n_heads;
+            const int n_rows = int(std::min<int64_t>(split.n_rows, some->first + some->n - from));
+            const Sequence& sequence = pass_.sequences[some->sequence];
+            const int64_t head = kv * sequence.head_stride;
             Reader<T> rows[MOST_TOGETHER];
             for (int r = 0; r < n_rows; r++) {
                 const int row = row_of(list, from + r);
@@ -403,8 +448,9 @@ template <class T> class Runner {
                 const Run* runs = view->runs.data();
                 rows[r] = {runs + view->first[row], runs + view->first[row + 1], view->n_seen[row], mixed_ + at, inner_ + at};
             }
-            attend(rows, n_rows, std::min(split.n_heads, group - own), width, part.scaling, keys + kv * pass_.head_stride,
-                   values + kv * pass_.head_stride, on_line(scratch[thread].data()));
+            attend(rows, n_rows, std::min(split.n_heads, group - own), width, part.scaling,
+                   (const T*)sequence.keys[step.layer] + head, (const T*)sequence.values[step.layer] + head,
+                   on_line(scratch[thread].data()));
         });
         leave(part.out, part.after, taken(inner_, part.out, list.n, thread), list, thread);
     }
@@ -415,8 +461,11 @@ template <class T> class Runner {
     };
 
     // The split that should be done first, where turning keys and values costs as much as four heads' sums.
-    Split split_of(const RowList& list, const View& view, int n_kv_heads, int group) const {
-        int64_t seen = 1;
+    static int64_t chunks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
+    Split split_of(const RowList& list, const std::vector<Part>& parts, const View& view, int n_kv_heads, int group) const {
+        int64_t seen = 1, longest = 1;
+        for (const Part& each : parts) longest = std::max(longest, each.n);
         for (int64_t i = 0; i < list.n; i++) seen = std::max<int64_t>(seen, view.n_seen[row_of(list, i)]);
         const int64_t most = std::min<int64_t>(MOST_TOGETHER, MOST_SCORES / (whole_lanes(seen) + LANES));
         Split best{};
@@ -424,8 +473,9 @@ template <class T> class Runner {
         for (int n_shares = 1; n_shares <= group; n_shares++) {
             const int n_heads = (group + n_shares - 1) / n_shares;
             if (n_heads > MOST_HEADS || (group + n_heads - 1) / n_heads != n_shares) continue;
-            for (int n_rows = 1; n_rows == 1 || (n_rows * n_heads <= most && n_rows < 2 * list.n); n_rows *= 2) {
-                const int64_t n = (list.n + n_rows - 1) / n_rows * n_kv_heads * n_shares;
+            for (int n_rows = 1; n_rows == 1 || (n_rows * n_heads <= most && n_rows < 2 * longest); n_rows *= 2) {
+                int64_t n = 0;
+                for (const Part& each : parts) n += chunks_of(each.n, n_rows) * n_kv_heads * n_shares;
                 const int64_t turns = (n + n_threads_ - 1) / n_threads_, work = turns * (n_rows * n_heads + 4);
                 if (work < least) least = work, best = {n_rows, n_heads, n_shares, n};
             }
@@ -494,6 +544,8 @@ template <class T> class Runner {
     const int n_steps_;
     int n_threads_ = 1;
     std::vector<View> views_;
+    std::vector<Place> places_;              // of each row
+    std::vector<std::vector<Part>> parts_;  // of each list
     std::vector<Input> inputs_;
     T *inner_, *mixed_, *kept_;
     static inline Arena arena;
@@ -527,5 +579,5 @@ extern "C" int swiftopt_run(const Pass* pass, const Step* steps, int32_t n_steps
 // Bytes of the structures, which the Python side has to agree with: a library of another version must not be called.
 extern "C" void swiftopt_sizes(int32_t* sizes) {
     sizes[0] = sizeof(Map), sizes[1] = sizeof(Norm), sizes[2] = sizeof(Attention), sizes[3] = sizeof(Mlp);
-    sizes[4] = sizeof(Step), sizes[5] = sizeof(Pass);
+    sizes[4] = sizeof(Step), sizes[5] = sizeof(Sequence), sizes[6] = sizeof(Pass);
 }

@@ -36,7 +36,7 @@ from swiftopt.decoding.tree import ancestor_mask
 from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.learned import Heads, Probe
 from swiftopt.models.loading import at_speed, load
-from swiftopt.models.rows import Rows
+from swiftopt.models.rows import Pass, Rows
 from swiftopt.models.runtime import Runtime
 
 N_NEW = 32
@@ -247,6 +247,52 @@ def test_variants_of_one_pass_have_the_bits_of_passes_of_their_own(family: str, 
             assert same_bits(share, one)
             if each == LayerSet(4):
                 assert same_bits(share, runtime.forward(Rows(ids[base:], base), alone))
+
+
+def random_pass(runtime: Runtime, rng: random.Random, context: int, capacity: int) -> Pass:
+    """A chain, a tree or drafts of several layer sets behind a text of that length, in a buffer of its own."""
+    buffer, n = runtime.new_buffer(capacity), rng.choice((1, 1, 3, 6))
+    if context:
+        runtime.prefill(words(context, context), buffer)
+    tokens = words(rng.randrange(1000), n)
+    kind = rng.choice(("chain", "tree", "variants"))
+    if kind == "tree":
+        parents = [-1, *(rng.randrange(i) for i in range(1, n))]
+        seen = ancestor_mask(parents)
+        visible = torch.cat((torch.ones(n, context, dtype=torch.bool), seen), dim=1)
+        rows = Rows(tokens, context, [context + int(seen[i].sum()) - 1 for i in range(n)], visible)
+    elif kind == "variants":
+        sets = tuple(random_set(rng.randrange(3), rng.choice(FORMATS)) for _ in range(1 if n == 1 else 3))
+        visible = torch.cat((torch.ones(n, context, dtype=torch.bool), torch.eye(n, dtype=torch.bool)), dim=1)
+        rows = Rows(tokens, context, [context] * n, visible, sets)
+    else:
+        rows = Rows(tokens, context)
+    return Pass(rows, buffer, rng.choice((None, (n - 1,), tuple(range(n)))))
+
+
+@each_family
+@each_dtype
+def test_sequences_of_one_pass_have_the_bits_of_passes_of_their_own(family: str, dtype: torch.dtype) -> None:
+    """Chains, trees and drafts of any layer sets and formats, each sequence with keys and values of its own."""
+    runtime = native(family, dtype)
+    for seed in range(6):
+        rng = random.Random(seed)
+        contexts = [rng.choice((0, 1, 13, 40, 70)) for _ in range(rng.choice((1, 2, 5, 9)))]
+        together, alone = (
+            [random_pass(runtime, random.Random(f"{seed} {i}"), c, c + 8 + i) for i, c in enumerate(contexts)]
+            for _ in range(2)
+        )
+        found = runtime.forward_together(together)
+        for one, own, logits in zip(together, alone, found, strict=True):
+            assert same_bits(logits, runtime.forward(own.rows, own.buffer, wanted=own.wanted))
+            assert same_slots(one.buffer, own.buffer, one.rows.first_slot + len(one.rows.token_ids))
+
+
+def test_sequences_are_run_one_after_the_other_where_torch_computes() -> None:
+    runtime = tiny_runtime("qwen2")
+    passes, alone = ([random_pass(runtime, random.Random(i), 20, 40) for i in range(4)] for _ in range(2))
+    for own, logits in zip(alone, runtime.forward_together(passes), strict=True):
+        torch.testing.assert_close(logits, runtime.forward(own.rows, own.buffer, wanted=own.wanted), rtol=0, atol=0)
 
 
 @each_family
