@@ -2,8 +2,8 @@
 
     python -m swiftopt.bench.passes --model qwen2.5-coder-1.5b --contexts 200,2000 --rows 1,8 --sequences 1,8
 
-Passes of our kernels and of torch's (`--speed eager`) in turns; prints a line per context, number of sequences and rows of
-each with the medians in ms, then one JSON object. `weights_gb_s` is what the maps' time comes to.
+Passes of our kernels and of torch's (`--speed eager`) in turns; prints a line per context, number of sequences and rows
+of each with the medians in ms, then one JSON object. `weights_gb_s` is what the maps' time comes to.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def measured(runtime: Runtime, context: int, n_rows: int, n_sequences: int = 1) 
     """Median ms of a pass over `n_rows` rows of each sequence behind `context` slots, and of its parts."""
     native = runtime.native
     assert native is not None
-    passes = [Pass(Rows([1] * n_rows, context), runtime.new_buffer(context + n_rows)) for _ in range(n_sequences)]
+    rows = Rows([1] * n_rows, context)
+    passes = [Pass(runtime, rows, runtime.new_buffer(context + n_rows)) for _ in range(n_sequences)]
     samples: dict[str, list[float]] = {}
     for repeat in range(REPEATS + 1):
         native.seconds = (ctypes.c_double * len(layout.WORK))()
@@ -51,8 +52,9 @@ def measured(runtime: Runtime, context: int, n_rows: int, n_sequences: int = 1) 
             for name, seconds in {"total": total, **parts, "python": python, "eager": eager}.items():
                 samples.setdefault(name, []).append(1e3 * seconds)
     ms = {name: round(median(values), 2) for name, values in samples.items()}
-    n_bytes = {parameter.data_ptr(): parameter.nbytes for parameter in runtime.hf_model.parameters()}
-    table, head = runtime.hf_model.get_input_embeddings().weight, runtime.head_module(None).weight
+    model: Any = runtime.hf_model
+    n_bytes = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}
+    table, head = model.get_input_embeddings().weight, runtime.head_module(None).weight
     if table.data_ptr() != head.data_ptr():  # of the table a pass reads a row per token
         del n_bytes[table.data_ptr()]
     about = {"context": context, "sequences": n_sequences, "rows": n_rows}

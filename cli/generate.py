@@ -32,10 +32,8 @@ from .options import (
 from .output import emit_json, json_line, note, note_load
 
 if TYPE_CHECKING:
-    from ..worker.generate import GenerateInfo
+    from ..worker.generate import GenerateInfo, Turn
     from ..worker.outputs import LineWriter
-
-Turn = tuple[Prompt, Completion, "GenerateInfo"]
 
 source_options = together(
     click.option("--prompt", help="Raw text to continue."),
@@ -57,6 +55,7 @@ method_options = together(
 @from_field(GenerateRequest, "task", "Whose stored layer set to use.  [default: the prompt's own task, or default]")
 @source_options
 @method_options
+@from_field(GenerateRequest, "concurrency", "How many prompts of a stream are decoded at once.", type=positive)
 @machine_options(GenerateRequest)
 @speed_option(GenerateRequest)
 @sampling_options

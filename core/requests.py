@@ -74,7 +74,7 @@ class GenerateRequest:
     `task` chooses the stored plan (None: the prompt's own task); `method`, a name of `core.methods`, overrules it
     (None: what the plan says); `layer_set` takes the place of the stored set, `draft_model` of the plan's; a completion
     ends before the first of the `stop` strings; `settings` None means those stored with the plan, or the defaults where
-    there is none.
+    there is none; `concurrency` prompts are decoded at once.
     """
 
     model: str
@@ -89,6 +89,7 @@ class GenerateRequest:
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     settings: SwiftSettings | None = None
+    concurrency: int = 1
 
 
 _KINDS = {

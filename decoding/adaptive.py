@@ -24,6 +24,7 @@ from ..core.method_settings import AdaptiveSettings
 from ..core.types import LayerSet
 from .context import Context
 from .draft import Draft, Drafting, Outcome
+from .engine import PassGenerator
 from .follow import Cursor, Matches
 from .lookup import HitRates
 from .method import Method
@@ -128,14 +129,15 @@ class _Adapting:
         self.passes = None if drafter.model is None else drafter.model.begin(context)
         self.chain, self.reckoned = _Chain(), 0.0
 
-    def draft(self, room: int) -> Draft:
+    def draft(self, room: int) -> PassGenerator[Draft]:
         """The first call reads the prompt, so that this counts as drafting."""
         drafter = self.drafter
+        drafter.prices.load = self.context.runtime.load
         self.matches.read(self.context.token_ids)
         most = min(room, drafter.settings.max_draft_length)
         self.chain = chain = _Chain()
         if most > 0:
-            self._fill(chain, most)
+            yield from self._fill(chain, most)
         self.reckoned = chain.spent + drafter.prices.verify(chain.n_rows)
         return Draft(chain.tree(self.context.token_ids[-1]), reckoned=self.reckoned)
 
@@ -153,7 +155,7 @@ class _Adapting:
         if n_modelled:
             drafter.step_cost += 0.1 * (chain.spent / n_modelled - drafter.step_cost)
 
-    def _fill(self, chain: _Chain, most: int) -> None:
+    def _fill(self, chain: _Chain, most: int) -> PassGenerator[None]:
         """Choose the kind of round and make its chain."""
         drafter, rate = self.drafter, self.drafter.pace.rate
         cursor = self.matches.at_end()
@@ -164,11 +166,11 @@ class _Adapting:
             n_steps, by_model = chain_worth(expected, drafter.step_cost, rate, drafter.prices)
             if n_steps and by_model >= by_text:
                 drafter.probing.paid()
-                self._by_model(chain, cursor, most_modelled, rate)
+                yield from self._by_model(chain, cursor, most_modelled, rate)
                 self._by_text(chain, cursor, most, rate)
                 return
             if drafter.probing.due():
-                self._by_model(chain, cursor, min(most_modelled, PROBE_LENGTH), 0.0)
+                yield from self._by_model(chain, cursor, min(most_modelled, PROBE_LENGTH), 0.0)
                 return
         self._by_text(chain, cursor, most, rate)
 
@@ -191,7 +193,7 @@ class _Adapting:
             chain.add(token_id, cursor.chance)
             cursor.move(token_id)
 
-    def _by_model(self, chain: _Chain, cursor: Cursor, most: int, rate: float) -> None:
+    def _by_model(self, chain: _Chain, cursor: Cursor, most: int, rate: float) -> PassGenerator[None]:
         """Add the draft model's tokens while a further pass is worth its time; rate 0: up to `most`."""
         assert self.passes is not None
         drafter = self.drafter
@@ -203,7 +205,7 @@ class _Adapting:
                 break
             guesses = self._guesses(cursor, most - len(chain.token_ids) - 1)
             rows = [last, *guesses]
-            logits = self.passes.extend(rows, range(n_run - 1, n_run + len(rows) - 1))
+            logits = yield from self.passes.extend(rows, range(n_run - 1, n_run + len(rows) - 1))
             chain.spent += drafter.prices.draft(len(rows))
             n_right = self._take(chain, cursor, logits, guesses, rate)
             self.passes.drop(len(guesses) - n_right)

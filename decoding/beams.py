@@ -10,6 +10,7 @@ from torch import Tensor
 from ..core.types import LayerSet
 from .context import Context
 from .draft import Draft, Drafting, Outcome
+from .engine import PassGenerator
 from .lossy import most_probable
 from .models import DraftModel
 from .sequences import draw_apart
@@ -79,9 +80,9 @@ class _Beams:
         self.passes = drafter.model.begin(context)
         self.sampled = drafter.sampled and not context.rule.greedy
 
-    def draft(self, room: int) -> Draft:
+    def draft(self, room: int) -> PassGenerator[Draft]:
         root = self.context.token_ids[-1]
-        best = self._search(root, min(self.drafter.length(room), self.passes.room))
+        best = yield from self._search(root, min(self.drafter.length(room), self.passes.room))
         tree = DraftTree.grow(root, [(token_id,) for token_id in best.token_ids])
         logprobs = (0.0, *best.logprobs)
         if not self.drafter.keep:
@@ -95,16 +96,16 @@ class _Beams:
     def observe(self, outcome: Outcome) -> None:
         pass
 
-    def _search(self, root: int, length: int) -> _Beam:
+    def _search(self, root: int, length: int) -> PassGenerator[_Beam]:
         """The best beam; all of a level are run in one pass, those of the last level not at all."""
         self.passes.restart()
         beams, n_nodes = [_Beam()], 1
         for depth in range(length):
             if depth == 0:
-                logits = self.passes.extend((root,), (-1,))
+                logits = yield from self.passes.extend((root,), (-1,))
             else:
                 parents = [beam.nodes[-1] if depth > 1 else 0 for beam in beams]
-                logits = self.passes.extend([beam.token_ids[-1] for beam in beams], parents)
+                logits = yield from self.passes.extend([beam.token_ids[-1] for beam in beams], parents)
                 beams = [
                     _Beam((*beam.nodes, n_nodes + i), beam.token_ids, beam.logprobs) for i, beam in enumerate(beams)
                 ]

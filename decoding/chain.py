@@ -10,6 +10,7 @@ from ..core.settings import Branching, candidates_at
 from ..core.types import LayerSet
 from .context import Context
 from .draft import Draft, Drafting, Offer, Outcome
+from .engine import PassGenerator
 from .models import DraftModel
 from .stopping import StopRule
 from .tree import DraftTree
@@ -33,7 +34,8 @@ class _Nothing:
     def __init__(self, context: Context) -> None:
         self.context = context
 
-    def draft(self, room: int) -> Draft:
+    def draft(self, room: int) -> PassGenerator[Draft]:
+        yield from ()
         return Draft(DraftTree((self.context.token_ids[-1],), (-1,), 0))
 
     def observe(self, outcome: Outcome) -> None:
@@ -75,14 +77,14 @@ class _Chain:
         self.stopping = drafter.stop.begin()
         self.sampled = drafter.sampled and not context.rule.greedy
 
-    def draft(self, room: int) -> Draft:
+    def draft(self, room: int) -> PassGenerator[Draft]:
         root = self.context.token_ids[-1]
         spine, offered, offers = [root], [], {}  # type: list[int], list[tuple[int, ...]], dict[int, Offer]
         self.passes.restart()
         self.stopping.start()
         longest = min(room, self.drafter.stop.max_draft_length, self.passes.room)
         while len(offered) < longest:
-            logits = self.passes.extend(spine[-1:], (len(spine) - 2,))[0]
+            logits = (yield from self.passes.extend(spine[-1:], (len(spine) - 2,)))[0]
             tokens, confidence, offer = self._step(spine[1:], logits)
             unsure = self.stopping.unsure(confidence, self.passes.hidden)
             if unsure and not self.drafter.stop.keeps_last:

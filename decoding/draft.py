@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..core.types import LayerSet
 from .context import Context
+from .engine import PassGenerator
 from .tree import DraftTree
 
 
@@ -108,8 +109,8 @@ class Outcome:
 class Drafting(Protocol):
     """A drafter at work on one request."""
 
-    def draft(self, room: int) -> Draft:
-        """A draft under the last committed token, at most `room` tokens deep."""
+    def draft(self, room: int) -> PassGenerator[Draft]:
+        """A draft under the last committed token, at most `room` tokens deep; yields the draft model's passes."""
         ...
 
     def observe(self, outcome: Outcome) -> None:

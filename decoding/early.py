@@ -15,6 +15,7 @@ from ..models.learned import Heads
 from ..models.staged import StagedPass
 from .context import Context
 from .draft import Draft, Drafting, Offer, Outcome
+from .engine import PassGenerator
 from .tree import DraftTree
 
 
@@ -44,7 +45,8 @@ class _Early:
     def __init__(self, drafter: EarlyDrafter, context: Context) -> None:
         self.drafter, self.context = drafter, context
 
-    def draft(self, room: int) -> Draft:
+    def draft(self, room: int) -> PassGenerator[Draft]:
+        yield from ()  # what it runs is a part of the target's own layers
         context = self.context
         staged = StagedPass(context.runtime, context.buffer, context.root_slot)
         tokens, offers = [context.token_ids[-1]], {}  # type: list[int], dict[int, Offer]

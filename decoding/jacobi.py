@@ -9,6 +9,7 @@ from ..core.method_settings import JacobiSettings
 from ..core.types import LayerSet
 from .context import Context
 from .draft import Draft, Drafting, Outcome
+from .engine import PassGenerator
 from .tree import DraftTree
 
 
@@ -38,7 +39,8 @@ class _Refining:
         self.window, self.context = window, context
         self.guesses = [context.token_ids[-1]] * window
 
-    def draft(self, room: int) -> Draft:
+    def draft(self, room: int) -> PassGenerator[Draft]:
+        yield from ()
         return Draft(DraftTree.grow(self.context.token_ids[-1], [(guess,) for guess in self.guesses[:room]]))
 
     def observe(self, outcome: Outcome) -> None:

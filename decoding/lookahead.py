@@ -21,6 +21,7 @@ from ..core.method_settings import LookaheadSettings
 from ..core.types import LayerSet
 from .context import Context
 from .draft import Draft, Drafting, Outcome, Riders
+from .engine import PassGenerator
 from .tree import DraftTree
 
 
@@ -54,7 +55,8 @@ class _Looking:
         self.window = Window(settings, context.token_ids[: context.n_prompt])
         self._looks = False  # whether the round in progress runs the window
 
-    def draft(self, room: int) -> Draft:
+    def draft(self, room: int) -> PassGenerator[Draft]:
+        yield from ()
         root = self.context.token_ids[-1]
         tree = merged(root, self.pool.continuations(root), room)
         # Guesses of a last round would come too late, and near the context's end there is no position for them.

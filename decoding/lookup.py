@@ -13,6 +13,7 @@ from ..core.types import LayerSet
 from .automaton import SuffixAutomaton
 from .context import Context
 from .draft import Draft, Drafting, Outcome
+from .engine import PassGenerator
 from .tree import DraftTree
 
 WORTH = 0.1  # chance of standing from which on a token is drafted; about a row's cost over that of a token
@@ -49,8 +50,9 @@ class _LookingUp:
         self.text = SuffixAutomaton()
         self.rates = HitRates()
 
-    def draft(self, room: int) -> Draft:
+    def draft(self, room: int) -> PassGenerator[Draft]:
         """The first call reads the prompt, so that this counts as drafting; later ones read the new tokens only."""
+        yield from ()
         for token_id in self.context.token_ids[len(self.text.token_ids) :]:
             self._read(token_id)
         followed: list[int] = []

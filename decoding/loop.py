@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from ..core.types import Completion, FinishReason, Timings
-from ..models.rows import Rows
+from ..models.rows import Pass, Rows
 from ..models.runtime import Runtime
 from .context import Begun, Context, EndRule, Tally
 from .draft import Draft, Drafting, Outcome, Verifier, Walk
+from .engine import PassGenerator, alone
 from .method import Method
 from .rule import TokenRule
 from .tree import ancestor_mask
@@ -46,7 +47,6 @@ class Watch:
     on_prompt: Callable[[Tensor], None] | None = None
 
 
-@torch.inference_mode()
 def decode(
     runtime: Runtime,
     prompt_ids: Sequence[int],
@@ -56,7 +56,20 @@ def decode(
     watch: Watch | None = None,
     begun: Begun | None = None,
 ) -> Completion:
-    """Decode one prompt; unless the method is lossy, the output is that of plain decoding with the same rule.
+    """Decode one prompt by itself; see `decoding`."""
+    return alone(decoding(runtime, prompt_ids, method, rule, ending, watch, begun))
+
+
+def decoding(
+    runtime: Runtime,
+    prompt_ids: Sequence[int],
+    method: Method,
+    rule: TokenRule,
+    ending: EndRule,
+    watch: Watch | None = None,
+    begun: Begun | None = None,
+) -> PassGenerator[Completion]:
+    """Decode one prompt, pass by pass; unless the method is lossy, the output is plain decoding's with the same rule.
 
     Args:   prompt_ids: at least one token. begun: where the same request was cut; its tokens are not told again. What
             was drawn is then drawn again for verifiers that draw once per token, `TargetWalk`, and for no others.
@@ -72,35 +85,36 @@ def decode(
     buffer = runtime.new_buffer(len(prompt_ids) + ending.max_new_tokens + behind)
     context = Context(runtime, buffer, rule, list(prompt_ids), len(prompt_ids), tally)
     if begun is None:
-        _begin(context, ending, watch)
+        yield from _begin(context, ending, watch)
     else:
-        _take_up(context, begun)
+        yield from _take_up(context, begun)
     if context.finish is None:
         drafting = method.drafter.begin(context)
         while context.finish is None:
-            _round(context, method.verifier, drafting, ending, watch)
+            yield from _round(context, method.verifier, drafting, ending, watch)
     return _completion(context, method, ending, context.finish)
 
 
-def _begin(context: Context, ending: EndRule, watch: Watch) -> None:
+def _begin(context: Context, ending: EndRule, watch: Watch) -> PassGenerator[None]:
     """Prefill the prompt; the pass gives the first token."""
     runtime, states = context.runtime, list[Tensor]()
     capture = None if watch.on_prompt is None else {runtime.n_layers: states}
-    logits = runtime.prefill(context.token_ids, context.buffer, capture=capture)
+    for each in runtime.prefill_passes(context.token_ids, context.buffer, capture=capture):
+        logits = yield each
     if watch.on_prompt is not None:
         watch.on_prompt(runtime.normed(torch.cat(states)).float().mean(dim=0))
-    first = context.rule.choose(context.token_ids, logits)
+    first = context.rule.choose(context.token_ids, logits[0])
     context.tally.prefill_s = context.tally.total_s
     _commit(context, (first,), ending, watch)
 
 
-def _take_up(context: Context, begun: Begun) -> None:
+def _take_up(context: Context, begun: Begun) -> PassGenerator[None]:
     """Bring the buffer and the rule to where they were when the request was cut."""
     clock = perf_counter()
     context.token_ids += begun.token_ids
     context.searched, context.finish = begun.searched, begun.finish
     if begun.finish is None:
-        context.runtime.prefill(context.token_ids[:-1], context.buffer)
+        yield from context.runtime.prefill_passes(context.token_ids[:-1], context.buffer)
         context.rule.skip(len(begun.token_ids))
         context.tally.prefill_s += perf_counter() - clock
 
@@ -140,16 +154,18 @@ def completion_text(runtime: Runtime, token_ids: Sequence[int], ending: EndRule)
     return text if cut is None else text[:cut]
 
 
-def _round(context: Context, verifier: Verifier, drafting: Drafting, ending: EndRule, watch: Watch) -> None:
+def _round(
+    context: Context, verifier: Verifier, drafting: Drafting, ending: EndRule, watch: Watch
+) -> PassGenerator[None]:
     clock = perf_counter()
     if watch.before_round is not None and not context.searched:
         context.searched = True  # who is told in there of what was scored may keep the request as it stands
         watch.before_round(context)
     optimised = perf_counter()
     # The last token of the completion needs no draft: it comes with the pass that verifies the one before it.
-    draft = drafting.draft(ending.max_new_tokens - len(context.generated) - 1)
+    draft = yield from drafting.draft(ending.max_new_tokens - len(context.generated) - 1)
     drafted = perf_counter()
-    logits = _check(context, draft)
+    logits = yield from _check(context, draft)
     walked = verifier.verify(draft, PassTarget(context, draft, logits))
     before = len(context.token_ids)
     _keep(context, walked)
@@ -172,7 +188,7 @@ def _round(context: Context, verifier: Verifier, drafting: Drafting, ending: End
         watch.after_round(context, Round(draft.n_steps, n_accepted, n_emitted, draft.n_rows, *seconds))
 
 
-def _check(context: Context, draft: Draft) -> Tensor | None:
+def _check(context: Context, draft: Draft) -> PassGenerator[Tensor | None]:
     """The target's logits for the tree's rows and, behind them, the riders'; one pass, or what is left of one."""
     if draft.n_checked == 0:
         return None
@@ -180,7 +196,7 @@ def _check(context: Context, draft: Draft) -> Tensor | None:
         return draft.staged.finish()
     tree, root = draft.tree, context.root_slot
     if tree.is_chain and draft.riders is None:
-        return context.runtime.forward(Rows(tree.token_ids[: draft.n_checked], root), context.buffer)
+        return (yield Pass(context.runtime, Rows(tree.token_ids[: draft.n_checked], root), context.buffer))
     visible, token_ids, depths, wanted = ancestor_mask(tree.parents), tree.token_ids, tree.depths(), None
     if draft.riders is not None:
         n_rows = tree.n_nodes + len(draft.riders.token_ids)
@@ -192,7 +208,7 @@ def _check(context: Context, draft: Draft) -> Tensor | None:
     committed = torch.ones((len(token_ids), root), dtype=torch.bool)
     positions = [root + depth for depth in depths]
     rows = Rows(token_ids, root, positions, torch.cat((committed, visible), dim=1))
-    return context.runtime.forward(rows, context.buffer, wanted=wanted)
+    return (yield Pass(context.runtime, rows, context.buffer, wanted))
 
 
 def _keep(context: Context, walked: Walk) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -14,10 +15,11 @@ from torch import Tensor
 
 from ..core.types import LayerSet
 from ..models.buffer import KVBuffer
-from ..models.rows import Rows
+from ..models.rows import Pass, Rows
 from ..models.runtime import Runtime
 from ..models.staged import StagedPass
 from .context import Context
+from .engine import PassGenerator
 from .tree import ancestor_mask
 
 
@@ -43,7 +45,7 @@ class DraftPasses(Protocol):
         """A new round: the next node is the root, the last committed token."""
         ...
 
-    def extend(self, token_ids: Sequence[int], parents: Sequence[int]) -> Tensor:
+    def extend(self, token_ids: Sequence[int], parents: Sequence[int]) -> PassGenerator[Tensor]:
         """Add nodes under earlier ones (the root's parent is -1); the logits (nodes, vocab) after them."""
         ...
 
@@ -131,11 +133,10 @@ class _SkippedPasses:
         assert self.model.layer_set is not None
         self._variants = () if self.model.layer_set.is_whole else (self.model.layer_set,)
 
-    def extend(self, token_ids: Sequence[int], parents: Sequence[int]) -> Tensor:
+    def extend(self, token_ids: Sequence[int], parents: Sequence[int]) -> PassGenerator[Tensor]:
         context = self.context
-        return context.runtime.forward(
-            self._nodes.rows(token_ids, parents, context.root_slot, self._variants), context.buffer
-        )
+        rows = self._nodes.rows(token_ids, parents, context.root_slot, self._variants)
+        return (yield Pass(context.runtime, rows, context.buffer, drafts=True))
 
     def drop(self, n_nodes: int) -> None:
         self._nodes.drop(n_nodes)
@@ -172,7 +173,8 @@ class _EarlyPasses:
     def restart(self) -> None:
         self.staged = StagedPass(self.context.runtime, self.context.buffer, self.context.root_slot)
 
-    def extend(self, token_ids: Sequence[int], parents: Sequence[int]) -> Tensor:
+    def extend(self, token_ids: Sequence[int], parents: Sequence[int]) -> PassGenerator[Tensor]:
+        yield from ()  # what it runs is a part of the target's own layers
         assert self.staged is not None and len(token_ids) == 1 and parents[0] == self.staged.n_rows - 1
         self.staged.add(token_ids[0])
         self.hidden = self.staged.advance(self.depth)
@@ -219,32 +221,35 @@ class _OtherPasses:
     def restart(self) -> None:
         self._nodes = _Nodes()
 
-    def extend(self, token_ids: Sequence[int], parents: Sequence[int]) -> Tensor:
+    def extend(self, token_ids: Sequence[int], parents: Sequence[int]) -> PassGenerator[Tensor]:
         if not self._nodes.parents:
             self._nodes.parents.append(-1)
-            first = self._fit(self._catch_up()[None])
+            first = self._fit((yield from self._catch_up()))
             if len(token_ids) == 1:
                 return first
-            return torch.cat((first, self.extend(token_ids[1:], parents[1:])))
+            return torch.cat((first, (yield from self.extend(token_ids[1:], parents[1:]))))
         root = self.context.root_slot
         rows = self._nodes.rows(token_ids, parents, root, ())
         if rows.visible is None:
             self._held[root + len(self._nodes.parents) - len(token_ids) :] = token_ids
-        return self._fit(self.runtime.forward(rows, self.buffer))
+        return self._fit((yield Pass(self.runtime, rows, self.buffer, drafts=True)))
 
     def drop(self, n_nodes: int) -> None:
         self._nodes.drop(n_nodes)
         del self._held[self.context.root_slot + len(self._nodes.parents) :]
 
-    def _catch_up(self) -> Tensor:
-        """Read the committed tokens that it has not read yet, the root last; the logits (vocab,) after that."""
+    def _catch_up(self) -> PassGenerator[Tensor]:
+        """Read the committed tokens that it has not read yet, the root last; the logits (1, vocab) after that."""
         committed, root = self.context.token_ids, self.context.root_slot
         same = self._n_same
         while same < min(root, len(self._held)) and self._held[same] == committed[same]:
             same += 1
         self._held, self._n_same = list(committed), same
         last = self.runtime.vocab_size - 1  # a head padded further can give tokens that the draft model has no row for
-        return self.runtime.prefill([min(token_id, last) for token_id in committed[same:]], self.buffer, same)
+        token_ids = [min(token_id, last) for token_id in committed[same:]]
+        for each in self.runtime.prefill_passes(token_ids, self.buffer, same):
+            logits = yield replace(each, drafts=True)
+        return logits
 
     def _fit(self, logits: Tensor) -> Tensor:
         """Logits over the target's vocabulary: heads are padded to different widths in one family."""

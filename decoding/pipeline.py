@@ -19,6 +19,7 @@ from ..models.learned import Heads
 from ..models.stacked import StackedLayers
 from .context import Context
 from .draft import Draft, Drafting, Outcome
+from .engine import PassGenerator
 from .tree import DraftTree
 
 
@@ -70,7 +71,8 @@ class _Pipeline:
         self.drafter, self.context = drafter, context
         self._flights: list[_Flight] = []  # oldest, deepest, first
 
-    def draft(self, room: int) -> Draft:
+    def draft(self, room: int) -> PassGenerator[Draft]:
+        yield from ()  # what it runs is a part of the target's own layers
         context = self.context
         root, slot = context.token_ids[-1], context.root_slot
         if not self._flights or (self._flights[0].token_id, self._flights[0].slot) != (root, slot):

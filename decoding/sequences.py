@@ -10,6 +10,7 @@ from torch import Tensor
 from ..core.types import LayerSet
 from .context import Context
 from .draft import Draft, Drafting, Offer, Outcome
+from .engine import PassGenerator
 from .models import DraftModel
 from .ratio import remaining
 from .rule import TokenRule
@@ -47,7 +48,7 @@ class _Sequences:
         self.drafter, self.context = drafter, context
         self.passes = drafter.model.begin(context)
 
-    def draft(self, room: int) -> Draft:
+    def draft(self, room: int) -> PassGenerator[Draft]:
         # Node numbers are slots: a level of the tree is a pass, and the last one is not run by the draft model at all.
         token_ids, parents, offers = [self.context.token_ids[-1]], [-1], {}  # type: list[int], list[int], dict[int, Offer]
         depth = min(room, self.drafter.draft_length, self.passes.room)
@@ -55,7 +56,7 @@ class _Sequences:
         self.passes.restart()
         for _ in range(depth):
             nodes = tuple(level)
-            logits = self.passes.extend([token_ids[n] for n in nodes], [parents[n] for n in nodes])
+            logits = yield from self.passes.extend([token_ids[n] for n in nodes], [parents[n] for n in nodes])
             following: dict[int, int] = {}
             for node, row in zip(nodes, logits, strict=True):
                 drawn, offer = self._draw(_path(node, token_ids, parents), row, level[node])

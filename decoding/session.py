@@ -13,7 +13,8 @@ from ..core.errors import ContextOverflow, InvalidInput, SettingsError
 from ..core.types import Completion, Prompt, Sampling
 from ..models.runtime import Runtime
 from .context import Begun, Ending
-from .loop import Watch, decode
+from .engine import PassGenerator, alone
+from .loop import Watch, decoding
 from .method import Method
 from .rule import TokenRule
 
@@ -73,19 +74,22 @@ class Session:
                 where it was cut.
         Raises: ContextOverflow: a turn with all before it does not fit; the turns before it were yielded.
         """
-        messages: list[Mapping[str, str]] = []
         said = list(answers)
-        for number in range(n_turns(prompt)):
-            if prompt.turns:
-                messages.append({"role": "user", "content": prompt.turns[number]})
-            if number == len(said):
-                named = turn_of(prompt, number)
-                opening = messages if prompt.turns else self._opening(prompt)
-                completion = self._decode(named, opening, method, watch, begun)
-                said.append(completion.text)
-                begun = None
-                yield named, completion
-            messages.append({"role": "assistant", "content": said[number]})
+        while len(said) < n_turns(prompt):
+            turn, completion = alone(self._turn(prompt, said, method, watch, begun))
+            said.append(completion.text)
+            begun = None
+            yield turn, completion
+
+    def request(
+        self, prompt: Prompt, method: Method, watch: Watch | None = None
+    ) -> PassGenerator[list[tuple[Prompt, Completion]]]:
+        """What `run` does, for an engine: all turns of a prompt, pass by pass."""
+        done: list[tuple[Prompt, Completion]] = []
+        while len(done) < n_turns(prompt):
+            said = [completion.text for _, completion in done]
+            done.append((yield from self._turn(prompt, said, method, watch)))
+        return done
 
     def rule(self) -> TokenRule:
         """A fresh rule, its draws starting from the seed."""
@@ -95,17 +99,19 @@ class Session:
         """When a completion of this session ends."""
         return Ending(max_new_tokens, self._stop_token_ids(), self.stop_strings, self._to_text)
 
-    def _decode(
-        self,
-        prompt: Prompt,
-        messages: Sequence[Mapping[str, str]] | None,
-        method: Method,
-        watch: Watch | None,
-        begun: Begun | None,
-    ) -> Completion:
-        ids = self._encode(prompt, messages)
-        with _naming(prompt.id):
-            return decode(self.runtime, ids, method, self.rule(), self.ending(self.room(prompt)), watch, begun)
+    def _turn(
+        self, prompt: Prompt, said: Sequence[str], method: Method, watch: Watch | None, begun: Begun | None = None
+    ) -> PassGenerator[tuple[Prompt, Completion]]:
+        """Decode the turn behind the answers `said`."""
+        turn, messages = turn_of(prompt, len(said)), self._opening(prompt)
+        if prompt.turns:
+            spoken = zip(prompt.turns, [*said, None], strict=False)
+            both = [(("user", asked), ("assistant", answer)) for asked, answer in spoken]
+            messages = [{"role": role, "content": text} for pair in both for role, text in pair if text is not None]
+        ids = self._encode(turn, messages)
+        with _naming(turn.id):
+            rule, ending = self.rule(), self.ending(self.room(turn))
+            return turn, (yield from decoding(self.runtime, ids, method, rule, ending, watch, begun))
 
     def room(self, prompt: Prompt) -> int:
         """Most tokens of each of the prompt's completions."""

@@ -31,16 +31,21 @@ class Drafts(Protocol):
 class Prices:
     """Costs in plain passes of the target, from a measured profile; looked up once per layer set and number of rows.
 
+    With `load` sequences side by side, a pass is taken to have as many rows of each of the others: the tokens of one are
+    weighed against the time of all, for the others do the same.
+
     Args: drafts: who drafts, or its layer set; None: nobody does.
     """
 
     def __init__(self, costs: CostProfile, drafts: Drafts | LayerSet | None) -> None:
         self._costs, self._drafts = costs, drafts
+        self.load = 1
         self._draft: dict[tuple[LayerSet, int], float] = {}
         self._verify: dict[int, float] = {}
 
     def draft(self, n_rows: int) -> float:
-        """A draft pass over `n_rows` rows; infinite without a draft model."""
+        """A draft pass over `n_rows` rows of each sequence; infinite without a draft model."""
+        n_rows *= self.load
         own = self._drafts if self._drafts is None or isinstance(self._drafts, LayerSet) else self._drafts.layer_set
         if own is None:
             return float("inf")
@@ -49,7 +54,8 @@ class Prices:
         return self._draft[own, n_rows]
 
     def verify(self, n_rows: int) -> float:
-        """A target pass over `n_rows` rows."""
+        """A target pass over `n_rows` rows of each sequence."""
+        n_rows *= self.load
         if n_rows not in self._verify:
             self._verify[n_rows] = self._costs.verify_cost(n_rows)
         return self._verify[n_rows]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
@@ -35,13 +35,20 @@ class Rows:
     variants: tuple[LayerSet, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Pass:
-    """Rows of one sequence, the buffer of its keys and values, and the rows that logits are wanted of (None: all)."""
+    """Rows of one sequence that are to be run through a model.
 
+    `buffer` holds the sequence's keys and values; `wanted` are the rows that logits are wanted of (None: all);
+    `capture` is as in `Runtime.forward`. `drafts` says that the sequence is still drafting.
+    """
+
+    runtime: Runtime
     rows: Rows
     buffer: KVBuffer
     wanted: Sequence[int] | None = None
+    capture: Mapping[int, list[Tensor]] | None = None
+    drafts: bool = False
 
 
 Groups = tuple[tuple[str | None, frozenset[int]], ...]

@@ -6,7 +6,7 @@ sub-layers it leaves out. The layer set is an argument of the pass; nothing is e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .kernels.native import NativePasses
 
 PREFILL_ROWS = 512  # rows per prefill pass, so that its mask stays small
+PREFILL_ROWS_BESIDE = 128  # where other sequences wait for the pass to end
 
 
 class Runtime:
@@ -64,6 +65,7 @@ class Runtime:
         ends = {self.device, self.final_norm.weight.device, self._head.weight.device}
         self.one_device = len({block.device for block in self.blocks} | ends) == 1
         self.rotation = RotaryTables(submodule(hf_model, family.rotary), self.dtype, self.max_positions).of
+        self.load = 1  # sequences that its latest pass of the whole model served
         self.speed = "eager"
         self.graphs: GraphPasses | None = None  # what passes are replayed by, see models.loading.at_speed
         self.native: NativePasses | None = None  # what passes are computed by in place of torch, likewise
@@ -151,11 +153,24 @@ class Runtime:
 
         Args: capture: as in `forward`; a text of several passes appends to it several times.
         """
-        for start in range(0, len(token_ids), PREFILL_ROWS):
-            chunk = token_ids[start : start + PREFILL_ROWS]
-            is_last = start + PREFILL_ROWS >= len(token_ids)
-            logits = self.forward(Rows(chunk, first_slot + start), buffer, 1 if is_last else 0, capture)
+        for each in self.prefill_passes(token_ids, buffer, first_slot, capture):
+            logits = self.forward_together([each])[0]
         return logits[0]
+
+    def prefill_passes(
+        self,
+        token_ids: Sequence[int],
+        buffer: KVBuffer,
+        first_slot: int = 0,
+        capture: Mapping[int, list[Tensor]] | None = None,
+    ) -> Iterator[Pass]:
+        """The passes that `prefill` makes; the last one gives the logits (1, vocab) after the text."""
+        start = 0
+        while start < len(token_ids):
+            chunk = token_ids[start : start + (PREFILL_ROWS if self.load == 1 else PREFILL_ROWS_BESIDE)]
+            wanted = (len(chunk) - 1,) if start + len(chunk) == len(token_ids) else ()
+            yield Pass(self, Rows(chunk, first_slot + start), buffer, wanted, capture)
+            start += len(chunk)
 
     @torch.inference_mode()
     def forward(
@@ -174,8 +189,8 @@ class Runtime:
         if self.native is not None:
             n = len(rows.token_ids)
             last = None if n_logits is None else range(max(0, n - n_logits), n)
-            one = Pass(rows, buffer, last if wanted is None else wanted)
-            return self._native_forward(self.native, [one], capture)[0]
+            one = Pass(self, rows, buffer, last if wanted is None else wanted, capture)
+            return self._native_forward(self.native, [one])[0]
         # Made before the layers run: on a GPU, a transfer waits for what was asked of it before.
         index = None if wanted is None else torch.tensor(wanted, device=self.blocks[-1].device)
         graphs = self.graphs if capture is None and n_logits != 0 else None
@@ -204,14 +219,16 @@ class Runtime:
         """
         if self.native is not None:
             return self._native_forward(self.native, passes)
-        return [self.forward(each.rows, each.buffer, wanted=each.wanted) for each in passes]
+        n_logits = [0 if each.wanted is not None and not each.wanted else None for each in passes]
+        return [
+            self.forward(each.rows, each.buffer, n, each.capture, None if n == 0 else each.wanted)
+            for each, n in zip(passes, n_logits, strict=True)
+        ]
 
-    def _native_forward(
-        self, native: NativePasses, passes: Sequence[Pass], capture: Mapping[int, list[Tensor]] | None = None
-    ) -> list[Tensor]:
+    def _native_forward(self, native: NativePasses, passes: Sequence[Pass]) -> list[Tensor]:
         embedded = [self._embedded(each.rows.token_ids, PassPlan(self, each.rows)) for each in passes]
         hidden = embedded[0] if len(embedded) == 1 else torch.cat(embedded)
-        self._native_layers(native, hidden, passes, 0, self.n_layers, capture)
+        self._native_layers(native, hidden, passes, 0, self.n_layers)
         index: list[int] = []  # rows that logits are wanted of
         formats: list[str | None] = []  # of the head, for each of them
         counts: list[int] = []
@@ -244,14 +261,15 @@ class Runtime:
         passes: Sequence[Pass],
         first: int,
         last: int,
-        capture: Mapping[int, list[Tensor]] | None = None,
     ) -> None:
-        """Change `hidden` to the states after those layers, noting it where `capture` wants it."""
-        stops = sorted(depth for depth in capture or () if first < depth <= last)
+        """Change `hidden` to the states after those layers, noting them where passes want it."""
+        stops = sorted({depth for each in passes for depth in each.capture or () if first < depth <= last})
         for stop in dict.fromkeys((*stops, last)):
             native.run_layers(hidden, passes, first, stop)
-            if capture is not None and stop in capture:
-                capture[stop].append(hidden.clone())
+            own = torch.split(hidden, [len(each.rows.token_ids) for each in passes])
+            for each, states in zip(passes, own, strict=True):
+                if each.capture is not None and stop in each.capture:
+                    each.capture[stop].append(states.clone())
             first = stop
 
     def states(self, token_ids: Tensor, plan: PassPlan, buffer: KVBuffer) -> Tensor:
@@ -269,7 +287,7 @@ class Runtime:
         rows = Rows([0] * hidden.shape[0], first_slot)
         if self.native is not None:
             hidden = hidden.clone()
-            self._native_layers(self.native, hidden, [Pass(rows, buffer)], first, last)
+            self._native_layers(self.native, hidden, [Pass(self, rows, buffer)], first, last)
             return hidden
         plan = PassPlan(self, rows)
         return self._through(hidden, plan, buffer, self.blocks[first:last], None)

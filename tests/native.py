@@ -5,15 +5,21 @@ The libraries come from the user's own cache, for a compiler takes some ten seco
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from functools import cache
 
 import pytest
 import torch
-from families import tiny_runtime
+from fakes import cheap_draft_costs
+from families import VOCAB, tiny_runtime
 from torch import Tensor
 
-from swiftopt.models.kernels import build, native
+from swiftopt.core.types import LayerSet
+from swiftopt.decoding.methods import Parts
+from swiftopt.models.kernels import build
+from swiftopt.models.kernels import native as passes
+from swiftopt.models.learned import Heads, Probe
 from swiftopt.models.loading import at_speed
 from swiftopt.models.quantised import QuantisedLinear
 from swiftopt.models.runtime import Runtime
@@ -42,6 +48,32 @@ def native_runtime(family: str, dtype: torch.dtype = torch.bfloat16, seed: int =
     return runtime
 
 
+@cache
+def native(family: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Runtime:
+    return native_runtime(family, dtype, seed)
+
+
+def words(seed: int, n: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(2, VOCAB) for _ in range(n)]
+
+
+@cache
+def parts(family: str, with_model: bool = False) -> Parts:
+    runtime = native(family)
+    width = runtime.config.hidden_size
+    generator = torch.Generator().manual_seed(3)
+    heads = Heads({depth: torch.eye(width, dtype=runtime.dtype) * 3 for depth in (1, 2)})
+    probe = Probe(1, torch.randn(width, generator=generator), 0.5)
+    draft = native(family, seed=1) if with_model else None
+    return Parts(runtime, LayerSet(4, frozenset({1}), frozenset({2})), heads, probe, draft, cheap_draft_costs())
+
+
+def repeating(seed: int) -> list[int]:
+    """Words that repeat, so that looking them up finds something."""
+    return words(seed, 6) * 3
+
+
 def linear(
     kernels: build.Kernels,
     x: Tensor,
@@ -52,4 +84,4 @@ def linear(
 ) -> Tensor:
     """(rows, n_in) by (n_out, n_in); `rows`: those of `x` that are wanted."""
     index = None if rows is None else torch.tensor(rows, dtype=torch.int32)
-    return native.linear(kernels, native.map_of(weight, bias), x.contiguous(), index, n_threads=n_threads)
+    return passes.linear(kernels, passes.map_of(weight, bias), x.contiguous(), index, n_threads=n_threads)

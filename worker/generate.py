@@ -9,6 +9,7 @@ from ..core.errors import InvalidInput, LayerSetNotFound, NotFound
 from ..core.methods import method_info
 from ..core.requests import GenerateRequest
 from ..core.types import Completion, FoundPlan, LayerSetRecord, Plan, Prompt, VerdictWord
+from ..decoding.engine import PassGenerator, side_by_side
 from ..decoding.loop import Watch
 from ..decoding.method import PLAIN, Method
 from ..decoding.methods import build
@@ -33,14 +34,17 @@ class GenerateInfo:
     note: str = ""
 
 
+Turn = tuple[Prompt, Completion, GenerateInfo]
+
+
 def generate(
     request: GenerateRequest,
     prompts: Sequence[Prompt],
     store: Store | None,
     on_text: Callable[[str], None] | None = None,
     on_step: Callable[[str], None] = no_step,
-) -> Iterator[tuple[Prompt, Completion, GenerateInfo]]:
-    """Decode each prompt; `on_text` gets the text as it grows.
+) -> Iterator[Turn]:
+    """Decode each prompt; `on_text` gets the text as it grows, where prompts are decoded one after the other.
 
     Raises: LayerSetNotFound, LearnedNotFound: a method was asked for, and what it needs is neither stored nor given.
             LayerSetError: the given set was tuned on another model. SettingsError: there is no such method.
@@ -54,6 +58,11 @@ def generate(
     for prompt in prompts:
         session.check(prompt)
     planner = Planner(request, runtime, store, on_step)
+    if request.concurrency > 1:
+        works = (_request(session, planner, prompt) for prompt in prompts)
+        for turns in side_by_side(works, request.concurrency):
+            yield from turns
+        return
     for prompt in prompts:
         method, info = planner.plan_for(request.task or prompt.task)
         text = TextStream(runtime, on_text, request.stop) if on_text is not None else None
@@ -62,6 +71,11 @@ def generate(
             if text is not None:
                 text.finish(completion)
             yield turn, completion, info
+
+
+def _request(session: Session, planner: Planner, prompt: Prompt) -> PassGenerator[list[Turn]]:
+    method, info = planner.plan_for(planner.request.task or prompt.task)
+    return [(turn, done, info) for turn, done in (yield from session.request(prompt, method))]
 
 
 class Planner:

@@ -17,6 +17,7 @@ from swiftopt.core.requests import TuneRequest
 from swiftopt.core.types import LayerSet, Prompt, Sampling
 from swiftopt.decoding.context import Context, Ending
 from swiftopt.decoding.draft import Draft, Outcome
+from swiftopt.decoding.engine import PassGenerator
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.method import PLAIN, Method
 from swiftopt.decoding.session import Session
@@ -45,7 +46,8 @@ class Knowing:
         self.context = context
         return self
 
-    def draft(self, room: int) -> Draft:
+    def draft(self, room: int) -> PassGenerator[Draft]:
+        yield from ()
         done = len(self.context.generated)
         ahead = self.said[done : done + min(self.n, room)]
         return Draft(DraftTree.grow(self.context.token_ids[-1], [(token_id,) for token_id in ahead]))

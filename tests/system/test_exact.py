@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes import cheap_draft_costs
-from families import CONFIGS, VOCAB, tiny_model, tiny_runtime
-from native import library, native_runtime
+from families import CONFIGS, tiny_model, tiny_runtime
+from native import library, native, native_runtime, parts, repeating, words
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
@@ -29,12 +28,11 @@ from swiftopt.core.types import LayerSet, ModelInfo, Sampling, searchable
 from swiftopt.decoding.context import Ending
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.method import PLAIN, Method, swift
-from swiftopt.decoding.methods import Parts, build
+from swiftopt.decoding.methods import build
 from swiftopt.decoding.rule import TokenRule
 from swiftopt.decoding.session import Session
 from swiftopt.decoding.tree import ancestor_mask
 from swiftopt.models.buffer import KVBuffer
-from swiftopt.models.learned import Heads, Probe
 from swiftopt.models.loading import at_speed, load
 from swiftopt.models.rows import Pass, Rows
 from swiftopt.models.runtime import Runtime
@@ -61,11 +59,6 @@ each_family = pytest.mark.parametrize("family", CONFIGS)
 each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 
 
-@cache
-def native(family: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Runtime:
-    return native_runtime(family, dtype, seed)
-
-
 @pytest.fixture
 def several_threads() -> Iterator[None]:
     """Three threads per pass, whatever this process has else."""
@@ -73,11 +66,6 @@ def several_threads() -> Iterator[None]:
     torch.set_num_threads(3)
     yield
     torch.set_num_threads(before)
-
-
-def words(seed: int, n: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(2, VOCAB) for _ in range(n)]
 
 
 def random_set(seed: int, formats: tuple[tuple[str, str], ...] = ()) -> LayerSet:
@@ -267,7 +255,7 @@ def random_pass(runtime: Runtime, rng: random.Random, context: int, capacity: in
         rows = Rows(tokens, context, [context] * n, visible, sets)
     else:
         rows = Rows(tokens, context)
-    return Pass(rows, buffer, rng.choice((None, (n - 1,), tuple(range(n)))))
+    return Pass(runtime, rows, buffer, rng.choice((None, (n - 1,), tuple(range(n)))))
 
 
 @each_family
@@ -351,22 +339,6 @@ def test_pass_that_does_not_fit_its_buffer_is_refused_before_it_writes() -> None
 
 
 # -- decoding ----------------------------------------------------------------------------------------------------------
-
-
-@cache
-def parts(family: str, with_model: bool = False) -> Parts:
-    runtime = native(family)
-    width = runtime.config.hidden_size
-    generator = torch.Generator().manual_seed(3)
-    heads = Heads({depth: torch.eye(width, dtype=runtime.dtype) * 3 for depth in (1, 2)})
-    probe = Probe(1, torch.randn(width, generator=generator), 0.5)
-    draft = native(family, seed=1) if with_model else None
-    return Parts(runtime, LayerSet(4, frozenset({1}), frozenset({2})), heads, probe, draft, cheap_draft_costs())
-
-
-def repeating(seed: int) -> list[int]:
-    """Words that repeat, so that looking them up finds something."""
-    return words(seed, 6) * 3
 
 
 @cache

@@ -16,6 +16,7 @@ from swiftopt.decoding.beams import BeamDrafter
 from swiftopt.decoding.chain import ChainDrafter
 from swiftopt.decoding.context import Context, Ending
 from swiftopt.decoding.draft import Drafter, Verifier
+from swiftopt.decoding.engine import alone
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.lossy import JointRatio, KeepAll, Rollback, Typical, warp
 from swiftopt.decoding.method import PLAIN, Method
@@ -201,7 +202,7 @@ def test_sampled_beams_are_drawn_and_the_draft_is_the_best_of_them() -> None:
         )
         runtime.prefill(ids[:-1], context.buffer)
         drafter = BeamDrafter(SkippedTarget(LayerSet(4)), width, 2, 3, 1.0, True)
-        return drafter.begin(context).draft(2).tree.token_ids[1:]
+        return alone(drafter.begin(context).draft(2)).tree.token_ids[1:]
 
     best = tuple(beam_blocks(runtime, ids, 9, 2, 3, 1.0))
     assert {block(9, seed) for seed in range(5)} == {best}
@@ -237,6 +238,6 @@ def test_no_slot_behind_the_stated_ones_is_written(name: str) -> None:
         buffer = runtime.new_buffer(len(ids) - 1 + drafter.max_rows(room))
         context = Context(runtime, buffer, TokenRule.of(Sampling(temperature=2.0), None), list(ids), len(ids))
         runtime.prefill(ids[:-1], buffer)
-        draft = drafter.begin(context).draft(room)
+        draft = alone(drafter.begin(context).draft(room))
         assert draft.n_checked == 0 or len(ids) - 1 + draft.tree.n_nodes <= buffer.capacity
         assert draft.tree.n_steps == min(4, room + (name == "mtjd"))

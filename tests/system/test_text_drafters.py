@@ -15,6 +15,7 @@ from swiftopt.core.types import Completion, LayerSet, Sampling
 from swiftopt.decoding.automaton import SuffixAutomaton
 from swiftopt.decoding.context import Context, Ending
 from swiftopt.decoding.draft import Draft, Drafter, Drafting, Outcome, Walk
+from swiftopt.decoding.engine import PassGenerator, alone
 from swiftopt.decoding.jacobi import JacobiDrafter
 from swiftopt.decoding.lookahead import LookaheadDrafter, NgramPool, Window, merged
 from swiftopt.decoding.lookup import HitRates, LookupDrafter
@@ -59,8 +60,8 @@ class _Watching:
     def __init__(self, watched: Watched, context: Context) -> None:
         self.watched, self.drafting = watched, watched.drafter.begin(context)
 
-    def draft(self, room: int) -> Draft:
-        draft = self.drafting.draft(room)
+    def draft(self, room: int) -> PassGenerator[Draft]:
+        draft = yield from self.drafting.draft(room)
         n_riders = 0 if draft.riders is None else len(draft.riders.token_ids)
         assert draft.tree.n_nodes + n_riders <= self.watched.max_rows(room)
         assert draft.n_steps == max(draft.tree.depths()) <= room
@@ -152,12 +153,12 @@ def test_a_lookup_round_reads_only_what_is_new() -> None:
     rng = random.Random(7)
     text = [int(60 * rng.random() ** 2) for _ in range(6_000)]
     context, drafting = begun(tiny_runtime("llama"), text[:-200], LookupDrafter(LookupSettings()))
-    drafting.draft(10)
+    alone(drafting.draft(10))
     automaton: SuffixAutomaton = drafting.text  # type: ignore[attr-defined]
     prompt_moves, n_prompt = automaton.n_moves, len(context.token_ids)
     for start in range(n_prompt, len(text), 2):
         context.token_ids += text[start : start + 2]
-        drafting.draft(10)
+        alone(drafting.draft(10))
         assert automaton.token_ids == context.token_ids
     assert automaton.n_moves - prompt_moves <= 200 * 1.5 * prompt_moves / n_prompt
 
@@ -167,7 +168,7 @@ def test_lookup_drafts_what_followed_the_match_within_its_limits() -> None:
     runtime = tiny_runtime("llama")
 
     def drafted(room: int, settings: LookupSettings) -> tuple[int, ...]:
-        return begun(runtime, list(text), LookupDrafter(settings))[1].draft(room).tree.token_ids[1:]
+        return alone(begun(runtime, list(text), LookupDrafter(settings))[1].draft(room)).tree.token_ids[1:]
 
     longest = drafted(10, LookupSettings())
     assert longest == (9, 10, 11, 12, 13, 5, 6, 7, 8)[: len(longest)] and len(longest) > 3
@@ -182,7 +183,7 @@ def test_lookup_drafts_less_from_matches_that_misled() -> None:
     misleading = [token for _ in range(60) for token in (90, 91, rng.randrange(2, 80))]
     faithful = [2, 3, 4, 90, 91, 5, 6, 7, 8] * 20
     lengths = [
-        begun(tiny_runtime("llama"), [*text, 90, 91], LookupDrafter(LookupSettings()))[1].draft(10).n_steps
+        alone(begun(tiny_runtime("llama"), [*text, 90, 91], LookupDrafter(LookupSettings()))[1].draft(10)).n_steps
         for text in (misleading, faithful)
     ]
     assert lengths[0] < 3 and lengths[1] == 10
@@ -199,14 +200,14 @@ def test_hit_rates_follow_what_is_seen() -> None:
 
 def test_jacobi_keeps_the_argmaxes_behind_the_accepted_part() -> None:
     _, drafting = begun(tiny_runtime("llama"), [3, 4], JacobiDrafter(JacobiSettings(window=4)))
-    draft = drafting.draft(10)
+    draft = alone(drafting.draft(10))
     assert draft.tree.token_ids == (4, 4, 4, 4, 4)
     logits = torch.nn.functional.one_hot(torch.tensor([10, 11, 12, 13, 14]), VOCAB).double()
     drafting.observe(Outcome(draft, Walk((1,), (4, 11)), logits))
-    assert drafting.draft(10).tree.token_ids[1:] == (12, 13, 14, 14)
-    assert drafting.draft(2).tree.token_ids[1:] == (12, 13)
+    assert alone(drafting.draft(10)).tree.token_ids[1:] == (12, 13, 14, 14)
+    assert alone(drafting.draft(2)).tree.token_ids[1:] == (12, 13)
     drafting.observe(Outcome(draft, Walk((1, 2, 3, 4), (4, 4, 4, 4, 14)), logits))
-    assert drafting.draft(10).tree.token_ids[1:] == (14, 14, 14, 14)
+    assert alone(drafting.draft(10)).tree.token_ids[1:] == (14, 14, 14, 14)
 
 
 def successor(token_id: int) -> int:

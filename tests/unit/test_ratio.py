@@ -19,6 +19,7 @@ from swiftopt.core.types import Sampling
 from swiftopt.decoding.chain import ChainDrafter
 from swiftopt.decoding.context import Context
 from swiftopt.decoding.draft import Draft, Drafter, Offer, Verifier, Walk
+from swiftopt.decoding.engine import PassGenerator, alone
 from swiftopt.decoding.ratio import BlockRatio, ChainRatio, SeveralRatio
 from swiftopt.decoding.rule import TokenRule
 from swiftopt.decoding.sequences import SequencesDrafter
@@ -98,7 +99,8 @@ class TablePasses:
     def restart(self) -> None:
         self.paths: list[Path] = []
 
-    def extend(self, token_ids: Sequence[int], parents: Sequence[int]) -> Tensor:
+    def extend(self, token_ids: Sequence[int], parents: Sequence[int]) -> PassGenerator[Tensor]:
+        yield from ()
         first = len(self.paths)
         for token_id, parent in zip(token_ids, parents, strict=True):
             self.paths.append(() if parent < 0 else (*self.paths[parent], token_id))
@@ -144,7 +146,7 @@ def offered(drafter: Drafter, branches: Branches, depth: int, sampling: Sampling
     runtime: Any = None
     buffer: Any = None
     context = Context(runtime, buffer, BranchingRule(branches, sampling), [0], 1)
-    return drafter.begin(context).draft(depth)
+    return alone(drafter.begin(context).draft(depth))
 
 
 def outcomes(

@@ -34,6 +34,14 @@ def test_prices_are_those_of_the_profile_in_plain_passes() -> None:
     assert Prices(flat_costs(), None).draft(1) == float("inf")
 
 
+def test_prices_beside_other_sequences_are_those_of_the_rows_of_all() -> None:
+    own = prices({1: 1.0, 3: 1.2, 5: 2.0})
+    own.draft(1), own.verify(2)  # looked up alone first
+    own.load = 3
+    assert own.draft(1) == pytest.approx(0.25 * 1.3)
+    assert [own.verify(n) for n in (1, 2)] == pytest.approx([1.2, 2.4])
+
+
 @given(st.lists(st.floats(0.01, 0.99), max_size=12), st.floats(0.0, 1.0), st.floats(1.0, 4.0))
 @settings(max_examples=60, deadline=None)
 def test_chain_is_as_long_as_is_worth_most(chances: list[float], step: float, rate: float) -> None:
