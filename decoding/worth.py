@@ -31,8 +31,8 @@ class Drafts(Protocol):
 class Prices:
     """Costs in plain passes of the target, from a measured profile; looked up once per layer set and number of rows.
 
-    With `load` sequences side by side, a pass is taken to have as many rows of each of the others: the tokens of one are
-    weighed against the time of all, for the others do the same.
+    With `load` sequences side by side, a pass is taken to have as many rows of each of the others: the tokens of one
+    are weighed against the time of all, for the others do the same.
 
     Args: drafts: who drafts, or its layer set; None: nobody does.
     """
