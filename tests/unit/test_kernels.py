@@ -526,8 +526,13 @@ def test_kernels_can_be_chosen_by_the_environment(fresh: pytest.MonkeyPatch) -> 
     assert (runtime.native, runtime.speed) == (None, "eager")
     with pytest.raises(SettingsError, match=f"{build.FORCED}=torch"):
         at_speed(runtime, "native")
+
+
+def test_every_level_can_be_forced(fresh: pytest.MonkeyPatch) -> None:
+    runtime = tiny_runtime("llama", torch.float32)
     fresh.delenv("SWIFTOPT_CACHE_DIR")
     for level in LEVELS:
+        library(level)
         build.kernels.cache_clear()
         fresh.setenv(build.FORCED, level)
         at_speed(runtime, "auto")
