@@ -266,10 +266,11 @@ class Runtime:
         stops = sorted({depth for each in passes for depth in each.capture or () if first < depth <= last})
         for stop in dict.fromkeys((*stops, last)):
             native.run_layers(hidden, passes, first, stop)
-            own = torch.split(hidden, [len(each.rows.token_ids) for each in passes])
-            for each, states in zip(passes, own, strict=True):
-                if each.capture is not None and stop in each.capture:
-                    each.capture[stop].append(states.clone())
+            if stop in stops:
+                own = torch.split(hidden, [len(each.rows.token_ids) for each in passes])
+                for each, states in zip(passes, own, strict=True):
+                    if each.capture is not None and stop in each.capture:
+                        each.capture[stop].append(states.clone())
             first = stop
 
     def states(self, token_ids: Tensor, plan: PassPlan, buffer: KVBuffer) -> Tensor:

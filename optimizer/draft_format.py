@@ -58,11 +58,7 @@ def choose_format(
         try:
             known = measured(name)
             score = _scored(session, prompts[:N_PROMPTS], window, draft, known)
-        except (
-            NotImplementedError,
-            RuntimeError,
-            MemoryError,
-        ) as error:  # a device without such a kernel, or without room
+        except (RuntimeError, MemoryError) as error:  # a device without such a kernel, or without room
             tell(FormatTried(name, None, None, (str(error) or type(error).__name__).splitlines()[0]))
             runtime.drop_copies(name)
             continue

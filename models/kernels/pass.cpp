@@ -460,9 +460,9 @@ template <class T> class Runner {
         int64_t n;
     };
 
-    // The split that should be done first, where turning keys and values costs as much as four heads' sums.
     static int64_t chunks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
+    // The split that should be done first, where turning keys and values costs as much as four heads' sums.
     Split split_of(const RowList& list, const std::vector<Part>& parts, const View& view, int n_kv_heads, int group) const {
         int64_t seen = 1, longest = 1;
         for (const Part& each : parts) longest = std::max(longest, each.n);
