@@ -20,14 +20,14 @@ from ..models.loading import load
 from ..models.runtime import Runtime
 from ..optimizer.search import Search
 from ..store import Store
-from ..worker.comparison_made import Workshop
-from ..worker.comparison_perplexity import surprise
-from ..worker.comparison_pieces import PieceMaker
-from ..worker.comparison_report import About, Figures, figures
-from ..worker.comparison_request import BASE
-from ..worker.comparison_run import Contender, Interleaved, OnRun, Run, decoding_with
-from ..worker.energy import EnergyMeter
-from ..worker.stored_pieces import DEFAULT_TASK, StoredPieces
+from ..tasks.comparison_perplexity import surprise
+from ..tasks.comparison_pieces import PieceMaker
+from ..tasks.energy import EnergyMeter
+from ..tasks.maker import Workshop
+from ..tasks.recipes import DEFAULT_TASK, StoredPieces
+from ..tasks.report import About, Figures, figures
+from ..tasks.requests import BASE
+from ..tasks.runs import Contender, Interleaved, OnRun, Run, decoding_with
 from .ablation_table import ABLATIONS, SCHEMA
 from .ablations import Kit, Variant, variants
 

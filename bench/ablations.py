@@ -24,10 +24,10 @@ from ..decoding.ratio import ChainRatio
 from ..decoding.stopping import Adaptation, StopRule
 from ..models.learned import Heads
 from ..optimizer.search import Search
+from ..tasks.comparison_pieces import PieceMaker
+from ..tasks.maker import BRIEF_EPOCHS, HEADS_S
 from ..training import train_heads
 from ..training.settings import HeadSettings
-from ..worker.comparison_made import BRIEF_EPOCHS, HEADS_S
-from ..worker.comparison_pieces import PieceMaker
 
 WINDOWS = (16, 32, 64, 128)
 SCHEDULES = ((20, 5), (100, 5), (100, 25), (1000, 25), (1000, 50))  # (S, β)

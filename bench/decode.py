@@ -24,8 +24,8 @@ from ..optimizer.drafting import expected_of
 from ..optimizer.search import Search
 from ..optimizer.verdict import Timed, bootstrap_interval, speed_ratio
 from ..store import Store
-from ..worker.generate import Planner
-from ..worker.stored_costs import stored_costs
+from ..tasks.generate import Planner
+from ..tasks.stored_costs import stored_costs
 
 HF_OPTIONS = ("hf-plain", "hf-lookup", "hf-assistant")
 METHODS = (*METHOD_INFOS, "best", *HF_OPTIONS)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import InvalidInput, SwiftoptError
-from ..worker.comparison_report import SCHEMA as COMPARE_SCHEMA
+from ..tasks.report import SCHEMA as COMPARE_SCHEMA
 from .decode import SCHEMA, rows
 from .peers import SCHEMA as PEERS_SCHEMA
 from .peers import equal_to

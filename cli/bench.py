@@ -97,7 +97,7 @@ def decode(
 
     from ..bench.decode import run_methods
     from ..models.loading import load
-    from ..worker.generate import Planner
+    from ..tasks.generate import Planner
 
     runtime = load(request.model, request.dtype, request.device, note_load, request.speed)
     if record is not None:

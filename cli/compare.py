@@ -73,7 +73,7 @@ def compare(
     Example:
       swiftopt compare --model smollm2-135m --stream prompts.jsonl --limit 8 --max-new-tokens 64 --png ratios.png
     """
-    from ..worker.comparison_request import CompareRequest, chosen_methods, parse_settings
+    from ..tasks.requests import CompareRequest, chosen_methods, parse_settings
 
     chosen = chosen_methods(methods, lossless)
     values = {"methods": chosen, "settings": parse_settings(assignments, chosen), "keep": not no_store}
@@ -84,7 +84,7 @@ def compare(
         check_model(pick(GenerateRequest, {**options, "model": request.draft_model}))
 
     from ..bench.decode import hf_generate
-    from ..worker.compare import Comparison
+    from ..tasks.compare import Comparison
     from .compare_chart import draw
 
     with open_store(db) as store:

@@ -126,7 +126,7 @@ def write_outputs(board: Board, job: str, out: Path) -> int:
 
     Raises: OutputError: the file cannot be written.
     """
-    from ..worker.outputs import CompletionWriter
+    from ..tasks.outputs import CompletionWriter
 
     found = board.jobs.outputs(job)
     with CompletionWriter(out) as writer:

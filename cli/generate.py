@@ -32,8 +32,8 @@ from .options import (
 from .output import emit_json, json_line, note, note_load
 
 if TYPE_CHECKING:
-    from ..worker.generate import GenerateInfo, Turn
-    from ..worker.outputs import LineWriter
+    from ..tasks.generate import GenerateInfo, Turn
+    from ..tasks.outputs import LineWriter
 
 source_options = together(
     click.option("--prompt", help="Raw text to continue."),
@@ -86,8 +86,8 @@ def generate(
     request = pick(GenerateRequest, {**options, "layer_set": record, "sampling": pick(Sampling, options)})
     check_model(request)
 
-    from ..worker.generate import generate as decode
-    from ..worker.outputs import LineWriter
+    from ..tasks.generate import generate as decode
+    from ..tasks.outputs import LineWriter
 
     with ExitStack() as stack:
         store = stack.enter_context(open_store(db))

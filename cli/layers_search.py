@@ -47,7 +47,7 @@ def search(
     request = pick(GenerateRequest, {**options, "sampling": pick(Sampling, options)})
     check_model(request)
 
-    from ..worker.self_sd import search_offline, typical_ratio
+    from ..tasks.self_sd import search_offline, typical_ratio
     from .render import layer_map
 
     def show_candidate(number: int, candidate: Any) -> None:

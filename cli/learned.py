@@ -72,7 +72,7 @@ def run_training(kind: LearnedKind, settings: HeadSettings | ProbeSettings, opti
 
     check_names(options["model"], options["dtype"], options["device"])
 
-    from ..worker.train import TrainRequest, train
+    from ..tasks.train import TrainRequest, train
 
     request = TrainRequest(options["model"], task, settings, options["dtype"], options["device"])
     with open_store(options["db"]) as store:

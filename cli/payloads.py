@@ -14,7 +14,7 @@ from ..core.records import record_to_json
 from ..core.types import Completion, FoundPlan, LayerSetRecord, ModelInfo, Prompt, Trial
 
 if TYPE_CHECKING:
-    from ..worker.generate import GenerateInfo
+    from ..tasks.generate import GenerateInfo
 
 
 def task_json(finished: TaskFinished, command: Sequence[str]) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def stream_shift(
     from ..models.costs import with_formats
     from ..models.loading import load
     from ..optimizer.draft_format import prepared
-    from ..worker.stored_costs import stored_costs
+    from ..tasks.stored_costs import stored_costs
     from .stream_shift_chart import draw
 
     runtime = load(request.model, request.dtype, request.device, note_load, request.speed)

@@ -96,13 +96,13 @@ def tune(context: click.Context, /, as_json: bool, **options: Any) -> None:
 
 
 def _here(request: TuneRequest, db: str | None, as_json: bool) -> None:
-    from ..worker.outputs import default_output
+    from ..tasks.outputs import default_output
 
     check_model(request)
     if request.out is None:  # decided here, so that a run cut short can tell where its completions are
         request = replace(request, out=str(default_output(request.stream)))
 
-    from ..worker.run import run_tuning
+    from ..tasks.run import run_tuning
     from .live import TuneProgress
 
     with open_store(db) as store:
@@ -124,7 +124,7 @@ def _through_queue(
     request: TuneRequest, prompts: Sequence[Prompt], place: Place, queue: str, detach: bool, as_json: bool
 ) -> int:
     """Submit, and unless told otherwise follow to the end; the exit code."""
-    from ..worker.outputs import CompletionWriter, default_output
+    from ..tasks.outputs import CompletionWriter, default_output
     from .follow import Detached, follow, tell_detached, tell_outputs, write_outputs
     from .live import TuneProgress
 

@@ -1,1 +1,1 @@
-"""Run a tuning job and write what it reports to the store."""
+"""The queue: workers that take jobs, attempts under a lease, and the reconciler."""

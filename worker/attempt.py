@@ -18,8 +18,7 @@ from ..core.requests import TuneRequest
 from ..core.streams import parse_stream
 from ..store import Store
 from ..store.jobs import LEASE_S, Claim
-from .keeper import HandedBack, LeaseKeeper, Paused
-from .patience import patiently
+from ..tasks.job import HandedBack, LeaseKeeper, Paused, patiently
 from .redis_queue import RedisQueue
 from .service import JobService
 
@@ -132,8 +131,8 @@ def _tune(context: WorkerContext, store: Store, claim: Claim, keeper: LeaseKeepe
         request = replace(request, device=context.device)
     lines = (line.encode() for line in claim.lines.splitlines(keepends=True))
     prompts = parse_stream(lines, f"the stream of job {claim.job.id}", "default")
-    from .run import check_room  # torch comes with these, and only into the child
-    from .tuning_run import TuningRun
+    from ..tasks.run import check_room  # torch comes with these, and only into the child
+    from ..tasks.tune import TuningRun
 
     check_room(request, prompts)
     TuningRun(request, prompts, store, claim, keeper, lambda event: None, ending=ending.requested.is_set).tune()

@@ -9,9 +9,9 @@ from ..core.errors import ServiceUnreachable
 from ..core.events import PromptFinished
 from ..core.jobs import DEFAULT_QUEUE, Delivery, Job, JobEvent, JobSpec, JobState, Verb
 from ..core.requests import TuneRequest
-from ..core.streams import stream_lines, stream_sha256
 from ..core.types import Prompt
 from ..store import Store
+from ..tasks.job import tune_spec
 from .redis_queue import RedisQueue
 
 logger = logging.getLogger(__name__)
@@ -78,18 +78,3 @@ class JobService:
             self.queue.deliver(Delivery(job.id, job.attempt, job.queue))
         except ServiceUnreachable as error:
             logger.warning("delivery=postponed job=%s reason=%r", job.id, str(error))
-
-
-def tune_spec(
-    request: TuneRequest, prompts: Sequence[Prompt], queue: str | None, idempotency_key: str | None = None
-) -> JobSpec:
-    """What is stored of a tuning job: the request, and the prompts themselves, so that no worker reads a file."""
-    return JobSpec(
-        kind="tune",
-        queue=queue,
-        request=request.to_json(),
-        stream=stream_sha256(prompts),
-        lines=stream_lines(prompts),
-        n_prompts=len(prompts),
-        idempotency_key=idempotency_key,
-    )

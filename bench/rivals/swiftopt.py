@@ -16,7 +16,7 @@ def load(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     from swiftopt.decoding.session import Session
     from swiftopt.models.loading import load as load_runtime
     from swiftopt.store import Store
-    from swiftopt.worker.generate import Planner
+    from swiftopt.tasks.generate import Planner
 
     runtime = load_runtime(options["model"], options["dtype"], "cpu", None, options["speed"])
     request = GenerateRequest(options["model"], dtype=options["dtype"], device="cpu", speed=options["speed"])

@@ -296,7 +296,7 @@ def test_tune_object_keeps_the_verdict_and_the_command() -> None:
 
 def test_completion_object_names_the_layer_set_only_when_it_was_used() -> None:
     from swiftopt.cli.payloads import completion_json
-    from swiftopt.worker.generate import GenerateInfo
+    from swiftopt.tasks.generate import GenerateInfo
 
     record = some_record(version=1)
     prompt, info = Prompt("1", "notes", text="x"), GenerateInfo("swift", record, 1, "use", "tuned on cpu")

@@ -35,8 +35,8 @@ from swiftopt.optimizer.evaluation import score_window
 from swiftopt.optimizer.tuning import Tuner
 from swiftopt.optimizer.verdict import Timed, judge
 from swiftopt.store import Store
-from swiftopt.worker.generate import TextStream
-from swiftopt.worker.run import run_tuning
+from swiftopt.tasks.generate import TextStream
+from swiftopt.tasks.run import run_tuning
 
 WIDE = SwiftSettings(early_stop=False, max_draft_length=25, branching=((1.0, 10),))
 SMALL: dict[str, Any] = dict(context_window=8, strategy="random", stop_threshold=0.05, max_draft_length=4)

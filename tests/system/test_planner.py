@@ -19,8 +19,8 @@ from swiftopt.models.costs import device_name
 from swiftopt.models.learned import Heads
 from swiftopt.models.runtime import Runtime
 from swiftopt.store import Store
+from swiftopt.tasks.generate import Planner, generate
 from swiftopt.training.files import heads_to_bytes
-from swiftopt.worker.generate import Planner, generate
 
 REQUEST = GenerateRequest("tiny", task="notes")
 

@@ -27,11 +27,11 @@ from swiftopt.optimizer.evaluation import WindowScore
 from swiftopt.optimizer.objective import adaptive_speedup
 from swiftopt.optimizer.tuning import Tuner
 from swiftopt.store import Store
-from swiftopt.worker.comparison_entry import enter
-from swiftopt.worker.comparison_made import Workshop
-from swiftopt.worker.comparison_pieces import PieceMaker
-from swiftopt.worker.generate import Planner
-from swiftopt.worker.stored_pieces import StoredPieces
+from swiftopt.tasks.comparison_entry import enter
+from swiftopt.tasks.comparison_pieces import PieceMaker
+from swiftopt.tasks.generate import Planner
+from swiftopt.tasks.maker import Workshop
+from swiftopt.tasks.recipes import StoredPieces
 
 INT4 = (("attn", "int4"), ("head", "int4"), ("mlp", "int4"))
 TUNED = LayerSet(4, frozenset({1}), formats=INT4)
@@ -98,7 +98,7 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Run
     runtime = worded_runtime()
     known = cheap_draft_costs()
     costs = replace(known, formats={name: known.formats["int4"] for name in ("int4", "int8")})
-    monkeypatch.setattr("swiftopt.worker.stored_pieces.stored_costs", lambda *_: costs)
+    monkeypatch.setattr("swiftopt.tasks.recipes.stored_costs", lambda *_: costs)
     with Store.open(f"sqlite:///{tmp_path / 'plans.db'}") as store:
         store.remember_model(replace(runtime.info, names=("tiny",)))
         record = LayerSetRecord("tiny", "t", TUNED, runtime.info.fingerprint, verdict="use")

@@ -19,11 +19,11 @@ from swiftopt.core.requests import TuneRequest
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import Prompt
 from swiftopt.store import Store
-from swiftopt.worker import tuning_run
-from swiftopt.worker.keeper import LeaseKeeper
-from swiftopt.worker.run import run_tuning
-from swiftopt.worker.stored_costs import stored_costs
-from swiftopt.worker.tuning_run import TuningRun
+from swiftopt.tasks import tune
+from swiftopt.tasks.job import LeaseKeeper
+from swiftopt.tasks.run import run_tuning
+from swiftopt.tasks.stored_costs import stored_costs
+from swiftopt.tasks.tune import TuningRun
 
 BEAT = Progress("t", "verdict", 0, 0.0, None, None, 0, None, None, 0.45)
 
@@ -57,7 +57,7 @@ def test_attempts_that_only_show_signs_of_life_have_made_no_progress(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt of the verdict that always kills its worker, after more seconds than lie between two checkpoints."""
-    monkeypatch.setattr(tuning_run, "CHECKPOINT_S", 0.0)
+    monkeypatch.setattr(tune, "CHECKPOINT_S", 0.0)
     job, _ = store.jobs.submit(JobSpec("tune", "default", {"model": "m"}))
     for number in range(1, 5):
         run = attempt(store, Lease(job.id, number))
@@ -69,7 +69,7 @@ def test_attempts_that_only_show_signs_of_life_have_made_no_progress(
 
 
 def test_attempt_that_moves_keeps_where_it_is(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning_run, "CHECKPOINT_S", 0.0)
+    monkeypatch.setattr(tune, "CHECKPOINT_S", 0.0)
     job, _ = store.jobs.submit(JobSpec("tune", "default", {"model": "m"}))
     run = attempt(store, Lease(job.id, 1))
     for place in range(3):

@@ -11,7 +11,7 @@ from rich.console import Console
 from swiftopt.cli.compare_chart import draw
 from swiftopt.cli.compare_view import comparison_view, plan_words
 from swiftopt.core.methods import METHODS
-from swiftopt.worker.comparison_report import Figures
+from swiftopt.tasks.report import Figures
 
 
 def result(method: str, ratio: float | None, **more: Any) -> dict[str, Any]:

@@ -14,12 +14,12 @@ from families import tiny_runtime
 from swiftopt.core.errors import SettingsError, UnsupportedModel
 from swiftopt.core.methods import METHODS
 from swiftopt.core.types import Completion, Prompt, Sampling
-from swiftopt.worker.comparison_perplexity import ROWS, surprise
-from swiftopt.worker.comparison_plan import plan_of
-from swiftopt.worker.comparison_report import About, Figures, best_of, by_ratio, figures
-from swiftopt.worker.comparison_request import CompareRequest, chosen_methods, parse_settings
-from swiftopt.worker.comparison_run import FEWEST, Contender, Decoded, Interleaved, Run, Runs
-from swiftopt.worker.energy import Counter, EnergyMeter, rapl
+from swiftopt.tasks.comparison_perplexity import ROWS, surprise
+from swiftopt.tasks.comparison_plan import plan_of
+from swiftopt.tasks.energy import Counter, EnergyMeter, rapl
+from swiftopt.tasks.report import About, Figures, best_of, by_ratio, figures
+from swiftopt.tasks.requests import CompareRequest, chosen_methods, parse_settings
+from swiftopt.tasks.runs import FEWEST, Contender, Decoded, Interleaved, Run, Runs
 
 PROMPTS = [Prompt(f"p{i}", "t", text="w1") for i in range(8)]
 

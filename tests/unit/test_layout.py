@@ -20,10 +20,11 @@ RANK = {
     "training": 3,
     "store": 3,
     "client": 4,
-    "worker": 4,
-    "server": 5,
-    "cli": 5,
-    "bench": 6,
+    "tasks": 4,
+    "worker": 5,
+    "server": 6,
+    "cli": 6,
+    "bench": 7,
 }
 # The bench command is the one front door to the benchmarks, and the serve command to the server.
 ALLOWED = {("cli", "bench"), ("cli", "server")}

@@ -19,7 +19,7 @@ from ..models.loading import load
 from ..models.runtime import Runtime
 from ..models.saved import no_step
 from ..store import Store
-from .stored_pieces import Pieces, StoredPieces
+from .recipes import Pieces, StoredPieces
 
 
 @dataclass(frozen=True, slots=True)

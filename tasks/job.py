@@ -1,4 +1,4 @@
-"""Keeps a lease alive beside the work, and hears what the job is asked to do."""
+"""What a task needs where it runs as a job: its description, its lease, and patience with the database."""
 
 from __future__ import annotations
 
@@ -6,15 +6,26 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import TypeVar
 
-from ..core.errors import LeaseLost, StoreError
-from ..core.jobs import Lease, Wanted
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
+
+from ..core.errors import LeaseLost, StoreError, StoreUnavailable
+from ..core.jobs import JobSpec, Lease, Wanted
+from ..core.requests import TuneRequest
+from ..core.streams import stream_lines, stream_sha256
+from ..core.types import Prompt
 from ..store.jobs import Jobs
 
 PEEK_S = 1.0  # between two looks at what the job is asked to do
 RENEW_S = 5.0  # between two renewals
 GRACE_S = 0.5  # that the work gets to notice that its lease is lost, before the process ends
+PATIENCE_S = 600.0  # after which the attempt ends with the error; its job goes on elsewhere from its last checkpoint
+LONGEST_WAIT_S = 5.0
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -69,3 +80,38 @@ class LeaseKeeper:
         if self.lost and self._fatal and not self._done.wait(GRACE_S):
             logger.warning("attempt=replaced job=%s attempt=%d", self._lease.job, self._lease.attempt)
             os._exit(0)
+
+
+def patiently(work: Callable[[], T], patience_s: float = PATIENCE_S) -> T:
+    """Call `work` again while the database cannot be reached.
+
+    Raises: StoreUnavailable: it stayed away.
+    """
+    retrying = Retrying(
+        retry=retry_if_exception_type(StoreUnavailable),
+        wait=wait_random_exponential(multiplier=0.2, max=LONGEST_WAIT_S),
+        stop=stop_after_delay(patience_s),
+        before_sleep=_tell,
+        reraise=True,
+    )
+    return retrying(work)
+
+
+def _tell(state: RetryCallState) -> None:
+    error = state.outcome.exception() if state.outcome else None
+    logger.warning("database=away try=%d reason=%r", state.attempt_number, str(error))
+
+
+def tune_spec(
+    request: TuneRequest, prompts: Sequence[Prompt], queue: str | None, idempotency_key: str | None = None
+) -> JobSpec:
+    """What is stored of a tuning job: the request, and the prompts themselves, so that no worker reads a file."""
+    return JobSpec(
+        kind="tune",
+        queue=queue,
+        request=request.to_json(),
+        stream=stream_sha256(prompts),
+        lines=stream_lines(prompts),
+        n_prompts=len(prompts),
+        idempotency_key=idempotency_key,
+    )

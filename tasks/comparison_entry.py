@@ -16,10 +16,10 @@ from ..decoding.verify import TargetWalk
 from ..models.runtime import Runtime
 from .comparison_memory import buffer_bytes, held_bytes
 from .comparison_pieces import PieceMaker
-from .comparison_report import About
-from .comparison_request import PEERS
-from .comparison_run import Contender, Decoded, decoding_with
-from .stored_pieces import Pieces
+from .recipes import Pieces
+from .report import About
+from .requests import PEERS
+from .runs import Contender, Decoded, decoding_with
 
 EARLY = ("adadecode", "paradecode")  # methods whose draft is a token predicted at an intermediate layer
 LOOKUP_TOKENS = 10  # prompt_lookup_num_tokens of hf-lookup, the value of transformers' documentation

@@ -11,8 +11,8 @@ from ..core.methods import method_info
 from ..core.types import LayerSetRecord
 from ..decoding.methods import Parts
 from ..models.learned import Heads, Probe
-from .comparison_made import Workshop
-from .stored_pieces import Pieces, StoredPieces
+from .maker import Workshop
+from .recipes import Pieces, StoredPieces
 
 
 class PieceMaker:

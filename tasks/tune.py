@@ -25,9 +25,8 @@ from ..optimizer.draft_format import prepared
 from ..optimizer.tuning import Tuner
 from ..store import Store
 from ..store.jobs import Claim
-from .keeper import HandedBack, LeaseKeeper, Paused
+from .job import HandedBack, LeaseKeeper, Paused, patiently
 from .outputs import CompletionWriter
-from .patience import patiently
 from .stored_costs import stored_costs
 
 SHOW_S = 1.0  # between two looks that others get at the figures

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..core.types import Completion
 from ..optimizer.verdict import bootstrap_interval, resampled, speed, speed_ratio
-from .comparison_run import Run, Runs
+from .runs import Run, Runs
 
 SCHEMA = "swiftopt.compare/1"
 

@@ -9,7 +9,7 @@ from ..core.costs import CostProfile
 from ..models.costs import context_bucket, machine_name, measure_costs, with_formats
 from ..models.runtime import Runtime
 from ..store import Store
-from .patience import patiently
+from .job import patiently
 
 
 def stored_costs(

@@ -16,11 +16,9 @@ from ..core.streams import read_stream
 from ..core.types import Prompt
 from ..store import Store
 from ..store.jobs import Claim
-from .keeper import LeaseKeeper
+from .job import LeaseKeeper, patiently, tune_spec
 from .outputs import CompletionWriter, default_output
-from .patience import patiently
-from .service import tune_spec
-from .tuning_run import TuningRun
+from .tune import TuningRun
 
 
 @dataclass(frozen=True, slots=True)

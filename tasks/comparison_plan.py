@@ -9,9 +9,9 @@ from ..core.errors import LayerSetNotFound
 from ..core.methods import METHODS
 from ..core.types import FoundPlan, Plan
 from ..store import Store
-from .comparison_report import Figures, best_of
-from .comparison_request import BASE
-from .stored_pieces import Pieces
+from .recipes import Pieces
+from .report import Figures, best_of
+from .requests import BASE
 
 
 def with_plan(

@@ -18,15 +18,15 @@ from ..models.loading import load
 from ..models.runtime import Runtime
 from ..store import Store
 from .comparison_entry import Entry, Generate, about, contender, enter
-from .comparison_made import Made, Workshop
 from .comparison_perplexity import surprise
 from .comparison_pieces import PieceMaker
 from .comparison_plan import with_plan
-from .comparison_report import SCHEMA, About, Figures, by_ratio, figures
-from .comparison_request import BASE, CompareRequest
-from .comparison_run import Interleaved, OnRun, Run
 from .energy import EnergyMeter
-from .stored_pieces import DEFAULT_TASK, StoredPieces
+from .maker import Made, Workshop
+from .recipes import DEFAULT_TASK, StoredPieces
+from .report import SCHEMA, About, Figures, by_ratio, figures
+from .requests import BASE, CompareRequest
+from .runs import Interleaved, OnRun, Run
 
 
 class Comparison:
