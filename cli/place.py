@@ -21,7 +21,7 @@ from .options import open_store
 if TYPE_CHECKING:
     from ..client import Client
     from ..store import Store
-    from ..worker.redis_queue import RedisQueue
+    from ..worker.queue import RedisQueue
 
 POLL_S = 0.5  # between two looks at a job
 PAGE = 1000  # events per look
@@ -67,7 +67,7 @@ class QueueBoard(Board):
     """Jobs in a database, with the Redis that brings them to workers."""
 
     def __init__(self, store: Store, queue: RedisQueue | None) -> None:
-        from ..worker.service import JobService
+        from ..worker.queue import JobService
 
         logger = logging.getLogger("swiftopt")
         if not logger.handlers:
@@ -132,7 +132,7 @@ def opened(place: Place) -> Iterator[Board]:
                 store.jobs.expire()
             yield QueueBoard(store, None)
             return
-        from ..worker.redis_queue import RedisQueue
+        from ..worker.queue import RedisQueue
 
         queue = RedisQueue(place.redis)
         try:

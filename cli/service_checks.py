@@ -78,7 +78,7 @@ def check_clock(url: str) -> Check:
 
 def check_redis(url: str) -> Check:
     """Whether Redis answers and keeps what it is given; the jobs themselves are in the database in any case."""
-    from ..worker.redis_queue import RedisQueue
+    from ..worker.queue import RedisQueue
 
     queue = RedisQueue(url)
     try:
@@ -98,7 +98,7 @@ def check_redis(url: str) -> Check:
 
 def check_workers(url: str, queue: str) -> Check:
     """Who listens on the queue."""
-    from ..worker.redis_queue import RedisQueue
+    from ..worker.queue import RedisQueue
 
     redis = RedisQueue(url)
     try:

@@ -83,7 +83,7 @@ def _check(working: WorkerContext, as_json: bool) -> int:
 def faults(working: WorkerContext) -> Iterator[str]:
     """What keeps a worker on this machine from working, each in a sentence."""
     from ..store.schema import look
-    from ..worker.redis_queue import RedisQueue
+    from ..worker.queue import RedisQueue
     from .db import schema_fault
 
     try:

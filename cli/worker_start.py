@@ -15,7 +15,7 @@ from .output import note
 
 if TYPE_CHECKING:
     from ..worker.attempt import WorkerContext
-    from ..worker.redis_queue import RedisQueue
+    from ..worker.queue import RedisQueue
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 BEATS_S = 20.0  # a worker that lives has given a sign of life within this time
@@ -69,7 +69,7 @@ def check_start(working: WorkerContext) -> None:
         Redis or the database cannot be used.
     """
     from ..models.sources import check_words
-    from ..worker.redis_queue import RedisQueue
+    from ..worker.queue import RedisQueue
 
     check_words("auto", working.device)
     queue = RedisQueue(working.redis)

@@ -9,7 +9,7 @@ from fastapi import Depends, Request
 
 from ..core.jobs import JobBoard
 from ..store import Store
-from ..worker.redis_queue import WorkerFacts
+from ..worker.queue import WorkerFacts
 from .cache import Answers
 from .metrics import LookupTimes
 from .settings import ServerSettings

@@ -19,9 +19,8 @@ import uvicorn
 
 from ..core.errors import SettingsError
 from ..store import Store
+from ..worker.queue import JobService, RedisQueue
 from ..worker.reconciler import Reconciler
-from ..worker.redis_queue import RedisQueue
-from ..worker.service import JobService
 from .app import create_app
 from .settings import ServerSettings
 

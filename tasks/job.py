@@ -1,4 +1,4 @@
-"""What a task needs where it runs as a job: its description, its lease, and patience with the database."""
+"""Parts of a task that runs as a job: its description, its lease, and waiting for the database."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ..core.streams import stream_lines, stream_sha256
 from ..core.types import Prompt
 from ..store.jobs import Jobs
 
-PEEK_S = 1.0  # between two looks at what the job is asked to do
+PEEK_S = 1.0  # between two reads of the job's verb
 RENEW_S = 5.0  # between two renewals
-GRACE_S = 0.5  # that the work gets to notice that its lease is lost, before the process ends
+GRACE_S = 0.5  # for the work to notice that its lease is lost, before the process ends
 PATIENCE_S = 600.0  # after which the attempt ends with the error; its job goes on elsewhere from its last checkpoint
 LONGEST_WAIT_S = 5.0
 
@@ -31,18 +31,18 @@ logger = logging.getLogger(__name__)
 
 
 class HandedBack(Exception):
-    """The worker is to end: the job goes on elsewhere from its last checkpoint."""
+    """The worker is ending: another one continues the job from its last checkpoint."""
 
 
 class Paused(Exception):
-    """The job is to rest: it goes on from its last checkpoint when it is resumed."""
+    """The job was paused: it continues from its last checkpoint when it is resumed."""
 
 
 class LeaseKeeper:
-    """A thread that renews a lease; to be used as a context manager around the work.
+    """Renew a lease in a thread; a context manager around the work.
 
-    `wanted` is what the job is asked to do, `lost` whether the attempt was replaced or its job has ended. With `fatal`
-    the process ends then, `GRACE_S` later, whatever it is doing: the device belongs to somebody else now.
+    `wanted` is the verb that the job was sent, `lost` whether the attempt was replaced or its job has ended. With
+    `fatal` the process is ended GRACE_S after that, whatever it is doing: another one uses the device.
     """
 
     def __init__(self, jobs: Jobs, lease: Lease, *, fatal: bool) -> None:
@@ -83,7 +83,7 @@ class LeaseKeeper:
 
 
 def patiently(work: Callable[[], T], patience_s: float = PATIENCE_S) -> T:
-    """Call `work` again while the database cannot be reached.
+    """Call `work`, again while the database cannot be reached.
 
     Raises: StoreUnavailable: it stayed away.
     """
@@ -91,13 +91,13 @@ def patiently(work: Callable[[], T], patience_s: float = PATIENCE_S) -> T:
         retry=retry_if_exception_type(StoreUnavailable),
         wait=wait_random_exponential(multiplier=0.2, max=LONGEST_WAIT_S),
         stop=stop_after_delay(patience_s),
-        before_sleep=_tell,
+        before_sleep=_log_retry,
         reraise=True,
     )
     return retrying(work)
 
 
-def _tell(state: RetryCallState) -> None:
+def _log_retry(state: RetryCallState) -> None:
     error = state.outcome.exception() if state.outcome else None
     logger.warning("database=away try=%d reason=%r", state.attempt_number, str(error))
 
@@ -105,7 +105,7 @@ def _tell(state: RetryCallState) -> None:
 def tune_spec(
     request: TuneRequest, prompts: Sequence[Prompt], queue: str | None, idempotency_key: str | None = None
 ) -> JobSpec:
-    """What is stored of a tuning job: the request, and the prompts themselves, so that no worker reads a file."""
+    """Describe a tuning job for the store: the request, and the prompts themselves, so that no worker reads a file."""
     return JobSpec(
         kind="tune",
         queue=queue,

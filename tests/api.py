@@ -19,8 +19,7 @@ from swiftopt.core.types import LayerSet, LayerSetRecord
 from swiftopt.server.app import create_app
 from swiftopt.server.settings import ServerSettings
 from swiftopt.store import Store
-from swiftopt.worker.redis_queue import RedisQueue
-from swiftopt.worker.service import JobService
+from swiftopt.worker.queue import JobService, RedisQueue
 
 MODEL, TASK = "org/tiny", "notes"
 LOOKUP = "/v1/layer-sets/org%2Ftiny/notes"

@@ -1,4 +1,4 @@
-"""What a worker's child does with an attempt: claim it, work under its lease, and leave the job in a clear state."""
+"""One attempt of a job, as a worker's child runs it: claim it, work under its lease, and record how it ended."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from ..core.streams import parse_stream
 from ..store import Store
 from ..store.jobs import LEASE_S, Claim
 from ..tasks.job import HandedBack, LeaseKeeper, Paused, patiently
-from .redis_queue import RedisQueue
-from .service import JobService
+from .queue import JobService, RedisQueue
 
-HAND_BACK_S = 5.0  # that the work gets to reach a checkpoint after SIGTERM; then its last one has to do
+HAND_BACK_S = 5.0  # after SIGTERM, until the next checkpoint; without one the job goes on from its last
 NOOP_STEP_S = 0.05
 
 logger = logging.getLogger(__name__)
@@ -30,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """Who works, and with what; `device` takes the place of "auto" in requests.
+    """Name, services and device of a worker; `device` replaces "auto" in requests.
 
-    `lease_s`: seconds without a sign of life after which its attempts count as lost.
+    `lease_s`: seconds without a renewal after which its attempts count as lost.
     """
 
     name: str
@@ -43,26 +42,26 @@ class WorkerContext:
     lease_s: float = LEASE_S
 
 
-class Ending:
-    """Whether this process is to end: set by SIGTERM, from before the work begins."""
+class Shutdown:
+    """Record whether SIGTERM has asked this process to end; listens from before the work begins."""
 
     def __init__(self) -> None:
         self.requested = threading.Event()
 
     def listen(self) -> None:
-        """Hear SIGTERM from now on; Ctrl-C in the worker's terminal is the parent's business."""
+        """Record SIGTERM from now on, and ignore Ctrl-C, which the parent handles."""
         signal.signal(signal.SIGTERM, lambda *_: self.requested.set())
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def run_attempt(context: WorkerContext, store: Store, delivery: Delivery, ending: Ending) -> None:
-    """Claim and run one attempt; its row says in the end how it went.
+def run_attempt(context: WorkerContext, store: Store, delivery: Delivery, shutdown: Shutdown) -> None:
+    """Claim and run one attempt, and write its outcome to the job's row.
 
     Raises: StoreUnavailable: the database stayed away; the lease runs out, and another worker goes on.
     """
     service = JobService(store, RedisQueue(context.redis))
     lease = Lease(delivery.job, delivery.attempt)
-    if ending.requested.is_set():
+    if shutdown.requested.is_set():
         if patiently(lambda: store.jobs.redeliver(delivery)) is not None:
             service.deliver(store.jobs.get(lease.job))
         return
@@ -71,10 +70,10 @@ def run_attempt(context: WorkerContext, store: Store, delivery: Delivery, ending
         _tell_overtaken(store, lease)
         return
     logger.info("attempt=begun job=%s attempt=%d kind=%s", lease.job, lease.attempt, claim.job.kind)
-    with LeaseKeeper(store.jobs, lease, fatal=True) as keeper, _deadline(service, lease, ending):
-        patiently(_outcome(context, store, claim, keeper, ending))
+    with LeaseKeeper(store.jobs, lease, fatal=True) as keeper, _deadline(service, lease, shutdown):
+        patiently(_outcome(context, store, claim, keeper, shutdown))
     logger.info("attempt=over job=%s attempt=%d", lease.job, lease.attempt)
-    if ending.requested.is_set():
+    if shutdown.requested.is_set():
         job = store.jobs.get(lease.job)
         if job.state == "queued":
             service.deliver(job)
@@ -89,7 +88,7 @@ def _tell_overtaken(store: Store, lease: Lease) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """What went wrong, in one sentence for the job's row."""
+    """Return what went wrong as one sentence for the job's row."""
     text = (str(error) or type(error).__name__).strip().split("\n")[0]
     if isinstance(error, SwiftoptError):
         return text
@@ -99,15 +98,15 @@ def describe(error: BaseException) -> str:
 
 
 def _outcome(
-    context: WorkerContext, store: Store, claim: Claim, keeper: LeaseKeeper, ending: Ending
+    context: WorkerContext, store: Store, claim: Claim, keeper: LeaseKeeper, shutdown: Shutdown
 ) -> Callable[[], bool]:
-    """Do the work; what to write about its end."""
+    """Do the work; return the call that records its outcome."""
     jobs, lease = store.jobs, claim.lease
     try:
         if claim.job.kind == "noop":
-            _sleep(claim, keeper, ending)
+            _sleep(claim, keeper, shutdown)
         else:
-            _tune(context, store, claim, keeper, ending)
+            _tune(context, store, claim, keeper, shutdown)
     except HandedBack:
         return partial(jobs.hand_back, lease, "its worker is ending")
     except Paused:
@@ -125,7 +124,7 @@ def _outcome(
     return partial(jobs.end, lease, "succeeded")
 
 
-def _tune(context: WorkerContext, store: Store, claim: Claim, keeper: LeaseKeeper, ending: Ending) -> None:
+def _tune(context: WorkerContext, store: Store, claim: Claim, keeper: LeaseKeeper, shutdown: Shutdown) -> None:
     request = TuneRequest.from_json(claim.job.request)
     if request.device == "auto":
         request = replace(request, device=context.device)
@@ -135,11 +134,11 @@ def _tune(context: WorkerContext, store: Store, claim: Claim, keeper: LeaseKeepe
     from ..tasks.tune import TuningRun
 
     check_room(request, prompts)
-    TuningRun(request, prompts, store, claim, keeper, lambda event: None, ending=ending.requested.is_set).tune()
+    TuningRun(request, prompts, store, claim, keeper, lambda event: None, ending=shutdown.requested.is_set).tune()
 
 
-def _sleep(claim: Claim, keeper: LeaseKeeper, ending: Ending) -> None:
-    """The no-op job: nothing for `seconds`, as interruptible as real work."""
+def _sleep(claim: Claim, keeper: LeaseKeeper, shutdown: Shutdown) -> None:
+    """Run a no-op job: wait for `seconds`, as interruptible as a tuning job."""
     seconds = claim.job.request.get("seconds", 0)
     if not isinstance(seconds, int | float):
         raise SettingsError(f"seconds of a no-op job is {seconds!r}: use a number")
@@ -147,7 +146,7 @@ def _sleep(claim: Claim, keeper: LeaseKeeper, ending: Ending) -> None:
     while time.monotonic() < until and keeper.wanted != "stop":
         if keeper.lost:
             raise LeaseLost(f"attempt {claim.lease.attempt} of job {claim.lease.job} was replaced: leave it")
-        if ending.requested.is_set():
+        if shutdown.requested.is_set():
             raise HandedBack
         if keeper.wanted == "pause":
             raise Paused
@@ -155,13 +154,13 @@ def _sleep(claim: Claim, keeper: LeaseKeeper, ending: Ending) -> None:
 
 
 @contextmanager
-def _deadline(service: JobService, lease: Lease, ending: Ending) -> Iterator[None]:
+def _deadline(service: JobService, lease: Lease, shutdown: Shutdown) -> Iterator[None]:
     """Hand the job back at its last checkpoint if the work reaches no new one soon after SIGTERM."""
     done = threading.Event()
 
     def wait() -> None:
         while not done.is_set():
-            if ending.requested.wait(NOOP_STEP_S * 4):
+            if shutdown.requested.wait(NOOP_STEP_S * 4):
                 break
         if done.wait(HAND_BACK_S):
             return

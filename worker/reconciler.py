@@ -1,4 +1,4 @@
-"""Makes Redis agree with SQL again: after lost workers, a flushed or restarted Redis, and outages of either."""
+"""Bring Redis and SQL into agreement: after lost workers, a flushed or restarted Redis, and outages of either."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from ..core.errors import ServiceUnreachable, StoreError
 from ..core.jobs import Delivery
 from ..store.jobs import Jobs
-from .redis_queue import RedisQueue
+from .queue import RedisQueue
 
 PERIOD_S = 5.0  # between two passes
 LOCK_S = 15.0  # after which another process may reconcile in place of one that died
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Reconciler:
-    """One process at a time does this: the lock in the database decides which of them.
+    """Reconcile in at most one process at a time, chosen by a lock in the database.
 
     Raises: StoreError, ServiceUnreachable: in `step`, when the database or Redis does not answer.
     """
@@ -33,7 +33,7 @@ class Reconciler:
         self._spare_until = 0.0  # monotonic seconds
 
     def step(self) -> None:
-        """One pass: end attempts whose lease ran out, and deliver what is due and not in its queue."""
+        """Run one pass: end attempts whose lease ran out; deliver what is due and not in its queue."""
         if not self._jobs.lock("reconciler", self._owner, LOCK_S):
             return
         if time.monotonic() >= self._spare_until:
@@ -55,12 +55,12 @@ class Reconciler:
                 )
 
     def run(self, stop: threading.Event) -> None:
-        """A pass every few seconds until `stop` is set; an outage of Redis or the database costs a line in the log."""
+        """Run a pass every PERIOD_S until `stop` is set; outages of Redis or the database are logged."""
         while not stop.wait(PERIOD_S):
             self.try_step()
 
     def try_step(self) -> None:
-        """A pass whose failure is logged."""
+        """Run a pass; log its failure."""
         try:
             self.step()
         except StoreError as error:
@@ -70,7 +70,7 @@ class Reconciler:
             logger.warning("reconciler=waiting reason=%r", str(error))
 
     def _bring(self, delivery: Delivery) -> None:
-        """Deliver; rq knowing the attempt means that a worker is about to claim it, or died before it could."""
+        """Deliver an attempt; if rq knows it, a worker is about to claim it or died before it could."""
         since = self._missing_since.setdefault(delivery.id, time.monotonic())
         if self._queue.deliver(delivery):
             logger.info("delivered job=%s attempt=%d queue=%s", delivery.job, delivery.attempt, delivery.queue)

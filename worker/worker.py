@@ -1,4 +1,4 @@
-"""The worker: an rq worker that forks a child per attempt, and never imports torch itself."""
+"""An rq worker that forks a child per attempt and never imports torch itself."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ from rq.worker import WorkerStatus
 from ..core.errors import StoreError
 from ..core.jobs import Delivery, Lease
 from ..store import Store
-from .attempt import Ending, WorkerContext, run_attempt
-from .lifeline import die_with, wait_for
+from .attempt import Shutdown, WorkerContext, run_attempt
+from .children import die_with, wait_for, warm_store
+from .queue import SERIALIZER, RedisQueue
 from .reconciler import PERIOD_S, Reconciler
-from .redis_queue import SERIALIZER, RedisQueue
-from .warm import warm_store
 
 WORKER_TTL_S = 20  # rq waits 15 s less than this for a job, then looks around: 5 s between two passes of the reconciler
 MONITOR_S = 5.0  # between two heartbeats while a child works
@@ -41,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class JobWorker(Worker):
-    """Takes attempts from one queue; verbs come through SQL, so it listens to no commands in Redis.
+    """Take attempts from one queue; verbs come through SQL, so commands in Redis are ignored.
 
     What Redis says decides only *which* attempt runs: the child runs `run_attempt` on the id, never a function that
     Redis names. Only the parent talks to Redis, and a child goes on working while Redis is away.
@@ -61,7 +60,7 @@ class JobWorker(Worker):
         )
         self.context, self.store = context, store
         self.is_ending = False
-        self._ending = Ending()
+        self._sigterm = Shutdown()
         self._reconciler = Reconciler(store.jobs, queue, context.name)
         self._pid = os.getpid()
         self._tidied = self._beaten = time.monotonic()
@@ -70,21 +69,21 @@ class JobWorker(Worker):
         self.ip_address = "unknown"  # rq would ask Redis, which may be away, and may not allow it
 
     def subscribe(self) -> None:
-        """Listen to no commands: whoever can write to Redis could kill jobs with them."""
+        """Do nothing: whoever can write to Redis could kill jobs with rq's commands."""
 
     def unsubscribe(self) -> None:
-        """There is nothing to unsubscribe from."""
+        """Do nothing, as `subscribe` does."""
 
     def check_for_suspension(self, burst: bool) -> None:
-        """There is no suspension either."""
+        """Do nothing: suspension, too, would come from Redis."""
 
     def register_birth(self) -> None:
-        """Take the name, also from a worker that died without a word: Redis keeps those for a while."""
+        """Register, replacing the record of a killed worker of the same name, which Redis keeps for a while."""
         self.connection.delete(self.key)
         super().register_birth()  # type: ignore[no-untyped-call]
 
     def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:
-        """Show that the worker is alive, about each second at most."""
+        """Record in Redis that the worker is alive, at most once per BEAT_S."""
         now = time.monotonic()
         if pipeline is not None or now - self._beaten >= BEAT_S:
             self._beaten = now
@@ -107,7 +106,7 @@ class JobWorker(Worker):
         self._state = WorkerStatus.IDLE
 
     def fork_work_horse(self, job: RqJob, queue: Queue) -> None:
-        """Fork, with SIGTERM held back until both sides can handle it."""
+        """Fork with SIGTERM blocked until parent and child can handle it."""
         self.store.close()
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         try:
@@ -118,22 +117,22 @@ class JobWorker(Worker):
             self.handle_warm_shutdown_request()
 
     def setup_work_horse_signals(self) -> None:
-        """The child's first lines."""
+        """Set up the child: end with the parent, listen for SIGTERM."""
         die_with(self._pid)
-        self._ending.listen()
+        self._sigterm.listen()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
     def perform_job(self, job: RqJob, queue: Queue) -> bool:
-        """The child's work."""
+        """Run the attempt, in the child."""
         delivery = delivery_of(job.id, queue.name)
         if delivery is None:
             logger.warning("delivery=ignored id=%r queue=%s", job.id, queue.name)
         else:
-            run_attempt(self.context, self.store, delivery, self._ending)
+            run_attempt(self.context, self.store, delivery, self._sigterm)
         return True
 
     def monitor_work_horse(self, job: RqJob, queue: Queue) -> None:
-        """Wait for the child's end, with a sign of life now and then; a Redis that is away does not matter."""
+        """Wait for the child's end with heartbeats meanwhile; errors of Redis are ignored."""
         while (found := wait_for(self._horse_pid, MONITOR_S)) is None:
             with suppress(RedisError):
                 self.maintain_heartbeats(job)
@@ -143,19 +142,19 @@ class JobWorker(Worker):
             self.child_died(job, pid, death_of(status, usage.ru_maxrss))
 
     def handle_warm_shutdown_request(self) -> None:
-        """SIGTERM or Ctrl-C: let the child hand its job back."""
+        """Let the child hand its job back, on SIGTERM or Ctrl-C."""
         self.is_ending = True
         if self._horse_pid:
             with suppress(ProcessLookupError):
                 os.kill(self._horse_pid, signal.SIGTERM)
 
     def set_shutdown_requested_date(self) -> None:
-        """A note in Redis, which may be away."""
+        """Record the request in Redis; errors of Redis are ignored."""
         with suppress(RedisError):
             super().set_shutdown_requested_date()  # type: ignore[no-untyped-call]
 
     def run_maintenance_tasks(self) -> None:
-        """Between two jobs: reconcile, and now and then tidy rq's records of processes that died."""
+        """Reconcile between two jobs; every TIDY_S also remove rq's records of processes that died."""
         self.last_cleaned_at = datetime.now(UTC)  # type: ignore[assignment]
         self._reconciler.try_step()
         if time.monotonic() - self._tidied >= TIDY_S:
@@ -163,7 +162,7 @@ class JobWorker(Worker):
             self.clean_registries()  # type: ignore[no-untyped-call]
 
     def child_died(self, job: RqJob, pid: int, reason: str) -> None:
-        """Say on the job's row what ended its child, and let the next attempt begin."""
+        """Record on the job's row what ended its child, so that the next attempt can begin."""
         delivery = delivery_of(job.id, self.context.queue)
         if delivery is None:
             return
@@ -177,7 +176,7 @@ class JobWorker(Worker):
 
 
 def run_worker(context: WorkerContext, burst: bool = False) -> None:
-    """Work until SIGTERM or Ctrl-C, or with `burst` until the queue is empty; outages of Redis are waited for.
+    """Run jobs until SIGTERM or Ctrl-C, or with `burst` until the queue is empty; outages of Redis are waited for.
 
     Raises: StoreError, ServiceUnreachable: the database or Redis does not answer at the start.
     """
@@ -196,18 +195,18 @@ def run_worker(context: WorkerContext, burst: bool = False) -> None:
 
 
 def default_name() -> str:
-    """A name that no other worker has: host, process, and a few random letters."""
+    """Return a unique worker name: host, process id, and random letters."""
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
 
 
 def delivery_of(rq_id: str, queue: str) -> Delivery | None:
-    """The attempt that an id in Redis means; None if it means none."""
+    """Parse an id in Redis as an attempt; None if it is not one."""
     job, _, attempt = rq_id.rpartition("-a")
     return Delivery(job, int(attempt), queue) if job and attempt.isdecimal() and len(attempt) < 10 else None
 
 
 def death_of(status: int, peak_kib: int) -> str:
-    """Why a child is dead, from what wait(2) says, and its peak memory."""
+    """Describe why a child ended, from its wait(2) status and peak memory (KiB)."""
     peak = f"its peak memory was {peak_kib / (1 << 20):.1f} GiB"
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)

@@ -24,8 +24,7 @@ from swiftopt.core.requests import TuneRequest
 from swiftopt.core.streams import stream_lines, stream_sha256
 from swiftopt.core.types import Prompt
 from swiftopt.store import Store
-from swiftopt.worker.redis_queue import RedisQueue
-from swiftopt.worker.service import JobService
+from swiftopt.worker.queue import JobService, RedisQueue
 
 PROMPTS = [Prompt("a", "notes", text="w1 w2")]
 

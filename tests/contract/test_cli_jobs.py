@@ -30,8 +30,7 @@ from swiftopt.core.records import record_to_json
 from swiftopt.core.requests import TuneRequest
 from swiftopt.core.types import Completion, LayerSet, LayerSetRecord, Prompt, Timings, Trial, Verdict
 from swiftopt.store import Store
-from swiftopt.worker.redis_queue import RedisQueue
-from swiftopt.worker.service import JobService
+from swiftopt.worker.queue import JobService, RedisQueue
 
 FIGURES = {"type": "progress", **event_to_json(Progress("notes", "optimise", 9, 3.2, 0.5, 0.6, 4, 0.9, 2.1, 0.45))}
 PROMPTS = [Prompt("a", "notes", text="w1 w2"), Prompt("b", "notes", text="w3")]

@@ -29,7 +29,7 @@ from swiftopt.core.streams import stream_sha256
 from swiftopt.core.types import Completion, LayerSet, LayerSetRecord, ModelInfo, Prompt, Sampling
 from swiftopt.server.app import create_app
 from swiftopt.store import Store
-from swiftopt.worker.service import JobService
+from swiftopt.worker.queue import JobService
 
 PROMPTS = [Prompt("a", "notes", text="w1 w2"), Prompt("b", "chat", turns=("w3", "w4"), max_new_tokens=5)]
 REQUEST = TuneRequest("smollm2-135m", "notes.jsonl", sampling=Sampling(top_p=0.9), max_new_tokens=64)

@@ -11,8 +11,7 @@ from serving import serving
 
 from swiftopt.cli.main import run
 from swiftopt.store import Store
-from swiftopt.worker.redis_queue import RedisQueue
-from swiftopt.worker.service import JobService
+from swiftopt.worker.queue import JobService, RedisQueue
 
 
 @pytest.fixture(autouse=True)

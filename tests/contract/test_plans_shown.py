@@ -19,7 +19,7 @@ from swiftopt.core.plans import plan_from_json, plan_to_json
 from swiftopt.core.types import LayerSet, LayerSetRecord, ModelInfo, Plan
 from swiftopt.server.app import create_app
 from swiftopt.store import Store
-from swiftopt.worker.service import JobService
+from swiftopt.worker.queue import JobService
 
 MODEL = ModelInfo("f" * 16, "LlamaForCausalLM", 30, 135_000_000, ("smol",))
 SET = LayerSetRecord("smol", "code", LayerSet(30, frozenset({7}), frozenset({8})), MODEL.fingerprint)

@@ -12,8 +12,8 @@ from sqlalchemy import create_engine
 from swiftopt.core.errors import StoreUnavailable
 from swiftopt.core.jobs import Lease
 from swiftopt.store import Store
+from swiftopt.worker.queue import RedisQueue
 from swiftopt.worker.reconciler import Reconciler
-from swiftopt.worker.redis_queue import RedisQueue
 
 
 @pytest.fixture

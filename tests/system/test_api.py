@@ -21,7 +21,7 @@ from swiftopt.core.records import record_to_json
 from swiftopt.core.types import Completion, Prompt
 from swiftopt.server.cache import Answers, Query
 from swiftopt.store import Store
-from swiftopt.worker.redis_queue import RedisQueue
+from swiftopt.worker.queue import RedisQueue
 
 
 @pytest.fixture

@@ -18,8 +18,7 @@ from tiny_files import save
 
 from swiftopt.core.jobs import JobSpec
 from swiftopt.store import Store
-from swiftopt.worker.redis_queue import RedisQueue
-from swiftopt.worker.service import JobService
+from swiftopt.worker.queue import JobService, RedisQueue
 
 SCRIPT = shutil.which("swiftopt", path=str(Path(sys.executable).parent)) or "swiftopt"
 SHORT = ("--max-new-tokens", "24", "--context-window", "8", "--max-steps", "6", "--dtype", "float32")

@@ -26,7 +26,7 @@ from swiftopt.core.methods import METHODS
 from swiftopt.models.families import FAMILIES
 from swiftopt.server.app import create_app
 from swiftopt.training.settings import HeadSettings, ProbeSettings, TrainingSettings
-from swiftopt.worker.service import JobService
+from swiftopt.worker.queue import JobService
 
 ROOT = Path(swiftopt.__file__).parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])

@@ -1,7 +1,8 @@
-"""Redis as the place where attempts wait for workers: it delivers, and holds nothing that SQL does not have."""
+"""Jobs through the database, delivered by Redis, which only holds the ids of attempts that wait for a worker."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,8 +19,13 @@ from rq.exceptions import DuplicateJobError
 from rq.worker import Worker as RqWorker
 
 from ..core.errors import ServiceUnreachable, SettingsError
-from ..core.jobs import DEFAULT_QUEUE, Delivery
+from ..core.events import PromptFinished
+from ..core.jobs import DEFAULT_QUEUE, Delivery, Job, JobEvent, JobSpec, JobState, Verb
+from ..core.requests import TuneRequest
+from ..core.types import Prompt
 from ..core.urls import safe_url
+from ..store import Store
+from ..tasks.job import tune_spec
 
 SERIALIZER = "json"  # rq's own default is pickle: whoever can write to Redis would run code in the worker
 TASK = "swiftopt.worker.attempt.run_attempt"  # a name for rq's records; the worker never imports what Redis names
@@ -28,10 +34,12 @@ FAILED_TTL_S = 60  # seconds that rq keeps its record of an attempt whose proces
 SOCKET_TIMEOUT_S = 5.0
 RETRIES = 2  # of one command, on a broken connection
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class RedisFacts:
-    """What matters of a server: `append_only` and `saves` say whether it keeps its data over a restart."""
+    """Version and persistence of a server; `append_only` and `saves`: whether its data survive a restart."""
 
     version: str
     server: str
@@ -55,18 +63,18 @@ class WorkerFacts:
 
 
 class RedisQueue:
-    """The queues of one Redis or Valkey server.
+    """Access the queues of one Redis or Valkey server.
 
     Raises: ServiceUnreachable: in every method, when the server does not answer; SettingsError: the URL is none.
     """
 
     def __init__(self, url: str, blocking_s: float = 0.0) -> None:
-        """`blocking_s`: how long commands may wait for a job, over the time that a server has to answer."""
+        """Connect; `blocking_s`: seconds that a command may wait for a job, beyond the time to answer."""
         self.url = url
         self.connection = connect(url, SOCKET_TIMEOUT_S + blocking_s)
 
     def deliver(self, delivery: Delivery) -> bool:
-        """Put an attempt at the end of its queue; False if rq still knows it: it waits, or was just taken."""
+        """Append an attempt to its queue; False if rq still knows it: it waits, or was just taken."""
         with _errors(self.url):
             try:
                 self._queue(delivery.queue).enqueue_call(
@@ -83,23 +91,23 @@ class RedisQueue:
             return True
 
     def waiting(self, queue: str) -> set[str]:
-        """The ids of the attempts that wait in a queue."""
+        """Return the ids of the attempts that wait in a queue."""
         with _errors(self.url):
             found: Any = self.connection.lrange(self._queue(queue).key, 0, -1)
             return {entry.decode(errors="replace") for entry in found}  # anybody may have put anything there
 
     def depth(self, queue: str = DEFAULT_QUEUE) -> int:
-        """How many attempts wait."""
+        """Return the number of waiting attempts."""
         with _errors(self.url):
             return int(self._queue(queue).count)
 
     def ping(self) -> None:
-        """Whether the server answers."""
+        """Check that the server answers."""
         with _errors(self.url):
             self.connection.ping()
 
     def facts(self) -> RedisFacts:
-        """Version and how it keeps its data."""
+        """Return version and persistence of the server."""
         with _errors(self.url):
             info: Any = self.connection.info()
         version = str(info.get("valkey_version") or info.get("redis_version", "?"))
@@ -113,7 +121,7 @@ class RedisQueue:
         )
 
     def workers(self) -> list[WorkerFacts]:
-        """Every worker that is registered, dead ones among them until their key expires."""
+        """Return every registered worker; dead ones are included until their key expires."""
         with _errors(self.url):
             found: Sequence[Any] = RqWorker.all(connection=self.connection, serializer=SERIALIZER)
             return [_facts(worker) for worker in found]
@@ -133,12 +141,75 @@ class RedisQueue:
         return str(values.get(name, ""))
 
 
+class JobService:
+    """Submit and steer jobs through the database; without a queue, or while Redis is away, submitted jobs wait.
+
+    Raises: StoreError: in every method, when the database cannot be used.
+    """
+
+    def __init__(self, store: Store, queue: RedisQueue | None) -> None:
+        self.store = store
+        self.queue = queue
+
+    def submit(
+        self,
+        request: TuneRequest,
+        prompts: Sequence[Prompt],
+        queue: str = DEFAULT_QUEUE,
+        idempotency_key: str | None = None,
+    ) -> tuple[Job, bool]:
+        """Return the job for the request on these prompts and whether it is new; the row precedes the delivery.
+
+        Raises: Conflict: the idempotency key was used for something else.
+        """
+        return self.submit_spec(tune_spec(request, prompts, queue, idempotency_key))
+
+    def submit_spec(self, spec: JobSpec) -> tuple[Job, bool]:
+        """Submit a job of any kind; returns it and whether it is new."""
+        job, is_new = self.store.jobs.submit(spec)
+        if is_new:
+            self.deliver(job)
+        return job, is_new
+
+    def get(self, job: str) -> Job:
+        """Return one job as it is now."""
+        return self.store.jobs.get(job)
+
+    def latest(self, state: JobState | None = None, limit: int = 100) -> list[Job]:
+        """Return jobs, newest first."""
+        return self.store.jobs.latest(state, limit)
+
+    def act(self, job: str, verb: Verb) -> Job:
+        """Pause, resume, stop, cancel or retry; a job that is queued by it is delivered at once."""
+        found = self.store.jobs.act(job, verb)
+        if found.state == "queued":
+            self.deliver(found)
+        return found
+
+    def events(self, job: str, after: int = 0, limit: int = 1000) -> list[JobEvent]:
+        """Return the job's events after number `after`, oldest first."""
+        return self.store.jobs.events(job, after, limit)
+
+    def outputs(self, job: str) -> list[PromptFinished]:
+        """Return the finished completions in the order of the stream."""
+        return self.store.jobs.outputs(job)
+
+    def deliver(self, job: Job) -> None:
+        """Deliver the attempt to Redis; if that fails, the reconciler does so when Redis is back."""
+        if self.queue is None or job.queue is None:
+            return
+        try:
+            self.queue.deliver(Delivery(job.id, job.attempt, job.queue))
+        except ServiceUnreachable as error:
+            logger.warning("delivery=postponed job=%s reason=%r", job.id, str(error))
+
+
 def connect(url: str, timeout_s: float = SOCKET_TIMEOUT_S) -> Redis:
-    """A connection that gives up after seconds, not minutes.
+    """Connect with timeouts of seconds.
 
     Raises: SettingsError: the URL names no Redis server.
     """
-    # A server that took the connection and says nothing is not asked again: it would be silent as often.
+    # Only a refused connection is tried again: a server that accepts and does not answer would time out again.
     retry = Retry(ExponentialWithJitterBackoff(base=0.1, cap=1.0), RETRIES, supported_errors=(RedisConnectionError,))
     try:
         return Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=SOCKET_TIMEOUT_S, retry=retry)
