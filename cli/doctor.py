@@ -133,8 +133,8 @@ def check_kernels() -> Check:
         import torch
 
         from ..core.processors import n_threads
-        from ..models.kernels.build import kernels
-        from ..models.kernels.measure import READ, at_rows, measured
+        from ..models.kernels.build import at_rows, kernels
+        from ..models.kernels.measure import READ, measured
     except (ImportError, OSError):
         return Check("kernels", "fail", "torch cannot be imported")
     found = kernels()
@@ -148,7 +148,7 @@ def check_kernels() -> Check:
 
 
 def _speeds(speeds: Any, way: str) -> str:
-    from ..models.kernels.measure import ROWS, at_rows
+    from ..models.kernels.build import ROWS, at_rows
 
     return " and ".join(f"{at_rows(speeds, way, rows):.0f}" for rows in ROWS)
 

@@ -151,7 +151,7 @@ def speed_option(values: type[Any]) -> Decorator[Any]:
     return from_field(
         values,
         "speed",
-        "auto is native (our CPU kernels) where they work, else eager; compiled and graphs are torch's.",
+        "auto is native (our CPU kernels) where they work, else eager; the others are torch's.",
     )
 
 

@@ -16,7 +16,7 @@ from .types import LayerSetRecord, Sampling
 # What tuning does unless it is told otherwise: not the paper's SWIFT, but what decodes fastest here (bench/RESULTS.md).
 TUNING = SwiftSettings(method="adaptive", draft_format=AUTO, strategy="knapsack", search_drafting=True)
 Speed = Literal[
-    "auto", "native", "eager", "compiled", "graphs", "compiled+graphs"
+    "auto", "native", "eager", "onednn", "compiled", "graphs", "compiled+graphs"
 ]  # how a runtime computes: models.loading.at_speed
 MAX_NEW_TOKENS = 128  # tokens per completion, unless the caller or the stream's line says otherwise
 
@@ -26,7 +26,8 @@ class TuneRequest:
     """Tune `model` on the prompts of `stream` (a path, or "-" for standard input).
 
     `task` names the task of lines that have none (default: the file's stem); `out` is where completions go, one JSON
-    object per line (None: a file in the user's data folder); `limit` takes only the first prompts.
+    object per line (None: a file in the user's data folder); `limit` takes only the first prompts; `concurrency`
+    prompts are decoded at once.
     """
 
     model: str
@@ -40,6 +41,7 @@ class TuneRequest:
     limit: int | None = None
     sampling: Sampling = field(default_factory=Sampling)
     settings: SwiftSettings = TUNING
+    concurrency: int = 1
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for the store."""
@@ -102,6 +104,7 @@ _KINDS = {
     "speed": str,
     "max_new_tokens": int,
     "limit": int | None,
+    "concurrency": int,
     "sampling": Mapping,
     "settings": Mapping,
 }

@@ -36,6 +36,11 @@ class RowGroup:
     mask: Tensor | None
     slots: Tensor | None = None
 
+    @property
+    def n_rows(self) -> int:
+        """How many rows it has."""
+        return sum(length for _, _, length in self.spans) if self.slots is None else self.slots.shape[0]
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -127,13 +132,29 @@ class Block:
         )
         self.device = next(attn.parameters()).device
 
-    def attention(self, hidden: Tensor, group: RowGroup, buffer: KVBuffer, parts: Parts | None = None) -> Tensor:
+    def attention(
+        self, hidden: Tensor, groups: Sequence[tuple[RowGroup, KVBuffer]], parts: Parts | None = None
+    ) -> Tensor:
         """What attention adds to `hidden` (rows, hidden_size), after writing the rows' keys and values.
 
-        Args: parts: a quantised copy's modules, None for the layer's own.
+        Args: groups: the rows of each sequence, one behind the other, with its buffer. parts: a quantised copy's
+              modules, None for the layer's own.
         """
         parts = parts or self.parts
-        query, key, value = self.pieces.enter(parts, self.heads, hidden, group.cos, group.sin)
+        if len(groups) == 1:
+            ((group, buffer),) = groups
+            query, key, value = self.pieces.enter(parts, self.heads, hidden, group.cos, group.sin)
+            return self.pieces.leave(parts, self._attended(query, key, value, group, buffer))
+        turns = [(group.cos, group.sin) for group, _ in groups if group.cos is not None and group.sin is not None]
+        cos, sin = (torch.cat(part) for part in zip(*turns, strict=True)) if turns else (None, None)
+        projected = self.pieces.enter(parts, self.heads, hidden, cos, sin)
+        n_rows = [group.n_rows for group, _ in groups]
+        own = zip(*(torch.split(part, n_rows) for part in projected), groups, strict=True)
+        mixed = [self._attended(query, key, value, *group) for query, key, value, group in own]
+        return self.pieces.leave(parts, torch.cat(mixed))
+
+    def _attended(self, query: Tensor, key: Tensor, value: Tensor, group: RowGroup, buffer: KVBuffer) -> Tensor:
+        """What one sequence's rows read, (rows, heads * width), after writing their keys and values."""
         if group.slots is not None:
             buffer.keys[self.index].index_copy_(1, group.slots, key.transpose(0, 1))
             buffer.values[self.index].index_copy_(1, group.slots, value.transpose(0, 1))
@@ -143,8 +164,7 @@ class Block:
             keys[self.index].copy_((key if whole else key[row : row + length]).transpose(0, 1))
             values[self.index].copy_((value if whole else value[row : row + length]).transpose(0, 1))
         keys, values = buffer.between(group.start, group.end)
-        mixed = attend(query, keys[self.index], values[self.index], group.mask, self.scaling)
-        return self.pieces.leave(parts, mixed)
+        return attend(query, keys[self.index], values[self.index], group.mask, self.scaling)
 
     def mlp(self, hidden: Tensor, parts: Parts | None = None) -> Tensor:
         """What the MLP adds to `hidden` (rows, hidden_size)."""

@@ -6,10 +6,18 @@ import ctypes
 from collections.abc import Sequence
 from functools import cached_property
 
+import psutil
 import torch
 from torch import Tensor
 
 MOST_VIEWS = 8  # ranges of slots of one pass
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on a device, or on this machine for the CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
 
 
 class KVBuffer:
@@ -66,6 +74,11 @@ class KVBuffer:
     def n_bytes(self) -> int:
         """Memory the buffer holds."""
         return sum(block.numel() * block.element_size() for block in self._blocks.values())
+
+    def copy_from(self, other: KVBuffer, n: int) -> None:
+        """Copy the first `n` slots of a buffer of the same model."""
+        for device, block in self._blocks.items():
+            block[:, :, :, :n] = other._blocks[device][:, :, :, :n]
 
     def move(self, source: int, target: int) -> None:
         """Copy one slot's keys and values of all layers to another slot."""

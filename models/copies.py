@@ -28,7 +28,7 @@ class QuantisedCopies:
     """
 
     def __init__(self, blocks: Sequence[Block], head: nn.Module, fingerprint: str) -> None:
-        self._blocks, self._head = blocks, head
+        self._blocks, self.head_map = blocks, head
         self._fingerprint = fingerprint if HASH.fullmatch(fingerprint) else None
         self.packed = False  # for our kernels
         self._parts: dict[tuple[str, int, str], Parts] = {}
@@ -60,7 +60,7 @@ class QuantisedCopies:
     def head(self, name: str) -> QuantisedLinear:
         """The quantised head; made at the first call."""
         if name not in self._heads:
-            self._heads[name] = quantised([self._head], name, packed=self.packed)
+            self._heads[name] = quantised([self.head_map], name, packed=self.packed)
         return self._heads[name]
 
     def lay_out(self, packed: bool) -> None:
@@ -83,10 +83,10 @@ class QuantisedCopies:
             own = [layer for each, layer, format_ in missing if (each, format_) == (kind, name)]
             self._prepare(kind, own, name, on_step)
         if (name_ := layer_set.format_of("head")) is not None and name_ not in self._heads:
-            path, weight = self._file("head", name_), cast(Tensor, self._head.weight)
+            path, weight = self._file("head", name_), cast(Tensor, self.head_map.weight)
             kept = None if path is None else copies_file.read(path, weight.device, self.packed)
             made = None if kept is None else (kept["codes"], kept["scales"])
-            self._heads[name_] = quantised([self._head], name_, made, self.packed)
+            self._heads[name_] = quantised([self.head_map], name_, made, self.packed)
             if path is not None and kept is None:
                 copies_file.write(path, {"codes": self._heads[name_].codes, "scales": self._heads[name_].scales})
 
@@ -121,7 +121,7 @@ class QuantisedCopies:
         one = self._blocks[0].device
         if self._fingerprint is None or any(block.device != one for block in self._blocks):
             return None
-        dtype = cast(Tensor, self._head.weight).dtype
+        dtype = cast(Tensor, self.head_map.weight).dtype
         return copies_file.file_of(self._fingerprint, part, name, dtype, one, self.packed)
 
 

@@ -42,7 +42,7 @@ def machine_name(runtime: Runtime) -> str:
     """The device's name, and how the runtime computes where that is not torch's own way: figures differ by it."""
     name = device_name(runtime.device)
     if runtime.native is not None:
-        return f"{name}, {runtime.native.kernels.level} kernels"
+        return f"{name}, {runtime.native.level} kernels"
     return name if runtime.speed == "eager" else f"{name}, {runtime.speed}"
 
 
@@ -120,7 +120,7 @@ def _parts(runtime: Runtime, buffer: KVBuffer, bucket: int, whole: LayerSet) -> 
     return {
         "no attention": _pass(runtime, buffer, bucket, 1, replace(whole, skip_attn=inner)),
         "no mlp": _pass(runtime, buffer, bucket, 1, replace(whole, skip_mlp=inner)),
-        "no head": _pass(runtime, buffer, bucket, 1, whole, n_logits=0),
+        "no head": _pass(runtime, buffer, bucket, 1, whole, wanted=()),
     }
 
 
@@ -133,14 +133,19 @@ def _differences(n_layers: int, seconds: Mapping[str, float], whole: float) -> t
 
 
 def _pass(
-    runtime: Runtime, buffer: KVBuffer, first_slot: int, n_rows: int, layer_set: LayerSet, n_logits: int | None = None
+    runtime: Runtime,
+    buffer: KVBuffer,
+    first_slot: int,
+    n_rows: int,
+    layer_set: LayerSet,
+    wanted: tuple[int, ...] | None = None,
 ) -> Callable[[], None]:
     rows = Rows([0] * n_rows, first_slot, variants=() if layer_set.is_whole else (layer_set,))
 
     def run() -> None:
-        out = runtime.forward(rows, buffer, n_logits=n_logits)
+        out = runtime.forward(rows, buffer, wanted)
         # Reading the answer belongs to a pass: on a GPU it is what waits for it.
-        (out.max(dim=-1).indices if n_logits is None else out.sum()).tolist()
+        (out.max(dim=-1).indices if wanted is None else out.sum()).tolist()
 
     return run
 

@@ -78,7 +78,7 @@ class StaticPass:
     @torch.inference_mode()
     def run(self) -> Tensor:
         """Logits (width, vocab)."""
-        hidden = self.runtime.states(self.inputs[0], _StaticPlan(self, self._variants), self.buffer)
+        hidden = self.runtime.states(self.inputs[0], _StaticPlan(self, self._variants))
         return self.runtime.head(self.runtime.normed(hidden), self._head)
 
 
@@ -86,7 +86,7 @@ class _StaticPlan(PassPlan):
     """The plan of one run of a `StaticPass`, which says in tensors what other plans say in slices."""
 
     def __init__(self, static: StaticPass, variants: tuple[LayerSet, ...]) -> None:
-        super().__init__(static.runtime, Rows([0] * static.width, 0, variants=variants))
+        super().__init__(static.runtime, Rows([0] * static.width, 0, variants=variants), static.buffer)
         self.static = static
 
     def positions(self, device: torch.device) -> Tensor:

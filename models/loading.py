@@ -51,9 +51,9 @@ def at_speed(runtime: Runtime, speed: Speed, lay_out: bool = True) -> None:
     """Let a runtime compute the same in another way, before its first buffer is made.
 
     "auto": "native" where that can be, else "eager". "native": by our own kernels (`models.kernels`), for a CPU.
-    "eager": torch's own operations one by one, as a runtime begins. "compiled": all but attention by `torch.compile`,
-    which wants a C++ compiler on a CPU. "graphs": passes of up to 32 rows replayed as CUDA graphs. "compiled+graphs":
-    both.
+    "eager": torch's own operations one by one, as a runtime begins. "onednn": eager, its linear maps by oneDNN over
+    weights in its own order, in place of the plain ones. "compiled": all but attention by `torch.compile`, which wants
+    a C++ compiler on a CPU. "graphs": passes of up to 32 rows replayed as CUDA graphs. "compiled+graphs": both.
 
     Args:   lay_out: GPT-2's weights may be laid out anew, which other holders of the model see as strides.
     Raises: SettingsError: there is no such speed, or not on this machine; nothing has changed then.
@@ -70,6 +70,10 @@ def at_speed(runtime: Runtime, speed: Speed, lay_out: bool = True) -> None:
         from .graphs import GraphPasses
 
         graphs = GraphPasses(runtime)
+    if speed == "onednn":
+        from .kernels import onednn
+
+        onednn.pack(runtime)
     if "compiled" in speed:
         from .compiled import compile_pieces
 

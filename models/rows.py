@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -14,8 +14,24 @@ from ..core.types import LayerSet
 from .blocks import Block, RowGroup
 from .buffer import KVBuffer
 
-if TYPE_CHECKING:
-    from .runtime import Runtime
+
+class Model(Protocol):
+    """What passes need of a model; `models.runtime.Runtime` has it."""
+
+    load: int
+
+    @property
+    def n_layers(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def rotation(self) -> Callable[[str, torch.device, int], tuple[Tensor, Tensor] | None]: ...
+
+    def forward_together(self, passes: Sequence[Pass]) -> list[Tensor]:
+        """Return the wanted logits (rows, vocab) of each pass."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +59,7 @@ class Pass:
     `capture` is as in `Runtime.forward`. `drafts` says that the sequence is still drafting.
     """
 
-    runtime: Runtime
+    runtime: Model
     rows: Rows
     buffer: KVBuffer
     wanted: Sequence[int] | None = None
@@ -75,9 +91,9 @@ def _groups(kind: Literal["attn", "mlp"], layer: int, sets: Sequence[LayerSet]) 
 class PassPlan:
     """What the layers of one pass share: row subsets, rotations and masks, each made once."""
 
-    def __init__(self, runtime: Runtime, rows: Rows) -> None:
-        self.runtime = runtime
-        self.rows = rows
+    def __init__(self, runtime: Model, rows: Rows, buffer: KVBuffer | None = None, first: int = 0) -> None:
+        self.runtime, self.rows, self.buffer = runtime, rows, buffer
+        self.first = first  # row of the forward pass that its own rows begin with
         self.n = len(rows.token_ids)
         self.end = rows.first_slot + self.n
         self.every = frozenset(range(max(1, len(rows.variants))))

@@ -7,7 +7,7 @@ sub-layers it leaves out. The layer set is an argument of the pass; nothing is e
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,33 @@ from .families import context_limit, family_of, windows_of
 from .rotary import RotaryTables
 from .rows import Pass, PassPlan, Rows
 
-if TYPE_CHECKING:
-    from .graphs import GraphPasses
-    from .kernels.native import NativePasses
-
 PREFILL_ROWS = 512  # rows per prefill pass, so that its mask stays small
 PREFILL_ROWS_BESIDE = 128  # where other sequences wait for the pass to end
+
+
+class CapturedPasses(Protocol):
+    """Passes that are replayed; `models.graphs`."""
+
+    def lend(self, capacity: int) -> KVBuffer: ...
+
+    def forward(self, rows: Rows, buffer: KVBuffer) -> Tensor | None: ...
+
+    def forget(self) -> None: ...
+
+
+class KernelPasses(Protocol):
+    """Passes that our kernels compute; `models.kernels.native`."""
+
+    @property
+    def level(self) -> str: ...
+
+    def run_layers(self, hidden: Tensor, passes: Sequence[Pass], first: int, last: int) -> None: ...
+
+    def logits(
+        self, hidden: Tensor, name: str | None = None, index: Tensor | None = None, normed: bool = True
+    ) -> Tensor: ...
+
+    def forget(self) -> None: ...
 
 
 class Runtime:
@@ -62,13 +83,15 @@ class Runtime:
         self.copies = QuantisedCopies(self.blocks, self._head, info.fingerprint)
         self.device: torch.device = self._embed.weight.device
         self.dtype: torch.dtype = self._embed.weight.dtype
-        ends = {self.device, self.final_norm.weight.device, self._head.weight.device}
+        self._head_device: torch.device = self._head.weight.device
+        self.vocab_size = int(self._head.weight.shape[0])  # logits of a row
+        ends = {self.device, self.final_norm.weight.device, self._head_device}
         self.one_device = len({block.device for block in self.blocks} | ends) == 1
         self.rotation = RotaryTables(submodule(hf_model, family.rotary), self.dtype, self.max_positions).of
         self.load = 1  # sequences that its latest pass of the whole model served
         self.speed = "eager"
-        self.graphs: GraphPasses | None = None  # what passes are replayed by, see models.loading.at_speed
-        self.native: NativePasses | None = None  # what passes are computed by in place of torch, likewise
+        self.graphs: CapturedPasses | None = None  # what passes are replayed by, see models.loading.at_speed
+        self.native: KernelPasses | None = None  # what passes are computed by in place of torch, likewise
 
     @property
     def dtype_name(self) -> str:
@@ -81,9 +104,10 @@ class Runtime:
         return self.native is not None
 
     @property
-    def vocab_size(self) -> int:
-        """How many logits a row has."""
-        return int(self._head.weight.shape[0])
+    def slot_bytes(self) -> int:
+        """Memory of one slot of a buffer: a key and a value per layer."""
+        first = self.blocks[0]
+        return 2 * self.n_layers * first.n_kv_heads * first.head_dim * self.dtype.itemsize
 
     def new_buffer(self, capacity: int) -> KVBuffer:
         """An empty buffer of `capacity` slots."""
@@ -172,91 +196,91 @@ class Runtime:
             yield Pass(self, Rows(chunk, first_slot + start), buffer, wanted, capture)
             start += len(chunk)
 
-    @torch.inference_mode()
     def forward(
         self,
         rows: Rows,
         buffer: KVBuffer,
-        n_logits: int | None = None,
-        capture: Mapping[int, list[Tensor]] | None = None,
         wanted: Sequence[int] | None = None,
+        capture: Mapping[int, list[Tensor]] | None = None,
     ) -> Tensor:
-        """One pass; returns the logits (n_logits, vocab) of its last rows, in the model's dtype (None: of all rows).
+        """One pass; returns the logits (wanted, vocab) of its rows, in the model's dtype.
 
-        Args: wanted: the rows that logits are wanted of, in place of `n_logits`.
+        Args: wanted: the rows that logits are wanted of (None: all).
               capture: depth -> list that the rows' states (rows, hidden_size) after that many layers are appended to.
         """
-        if self.native is not None:
-            n = len(rows.token_ids)
-            last = None if n_logits is None else range(max(0, n - n_logits), n)
-            one = Pass(self, rows, buffer, last if wanted is None else wanted, capture)
-            return self._native_forward(self.native, [one])[0]
-        # Made before the layers run: on a GPU, a transfer waits for what was asked of it before.
-        index = None if wanted is None else torch.tensor(wanted, device=self.blocks[-1].device)
-        graphs = self.graphs if capture is None and n_logits != 0 else None
-        if graphs is not None and (logits := graphs.forward(rows, buffer)) is not None:
-            return _chosen(logits, n_logits, index)
-        plan = PassPlan(self, rows)
-        hidden = self._through(self._embedded(rows.token_ids, plan), plan, buffer, self.blocks, capture)
-        kept = _chosen(hidden, n_logits, index)
-        if n_logits == 0:
-            return kept
-        names = {layer_set.format_of("head") for layer_set in rows.variants} or {None}
-        if len(names) == 1:
-            return self.head(self.normed(kept), names.pop())
-        # Several drafts in one pass: logits are wanted of all their rows.
-        shares = torch.split(self.normed(kept), plan.share)
-        return torch.cat(
-            [self.head(own, one.format_of("head")) for one, own in zip(rows.variants, shares, strict=True)]
-        )
+        return self.forward_together([Pass(self, rows, buffer, wanted, capture)])[0]
 
     @torch.inference_mode()
     def forward_together(self, passes: Sequence[Pass]) -> list[Tensor]:
         """One pass over the rows of several sequences; the wanted logits (rows, vocab) of each.
 
-        Our kernels read weights once for all rows, and attention goes over each sequence's own buffer: the bits are
-        those of passes of their own. Torch's operations run one sequence after the other.
+        Weights are read once for all rows, and attention goes over each sequence's own buffer. With our kernels the
+        bits are those of passes of their own. Captured CUDA graphs are replayed one after the other.
         """
-        if self.native is not None:
-            return self._native_forward(self.native, passes)
-        n_logits = [0 if each.wanted is not None and not each.wanted else None for each in passes]
-        return [
-            self.forward(each.rows, each.buffer, n, each.capture, None if n == 0 else each.wanted)
-            for each, n in zip(passes, n_logits, strict=True)
-        ]
+        if self.graphs is not None:
+            return [self._replayed(self.graphs, each) for each in passes]
+        return self._computed(passes)
 
-    def _native_forward(self, native: NativePasses, passes: Sequence[Pass]) -> list[Tensor]:
-        embedded = [self._embedded(each.rows.token_ids, PassPlan(self, each.rows)) for each in passes]
-        hidden = embedded[0] if len(embedded) == 1 else torch.cat(embedded)
-        self._native_layers(native, hidden, passes, 0, self.n_layers)
-        index: list[int] = []  # rows that logits are wanted of
-        formats: list[str | None] = []  # of the head, for each of them
-        counts: list[int] = []
-        first = 0
+    def _replayed(self, graphs: CapturedPasses, one: Pass) -> Tensor:
+        index = None if one.wanted is None else torch.tensor(one.wanted, device=self.device, dtype=torch.int64)
+        if one.capture is None and (index is None or index.numel()):
+            logits = graphs.forward(one.rows, one.buffer)
+            if logits is not None:
+                return logits if index is None else logits[index]
+        return self._computed([one])[0]
+
+    def _computed(self, passes: Sequence[Pass]) -> list[Tensor]:
+        # Made before the layers run: on a GPU, a transfer waits for what was asked of it before.
+        wanted = [self._wanted(each) for each in passes]
+        plans: list[PassPlan] = []
         for each in passes:
-            n, names = len(each.rows.token_ids), [one.format_of("head") for one in each.rows.variants] or [None]
-            wanted = range(n) if each.wanted is None else each.wanted
-            if len(wanted) > n or not all(0 <= row < n for row in wanted):
-                raise ValueError(f"logits of rows {list(wanted)} were asked for in a pass over {n}")
-            index += (first + row for row in wanted)
-            formats += (names[row // (n // len(names))] for row in wanted)
-            counts.append(len(wanted))
-            first += n
-        if not index:
-            return [hidden[:0]] * len(passes)
-        if len(set(formats)) == 1:
-            of_all = index == list(range(first))
-            logits = native.logits(hidden, formats[0], None if of_all else torch.tensor(index, dtype=torch.int32))
+            first = plans[-1].first + plans[-1].n if plans else 0
+            plans.append(PassPlan(self, each.rows, each.buffer, first))
+        formats = [name for _, names in wanted for name in names]
+        rows = [plan.first + row for plan, (own, _) in zip(plans, wanted, strict=True) for row in own]
+        of_all = rows == list(range(plans[-1].first + plans[-1].n))
+        at = {name: [i for i, own in enumerate(formats) if own == name] for name in dict.fromkeys(formats)}
+        indices = {name: self._index([rows[i] for i in own]) for name, own in at.items()}
+        embedded = [self._embedded(each.rows.token_ids, plan) for each, plan in zip(passes, plans, strict=True)]
+        hidden = embedded[0] if len(embedded) == 1 else torch.cat(embedded)
+        if self.native is None:
+            hidden = self._through(hidden, plans, self.blocks, [each.capture for each in passes])
         else:
-            logits = torch.empty((len(index), self.vocab_size), dtype=self.dtype)
-            for name in dict.fromkeys(formats):
-                at = [i for i, own in enumerate(formats) if own == name]
-                logits[at] = native.logits(hidden, name, torch.tensor([index[i] for i in at], dtype=torch.int32))
-        return list(torch.split(self._capped(logits), counts))
+            self._native_layers(self.native, hidden, passes, 0, self.n_layers)
+        if not rows:
+            return [hidden[:0]] * len(passes)
+        if len(at) == 1:
+            ((name, index),) = indices.items()
+            logits = self._logits(hidden, name, None if of_all else index)
+        else:
+            logits = torch.empty((len(rows), self.vocab_size), dtype=self.dtype, device=self.device)
+            for name, index in indices.items():
+                logits[at[name]] = self._logits(hidden, name, index)
+        return list(torch.split(logits, [len(own) for own, _ in wanted]))
+
+    def _wanted(self, one: Pass) -> tuple[Sequence[int], list[str | None]]:
+        """The rows of a pass that logits are wanted of, and the format of the head for each."""
+        n, names = len(one.rows.token_ids), [own.format_of("head") for own in one.rows.variants] or [None]
+        wanted = range(n) if one.wanted is None else one.wanted
+        if len(wanted) > n or not all(0 <= row < n for row in wanted):
+            raise ValueError(f"logits of rows {list(wanted)} were asked for in a pass over {n}")
+        return wanted, [names[row // (n // len(names))] for row in wanted]
+
+    def _index(self, rows: Sequence[int]) -> Tensor:
+        """Row numbers as the head takes them."""
+        if self.native is not None:
+            return torch.tensor(rows, dtype=torch.int32)
+        return torch.tensor(rows, dtype=torch.int64, device=self.blocks[-1].device)
+
+    def _logits(self, hidden: Tensor, name: str | None, index: Tensor | None) -> Tensor:
+        """Final norm and head, or its copy in a format, over the rows at `index` (None: all)."""
+        if self.native is not None:
+            return self._capped(self.native.logits(hidden, name, index))
+        return self.head(self.normed(hidden if index is None else hidden[index]), name)
 
     def _native_layers(
         self,
-        native: NativePasses,
+        native: KernelPasses,
         hidden: Tensor,
         passes: Sequence[Pass],
         first: int,
@@ -273,9 +297,9 @@ class Runtime:
                         each.capture[stop].append(states.clone())
             first = stop
 
-    def states(self, token_ids: Tensor, plan: PassPlan, buffer: KVBuffer) -> Tensor:
+    def states(self, token_ids: Tensor, plan: PassPlan) -> Tensor:
         """The states (rows, hidden_size) after all layers, of a plan that need not be that of a list of rows."""
-        return self._through(self._embedded(token_ids, plan), plan, buffer, self.blocks, None)
+        return self._through(self._embedded(token_ids, plan), [plan], self.blocks, [None])
 
     @torch.inference_mode()
     def embed(self, token_ids: Sequence[int], first_slot: int) -> Tensor:
@@ -290,8 +314,7 @@ class Runtime:
             hidden = hidden.clone()
             self._native_layers(self.native, hidden, [Pass(self, rows, buffer)], first, last)
             return hidden
-        plan = PassPlan(self, rows)
-        return self._through(hidden, plan, buffer, self.blocks[first:last], None)
+        return self._through(hidden, [PassPlan(self, rows, buffer)], self.blocks[first:last], [None])
 
     def _embedded(self, token_ids: Sequence[int] | Tensor, plan: PassPlan) -> Tensor:
         hidden = cast(Tensor, self._embed(torch.as_tensor(token_ids, device=self.device)))  # (rows, hidden_size)
@@ -302,17 +325,17 @@ class Runtime:
     def _through(
         self,
         hidden: Tensor,
-        plan: PassPlan,
-        buffer: KVBuffer,
+        plans: Sequence[PassPlan],
         blocks: Sequence[Block],
-        capture: Mapping[int, list[Tensor]] | None,
+        captures: Sequence[Mapping[int, list[Tensor]] | None],
     ) -> Tensor:
         for block in blocks:
             if not self.one_device:
                 hidden = hidden.to(block.device)
-            hidden = self._layer(block, hidden, plan, buffer)
-            if capture is not None and block.index + 1 in capture:
-                capture[block.index + 1].append(hidden)
+            hidden = self._layer(block, hidden, plans)
+            for plan, capture in zip(plans, captures, strict=True):
+                if capture is not None and block.index + 1 in capture:
+                    capture[block.index + 1].append(hidden[plan.first : plan.first + plan.n])
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -325,6 +348,10 @@ class Runtime:
         """The final norm alone, on its device."""
         return cast(Tensor, self.final_norm(hidden if self.one_device else hidden.to(self.final_norm.weight.device)))
 
+    def take_head(self, head: nn.Module) -> None:
+        """Compute logits by that map from now on."""
+        self._head = self.copies.head_map = head
+
     def head(self, normed: Tensor, name: str | None = None) -> Tensor:
         """The head alone, or its copy in a format: logits (rows, vocab) of normed states (rows, hidden_size)."""
         head = self.head_module(name)
@@ -333,7 +360,7 @@ class Runtime:
         elif self.one_device:
             logits = cast(Tensor, head(normed))
         else:
-            logits = head(normed.to(self._head.weight.device)).to(self.device)
+            logits = head(normed.to(self._head_device)).to(self.device)
         return self._capped(logits)
 
     def head_module(self, name: str | None) -> Any:
@@ -343,31 +370,44 @@ class Runtime:
     def _capped(self, logits: Tensor) -> Tensor:
         return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 
-    def _layer(self, block: Block, hidden: Tensor, plan: PassPlan, buffer: KVBuffer) -> Tensor:
+    def _layer(self, block: Block, hidden: Tensor, plans: Sequence[PassPlan]) -> Tensor:
         """One decoder layer, each sub-layer for the rows whose layer set keeps it, in the format it wants."""
-        attn_groups, mlp_groups = plan.kept[block.index]
         source = hidden
-        for name, variants in attn_groups:
+        for name, members in _by_format(plans, block.index, 0).items():
             parts = None if name is None else self.copies.parts("attn", block.index, name)
-            if variants == plan.every:
-                hidden = hidden + block.attention(hidden, plan.group(block, plan.every), buffer, parts)
+            groups = [(plan.group(block, own), cast(KVBuffer, plan.buffer)) for plan, own in members]
+            index = _rows_of(members, plans, block.device)
+            if index is None:
+                hidden = hidden + block.attention(source, groups, parts)
             else:
-                index = plan.row_index(variants, block.device)
-                delta = block.attention(source[index], plan.group(block, variants), buffer, parts)
-                hidden = hidden.index_add(0, index, delta)
+                hidden = hidden.index_add(0, index, block.attention(source[index], groups, parts))
         if not self.parallel:
             source = hidden
-        for name, variants in mlp_groups:
+        for name, members in _by_format(plans, block.index, 1).items():
             parts = None if name is None else self.copies.parts("mlp", block.index, name)
-            if variants == plan.every:
+            index = _rows_of(members, plans, block.device)
+            if index is None:
                 hidden = hidden + block.mlp(source, parts)
             else:
-                index = plan.row_index(variants, block.device)
                 hidden = hidden.index_add(0, index, block.mlp(source[index], parts))
         return hidden
 
 
-def _chosen(rows: Tensor, n_last: int | None, index: Tensor | None) -> Tensor:
-    if index is not None:
-        return rows[index]
-    return rows if n_last is None else rows[rows.shape[0] - n_last :]
+Members = list[tuple[PassPlan, frozenset[int]]]  # passes, and those of their variants that run a sub-layer
+
+
+def _by_format(plans: Sequence[PassPlan], layer: int, which: int) -> dict[str | None, Members]:
+    """Who runs a layer's attention (0) or MLP (1), by weight format."""
+    found: dict[str | None, Members] = {}
+    for plan in plans:
+        for name, variants in plan.kept[layer][which]:
+            found.setdefault(name, []).append((plan, variants))
+    return found
+
+
+def _rows_of(members: Members, plans: Sequence[PassPlan], device: torch.device) -> Tensor | None:
+    """int64, the rows of the members in the forward pass; None where that is every row."""
+    if len(members) == len(plans) and all(variants == plan.every for plan, variants in members):
+        return None
+    own = [plan.row_index(variants, device) + plan.first for plan, variants in members]
+    return own[0] if len(own) == 1 else torch.cat(own)

@@ -80,9 +80,8 @@ class Look:
         block = self.runtime.blocks[layer]
         self.n_rows += len(positions) / self._n_parts
         if kind == "attn":
-            return block.attention(
-                hidden.to(block.device), self._plan(positions).group(block, frozenset({0})), self.buffer
-            )
+            group = self._plan(positions).group(block, frozenset({0}))
+            return block.attention(hidden.to(block.device), [(group, self.buffer)])
         return block.mlp((entered if self.runtime.parallel else hidden).to(block.device))
 
     def _plan(self, positions: Sequence[int]) -> PassPlan:

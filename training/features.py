@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..core.errors import InvalidInput
 from ..core.types import Prompt, Sampling
-from ..decoding.context import Context
-from ..decoding.loop import Watch
+from ..decoding.engine import side_by_side
+from ..decoding.loop import Round
 from ..decoding.method import PLAIN
 from ..decoding.session import Session
 from ..models.rows import Rows
@@ -123,15 +123,11 @@ def greedy_session(runtime: Runtime, max_new_tokens: int) -> Session:
 
 def features_of(session: Session, prompt: Prompt, depths: Sequence[int]) -> Features:
     """The states of all turns of a prompt, at every token of a completion that another one follows."""
-    contexts: list[Context] = []
     found = [states_of(session.runtime, [], 0, depths)]
-    watch = Watch(before_round=lambda context: contexts.append(context))
-    for _, completion in session.run(prompt, PLAIN, watch):
-        if contexts:  # a completion of one token had no round
-            first = contexts[-1].n_prompt
-            text = [*contexts[-1].token_ids[:first], *completion.token_ids]
-            found.append(states_of(session.runtime, text[:-1], first, depths))
-        contexts.clear()
+    for event in side_by_side([session.request(prompt, PLAIN)]):
+        if isinstance(event, Round) and event.context.finish is not None:  # a completion of one token has no round
+            context = event.context
+            found.append(states_of(session.runtime, context.token_ids[:-1], context.n_prompt, depths))
     return Features.joined(found)
 
 
@@ -141,7 +137,7 @@ def states_of(runtime: Runtime, token_ids: Sequence[int], first: int, depths: Se
     buffer = runtime.new_buffer(len(token_ids))
     for start in range(0, len(token_ids), PREFILL_ROWS):
         chunk = token_ids[start : start + PREFILL_ROWS]
-        runtime.forward(Rows(chunk, start), buffer, n_logits=0, capture=at)
+        runtime.forward(Rows(chunk, start), buffer, wanted=(), capture=at)
     width = runtime.config.get_text_config().hidden_size
     nothing = torch.empty((0, width), dtype=runtime.dtype)
     kept = {depth: torch.cat([nothing, *(part.cpu() for part in parts)])[first:] for depth, parts in at.items()}

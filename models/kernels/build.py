@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import json
 import os
 import platform
 import shutil
@@ -28,6 +29,10 @@ FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread")
 # Products and sums are joined only where the code says so, for else rows could differ in their last bits.
 MATHS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 COMPILE_S = 300  # seconds that a compiler may take
+SHAPES = ((8960, 1536), (1536, 8960))  # outputs by inputs: an MLP's maps of a model of 1.5B
+ROWS = (1, 8)  # that a level's speed is measured with
+CLEARLY = 1.2
+Speeds = dict[str, dict[str, float]]  # way -> "outputs x inputs, rows" -> GB/s
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +77,6 @@ def kernels(level: str | None = None) -> Kernels | str:
         raise SettingsError(f"{FORCED}={wanted} is no kind of kernels: use {', '.join(LEVELS)}, torch or auto")
     flags = processor_flags()
     if wanted == "auto":
-        from .measure import preferred
-
         fastest = preferred()
         levels = [fastest] if fastest in LEVELS else list(LEVELS)
         wanted = next(name for name in (*levels, *LEVELS) if LEVELS[name].needs <= flags)
@@ -194,3 +197,34 @@ def _opened(name: str, path: Path) -> Kernels | str:
     run.argtypes = [ctypes.POINTER(layout.Pass), ctypes.POINTER(layout.Step), ctypes.c_int32]
     run.restype = ctypes.c_int
     return Kernels(name, path, run)
+
+
+def at_rows(speeds: Speeds, way: str, rows: int) -> float:
+    """GB/s of a way over all shapes, weights of each shape counted alike."""
+    own = [speed for case, speed in speeds[way].items() if case.endswith(f", {rows}")]
+    return len(own) / sum(1 / speed for speed in own)
+
+
+def preferred() -> str | None:
+    """The level that was fastest when all were measured here; None where nothing was."""
+    kept = {name: cases for name, cases in kept_speeds().items() if name in LEVELS}
+    # A busy machine measures unevenly, and levels differ in their last bits: a lower one must be clearly faster.
+    handicap = {name: CLEARLY**number for number, name in enumerate(LEVELS)}
+    seconds = {name: sum(1 / at_rows(kept, name, rows) for rows in ROWS) * handicap[name] for name in kept}
+    return min(seconds, key=lambda name: seconds[name], default=None)
+
+
+def speeds_file() -> Path:
+    """Where what `measure` found is kept."""
+    return cache_root() / "kernels" / f"speeds-{processor_key()}.json"
+
+
+def kept_speeds() -> Speeds:
+    """What was measured here, as far as it can be read."""
+    try:
+        kept = json.loads(speeds_file().read_text(encoding="utf-8"))
+        speeds = {str(name): {str(case): float(speed) for case, speed in cases.items()} for name, cases in kept.items()}
+        cases = {f"{n_out} x {n_in}, {rows}" for n_out, n_in in SHAPES for rows in ROWS}
+        return {name: own for name, own in speeds.items() if set(own) == cases and min(own.values()) > 0}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}

@@ -9,19 +9,14 @@ from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from ..gguf_file import cache_root
-from .build import LEVELS, Kernels, compiled_levels, kernels, processor_key
+from .build import ROWS, SHAPES, Kernels, Speeds, compiled_levels, kept_speeds, kernels, speeds_file
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SHAPES = ((8960, 1536), (1536, 8960))  # outputs by inputs: an MLP's maps of a model of 1.5B
-ROWS = (1, 8)
 WEIGHT_BYTES = 110 << 20  # that each run reads: more than caches hold
 REPEATS = 5
 READ = "memory read"
-CLEARLY = 1.2
-Speeds = dict[str, dict[str, float]]  # way -> "outputs x inputs, rows" -> GB/s
 
 
 def measured(fresh: bool = True) -> Speeds:
@@ -33,7 +28,7 @@ def measured(fresh: bool = True) -> Speeds:
     """
     import torch
 
-    if not fresh and (kept := _kept()):
+    if not fresh and (kept := kept_speeds()):
         return kept
     ways = _ways()
     found: dict[str, dict[str, list[float]]] = {name: {} for name in (*ways, READ)}
@@ -54,29 +49,15 @@ def measured(fresh: bool = True) -> Speeds:
                         found[name].setdefault(f"{shape[0]} x {shape[1]}, {rows}", []).append(speed)
     speeds = {name: {case: median(all_) for case, all_ in cases.items()} for name, cases in found.items()}
     with suppress(OSError):
-        _file().parent.mkdir(parents=True, exist_ok=True)
-        _file().write_text(json.dumps(speeds), encoding="utf-8")
+        speeds_file().parent.mkdir(parents=True, exist_ok=True)
+        speeds_file().write_text(json.dumps(speeds), encoding="utf-8")
     return speeds
-
-
-def at_rows(speeds: Speeds, way: str, rows: int) -> float:
-    """GB/s of a way over all shapes, weights of each shape counted alike."""
-    own = [speed for case, speed in speeds[way].items() if case.endswith(f", {rows}")]
-    return len(own) / sum(1 / speed for speed in own)
-
-
-def preferred() -> str | None:
-    """The level that was fastest when all were measured here; None where nothing was."""
-    kept = {name: cases for name, cases in _kept().items() if name in LEVELS}
-    # A busy machine measures unevenly, and levels differ in their last bits: a lower one must be clearly faster.
-    handicap = {name: CLEARLY**number for number, name in enumerate(LEVELS)}
-    seconds = {name: sum(1 / at_rows(kept, name, rows) for rows in ROWS) * handicap[name] for name in kept}
-    return min(seconds, key=lambda name: seconds[name], default=None)
 
 
 def _ways() -> dict[str, Callable[[list[Tensor], Tensor], Callable[[], Any]]]:
     import torch
 
+    from . import onednn
     from .native import linear, map_of
 
     current = kernels()
@@ -86,9 +67,9 @@ def _ways() -> dict[str, Callable[[list[Tensor], Tensor], Callable[[], Any]]]:
     def native(library: Kernels) -> Callable[[list[Tensor], Tensor], Callable[[], Any]]:
         return lambda weights, x: lambda: [linear(library, map_of(weight), x) for weight in weights]
 
-    def onednn(weights: list[Tensor], x: Tensor) -> Callable[[], Any]:
-        packed = [torch.ops.mkldnn._reorder_linear_weight(weight, x.shape[0]) for weight in weights]
-        return lambda: [torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "") for weight in packed]
+    def by_onednn(weights: list[Tensor], x: Tensor) -> Callable[[], Any]:
+        ready = [onednn.packed(weight, x.shape[0]) for weight in weights]
+        return lambda: [onednn.linear(x, weight) for weight in ready]
 
     ways: dict[str, Callable[[list[Tensor], Tensor], Callable[[], Any]]] = {
         **{name: native(library) for name, library in own.items()},
@@ -97,22 +78,8 @@ def _ways() -> dict[str, Callable[[list[Tensor], Tensor], Callable[[], Any]]]:
     mkldnn: Any = torch.backends.mkldnn
     try:
         if mkldnn.is_available():
-            torch.ops.mkldnn._reorder_linear_weight(torch.zeros((16, 16), dtype=torch.bfloat16), 1)
-            return {**ways, "oneDNN": onednn}
+            onednn.packed(torch.zeros((16, 16), dtype=torch.bfloat16))
+            return {**ways, "oneDNN": by_onednn}
     except (RuntimeError, AttributeError):  # a processor whose bfloat16 it does not know
         pass
     return ways
-
-
-def _file() -> Any:
-    return cache_root() / "kernels" / f"speeds-{processor_key()}.json"
-
-
-def _kept() -> Speeds:
-    try:
-        kept = json.loads(_file().read_text(encoding="utf-8"))
-        speeds = {str(name): {str(case): float(speed) for case, speed in cases.items()} for name, cases in kept.items()}
-        cases = {f"{n_out} x {n_in}, {rows}" for n_out, n_in in SHAPES for rows in ROWS}
-        return {name: own for name, own in speeds.items() if set(own) == cases and min(own.values()) > 0}
-    except (OSError, ValueError, AttributeError, TypeError):
-        return {}

@@ -90,6 +90,11 @@ class NativePasses:
         self._types = list(dict.fromkeys(block.layer_type for block in runtime.blocks))
         self._describe()
 
+    @property
+    def level(self) -> str:
+        """The level of instructions."""
+        return self.kernels.level
+
     def forget(self) -> None:
         """Some weights lie elsewhere now."""
         self._describe()

@@ -146,7 +146,7 @@ def test_chain_of_any_length_gives_the_bits_of_one_row_after_the_other(family: s
             runtime.prefill(ids[:base], buffer)
             assert same_bits(runtime.forward(Rows(ids[base : base + n], base), buffer), expected[:n])
             assert same_slots(buffer, alone, base + n)
-        assert same_bits(runtime.forward(Rows(ids[base:], base), buffer, 3), expected[-3:])
+        assert same_bits(runtime.forward(Rows(ids[base:], base), buffer, [17, 18, 19]), expected[-3:])
 
 
 @each_family
@@ -276,11 +276,23 @@ def test_sequences_of_one_pass_have_the_bits_of_passes_of_their_own(family: str,
             assert same_slots(one.buffer, own.buffer, one.rows.first_slot + len(one.rows.token_ids))
 
 
-def test_sequences_are_run_one_after_the_other_where_torch_computes() -> None:
-    runtime = tiny_runtime("qwen2")
-    passes, alone = ([random_pass(runtime, random.Random(i), 20, 40) for i in range(4)] for _ in range(2))
-    for own, logits in zip(alone, runtime.forward_together(passes), strict=True):
-        torch.testing.assert_close(logits, runtime.forward(own.rows, own.buffer, wanted=own.wanted), rtol=0, atol=0)
+@each_family
+def test_sequences_share_a_pass_where_torch_computes(family: str) -> None:
+    """One run of each linear map for all of them, and what each would get alone, but for rounding (float64)."""
+    runtime = tiny_runtime(family)
+    for seed in range(4):
+        contexts = [random.Random(seed).choice((0, 1, 13, 40)) + 3 * i for i in range(4)]
+        passes, alone = (
+            [random_pass(runtime, random.Random(f"{seed} {i}"), c, c + 8 + i) for i, c in enumerate(contexts)]
+            for _ in range(2)
+        )
+        for own, logits in zip(alone, runtime.forward_together(passes), strict=True):
+            torch.testing.assert_close(logits, runtime.forward(own.rows, own.buffer, wanted=own.wanted))
+    calls: list[int] = []
+    hook = runtime.blocks[1].parts.out.register_forward_pre_hook(lambda module, args: calls.append(len(args[0])))
+    runtime.forward_together([Pass(runtime, Rows([3, 4, 5], 0), runtime.new_buffer(4)) for _ in range(5)])
+    hook.remove()
+    assert calls == [15]
 
 
 @each_family

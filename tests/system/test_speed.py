@@ -168,6 +168,25 @@ def test_layer_sets_that_are_run_once_are_not_captured() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without a CUDA device says")
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "phi3-window"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_onednn_computes_what_eager_passes_do(family: str, dtype: torch.dtype) -> None:
+    """In the model's own place: copies for drafts are made of the same weights."""
+    eager, packed = tiny_runtime(family, dtype), tiny_runtime(family, dtype)
+    try:
+        at_speed(packed, "onednn")
+    except SettingsError as error:
+        pytest.skip(str(error))
+    text = [5, 9, 11, 7, 30, 31, 5, 9]
+    a, b = (each.forward(Rows(text, 0), each.new_buffer(16)).float() for each in (eager, packed))
+    assert torch.allclose(a, b, atol=1e-4 if dtype is torch.float32 else 0.06)
+    assert packed.speed == "onednn" and not packed.exact
+    for layer in range(2):
+        ours, theirs = (each.copies.parts("attn", layer, "int8").out for each in (packed, eager))
+        assert torch.equal(ours.codes, theirs.codes) and torch.equal(ours.scales, theirs.scales)
+    assert torch.equal(packed.copies.head("int8").codes, eager.copies.head("int8").codes)
+
+
 @pytest.mark.parametrize("speed", ["graphs", "compiled+graphs"])
 def test_graphs_without_a_cuda_device_are_refused_in_a_sentence(speed: str) -> None:
     runtime = tiny_runtime("llama")
@@ -177,7 +196,7 @@ def test_graphs_without_a_cuda_device_are_refused_in_a_sentence(speed: str) -> N
 
 
 def test_unknown_speed_is_refused_with_those_there_are() -> None:
-    with pytest.raises(SettingsError, match="eager, compiled, graphs"):
+    with pytest.raises(SettingsError, match="eager, onednn, compiled, graphs"):
         at_speed(tiny_runtime("llama"), "warp")  # type: ignore[arg-type]
 
 

@@ -263,7 +263,7 @@ def test_a_lookahead_window_equals_each_column_alone(family: str) -> None:
     together = runtime.forward(Rows((*tree.token_ids, *riders.token_ids), root, positions, visible), buffer)
     checked = 0
     for row, chain in columns(window):
-        alone = runtime.forward(Rows([ids[-1], *chain], root), buffer, n_logits=1)
+        alone = runtime.forward(Rows([ids[-1], *chain], root), buffer, [len(chain)])
         torch.testing.assert_close(together[n_nodes + row], alone[0])
         checked += 1
     assert checked == len(riders.token_ids)
