@@ -27,7 +27,10 @@ _EXPORTS = {
     "Runtime": "models.runtime",
     "Store": "store",
     "custom_generate": "decoding.hf",
-    "load": "models.loading",
+    "LiveEngine": "tasks.model",
+    "Model": "tasks.model",
+    "load": "tasks.model",
+    "tune": "tasks.model",
 }
 
 __all__ = [
@@ -35,6 +38,8 @@ __all__ = [
     "Completion",
     "LayerSet",
     "LayerSetRecord",
+    "LiveEngine",
+    "Model",
     "Prompt",
     "Runtime",
     "Sampling",
@@ -45,6 +50,7 @@ __all__ = [
     "__version__",
     "custom_generate",
     "load",
+    "tune",
 ]
 
 if TYPE_CHECKING:
@@ -54,9 +60,9 @@ if TYPE_CHECKING:
     from .core.settings import SwiftSettings
     from .core.types import Completion, LayerSet, LayerSetRecord, Prompt, Sampling
     from .decoding.hf import custom_generate
-    from .models.loading import load
     from .models.runtime import Runtime
     from .store import Store
+    from .tasks.model import LiveEngine, Model, load, tune
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,6 @@ import torch
 from ..core.errors import SwiftoptError
 from ..core.requests import GenerateRequest
 from ..core.types import Prompt, Sampling
-from ..decoding.loop import Watch
 from ..decoding.method import PLAIN, Method
 from ..decoding.models import OtherModel
 from ..decoding.session import Session
@@ -131,9 +130,8 @@ def _is_own(transforms: Any) -> bool:
 
 def _contender(made: Made, runtime: Runtime, max_new_tokens: int) -> Contender:
     assert made.method is not None
-    session, search = Session(runtime, made.variant.sampling, max_new_tokens), made.search
-    watch = None if search is None else Watch(None, search.before_round, search.after_round, search.scratch_rows)
-    return Contender(made.variant.label, decoding_with(session, made.method, watch))
+    session = Session(runtime, made.variant.sampling, max_new_tokens)
+    return Contender(made.variant.label, decoding_with(session, made.method, made.search))
 
 
 def _row(made: Made, runs: Interleaved, session: Session, prompts: Sequence[Prompt]) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class Kit:
         """SWIFT's search with those settings, from its start."""
         runtime, settings = self.maker.stored.runtime, replace(SwiftSettings(), **told)
         ratio = settings.start_skip_ratio(runtime.info.n_parameters)
-        return Search("", runtime.n_layers, settings, ratio, None, lambda event: None, lambda: "")
+        return Search("", runtime.n_layers, settings, ratio, None)
 
     def heads(self) -> Heads:
         """The task's heads."""

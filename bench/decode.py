@@ -15,7 +15,6 @@ from ..core.methods import METHODS as METHOD_INFOS
 from ..core.requests import GenerateRequest
 from ..core.settings import SwiftSettings
 from ..core.types import Completion, Prompt
-from ..decoding.loop import Watch
 from ..decoding.method import PLAIN, Method
 from ..decoding.session import Session
 from ..models.costs import machine_name
@@ -25,6 +24,7 @@ from ..optimizer.search import Search
 from ..optimizer.verdict import Timed, bootstrap_interval, speed_ratio
 from ..store import Store
 from ..tasks.generate import Planner
+from ..tasks.runs import first_turn
 from ..tasks.stored_costs import stored_costs
 
 HF_OPTIONS = ("hf-plain", "hf-lookup", "hf-assistant")
@@ -182,10 +182,9 @@ def _runner(
     return _own_runner(session, lambda prompt: (planner.plan_for(request.task or prompt.task)[0], None))
 
 
-def _own_runner(session: Session, plan: Callable[[Prompt], tuple[Method, Watch | None]]) -> Runner:
+def _own_runner(session: Session, plan: Callable[[Prompt], tuple[Method, Search | None]]) -> Runner:
     def run(prompt: Prompt) -> tuple[tuple[int, ...], Completion | None]:
-        method, watch = plan(prompt)
-        completion = next(iter(session.run(prompt, method, watch)))[1]
+        completion = first_turn(session, prompt, *plan(prompt))
         return completion.token_ids, completion
 
     return run
@@ -201,7 +200,7 @@ class _SwiftPlans:
         self._stored: dict[str, Method] = {}
         self._searches: dict[str, Search] = {}
 
-    def __call__(self, prompt: Prompt) -> tuple[Method, Watch | None]:
+    def __call__(self, prompt: Prompt) -> tuple[Method, Search | None]:
         task = self.request.task or prompt.task
         if task not in self._stored and task not in self._searches:
             try:
@@ -211,18 +210,12 @@ class _SwiftPlans:
                 self._searches[task] = self._start(task)
         if task in self._stored:
             return self._stored[task], None
-        search = self._searches[task]
-        watch = Watch(
-            before_round=search.before_round if search.optimising else None,
-            after_round=search.after_round,
-            scratch_rows=search.scratch_rows,
-        )
-        return search.method, watch
+        return self._searches[task].method, self._searches[task]
 
     def _start(self, task: str) -> Search:
         settings = self.request.settings or SwiftSettings()
         ratio = settings.start_skip_ratio(self.runtime.info.n_parameters)
-        return Search(task, self.runtime.n_layers, settings, ratio, self.costs, lambda event: None, lambda: "")
+        return Search(task, self.runtime.n_layers, settings, ratio, self.costs)
 
 
 def hf_generate(session: Session, token_ids: Sequence[int], max_new_tokens: int, **options: Any) -> tuple[int, ...]:

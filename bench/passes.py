@@ -20,6 +20,7 @@ import torch
 
 from ..models.costs import machine_name
 from ..models.kernels import layout
+from ..models.kernels.native import NativePasses
 from ..models.loading import at_speed, load
 from ..models.rows import Pass, Rows
 from ..models.runtime import Runtime
@@ -30,7 +31,7 @@ REPEATS = 9
 def measured(runtime: Runtime, context: int, n_rows: int, n_sequences: int = 1) -> dict[str, Any]:
     """Median ms of a pass over `n_rows` rows of each sequence behind `context` slots, and of its parts."""
     native = runtime.native
-    assert native is not None
+    assert isinstance(native, NativePasses)
     rows = Rows([1] * n_rows, context)
     passes = [Pass(runtime, rows, runtime.new_buffer(context + n_rows)) for _ in range(n_sequences)]
     samples: dict[str, list[float]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import count
@@ -18,6 +19,7 @@ from ..core.errors import InvalidInput
 from ..core.settings import SwiftSettings
 from ..core.types import LayerSet, Prompt, Sampling
 from ..decoding.context import Context
+from ..decoding.engine import alone
 from ..decoding.loop import Round
 from ..decoding.method import PLAIN
 from ..decoding.session import Session
@@ -121,12 +123,11 @@ class Bench:
                 for context in self._grown(text, self.stride, scratch):
                     yield name, context
 
-    def judge(self, layer_set: LayerSet) -> tuple[float, Round]:
-        """The objective over all windows together, and how much of what it drafts there is accepted."""
+    def judge(self, layer_set: LayerSet) -> tuple[float, int, int]:
+        """The objective over all windows together, and how many tokens it drafts there, how many of them accepted."""
         self._see([layer_set], self.n_windows)
         value, played = self._worth(layer_set, self.n_windows)
-        n_rounds = self.window * self.n_windows
-        return value, Round(played.draft_steps, played.tokens - n_rounds, played.tokens, 0, 0.0, 0.0, 0.0)
+        return value, played.draft_steps, played.tokens - self.window * self.n_windows
 
     def race(self, layer_sets: Sequence[LayerSet], held: LayerSet) -> dict[LayerSet, float]:
         """How each compares with `held` on the windows that it was judged on: a ratio of objectives, 1 being equal.
@@ -149,7 +150,7 @@ class Bench:
         for number in range(n):
             new = [own for own in layer_sets if len(self._seen.get(own, ())) == number]
             if new:
-                scores = score_window(self._windows[number], new, self.window)
+                scores = alone(score_window(self._windows[number], new, self.window))
                 for own, score in zip(new, scores, strict=True):
                     self._seen.setdefault(own, []).append(score)
 
@@ -180,25 +181,23 @@ def run_strategy(bench: Bench, strategy: str, n_passes: int, on_gain: Callable[[
     A pass is a candidate on a window; what a study runs counts by its rows. Judging on all windows is not timed.
     """
     settings = replace(bench.settings, strategy=strategy)
-    place = [""]
     ratio = settings.start_skip_ratio(bench.runtime.info.n_parameters)
-    search = Search("", bench.runtime.n_layers, settings, ratio, bench.costs, lambda event: None, lambda: place[0])
+    search = Search("", bench.runtime.n_layers, settings, ratio, bench.costs)
     seconds, held, curve = 0.0, None, []
     try:
         for prompt_id, context in bench.contexts(search.scratch_rows):
-            place[0] = prompt_id
             clock = perf_counter()
-            search.before_round(context)
+            alone(search.score(context, prompt_id))
             seconds += perf_counter() - clock
             passes = search.rows_run / bench.window
-            value, round_ = bench.judge(search.layer_set)
+            value, n_steps, n_accepted = bench.judge(search.layer_set)
             if search.layer_set != held:
                 held = search.layer_set
                 curve.append([round(passes, 2), round(seconds, 3), round(value, 5)])
                 on_gain(strategy, passes, value)
             if passes >= n_passes or not search.optimising:
                 break
-            search.after_round(context, round_)
+            deque(search.lower(Round(context, (), n_steps, n_accepted, 0, 0.0, 0.0)), 0)
     finally:
         search.finish("the benchmark is over")
     best = max(value for _, _, value in curve)

@@ -12,6 +12,7 @@ import argparse
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from time import perf_counter
 
@@ -21,6 +22,7 @@ from ..core.settings import SwiftSettings
 from ..core.streams import read_stream
 from ..core.types import LayerSet, Sampling, n_skipped_for, searchable
 from ..decoding.context import Context
+from ..decoding.engine import alone
 from ..decoding.session import Session
 from ..models.costs import machine_name
 from ..models.loading import load
@@ -79,15 +81,21 @@ def main() -> None:
     runs = {"draft pass": draft_pass(context, LayerSet.of(runtime.n_layers, picked), settings.context_window)}
     searches = {}
     for batch in (1, 2, 4, LARGEST_BATCH):
-        search = Search("bench", runtime.n_layers, settings, 0.45, None, lambda event: None, lambda: "")
+        search = Search("bench", runtime.n_layers, settings, 0.45, None)
         search.batch = batch
         searches[batch] = search
-        runs[f"steps of {batch}"] = lambda search=search: search.before_round(context)  # type: ignore[misc]
+        runs[f"steps of {batch}"] = partial(step, search, context)
     ms = timed(runs)
     per_step = {str(batch): round(ms[f"steps of {batch}"] / batch, 3) for batch in searches}
     share = {batch: round(value / ms["draft pass"], 3) for batch, value in per_step.items()}
     report = {"schema": "swiftopt.bench-step/1", "model": args.model, "device": machine_name(runtime)}
     print(json.dumps({**report, "ms": ms, "ms_per_step": per_step, "share_of_draft_pass": share}))
+
+
+def step(search: Search, context: Context) -> None:
+    """Score candidates once more."""
+    context.searched = False
+    alone(search.score(context, ""))
 
 
 if __name__ == "__main__":

@@ -8,9 +8,10 @@ from typing import Any
 
 from ..core.costs import CostProfile
 from ..core.errors import InvalidInput
-from ..core.events import Event, PromptFinished, StreamShifted, TrialsDone
+from ..core.events import PromptFinished, StreamShifted, TrialsDone
 from ..core.settings import SwiftSettings
 from ..core.types import Completion, LayerSet, Prompt, Sampling
+from ..decoding.engine import exhaust
 from ..decoding.models import SkippedTarget
 from ..decoding.session import Session
 from ..models.costs import machine_name
@@ -97,7 +98,7 @@ class StreamShift:
     def _tuned(self, name: str, prompts: Sequence[Prompt]) -> tuple[LayerSet, SwiftSettings]:
         """What a search on the task alone ends with; its prompts come by twice, and it may take its time."""
         self.on_step(f"{name}: searching on this task alone")
-        return self._tuner(lambda event: None).serve([*prompts, *prompts], sparing=False)[name]
+        return exhaust(self._tuner().serve([*prompts, *prompts], sparing=False))[name]
 
     def _fixed(
         self, words: str, layer_set: LayerSet, settings: SwiftSettings, prompts: Sequence[Prompt]
@@ -118,8 +119,7 @@ class StreamShift:
         shifts: list[dict[str, Any]] = []
         n_trials = 0
 
-        def tell(event: Event) -> None:
-            nonlocal n_trials
+        for event in self._tuner().serve([replace(prompt, task=STREAM) for _, prompt in named]):
             if isinstance(event, TrialsDone):
                 n_trials += len(event.trials)
             elif isinstance(event, StreamShifted):
@@ -130,8 +130,6 @@ class StreamShift:
                 name = named[event.index][0]
                 runs[name].append(event.completion)
                 self.on_step(f"{name}, adapting: {event.prompt.id}, α {event.completion.acceptance_rate or 0:.2f}")
-
-        self._tuner(tell).serve([replace(prompt, task=STREAM) for _, prompt in named])
         return runs, shifts, n_trials
 
     def _figures(self, runs: Sequence[Completion]) -> dict[str, Any]:
@@ -146,8 +144,8 @@ class StreamShift:
             "by_prompt": [each.acceptance_rate for each in runs],
         }
 
-    def _tuner(self, tell: Callable[[Event], None]) -> Tuner:
-        return Tuner(self.runtime, self.settings, Sampling(), self.max_new_tokens, self.costs, tell, "")
+    def _tuner(self) -> Tuner:
+        return Tuner(self.runtime, self.settings, Sampling(), self.max_new_tokens, self.costs, "")
 
 
 def _gap(optimum: Sequence[Completion], adapted: Sequence[Completion]) -> dict[str, float | bool | None]:

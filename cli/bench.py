@@ -26,6 +26,7 @@ from .output import emit_json, note, note_load, show
 from .peers import peers
 from .search import search
 from .stream_shift import stream_shift
+from .throughput import throughput
 
 METHODS = (
     *METHOD_INFOS,
@@ -49,6 +50,7 @@ def bench() -> None:
 
 bench.add_command(ablate)
 bench.add_command(peers)
+bench.add_command(throughput)
 bench.add_command(search)
 bench.add_command(stream_shift)
 

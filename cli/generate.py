@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +31,7 @@ from .options import (
 from .output import emit_json, json_line, note, note_load
 
 if TYPE_CHECKING:
-    from ..tasks.generate import GenerateInfo, Turn
+    from ..tasks.generate import Generated, GenerateInfo, TextAdded
     from ..tasks.outputs import LineWriter
 
 source_options = together(
@@ -55,7 +54,12 @@ method_options = together(
 @from_field(GenerateRequest, "task", "Whose stored layer set to use.  [default: the prompt's own task, or default]")
 @source_options
 @method_options
-@from_field(GenerateRequest, "concurrency", "How many prompts of a stream are decoded at once.", type=positive)
+@from_field(
+    GenerateRequest,
+    "concurrency",
+    "How many prompts of a stream are decoded at once; each is shown when it is done.",
+    type=positive,
+)
 @machine_options(GenerateRequest)
 @speed_option(GenerateRequest)
 @sampling_options
@@ -93,8 +97,8 @@ def generate(
         store = stack.enter_context(open_store(db))
         lines = stack.enter_context(LineWriter(Path(out), append=False)) if out is not None else None
         sink = _Sink(request.model, as_json, one_only=stream is None, out=lines)
-        for turn in decode(request, prompts, store, sink.on_text, note_load):
-            sink.show(turn)
+        for event in decode(request, prompts, store, note_load):
+            sink.show(event)
 
 
 def _prompts(prompt: str | None, stream: str | None, limit: int | None, task: str | None) -> list[Prompt]:
@@ -122,26 +126,27 @@ class _Sink:
 
     def __init__(self, model: str, as_json: bool, one_only: bool, out: LineWriter | None) -> None:
         self._model, self._as_json, self._out = model, as_json, out
-        self.on_text: Callable[[str], None] | None = None if as_json or not one_only else self._grow
+        self._grows = one_only and not as_json
         self._noted: set[str] = set()
 
-    def show(self, turn: Turn) -> None:
-        """One finished completion."""
+    def show(self, event: TextAdded | Generated) -> None:
+        """Text as it grows, and a finished completion."""
         from .payloads import completion_json
 
-        prompt, completion, info = turn
+        if not isinstance(event, tuple):
+            if self._grows:
+                click.echo(event.text, nl=False)
+            return
+        prompt, completion, info = event
         if self._as_json:
-            emit_json(completion_json(self._model, *turn))
-        elif self.on_text is not None:
+            emit_json(completion_json(self._model, *event))
+        elif self._grows:
             click.echo()
         else:
             click.echo(f"== {prompt.id}\n{completion.text}")
         if self._out is not None:
-            self._out.write(json_line(completion_json(self._model, *turn)))
+            self._out.write(json_line(completion_json(self._model, *event)))
         self._remark(completion, info)
-
-    def _grow(self, text: str) -> None:
-        click.echo(text, nl=False)
 
     def _remark(self, completion: Completion, info: GenerateInfo) -> None:
         for text in remarks(completion, info):

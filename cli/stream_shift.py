@@ -55,6 +55,7 @@ def stream_shift(
     check_model(request)
 
     from ..bench.stream_shift import StreamShift
+    from ..decoding.engine import exhaust
     from ..decoding.session import Session
     from ..models.costs import with_formats
     from ..models.loading import load
@@ -70,7 +71,7 @@ def stream_shift(
     def measured(*formats: str) -> CostProfile:
         return with_formats(runtime, plain, formats, note)
 
-    settings, costs = prepared(session, lines, settings, measured, _show_format)
+    settings, costs = exhaust(prepared(session, lines, settings, measured), _show_format)
     bench = StreamShift(runtime, lines, prompts, settings, request.max_new_tokens, costs, note)
     report = {"model": request.model, **bench.run()}
     present(report, as_json, _show_table, png, draw)

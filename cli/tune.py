@@ -49,6 +49,7 @@ INTERRUPTED = 130
 @from_field(TuneRequest, "task", "Task of lines that name none.  [default: the file's stem]")
 @from_field(TuneRequest, "out", "File for the completions.  [default: in your data folder]", metavar="FILE")
 @from_field(TuneRequest, "limit", "Take only the first prompts.", type=positive)
+@from_field(TuneRequest, "concurrency", "How many prompts are decoded at once.", type=positive)
 @machine_options(TuneRequest)
 @speed_option(TuneRequest)
 @sampling_options

@@ -1,46 +1,134 @@
-"""What computes is a generator that yields the passes it wants; an engine runs any number of them side by side.
+"""What computes is a generator that yields what it wants; an engine runs any number of them side by side.
 
-Those that wait for passes of one model share a forward pass: its weights are read once for all of their rows. A round's
-draft passes go first, until every sequence waits for its target.
+Such a generator yields a `Pass` and is sent its logits, or `Slots` and is sent a buffer. Whatever else it yields is an
+event: it reaches whoever runs the engine at the moment it arises, before the generator goes on, so that its state can
+be looked at or kept between any two of them. Those that wait for passes of one model share a forward pass: its weights
+are read once for all of their rows. A round's draft passes go first, until every sequence waits for its target.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..models.rows import Pass
+from ..core.errors import ContextOverflow
+from ..models.buffer import KVBuffer
+from ..models.rows import Model, Pass
 from ..models.runtime import Runtime
 
 T = TypeVar("T")
-PassGenerator = Generator[Pass, Tensor, T]  # yields passes, is sent the wanted logits (rows, vocab) of each
+E = TypeVar("E")
+Event = Any  # whatever is yielded beside demands
+Work = Generator[Any, Any, T]  # yields demands and events; is sent what it demanded, None for an event
+PassGenerator = Generator[Pass, Tensor, T]  # yields passes only; is sent the wanted logits (rows, vocab) of each
 
 
-@torch.inference_mode()
-def alone(work: PassGenerator[T]) -> T:
-    """Run every pass of one generator; what it returns."""
-    try:
-        wanted = next(work)
+@dataclass(frozen=True, slots=True, eq=False)
+class Slots:
+    """A buffer of `capacity` slots for a text that begins with `token_ids`; is sent the buffer and how many slots of it
+    are filled with that text's keys and values, fewer than there are tokens. Only texts of one `salt` share any."""
+
+    runtime: Runtime
+    capacity: int
+    token_ids: Sequence[int]
+    salt: str = ""
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory of the buffer."""
+        return self.capacity * self.runtime.slot_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Free:
+    """The buffer of those slots is not needed any more; it holds the keys and values of `token_ids`."""
+
+    slots: Slots
+    token_ids: Sequence[int]
+
+
+DEMANDS = (Pass, Slots, Free)
+
+
+def alone(work: Work[T]) -> T:
+    """Run one generator to its end, dropping its events; what it returns."""
+    engine = Engine()
+    with closing(engine):
+        request = engine.add(work)
+        while not request.is_done:
+            for _ in engine.step():
+                pass
+        return request.result
+
+
+def side_by_side(
+    works: Iterable[Work[Any]], at_once: int = 1, memory: int | None = None
+) -> Generator[Event, None, None]:
+    """Run generators, up to `at_once` together, each begun when there is room for it; yield their events as they come.
+
+    When one fails no other is begun, those in flight go on to their ends, and its error is raised.
+
+    Args: memory: see `Engine`.
+    """
+    engine, waiting, errors = Engine(memory), iter(works), list[Exception]()
+    with closing(engine):
         while True:
-            wanted.runtime.load = 1
-            wanted = work.send(wanted.runtime.forward_together([wanted])[0])
-    except StopIteration as end:
-        result: T = end.value
-        return result
-    finally:
-        work.close()
+            while not errors and len(engine.requests) < at_once and (work := next(waiting, None)) is not None:
+                engine.add(work)
+            if not engine.requests:
+                break
+            running = list(engine.requests)
+            yield from engine.step()
+            errors += (request.error for request in running if request.error is not None)
+    if errors:
+        raise errors[0]
+
+
+def exhaust(events: Generator[E, None, T], on_event: Callable[[E], None] = lambda event: None) -> T:
+    """Hand on all events of a generator; what it returns."""
+    while True:
+        try:
+            on_event(next(events))
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
+def intercept(work: Work[T], handle: Callable[[Event], Iterator[Any]]) -> Work[T]:
+    """Hand on what a generator demands, and in place of each of its events what `handle` yields for it."""
+    with closing(work):
+        go_on = partial(work.send, None)
+        while True:
+            try:
+                step = go_on()
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            go_on = partial(work.send, None)
+            if not isinstance(step, DEMANDS):
+                yield from handle(step)
+                continue
+            try:
+                go_on = partial(work.send, (yield step))
+            except Exception as error:
+                go_on = partial(work.throw, error)
 
 
 class Request(Generic[T]):
-    """A generator in flight: the pass that it waits for, or what became of it."""
+    """A generator in flight: the demand that it waits for, or what became of it; and the slots that it holds."""
 
-    def __init__(self, work: PassGenerator[T]) -> None:
+    def __init__(self, work: Work[T]) -> None:
         self._work = work
-        self.wanted: Pass | None = None
+        self.wanted: Pass | Slots | Free | None = None
+        self.held: dict[Slots, KVBuffer] = {}
+        self.is_new = True
         self.error: Exception | None = None
         self._result: list[T] = []
 
@@ -56,46 +144,89 @@ class Request(Generic[T]):
             raise self.error
         return self._result[0]
 
-    def start(self) -> None:
-        """Run up to the first pass."""
-        self._advance(lambda: next(self._work))
+    def send(self, answer: Any) -> Iterator[Event]:
+        """Hand over what it waits for (None: it begins), and run up to its next demand."""
+        self.is_new = False
+        return self._advance(partial(self._work.send, answer))
 
-    def send(self, logits: Tensor) -> None:
-        """Hand over the logits that it waits for, and run up to its next pass."""
-        self._advance(lambda: self._work.send(logits))
-
-    def throw(self, error: Exception) -> None:
-        """Tell it that its pass failed."""
-        self._advance(lambda: self._work.throw(error))
+    def throw(self, error: Exception) -> Iterator[Event]:
+        """Report that what it demanded failed."""
+        return self._advance(partial(self._work.throw, error))
 
     def close(self) -> None:
         """Give it up, wherever it is."""
         self.wanted = None
+        self.held.clear()
         self._work.close()
 
-    def _advance(self, go_on: Callable[[], Pass]) -> None:
+    def _advance(self, go_on: Callable[[], Any]) -> Iterator[Event]:
         self.wanted = None
-        try:
-            self.wanted = go_on()
-        except StopIteration as end:
-            self._result.append(end.value)
-        except Exception as error:
-            self.error = error
+        while True:
+            try:
+                step = go_on()
+            except StopIteration as end:
+                self._result.append(end.value)
+                return self.held.clear()
+            except Exception as error:
+                self.error = error
+                return self.held.clear()
+            if isinstance(step, DEMANDS):
+                self.wanted = step
+                return None
+            yield step
+            go_on = partial(next, self._work)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What a finished request read."""
+
+    slots: Slots
+    buffer: KVBuffer
+    token_ids: tuple[int, ...]
+
+    def is_part_of(self, other: _Kept) -> bool:
+        """Whether all of it is in the other one, too."""
+        ours, theirs = self.slots, other.slots
+        if ours.runtime is not theirs.runtime or ours.salt != theirs.salt:
+            return False
+        return self.token_ids == other.token_ids[: len(self.token_ids)]
+
+    def common(self, wanted: Slots) -> int:
+        """How many of its slots a request can go on from that wants those; its last token is always read."""
+        if self.slots.runtime is not wanted.runtime or self.slots.salt != wanted.salt:
+            return 0
+        pairs = zip(self.token_ids, wanted.token_ids[:-1], strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 class Engine:
-    """Runs requests side by side, a step at a time; a request that fails takes no other along."""
+    """Runs requests side by side, a step at a time; a request that fails takes no other along.
 
-    def __init__(self) -> None:
+    Args: memory: most bytes that buffers may take. Requests wait for theirs in the order of arrival. What finished ones
+          read is kept until its memory is wanted, and one that begins with the same tokens goes on from there: with the
+          same bits where kernels are row-invariant. None: no limit, and nothing is kept.
+    """
+
+    def __init__(self, memory: int | None = None) -> None:
         self.requests: list[Request[Any]] = []
+        self.memory = memory
+        self._kept: list[_Kept] = []  # the latest used last
 
-    @torch.inference_mode()
-    def add(self, work: PassGenerator[T]) -> Request[T]:
-        """Take a generator in, and run it up to its first pass."""
+    @property
+    def n_bytes(self) -> int:
+        """Memory of the buffers that requests hold."""
+        return sum(slots.n_bytes for request in self.requests for slots in request.held)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of what is kept of finished requests."""
+        return sum(kept.slots.n_bytes for kept in self._kept)
+
+    def add(self, work: Work[T]) -> Request[T]:
+        """Take a generator in; it begins with the next step."""
         request = Request(work)
-        request.start()
-        if not request.is_done:
-            self.requests.append(request)
+        self.requests.append(request)
         return request
 
     def cancel(self, request: Request[Any]) -> None:
@@ -105,12 +236,20 @@ class Engine:
             self.requests.remove(request)
 
     @torch.inference_mode()
-    def step(self) -> None:
-        """Run the draft passes that wait, or else all that wait, and hand out their logits."""
-        waiting = [(request, request.wanted) for request in self.requests if request.wanted is not None]
+    def step(self) -> Iterator[Event]:
+        """Begin what is new, then run the draft passes that wait, or else all that wait, and hand out their logits.
+
+        Yields the events that arise; to be run to its end before the next step.
+        """
+        for request in list(self.requests):
+            if request.is_new:
+                yield from request.send(None)
+        yield from self._serve_slots()
+        waiting = [(request, request.wanted) for request in self.requests if isinstance(request.wanted, Pass)]
         chosen = [(request, wanted) for request, wanted in waiting if wanted.drafts] or waiting
         for runtime in dict.fromkeys(wanted.runtime for _, wanted in chosen):
-            _run(runtime, [(request, wanted) for request, wanted in chosen if wanted.runtime is runtime])
+            yield from _run(runtime, [(request, wanted) for request, wanted in chosen if wanted.runtime is runtime])
+        yield from self._serve_slots()
         self.requests = [request for request in self.requests if not request.is_done]
         if not self.requests:
             for _, wanted in chosen:
@@ -121,34 +260,79 @@ class Engine:
         while self.requests:
             self.cancel(self.requests[-1])
 
+    def _serve_slots(self) -> Iterator[Event]:
+        """Take back what is free, and hand out buffers in the order of arrival as far as memory goes."""
+        full = False
+        for request in list(self.requests):
+            while isinstance(wanted := request.wanted, Slots | Free):
+                if isinstance(wanted, Free):
+                    self._keep(wanted, request.held.pop(wanted.slots))
+                    yield from request.send(None)
+                elif self.memory is not None and wanted.n_bytes > self.memory:
+                    yield from request.throw(_too_long(wanted, self.memory))
+                elif full or (self.memory is not None and self.n_bytes + wanted.n_bytes > self.memory):
+                    full = True  # nobody behind it is served before it
+                    break
+                else:
+                    try:
+                        buffer, n_filled = self._buffer(wanted)
+                    except Exception as error:
+                        yield from request.throw(error)
+                        continue
+                    request.held[wanted] = buffer
+                    yield from request.send((buffer, n_filled))
 
-def side_by_side(works: Iterable[PassGenerator[T]], at_once: int) -> Iterator[T]:
-    """The results of generators in their order, up to `at_once` running together; an error comes in its turn."""
-    engine, works, started = Engine(), iter(works), list[Request[T]]()
-    try:
-        while True:
-            while len(engine.requests) < at_once and (work := next(works, None)) is not None:
-                started.append(engine.add(work))
-            while started and started[0].is_done:
-                yield started.pop(0).result
-            if not started:
+    def _buffer(self, wanted: Slots) -> tuple[KVBuffer, int]:
+        """A buffer with as much of the text as some finished request has read, and how much that is."""
+        best = max(self._kept, key=lambda kept: kept.common(wanted), default=None)
+        n_filled = 0 if best is None else best.common(wanted)
+        if best is not None and n_filled:
+            self._kept.remove(best)  # to its end: it was used
+            self._kept.append(best)
+        self._make_room(wanted.n_bytes, keep=1 if n_filled else 0)
+        buffer = wanted.runtime.new_buffer(wanted.capacity)
+        if best is not None and n_filled:
+            buffer.copy_from(best.buffer, n_filled)
+            self._make_room(wanted.n_bytes)
+        return buffer, n_filled
+
+    def _keep(self, freed: Free, buffer: KVBuffer) -> None:
+        """Keep what a request read for others to go on from."""
+        if self.memory is None or freed.slots.runtime.graphs is not None:  # captured passes have buffers of their own
+            return
+        new = _Kept(freed.slots, buffer, tuple(freed.token_ids))
+        self._kept = [kept for kept in self._kept if not kept.is_part_of(new)]
+        self._kept.append(new)
+        self._make_room(0)
+
+    def _make_room(self, n_bytes: int, keep: int = 0) -> None:
+        """Drop what was kept and not used for longest, until so many bytes are free; not the latest `keep`."""
+        assert self.memory is not None or not self._kept
+        while len(self._kept) > keep:
+            if self.n_bytes + self.kept_bytes + n_bytes <= (self.memory or 0):
                 return
-            engine.step()
-    finally:
-        engine.close()
+            del self._kept[0]
 
 
-def _run(runtime: Runtime, some: list[tuple[Request[Any], Pass]]) -> None:
+def _too_long(wanted: Slots, memory: int) -> ContextOverflow:
+    return ContextOverflow(
+        f"a text of {wanted.capacity} tokens needs {wanted.n_bytes / 1e6:.0f} MB of keys and values, but they may take"
+        f" {memory / 1e6:.0f} MB: shorten the prompt or lower --max-new-tokens"
+    )
+
+
+def _run(runtime: Model, some: list[tuple[Request[Any], Pass]]) -> Iterator[Event]:
     try:
         logits = runtime.forward_together([wanted for _, wanted in some])
     except Exception as error:
         if len(some) == 1:
-            return some[0][0].throw(error)
-        for each in some:  # one after the other, so that whose pass it was fails and no other
-            _run(runtime, [each])
-        return None
+            yield from some[0][0].throw(error)
+        else:
+            for each in some:  # one after the other, so that whose pass it was fails and no other
+                yield from _run(runtime, [each])
+        return
     if not some[0][1].drafts:
         runtime.load = len(some)
-    for (request, _), own in zip(some, logits, strict=True):
-        request.send(own)
-    return None
+    for (request, wanted), own in zip(some, logits, strict=True):
+        if request.wanted is wanted:  # not cancelled meanwhile
+            yield from request.send(own)

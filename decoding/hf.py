@@ -29,7 +29,8 @@ from ..models.costs import SMALLEST_BUCKET, measure_costs, with_formats
 from ..models.loading import at_speed
 from ..models.runtime import Runtime
 from .adaptive import adaptive
-from .loop import Watch, decode
+from .engine import side_by_side
+from .loop import decoding
 from .method import Method, swift
 from .models import SkippedTarget
 from .rule import TokenRule
@@ -77,15 +78,12 @@ def custom_generate(
     seed = int(torch.randint(2**31, ()).item()) if generation_config.do_sample else 0
     rule = TokenRule(Sampling(temperature=float(generation_config.do_sample), seed=seed), logits_processor)
     ending = CriteriaEnding(prompt_ids, generation_config.max_length - len(prompt_ids), stopping_criteria)
-    done = decode(
-        runtime,
-        prompt_ids,
-        method,
-        rule,
-        ending,
-        Watch(on_tokens=on_tokens),
-    )
-    sequences: Any = torch.tensor([[*prompt_ids, *done.token_ids]], device=input_ids.device)
+    token_ids = list(prompt_ids)
+    for event in side_by_side([decoding(runtime, prompt_ids, method, rule, ending)]):
+        token_ids += event.token_ids
+        if on_tokens is not None:
+            on_tokens(event.token_ids)
+    sequences: Any = torch.tensor([token_ids], device=input_ids.device)
     return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
 
 

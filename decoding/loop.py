@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -14,50 +14,41 @@ from ..models.rows import Pass, Rows
 from ..models.runtime import Runtime
 from .context import Begun, Context, EndRule, Tally
 from .draft import Draft, Drafting, Outcome, Verifier, Walk
-from .engine import PassGenerator, alone
+from .engine import Free, PassGenerator, Slots, Work, alone
 from .method import Method
 from .rule import TokenRule
 from .tree import ancestor_mask
 from .verify import PassTarget
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
-    """One draft and its verification, as those who watch see it."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Began:
+    """The prompt was read, and the tokens (one, or none of a request that is taken up again) came of it.
 
+    `state` is the mean state (hidden_size,) behind the final norm, in float32, of the tokens that were read for it.
+    """
+
+    context: Context
+    token_ids: Sequence[int]
+    state: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Round:
+    """One draft and its verification, and the tokens that they committed."""
+
+    context: Context
+    token_ids: Sequence[int]
     n_steps: int
     n_accepted: int
-    n_emitted: int
     n_rows: int
-    optimise_s: float
     draft_s: float
     verify_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Watch:
-    """Calls into the loop. `on_prompt` gets the mean state (hidden_size,) of the prompt's tokens behind the final norm,
-    in float32. `before_round` may score candidates behind the committed slots and change the drafter; it gets
-    `scratch_rows` slots of buffer for that, and its time counts as optimisation."""
-
-    on_tokens: Callable[[Sequence[int]], None] | None = None
-    before_round: Callable[[Context], None] | None = None
-    after_round: Callable[[Context, Round], None] | None = None
-    scratch_rows: int = 0
-    on_prompt: Callable[[Tensor], None] | None = None
-
-
-def decode(
-    runtime: Runtime,
-    prompt_ids: Sequence[int],
-    method: Method,
-    rule: TokenRule,
-    ending: EndRule,
-    watch: Watch | None = None,
-    begun: Begun | None = None,
-) -> Completion:
+def decode(runtime: Runtime, prompt_ids: Sequence[int], method: Method, rule: TokenRule, ending: EndRule) -> Completion:
     """Decode one prompt by itself; see `decoding`."""
-    return alone(decoding(runtime, prompt_ids, method, rule, ending, watch, begun))
+    return alone(decoding(runtime, prompt_ids, method, rule, ending))
 
 
 def decoding(
@@ -66,57 +57,67 @@ def decoding(
     method: Method,
     rule: TokenRule,
     ending: EndRule,
-    watch: Watch | None = None,
     begun: Begun | None = None,
-) -> PassGenerator[Completion]:
+    scratch_rows: int = 0,
+    with_state: bool = False,
+    salt: str = "",
+) -> Work[Completion]:
     """Decode one prompt, pass by pass; unless the method is lossy, the output is plain decoding's with the same rule.
+
+    Yields `Began` once and `Round` after each round. Whoever gets one may run passes of its own on `scratch_rows` slots
+    behind the committed ones before the generator goes on, and adds their seconds to the tally's.
 
     Args:   prompt_ids: at least one token. begun: where the same request was cut; its tokens are not told again. What
             was drawn is then drawn again for verifiers that draw once per token, `TargetWalk`, and for no others.
+            with_state: have `Began` carry the prompt's state. salt: see `Slots`.
     Raises: ContextOverflow: prompt and completion do not fit the model's context.
             LayerSetError: the drafter's layer set was made for another depth.
     """
-    watch = watch or Watch()
-    tally = Tally() if begun is None else begun.tally.resumed()
     runtime.check_context(len(prompt_ids), ending.max_new_tokens)
     if method.layer_set is not None:
         runtime.check_layer_set(method.layer_set)
-    behind = max(method.drafter.max_rows(ending.max_new_tokens), watch.scratch_rows)
-    buffer = runtime.new_buffer(len(prompt_ids) + ending.max_new_tokens + behind)
+    behind = max(method.drafter.max_rows(ending.max_new_tokens), scratch_rows)
+    token_ids = [*prompt_ids, *(() if begun is None else begun.token_ids[:-1])]
+    slots = Slots(runtime, len(prompt_ids) + ending.max_new_tokens + behind, token_ids, salt)
+    buffer, n_read = yield slots
+    tally = Tally() if begun is None else begun.tally.resumed()
     context = Context(runtime, buffer, rule, list(prompt_ids), len(prompt_ids), tally)
     if begun is None:
-        yield from _begin(context, ending, watch)
+        yield from _begin(context, n_read, ending, with_state)
     else:
-        yield from _take_up(context, begun)
+        yield from _take_up(context, n_read, begun)
     if context.finish is None:
         drafting = method.drafter.begin(context)
         while context.finish is None:
-            yield from _round(context, method.verifier, drafting, ending, watch)
-    return _completion(context, method, ending, context.finish)
+            yield from _round(context, method.verifier, drafting, ending)
+    completion = _completion(context, method, ending, context.finish)
+    is_read = begun is None or begun.finish is None
+    yield Free(slots, context.token_ids[:-1] if is_read else ())
+    return completion
 
 
-def _begin(context: Context, ending: EndRule, watch: Watch) -> PassGenerator[None]:
-    """Prefill the prompt; the pass gives the first token."""
+def _begin(context: Context, n_read: int, ending: EndRule, with_state: bool) -> Work[None]:
+    """Prefill what is not in the buffer yet of the prompt; the pass gives the first token."""
     runtime, states = context.runtime, list[Tensor]()
-    capture = None if watch.on_prompt is None else {runtime.n_layers: states}
-    for each in runtime.prefill_passes(context.token_ids, context.buffer, capture=capture):
+    capture = {runtime.n_layers: states} if with_state else None
+    for each in runtime.prefill_passes(context.token_ids[n_read:], context.buffer, n_read, capture):
         logits = yield each
-    if watch.on_prompt is not None:
-        watch.on_prompt(runtime.normed(torch.cat(states)).float().mean(dim=0))
     first = context.rule.choose(context.token_ids, logits[0])
     context.tally.prefill_s = context.tally.total_s
-    _commit(context, (first,), ending, watch)
+    state = runtime.normed(torch.cat(states)).float().mean(dim=0) if with_state else None
+    yield Began(context, _commit(context, (first,), ending), state)
 
 
-def _take_up(context: Context, begun: Begun) -> PassGenerator[None]:
+def _take_up(context: Context, n_read: int, begun: Begun) -> Work[None]:
     """Bring the buffer and the rule to where they were when the request was cut."""
     clock = perf_counter()
     context.token_ids += begun.token_ids
     context.searched, context.finish = begun.searched, begun.finish
     if begun.finish is None:
-        yield from context.runtime.prefill_passes(context.token_ids[:-1], context.buffer)
+        yield from context.runtime.prefill_passes(context.token_ids[n_read:-1], context.buffer, n_read)
         context.rule.skip(len(begun.token_ids))
         context.tally.prefill_s += perf_counter() - clock
+        yield Began(context, ())
 
 
 def _completion(context: Context, method: Method, ending: EndRule, finish: FinishReason) -> Completion:
@@ -154,38 +155,27 @@ def completion_text(runtime: Runtime, token_ids: Sequence[int], ending: EndRule)
     return text if cut is None else text[:cut]
 
 
-def _round(
-    context: Context, verifier: Verifier, drafting: Drafting, ending: EndRule, watch: Watch
-) -> PassGenerator[None]:
+def _round(context: Context, verifier: Verifier, drafting: Drafting, ending: EndRule) -> Work[None]:
     clock = perf_counter()
-    if watch.before_round is not None and not context.searched:
-        context.searched = True  # who is told in there of what was scored may keep the request as it stands
-        watch.before_round(context)
-    optimised = perf_counter()
     # The last token of the completion needs no draft: it comes with the pass that verifies the one before it.
     draft = yield from drafting.draft(ending.max_new_tokens - len(context.generated) - 1)
     drafted = perf_counter()
     logits = yield from _check(context, draft)
     walked = verifier.verify(draft, PassTarget(context, draft, logits))
-    before = len(context.token_ids)
     _keep(context, walked)
     drafting.observe(Outcome(draft, walked, logits))
     verified = perf_counter()
-    _commit(context, walked.token_ids, ending, watch)
+    kept = _commit(context, walked.token_ids, ending)
     context.searched = False
-    n_emitted = len(context.token_ids) - before
-    n_accepted = min(len(walked.path), n_emitted, draft.n_steps)
+    n_accepted = min(len(walked.path), len(kept), draft.n_steps)
     tally = context.tally
     tally.add(draft.n_steps, draft.n_rows, n_accepted, draft.n_passes)
     if draft.reckoned is not None:
         tally.reckoned = (tally.reckoned or 0.0) + draft.reckoned
     tally.refused += len(walked.path) < draft.n_steps
-    tally.optimise_s += optimised - clock
-    tally.draft_s += drafted - optimised
+    tally.draft_s += drafted - clock
     tally.verify_s += verified - drafted
-    if watch.after_round is not None:
-        seconds = optimised - clock, drafted - optimised, verified - drafted
-        watch.after_round(context, Round(draft.n_steps, n_accepted, n_emitted, draft.n_rows, *seconds))
+    yield Round(context, kept, draft.n_steps, n_accepted, draft.n_rows, drafted - clock, verified - drafted)
 
 
 def _check(context: Context, draft: Draft) -> PassGenerator[Tensor | None]:
@@ -218,8 +208,8 @@ def _keep(context: Context, walked: Walk) -> None:
             context.buffer.move(context.root_slot + node, context.root_slot + depth)
 
 
-def _commit(context: Context, block: Sequence[int], ending: EndRule, watch: Watch) -> None:
+def _commit(context: Context, block: Sequence[int], ending: EndRule) -> Sequence[int]:
+    """Add what belongs to the completion; returns it."""
     kept, context.finish = ending.crop(context.generated, block)
     context.token_ids += kept
-    if watch.on_tokens is not None:
-        watch.on_tokens(kept)
+    return kept

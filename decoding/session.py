@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
@@ -13,10 +13,17 @@ from ..core.errors import ContextOverflow, InvalidInput, SettingsError
 from ..core.types import Completion, Prompt, Sampling
 from ..models.runtime import Runtime
 from .context import Begun, Ending
-from .engine import PassGenerator, alone
-from .loop import Watch, decoding
+from .engine import Work, alone
+from .loop import decoding
 from .method import Method
 from .rule import TokenRule
+
+
+class Turn(NamedTuple):
+    """A completion of a prompt; of several turns each prompt has an id of its own, `id#1`, `id#2`, …"""
+
+    prompt: Prompt
+    completion: Completion
 
 
 class Session:
@@ -60,36 +67,33 @@ class Session:
             self.runtime.check_context(len(ids), self.room(prompt))
         return len(ids) + self.room(prompt)
 
-    def run(
-        self,
-        prompt: Prompt,
-        method: Method,
-        watch: Watch | None = None,
-        answers: Sequence[str] = (),
-        begun: Begun | None = None,
-    ) -> Iterator[tuple[Prompt, Completion]]:
-        """Decode a prompt; one completion per turn of the user, later turns seeing the earlier answers.
+    def run(self, prompt: Prompt, method: Method) -> list[Turn]:
+        """Decode all turns of a prompt by itself; see `request`."""
+        return alone(self.request(prompt, method))
+
+    def request(
+        self, prompt: Prompt, method: Method, answers: Sequence[str] = (), begun: Begun | None = None, **options: Any
+    ) -> Work[list[Turn]]:
+        """Decode a prompt, pass by pass; yield a `Turn` per turn of the user, later ones seeing the earlier answers.
+
+        Beside them come the events of `decoding`, which takes the `options`.
 
         Args:   answers: texts of the turns that are done, which are not decoded again. begun: the turn after them,
                 where it was cut.
         Raises: ContextOverflow: a turn with all before it does not fit; the turns before it were yielded.
         """
-        said = list(answers)
+        said, turns = list(answers), list[Turn]()
         while len(said) < n_turns(prompt):
-            turn, completion = alone(self._turn(prompt, said, method, watch, begun))
-            said.append(completion.text)
+            turn = turn_of(prompt, len(said))
+            ids = self._encode(turn, self._messages(prompt, said))
+            with _naming(turn.id):
+                ending = self.ending(self.room(turn))
+                done = yield from decoding(self.runtime, ids, method, self.rule(), ending, begun, **options)
+            said.append(done.text)
             begun = None
-            yield turn, completion
-
-    def request(
-        self, prompt: Prompt, method: Method, watch: Watch | None = None
-    ) -> PassGenerator[list[tuple[Prompt, Completion]]]:
-        """What `run` does, for an engine: all turns of a prompt, pass by pass."""
-        done: list[tuple[Prompt, Completion]] = []
-        while len(done) < n_turns(prompt):
-            said = [completion.text for _, completion in done]
-            done.append((yield from self._turn(prompt, said, method, watch)))
-        return done
+            turns.append(Turn(turn, done))
+            yield turns[-1]
+        return turns
 
     def rule(self) -> TokenRule:
         """A fresh rule, its draws starting from the seed."""
@@ -98,20 +102,6 @@ class Session:
     def ending(self, max_new_tokens: int) -> Ending:
         """When a completion of this session ends."""
         return Ending(max_new_tokens, self._stop_token_ids(), self.stop_strings, self._to_text)
-
-    def _turn(
-        self, prompt: Prompt, said: Sequence[str], method: Method, watch: Watch | None, begun: Begun | None = None
-    ) -> PassGenerator[tuple[Prompt, Completion]]:
-        """Decode the turn behind the answers `said`."""
-        turn, messages = turn_of(prompt, len(said)), self._opening(prompt)
-        if prompt.turns:
-            spoken = zip(prompt.turns, [*said, None], strict=False)
-            both = [(("user", asked), ("assistant", answer)) for asked, answer in spoken]
-            messages = [{"role": role, "content": text} for pair in both for role, text in pair if text is not None]
-        ids = self._encode(turn, messages)
-        with _naming(turn.id):
-            rule, ending = self.rule(), self.ending(self.room(turn))
-            return turn, (yield from decoding(self.runtime, ids, method, rule, ending, watch, begun))
 
     def room(self, prompt: Prompt) -> int:
         """Most tokens of each of the prompt's completions."""
@@ -122,6 +112,14 @@ class Session:
         if prompt.messages:
             return prompt.messages
         return [{"role": "user", "content": prompt.turns[0]}] if prompt.turns else None
+
+    def _messages(self, prompt: Prompt, said: Sequence[str]) -> Sequence[Mapping[str, str]] | None:
+        """The messages up to the turn behind the answers `said`; None for raw text."""
+        if not prompt.turns:
+            return self._opening(prompt)
+        spoken = zip(prompt.turns, [*said, None], strict=False)
+        both = [(("user", asked), ("assistant", answer)) for asked, answer in spoken]
+        return [{"role": role, "content": text} for pair in both for role, text in pair if text is not None]
 
     def _encode(self, prompt: Prompt, messages: Sequence[Mapping[str, str]] | None) -> list[int]:
         tokenizer = self.runtime.tokenizer

@@ -8,6 +8,7 @@ from ..core.costs import CostProfile
 from ..core.settings import SwiftSettings
 from ..core.types import LayerSet, Trial
 from ..decoding.context import Context
+from ..decoding.engine import PassGenerator
 from .evaluation import WindowScore, score_window
 from .finals import Place
 from .objective import objective
@@ -52,12 +53,12 @@ def scored(
     settings: SwiftSettings,
     costs: CostProfile | None,
     first_step: int,
-) -> tuple[list[Trial], list[WindowScore]]:
+) -> PassGenerator[tuple[list[Trial], list[WindowScore]]]:
     """Trials from `first_step` on, of layer sets with their origins on the latest window; their seconds are 0.
 
     Beside them what each set predicted there.
     """
-    scores = score_window(context, [layer_set for layer_set, _ in sets], settings.context_window)
+    scores = yield from score_window(context, [layer_set for layer_set, _ in sets], settings.context_window)
     trials = [
         Trial(
             step=first_step + i,

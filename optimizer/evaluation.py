@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..core.types import LayerSet
 from ..decoding.context import Context
-from ..models.rows import Rows
+from ..decoding.engine import PassGenerator
+from ..models.rows import Pass, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,7 @@ class WindowScore:
         return sum(rank == 0 for rank in self.ranks) / len(self.ranks)
 
 
-@torch.inference_mode()
-def score_window(context: Context, layer_sets: Sequence[LayerSet], window: int) -> list[WindowScore]:
+def score_window(context: Context, layer_sets: Sequence[LayerSet], window: int) -> PassGenerator[list[WindowScore]]:
     """Predict the latest `window` generated tokens with every layer set, all in one pass.
 
     Each candidate reads the target's keys and values up to the window and its own behind that, in scratch slots; the
@@ -50,7 +50,7 @@ def score_window(context: Context, layer_sets: Sequence[LayerSet], window: int) 
         visible[i * window : (i + 1) * window, scratch + i * window : scratch + (i + 1) * window] = causal
     positions = list(range(first, first + window)) * n
     rows = Rows(list(inputs) * n, scratch, positions, visible, tuple(layer_sets))
-    logits = context.runtime.forward(rows, context.buffer)  # (n * window, vocab)
+    logits = yield Pass(context.runtime, rows, context.buffer)  # (n * window, vocab)
     ranks, confidences = _read(context, logits, first, window)
     return [
         WindowScore(tuple(ranks[i * window : (i + 1) * window]), tuple(confidences[i * window : (i + 1) * window]))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 from ..core.costs import CostProfile
 from ..core.events import Adopted, DraftingChosen, Event, SkipRatioLowered, TrialsDone
 from ..core.settings import SwiftSettings
 from ..core.types import LayerSet, Trial, n_skipped_for
 from ..decoding.context import Context
-from ..decoding.loop import Round
+from ..decoding.engine import Work, intercept
+from ..decoding.loop import Began, Round
 from ..decoding.models import SkippedTarget
 from .batches import affordable, candidates_per_pass, scored
 from .drafting import drafting_with, learn_again, learnt_by, starting_set
@@ -24,13 +25,13 @@ from .proposer import Proposer, chooses_size
 from .standing import Standing
 from .strategies import recipe_of
 
-TellEvent = Callable[[Event], None]
+T = TypeVar("T")
 
 
 class Search:
     """Proposes, scores and adopts layer sets between rounds of decoding, until one of the stopping rules holds.
 
-    `method` drafts with the set in use; pass `before_round` and `after_round` to the decode loop. `start` is the set to
+    `method` drafts with the set in use; `during` searches beside a request. `start` is the set to
     begin with, whose formats every candidate keeps; None: evenly spaced sub-layers by `skip_ratio`. `n_tokens` is how
     long the stream will be, where that is known: strategies that choose the size themselves are kept to a share of it.
     """
@@ -42,8 +43,6 @@ class Search:
         settings: SwiftSettings,
         skip_ratio: float,
         costs: CostProfile | None,
-        tell: TellEvent,
-        prompt_id: Callable[[], str],
         start: LayerSet | None = None,
         n_tokens: int | None = None,
     ) -> None:
@@ -64,7 +63,7 @@ class Search:
         self._standing = Standing(Incumbent(start))
         self._candidate_rows = 0
         self._proposer = self._new_proposer() if self.optimising else None
-        self._tell, self._prompt_id = tell, prompt_id
+        self._scoring = False
 
     @property
     def layer_set(self) -> LayerSet:
@@ -83,7 +82,7 @@ class Search:
 
     @property
     def scratch_rows(self) -> int:
-        """Buffer slots that `before_round` may write behind the committed ones."""
+        """Buffer slots that `score` may write behind the committed ones."""
         if self._proposer is None or not self.optimising:
             return 0
         n_sets = 1 + max(self.batch, FINALISTS + 1)  # the set in use, and candidates or finalists with one candidate
@@ -94,25 +93,50 @@ class Search:
         """Rows of the full model that the search has cost, a study's counted by the share of the model they ran."""
         return self._candidate_rows + (0.0 if self._proposer is None else self._proposer.rows_run)
 
-    def before_round(self, context: Context) -> None:
-        """One pass over candidates, once the context window is full."""
+    def during(self, request: Work[T], prompt_id: str) -> Work[T]:
+        """Decode a request, and search after its prefill and after its rounds; yields its events and the search's.
+
+        The request must have `scratch_rows`. Several may run beside each other: one at a time has candidates scored.
+        """
+        has_room = bool(self.scratch_rows)  # a search that is opened meanwhile has none behind this request
+
+        def handle(event: Any) -> Work[None]:
+            if isinstance(event, Round):
+                yield from self.lower(event)
+            yield event
+            if has_room and isinstance(event, Began | Round) and event.context.finish is None:
+                yield from self.score(event.context, prompt_id)
+
+        return intercept(request, handle)
+
+    def score(self, context: Context, prompt_id: str) -> Work[None]:
+        """Score candidates in one pass, once the context window is full; at most once between two rounds."""
         window = self.settings.context_window
-        if not self.optimising or len(context.generated) < window:
+        if not self.optimising or self._scoring or context.searched or len(context.generated) < window:
             return
-        clock = perf_counter()
-        place = Place(self._prompt_id(), len(context.token_ids) - window)
+        context.searched = True  # a request that is kept from here on is not searched again
+        place = Place(prompt_id, len(context.token_ids) - window)
         assert self._proposer is not None
         if self._proposer.paired and not self._standing.is_news(place, window):
             return
-        self._standing.looked = place
-        sets = self._sets(context, place)
-        trials, scores = scored(context, sets, place, self.settings, self.costs, len(self.trials))
+        clock = perf_counter()
+        self._scoring = True
+        try:
+            self._standing.looked = place
+            sets = self._sets(context, place)
+            trials, scores = yield from scored(context, sets, place, self.settings, self.costs, len(self.trials))
+        finally:
+            self._scoring = False
+        if self.stopped_because:  # meanwhile
+            return
         self._candidate_rows += window * len(sets)
         share = (perf_counter() - clock) / len(sets)
         seen = {own: score for (own, _), score in zip(sets, scores, strict=True)}
-        self._settle(place, [replace(trial, seconds=share) for trial in trials], seen)
+        events = self._settle(place, [replace(trial, seconds=share) for trial in trials], seen)
+        context.tally.optimise_s += perf_counter() - clock
+        yield from events
 
-    def after_round(self, context: Context, round_: Round) -> None:
+    def lower(self, round_: Round) -> Iterator[Event]:
         """Lower the skip ratio where acceptance stays too low while optimising (SWIFT C.2).
 
         Strategies that choose the size themselves have no ratio to lower.
@@ -124,7 +148,8 @@ class Search:
         if acceptance is not None and acceptance < settings.min_acceptance:
             lowered = lowered_ratio(self.n_layers, self.skip_ratio, self.layer_set.n_skipped, settings.skip_ratio_step)
             if 0 < n_skipped_for(self.n_layers, lowered) < self.layer_set.n_skipped:
-                self._lower(lowered, acceptance)
+                self._lower(lowered)
+                yield SkipRatioLowered(self.task, lowered, acceptance)
 
     def reopen(self, first: Sequence[LayerSet] = ()) -> bool:
         """Search again, as if anew, from the set in use; the sets of `first` are scored before any other.
@@ -153,7 +178,7 @@ class Search:
             self.stopped_because = reason
             self.close()
 
-    def choose_drafting(self) -> None:
+    def choose_drafting(self) -> Iterator[Event]:
         """Once the search has ended, choose stop threshold, draft length and branching for the set in use.
 
         To be called between prompts: `method` is another one afterwards. Adaptive drafts need none of the three.
@@ -169,7 +194,7 @@ class Search:
         if found != settings:
             self._draft_by(found)
             chosen = found.stop_threshold, found.max_draft_length, found.branching
-            self._tell(DraftingChosen(self.task, *chosen, promised, before))
+            yield DraftingChosen(self.task, *chosen, promised, before)
 
     def _draft_by(self, settings: SwiftSettings) -> None:
         self.settings = settings
@@ -202,13 +227,11 @@ class Search:
             raise ValueError(f"task {self.task!r} stood at {state['n_trials']} trials, but {len(trials)} are stored")
         self.trials, self.skip_ratio = list(trials), state["skip_ratio"]
         self._standing = Standing.from_json(state["standing"])
-        self._windows = [WindowScore(tuple(ranks), tuple(sure)) for ranks, sure in state.get("windows", ())]
-        if "drafting" in state:  # checkpoints of before it was searched lack it
-            threshold, length, branching = state["drafting"]
-            pairs = tuple((bound, k) for bound, k in branching)
-            known = replace(self.settings, stop_threshold=threshold, max_draft_length=length, branching=pairs)
-            self._draft_by(known)
-        learn_again(self.method, state.get("learnt"))  # checkpoints of before it was kept lack it
+        self._windows = [WindowScore(tuple(ranks), tuple(sure)) for ranks, sure in state["windows"]]
+        threshold, length, branching = state["drafting"]
+        pairs = tuple((bound, k) for bound, k in branching)
+        self._draft_by(replace(self.settings, stop_threshold=threshold, max_draft_length=length, branching=pairs))
+        learn_again(self.method, state["learnt"])
         self._draft.layer_set = self.layer_set
         self.stopped_because = state["stopped_because"]
         if self._proposer is not None and self.optimising:
@@ -245,11 +268,12 @@ class Search:
         sets += [(layer_set, "uniform" if layer_set == self._start else "stored") for layer_set in stored]
         return sets + self._proposer.proposed(context, place.prompt_id, n - len(stored))
 
-    def _settle(self, place: Place, trials: list[Trial], seen: Mapping[LayerSet, WindowScore]) -> None:
-        """Judge a final or let challengers in, tell the strategy, and see whether the search is over.
+    def _settle(self, place: Place, trials: list[Trial], seen: Mapping[LayerSet, WindowScore]) -> list[Event]:
+        """Judge a final or admit challengers, show the strategy the trials, and see whether the search is over.
 
-        `seen` is what each of the trials' sets predicted.
+        `seen` is what each of the trials' sets predicted. Returns the events, `TrialsDone` last.
         """
+        events: list[Event] = []
         assert self._proposer is not None
         standing, strategy, n_before = self._standing, self._proposer.strategy, len(self.trials)
         finalists = [trial for trial in trials if trial.origin == "final"]
@@ -261,7 +285,7 @@ class Search:
             trials = [decided if trial.step == decided.step else trial for trial in trials]
             self._draft.layer_set = self.layer_set
             self._windows = []
-            self._tell(Adopted(self.task, self.layer_set, self.matchness, decided.step))
+            events.append(Adopted(self.task, self.layer_set, self.matchness, decided.step))
         if self.settings.search_drafting and self.layer_set in seen:
             self._windows = [*self._windows, seen[self.layer_set]][-MOST_WINDOWS:]
         self.trials += trials
@@ -270,8 +294,8 @@ class Search:
         fresh = [trial for trial in trials if trial.origin != "final" and trial.layer_set != self.layer_set]
         if fresh and not self._spent(n_before):
             standing.admit(place, fresh, strategy.rate([self.layer_set, *(trial.layer_set for trial in fresh)]))
-        self._check_end()  # first, so that who is told of the trials may keep a state that knows of the end
-        self._tell(TrialsDone(self.task, tuple(trials)))
+        self._check_end()
+        return [*events, TrialsDone(self.task, tuple(trials))]
 
     def _spent(self, n_tried: int) -> bool:
         """Whether as many candidates as are waited for have brought nothing."""
@@ -290,7 +314,7 @@ class Search:
         elif self._spent(n) and not self._standing.finals.finalists:
             self.finish(f"no better layer set in {self._proposer.patience} candidates")
 
-    def _lower(self, skip_ratio: float, acceptance: float) -> None:
+    def _lower(self, skip_ratio: float) -> None:
         """Go on with fewer skipped sub-layers, starting from the set in use without some of them."""
         assert self._proposer is not None
         self.skip_ratio = skip_ratio
@@ -300,4 +324,3 @@ class Search:
         self._standing.finals = Finals()
         self._draft.layer_set = self.layer_set
         self._windows = []
-        self._tell(SkipRatioLowered(self.task, skip_ratio, acceptance))

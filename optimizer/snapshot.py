@@ -24,7 +24,7 @@ from .search import Search
 from .shift import ShiftWatch
 from .verdict import Pair, turns_done
 
-VERSION = 1
+VERSION = 2
 COUNTERS = ("tokens", "seconds", "drafted", "accepted", "rounds", "n_prompts", "n_tokens")
 TALLIED = ("rounds", "drafted", "accepted", "optimise_s", "draft_s", "verify_s", "prefill_s", "elapsed_s")
 
@@ -42,7 +42,6 @@ class TaskState:
     held_out: list[tuple[int, Prompt]]  # with their places in the stream
     shift: ShiftWatch = field(default_factory=ShiftWatch)
     phase: Any = ""
-    prompt_id: str = ""
     tokens: int = 0
     seconds: float = 0.0
     drafted: int = 0
@@ -56,11 +55,11 @@ class TaskState:
 
     def count(self, round_: Round) -> None:
         """Add a round to the sums."""
-        self.tokens += round_.n_emitted
+        self.tokens += len(round_.token_ids)
         self.drafted += round_.n_steps
         self.accepted += round_.n_accepted
         self.rounds += 1
-        self.seconds += round_.optimise_s + round_.draft_s + round_.verify_s
+        self.seconds += round_.draft_s + round_.verify_s
 
     def count_completion(self, completion: Completion) -> None:
         """Add what was decoded while tuning."""
@@ -88,10 +87,9 @@ class TaskState:
             setattr(self, name, values[name])
         self.timings = timings_from_json(values["timings"])
         self.pairs = [Pair(*map(completion_from_json, pair)) for pair in values["pairs"]]
-        self.learnt = values.get("learnt")  # checkpoints of before it was kept lack it
+        self.learnt = values["learnt"]
         self.search.restore(values["search"], trials)
-        if "shift" in values:  # checkpoints of before streams were watched lack it
-            self.shift.restore(values["shift"])
+        self.shift.restore(values["shift"])
 
 
 @dataclass(slots=True)
@@ -184,7 +182,7 @@ def _begun_from_json(values: Mapping[str, Any]) -> Begun:
         **{name: counts[name] for name in TALLIED},
         widths=widths_from_json(counts["widths"]),
         per_position=list(counts["per_position"]),
-        refused=counts.get("refused", 0),  # checkpoints of before it was counted lack it
-        reckoned=counts.get("reckoned"),
+        refused=counts["refused"],
+        reckoned=counts["reckoned"],
     )
     return Begun(tuple(values["token_ids"]), tally, values["searched"], values["finish"])

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import TypeVar
 
 from ..core.types import Completion, Prompt, Verdict
-from ..decoding.loop import Watch
+from ..decoding.engine import side_by_side
+from ..decoding.loop import Round
 from ..decoding.method import PLAIN, Method
-from ..decoding.session import Session, n_turns
+from ..decoding.session import Session, Turn, n_turns
 
 T = TypeVar("T")
 
@@ -34,18 +36,30 @@ class Pair:
     tuned: Completion
 
 
-def side_by_side(
-    session: Session, prompt: Prompt, method: Method, tuned_first: bool, earlier: Sequence[Pair], watch: Watch
-) -> Iterator[tuple[Prompt, Pair]]:
-    """A prompt's turns after the `earlier` ones, each decoded plain and with `method` before the next begins."""
-    plain = session.run(prompt, PLAIN, watch, [pair.plain.text for pair in earlier])
-    tuned = session.run(prompt, method, watch, [pair.tuned.text for pair in earlier])
-    if tuned_first:
-        for (_, fast), (turn, slow) in zip(tuned, plain, strict=True):
-            yield turn, Pair(slow, fast)
-    else:
-        for (turn, slow), (_, fast) in zip(plain, tuned, strict=True):
-            yield turn, Pair(slow, fast)
+def in_pairs(
+    session: Session, prompt: Prompt, method: Method, tuned_first: bool, earlier: Sequence[Pair]
+) -> Iterator[Round | tuple[Prompt, Pair]]:
+    """Decode a prompt's turns after the `earlier` ones, each plain and with `method` before the next begins.
+
+    Yields every round, and each turn's prompt and pair.
+    """
+    plain = session.request(prompt, PLAIN, [pair.plain.text for pair in earlier])
+    tuned = session.request(prompt, method, [pair.tuned.text for pair in earlier])
+    order = [tuned, plain] if tuned_first else [plain, tuned]
+    done: list[Turn] = []
+    with ExitStack() as stack:
+        runs = [stack.enter_context(closing(side_by_side([work]))) for work in order]
+        for _ in range(n_turns(prompt) - len(earlier)):
+            for run in runs:
+                for event in run:
+                    if isinstance(event, Turn):
+                        done.append(event)
+                        break
+                    if isinstance(event, Round):
+                        yield event
+            slow, fast = reversed(done) if tuned_first else done
+            done = []
+            yield slow.prompt, Pair(slow.completion, fast.completion)
 
 
 def turns_done(prompts: Sequence[Prompt], n_done: int) -> tuple[int, int]:

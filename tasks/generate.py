@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from ..core.errors import InvalidInput, LayerSetNotFound, NotFound
 from ..core.methods import method_info
 from ..core.requests import GenerateRequest
 from ..core.types import Completion, FoundPlan, LayerSetRecord, Plan, Prompt, VerdictWord
-from ..decoding.engine import PassGenerator, side_by_side
-from ..decoding.loop import Watch
+from ..decoding.engine import Work, intercept, side_by_side
+from ..decoding.loop import Began, Round
 from ..decoding.method import PLAIN, Method
 from ..decoding.methods import build
-from ..decoding.session import Session
+from ..decoding.session import Session, Turn
+from ..models.buffer import free_bytes
 from ..models.costs import machine_name
 from ..models.loading import load
 from ..models.runtime import Runtime
 from ..models.saved import no_step
 from ..store import Store
 from .recipes import Pieces, StoredPieces
+
+MEMORY_SHARE = 0.5  # of what is free, that keys and values may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +38,29 @@ class GenerateInfo:
     note: str = ""
 
 
-Turn = tuple[Prompt, Completion, GenerateInfo]
+class Generated(NamedTuple):
+    """A completion, and how it came about."""
+
+    prompt: Prompt
+    completion: Completion
+    info: GenerateInfo
+
+
+@dataclass(frozen=True, slots=True)
+class TextAdded:
+    """Text that a completion has grown by, and that nothing can change any more."""
+
+    prompt: Prompt
+    text: str
 
 
 def generate(
     request: GenerateRequest,
     prompts: Sequence[Prompt],
     store: Store | None,
-    on_text: Callable[[str], None] | None = None,
     on_step: Callable[[str], None] = no_step,
-) -> Iterator[Turn]:
-    """Decode each prompt; `on_text` gets the text as it grows, where prompts are decoded one after the other.
+) -> Iterator[TextAdded | Generated]:
+    """Decode the prompts, `request.concurrency` at a time; yield text as it grows, and each turn when it is finished.
 
     Raises: LayerSetNotFound, LearnedNotFound: a method was asked for, and what it needs is neither stored nor given.
             LayerSetError: the given set was tuned on another model. SettingsError: there is no such method.
@@ -58,24 +74,31 @@ def generate(
     for prompt in prompts:
         session.check(prompt)
     planner = Planner(request, runtime, store, on_step)
-    if request.concurrency > 1:
-        works = (_request(session, planner, prompt) for prompt in prompts)
-        for turns in side_by_side(works, request.concurrency):
-            yield from turns
-        return
-    for prompt in prompts:
-        method, info = planner.plan_for(request.task or prompt.task)
-        text = TextStream(runtime, on_text, request.stop) if on_text is not None else None
-        watch = Watch(on_tokens=text.add) if text is not None else None
-        for turn, completion in session.run(prompt, method, watch):
-            if text is not None:
-                text.finish(completion)
-            yield turn, completion, info
+    works = (as_planned(session, planner, prompt) for prompt in prompts)
+    yield from side_by_side(works, request.concurrency, memory_for_texts(runtime))
 
 
-def _request(session: Session, planner: Planner, prompt: Prompt) -> PassGenerator[list[Turn]]:
+def memory_for_texts(runtime: Runtime) -> int:
+    """Bytes that keys and values may take: a share of what is free."""
+    return int(MEMORY_SHARE * free_bytes(runtime.device))
+
+
+def as_planned(session: Session, planner: Planner, prompt: Prompt) -> Work[None]:
+    """Decode one prompt as its task's plan says; yields `TextAdded` and, per turn, `Generated`."""
     method, info = planner.plan_for(planner.request.task or prompt.task)
-    return [(turn, done, info) for turn, done in (yield from session.request(prompt, method))]
+    text = GrowingText(session)
+
+    def handle(event: Any) -> Iterator[TextAdded | Generated]:
+        if isinstance(event, Turn):
+            added = text.rest(event.completion)
+        elif isinstance(event, Began | Round):
+            added = text.add(event.token_ids)
+        if added:
+            yield TextAdded(prompt, added)
+        if isinstance(event, Turn):
+            yield Generated(event.prompt, event.completion, info)
+
+    yield from intercept(session.request(prompt, method), handle)
 
 
 class Planner:
@@ -88,12 +111,22 @@ class Planner:
         self._on_step = on_step
         self._planned: dict[str, tuple[Method, GenerateInfo]] = {}
         self._drafts: dict[str, Runtime] = {}
+        self._adaptive: Planner | None = None
 
     def plan_for(self, task: str) -> tuple[Method, GenerateInfo]:
         """The method for a task, and where it came from."""
         if task not in self._planned:
             self._planned[task] = self._plan(task)
         return self._planned[task]
+
+    def drafting_for(self, task: str) -> Method:
+        """The method for a task; adaptive drafts where nothing is stored, or what is stored cannot be used here."""
+        method, info = self.plan_for(task)
+        if not info.note:
+            return method
+        if self._adaptive is None:
+            self._adaptive = Planner(replace(self.request, method="adaptive"), self.runtime, self.store, self._on_step)
+        return self._adaptive.plan_for(task)[0]
 
     def _plan(self, task: str) -> tuple[Method, GenerateInfo]:
         request = self.request
@@ -164,13 +197,11 @@ class Planner:
             )
 
 
-class TextStream:
+class GrowingText:
     """Turns tokens into text as they come; holds back what a later token could still change or a stop string cut."""
 
-    def __init__(self, runtime: Runtime, on_text: Callable[[str], None], stop: Sequence[str] = ()) -> None:
-        self._tokenizer = runtime.tokenizer
-        self._on_text = on_text
-        self._stop = tuple(stop)
+    def __init__(self, session: Session) -> None:
+        self._tokenizer, self._stop = session.runtime.tokenizer, session.stop_strings
         self._start()
 
     def _start(self) -> None:
@@ -178,28 +209,29 @@ class TextStream:
         self._text = ""
         self._from = self._read = self._shown = 0
 
-    def add(self, token_ids: Sequence[int]) -> None:
-        """Pass on the text that these tokens complete."""
+    def add(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete."""
         self._token_ids += token_ids
         # Only the newest tokens are decoded, behind some that were before: a token's text can depend on its neighbour.
         known, text = (self._decoded(self._token_ids[self._from : end]) for end in (self._read, None))
-        if len(text) > len(known) and not text.endswith("\ufffd"):  # half of a character
-            self._text += text[len(known) :]
-            self._from, self._read = self._read, len(self._token_ids)
-            self._show(self._text[: settled(self._text, self._stop)])
+        if len(text) <= len(known) or text.endswith("\ufffd"):  # half of a character
+            return ""
+        self._text += text[len(known) :]
+        self._from, self._read = self._read, len(self._token_ids)
+        return self._new(self._text[: settled(self._text, self._stop)])
 
-    def finish(self, completion: Completion) -> None:
-        """Pass on the rest of the completion's text; the next tokens begin another one."""
-        self._show(completion.text)
+    def rest(self, completion: Completion) -> str:
+        """The rest of the completion's text; the next tokens begin another one."""
+        rest = self._new(completion.text)
         self._start()
+        return rest
 
     def _decoded(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
-    def _show(self, text: str) -> None:
-        if len(text) > self._shown:
-            self._on_text(text[self._shown :])
-            self._shown = len(text)
+    def _new(self, text: str) -> str:
+        new, self._shown = text[self._shown :], max(self._shown, len(text))
+        return new
 
 
 def settled(text: str, stop_strings: Sequence[str]) -> int:

@@ -6,6 +6,7 @@ All of it is outside the timing and takes about a minute together; what is kept 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -15,9 +16,9 @@ from ..core.learned import LearnedKind, LearnedRecord
 from ..core.settings import SwiftSettings
 from ..core.times import now
 from ..core.types import LayerSet, LayerSetRecord, Prompt
-from ..decoding.context import Context
-from ..decoding.loop import Round, Watch
-from ..decoding.session import Session
+from ..decoding.engine import Work, side_by_side
+from ..decoding.loop import Round
+from ..decoding.session import Session, Turn
 from ..models.costs import machine_name
 from ..models.learned import Heads, Probe
 from ..optimizer import self_sd
@@ -149,24 +150,16 @@ def searched(session: Session, prompts: Sequence[Prompt], settings: SwiftSetting
     """SWIFT's search while decoding the prompts, for so many seconds at most; it has ended."""
     runtime, started = session.runtime, perf_counter()
     ratio = settings.start_skip_ratio(runtime.info.n_parameters)
-    search = Search("", runtime.n_layers, settings, ratio, None, lambda event: None, lambda: "")
+    search = Search("", runtime.n_layers, settings, ratio, None)
 
-    def after_round(context: Context, round_: Round) -> None:
-        search.after_round(context, round_)
-        if not search.optimising or perf_counter() - started > budget_s:
-            raise _EnoughError
+    def work(prompt: Prompt) -> Work[list[Turn]]:
+        return search.during(session.request(prompt, search.method, scratch_rows=search.scratch_rows), prompt.id)
 
-    watch = Watch(None, search.before_round, after_round, search.scratch_rows)
     try:
-        for prompt in prompts:
-            for _ in session.run(prompt, search.method, watch):
-                pass
-    except _EnoughError:
-        pass
+        with closing(side_by_side(map(work, prompts))) as events:
+            for event in events:
+                if isinstance(event, Round) and (not search.optimising or perf_counter() - started > budget_s):
+                    break
     finally:
         search.finish("the time is over")
     return search
-
-
-class _EnoughError(Exception):
-    """Ends a brief search in the middle of a completion."""

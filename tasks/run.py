@@ -30,13 +30,20 @@ class TuneResult:
     out: Path
 
 
-def run_tuning(request: TuneRequest, store: Store, on_event: Callable[[Event], None]) -> TuneResult:
+def run_tuning(
+    request: TuneRequest,
+    store: Store,
+    on_event: Callable[[Event], None],
+    prompts: Sequence[Prompt] | None = None,
+) -> TuneResult:
     """Tune as asked, in this process; every trial and completion is on disk before the next event.
 
+    Args:   prompts: in place of those that the request's stream holds.
     Raises: SwiftoptError: as the parts raise it; JobCancelled: somebody cancelled the job meanwhile; JobFailed: it
         counted as dead, for nothing was heard of it; KeyboardInterrupt after the best sets so far were stored.
     """
-    prompts = read_stream(request.stream, request.task, request.limit)
+    if prompts is None:
+        prompts = read_stream(request.stream, request.task, request.limit)
     check_room(request, prompts)
     store.jobs.expire()  # where no service runs, nobody else ends the runs whose process was killed
     with CompletionWriter(Path(request.out) if request.out else default_output(request.stream)) as writer:

@@ -9,9 +9,10 @@ from time import perf_counter
 
 from ..core.errors import SwiftoptError
 from ..core.types import Completion, Prompt
-from ..decoding.loop import Watch
+from ..decoding.engine import alone
 from ..decoding.method import Method
 from ..decoding.session import Session
+from ..optimizer.search import Search
 from ..optimizer.verdict import Timed
 from .energy import EnergyMeter
 
@@ -59,14 +60,23 @@ class Runs:
         return sum(run.seconds for run in self.by_prompt.values())
 
 
-def decoding_with(session: Session, method: Method, watch: Watch | None = None) -> Callable[[Prompt], Decoded]:
-    """Decode with that method."""
+def decoding_with(session: Session, method: Method, search: Search | None = None) -> Callable[[Prompt], Decoded]:
+    """Decode first turns with that method, going on with the search meanwhile."""
 
     def run(prompt: Prompt) -> Decoded:
-        completion = next(iter(session.run(prompt, method, watch)))[1]
+        completion = first_turn(session, prompt, method, search)
         return completion.token_ids, completion
 
     return run
+
+
+def first_turn(session: Session, prompt: Prompt, method: Method, search: Search | None = None) -> Completion:
+    """Decode a prompt's first turn, going on with the search meanwhile."""
+    prompt = replace(prompt, turns=prompt.turns[:1])
+    if search is None:
+        return session.run(prompt, method)[0].completion
+    work = search.during(session.request(prompt, method, scratch_rows=search.scratch_rows), prompt.id)
+    return alone(work)[0].completion
 
 
 class Interleaved:

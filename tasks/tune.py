@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from statistics import median
 from time import monotonic
@@ -19,10 +20,11 @@ from ..core.requests import TuneRequest
 from ..core.settings import SwiftSettings
 from ..core.times import now
 from ..core.types import LayerSetRecord, Prompt
+from ..decoding.engine import exhaust
 from ..decoding.session import Session
 from ..models.loading import load
 from ..optimizer.draft_format import prepared
-from ..optimizer.tuning import Tuner
+from ..optimizer.tuning import MID_STEP, Tuner
 from ..store import Store
 from ..store.jobs import Claim
 from .job import HandedBack, LeaseKeeper, Paused, patiently
@@ -34,7 +36,7 @@ CHECKPOINT_S = 5.0  # between two checkpoints while neither a pass of candidates
 
 
 class TuningRun:
-    """Tunes under a lease; `tell` hears every event after it was written.
+    """Tunes under a lease; `on_event` gets every event after it was written.
 
     `ending` says whether the process is to end soon: the run then raises HandedBack at its next checkpoint.
 
@@ -48,14 +50,14 @@ class TuningRun:
         store: Store,
         claim: Claim,
         keeper: LeaseKeeper,
-        tell: Callable[[Event], None],
+        on_event: Callable[[Event], None],
         writer: CompletionWriter | None = None,
         ending: Callable[[], bool] = lambda: False,
     ) -> None:
         self.request, self.prompts, self.store, self.claim = request, prompts, store, claim
         self.tuner: Tuner | None = None
         self._jobs, self._lease = store.jobs, claim.lease
-        self._keeper, self._tell, self._writer, self._ending = keeper, tell, writer, ending
+        self._keeper, self._on_event, self._writer, self._ending = keeper, on_event, writer, ending
         self._pending: list[Event] = []  # reported, not yet written
         self._n_checkpoints = claim.n_checkpoints
         self._snapshot = claim.snapshot  # of the last checkpoint
@@ -77,18 +79,21 @@ class TuningRun:
             request.sampling,
             request.max_new_tokens,
             costs,
-            self.handle,
             request.model,
             patiently(lambda: self.store.known_sets(runtime.info.fingerprint)),
+            request.concurrency,
         )
-        if self._wanted == "stop":
-            self.tuner.stop("stopped on request")
-        finished = [
-            self._finish(task, "always")
-            for task in self.tuner.run(self.prompts, self.claim.snapshot, self.claim.trials)
-        ]
-        if self.tuner.stopped:
-            finished += [self._finish(task, "if none") for task in self.tuner.unfinished()]
+        finished: list[TaskFinished] = []
+        with closing(self.tuner.run(self.prompts, self.claim.snapshot, self.claim.trials)) as events:
+            for event in events:
+                if isinstance(event, TaskFinished):
+                    finished.append(self._finish(event, "always"))
+                else:
+                    self.handle(event)
+                if self._is_stopped and not isinstance(event, MID_STEP):
+                    break
+        if self._is_stopped:
+            finished += [self._finish(task, "if none") for task in self.tuner.unfinished("stopped on request")]
         self._note()
         return finished
 
@@ -102,13 +107,13 @@ class TuningRun:
         if settings.draft_format == AUTO and chosen:
             settings = replace(settings, draft_format=chosen)
 
-        def tell(step: str) -> None:
+        def on_step(step: str) -> None:
             self.handle(PhaseChanged("", "profile", step))
 
         def measured(*formats: str) -> CostProfile:
-            return stored_costs(session.runtime, self.store, n_positions, tell, formats)
+            return stored_costs(session.runtime, self.store, n_positions, on_step, formats)
 
-        return prepared(session, self.prompts, settings, measured, self.handle)
+        return exhaust(prepared(session, self.prompts, settings, measured), self.handle)
 
     def keep_unfinished(self) -> None:
         """Store the best sets so far of a run that was cut short, without making them anyone's plan."""
@@ -127,20 +132,23 @@ class TuningRun:
                 self._note()
         if isinstance(event, PromptFinished) and self._writer is not None:
             self._writer.write(event.prompt, event.completion)
-        self._tell(event)
+        self._on_event(event)
         self._obey(can_save=isinstance(event, TrialsDone | PromptFinished | Progress))
 
     def _obey(self, can_save: bool) -> None:
         wanted = self._keeper.wanted or self._wanted
         if self._keeper.lost:
             raise LeaseLost(f"attempt {self._lease.attempt} of job {self._lease.job} was replaced: leave it")
-        if wanted == "stop" and self.tuner is not None:
-            self.tuner.stop("stopped on request")
         leave = HandedBack if self._ending() else Paused if wanted == "pause" else None
         if leave is not None and (can_save or self.tuner is None):
             if self.tuner is not None:
                 self._checkpoint()
             raise leave
+
+    @property
+    def _is_stopped(self) -> bool:
+        """Whether somebody asked for what was found so far."""
+        return "stop" in (self._keeper.wanted, self._wanted)
 
     def _show(self, progress: Progress) -> None:
         now = monotonic()
@@ -185,7 +193,7 @@ class TuningRun:
         snapshot, number = self.tuner.snapshot(), self._n_checkpoints + 1
         stored = patiently(lambda: self._jobs.finish_task(self._lease, number, stamped, method, promotion, snapshot))
         self._n_checkpoints, self._snapshot = number, snapshot
-        self._tell(stored)
+        self._on_event(stored)
         return stored
 
     def _stamped(self, record: LayerSetRecord) -> LayerSetRecord:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 
@@ -12,7 +11,7 @@ def load(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     from swiftopt.core.requests import GenerateRequest
     from swiftopt.core.types import Sampling
     from swiftopt.decoding.loop import decode
-    from swiftopt.decoding.method import PLAIN, Method
+    from swiftopt.decoding.method import PLAIN
     from swiftopt.decoding.session import Session
     from swiftopt.models.loading import load as load_runtime
     from swiftopt.store import Store
@@ -22,17 +21,10 @@ def load(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     request = GenerateRequest(options["model"], dtype=options["dtype"], device="cpu", speed=options["speed"])
     session = Session(runtime, Sampling(), 1, ignore_eos=True)
     store = Store.open(options["db"]) if options.get("best") else None
-    stored = Planner(request, runtime, store)
-    adaptive = Planner(replace(request, method="adaptive"), runtime, store)
-
-    def method_for(task: str) -> Method:
-        if not options.get("best"):
-            return PLAIN
-        method, info = stored.plan_for(task)
-        return adaptive.plan_for(task)[0] if info.note else method  # the note says why nothing stored is used
+    planner = Planner(request, runtime, store)
 
     def answer(asked: dict[str, Any]) -> dict[str, Any]:
-        method = method_for(asked["task"])
+        method = planner.drafting_for(asked["task"]) if options.get("best") else PLAIN
         done = decode(runtime, asked["prompt_ids"], method, session.rule(), session.ending(asked["max_new_tokens"]))
         return {"token_ids": list(done.token_ids), "prefill_s": done.prefill_s, "method": done.method}
 

@@ -77,10 +77,13 @@ def with_shares(**shares: float) -> Callable[[str], CostProfile]:
 def chosen(
     measured: Callable[[str], CostProfile], n_tokens: int = 40
 ) -> tuple[str, CostProfile, list[FormatTried], Runtime]:
-    runtime, told = worded_runtime(), list[FormatTried]()
-    session = Session(runtime, Sampling(), n_tokens)
-    name, costs = choose_format(session, PROMPTS, WINDOW, cheap_draft_costs(), measured, told.append)
-    return name, costs, told, runtime
+    runtime, tried = worded_runtime(), list[FormatTried]()
+    choosing = choose_format(Session(runtime, Sampling(), n_tokens), PROMPTS, WINDOW, cheap_draft_costs(), measured)
+    while True:
+        try:
+            tried.append(next(choosing))
+        except StopIteration as end:
+            return *end.value, tried, runtime
 
 
 def test_cheap_format_is_chosen_and_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +115,8 @@ def test_every_text_is_looked_at_twice_however_far_a_round_goes(
 ) -> None:
     seen: list[int] = []
 
-    def scored(context: Context, sets: Sequence[LayerSet], window: int) -> list[WindowScore]:
+    def scored(context: Context, sets: Sequence[LayerSet], window: int) -> PassGenerator[list[WindowScore]]:
+        yield from ()
         seen.append(len(context.generated))
         return [WindowScore((0,) * window, (0.99,) * window)]
 

@@ -25,17 +25,18 @@ from swiftopt.core.requests import GenerateRequest, TuneRequest
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, ModelInfo, Prompt, Sampling, n_skipped_for
 from swiftopt.decoding.context import Context, Ending
+from swiftopt.decoding.engine import alone, side_by_side
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.method import PLAIN, swift
 from swiftopt.decoding.rule import TokenRule
-from swiftopt.decoding.session import Session
+from swiftopt.decoding.session import Session, Turn
 from swiftopt.models.costs import measure_costs
 from swiftopt.models.runtime import PREFILL_ROWS, Runtime
 from swiftopt.optimizer.evaluation import score_window
 from swiftopt.optimizer.tuning import Tuner
 from swiftopt.optimizer.verdict import Timed, judge
 from swiftopt.store import Store
-from swiftopt.tasks.generate import TextStream
+from swiftopt.tasks.generate import GrowingText
 from swiftopt.tasks.run import run_tuning
 
 WIDE = SwiftSettings(early_stop=False, max_draft_length=25, branching=((1.0, 10),))
@@ -61,16 +62,12 @@ def stream(n: int, task: str = "t") -> list[Prompt]:
     return [Prompt(f"{task}{i}", task, text=words(2 + i, 40 + i, 7)) for i in range(n)]
 
 
-def tuner(events: list[Event], costs: CostProfile | None = None, max_new_tokens: int = 24, **settings: Any) -> Tuner:
-    return Tuner(
-        worded_runtime(),
-        SwiftSettings(**{**SMALL, **settings}),
-        Sampling(),
-        max_new_tokens,
-        costs or flat_costs(),
-        events.append,
-        "tiny",
-    )
+def tuned(prompts: list[Prompt], costs: CostProfile | None = None, **settings: Any) -> tuple[TaskFinished, list[Event]]:
+    """The result of the stream's only task, and all events."""
+    values = SwiftSettings(**{**SMALL, **settings})
+    events = list(Tuner(worded_runtime(), values, Sampling(), 24, costs or flat_costs(), "tiny").run(prompts))
+    (result,) = (event for event in events if isinstance(event, TaskFinished))
+    return result, events
 
 
 @pytest.mark.parametrize(
@@ -160,14 +157,13 @@ def test_streamed_text_is_the_completion_text_with_stop_strings() -> None:
     full = next(iter(Session(runtime, Sampling(), 24).run(prompt, PLAIN)))[1].text
     halfway = full.split()[9]
     for stop in (halfway, f"{halfway} no such word"):
-        completion = next(iter(Session(runtime, Sampling(), 24, [stop]).run(prompt, PLAIN)))[1]
-        shown: list[str] = []
-        text = TextStream(runtime, shown.append, (stop,))
+        session = Session(runtime, Sampling(), 24, [stop])
+        completion = session.run(prompt, PLAIN)[0].completion
+        shown, text = "", GrowingText(session)
         for token_id in completion.token_ids:
-            text.add([token_id])
-            assert stop not in "".join(shown)
-        text.finish(completion)
-        assert "".join(shown) == completion.text
+            shown += text.add([token_id])
+            assert stop not in shown
+        assert shown + text.rest(completion) == completion.text
 
 
 def test_streamed_text_shows_a_character_that_the_length_cut_in_half() -> None:
@@ -177,11 +173,8 @@ def test_streamed_text_shows_a_character_that_the_length_cut_in_half() -> None:
     half = tuple("né".encode()[:-1])
     completion = next(iter(Session(worded_runtime(), Sampling(), 3).run(stream(1)[0], PLAIN)))[1]
     completion = dataclasses.replace(completion, token_ids=half, text=tokenizer.decode(half))
-    shown: list[str] = []
-    text = TextStream(runtime, shown.append)
-    text.add(half)
-    text.finish(completion)
-    assert "".join(shown) == "n\ufffd"
+    text = GrowingText(Session(runtime, Sampling(), 3))
+    assert text.add(half) + text.rest(completion) == "n\ufffd"
 
 
 def test_an_empty_stop_string_is_refused() -> None:
@@ -222,8 +215,9 @@ def test_a_later_turn_beyond_the_context_is_named_after_the_finished_turns(tmp_p
     turns = Prompt("chat", "t", turns=(words(3, 4, 5), words(6, 7), words(8)))
     finished = []
     with pytest.raises(ContextOverflow, match="'chat#3'"):
-        for turn, _ in Session(runtime, Sampling(), 15).run(turns, PLAIN):
-            finished.append(turn.id)
+        for event in side_by_side([Session(runtime, Sampling(), 15).request(turns, PLAIN)]):
+            if isinstance(event, Turn):
+                finished.append(event.prompt.id)
     assert finished == ["chat#1", "chat#2"]
 
 
@@ -232,9 +226,10 @@ def test_held_out_turns_are_reported_before_a_later_one_overflows(tmp_path: Path
     prompts = [Prompt("short", "t", turns=(words(3, 4),)), Prompt("long", "t", turns=(words(3), words(4), words(5)))]
     events: list[Event] = []
     settings = SwiftSettings(**SMALL)
-    run = Tuner(runtime, settings, Sampling(), 15, flat_costs(), events.append, "tiny").run(prompts)
+    run = Tuner(runtime, settings, Sampling(), 15, flat_costs(), "tiny").run(prompts)
     with pytest.raises(ContextOverflow, match="'long#3'"):
-        list(run)
+        for event in run:
+            events.append(event)
     finished = [event.prompt.id for event in events if isinstance(event, PromptFinished)]
     assert finished == ["short", "long#1", "long#2"]
 
@@ -244,14 +239,12 @@ def test_held_out_turns_are_reported_before_a_later_one_overflows(tmp_path: Path
 
 @pytest.mark.parametrize("max_steps", [0, 1, 2, 3])
 def test_search_scores_no_more_candidates_than_max_steps(max_steps: int) -> None:
-    events: list[Event] = []
-    (result,) = tuner(events, max_steps=max_steps, target_matchness=1.0).run(stream(4))
+    result, _ = tuned(stream(4), max_steps=max_steps, target_matchness=1.0)
     assert len(result.trials) == max_steps
 
 
 def test_patience_counts_the_candidates_after_the_last_better_one() -> None:
-    events: list[Event] = []
-    (result,) = tuner(events, DEAR, patience=5, target_matchness=1.0, skip_ratio=0.5).run(stream(8))
+    result, _ = tuned(stream(8), DEAR, patience=5, target_matchness=1.0, skip_ratio=0.5)
     last_gain = max((trial.step for trial in result.trials if trial.adopted), default=0)
     assert result.stopped_because == "no better layer set in 5 candidates"
     assert len(result.trials) - 1 - last_gain >= 5  # more, where a final was still to be held
@@ -259,9 +252,8 @@ def test_patience_counts_the_candidates_after_the_last_better_one() -> None:
 
 def test_each_lowering_of_the_skip_ratio_gives_a_sub_layer_back() -> None:
     """The default step of 0.05 is less than one of this model's four searchable sub-layers."""
-    events: list[Event] = []
-    settings = dict(skip_ratio=1.0, early_stop=False, min_acceptance=1.0, min_acceptance_rounds=4)
-    (result,) = tuner(events, target_matchness=1.0, **settings).run(stream(8))
+    settings: dict[str, Any] = dict(skip_ratio=1.0, early_stop=False, min_acceptance=1.0, min_acceptance_rounds=4)
+    result, events = tuned(stream(8), target_matchness=1.0, **settings)
     sizes = [n_skipped_for(4, event.skip_ratio) for event in events if isinstance(event, SkipRatioLowered)]
     assert len(sizes) > 1 and sizes == sorted(set(sizes), reverse=True)
     assert result.record.layer_set.n_skipped == sizes[-1]
@@ -276,7 +268,7 @@ def test_a_tie_counts_as_a_match_only_for_the_draft_token() -> None:
     buffer = runtime.new_buffer(20)
     runtime.prefill(ids[:-1], buffer)
     context = Context(runtime, buffer, TokenRule.of(Sampling(), None), ids, 2)
-    (score,) = score_window(context, [LayerSet(4)], 4)
+    (score,) = alone(score_window(context, [LayerSet(4)], 4))
     assert score.matchness == 0.25
 
 
@@ -284,15 +276,14 @@ def test_a_tie_counts_as_a_match_only_for_the_draft_token() -> None:
 def test_a_model_with_nothing_to_skip_is_tuned_to_nothing(n_layers: int) -> None:
     runtime = runtime_of(changed("llama", num_hidden_layers=n_layers))
     runtime.tokenizer = worded_runtime().tokenizer
-    events: list[Event] = []
     costs = flat_costs(n_layers=n_layers)
-    (result,) = Tuner(runtime, SwiftSettings(**SMALL), Sampling(), 24, costs, events.append, "tiny").run(stream(3))
+    *_, result = Tuner(runtime, SwiftSettings(**SMALL), Sampling(), 24, costs, "tiny").run(stream(3))
+    assert isinstance(result, TaskFinished)
     assert result.record.layer_set.n_skipped == 0 and result.record.matchness == 1.0
 
 
 def test_the_same_prompt_many_times_is_tuned_on_and_held_out() -> None:
-    events: list[Event] = []
-    (result,) = tuner(events, max_steps=5).run(stream(1) * 6)
+    result, events = tuned(stream(1) * 6, max_steps=5)
     assert result.verdict.n_prompts == 3 and result.n_prompts == 3 and len(result.trials) == 5
     finished = [event for event in events if isinstance(event, PromptFinished)]
     assert [event.index for event in finished] == list(range(6))

@@ -6,7 +6,8 @@ import dataclasses
 import json
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from functools import cache
 from typing import Any
 
@@ -24,7 +25,6 @@ from swiftopt.core.events import (
     Event,
     Progress,
     PromptFinished,
-    PromptStarted,
     StreamShifted,
     TaskFinished,
     TrialsDone,
@@ -34,7 +34,7 @@ from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, ModelInfo, Prompt, Sampling, Trial
 from swiftopt.models.runtime import Runtime
 from swiftopt.optimizer import shift, tuning
-from swiftopt.optimizer.tuning import Tuner
+from swiftopt.optimizer.tuning import MID_STEP, Tuner
 
 SMALL: dict[str, Any] = dict(
     context_window=6, strategy="random", stop_threshold=0.05, max_draft_length=4, target_matchness=1.0
@@ -46,10 +46,6 @@ ALARM = shift.ALARM
 STRIDES = 10  # snapshots of a run, evenly spaced, that are gone on from
 KEPT = (TrialsDone, PromptFinished, Progress)
 DEAR = dataclasses.replace(FREE, pass_s={n: float(n) for n in (1, 2, 4, 8, 16, 32, 64)})  # batches of one
-
-
-class Cut(Exception):
-    """The process dies here."""
 
 
 class ChatTokenizer(WordTokenizer):
@@ -104,14 +100,17 @@ class Case:
     max_new_tokens: int = 20
     alarm: float = ALARM  # a random model's acceptance hardly changes with its text
     known: tuple[KnownSet, ...] = ()
+    concurrency: int = 1
     looks_twice: bool = False  # whether the verdict stays open at first, which the clock would decide
 
-    def tuner(self, tell: Callable[[Event], None]) -> Tuner:
+    def tuner(self) -> Tuner:
         shift.ALARM = self.alarm
         tuning.is_open = lambda verdict: self.looks_twice
         tuning.BEAT_S = math.inf  # signs of life come by the clock: on a slow machine no life would get further
         settings = SwiftSettings(**{**SMALL, "deterministic": True, **self.settings})
-        return Tuner(runtime(), settings, self.sampling, self.max_new_tokens, self.costs, tell, "tiny", self.known)
+        return Tuner(
+            runtime(), settings, self.sampling, self.max_new_tokens, self.costs, "tiny", self.known, self.concurrency
+        )
 
 
 @dataclasses.dataclass
@@ -133,30 +132,17 @@ class Ledger:
     def live(self, cut_at: int | None = None, kept: tuple[type[Event], ...] = KEPT) -> bool:
         """Go on until the end, or until event `cut_at` of this life is told; says whether the end was reached."""
         pending: list[Event] = []
-        n_told = 0
-
-        def keep() -> None:
-            self.events += pending
-            pending.clear()
-            self.start = json.dumps(tuner.snapshot())
-            self.history.append((len(self.events), self.start))
-
-        def tell(event: Event) -> None:
-            nonlocal n_told
-            n_told += 1
-            pending.append(event)
-            if n_told == cut_at:
-                raise Cut
-            if isinstance(event, kept):
-                keep()
-
-        tuner = self.case.tuner(tell)
-        try:
-            for result in tuner.run(self.case.prompts, json.loads(self.start), self.trials()):
-                pending.append(result)
-                keep()
-        except Cut:
-            return False
+        tuner = self.case.tuner()
+        with closing(tuner.run(self.case.prompts, json.loads(self.start), self.trials())) as events:
+            for number, event in enumerate(events, 1):
+                pending.append(event)
+                if number == cut_at:
+                    return False
+                if isinstance(event, (*kept, TaskFinished)):
+                    self.events += pending
+                    pending.clear()
+                    self.start = json.dumps(tuner.snapshot())
+                    self.history.append((len(self.events), self.start))
         return True
 
 
@@ -370,38 +356,54 @@ def test_snapshot_does_not_grow_with_trials_or_prompts() -> None:
 # stopping
 
 
-def stopped_at(name: str, stop_at: int) -> tuple[list[Event], list[Event], list[TaskFinished], Tuner]:
-    """A run asked to stop at that event, those of progress not counted: how many there are is up to the clock."""
-    events: list[Event] = []
-    before: list[Event] = []
-
-    def tell(event: Event) -> None:
-        events.append(event)
-        if not before and sum(not isinstance(told, Progress) for told in events) == stop_at:
-            before.extend(events)
-            tuner.stop("asked to")
-
-    tuner = CASES[name].tuner(tell)
-    results = list(tuner.run(CASES[name].prompts))
-    return events, events[len(before) :], results, tuner
+def stopped_at(name: str, stop_at: int) -> tuple[list[Event], Tuner]:
+    """A run that is closed at that event, those of progress not counted: how many there are is up to the clock."""
+    seen: list[Event] = []
+    tuner = CASES[name].tuner()
+    with closing(tuner.run(CASES[name].prompts)) as events:
+        for event in events:
+            seen.append(event)
+            n_seen = sum(not isinstance(each, Progress) for each in seen)
+            if n_seen >= stop_at and not isinstance(event, MID_STEP):
+                break
+    return seen, tuner
 
 
 @pytest.mark.parametrize("name", ["batches", "two-tasks", "chats"])
-def test_stop_ends_the_run_after_the_round_and_leaves_what_was_tried(name: str) -> None:
-    n_told = sum(not isinstance(event, TaskFinished | Progress) for event in whole(name).events)
-    for stop_at in range(1, n_told, 1 + n_told // 24):
-        events, after, results, tuner = stopped_at(name, stop_at)
-        assert sum(isinstance(event, Progress) for event in after) <= 1
-        assert not any(isinstance(event, PromptStarted) for event in after)
+def test_stopped_run_leaves_what_was_tried(name: str) -> None:
+    n_events = sum(not isinstance(event, Progress) for event in whole(name).events)
+    for stop_at in range(1, n_events, 1 + n_events // 24):
+        events, tuner = stopped_at(name, stop_at)
         tried = {event.task for event in events if isinstance(event, TrialsDone)}
-        left = tuner.unfinished()
-        assert tuner.stopped and {result.task for result in left} == tried - {result.task for result in results}
+        done = {event.task for event in events if isinstance(event, TaskFinished)}
+        left = list(tuner.unfinished())
+        assert {result.task for result in left} == tried - done
         assert all(result.record.verdict == "unmeasured" and result.stopped_because for result in left)
+        trials = [trial for event in events if isinstance(event, TrialsDone) for trial in event.trials]
+        assert sum(len(result.trials) for result in left) <= len(trials)
+
+
+def test_prompts_that_were_tuned_on_side_by_side_go_on_where_they_were() -> None:
+    """Every prompt is completed once and as plain decoding does, wherever the run was cut; no trial is lost."""
+    case = dataclasses.replace(CASES["chats"], concurrency=3)
+    full = Ledger(case)
+    assert full.live()
+    finished = {
+        event.prompt.id: event.completion.token_ids for event in full.events if isinstance(event, PromptFinished)
+    }
+    n_events = len(full.events)
+    for cut_at in range(1, n_events, 1 + n_events // 12):
+        ledger = Ledger(case)
+        assert not ledger.live(cut_at) and ledger.live()
+        again = [event for event in ledger.events if isinstance(event, PromptFinished)]
+        assert {event.prompt.id: event.completion.token_ids for event in again} == finished
+        assert len(again) == len(finished)
+        assert [trial.step for trial in ledger.trials()["t"]] == list(range(len(ledger.trials()["t"])))
 
 
 def test_stopped_run_can_be_gone_on_with() -> None:
-    events, _, results, tuner = stopped_at("batches", 10)
-    assert results == []
+    events, tuner = stopped_at("batches", 10)
+    assert not any(isinstance(event, TaskFinished) for event in events)
     ledger = Ledger(CASES["batches"], events, json.dumps(tuner.snapshot()))
     assert ledger.live()
     assert outcome(ledger.events) == outcome(whole("batches").events)
@@ -409,19 +411,12 @@ def test_stopped_run_can_be_gone_on_with() -> None:
 
 def test_stopped_run_whose_tasks_were_told_goes_on_with_the_others() -> None:
     """As after a cancel between two stored tasks of a stop, and a retry."""
-    events, _, results, tuner = stopped_at("two-tasks", 33)
+    events, tuner = stopped_at("two-tasks", 33)
     first = next(tuner.unfinished()).task
-    assert results == []
+    assert not any(isinstance(event, TaskFinished) for event in events)
     ledger = Ledger(CASES["two-tasks"], events, json.dumps(tuner.snapshot()))
     assert ledger.live()
     assert {event.task for event in ledger.events if isinstance(event, TaskFinished)} == {"a", "b"} - {first}
-
-
-def test_stop_before_the_start_decodes_nothing() -> None:
-    events: list[Event] = []
-    tuner = CASES["batches"].tuner(events.append)
-    tuner.stop("too late")
-    assert list(tuner.run(CASES["batches"].prompts)) == [] and events == [] and list(tuner.unfinished()) == []
 
 
 # snapshots that do not fit
@@ -436,20 +431,20 @@ def broken(**changes: Any) -> tuple[dict[str, Any], dict[str, list[Trial]]]:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (dict(version=2), "has version 2, and this swiftopt reads version 1"),
+        (dict(version=1), "has version 1, and this swiftopt reads version 2"),
         (dict(n_layers=5), "model with 5 layers, but this one has 8"),
         (dict(n_prompts=5), "stream of 5 prompts"),
         (dict(tasks={"u": {}}), r"tasks \['u'\]"),
         (dict(next="x"), "cannot be read"),
-        (dict(flight={"answers": ["one", "two"], "begun": None}), "no turn left"),
+        (dict(flights={"1": {"answers": ["one", "two"], "begun": None}}), "no turn left"),
         (dict(tasks={"t": {}}), "cannot be read"),
-        (dict(flight=None, concluded=None), "cannot be read"),
+        (dict(flights={}, concluded=None), "cannot be read"),
     ],
 )
 def test_snapshot_that_does_not_fit_is_refused_in_a_sentence(changes: dict[str, Any], words: str) -> None:
     start, trials = broken(**changes)
     with pytest.raises(SettingsError, match=words) as caught:
-        next(CASES["batches"].tuner(lambda event: None).run(CASES["batches"].prompts, start, trials))
+        next(CASES["batches"].tuner().run(CASES["batches"].prompts, start, trials))
     assert "\n" not in str(caught.value)
 
 
@@ -459,4 +454,4 @@ def test_snapshot_is_refused_when_a_trial_is_missing_or_of_another_model() -> No
     foreign = [dataclasses.replace(trial, layer_set=LayerSet(7)) for trial in trials["t"]]
     for stored in ({}, {"t": trials["t"][:-1]}, {"t": trials["t"][1:]}, {"t": foreign}):
         with pytest.raises(SettingsError, match="cannot be read"):
-            next(CASES["batches"].tuner(lambda event: None).run(CASES["batches"].prompts, start, stored))
+            next(CASES["batches"].tuner().run(CASES["batches"].prompts, start, stored))

@@ -5,20 +5,33 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from fakes import flat_costs, worded_runtime
+from torch import Tensor
 
-from swiftopt.core.events import Adopted, Event, PromptFinished, SkipRatioLowered, TrialsDone
+from swiftopt.core.events import (
+    Adopted,
+    Event,
+    PromptFinished,
+    PromptStarted,
+    SkipRatioLowered,
+    TaskFinished,
+    TrialsDone,
+)
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, Prompt, Sampling
-from swiftopt.decoding.context import Context, Ending
-from swiftopt.decoding.loop import Round, Watch, decode
+from swiftopt.decoding.context import Ending
+from swiftopt.decoding.engine import side_by_side
+from swiftopt.decoding.loop import Began, Round, decode, decoding
 from swiftopt.decoding.method import PLAIN
 from swiftopt.decoding.rule import TokenRule
+from swiftopt.models.rows import Pass
+from swiftopt.models.runtime import Runtime
 from swiftopt.optimizer.batches import candidates_per_pass
 from swiftopt.optimizer.incumbent import Incumbent, trimmed
 from swiftopt.optimizer.search import Search
@@ -34,17 +47,9 @@ def stream(n: int, task: str = "t") -> list[Prompt]:
 
 
 def tune(prompts: list[Prompt], max_new_tokens: int = 24, **settings: Any) -> tuple[list[Any], list[Event]]:
-    events: list[Event] = []
-    tuner = Tuner(
-        worded_runtime(),
-        SwiftSettings(**{**SMALL, **settings}),
-        Sampling(),
-        max_new_tokens,
-        flat_costs(),
-        events.append,
-        "tiny",
-    )
-    return list(tuner.run(prompts)), events
+    runtime, values = worded_runtime(), SwiftSettings(**{**SMALL, **settings})
+    events = list(Tuner(runtime, values, Sampling(), max_new_tokens, flat_costs(), "tiny").run(prompts))
+    return [event for event in events if isinstance(event, TaskFinished)], events
 
 
 def test_tuning_produces_plain_output_for_every_prompt() -> None:
@@ -89,6 +94,39 @@ def test_search_ends_when_nothing_better_comes() -> None:
     assert len(result.trials) - last_gain >= 12
 
 
+@pytest.mark.parametrize("strategy", ["random", "knapsack"])
+def test_prompts_are_tuned_on_side_by_side(strategy: str) -> None:
+    """As many begin as may run at once; candidates join other passes; the output is that of plain decoding."""
+    prompts = stream(9) + stream(4, "u")
+    runtime, settings = worded_runtime(), SwiftSettings(**{**SMALL, "strategy": strategy, "max_steps": 30})
+    passes: list[list[int]] = []
+
+    class Noting(Runtime):
+        def forward_together(self, passes_: Sequence[Pass]) -> list[Tensor]:
+            passes.append([len(each.rows.variants) for each in passes_])
+            return super().forward_together(passes_)
+
+    runtime.__class__ = Noting
+    tuner = Tuner(runtime, settings, Sampling(), 24, flat_costs(), "tiny", concurrency=3)
+    running, most = set[int](), 0
+    results = {}
+    for event in tuner.run(prompts):
+        json.dumps(tuner.snapshot())
+        if isinstance(event, PromptStarted):
+            running.add(event.index)
+        elif isinstance(event, PromptFinished):
+            running.discard(event.index)
+            ids = runtime.tokenizer(event.prompt.text)["input_ids"]
+            plain = decode(worded_runtime(), ids, PLAIN, TokenRule.of(Sampling(), None), Ending(24))
+            assert event.completion.token_ids == plain.token_ids
+        elif isinstance(event, TaskFinished):
+            results[event.task] = event
+        most = max(most, len(running))
+    assert most == 3 and list(results) == ["t", "u"]
+    assert all(len(result.trials) > 4 and result.verdict.n_prompts for result in results.values())
+    assert any(0 in shared and max(shared) > 0 for shared in passes)  # candidates beside somebody's own rows
+
+
 def test_search_ends_when_matchness_is_high_enough() -> None:
     (result,), _ = tune(stream(4), skip_ratio=0.25, target_matchness=0.0)
     assert "is above 0.0" in result.stopped_because
@@ -107,16 +145,16 @@ def test_skip_ratio_is_lowered_while_acceptance_stays_low() -> None:
 
 def test_set_that_leaves_nothing_out_is_never_thinned_for_low_acceptance() -> None:
     settings = SwiftSettings(context_window=8, min_acceptance=1.0, min_acceptance_rounds=1)
-    search = Search("t", 4, settings, 0.45, flat_costs(), lambda event: None, lambda: "t0", LayerSet(4))
+    search = Search("t", 4, settings, 0.45, flat_costs(), LayerSet(4))
     ids = worded_runtime().tokenizer("w3 w4 w5 w6")["input_ids"]
-    told: list[float] = []
-
-    def after(context: Context, round_: Round) -> None:
-        search.after_round(context, replace(round_, n_accepted=0, n_steps=2))
-        told.append(search.skip_ratio)
-
-    decode(worded_runtime(), ids, search.method, TokenRule.of(Sampling(), None), Ending(24), Watch(after_round=after))
-    assert set(told) == {0.45} and search.layer_set == LayerSet(4)
+    ratios: list[float] = []
+    for event in side_by_side(
+        [decoding(worded_runtime(), ids, search.method, TokenRule.of(Sampling(), None), Ending(24))]
+    ):
+        if isinstance(event, Round):
+            assert list(search.lower(replace(event, n_accepted=0, n_steps=2))) == []
+            ratios.append(search.skip_ratio)
+    assert set(ratios) == {0.45} and search.layer_set == LayerSet(4)
     search.close()
 
 
@@ -177,30 +215,28 @@ def test_guided_tuning_chooses_the_size_and_keeps_plain_output(strategy: str) ->
     assert [trial.step for trial in result.trials if trial.adopted] == [event.step for event in adopted]
 
 
-def run_on(search: Search, number: int, n_tokens: int = 40) -> None:
-    """Decode one more text with it."""
-    runtime, watch = worded_runtime(), Watch(None, search.before_round, search.after_round, search.scratch_rows)
-    decode(runtime, [2 + number, 50, 7], search.method, TokenRule.of(Sampling(), None), Ending(n_tokens), watch)
+def run_on(search: Search, number: int, n_tokens: int = 40, name: str = "p") -> list[Event]:
+    """Decode one more text with it; the search's events."""
+    rule, ending = TokenRule.of(Sampling(), None), Ending(n_tokens)
+    ids, rows = [2 + number, 50, 7], search.scratch_rows
+    work = decoding(worded_runtime(), ids, search.method, rule, ending, scratch_rows=rows)
+    return [event for event in side_by_side([search.during(work, name)]) if not isinstance(event, Began | Round)]
 
 
-def search_of(**settings: Any) -> tuple[Search, list[Event], list[str]]:
-    events: list[Event] = []
-    names = ["p"]
-    values = SwiftSettings(**{**GUIDED, **settings})
-    return Search("t", 4, values, 0.45, flat_costs(), events.append, lambda: names[-1]), events, names
+def search_of(**settings: Any) -> Search:
+    return Search("t", 4, SwiftSettings(**{**GUIDED, **settings}), 0.45, flat_costs())
 
 
 @pytest.mark.parametrize("strategy", ["random", "knapsack"])
 def test_reopened_search_scores_the_given_sets_first_and_forgets_what_it_knew(strategy: str) -> None:
-    search, _, names = search_of(strategy=strategy, max_steps=6, target_matchness=1.0)
+    search = search_of(strategy=strategy, max_steps=6, target_matchness=1.0)
     run_on(search, 1)
     assert not search.optimising and len(search.trials) == 6
     held = search.layer_set
     stored = [LayerSet(4, frozenset({1})), LayerSet(4, frozenset({2}), frozenset({1})), held]
     assert search.reopen(stored)
     assert search.optimising and search.layer_set == held
-    names.append("q")
-    run_on(search, 2)
+    run_on(search, 2, name="q")
     anew = search.trials[6:]
     assert [trial.origin for trial in anew[:3]] == ["in use", "stored", "stored"]
     assert [trial.layer_set for trial in anew[:3]] == [held, *stored[:2]]
@@ -208,14 +244,13 @@ def test_reopened_search_scores_the_given_sets_first_and_forgets_what_it_knew(st
 
 
 def test_reopened_search_looks_at_its_first_set_again() -> None:
-    search, _, names = search_of(strategy="random", max_steps=6, target_matchness=1.0)
+    search = search_of(strategy="random", max_steps=6, target_matchness=1.0)
     start = search.layer_set
     run_on(search, 1)
     thin, stored = LayerSet(4, frozenset({1, 2}), frozenset({1, 2})), LayerSet(4, frozenset({2}))
     search._standing = Standing(Incumbent(thin))
     assert search.reopen([stored])
-    names.append("q")
-    run_on(search, 2)
+    run_on(search, 2, name="q")
     assert [(trial.origin, trial.layer_set) for trial in search.trials[6:9]] == [
         ("in use", thin),
         ("stored", stored),
@@ -224,33 +259,30 @@ def test_reopened_search_looks_at_its_first_set_again() -> None:
 
 
 def test_reopened_search_goes_on_from_its_state_as_it_would_have() -> None:
-    search, _, names = search_of(max_steps=200)
+    search = search_of(max_steps=200)
     run_on(search, 1)
     search.reopen([LayerSet(4, frozenset({2}))])
-    names.append("q")
-    run_on(search, 2, 24)
+    run_on(search, 2, 24, "q")
     assert search.optimising and len(search.trials) > 4
-    again, _, other = search_of(max_steps=200)
-    other.append("q")
+    again = search_of(max_steps=200)
     again.restore(json.loads(json.dumps(search.state())), search.trials)
     assert again.state() == search.state()
-    for one, own in ((search, names), (again, other)):
-        own.append("r")
-        run_on(one, 3)
+    for one in (search, again):
+        run_on(one, 3, name="r")
     assert [replace(trial, seconds=0.0) for trial in again.trials] == [replace(t, seconds=0.0) for t in search.trials]
 
 
 def test_search_that_was_not_wanted_is_not_reopened() -> None:
     for settings in (dict(optimise=False), dict(max_steps=0)):
-        search, _, _ = search_of(**settings)
+        search = search_of(**settings)
         because = search.stopped_because
         assert not search.reopen()
         assert not search.optimising and search.stopped_because == because
 
 
 def test_guided_search_pays_for_a_pass_only_when_half_of_its_window_is_new() -> None:
-    search, events, _ = search_of(max_steps=100)
-    run_on(search, 1)
+    search = search_of(max_steps=100)
+    events = run_on(search, 1)
     positions = [event.trials[0].position for event in events if isinstance(event, TrialsDone)]
     assert len(positions) > 3
     assert min(later - earlier for earlier, later in pairwise(positions)) >= 4
@@ -261,6 +293,6 @@ def test_guided_search_pays_for_a_pass_only_when_half_of_its_window_is_new() -> 
 def test_candidates_keep_the_formats_of_the_set_that_the_search_starts_from() -> None:
     start = LayerSet(4, frozenset({1}), formats=(("mlp", "stored"),))
     settings = SwiftSettings(**GUIDED, max_steps=12)
-    search = Search("t", 4, settings, 0.45, flat_costs(), lambda event: None, lambda: "", start)
+    search = Search("t", 4, settings, 0.45, flat_costs(), start)
     run_on(search, 1)
     assert len(search.trials) > 6 and {trial.layer_set.formats for trial in search.trials} == {start.formats}

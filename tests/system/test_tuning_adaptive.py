@@ -12,7 +12,7 @@ import pytest
 from fakes import cheap_draft_costs, worded_runtime
 
 from swiftopt.core.errors import LayerSetNotFound, SettingsError
-from swiftopt.core.events import Event, PromptFinished
+from swiftopt.core.events import Event, PromptFinished, TaskFinished
 from swiftopt.core.requests import GenerateRequest
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, LayerSetRecord, Plan, Prompt, Sampling
@@ -43,10 +43,9 @@ def stream(n: int) -> list[Prompt]:
 
 
 def tune(**settings: Any) -> tuple[list[Any], list[Event]]:
-    events: list[Event] = []
     given = SwiftSettings(method="adaptive", draft_format="int4", context_window=8, max_steps=30, **settings)
-    tuner = Tuner(worded_runtime(), given, Sampling(), 24, cheap_draft_costs(), events.append, "tiny")
-    return list(tuner.run(stream(6))), events
+    events = list(Tuner(worded_runtime(), given, Sampling(), 24, cheap_draft_costs(), "tiny").run(stream(6)))
+    return [event for event in events if isinstance(event, TaskFinished)], events
 
 
 @pytest.mark.parametrize("strategy", ["random", "knapsack"])

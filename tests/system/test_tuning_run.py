@@ -31,8 +31,6 @@ BEAT = Progress("t", "verdict", 0, 0.0, None, None, 0, None, None, 0.45)
 class StillTuner:
     """Stands where it stands, as in the middle of a long held-out prompt."""
 
-    stopped = False
-
     def __init__(self, place: int) -> None:
         self.place = place
 

@@ -1,0 +1,142 @@
+"""Several requests at once: tokens per second and waiting times of drafting beside plain batching."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from time import perf_counter, sleep
+from typing import Any
+
+import torch
+
+from ..core.types import Prompt
+from ..decoding.engine import Engine, Request, intercept
+from ..decoding.loop import Began, Round
+from ..decoding.method import PLAIN, Method
+from ..decoding.session import Session
+from ..models.costs import machine_name
+
+SCHEMA = "swiftopt.bench-throughput/1"
+PERCENTILES = (50, 95, 99)
+
+MethodOf = Callable[[Prompt], Method]
+
+
+@dataclass(slots=True)
+class Served:
+    """One request: when it arrived and when each of its tokens was there, in seconds; and the tokens."""
+
+    arrived: float
+    times: list[float] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+
+    def note(self, started: float, event: Any) -> Iterator[Any]:
+        """Take in an event of the request."""
+        if isinstance(event, Began | Round):
+            self.times += [perf_counter() - started] * len(event.token_ids)
+            self.token_ids += event.token_ids
+        yield from ()
+
+
+def serve(
+    session: Session, prompts: Sequence[Prompt], method_of: MethodOf, concurrency: int, rate: float | None, seed: int
+) -> list[Served]:
+    """Decode the prompts, up to `concurrency` at a time.
+
+    Args: rate: requests that arrive per second, at exponentially distributed intervals; None: all at once.
+    """
+    rng, at = random.Random(seed), 0.0
+    waiting: list[tuple[Prompt, Served]] = []
+    for prompt in prompts:
+        at += rng.expovariate(rate) if rate else 0.0
+        waiting.append((prompt, Served(at)))
+    served = [own for _, own in waiting]
+    engine, requests, started = Engine(), list[Request[Any]](), perf_counter()
+    while waiting or engine.requests:
+        now = perf_counter() - started
+        while waiting and len(engine.requests) < concurrency and waiting[0][1].arrived <= now:
+            prompt, own = waiting.pop(0)
+            work = session.request(prompt, method_of(prompt))
+            requests.append(engine.add(intercept(work, partial(own.note, started))))
+        if engine.requests:
+            list(engine.step())
+        else:
+            sleep(waiting[0][1].arrived - now)
+    for request in requests:
+        _ = request.result  # raises what it raised
+    return served
+
+
+def measure(
+    session: Session,
+    prompts: Sequence[Prompt],
+    method_of: MethodOf,
+    concurrencies: Sequence[int],
+    rate: float | None,
+    n_rounds: int,
+    on_run: Callable[[str], None],
+) -> dict[str, Any]:
+    """The object that `swiftopt bench throughput --json` prints.
+
+    Plain and drafting take turns on the same prompts, `n_rounds` times, their order changing.
+    """
+    ways: dict[str, MethodOf] = {"plain": lambda prompt: PLAIN, "drafting": method_of}
+    for way in ways.values():  # warm up
+        serve(session, prompts[:1], way, 1, None, 0)
+    results = []
+    for concurrency in concurrencies:
+        runs: dict[str, list[list[Served]]] = {name: [] for name in ways}
+        for number in range(n_rounds):
+            for name in list(ways)[:: 1 if number % 2 == 0 else -1]:
+                runs[name].append(serve(session, prompts, ways[name], concurrency, rate, number))
+                on_run(f"{concurrency} at once, {name}: {_tok_s(runs[name][-1:]):.1f} tok/s")
+        tok_s = [round(_tok_s(own), 2) for own in runs.values()]
+        plain, drafting = ({"tok_s": speed, **_waits(own)} for speed, own in zip(tok_s, runs.values(), strict=True))
+        pairs = list(zip(*runs.values(), strict=True))
+        by_round = [_tok_s([fast]) / _tok_s([slow]) for slow, fast in pairs]
+        equal = [a.token_ids == b.token_ids for slow, fast in pairs for a, b in zip(slow, fast, strict=True)]
+        results.append(
+            {
+                "concurrency": concurrency,
+                "plain": plain,
+                "drafting": drafting,
+                "ratio": round(tok_s[1] / tok_s[0], 3),
+                "ratios": [round(ratio, 3) for ratio in by_round],
+                "equal": sum(equal),
+                "compared": len(equal),
+            }
+        )
+    return {
+        "schema": SCHEMA,
+        "device": machine_name(session.runtime),
+        "dtype": session.runtime.dtype_name,
+        "threads": torch.get_num_threads(),
+        "prompts": len(prompts),
+        "max_new_tokens": session.max_new_tokens,
+        "rate": rate,
+        "rounds": n_rounds,
+        "results": results,
+    }
+
+
+def _tok_s(runs: Sequence[Sequence[Served]]) -> float:
+    """All tokens ÷ the time from the first arrival to the last token."""
+    seconds = sum(max(own.times[-1] for own in run) - min(own.arrived for own in run) for run in runs)
+    return sum(len(own.token_ids) for run in runs for own in run) / seconds
+
+
+def _waits(runs: Sequence[Sequence[Served]]) -> dict[str, dict[str, float]]:
+    """Percentiles in seconds: time to first token with the wait for a place, and time per token after it."""
+    every = [own for run in runs for own in run]
+    long = [own for own in every if len(own.times) > 1]
+    return {
+        "first_token_s": _percentiles([own.times[0] - own.arrived for own in every]),
+        "per_token_s": _percentiles([(own.times[-1] - own.times[0]) / (len(own.times) - 1) for own in long]),
+    }
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float]:
+    ranked = sorted(values) or [0.0]
+    return {f"p{p}": round(ranked[min(len(ranked) - 1, len(ranked) * p // 100)], 4) for p in PERCENTILES}

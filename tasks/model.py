@@ -1,0 +1,260 @@
+"""swiftopt in Python: load a model, decode as its stored plans say, and tune it.
+
+swiftopt.tune("smollm2-135m", "prompts.jsonl", task="notes")
+model = swiftopt.load("smollm2-135m")
+print(model.generate("Once upon a time", task="notes").text)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Self
+
+from ..core.errors import SwiftoptError
+from ..core.events import Event
+from ..core.requests import MAX_NEW_TOKENS, GenerateRequest, Speed, TuneRequest
+from ..core.types import Completion, Prompt, Sampling
+from ..decoding.engine import Engine, Request, Work, intercept, side_by_side
+from ..decoding.session import Session
+from ..models import loading
+from ..models.runtime import Runtime
+from ..models.saved import no_step
+from ..store import Store
+from .generate import Generated, Planner, TextAdded, as_planned, memory_for_texts
+from .run import TuneResult, run_tuning
+
+DEFAULT_TASK = "default"
+
+
+def load(
+    name: str,
+    dtype: str = "auto",
+    device: str = "auto",
+    on_step: Callable[[str], None] = no_step,
+    speed: Speed = "auto",
+    db: str | None = None,
+) -> Model:
+    """Load a model, and open the database with the plans that it decodes by.
+
+    Args:   name: alias, hub id, folder or GGUF file. dtype, device, speed: see `swiftopt.models.loading.load`.
+            on_step: told in a few words what is being done. db: a path or an SQLAlchemy URL; None: the default one.
+    Raises: ModelNotFound, UnsupportedModel, SettingsError: see `swiftopt.models.loading.load`. StoreError: the database
+            cannot be opened.
+    """
+    return Model(name, loading.load(name, dtype, device, on_step, speed), Store.open(db))
+
+
+def tune(
+    model: str,
+    stream: str | Sequence[Prompt],
+    task: str | None = None,
+    db: str | None = None,
+    on_event: Callable[[Event], None] = lambda event: None,
+    **options: Any,
+) -> TuneResult:
+    """Find the layer set with which a model decodes a stream fastest, and store it; what `swiftopt tune` does.
+
+    Args:   stream: a file of prompts, or the prompts. task: of lines that name none. on_event: called with every event
+            after it was stored. options: other fields of `TuneRequest`, such as `max_new_tokens`.
+    Raises: SwiftoptError: as the parts raise it.
+    """
+    prompts = None if isinstance(stream, str) else list(stream)
+    request = TuneRequest(model, stream if isinstance(stream, str) else DEFAULT_TASK, task, **options)
+    with Store.open(db) as store:
+        return run_tuning(request, store, on_event, prompts)
+
+
+class Model:
+    """A loaded model that decodes as its stored plans say."""
+
+    def __init__(self, name: str, runtime: Runtime, store: Store | None) -> None:
+        self.name, self.runtime, self.store = name, runtime, store
+        self._planners: dict[str | None, Planner] = {}
+
+    def generate(self, prompt: str | Prompt, **options: Any) -> Completion:
+        """Decode one prompt; the completion of its last turn. See `work` for the options."""
+        done = [event for event in side_by_side([self.work(prompt, **options)]) if isinstance(event, Generated)]
+        return done[-1].completion
+
+    def stream(self, prompt: str | Prompt, **options: Any) -> Iterator[str]:
+        """Decode one prompt, and yield its text as it grows. See `work` for the options."""
+        for event in side_by_side([self.work(prompt, **options)]):
+            if isinstance(event, TextAdded):
+                yield event.text
+
+    def engine(self, concurrency: int = 8, memory: int | None = None) -> LiveEngine:
+        """Start a thread that decodes requests side by side; to be closed, or used as a context manager.
+
+        Args: concurrency: most requests at a time. memory: most bytes of keys and values; None: half of what is free.
+        """
+        return LiveEngine(self, concurrency, memory_for_texts(self.runtime) if memory is None else memory)
+
+    def work(
+        self,
+        prompt: str | Prompt,
+        task: str = DEFAULT_TASK,
+        method: str | None = None,
+        max_new_tokens: int = MAX_NEW_TOKENS,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+    ) -> Work[None]:
+        """A prompt's decoding, for an engine; yields `TextAdded` and, per turn, `Generated`.
+
+        Args:   task: whose stored plan to use; a `Prompt` has its own. method: in place of what the plan says.
+        Raises: SwiftoptError: when it is run, as the parts raise it.
+        """
+        if isinstance(prompt, str):
+            prompt = Prompt("1", task, text=prompt)
+        if method not in self._planners:
+            request = GenerateRequest(self.name, method=method)
+            self._planners[method] = Planner(request, self.runtime, self.store)
+        session = Session(self.runtime, sampling or Sampling(), max_new_tokens, stop)
+        return as_planned(session, self._planners[method], prompt)
+
+
+class Ticket:
+    """A request of a live engine, as its caller sees it. Iterating gives the text as it grows."""
+
+    def __init__(self, cancel: Callable[[Ticket], None]) -> None:
+        self._events: SimpleQueue[TextAdded | Generated | None] = SimpleQueue()  # ends with None
+        self._done = threading.Event()
+        self._cancel = cancel
+        self.generated: list[Generated] = []
+        self.error: BaseException | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        while (event := self._events.get()) is not None:
+            if isinstance(event, TextAdded):
+                yield event.text
+        self._raise()
+
+    def result(self, timeout: float | None = None) -> Completion:
+        """Wait for the end; the completion of the last turn.
+
+        Raises: TimeoutError: it is not done after so many seconds. SwiftoptError: what it failed with.
+        """
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"the request is not done after {timeout:g} s: wait longer, or cancel it")
+        self._raise()
+        return self.generated[-1].completion
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended, failed or was cancelled."""
+        return self._done.is_set()
+
+    def cancel(self) -> None:
+        """Give the request up; its slots are free before the next pass."""
+        self._cancel(self)
+
+    def put(self, event: TextAdded | Generated) -> None:
+        """Hand over an event, in the engine's thread."""
+        if isinstance(event, Generated):
+            self.generated.append(event)
+        self._events.put(event)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Say that nothing more comes, in the engine's thread."""
+        self.error = error
+        self._done.set()
+        self._events.put(None)
+
+    def _raise(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+class Cancelled(SwiftoptError):
+    """The request was cancelled, or its engine closed."""
+
+
+class LiveEngine:
+    """Decodes requests of any threads side by side, in a thread of its own that alone uses the model."""
+
+    def __init__(self, model: Model, concurrency: int, memory: int) -> None:
+        self.model, self.concurrency = model, concurrency
+        self._engine = Engine(memory)
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._lock, self._closed = threading.Lock(), False
+        self._waiting: list[tuple[Ticket, Work[None]]] = []
+        self._running: dict[Ticket, Request[None]] = {}
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, prompt: str | Prompt, **options: Any) -> Ticket:
+        """Decode a prompt beside the others; options as for `Model.work`.
+
+        Raises: Cancelled: the engine is closed.
+        """
+        ticket = Ticket(lambda ticket: self._inbox.put(lambda: self._drop(ticket)))
+        work = self.model.work(prompt, **options)
+        with self._lock:
+            if self._closed:
+                raise Cancelled("this engine is closed: start another one")
+            self._inbox.put(lambda: self._waiting.append((ticket, work)))
+        return ticket
+
+    def close(self) -> None:
+        """Give all requests up and end the thread."""
+        with self._lock:
+            self._closed = True
+        self._inbox.put(lambda: None)
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._obey()
+                if self._closed:
+                    return
+                self._step()
+        finally:
+            with self._lock:
+                self._closed = True
+            while not self._inbox.empty():
+                self._inbox.get()()
+            for ticket in [*self._running, *(ticket for ticket, _ in self._waiting)]:
+                self._drop(ticket)
+
+    def _obey(self) -> None:
+        """Do what was asked of this thread, waiting while there is nothing to decode."""
+        while not self._inbox.empty() or not (self._running or self._waiting or self._closed):
+            self._inbox.get()()
+
+    def _step(self) -> None:
+        while self._waiting and len(self._running) < self.concurrency:
+            ticket, work = self._waiting.pop(0)
+            self._running[ticket] = self._engine.add(intercept(work, _handing_to(ticket)))
+        for _ in self._engine.step():
+            pass
+        for ticket, request in list(self._running.items()):
+            if request.is_done:
+                del self._running[ticket]
+                ticket.end(request.error)
+
+    def _drop(self, ticket: Ticket) -> None:
+        if ticket.is_done:
+            return
+        self._waiting = [each for each in self._waiting if each[0] is not ticket]
+        if ticket in self._running:
+            self._engine.cancel(self._running.pop(ticket))
+        ticket.end(Cancelled("the request was cancelled, or its engine closed: submit it again"))
+
+
+def _handing_to(ticket: Ticket) -> Callable[[Any], Work[None]]:
+    def handle(event: Any) -> Work[None]:
+        yield from ()
+        ticket.put(event)
+
+    return handle

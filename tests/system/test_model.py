@@ -1,0 +1,105 @@
+"""swiftopt in Python: tune, decode, stream, and many requests from several threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tiny_files import save
+
+import swiftopt
+from swiftopt.core.errors import ContextOverflow, SettingsError
+from swiftopt.core.events import Event, PromptFinished
+from swiftopt.tasks.model import Cancelled
+
+TEXTS = [f"w{i + 1} w{i + 2} w{i + 1}" for i in range(8)]
+
+
+@pytest.fixture
+def db(tmp_path: Path) -> str:
+    return str(tmp_path / "a.db")
+
+
+@pytest.fixture
+def model(tmp_path: Path, db: str) -> Iterator[swiftopt.Model]:
+    loaded = swiftopt.load(str(save(tmp_path / "model")), dtype="float32", db=db)
+    yield loaded
+    assert loaded.store is not None
+    loaded.store.close()
+
+
+def test_what_was_tuned_is_what_decodes(model: swiftopt.Model, db: str, tmp_path: Path) -> None:
+    prompts = [swiftopt.Prompt(f"p{i}", "notes", text=text) for i, text in enumerate(TEXTS)]
+    events: list[Event] = []
+    settings = swiftopt.SwiftSettings(context_window=8, max_steps=4)
+    out = str(tmp_path / "out.jsonl")
+    result = swiftopt.tune(
+        model.name, prompts, db=db, on_event=events.append, out=out, settings=settings, max_new_tokens=16, concurrency=3
+    )
+    assert [task.task for task in result.tasks] == ["notes"] and result.tasks[0].trials
+    finished = {event.prompt.id: event.completion for event in events if isinstance(event, PromptFinished)}
+    for prompt in prompts:
+        assert model.generate(prompt, max_new_tokens=16).text == finished[prompt.id].text
+    drafted = model.generate(prompts[0], method="swift", max_new_tokens=16)
+    assert drafted.method == "swift" and drafted.layer_set == result.tasks[0].record.layer_set
+
+
+def test_stream_is_the_text_in_pieces(model: swiftopt.Model) -> None:
+    pieces = list(model.stream(TEXTS[0], max_new_tokens=12))
+    assert len(pieces) > 3 and "".join(pieces) == model.generate(TEXTS[0], max_new_tokens=12).text
+
+
+def test_requests_of_several_threads_get_what_each_gets_alone(model: swiftopt.Model) -> None:
+    expected = {text: model.generate(text, max_new_tokens=20).text for text in TEXTS}
+    found: dict[str, str] = {}
+    with model.engine(concurrency=3) as engine:
+
+        def ask(text: str) -> None:
+            found[text] = "".join(engine.submit(text, max_new_tokens=20))
+
+        threads = [threading.Thread(target=ask, args=(text,)) for text in TEXTS]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert found == expected
+
+
+def test_cancelled_and_failed_requests_leave_the_others_alone(model: swiftopt.Model) -> None:
+    expected = model.generate(TEXTS[1], max_new_tokens=30).text
+    slot = model.runtime.slot_bytes
+    with model.engine(concurrency=4, memory=120 * slot) as engine:
+        long = engine.submit(TEXTS[0], max_new_tokens=60)
+        good = engine.submit(TEXTS[1], max_new_tokens=30)
+        too_long = engine.submit(TEXTS[2], max_new_tokens=125)
+        unknown = engine.submit(TEXTS[3], method="no such method")
+        assert next(iter(long))
+        long.cancel()
+        assert good.result(60).text == expected
+        with pytest.raises(ContextOverflow, match="keys and values"):
+            too_long.result(60)
+        with pytest.raises(SettingsError, match="there is no method 'no such method'"):
+            unknown.result(60)
+        with pytest.raises(Cancelled):
+            long.result(60)
+        with pytest.raises(SettingsError, match="stop string"):
+            engine.submit(TEXTS[0], stop=[""])
+
+
+def test_closed_engine_gives_up_what_runs_and_takes_nothing_new(model: swiftopt.Model) -> None:
+    engine = model.engine(concurrency=1)
+    tickets = [engine.submit(text, max_new_tokens=100) for text in TEXTS]
+    assert next(iter(tickets[0]))
+    engine.close()
+    assert all(ticket.is_done for ticket in tickets)
+    with pytest.raises(Cancelled):
+        tickets[-1].result()
+    with pytest.raises(Cancelled, match="closed"):
+        engine.submit(TEXTS[0])
+
+
+def test_result_can_be_waited_for_in_vain(model: swiftopt.Model) -> None:
+    with model.engine() as engine, pytest.raises(TimeoutError, match="not done after 0 s"):
+        engine.submit(TEXTS[0], max_new_tokens=100).result(0)
