@@ -57,8 +57,7 @@ def check_clock(url: str) -> Check:
     """How far this machine's clock is from the database's, which is the one that leases go by."""
     from sqlalchemy import select
 
-    from ..store.clock import clock_s
-    from ..store.database import connect, exists, store_errors
+    from ..store.database import clock_s, connect, exists, store_errors
 
     if not exists(url):
         return Check("clock", "ok", "the database's clock will be this machine's")

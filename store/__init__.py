@@ -1,7 +1,8 @@
-"""Layer sets, plans, trials and cost profiles in SQL; rows never leave this package."""
+"""Layer sets, plans, trials, cost profiles and jobs in SQL; rows never leave this package."""
 
 from .database import as_url, default_url
 from .published import import_file
-from .store import Store
+from .queueing import Claim
+from .store import LEASE_S, Jobs, Store
 
-__all__ = ["Store", "as_url", "default_url", "import_file"]
+__all__ = ["LEASE_S", "Claim", "Jobs", "Store", "as_url", "default_url", "import_file"]

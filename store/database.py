@@ -1,28 +1,39 @@
-"""Where the database is, how it is opened, and what its errors say to a user."""
+"""Where the database is, how it is opened, its transactions and its clock, and what its errors say to a user."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import random
 import re
 import sqlite3
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from platformdirs import user_data_dir
-from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
-from sqlalchemy.exc import DBAPIError, SAWarning, SQLAlchemyError
+from sqlalchemy import URL, Connection, Double, Engine, create_engine, event, make_url
+from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError, SAWarning, SQLAlchemyError
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.orm import Session
+from sqlalchemy.orm.exc import StaleDataError
+from sqlalchemy.sql.functions import FunctionElement
 
 from ..core.errors import StoreError, StoreUnavailable
 from ..core.urls import safe_url
 
+T = TypeVar("T")
+
 WAL_TRIES, WAL_PAUSE_S = 100, 0.02  # to switch a new file's journal while another process uses it
 LOCK_WAIT_S = 30  # seconds that a SQLite write waits for another process's write
+
+WRITE_TRIES = 4  # of a write that met another one creating the same row
+WRITE_PAUSE_S = 0.02  # longest pause before the next try
+GAVE_WAY = ("40001", "40P01")  # PostgreSQL's codes of a transaction given up for another: serialization, deadlock
 
 # Of libpq, where the URL does not say otherwise: a server that vanished is noticed before a job's lease runs out.
 POSTGRES_OPTIONS: dict[str, int | str] = {
@@ -75,13 +86,13 @@ PASSING = {
 
 
 def default_url() -> str:
-    """`SWIFTOPT_DATABASE_URL` if it is set, else a SQLite file in the user's data folder."""
+    """Return `SWIFTOPT_DATABASE_URL` if it is set, else a SQLite file in the user's data folder."""
     named = os.environ.get("SWIFTOPT_DATABASE_URL")
     return as_url(named or str(Path(user_data_dir("swiftopt"), "swiftopt.db")))
 
 
 def as_url(text: str) -> str:
-    """A SQLAlchemy URL as it is; a plain path as the URL of that SQLite file."""
+    """Return a SQLAlchemy URL as it is, a plain path as the URL of that SQLite file."""
     if "://" in text:
         return text
     path = Path(text).expanduser().absolute()
@@ -89,7 +100,7 @@ def as_url(text: str) -> str:
 
 
 def shown(url: str) -> str:
-    """The URL as errors may show it: a plain path for a SQLite file, and no password."""
+    """Return the URL as errors may show it: a plain path for a SQLite file, and no password."""
     try:
         parsed = make_url(url)
     except (SQLAlchemyError, ValueError):
@@ -125,7 +136,7 @@ def _translated(error: SQLAlchemyError, url: str) -> StoreError:
 
 
 def connect(url: str) -> Engine:
-    """An engine; for a SQLite file its folder is created.
+    """Return an engine; for a SQLite file its folder is created.
 
     Raises: StoreError: the URL cannot be read, its driver is missing, or the folder cannot be created.
     """
@@ -155,7 +166,7 @@ def connect(url: str) -> Engine:
 
 
 def exists(url: str) -> bool:
-    """Whether opening the database would not create it; a server's database is taken to be there.
+    """Return whether opening the database would not create it; a server's database is taken to be there.
 
     Raises: StoreError: the URL cannot be read.
     """
@@ -163,14 +174,14 @@ def exists(url: str) -> bool:
         parsed = make_url(url)
     except (SQLAlchemyError, ValueError) as error:
         raise _unreadable(url) from error
-    in_file = parsed.get_backend_name() == "sqlite" and parsed.database not in (None, "", ":memory:")
-    return not in_file or str(parsed.database).startswith("file:") or Path(str(parsed.database)).exists()
+    file = _file(parsed)
+    return file is None or file.exists()
 
 
 def json_text(value: Any) -> str:
-    """JSON that every database takes: a number that is not finite becomes null."""
+    """Encode JSON that every database takes: a number that is not finite becomes null."""
     try:
-        return json.dumps(value, allow_nan=False)
+        return json.dumps(value, allow_nan=False, default=dict)
     except ValueError:
         return json.dumps(_finite(value))
 
@@ -178,13 +189,13 @@ def json_text(value: Any) -> str:
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: _finite(entry) for key, entry in value.items()}
     return [_finite(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def writing(engine: Engine) -> Engine:
-    """The same engine for transactions that write."""
+    """Return the same engine for transactions that write."""
     return engine.execution_options(swiftopt_writes=True)
 
 
@@ -198,10 +209,18 @@ def _server_options(url: URL) -> dict[str, int | str]:
     return {name: value for name, value in POSTGRES_OPTIONS.items() if name not in url.query}
 
 
+def _file(url: URL) -> Path | None:
+    """Return the file that a URL names as a path; None for a server, a database in memory, or one named by a URI."""
+    name = url.database or ":memory:"
+    named_path = url.get_backend_name() == "sqlite" and name != ":memory:" and not name.startswith("file:")
+    return Path(name) if named_path else None
+
+
 def _make_folder(url: URL) -> None:
-    if not url.database or url.database == ":memory:" or url.database.startswith("file:"):
+    file = _file(url)
+    if file is None:
         return
-    folder = Path(url.database).parent
+    folder = file.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -229,3 +248,74 @@ def _begin(connection: Connection) -> None:
     # A write takes SQLite's lock at once: upgrading a read lock later fails without waiting when another has written.
     options: dict[str, Any] = dict(connection.get_execution_options())
     connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get("swiftopt_writes") else "BEGIN")
+
+
+# --- transactions ---
+
+
+class Transactions:
+    """One database, read and written in transactions; threads may share it.
+
+    Raises: StoreError: in every method, when the database cannot be read or written; StoreUnavailable if only just now.
+    """
+
+    def __init__(self, engine: Engine, url: str) -> None:
+        self.url = url
+        self.engine = engine
+        self._writer = writing(engine)
+
+    def read(self, work: Callable[[Session], T]) -> T:
+        """Run `work` in a transaction that writes nothing."""
+        with _row_errors(self.url), Session(self.engine) as session:
+            return work(session)
+
+    def write(self, work: Callable[[Session], T]) -> T:
+        """Run `work` in one transaction, again if another one created the same row meanwhile (PostgreSQL only)."""
+        with _row_errors(self.url):
+            for _ in range(WRITE_TRIES - 1):
+                try:
+                    return self._write_once(work)
+                except (IntegrityError, StaleDataError):
+                    pass
+                except OperationalError as error:
+                    if getattr(error.orig, "sqlstate", None) not in GAVE_WAY:
+                        raise
+                time.sleep(random.uniform(0, WRITE_PAUSE_S))  # two that gave way to each other must not meet again
+            return self._write_once(work)
+
+    def _write_once(self, work: Callable[[Session], T]) -> T:
+        with Session(self._writer) as session, session.begin():
+            return work(session)
+
+
+@contextmanager
+def _row_errors(url: str) -> Iterator[None]:
+    """As `store_errors`, and for columns of JSON that hold something else, which SQLite lets in."""
+    try:
+        with store_errors(url):
+            yield
+    except json.JSONDecodeError as error:
+        raise StoreError(
+            f"the database {shown(url)} has a row that is no JSON ({error}): it was changed by hand, correct it"
+        ) from error
+
+
+class clock_s(FunctionElement[float]):
+    """Seconds since 1970, with fractions, by the database's own clock at the moment the statement runs.
+
+    Leases are compared by it alone, so that the clocks of workers may differ.
+    """
+
+    name = "clock_s"
+    type = Double()
+    inherit_cache = True
+
+
+@compiles(clock_s, "sqlite")
+def _sqlite_clock(element: clock_s, compiler: Any, **options: Any) -> str:
+    return "((julianday('now') - 2440587.5) * 86400.0)"
+
+
+@compiles(clock_s, "postgresql")
+def _postgresql_clock(element: clock_s, compiler: Any, **options: Any) -> str:
+    return "CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS DOUBLE PRECISION)"

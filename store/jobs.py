@@ -1,278 +1,212 @@
-"""The job table as an object: what front doors, the reconciler and a running attempt do with it."""
+"""The job table: rows as jobs, what front doors read of them, events, uploaded streams, and counters over all jobs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from json import JSONDecodeError
-from typing import Any
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, cast, get_args
 
-from sqlalchemy import select, text
+from sqlalchemy import func, select, text
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
-from ..core.errors import StoreError
-from ..core.events import Event, PromptFinished, TaskFinished
-from ..core.jobs import Delivery, Job, JobEvent, JobSpec, JobState, Lease, Promotion, Verb, Wanted
+from ..core.errors import LayerSetError, NotFound, StoreError
+from ..core.event_json import event_from_json, event_to_json, event_type
+from ..core.events import Event, PromptFinished
+from ..core.jobs import STATES, Job, JobEvent, JobKind, JobState
 from ..core.times import now
-from ..core.types import Trial
-from . import counters, delivering, job_rows, ledger, locks, verbs
-from .counters import Count
-from .tables import JobRow, StreamRow
-from .transactions import Transactions
+from ..core.types import Completion, LayerSetRecord
+from .rows import layer_set_record, to_record
+from .tables import CounterRow, EventRow, JobRow, LayerSetRow, OutputRow, StreamRow
 
-LEASE_S = 20.0  # seconds without a renewal after which an attempt counts as lost
+KINDS: tuple[JobKind, ...] = get_args(JobKind)
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """A job that a worker has taken, with everything that an earlier attempt left to go on from."""
-
-    job: Job
-    lease: Lease
-    n_checkpoints: int
-    lines: str
-    snapshot: Mapping[str, Any] | None
-    trials: Mapping[str, Sequence[Trial]]
+# --- what front doors read ---
 
 
-class Jobs:
-    """Jobs, their events, completions and counters; every write of an attempt is fenced by its lease.
+def get(session: Session, job: str) -> Job:
+    """Return one job.
 
-    Raises: StoreError: in every method, when the database cannot be used.
+    Raises: NotFound: no such job; it names the nearest.
     """
+    return to_jobs(session, [find(session, job)])[0]
 
-    def __init__(self, transactions: Transactions, lease_s: float = LEASE_S) -> None:
-        self._do = transactions
-        self.lease_s = lease_s
 
-    # --- front doors ---
+def latest(session: Session, state: JobState | None = None, limit: int = 100) -> list[Job]:
+    """Return the newest jobs first."""
+    query = select(JobRow).order_by(JobRow.created_at.desc(), JobRow.id).limit(limit)
+    query = query if state is None else query.where(JobRow.state == state)
+    return to_jobs(session, session.scalars(query).all())
 
-    def submit(self, spec: JobSpec) -> tuple[Job, bool]:
-        """The job for `spec`, and whether it is new: an unfinished one with the same fingerprint is the same job.
 
-        Raises: Conflict: its idempotency key was used for something else.
-        """
+def events(session: Session, job: str, after: int = 0, limit: int = 1000) -> list[JobEvent]:
+    """Return what the job reported behind event number `after`, oldest first.
 
-        def work(session: Session) -> tuple[Job, bool]:
-            row, is_new = delivering.submit(session, spec)
-            return job_rows.values(session, [row])[0], is_new
+    Raises: NotFound: no such job.
+    """
+    find(session, job)
+    query = select(EventRow).where(EventRow.job_id == job, EventRow.id > after).order_by(EventRow.id).limit(limit)
+    return [to_record(JobEvent, row) for row in session.scalars(query)]
 
-        return self._do.write(work)
 
-    def get(self, job: str) -> Job:
-        """One job.
+def outputs(session: Session, job: str) -> list[PromptFinished]:
+    """Return the finished completions in the order of the stream.
 
-        Raises: NotFound: no such job; it names the nearest.
-        """
-        return self._do.read(lambda s: job_rows.values(s, [job_rows.find(s, job)])[0])
+    Raises: NotFound: no such job.
+    """
+    find(session, job)
+    query = select(EventRow).join(OutputRow, OutputRow.event_id == EventRow.id).where(OutputRow.job_id == job)
+    rows = session.scalars(query.order_by(OutputRow.place, EventRow.id))
+    found = [event_from_json(row.type, row.data) for row in rows]
+    return [event for event in found if isinstance(event, PromptFinished)]
 
-    def latest(self, state: JobState | None = None, limit: int = 100) -> list[Job]:
-        """The newest jobs first."""
 
-        def work(session: Session) -> list[Job]:
-            query = select(JobRow).order_by(JobRow.created_at.desc(), JobRow.id).limit(limit)
-            query = query if state is None else query.where(JobRow.state == state)
-            return job_rows.values(session, session.scalars(query).all())
+def states(session: Session) -> dict[str, int]:
+    """Count the jobs in each state."""
+    query = select(JobRow.state, func.count()).group_by(JobRow.state)
+    return {state: n for state, n in session.execute(query)}
 
-        return self._do.read(work)
 
-    def act(self, job: str, verb: Verb) -> Job:
-        """Pause, resume, stop, cancel or retry a job; the job as it is then.
+def ping(session: Session) -> None:
+    """Ask the database for an answer."""
+    session.execute(text("SELECT 1"))
 
-        Raises: NotFound: no such job. Conflict: it is not in a state for that.
-        """
-        return self._do.write(lambda s: job_rows.values(s, [verbs.act(s, job, verb)])[0])
 
-    def events(self, job: str, after: int = 0, limit: int = 1000) -> list[JobEvent]:
-        """What the job reported behind event number `after`, oldest first.
+# --- rows ---
 
-        Raises: NotFound: no such job.
-        """
 
-        def work(session: Session) -> list[JobEvent]:
-            job_rows.find(session, job)
-            return ledger.list_events(session, job, after, limit)
+def find(session: Session, job: str, *, locked: bool = False) -> JobRow:
+    """Return the job's row; `locked` lets nobody else change it until the transaction ends.
 
-        return self._do.read(work)
+    Raises: NotFound: no such job; it names the nearest.
+    """
+    plain = job.isascii() and job.isprintable()  # else PostgreSQL, or the driver, does not take it as a text
+    row = session.get(JobRow, job, with_for_update=True if locked else None) if plain else None
+    if row is None:
+        known = session.scalars(select(JobRow.id).order_by(JobRow.created_at.desc()).limit(1000)).all()
+        near = difflib.get_close_matches(job, known, n=1, cutoff=0.0)
+        hint = f" (the nearest is {near[0]})" if near else ""
+        raise NotFound(f"no job {job!r} is stored{hint}: `swiftopt jobs list` shows them")
+    return row
 
-    def outputs(self, job: str) -> list[PromptFinished]:
-        """The finished completions in the order of the stream.
 
-        Raises: NotFound: no such job.
-        """
+def to_jobs(session: Session, found: Sequence[JobRow]) -> list[Job]:
+    """Return the jobs of rows, with their layer sets and number of completions."""
+    ids = [row.id for row in found]
+    query = select(OutputRow.job_id, func.count()).where(OutputRow.job_id.in_(ids)).group_by(OutputRow.job_id)
+    n_outputs = {job: n for job, n in session.execute(query)}
+    sets: dict[str, list[LayerSetRecord]] = {}
+    for row in session.scalars(select(LayerSetRow).where(LayerSetRow.job.in_(ids)).order_by(LayerSetRow.id)):
+        with suppress(LayerSetError, TypeError):  # one that was changed by hand must not hide every job
+            sets.setdefault(str(row.job), []).append(layer_set_record(row))
+    return [_to_job(row, n_outputs.get(row.id, 0), sets.get(row.id, [])) for row in found]
 
-        def work(session: Session) -> list[PromptFinished]:
-            job_rows.find(session, job)
-            return ledger.list_outputs(session, job)
 
-        return self._do.read(work)
+def _to_job(row: JobRow, n_outputs: int, sets: list[LayerSetRecord]) -> Job:
+    """Return the job of a row; one that cannot be read shows as failed, so that a list of jobs does not end at it."""
+    shown: dict[str, Any] = {"state": row.state, "request": row.request, "error": row.error}
+    try:
+        check(row)
+    except StoreError as reason:
+        shown = {"state": "failed", "request": {}, "error": str(reason)}
+    return to_record(
+        Job,
+        row,
+        **shown,
+        fingerprint=row.fingerprint or "",
+        progress=row.progress if isinstance(row.progress, Mapping) else None,
+        n_outputs=n_outputs,
+        layer_sets=tuple(sets),
+    )
 
-    def save_stream(self, sha256: str, lines: str) -> None:
-        """Keep an uploaded stream, once per content."""
 
-        def work(session: Session) -> None:
-            if session.get(StreamRow, sha256) is None:
-                session.add(StreamRow(sha256=sha256, lines=lines, created_at=now()))
+def check(row: JobRow) -> None:
+    """Raises: StoreError: the row was changed by hand, so that nobody can go on with the job."""
+    if row.kind not in KINDS or row.state not in STATES:
+        what = f"its kind is {row.kind!r} and its state {row.state!r}"
+    elif not isinstance(cast(object, row.request), Mapping):
+        what = "its request is no object"
+    else:
+        return
+    raise StoreError(
+        f"job {row.id} cannot be read ({what}): it was changed by hand, or by a newer swiftopt; submit it again"
+    )
 
-        self._do.write(work)
 
-    def stream(self, sha256: str) -> str | None:
-        """A kept stream as JSON Lines; None if there is none of that content."""
-        return self._do.read(lambda s: s.scalar(select(StreamRow.lines).where(StreamRow.sha256 == sha256)))
+def storable(text: str) -> str:
+    """Return the text as every database takes it: without NUL and halves of surrogate pairs."""
+    return text.replace("\0", "\\x00").encode(errors="backslashreplace").decode()
 
-    def counts(self) -> list[Count]:
-        """The counters of the metrics page."""
-        return self._do.read(counters.read)
 
-    def states(self) -> dict[str, int]:
-        """How many jobs are in each state."""
-        return self._do.read(ledger.count_by_state)
+# --- events and streams ---
 
-    def ping(self) -> None:
-        """Whether the database answers."""
-        self._do.read(lambda session: session.execute(text("SELECT 1")))
 
-    # --- delivery ---
+def report(session: Session, job: str, event: Event) -> EventRow:
+    """Add an event to the job's history."""
+    row = EventRow(job_id=job, type=event_type(event), data=event_to_json(event), created_at=now())
+    session.add(row)
+    return row
 
-    def due(self) -> list[Delivery]:
-        """Queued attempts whose time has come, oldest first."""
-        return self._do.read(delivering.due)
 
-    def redeliver(self, lost: Delivery) -> Delivery | None:
-        """A new attempt in place of one that the queue has lost; None if a worker has it."""
+def save_stream(session: Session, sha256: str, lines: str) -> None:
+    """Keep a stream as JSON Lines, once per content."""
+    if session.get(StreamRow, sha256) is None:
+        session.add(StreamRow(sha256=sha256, lines=lines, created_at=now()))
 
-        def work(session: Session) -> Delivery | None:
-            new = delivering.redeliver(session, lost)
-            if new is not None:
-                counters.count(session, "reconciled", label="redelivered")
-            return new
 
-        return self._do.write(work)
+def stream(session: Session, sha256: str) -> str | None:
+    """Return a kept stream as JSON Lines; None if there is none of that content."""
+    return session.scalar(select(StreamRow.lines).where(StreamRow.sha256 == sha256))
 
-    def expire(self) -> list[Lease]:
-        """End every attempt whose lease ran out: its job is queued again, or has failed."""
 
-        def lose(session: Session, lease: Lease, worker: str | None) -> bool:
-            lost = delivering.attempt_lost(session, lease, worker)
-            if lost:
-                counters.count(session, "reconciled", label="expired")
-            return lost
+# --- counters, in SQL because the processes that count live no longer than a job ---
 
-        found = self._do.read(delivering.expired)
-        return [
-            lease
-            for lease, worker in found
-            if self._do.write(lambda s, of=lease, by=worker: lose(s, of, by))  # type: ignore[misc]
-        ]
 
-    def lock(self, name: str, owner: str, seconds: float) -> bool:
-        """Whether `owner` may do what `name` stands for, for that long; nobody else may meanwhile."""
-        return self._do.write(lambda session: locks.take(session, name, owner, seconds))
+class Count(NamedTuple):
+    """One counter's value; `label` is what it is split by."""
 
-    # --- a running attempt ---
+    name: str
+    model: str = ""
+    task: str = ""
+    label: str = ""
+    value: float = 1.0
 
-    def begin_here(self, spec: JobSpec, worker: str) -> Claim:
-        """A new job that this process runs itself, without a queue."""
 
-        def work(session: Session) -> Claim:
-            row = delivering.begin_here(session, spec, worker, self.lease_s)
-            job = job_rows.values(session, [row])[0]
-            return Claim(job, Lease(job.id, job.attempt), 0, spec.lines or "", None, {})
+def count(session: Session, name: str, label: str) -> None:
+    """Add 1 to a counter of no model."""
+    add_counts(session, [Count(name, label=label)])
 
-        return self._do.write(work)
 
-    def claim(self, lease: Lease, worker: str) -> Claim | None:
-        """Take a queued attempt; None if somebody else has, or it was replaced.
+def add_counts(session: Session, counts: Iterable[Count]) -> None:
+    """Add to counters, in an order that keeps two transactions from waiting for each other."""
+    sums: dict[tuple[str, str, str, str], float] = {}
+    for entry in counts:
+        sums[entry[:4]] = sums.get(entry[:4], 0.0) + entry.value
+    if not sums:
+        return
+    rows = [Count(*key, value)._asdict() for key, value in sorted(sums.items())]
+    dialect = sqlite if session.get_bind().dialect.name == "sqlite" else postgresql
+    insert = dialect.insert(CounterRow).values(rows)
+    more = {"value": CounterRow.value + insert.excluded.value}
+    session.execute(insert.on_conflict_do_update(index_elements=Count._fields[:4], set_=more))
 
-        A job whose row cannot be read fails here, with the reason, and nobody gets it: None.
-        """
 
-        def work(session: Session) -> Claim | None:
-            if not delivering.claim(session, lease, worker, self.lease_s):
-                return None
-            lines = delivering.stream_lines(session, lease.job) or ""
-            try:
-                row = job_rows.find(session, lease.job)
-                session.refresh(row)
-                job_rows.check(row)
-                trials = ledger.trials_by_task(session, lease.job)
-            except (StoreError, JSONDecodeError) as error:
-                delivering.end(session, lease, "failed", job_rows.unreadable(lease.job, error))
-                return None
-            job = job_rows.values(session, [row])[0]
-            return Claim(job, lease, row.n_checkpoints, lines, row.snapshot, trials)
+def counts(session: Session) -> list[Count]:
+    """Return the counters of the metrics page."""
+    columns = [getattr(CounterRow, name) for name in Count._fields]
+    return [Count(*row) for row in session.execute(select(*columns).order_by(*columns[:3]))]
 
-        return self._do.write(work)
 
-    def renew(self, lease: Lease) -> Wanted | None:
-        """Show that the attempt is alive; what the job is asked to do.
-
-        Raises: LeaseLost: the attempt was replaced, or the job has ended.
-        """
-        return self._do.write(lambda session: ledger.hold(session, lease, self.lease_s))
-
-    def peek(self, lease: Lease) -> Wanted | None:
-        """What the job is asked to do, without a renewal.
-
-        Raises: LeaseLost: as `renew`.
-        """
-        return self._do.read(lambda session: ledger.peek(session, lease))
-
-    def show(self, lease: Lease, progress: Mapping[str, Any]) -> Wanted | None:
-        """Renew, and let others see how far it is.
-
-        Raises: LeaseLost: as `renew`.
-        """
-        return self._do.write(lambda s: ledger.hold(s, lease, self.lease_s, progress=dict(progress)))
-
-    def note(self, lease: Lease, events: Sequence[Event]) -> Wanted | None:
-        """Add events that bring nothing to go on from.
-
-        Raises: LeaseLost: as `renew`.
-        """
-        return self._do.write(lambda session: ledger.note(session, lease, self.lease_s, events))
-
-    def checkpoint(
-        self,
-        lease: Lease,
-        number: int,
-        events: Sequence[Event],
-        snapshot: Mapping[str, Any] | None,
-        progress: Mapping[str, Any] | None = None,
-    ) -> Wanted | None:
-        """Events with their trials and completions, and where to go on from, all or nothing.
-
-        `number` counts the job's checkpoints with this one; one that was written already is not written again.
-
-        Raises: LeaseLost: as `renew`.
-        """
-        return self._do.write(lambda s: ledger.checkpoint(s, lease, self.lease_s, number, events, snapshot, progress))
-
-    def finish_task(
-        self,
-        lease: Lease,
-        number: int,
-        task: TaskFinished,
-        method: str,
-        promotion: Promotion,
-        snapshot: Mapping[str, Any],
-    ) -> TaskFinished:
-        """Store a task's layer set; `promotion` says whether look-ups find it from now on.
-
-        Raises: LeaseLost: as `renew`. LayerSetError: the model has another number of layers.
-        """
-        return self._do.write(
-            lambda session: ledger.finish_task(session, lease, self.lease_s, number, task, method, promotion, snapshot)
-        )
-
-    def hand_back(self, lease: Lease, reason: str) -> bool:
-        """Queue the job again for another worker; False if the lease was lost."""
-        return self._do.write(lambda session: delivering.hand_back(session, lease, reason))
-
-    def end(self, lease: Lease, state: JobState, error: str | None = None) -> bool:
-        """The end of the job, or its pause; False if the lease was lost."""
-        return self._do.write(lambda session: delivering.end(session, lease, state, error))
-
-    def attempt_failed(self, lease: Lease, error: str) -> bool:
-        """Queue the job again after a while, or end it when attempts come no further; False if the lease was lost."""
-        return self._do.write(lambda session: delivering.attempt_failed(session, lease, error))
+def completion_counts(model: str, task: str, completion: Completion) -> list[Count]:
+    """Return what a completion adds: rounds that drafted, draft and accepted tokens, and those by position."""
+    if not completion.drafted:
+        return []
+    per_position = completion.accepted_per_position
+    return [
+        Count("drafts", model, task, value=completion.target_passes),
+        Count("draft_tokens", model, task, value=completion.drafted),
+        Count("accepted_tokens", model, task, value=completion.accepted),
+        *(Count("accepted_per_position", model, task, str(i), n) for i, n in enumerate(per_position) if n),
+    ]

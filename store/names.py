@@ -1,51 +1,77 @@
-"""Which model a name stands for, and models that were only imported until the real one is loaded."""
+"""Models and their names, and models known only from imported sets until the real one is loaded."""
 
 from __future__ import annotations
 
-from sqlalchemy import bindparam, delete, func, select, update
+from typing import TypeVar
+
+from sqlalchemy import Select, bindparam, delete, false, func, select, update
 from sqlalchemy.orm import Session
 
-from ..core.errors import LayerSetError
+from ..core.errors import LayerSetError, StoreError
 from ..core.times import now
 from ..core.types import LayerSetRecord, ModelInfo
-from .plan_tables import ComparisonRow, LearnedRow, MoveRow, PlanRow
-from .rows import model_info
-from .tables import LayerSetRow, ModelRow, NameRow
+from .rows import to_record
+from .tables import ComparisonRow, LayerSetRow, LearnedRow, ModelRow, MoveRow, NameRow, OfTask, PlanRow
+
+Row = TypeVar("Row", bound=OfTask)
 
 BY_NAME = select(ModelRow).join(NameRow).where(NameRow.name == bindparam("name"))
 
 
 def find_model(session: Session, model: str) -> ModelRow | None:
-    """The model of a name or a fingerprint."""
+    """Return the model of a name or a fingerprint."""
     return by_name(session, model) or by_fingerprint(session, model)
 
 
+def known_model(session: Session, model: str, its: str) -> ModelRow:
+    """Return the model of a name or a fingerprint, for what is stored of it.
+
+    Raises: StoreError: no such model was ever loaded.
+    """
+    found = find_model(session, model)
+    if found is None:
+        raise StoreError(f"no model {model} is stored: remember it before its {its}")
+    return found
+
+
+def newest(session: Session, table: type[Row], model: str | None, task: str | None) -> Select[Row]:
+    """Select the rows of a model (name or fingerprint) and task, None for any, newest first."""
+    query = select(table).order_by(table.id.desc())
+    if model is not None:
+        found = find_model(session, model)
+        query = query.where(table.model_id == found.id if found is not None else false())
+    return query if task is None else query.where(table.task == task)
+
+
 def by_name(session: Session, name: str) -> ModelRow | None:
-    """The model that the name stands for now."""
+    """Return the model that the name stands for now."""
     return session.scalar(BY_NAME, {"name": name})
 
 
 def by_fingerprint(session: Session, fingerprint: str) -> ModelRow | None:
-    """The model with that fingerprint."""
+    """Return the model with that fingerprint."""
     return session.scalar(select(ModelRow).where(ModelRow.fingerprint == fingerprint))
 
 
 def list_models(session: Session) -> list[ModelInfo]:
-    """Every model that has a fingerprint, in the order in which they came."""
+    """Return the models that were loaded, oldest first; one known only from an imported set has no fingerprint yet."""
     names: dict[int, list[str]] = {}
-    for name in sorted(session.scalars(select(NameRow)), key=lambda row: row.name):
+    for name in session.scalars(select(NameRow)):
         names.setdefault(name.model_id, []).append(name.name)
     found = session.scalars(select(ModelRow).where(ModelRow.fingerprint.is_not(None)).order_by(ModelRow.id))
-    return [model_info(row, names.get(row.id, [])) for row in found]
+    return [to_record(ModelInfo, row, names=tuple(sorted(names.get(row.id, [])))) for row in found]
 
 
 def list_names(session: Session) -> list[str]:
-    """Every name, those of imported sets among them."""
+    """Return every name that a model can be looked up by, sorted."""
     return sorted(session.scalars(select(NameRow.name)))  # a server's collation may order them otherwise
 
 
 def remember(session: Session, info: ModelInfo) -> None:
-    """Insert or update the model, let its names stand for it, and take over what was imported under them."""
+    """Insert or update a model; its names stand for it from now on, and sets imported under them become its own.
+
+    Such a set keeps its version, unless the model has sets for the same task: then it is numbered after those.
+    """
     row, mistaken = by_fingerprint(session, info.fingerprint), None
     if row is not None and row.n_layers != info.n_layers:
         # Only an imported file can have said so. The loaded model is right: that file's sets belong to something else.
@@ -58,11 +84,11 @@ def remember(session: Session, info: ModelInfo) -> None:
     if mistaken is not None:  # what was trained for the fingerprint was trained on the loaded model
         session.execute(update(LearnedRow).where(LearnedRow.model_id == mistaken.id).values(model_id=row.id))
     for name in info.names:
-        point(session, name, row)
+        session.merge(NameRow(name=name, model_id=row.id))
 
 
 def model_for(session: Session, record: LayerSetRecord) -> ModelRow:
-    """The model that a new layer set belongs to, created if it is unknown; locked until the transaction ends.
+    """Return the model of a new layer set, created if it is unknown; locked until the transaction ends.
 
     A fingerprint decides over the name: when the name stands for another model now, it keeps doing so.
 
@@ -80,7 +106,7 @@ def model_for(session: Session, record: LayerSetRecord) -> ModelRow:
         row = _adopt(session, row, named, fingerprint, n_layers)
     row = row or _new_model(session, fingerprint, n_layers)
     if named is None:
-        # An insert, unlike `point`: it must fail, and the write begin anew, if another process gave the name meanwhile.
+        # An insert, not a merge: it must fail, and the write begin anew, if another process gave the name meanwhile.
         session.add(NameRow(name=record.model, model_id=row.id))
     lock(session, row)
     return row
@@ -90,11 +116,6 @@ def lock(session: Session, row: ModelRow) -> None:
     """Let no other transaction number versions or move aliases of the model (SQLite locks the whole file instead)."""
     session.flush()
     session.execute(select(ModelRow.id).where(ModelRow.id == row.id).with_for_update())
-
-
-def point(session: Session, name: str, row: ModelRow) -> None:
-    """Let the name stand for the model from now on."""
-    session.merge(NameRow(name=name, model_id=row.id))
 
 
 def _new_model(session: Session, fingerprint: str | None, n_layers: int) -> ModelRow:
@@ -120,19 +141,19 @@ def _adopt(
 def _merge(session: Session, imported: ModelRow, into: ModelRow) -> None:
     """Give an imported model's sets and plans to the real one, numbered after those that it has."""
     lock(session, into)
-    newest = dict(_newest_versions(session, into))
-    for task in dict(_newest_versions(session, imported)):
+    taken = _newest_versions(session, into)
+    for task in _newest_versions(session, imported):
         for table in (LayerSetRow, PlanRow):
             session.execute(
                 update(table)
                 .where(table.model_id == imported.id, table.task == task)
-                .values(model_id=into.id, version=table.version + newest.get(task, 0))
+                .values(model_id=into.id, version=table.version + taken.get(task, 0))
             )
     for owned in (MoveRow, NameRow, ComparisonRow):
         session.execute(update(owned).where(owned.model_id == imported.id).values(model_id=into.id))
     session.execute(delete(ModelRow).where(ModelRow.id == imported.id))
 
 
-def _newest_versions(session: Session, row: ModelRow) -> list[tuple[str, int]]:
+def _newest_versions(session: Session, row: ModelRow) -> dict[str, int]:
     query = select(PlanRow.task, func.max(PlanRow.version)).where(PlanRow.model_id == row.id)
-    return [(task, version) for task, version in session.execute(query.group_by(PlanRow.task))]
+    return {task: version for task, version in session.execute(query.group_by(PlanRow.task))}

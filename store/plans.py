@@ -1,100 +1,313 @@
-"""Plans of any method: one sequence of versions per model and task, whether tuning or a comparison made them."""
+"""Plans: one sequence of versions per model and task, layer sets among them, and which version an alias means.
+
+Alias moves are only ever added, so that each can be undone.
+"""
 
 from __future__ import annotations
 
 import difflib
 
-from sqlalchemy import ColumnElement, and_, func, select
-from sqlalchemy.orm import Session
+from sqlalchemy import ColumnElement, and_, bindparam, func, select
+from sqlalchemy.orm import Session, aliased, undefer
 
 from ..core.errors import LayerSetNotFound, StoreError
-from ..core.types import LayerSetRecord, Plan
-from .learned import find_row
-from .names import find_model, lock
-from .plan_tables import PlanRow
-from .rows import plan_row
-from .tables import LayerSetRow, ModelRow, NameRow
+from ..core.known_sets import KnownSet, unpacked
+from ..core.plans import AS_FOUND
+from ..core.times import now
+from ..core.types import FoundPlan, LayerSetRecord, Plan
+from .names import find_model, known_model, lock, model_for, newest
+from .results import DEFAULT_TASK, find_row
+from .rows import found_plan, layer_set_record, layer_set_row, to_row
+from .tables import JobRow, LayerSetRow, ModelRow, MoveRow, NameRow, PlanRow
+
+N_KNOWN = 100  # the newest sets of a model that are compared with a text
+
+_UNDOING = aliased(MoveRow)
+# Built once: a look-up spends more time on putting its statements together than the database on answering them.
+CURRENT_MOVES = (
+    select(MoveRow)
+    .where(MoveRow.model_id == bindparam("model_id"), MoveRow.task == bindparam("task"))
+    .where(MoveRow.alias == bindparam("alias"), MoveRow.undoes_id.is_(None))
+    .where(~select(_UNDOING.id).where(_UNDOING.undoes_id == MoveRow.id).exists())
+    .order_by(MoveRow.id.desc())
+)
 
 
-def add_plan(session: Session, model: str, task: str, plan: Plan) -> PlanRow:
-    """A new version that points at the stored layer set and the stored heads or probe of the plan.
+# --- layer sets ---
 
-    Raises: StoreError: the model was never loaded. LayerSetNotFound, LearnedNotFound: the plan's are not stored.
+
+def add_layer_set(
+    session: Session, record: LayerSetRecord, plan_method: str | None = None, promote: bool = True
+) -> LayerSetRecord:
+    """Store a new version with its plan and, unless told otherwise, let `best` mean it; the record as stored.
+
+    The plan is of the method that the set was found for, where none is named.
+
+    `best` stays where, for the same device and dtype, it means a plan of another method with the verdict "use"
+    and a higher measured speedup, or the new set's verdict is not "use".
+
+    Raises: LayerSetError: the model has another number of layers. StoreError: the record names an unknown job.
     """
-    row = find_model(session, model)
-    if row is None:
-        raise StoreError(f"no model {model} is stored: remember it before its plans")
-    lock(session, row)
-    layer_set = _layer_set(session, row, plan.layer_set) if plan.layer_set is not None else None
-    learned = find_row(session, plan.learned) if plan.learned is not None else None
-    made = plan_row(plan, row, task, next_version(session, row, task))
-    made.layer_set, made.learned = layer_set, learned
-    session.add(made)
+    row, plan = add_version(session, record, plan_method or record.found_for)
+    if promote:
+        offer(session, plan)
+    return layer_set_record(row)
+
+
+def add_version(session: Session, record: LayerSetRecord, method: str) -> tuple[LayerSetRow, PlanRow]:
+    """Add a layer set and the plan to decode with it, whatever `best` means.
+
+    Raises: LayerSetError, StoreError: as `add_layer_set`.
+    """
+    if record.job is not None and session.get(JobRow, record.job) is None:
+        raise StoreError(f"no job {record.job} is stored: create it before its layer sets")
+    model = model_for(session, record)
+    row = layer_set_row(record, model, _next_version(session, model, record.task))
+    session.add(row)
     session.flush()
-    session.refresh(made)  # what was written, as a reader will get it: JSON has no tuples
-    return made
+    # Of the record a plan has what its own table has: verdict, speedup, device.
+    plan = to_row(
+        PlanRow,
+        record,
+        model_id=model.id,
+        version=row.version,
+        method=method,
+        settings=AS_FOUND if method == "adaptive" else record.settings,
+        layer_set=row,
+    )
+    session.add(plan)
+    session.flush()
+    session.refresh(row)  # what was written, as a reader will get it: JSON has no tuples
+    session.refresh(plan)
+    return row, plan
+
+
+def layer_set_of(session: Session, model: str, task: str, version: int) -> LayerSetRecord:
+    """Return the layer set that a version was stored with or, where a comparison made it, decodes with.
+
+    Raises: LayerSetNotFound: there is no such version (it names those that exist), or its method needs no layer set.
+    """
+    plan = plan_of(session, model, task, version)
+    if plan.layer_set is not None:
+        return layer_set_record(plan.layer_set)
+    query = select(LayerSetRow.version).where(LayerSetRow.model_id == plan.model_id, LayerSetRow.task == task)
+    stored = list(session.scalars(query.order_by(LayerSetRow.version)))
+    raise LayerSetNotFound(
+        f"version {version} of {model}/{task} decodes with {plan.method} and has no layer set: "
+        + (f"those with one are {_listed(stored)}" if stored else f"tune one with `{_tune_command(model, task)}`")
+    )
+
+
+def list_layer_sets(session: Session, model: str | None = None, task: str | None = None) -> list[LayerSetRecord]:
+    """Return the stored versions of a model (name or fingerprint), a task, both or all, newest first."""
+    return [layer_set_record(row) for row in session.scalars(newest(session, LayerSetRow, model, task))]
+
+
+def known_sets(session: Session, fingerprint: str) -> list[KnownSet]:
+    """Return the newest layer sets of a model, of any task, with the place of the text that each was found on."""
+    query = (
+        select(LayerSetRow)
+        .options(undefer(LayerSetRow.prompt_state))
+        .join(ModelRow, LayerSetRow.model_id == ModelRow.id)
+        .where(ModelRow.fingerprint == fingerprint, LayerSetRow.prompt_state.is_not(None))
+        .order_by(LayerSetRow.id.desc())
+        .limit(N_KNOWN)
+    )
+    rows = session.scalars(query)
+    return [KnownSet(layer_set_record(row).layer_set, unpacked(row.prompt_state or b"")) for row in rows]
+
+
+# --- plans ---
+
+
+def add_plan(session: Session, model: str, task: str, plan: Plan, promote: bool = True) -> FoundPlan:
+    """Store how to decode as the next version and, unless told otherwise, let `best` mean it.
+
+    The plan's layer set and heads or probe must be stored records. `alias` is "" if `best` was not moved.
+
+    Raises: LayerSetNotFound, LearnedNotFound: they are not. StoreError: the model was never remembered.
+    """
+    owner = known_model(session, model, "plans")
+    lock(session, owner)
+    row = to_row(
+        PlanRow,
+        plan,
+        model_id=owner.id,
+        task=task,
+        version=_next_version(session, owner, task),
+        layer_set=_stored_set(session, owner, plan.layer_set) if plan.layer_set is not None else None,
+        learned=find_row(session, plan.learned) if plan.learned is not None else None,
+    )
+    session.add(row)
+    session.flush()
+    session.refresh(row)  # what was written, as a reader will get it: JSON has no tuples
+    return move(session, row, "best") if promote else found_plan(row)
+
+
+def get_plan(session: Session, model: str, task: str, version: int) -> FoundPlan:
+    """Return the plan of one version, whatever alias means it; its `alias` is "".
+
+    Raises: LayerSetNotFound: it names the versions that exist.
+    """
+    return found_plan(plan_of(session, model, task, version))
 
 
 def plan_of(session: Session, model: str, task: str, version: int) -> PlanRow:
-    """The plan of one version.
+    """Return the plan of one version.
 
-    Raises: LayerSetNotFound: names the versions that are stored, or else the nearest model and task.
+    Raises: LayerSetNotFound: it names the versions that are stored, or else the nearest model and task.
     """
     row = find_model(session, model)
-    if row is None:
-        raise not_found(session, model, task)
+    stored = _versions(session, row, task)
+    if row is None or not stored:
+        raise _not_found(session, model, task)
     plan = session.scalar(select(PlanRow).where(_of(row, task), PlanRow.version == version))
-    if plan is not None:
-        return plan
-    stored = versions(session, row, task)
-    if not stored:
-        raise not_found(session, model, task)
-    raise LayerSetNotFound(f"{model}/{task} has no version {version}: stored are {listed(stored)}")
+    if plan is None:
+        raise LayerSetNotFound(f"{model}/{task} has no version {version}: stored are {_listed(stored)}")
+    return plan
 
 
-def versions(session: Session, model: ModelRow, task: str) -> list[int]:
-    """The stored versions, oldest first."""
-    return list(session.scalars(select(PlanRow.version).where(_of(model, task)).order_by(PlanRow.version)))
+# --- aliases ---
 
 
-def next_version(session: Session, model: ModelRow, task: str) -> int:
-    """The number of the next layer set or plan; the model must be locked."""
-    return (session.scalar(select(func.max(PlanRow.version)).where(_of(model, task))) or 0) + 1
+def lookup(
+    session: Session, model: str, task: str, device: str | None = None, dtype: str | None = None, alias: str = "best"
+) -> FoundPlan:
+    """Return the plan for a model (name or fingerprint) and task; device or dtype None accepts any.
 
+    Falls back to another dtype or device, then to the task "default"; `fallback` says so in words.
 
-def not_found(session: Session, model: str, task: str, alias: str = "best") -> LayerSetNotFound:
-    """The error for a model and task that nothing can be had for, with what comes nearest."""
+    Raises: LayerSetNotFound: it names the nearest model and task, and the command that tunes this one.
+    """
     row = find_model(session, model)
-    stored = versions(session, row, task) if row is not None else []
-    if stored:
-        return LayerSetNotFound(
-            f"{model}/{task} has no layer set under the alias {alias!r}: promote one of its versions {listed(stored)}"
+    for candidate in dict.fromkeys((task, DEFAULT_TASK)):
+        moves = _moves(session, row, candidate, alias)
+        if moves:
+            chosen = _nearest(moves, device, dtype)
+            return found_plan(chosen.plan, alias, _difference(chosen, task, device, dtype))
+    raise _not_found(session, model, task, alias)
+
+
+def promote(session: Session, model: str, task: str, version: int, alias: str = "best") -> FoundPlan:
+    """Let the alias mean that version, for the device and dtype that it was tuned or compared on.
+
+    Raises: LayerSetNotFound: it names the versions that exist.
+    """
+    return move(session, plan_of(session, model, task, version), alias)
+
+
+def rollback(session: Session, model: str, task: str, alias: str = "best") -> FoundPlan:
+    """Take back the alias's last move, whatever device and dtype it was for, and return the plan of the one before.
+
+    Raises: LayerSetNotFound: no plan was there before it.
+    """
+    row = find_model(session, model)
+    if row is not None:
+        lock(session, row)
+    moves = _moves(session, row, task, alias)
+    if not moves:
+        raise _not_found(session, model, task, alias)
+    if len(moves) == 1:
+        raise LayerSetNotFound(
+            f"the alias {alias!r} of {model}/{task} cannot go back: "
+            f"version {moves[0].plan.version} is the first it had; promote another version"
         )
-    wanted = f"{model}/{task}"
-    pairs = session.execute(
-        select(NameRow.name, PlanRow.task).join(PlanRow, PlanRow.model_id == NameRow.model_id).distinct()
+    last, before = moves[0], moves[1]
+    session.add(_move_row(before.plan, alias, undoes=last))
+    return found_plan(before.plan, alias)
+
+
+def move(session: Session, plan: PlanRow, alias: str) -> FoundPlan:
+    """Let the alias mean the plan, for the device and dtype that it was made on; no move if it does already."""
+    lock(session, plan.owner)
+    moves = _moves(session, plan.owner, plan.task, alias)
+    if not moves or moves[0].plan_id != plan.id:
+        session.add(_move_row(plan, alias))
+    return found_plan(plan, alias)
+
+
+def offer(session: Session, plan: PlanRow) -> None:
+    """Let `best` mean a tuned plan, unless it means one of another method, of this device and dtype, that is faster."""
+    lock(session, plan.owner)
+    here = [
+        found.plan
+        for found in _moves(session, plan.owner, plan.task, "best")
+        if (found.device, found.dtype) == (plan.device, plan.dtype)
+    ]
+    if not here or not _beats(here[0], plan):
+        move(session, plan, "best")
+
+
+def has_best(session: Session, plan: PlanRow) -> bool:
+    """Return whether `best` means anything for the plan's model and task."""
+    return bool(_moves(session, plan.owner, plan.task, "best"))
+
+
+def _beats(current: PlanRow, new: PlanRow) -> bool:
+    """Return whether the verdict of the current plan is "use", and the new one is not known to be as fast."""
+    if current.method == new.method or current.verdict != "use":
+        return False
+    return new.verdict != "use" or (current.measured_speedup or 0.0) > (new.measured_speedup or 0.0)
+
+
+def _moves(session: Session, model: ModelRow | None, task: str, alias: str) -> list[MoveRow]:
+    """Return the moves that no rollback has taken back, newest first."""
+    if model is None:
+        return []
+    return list(session.scalars(CURRENT_MOVES, {"model_id": model.id, "task": task, "alias": alias}))
+
+
+def _nearest(moves: list[MoveRow], device: str | None, dtype: str | None) -> MoveRow:
+    """Return the newest move of the right device and dtype, else of the device, else of the dtype, else of all."""
+
+    def closeness(found: MoveRow) -> tuple[bool, bool]:
+        return device in (None, found.device), dtype in (None, found.dtype)
+
+    return max(moves, key=closeness)  # the first of equals, which is the newest
+
+
+def _difference(found: MoveRow, task: str, device: str | None, dtype: str | None) -> str | None:
+    """Say what the answer is not, compared with what was asked."""
+    parts = ["model default"] if found.task != task else []
+    if device not in (None, found.device) or dtype not in (None, found.dtype):
+        where = " ".join(part for part in (found.device, found.dtype) if part)
+        parts.append(f"tuned on {where or 'an unknown device'}")
+    return ", ".join(parts) or None
+
+
+def _move_row(plan: PlanRow, alias: str, undoes: MoveRow | None = None) -> MoveRow:
+    return MoveRow(
+        model_id=plan.model_id,
+        task=plan.task,
+        alias=alias,
+        device=plan.device,
+        dtype=plan.dtype,
+        plan_id=plan.id,
+        undoes_id=undoes.id if undoes else None,
+        created_at=now(),
     )
-    nearest = difflib.get_close_matches(wanted, sorted(f"{name}/{its}" for name, its in pairs), n=1, cutoff=0.0)
-    hint = f" (the nearest is {nearest[0]})" if nearest else ""
-    return LayerSetNotFound(f"no layer set is stored for {wanted}{hint}: run `{tune_command(model, task)}`")
 
 
-def tune_command(model: str, task: str) -> str:
-    """The command that makes a layer set."""
-    return f"swiftopt tune --model {model} --stream FILE --task {task}"
-
-
-def listed(stored: list[int]) -> str:
-    """1, 2, 3"""
-    return ", ".join(str(version) for version in stored)
+# --- versions ---
 
 
 def _of(model: ModelRow, task: str) -> ColumnElement[bool]:
     return and_(PlanRow.model_id == model.id, PlanRow.task == task)
 
 
-def _layer_set(session: Session, model: ModelRow, record: LayerSetRecord) -> LayerSetRow:
-    """The stored row of a record; its task need not be the plan's, for a look-up may have fallen back."""
+def _versions(session: Session, model: ModelRow | None, task: str) -> list[int]:
+    if model is None:
+        return []
+    return list(session.scalars(select(PlanRow.version).where(_of(model, task)).order_by(PlanRow.version)))
+
+
+def _next_version(session: Session, model: ModelRow, task: str) -> int:
+    """Return the number of the next layer set or plan; the model must be locked."""
+    return (session.scalar(select(func.max(PlanRow.version)).where(_of(model, task))) or 0) + 1
+
+
+def _stored_set(session: Session, model: ModelRow, record: LayerSetRecord) -> LayerSetRow:
+    """Return the stored row of a record; its task need not be the plan's, for a look-up may have fallen back."""
     its = and_(LayerSetRow.model_id == model.id, LayerSetRow.task == record.task)
     found = session.scalar(select(LayerSetRow).where(its, LayerSetRow.version == record.version))
     if found is None:
@@ -103,3 +316,27 @@ def _layer_set(session: Session, model: ModelRow, record: LayerSetRecord) -> Lay
             " model: store it first"
         )
     return found
+
+
+def _not_found(session: Session, model: str, task: str, alias: str = "best") -> LayerSetNotFound:
+    """Return the error for a model and task that nothing can be had for, with what comes nearest."""
+    stored = _versions(session, find_model(session, model), task)
+    if stored:
+        return LayerSetNotFound(
+            f"{model}/{task} has no layer set under the alias {alias!r}: promote one of its versions {_listed(stored)}"
+        )
+    wanted = f"{model}/{task}"
+    pairs = session.execute(
+        select(NameRow.name, PlanRow.task).join(PlanRow, PlanRow.model_id == NameRow.model_id).distinct()
+    )
+    nearest = difflib.get_close_matches(wanted, sorted(f"{name}/{its}" for name, its in pairs), n=1, cutoff=0.0)
+    hint = f" (the nearest is {nearest[0]})" if nearest else ""
+    return LayerSetNotFound(f"no layer set is stored for {wanted}{hint}: run `{_tune_command(model, task)}`")
+
+
+def _tune_command(model: str, task: str) -> str:
+    return f"swiftopt tune --model {model} --stream FILE --task {task}"
+
+
+def _listed(versions: list[int]) -> str:
+    return ", ".join(map(str, versions))

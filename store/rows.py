@@ -1,210 +1,117 @@
-"""Core types to rows and back: rows never leave the store."""
+"""Core's records as rows and back, matched by the names of their fields; rows never leave the store.
+
+A field that has a column of its name needs no line here.
+"""
 
 from __future__ import annotations
 
 from dataclasses import fields
-from datetime import UTC, datetime
-from typing import cast
+from typing import Any, TypeVar
 
 from ..core.costs import CostProfile
 from ..core.known_sets import packed
-from ..core.learned import LearnedKind, LearnedRecord
+from ..core.learned import LearnedRecord
 from ..core.times import now
-from ..core.types import FoundPlan, LayerSet, LayerSetRecord, ModelInfo, Plan, Trial, VerdictWord
-from .plan_tables import LearnedRow, PlanRow
-from .tables import CostProfileRow, LayerSetRow, ModelRow, TrialRow
+from ..core.types import FoundPlan, LayerSet, LayerSetRecord, Plan, Trial
+from .tables import Base, CostProfileRow, LayerSetRow, LearnedRow, ModelRow, PlanRow, TrialRow
+
+Row = TypeVar("Row", bound=Base)
+Record = TypeVar("Record")
 
 
-def now_ms() -> str:
-    """As `core.times.now`, to the millisecond, for what is listed by its time."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+def to_row(table: type[Row], record: Any, **others: Any) -> Row:
+    """Return a new row with those fields of the record that the table has; `others` are its other columns."""
+    shared = {each.name: getattr(record, each.name) for each in fields(record) if hasattr(table, each.name)}
+    return table(**{**shared, **others})
 
 
-def model_info(row: ModelRow, names: list[str]) -> ModelInfo:
-    """The value of a model that has a fingerprint."""
-    return ModelInfo(row.fingerprint or "", row.architecture, row.n_layers, row.n_parameters, tuple(sorted(names)))
+def to_record(kind: type[Record], row: Base, **others: Any) -> Record:
+    """Return the record whose fields are the row's columns; `others` are the fields that are no columns.
+
+    Raises: LayerSetError, TypeError: the row was changed by hand.
+    """
+    shared = {each.name: _tuples(getattr(row, each.name)) for each in fields(kind) if each.name not in others}  # type: ignore[arg-type]
+    return kind(**shared, **others)
+
+
+def _tuples(value: Any) -> Any:
+    """Undo what JSON does to a tuple."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def layer_set_row(record: LayerSetRecord, model: ModelRow, version: int) -> LayerSetRow:
-    """A new row; a record without a time gets the present one."""
-    low, high = record.measured_interval or (None, None)
-    return LayerSetRow(
+    """Return a new row; a record without a time gets the present one."""
+    return to_row(
+        LayerSetRow,
+        record,
         model_id=model.id,
-        task=record.task,
         version=version,
-        model_name=record.model,
-        skip_attn=sorted(record.layer_set.skip_attn),
-        skip_mlp=sorted(record.layer_set.skip_mlp),
-        quantised=dict(record.layer_set.formats),
-        matchness=record.matchness,
-        acceptance_rate=record.acceptance_rate,
-        mean_generated_length=record.mean_generated_length,
-        expected_speedup=record.expected_speedup,
-        measured_speedup=record.measured_speedup,
-        measured_low=low,
-        measured_high=high,
-        verdict=record.verdict,
-        device=record.device,
-        dtype=record.dtype,
-        settings=dict(record.settings),
-        stream_sha256=record.stream_sha256,
-        swiftopt_version=record.swiftopt_version,
-        created_at=record.created_at or now(),
-        job_id=record.job,
         prompt_state=None if record.prompt_state is None else packed(record.prompt_state),
+        created_at=record.created_at or now(),
+        **_skips(record.layer_set),
     )
 
 
 def layer_set_record(row: LayerSetRow) -> LayerSetRecord:
-    """Inverse of `layer_set_row`."""
-    low, high = row.measured_low, row.measured_high
-    return LayerSetRecord(
-        model=row.model_name,
-        task=row.task,
-        layer_set=LayerSet(
-            row.model.n_layers, frozenset(row.skip_attn), frozenset(row.skip_mlp), tuple(row.quantised.items())
-        ),
-        fingerprint=row.model.fingerprint,
-        matchness=row.matchness,
-        acceptance_rate=row.acceptance_rate,
-        mean_generated_length=row.mean_generated_length,
-        expected_speedup=row.expected_speedup,
-        measured_speedup=row.measured_speedup,
-        measured_interval=None if low is None or high is None else (low, high),
-        verdict=cast(VerdictWord, row.verdict),
-        device=row.device,
-        dtype=row.dtype,
-        settings=row.settings,
-        stream_sha256=row.stream_sha256,
-        swiftopt_version=row.swiftopt_version,
-        created_at=row.created_at,
-        version=row.version,
-        job=row.job_id,
-    )
+    """Return the record of a row, without its prompt state.
 
-
-def learned_row(record: LearnedRecord, model: ModelRow, version: int) -> LearnedRow:
-    """A new row; a record without a time gets the present one."""
-    return LearnedRow(
-        model_id=model.id,
-        task=record.task,
-        kind=record.kind,
-        version=version,
-        model_name=record.model,
-        depths=list(record.depths),
-        n_parameters=record.n_parameters,
-        settings=dict(record.settings),
-        figures=dict(record.figures),
-        curve=list(record.curve),
-        stream_sha256=record.stream_sha256,
-        swiftopt_version=record.swiftopt_version,
-        created_at=record.created_at or now(),
-    )
+    Raises: LayerSetError, TypeError: the row was changed by hand.
+    """
+    layer_set = _layer_set(row, row.owner.n_layers)
+    return to_record(LayerSetRecord, row, layer_set=layer_set, fingerprint=row.owner.fingerprint, prompt_state=None)
 
 
 def learned_record(row: LearnedRow) -> LearnedRecord:
-    """Inverse of `learned_row`."""
-    return LearnedRecord(
-        kind=cast(LearnedKind, row.kind),
-        model=row.model_name,
-        task=row.task,
-        fingerprint=row.model.fingerprint or "",
-        depths=tuple(row.depths),
-        n_parameters=row.n_parameters,
-        settings=row.settings,
-        figures=row.figures,
-        curve=tuple((step, loss) for step, loss in row.curve),
-        stream_sha256=row.stream_sha256,
-        swiftopt_version=row.swiftopt_version,
-        created_at=row.created_at,
-        version=row.version,
-    )
+    """Return the record of a row, without its weights."""
+    return to_record(LearnedRecord, row, fingerprint=row.owner.fingerprint or "")
 
 
-def plan_row(plan: Plan, model: ModelRow, task: str, version: int, layer_set_id: int | None = None) -> PlanRow:
-    """A new row; the caller knows which stored layer set and heads or probe it points at."""
-    low, high = plan.measured_interval or (None, None)
-    return PlanRow(
-        model_id=model.id,
-        task=task,
-        version=version,
-        method=plan.method,
-        settings=dict(plan.settings),
-        verdict=plan.verdict,
-        layer_set_id=layer_set_id,
-        draft_model=plan.draft_model,
-        measured_speedup=plan.measured_speedup,
-        measured_low=low,
-        measured_high=high,
-        device=plan.device,
-        dtype=plan.dtype,
-    )
-
-
-def found_plan(row: PlanRow, alias: str, fallback: str | None = None) -> FoundPlan:
-    """A look-up's answer."""
-    low, high = row.measured_low, row.measured_high
-    plan = Plan(
-        method=row.method,
+def found_plan(row: PlanRow, alias: str = "", fallback: str | None = None) -> FoundPlan:
+    """Return a look-up's answer."""
+    plan = to_record(
+        Plan,
+        row,
         layer_set=layer_set_record(row.layer_set) if row.layer_set is not None else None,
-        settings=row.settings,
-        verdict=cast(VerdictWord, row.verdict),
         learned=learned_record(row.learned) if row.learned is not None else None,
-        draft_model=row.draft_model,
-        measured_speedup=row.measured_speedup,
-        measured_interval=None if low is None or high is None else (low, high),
-        device=row.device,
-        dtype=row.dtype,
     )
     return FoundPlan(plan, row.version, alias, fallback)
 
 
 def cost_profile_row(profile: CostProfile) -> CostProfileRow:
-    """A new row."""
+    """Return a new row."""
     values = profile.to_json()
     return CostProfileRow(**{**values, "formats": values["formats"] or None}, created_at=now())
 
 
 def cost_profile(row: CostProfileRow) -> CostProfile:
-    """Inverse of `cost_profile_row`."""
+    """Return the profile of a row; one of an earlier version has measured no formats."""
     values = {each.name: getattr(row, each.name) for each in fields(CostProfile)}
     return CostProfile.from_json({**values, "formats": row.formats or {}})
 
 
 def trial_row(job: str, task: str, trial: Trial) -> TrialRow:
-    """A new row."""
-    return TrialRow(
-        job_id=job,
-        task=task,
-        step=trial.step,
-        n_layers=trial.layer_set.n_layers,
-        skip_attn=sorted(trial.layer_set.skip_attn),
-        skip_mlp=sorted(trial.layer_set.skip_mlp),
-        quantised=dict(trial.layer_set.formats) or None,
-        origin=trial.origin,
-        matchness=trial.matchness,
-        score=trial.score,
-        prompt_id=trial.prompt_id,
-        position=trial.position,
-        seed=trial.seed,
-        adopted=trial.adopted,
-        seconds=trial.seconds,
-    )
+    """Return a new row."""
+    layer_set = trial.layer_set
+    return to_row(TrialRow, trial, job_id=job, task=task, n_layers=layer_set.n_layers, **_skips(layer_set))
 
 
 def trial(row: TrialRow) -> Trial:
-    """Inverse of `trial_row`."""
-    return Trial(
-        step=row.step,
-        layer_set=LayerSet(
-            row.n_layers, frozenset(row.skip_attn), frozenset(row.skip_mlp), tuple((row.quantised or {}).items())
-        ),
-        origin=row.origin,
-        matchness=row.matchness,
-        score=row.score,
-        prompt_id=row.prompt_id,
-        position=row.position,
-        seed=row.seed,
-        adopted=row.adopted,
-        seconds=row.seconds,
-    )
+    """Return the trial of a row.
+
+    Raises: LayerSetError, TypeError: the row was changed by hand.
+    """
+    return to_record(Trial, row, layer_set=_layer_set(row, row.n_layers))
+
+
+def _skips(layer_set: LayerSet) -> dict[str, Any]:
+    """Return the columns of a layer set, without its number of layers."""
+    return {
+        "skip_attn": sorted(layer_set.skip_attn),
+        "skip_mlp": sorted(layer_set.skip_mlp),
+        "quantised": dict(layer_set.formats),
+    }
+
+
+def _layer_set(row: LayerSetRow | TrialRow, n_layers: int) -> LayerSet:
+    formats = tuple((row.quantised or {}).items())  # None: a trial of before drafts could be quantised
+    return LayerSet(n_layers, frozenset(row.skip_attn), frozenset(row.skip_mlp), formats)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,60 +32,60 @@ class SchemaState:
 
     @property
     def ok(self) -> bool:
-        """Whether the database has the schema that this swiftopt writes."""
+        """Return whether the database has the schema that this swiftopt writes."""
         return self.revision == self.head
 
     @property
     def newer(self) -> bool:
-        """Whether only a newer swiftopt can have written it."""
+        """Return whether only a newer swiftopt can have written it."""
         return self.revision is not None and not self.ok and self.revision not in known_revisions()
 
 
 def look(url: str) -> SchemaState:
-    """Where the database stands, without changing or creating it.
+    """Return where the database stands, without changing or creating it.
 
     Raises: StoreError: it cannot be opened.
     """
     if not exists(url):
         return SchemaState(shown(url), None)
-    with _opened(url) as engine, engine.connect() as connection:
-        return SchemaState(shown(url), revision(connection))
-
-
-def bring_to_head(url: str) -> tuple[SchemaState, SchemaState]:
-    """Create or migrate the database as opening a store does; where it stood before, and where it stands now.
-
-    Raises: SchemaTooNew: a newer swiftopt has written it. StoreError: it cannot be opened.
-    """
-    before = look(url)
-    with _opened(url) as engine:
-        ensure_head(engine, url)
-    return before, look(url)
-
-
-@contextmanager
-def _opened(url: str) -> Iterator[Engine]:
     engine = connect(url)
     try:
-        with store_errors(url):
-            yield engine
+        with store_errors(url), engine.connect() as connection:
+            return SchemaState(shown(url), revision(connection))
     finally:
         engine.dispose()
 
 
-def ensure_head(engine: Engine, url: str) -> None:
-    """Migrate to the newest schema, if the database is not there yet.
+def bring_to_head(url: str) -> tuple[SchemaState, SchemaState]:
+    """Create or migrate the database as opening a store does; return where it stood before, and where it stands now.
 
-    Raises: SchemaTooNew: a newer swiftopt has migrated it.
+    Raises: SchemaTooNew: a newer swiftopt has written it. StoreError: it cannot be opened.
     """
-    with engine.connect() as connection:
-        if revision(connection) == HEAD:
-            return
-    _migrate(engine, url)
+    before = look(url)
+    connect_at_head(url).dispose()
+    return before, look(url)
+
+
+def connect_at_head(url: str) -> Engine:
+    """Return an engine for the database, created and migrated to the newest schema as needed.
+
+    Raises: SchemaTooNew: a newer swiftopt has migrated it. StoreError: it cannot be opened.
+    """
+    engine = connect(url)
+    try:
+        with store_errors(url):
+            with engine.connect() as connection:
+                found = revision(connection)
+            if found != HEAD:
+                _migrate(engine, url)
+    except BaseException:
+        engine.dispose()
+        raise
+    return engine
 
 
 def revision(connection: Connection) -> str | None:
-    """The schema's revision; None for an empty database."""
+    """Return the schema's revision; None for an empty database."""
     if not inspect(connection).has_table(VERSION_TABLE):
         return None
     found: str | None = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar()
@@ -111,7 +109,7 @@ def downgrade(connection: Connection, to: str) -> None:
 
 
 def known_revisions() -> list[str]:
-    """Every revision that this version of swiftopt has, newest first."""
+    """Return every revision that this version of swiftopt has, newest first."""
     from alembic.script import ScriptDirectory
 
     return [script.revision for script in ScriptDirectory(FOLDER).walk_revisions()]

@@ -1,13 +1,13 @@
-"""The tables; each starts with `swiftopt_`, so that a database may be shared (Optuna has a table `trials`, too).
+"""The tables, and what their rows have in common with core's records: attributes of the same names (see `rows`).
 
-Those of plans and of what they are made of are in `plan_tables`.
+Every table starts with `swiftopt_`, so that a database may be shared (Optuna has a table `trials`, too).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, Double, ForeignKey, Index, MetaData, UniqueConstraint, text
+from sqlalchemy import JSON, BigInteger, Double, ForeignKey, Index, LargeBinary, MetaData, UniqueConstraint, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
 NAMING = {
@@ -154,20 +154,47 @@ class LockRow(Base):
     until: Mapped[float]
 
 
-class LayerSetRow(Base):
+class OfTask:
+    """What belongs to a model and task."""
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    model_id: Mapped[int] = mapped_column(ForeignKey("swiftopt_models.id"))
+    task: Mapped[str]
+
+
+class Measured:
+    """How to decode and what that came to, where: device and dtype null for what was not measured here."""
+
+    settings: Mapped[dict[str, Any]] = mapped_column(JSON)
+    verdict: Mapped[str]
+    measured_speedup: Mapped[float | None]
+    measured_low: Mapped[float | None]
+    measured_high: Mapped[float | None]
+    device: Mapped[str | None]
+    dtype: Mapped[str | None]
+
+    @property
+    def measured_interval(self) -> tuple[float, float] | None:
+        """The interval of the measured speedup."""
+        low, high = self.measured_low, self.measured_high
+        return None if low is None or high is None else (low, high)
+
+    @measured_interval.setter
+    def measured_interval(self, value: tuple[float, float] | None) -> None:
+        self.measured_low, self.measured_high = value or (None, None)
+
+
+class LayerSetRow(OfTask, Measured, Base):
     """An immutable version of a model's set for a task.
 
-    `model_name` is the name under which it was stored; `prompt_state` where its prompts lie, see `core.known_sets`.
+    `model` is the name under which it was stored; `prompt_state` where its prompts lie, see `core.known_sets`.
     """
 
     __tablename__ = "swiftopt_layer_sets"
     __table_args__ = (UniqueConstraint("model_id", "task", "version"),)
 
-    id: Mapped[int] = mapped_column(primary_key=True)
-    model_id: Mapped[int] = mapped_column(ForeignKey(ModelRow.id))
-    task: Mapped[str]
     version: Mapped[int]
-    model_name: Mapped[str]
+    model: Mapped[str] = mapped_column("model_name")
     skip_attn: Mapped[list[int]] = mapped_column(JSON)
     skip_mlp: Mapped[list[int]] = mapped_column(JSON)
     quantised: Mapped[dict[str, str]] = mapped_column(JSON)
@@ -175,20 +202,89 @@ class LayerSetRow(Base):
     acceptance_rate: Mapped[float | None]
     mean_generated_length: Mapped[float | None]
     expected_speedup: Mapped[float | None]
-    measured_speedup: Mapped[float | None]
-    measured_low: Mapped[float | None]
-    measured_high: Mapped[float | None]
-    verdict: Mapped[str]
-    device: Mapped[str | None]
-    dtype: Mapped[str | None]
-    settings: Mapped[dict[str, Any]] = mapped_column(JSON)
     stream_sha256: Mapped[str | None]
     swiftopt_version: Mapped[str]
     created_at: Mapped[str]
-    job_id: Mapped[str | None] = mapped_column(ForeignKey(JobRow.id), index=True)
+    job: Mapped[str | None] = mapped_column("job_id", ForeignKey(JobRow.id), index=True)
     prompt_state: Mapped[bytes | None] = mapped_column(deferred=True)  # no look-up reads it
 
-    model: Mapped[ModelRow] = relationship(lazy="joined", innerjoin=True)
+    owner: Mapped[ModelRow] = relationship(lazy="joined", innerjoin=True)
+
+
+class LearnedRow(OfTask, Base):
+    """Trained heads or a trained probe; `model` is the name under which it was stored."""
+
+    __tablename__ = "swiftopt_learned"
+    __table_args__ = (UniqueConstraint("model_id", "task", "kind", "version"),)
+
+    kind: Mapped[str]
+    version: Mapped[int]
+    model: Mapped[str] = mapped_column("model_name")
+    depths: Mapped[list[int]] = mapped_column(JSON)
+    n_parameters: Mapped[int] = mapped_column(BigInteger)
+    settings: Mapped[dict[str, Any]] = mapped_column(JSON)
+    figures: Mapped[dict[str, float]] = mapped_column(JSON)
+    curve: Mapped[list[tuple[int, float]]] = mapped_column(JSON)
+    stream_sha256: Mapped[str | None]
+    swiftopt_version: Mapped[str]
+    created_at: Mapped[str]
+
+    owner: Mapped[ModelRow] = relationship()
+
+
+class WeightsRow(Base):
+    """The bytes of a safetensors file, apart from what lists read."""
+
+    __tablename__ = "swiftopt_learned_weights"
+
+    learned_id: Mapped[int] = mapped_column(ForeignKey(LearnedRow.id), primary_key=True)
+    weights: Mapped[bytes] = mapped_column(LargeBinary)
+
+
+class PlanRow(OfTask, Measured, Base):
+    """An immutable version of how to decode for a model and task; a layer set and the plan made with it share one."""
+
+    __tablename__ = "swiftopt_plans"
+    __table_args__ = (UniqueConstraint("model_id", "task", "version"),)
+
+    version: Mapped[int]
+    method: Mapped[str]
+    layer_set_id: Mapped[int | None] = mapped_column(ForeignKey(LayerSetRow.id))
+    learned_id: Mapped[int | None] = mapped_column(ForeignKey(LearnedRow.id))
+    draft_model: Mapped[str | None]
+
+    owner: Mapped[ModelRow] = relationship()
+    layer_set: Mapped[LayerSetRow | None] = relationship(lazy="joined")
+    learned: Mapped[LearnedRow | None] = relationship(lazy="joined")
+
+
+class MoveRow(OfTask, Base):
+    """An alias now means a plan, for one device and dtype. Rows are only added; a rollback is one with `undoes_id`."""
+
+    __tablename__ = "swiftopt_alias_moves"
+    __table_args__ = (Index(None, "model_id", "task", "alias"),)
+
+    alias: Mapped[str]
+    device: Mapped[str | None]
+    dtype: Mapped[str | None]
+    plan_id: Mapped[int] = mapped_column(ForeignKey(PlanRow.id))
+    undoes_id: Mapped[int | None] = mapped_column(ForeignKey("swiftopt_alias_moves.id"), unique=True)
+    created_at: Mapped[str]
+
+    plan: Mapped[PlanRow] = relationship(lazy="joined", innerjoin=True)
+
+
+class ComparisonRow(OfTask, Base):
+    """What `compare` measured, side by side; `model` is the name that it was given."""
+
+    __tablename__ = "swiftopt_comparisons"
+    __table_args__ = (Index(None, "model_id", "task"),)
+
+    model: Mapped[str] = mapped_column("model_name")
+    device: Mapped[str]
+    dtype: Mapped[str]
+    report: Mapped[dict[str, Any]] = mapped_column(JSON)
+    created_at: Mapped[str]
 
 
 class CostProfileRow(Base):

@@ -17,7 +17,7 @@ from ..core.jobs import JobSpec, Lease, Wanted
 from ..core.requests import TuneRequest
 from ..core.streams import stream_lines, stream_sha256
 from ..core.types import Prompt
-from ..store.jobs import Jobs
+from ..store import Jobs
 
 PEEK_S = 1.0  # between two reads of the job's verb
 RENEW_S = 5.0  # between two renewals

@@ -14,8 +14,7 @@ from ..core.events import Event, TaskFinished
 from ..core.requests import TuneRequest
 from ..core.streams import read_stream
 from ..core.types import Prompt
-from ..store import Store
-from ..store.jobs import Claim
+from ..store import Claim, Store
 from .job import LeaseKeeper, patiently, tune_spec
 from .outputs import CompletionWriter, default_output
 from .tune import TuningRun

@@ -25,8 +25,7 @@ from ..decoding.session import Session
 from ..models.loading import load
 from ..optimizer.draft_format import prepared
 from ..optimizer.tuning import MID_STEP, Tuner
-from ..store import Store
-from ..store.jobs import Claim
+from ..store import Claim, Store
 from .job import HandedBack, LeaseKeeper, Paused, patiently
 from .outputs import CompletionWriter
 from .stored_costs import stored_costs

@@ -9,7 +9,7 @@ from sqlalchemy import Engine, select, text
 from swiftopt.core.events import PromptFinished, TaskFinished, TrialsDone
 from swiftopt.core.jobs import JobSpec, Lease
 from swiftopt.core.types import Completion, LayerSet, LayerSetRecord, Prompt, Timings, Trial, Verdict
-from swiftopt.store.jobs import Jobs
+from swiftopt.store import Jobs
 from swiftopt.store.tables import Base
 
 SMALL = LayerSet(8, frozenset({2}), frozenset({3, 4}))

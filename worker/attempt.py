@@ -16,8 +16,7 @@ from ..core.errors import DeviceMissing, InvalidInput, LeaseLost, NotFound, Sett
 from ..core.jobs import Delivery, Lease
 from ..core.requests import TuneRequest
 from ..core.streams import parse_stream
-from ..store import Store
-from ..store.jobs import LEASE_S, Claim
+from ..store import LEASE_S, Claim, Store
 from ..tasks.job import HandedBack, LeaseKeeper, Paused, patiently
 from .queue import JobService, RedisQueue
 

@@ -18,11 +18,9 @@ from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 
 from ..core.jobs import JobSpec, Lease
-from ..store import Store
-from ..store.database import as_url, connect, store_errors, writing
-from ..store.jobs import Jobs
-from ..store.schema import ensure_head
-from ..store.transactions import Transactions
+from ..store import Jobs, Store
+from ..store.database import Transactions, as_url, store_errors, writing
+from ..store.schema import connect_at_head
 
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 POLL_S = 0.02  # between two looks at a child, where the system cannot tell that it ended
@@ -83,12 +81,10 @@ def warm_store(url: str, lease_s: float) -> Store:
     Raises: StoreError: as `Store.open`.
     """
     url = as_url(url)
-    engine = connect(url)
-    with store_errors(url):
-        ensure_head(engine, url)
-        with Session(writing(engine)) as session:
-            _rehearse(Jobs(_Rehearsal(engine, url, session)))
-            session.rollback()
+    engine = connect_at_head(url)
+    with store_errors(url), Session(writing(engine)) as session:
+        _rehearse(Jobs(_Rehearsal(engine, url, session)))
+        session.rollback()
     engine.dispose()
     store = Store(engine, url)
     store.jobs.lease_s = lease_s

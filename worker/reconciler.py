@@ -8,7 +8,7 @@ import time
 
 from ..core.errors import ServiceUnreachable, StoreError
 from ..core.jobs import Delivery
-from ..store.jobs import Jobs
+from ..store import Jobs
 from .queue import RedisQueue
 
 PERIOD_S = 5.0  # between two passes

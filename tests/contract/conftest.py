@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 from sqlalchemy import Engine, create_engine
 
-from swiftopt.store import Store
-from swiftopt.store.jobs import Jobs
+from swiftopt.store import Jobs, Store
 
 
 @pytest.fixture

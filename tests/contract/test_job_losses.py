@@ -13,7 +13,7 @@ from sqlalchemy import Engine
 
 from swiftopt.core.events import PhaseChanged
 from swiftopt.core.jobs import JobSpec, Lease
-from swiftopt.store.jobs import Jobs
+from swiftopt.store import Jobs
 
 SHORT_S = 0.2  # a lease to let run out
 

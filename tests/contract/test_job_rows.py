@@ -10,8 +10,7 @@ from swiftopt.core.errors import SettingsError, StoreError
 from swiftopt.core.event_json import event_from_json
 from swiftopt.core.jobs import Lease
 from swiftopt.core.requests import TuneRequest
-from swiftopt.store import Store
-from swiftopt.store.jobs import Jobs
+from swiftopt.store import Jobs, Store
 
 UNREADABLE = {
     "state = 'sleeping'": "its kind is 'tune' and its state 'sleeping'",

@@ -12,7 +12,7 @@ from sqlalchemy import Engine
 
 from swiftopt.core.errors import Conflict
 from swiftopt.core.jobs import VERBS, Job, JobSpec, Lease, Verb
-from swiftopt.store.jobs import Jobs
+from swiftopt.store import Jobs
 
 # --- what people ask of a job -----------------------------------------------------------------------------------------
 

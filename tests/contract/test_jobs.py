@@ -18,8 +18,7 @@ from sqlalchemy import Engine
 from swiftopt.core.errors import Conflict, LeaseLost, NotFound, StoreError
 from swiftopt.core.events import PhaseChanged, TaskFinished
 from swiftopt.core.jobs import Delivery, Job, JobSpec, Lease
-from swiftopt.store import Store
-from swiftopt.store.jobs import Jobs
+from swiftopt.store import Jobs, Store
 
 T = TypeVar("T")
 

@@ -25,10 +25,10 @@ from swiftopt.core.events import TrialsDone
 from swiftopt.core.jobs import JobSpec
 from swiftopt.core.types import LayerSet, LayerSetRecord, Trial
 from swiftopt.store import Store, as_url, default_url
+from swiftopt.store.database import Transactions
 from swiftopt.store.migrations import HEAD, VERSION_TABLE
 from swiftopt.store.schema import downgrade, known_revisions, revision, upgrade
 from swiftopt.store.tables import Base
-from swiftopt.store.transactions import Transactions
 
 RECORD = LayerSetRecord("m", "t", LayerSet(40, frozenset({7}), frozenset({8})))
 

@@ -10,24 +10,25 @@ from sqlalchemy.orm import Session
 
 from ..core.errors import Conflict
 from ..core.events import StateChanged
-from ..core.jobs import DEFAULT_QUEUE, END_STATES, UNFINISHED, JobKind, JobSpec, JobState, Verb
+from ..core.jobs import DEFAULT_QUEUE, END_STATES, UNFINISHED, Job, JobKind, JobSpec, JobState, Verb
 from ..core.times import now
-from .clock import clock_s
-from .counters import count
-from .job_rows import find, report
+from .database import clock_s
+from .jobs import count, find, report, to_jobs
 from .tables import JobRow
 
 
-def act(session: Session, job: str, verb: Verb) -> JobRow:
-    """Do it, or ask the worker for it: a running job pauses or stops at its next step. Done twice, it is done once.
+def act(session: Session, job: str, verb: Verb) -> Job:
+    """Pause, resume, stop, cancel or retry a job; the job as it is then. Done twice, it is done once.
 
-    Raises: NotFound: no such job. Conflict: the job is not in a state for that; it says what to do instead.
+    A running job is only asked to pause or stop, and does so at its next step.
+
+    Raises: NotFound: no such job. Conflict: it is not in a state for that; it says what to do instead.
     """
     row = find(session, job, locked=True)
     {"pause": _pause, "resume": _resume, "stop": _stop, "cancel": _cancel, "retry": _retry}[verb](session, row)
     session.flush()
     session.refresh(row)
-    return row
+    return to_jobs(session, [row])[0]
 
 
 def _pause(session: Session, row: JobRow) -> None:
@@ -67,7 +68,7 @@ def _cancel(session: Session, row: JobRow) -> None:
         _refuse(row, "cancelled", "it has ended already")
     row.wanted, row.lease_until, row.finished_at = None, None, now()
     _enter(session, row, "cancelled", "on request")
-    count(session, "attempts", label="cancelled")
+    count(session, "attempts", "cancelled")
 
 
 def _retry(session: Session, row: JobRow) -> None:

@@ -1,0 +1,183 @@
+"""What training, comparisons and tuning runs measured: heads and probes with their weights, reports, costs, trials."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy import delete, func, select
+from sqlalchemy.orm import Session
+
+from ..core.costs import CostProfile
+from ..core.errors import LayerSetError, LearnedNotFound, StoreError
+from ..core.learned import LearnedKind, LearnedRecord
+from ..core.times import now
+from ..core.types import Trial
+from . import rows
+from .names import by_fingerprint, known_model, lock, newest
+from .tables import ComparisonRow, CostProfileRow, LearnedRow, TrialRow, WeightsRow
+
+DEFAULT_TASK = "default"  # what was trained for it stands in for a task that has none
+COMPARISON = ("id", "model", "task", "device", "dtype", "created_at", "report")
+
+
+# --- heads and probes ---
+
+
+def add_learned(session: Session, record: LearnedRecord, weights: bytes) -> LearnedRecord:
+    """Store heads or a probe as a new version, `weights` the bytes of their safetensors file; the record as stored.
+
+    Raises: StoreError: no model of that fingerprint was remembered.
+    """
+    model = by_fingerprint(session, record.fingerprint)
+    if model is None:
+        raise StoreError(
+            f"no model {record.model} ({record.fingerprint}) is stored: remember it before its {record.kind}"
+        )
+    lock(session, model)
+    its = (LearnedRow.model_id == model.id, LearnedRow.task == record.task, LearnedRow.kind == record.kind)
+    version = (session.scalar(select(func.max(LearnedRow.version)).where(*its)) or 0) + 1
+    created_at = record.created_at or now()
+    row = rows.to_row(LearnedRow, record, model_id=model.id, version=version, created_at=created_at)
+    session.add(row)
+    session.flush()
+    session.add(WeightsRow(learned_id=row.id, weights=weights))
+    session.flush()
+    session.refresh(row)  # what was written, as a reader will get it: JSON has no tuples
+    return rows.learned_record(row)
+
+
+def find_learned(
+    session: Session, model: str, task: str, kind: LearnedKind, version: int | None = None
+) -> LearnedRecord:
+    """Return the newest heads or probe for a model (name or fingerprint) and task, or else the task "default"; or
+    exactly that version.
+
+    Raises: LearnedNotFound: it names what is stored, and the command that trains it.
+    """
+    for candidate in (task, DEFAULT_TASK) if version is None else (task,):
+        query = newest(session, LearnedRow, model, candidate).where(LearnedRow.kind == kind)
+        found = session.scalar(query.limit(1) if version is None else query.where(LearnedRow.version == version))
+        if found is not None:
+            return rows.learned_record(found)
+    raise _not_found(session, model, task, kind, version)
+
+
+def list_learned(
+    session: Session, model: str | None = None, task: str | None = None, kind: LearnedKind | None = None
+) -> list[LearnedRecord]:
+    """Return the stored versions of a model, task and kind, or of all, newest first; weights are not read."""
+    query = newest(session, LearnedRow, model, task)
+    found = session.scalars(query if kind is None else query.where(LearnedRow.kind == kind))
+    return [rows.learned_record(row) for row in found]
+
+
+def find_row(session: Session, record: LearnedRecord) -> LearnedRow:
+    """Return the stored row of a record, by fingerprint, task, kind and version.
+
+    Raises: LearnedNotFound: it is not stored.
+    """
+    model = by_fingerprint(session, record.fingerprint)
+    its = (LearnedRow.task == record.task, LearnedRow.kind == record.kind, LearnedRow.version == record.version)
+    found = session.scalar(select(LearnedRow).where(LearnedRow.model_id == model.id, *its)) if model else None
+    if found is None:
+        raise _not_found(session, record.model, record.task, record.kind, record.version)
+    return found
+
+
+def weights_of(session: Session, record: LearnedRecord) -> bytes:
+    """Return the bytes that were stored with a record.
+
+    Raises: LearnedNotFound: the record is not stored.
+    """
+    return session.scalars(
+        select(WeightsRow.weights).where(WeightsRow.learned_id == find_row(session, record).id)
+    ).one()
+
+
+def _not_found(session: Session, model: str, task: str, kind: LearnedKind, version: int | None) -> LearnedNotFound:
+    what = kind if version is None else f"version {version} of {kind}"
+    found = list_learned(session, model, None, kind)
+    stored = ", ".join(f"{one.task} version {one.version}" for one in found) or "nothing"
+    verb = "is" if kind == "probe" or version is not None else "are"
+    return LearnedNotFound(
+        f"no {what} {verb} stored for {model}/{task} (stored for the model: {stored}): "
+        f"run `swiftopt {kind} train --model {model} --stream FILE --task {task}`"
+    )
+
+
+# --- comparisons ---
+
+
+def add_comparison(
+    session: Session, model: str, task: str, device: str, dtype: str, report: Mapping[str, Any], created_at: str
+) -> int:
+    """Store what a comparison measured and return its number.
+
+    Raises: StoreError: the model was never remembered.
+    """
+    row = ComparisonRow(
+        model_id=known_model(session, model, "comparisons").id,
+        task=task,
+        model=model,
+        device=device,
+        dtype=dtype,
+        report=dict(report),
+        created_at=created_at,
+    )
+    session.add(row)
+    session.flush()
+    return row.id
+
+
+def list_comparisons(
+    session: Session, model: str | None = None, task: str | None = None, limit: int = 20
+) -> list[dict[str, Any]]:
+    """Return comparisons of a model (name or fingerprint), a task, both or all, newest first, each with the keys of
+    `COMPARISON`; `report` as it was stored.
+    """
+    found = session.scalars(newest(session, ComparisonRow, model, task).limit(limit))
+    return [{name: getattr(row, name) for name in COMPARISON} for row in found]
+
+
+# --- costs and trials ---
+
+
+def save_cost_profile(session: Session, profile: CostProfile) -> None:
+    """Store measured costs in place of those of the same model, device, dtype and context bucket."""
+    same = ("fingerprint", "device", "dtype", "context_bucket", "n_layers")
+    session.execute(delete(CostProfileRow).filter_by(**{name: getattr(profile, name) for name in same}))
+    session.add(rows.cost_profile_row(profile))
+
+
+def find_cost_profile(
+    session: Session, fingerprint: str, device: str, dtype: str, context_bucket: int
+) -> CostProfile | None:
+    """Return the newest measured costs, if there are any."""
+    query = select(CostProfileRow).filter_by(
+        fingerprint=fingerprint, device=device, dtype=dtype, context_bucket=context_bucket
+    )
+    row = session.scalars(query.order_by(CostProfileRow.id.desc())).first()
+    return rows.cost_profile(row) if row is not None else None
+
+
+def list_trials(session: Session, job: str, task: str) -> list[Trial]:
+    """Return a job's trials for a task in step order; none if nothing was tried."""
+    return trials_by_task(session, job, task).get(task, [])
+
+
+def trials_by_task(session: Session, job: str, task: str | None = None) -> dict[str, list[Trial]]:
+    """Return a job's trials for a task, None for all that it has, in step order.
+
+    Raises: StoreError: they were changed by hand.
+    """
+    found: dict[str, list[Trial]] = {}
+    query = select(TrialRow).where(TrialRow.job_id == job).order_by(TrialRow.task, TrialRow.step)
+    for row in session.scalars(query if task is None else query.where(TrialRow.task == task)):
+        try:
+            found.setdefault(row.task, []).append(rows.trial(row))
+        except (LayerSetError, TypeError) as error:
+            raise StoreError(
+                f"trial {row.step} of job {job} cannot be read ({error}): it was changed by hand, submit the job again"
+            ) from error
+    return found
