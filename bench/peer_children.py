@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -19,6 +19,14 @@ from .peer_environments import Launch, PeerFailed
 
 SPARE_BYTES = 1 << 30  # of the machine's memory, left to everything else
 END_S = 5  # a process that has been told to end and does not is killed
+
+
+class Memory(NamedTuple):
+    """Bytes of a process: resident at most and now, and of that mapped from files."""
+
+    peak: int = 0
+    resident: int = 0
+    mapped: int = 0
 
 
 class Child:
@@ -62,14 +70,14 @@ class Child:
             raise PeerFailed(self._end_sentence()) from error
         return self._answer(timeout_s, "for an answer")
 
-    def peak_bytes(self) -> int | None:
-        """Most memory that it has had resident, its own processes included; None where the system does not say."""
+    def memory(self) -> Memory:
+        """Its memory, its own processes included; all 0 where the system does not say."""
         try:
             own = psutil.Process(self._process.pid)
-            peaks = [_peak_bytes(process.pid) for process in (own, *own.children(recursive=True))]
+            each = [_memory_of(process.pid) for process in (own, *own.children(recursive=True))]
         except psutil.Error:
-            return None
-        return sum(peak for peak in peaks if peak is not None) or None
+            return Memory()
+        return Memory(*(sum(values) for values in zip(*each, strict=True)))
 
     @property
     def pid(self) -> int:
@@ -122,13 +130,13 @@ class Child:
             os.killpg(self._process.pid, number)
 
 
-def _peak_bytes(pid: int) -> int | None:
+def _memory_of(pid: int) -> Memory:
     try:
-        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return None
-    found = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")]
-    return int(found[0]) * 1024 if found else None
+        return Memory()
+    found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")}
+    return Memory(found.get("VmHWM", 0), found.get("VmRSS", 0), found.get("RssFile", 0))
 
 
 def room_for(n_bytes: float) -> bool:

@@ -26,6 +26,7 @@ from .peer_environments import Launch, PeerFailed, prepared
 from .peer_rows import DRAFT_TOKENS, MIN_CONFIDENCE, NGRAM_TOKENS, Row, Weights
 
 SCHEMA = "swiftopt.bench-peers/1"
+STILL_THERE = 0.8  # of a process's most memory: with less resident its weights were dropped
 WARM_TOKENS = 8  # of each warm-up, so that no row pays for first allocations and compilations later
 WARM_PROMPTS = 2  # at least, of different lengths, for what compiles by shape
 BASES = ("llama-cpp/plain", "node-llama-cpp/plain")  # the faster of them is what rows are compared with
@@ -197,21 +198,24 @@ class PeersBench:
         self._on_step(f"prompt {n} of {len(self.questions)}, {runs.row.name}: {tok_s:.1f} tok/s")
 
     def _note_memory(self, runs: RowRuns, child: Child) -> None:
-        peak = child.peak_bytes()
-        if peak is not None:
+        if peak := child.memory().peak:
             runs.peak_bytes = max(peak, runs.peak_bytes or 0)
             self._needs[runs.row.name] = runs.peak_bytes
 
     def _child(self, runs: RowRuns) -> Child:
         """The row's process, warm; where memory lacks others end, the one used last first, for it is wanted last."""
         name = runs.row.name
-        if name in self._children:
-            self._children[name] = self._children.pop(name)
-            return self._children[name]
+        child = self._children.pop(name, None)
+        if child is not None:
+            if child.memory().resident > STILL_THERE * self._needs.get(name, 0.0):
+                self._children[name] = child
+                return child
+            child.close()  # its weights were dropped from memory, and would be read from the disk while it is timed
         launch = self._launch(runs.row)
         options = self._options(runs.row, launch)
         needed = self._needs.get(name) or self._guessed_bytes(options)
-        while self._children and not self._has_room(needed):
+        # What others have mapped from files counts as free for the system, which would drop it.
+        while self._children and not self._has_room(needed + sum(o.memory().mapped for o in self._children.values())):
             self._children.popitem()[1].close()
         self._on_step(f"starting {name}")
         log = self._logs / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}.log"

@@ -21,6 +21,7 @@ from families import CONFIGS
 from tiny_files import save
 from transformers import AutoModelForCausalLM
 
+from swiftopt.bench import peers
 from swiftopt.bench.gguf_weights import gguf_of, write_gguf
 from swiftopt.bench.peer_children import Child
 from swiftopt.bench.peer_environments import PROGRAMS, Launch, PeerFailed, prepared
@@ -140,7 +141,8 @@ def test_child_gives_as_many_tokens_as_asked_and_stands_still_between_its_turns(
         first, again = child.ask(ASKED, 60), child.ask(ASKED, 60)
         assert len(first["token_ids"]) == 6 and first["token_ids"] == again["token_ids"]
         assert 0 < again["prefill_s"] < again["seconds"]
-        assert (child.peak_bytes() or 0) > 50e6
+        assert child.memory().peak >= child.memory().resident > child.memory().mapped > 0
+        assert child.memory().peak > 50e6
         until = monotonic() + 10
         while psutil.Process(child.pid).status() != psutil.STATUS_STOPPED:
             assert monotonic() < until, "it goes on"
@@ -170,18 +172,30 @@ def test_child_that_cannot_load_or_takes_too_long_is_told_in_a_sentence(tmp_path
     assert time.monotonic() - begun < 4
 
 
-def test_processes_end_where_memory_is_short_and_start_again_at_their_next_turn(
-    counting: Rival, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("has_room", "still_there", "started"),
+    [(False, 0.0, ["plain", "other", "plain"]), (True, 1e9, ["plain", "other", "other", "plain"])],
+)
+def test_processes_that_memory_does_not_hold_start_again_at_their_next_turn(
+    counting: Rival,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has_room: bool,
+    still_there: float,
+    started: list[str],
 ) -> None:
+    """Those that were ended for others, and those whose weights the system dropped from memory."""
+    monkeypatch.setattr(peers, "STILL_THERE", still_there)
     monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path / "cache"))
     questions = questions_of(folder, [Prompt(id=str(i), task="code", text="w1 w2") for i in range(2)], 4)
     rows = [Row(counting, name, "folder") for name in ("plain", "other")]
     steps: list[str] = []
     request = PeersRequest("tiny", folder, "float32", threads=1)
-    bench = PeersBench(request, questions, rows, steps.append, has_room=lambda n_bytes: False)
+    bench = PeersBench(request, questions, rows, steps.append, has_room=lambda n_bytes: has_room)
     bench.run()
     starts = [step for step in steps if step.startswith("starting")]
-    assert starts == ["starting counting/plain", "starting counting/other", "starting counting/plain"]
+    assert starts == [f"starting counting/{name}" for name in started]
     assert [turn.token_ids for runs in bench.runs for turn in runs.turns] == [(0, 1, 2, 3)] * 4
 
 
