@@ -25,8 +25,7 @@ from ..decoding.method import PLAIN
 from ..decoding.session import Session
 from ..models.costs import context_bucket, machine_name, measure_costs
 from ..models.runtime import Runtime
-from ..optimizer.evaluation import WindowScore, score_window
-from ..optimizer.objective import Replay, replay_all
+from ..optimizer.evaluation import Replay, WindowScore, replay_all, score_window
 from ..optimizer.search import Search
 
 SCHEMA = "swiftopt.bench-search/1"

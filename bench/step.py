@@ -28,7 +28,7 @@ from ..models.costs import machine_name
 from ..models.loading import load
 from ..models.rows import Rows
 from ..models.runtime import Runtime
-from ..optimizer.batches import LARGEST_BATCH
+from ..optimizer.evaluation import LARGEST_BATCH
 from ..optimizer.search import Search
 
 REPEATS = 15

@@ -16,6 +16,7 @@ from ..core.jobs import DEFAULT_QUEUE
 from ..core.processors import THREADS
 from ..core.requests import TUNING
 from ..core.types import LayerSetRecord, Sampling
+from ..optimizer.strategies import SIZE_CHOOSING, STRATEGIES
 
 if TYPE_CHECKING:
     from ..store import Store
@@ -172,7 +173,11 @@ settings_options = together(
         "Weights of what a draft keeps; auto: those that pay most here.",
         type=click.Choice([AUTO, *FORMATS, STORED]),
     ),
-    from_field(TUNING, "strategy", "Who proposes layer sets: knapsack, local, clasp, swift, bayes, tpe or random."),
+    from_field(
+        TUNING,
+        "strategy",
+        f"Who proposes layer sets: {'; '.join(f'{name} ({recipe.help})' for name, recipe in STRATEGIES.items())}.",
+    ),
     from_field(TUNING, "objective", "What a layer set is scored by."),
     from_field(
         TUNING,
@@ -184,7 +189,7 @@ settings_options = together(
     from_field(
         TUNING,
         "max_steps",
-        "S, candidates to try at most; knapsack, local and clasp stop at 96 for themselves.",
+        f"S, candidates to try at most; {', '.join(SIZE_CHOOSING)} stop at 96 for themselves.",
         type=int,
     ),
     from_field(TUNING, "stop_threshold", "ε, confidence below which a SWIFT draft stops.", type=float),

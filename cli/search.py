@@ -11,11 +11,12 @@ from ..core.errors import NotFound
 from ..core.requests import GenerateRequest
 from ..core.settings import SwiftSettings
 from ..core.streams import read_stream
+from ..optimizer.strategies import SIZE_CHOOSING, STRATEGIES
 from .checks import check_model, check_words
 from .options import default_of, from_field, json_option, machine_options, pick, positive
 from .output import note, note_load, present, show, writing
 
-COMPARED = ("swift", "random", "local", "knapsack", "clasp")
+COMPARED = ("swift", "random", *SIZE_CHOOSING)
 
 
 @click.command("search", short_help="Search strategies side by side on recorded text.")
@@ -70,8 +71,6 @@ def search(
     Example:
       swiftopt bench search --model smollm2-135m --stream prompts.jsonl --record texts.json --png search.png
     """
-    from ..optimizer.strategies import STRATEGIES
-
     chosen = [word.strip() for word in strategies.split(",")]
     check_words("strategy", chosen, STRATEGIES)
     path = None if record is None else Path(record)

@@ -264,9 +264,8 @@ class Trial:
 
     `origin` says where it came from: "uniform" (the start), "trimmed" (the start after r was lowered), "in use" and
     "final" (the set in use and its challengers, scored once more side by side), "stored" (known from elsewhere),
-    "random", "gp", "tpe", "late" (a suggestion was due but not there yet, so the step was drawn at random), "family" or
-    "move" (of a study's sets, or on from a good one). `score` is the value that is maximised; the window is the one at
-    `position` of the prompt's text.
+    "random", "late" (a suggestion was due but not there yet, so the step was drawn at random), or a word of the
+    strategy's own. `score` is the value that is maximised; the window is the one at `position` of the prompt's text.
     """
 
     step: int

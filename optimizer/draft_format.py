@@ -18,8 +18,7 @@ from ..decoding.loop import Began, Round
 from ..decoding.models import SkippedTarget
 from ..decoding.session import Session
 from .drafting import ADAPTIVE
-from .evaluation import WindowScore, score_window
-from .objective import adaptive_speedup
+from .evaluation import WindowScore, adaptive_speedup, score_window
 
 CANDIDATES = ("int4", "int8")  # the cheaper one first
 ENOUGH = 2.0  # what int8 can hardly come to, however well it agrees: it reads half of the weights

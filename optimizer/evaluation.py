@@ -1,17 +1,29 @@
-"""Scoring candidate layer sets on generated context: several of them in one pass, behind the committed slots."""
+"""Scores of candidate layer sets on generated text: several in one pass, and what each one's predictions are worth."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ..core.types import LayerSet
+from ..core.costs import CostProfile
+from ..core.settings import SwiftSettings
+from ..core.types import LayerSet, Trial
 from ..decoding.context import Context
 from ..decoding.engine import PassGenerator
+from ..decoding.worth import Acceptance, Prices
 from ..models.rows import Pass, Rows
+from .challengers import Place
+
+LONGEST_CHAIN = 24  # tokens of an adaptive draft
+LAMBDA_ROUNDS = 4
+LARGEST_BATCH = 8  # candidates per pass
+SEARCH_SHARE = 0.03  # of the seconds of a stream's decoding that its search may take
+FEWEST, MOST = 36, 96  # candidates that a search may score however short the stream is, or however long
+USUAL_SPEEDUP = 3.0  # of the decoding that a search is weighed against
+BATCH_GAIN = 0.95  # a larger batch must cut the seconds per candidate at least to this share
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +71,7 @@ def score_window(context: Context, layer_sets: Sequence[LayerSet], window: int) 
 
 
 def _read(context: Context, logits: Tensor, first: int, window: int) -> tuple[list[int], list[float]]:
-    """Rank of the generated token and top-1 probability for each row."""
+    """Return the rank of the generated token and the top-1 probability for each row."""
     rule = context.rule
     if rule.processors:
         contexts = [context.token_ids[: first + 1 + row % window] for row in range(logits.shape[0])]
@@ -73,3 +85,150 @@ def _read(context: Context, logits: Tensor, first: int, window: int) -> tuple[li
     ranks += (ranks == 0) & (argmax != wanted)  # of equal scores, frequent in 16 bits, the draft takes one
     confidences = (top - scores.logsumexp(dim=-1)).exp()
     return ranks.tolist(), confidences.tolist()
+
+
+@dataclass(slots=True)
+class Replay:
+    """Totals of replayed rounds of drafting: tokens, draft steps, and target passes per number of rows."""
+
+    tokens: int = 0
+    draft_steps: int = 0
+    widths: dict[int, int] = field(default_factory=dict)
+
+
+def replay(score: WindowScore, settings: SwiftSettings) -> Replay:
+    """Replay SWIFT's rounds over a window, one from every position, the window taken as a ring.
+
+    A position is accepted if the generated token is the draft's argmax, or, as a side leaf that ends the round, among
+    the candidates its confidence offers. Starting everywhere instead of where the last round ended makes one window
+    worth as many rounds as it has tokens.
+
+    DEVIATION: after a miss the draft goes on with the confidences it had on the true text; its own wrong
+    continuation was never computed.
+    """
+    n = len(score.ranks)
+    total = Replay()
+    for start in range(n):
+        steps, accepted, rows, on_path = 0, 0, 1, True
+        while True:
+            at = (start + steps) % n
+            offered = settings.candidates_at(score.confidences[at])
+            steps += 1
+            rows += offered
+            if on_path and score.ranks[at] < offered:
+                accepted += 1
+            on_path = on_path and score.ranks[at] == 0
+            if settings.stops_after(score.confidences[at], steps):
+                break
+        total.tokens += accepted + 1
+        total.draft_steps += steps
+        total.widths[rows] = total.widths.get(rows, 0) + 1
+    return total
+
+
+def replay_all(scores: Iterable[WindowScore], settings: SwiftSettings) -> Replay:
+    """Replay several windows and return their totals."""
+    total = Replay()
+    for score in scores:
+        played = replay(score, settings)
+        total.tokens += played.tokens
+        total.draft_steps += played.draft_steps
+        for width, count in played.widths.items():
+            total.widths[width] = total.widths.get(width, 0) + count
+    return total
+
+
+def adaptive_speedup(score: WindowScore, layer_set: LayerSet, costs: CostProfile) -> float:
+    """Return the speedup of adaptive chains over a window, one from every position, the window taken as a ring.
+
+    A chain goes on while the chance that its next token counts exceeds λ times that step's cost; λ is the speedup of
+    such chains, found by fixed-point iteration. Earlier text and second candidates are left out: all sets gain by them.
+    """
+    n, prices, rate = len(score.ranks), Prices(costs, layer_set), 1.0
+    acceptance = Acceptance()
+    for rank, confidence in zip(score.ranks, score.confidences, strict=True):
+        acceptance.learn(confidence, rank == 0)
+    chances = [acceptance.of(confidence) for confidence in score.confidences]
+    ahead = acceptance.overall.value
+    for _ in range(LAMBDA_ROUNDS):
+        tokens, spent = 0, 0.0
+        for start in range(n):
+            length, right, alive = 0, True, 1.0
+            while length < min(n, LONGEST_CHAIN):
+                step = prices.draft(1) + prices.verify(length + 2) - prices.verify(length + 1)
+                if alive * ahead < rate * step:
+                    break
+                at = (start + length) % n
+                right = right and score.ranks[at] == 0
+                tokens += right
+                alive *= chances[at]
+                length += 1
+            tokens += 1
+            spent += length * prices.draft(1) + prices.verify(length + 1)
+        rate = tokens / spent
+    return rate
+
+
+def objective(score: WindowScore, layer_set: LayerSet, settings: SwiftSettings, costs: CostProfile | None) -> float:
+    """Return what a search maximises: matchness (SWIFT), or tokens per measured time relative to plain decoding."""
+    if settings.objective == "matchness" or costs is None:
+        return score.matchness
+    if settings.method == "adaptive":
+        return adaptive_speedup(score, layer_set, costs)
+    played = replay(score, settings)
+    return costs.expected_speedup(layer_set, played.tokens, played.draft_steps, played.widths)
+
+
+def candidates_per_pass(costs: CostProfile | None, window: int) -> int:
+    """Return how many candidates one pass should score: as many as make each cheaper, by the measured cost of rows.
+
+    Only widths that were measured count: beyond them a line through the last two promises savings that a processor
+    already busy does not give (SmolLM2-135M on 2 cores: 8 candidates, 256 rows, cost 8 times one).
+    """
+    best = 1
+    if costs is not None:
+        for n in (2, 4, LARGEST_BATCH):
+            cheaper = costs.target_pass_s(n * window) / n < BATCH_GAIN * costs.target_pass_s(best * window) / best
+            if n * window <= max(costs.pass_s) and cheaper:
+                best = n
+    return best
+
+
+def affordable(costs: CostProfile | None, layer_set: LayerSet, window: int, n_tokens: int) -> int:
+    """Return how many candidates a search over a stream of `n_tokens` to come may score, by measured costs.
+
+    A candidate is a draft pass over a window like that of `layer_set`, and half of one for the set in use beside it.
+    """
+    if costs is None:
+        return FEWEST
+    candidate = 1.5 * costs.draft_cost(layer_set, window)
+    return max(FEWEST, min(MOST, int(SEARCH_SHARE * n_tokens / USUAL_SPEEDUP / candidate)))
+
+
+def scored(
+    context: Context,
+    sets: Sequence[tuple[LayerSet, str]],
+    place: Place,
+    settings: SwiftSettings,
+    costs: CostProfile | None,
+    first_step: int,
+) -> PassGenerator[tuple[list[Trial], list[WindowScore]]]:
+    """Score layer sets with their origins on the latest window, `first_step` being the first trial's number.
+
+    Returns: the trials, their seconds 0, and what each set predicted.
+    """
+    scores = yield from score_window(context, [layer_set for layer_set, _ in sets], settings.context_window)
+    trials = [
+        Trial(
+            step=first_step + i,
+            layer_set=layer_set,
+            origin=origin,
+            matchness=score.matchness,
+            score=objective(score, layer_set, settings, costs),
+            prompt_id=place.prompt_id,
+            position=place.position,
+            seed=settings.seed,
+        )
+        for i, ((layer_set, origin), score) in enumerate(zip(sets, scores, strict=True))
+    ]
+    return trials, scores

@@ -1,19 +1,36 @@
-"""Who is tried next: a strategy with what it was promised, prices to choose the size by and looks at the model."""
+"""The next candidates: a strategy's proposals, and the studies of the model that some strategies want before.
+
+A study measures how far each sub-layer turns the residual stream, and finds sets by dynamic programming. `knapsack`
+follows KnapSpec (arXiv:2602.20217), `clasp` CLaSp (arXiv:2505.24196); both keep, for every cost that can be saved, the
+path through the layers whose state stays nearest to the full model's.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
 from ..core.costs import CostProfile
 from ..core.settings import SwiftSettings
-from ..core.types import LayerSet
+from ..core.types import LayerSet, SubLayer, n_skipped_for, searchable
 from ..decoding.context import Context
-from .strategies import Prices, Strategy, make_strategy, recipe_of
-from .structure import study, study_rows
+from ..models.rows import PassPlan, Rows
+from .strategies import Strategy, Study, StudyKind, SubLayerPrices, make_strategy, recipe_of
+from .strategies.base import Bits
 
 PAIRED = 2  # candidates that are scored beside the set in use, where every pass scores that, too
+TOKENS = 4  # of the window that the knapsack's states are followed for
+BUCKETS = 24  # saved costs that it tells apart
+LARGEST_SHARE = 0.6  # of what all searchable sub-layers cost, that is ever saved
 
 
 def chooses_size(settings: SwiftSettings, costs: CostProfile | None) -> bool:
-    """Whether the strategy itself chooses how many sub-layers are left out, which takes measured costs."""
+    """Tell whether the strategy itself chooses how many sub-layers are skipped, which takes measured costs."""
     by_speed = settings.objective == "expected_speedup" and costs is not None
     return recipe_of(settings.strategy).chooses_size and by_speed
 
@@ -21,7 +38,7 @@ def chooses_size(settings: SwiftSettings, costs: CostProfile | None) -> bool:
 class Proposer:
     """Asks the settings' strategy for candidates around `base`, whose formats they keep.
 
-    `chooses_size`: how many sub-layers are left out is the strategy's own choice, not that of `base`. `paired`: every
+    `chooses_size`: how many sub-layers are skipped is the strategy's own choice, not that of `base`. `paired`: every
     pass scores the set in use too, and waits until half of its window is new text: such a strategy learns more from a
     pass than from a round.
     """
@@ -29,15 +46,14 @@ class Proposer:
     def __init__(self, settings: SwiftSettings, costs: CostProfile | None, base: LayerSet, skip_ratio: float) -> None:
         recipe = recipe_of(settings.strategy)
         self.chooses_size = chooses_size(settings, costs)
-        self._prices = Prices.of(costs, base) if self.chooses_size and costs is not None else None
+        self._prices = SubLayerPrices.of(costs, base) if self.chooses_size and costs is not None else None
         self.patience = settings.patience
         if self.chooses_size and recipe.patience is not None:
             self.patience = min(self.patience, recipe.patience)
         self.rows_run = 0.0  # by studies, in rows of the full model
         self.paired = recipe.chooses_size
         self._window, self._ratio = settings.context_window, skip_ratio
-        plan = recipe.plan
-        self.scratch_rows = 0 if plan is None else study_rows(plan.study, self._window, base.n_layers)
+        self.scratch_rows = 0 if recipe.study is None else study_rows(recipe.study, self._window, base.n_layers)
         self._saved = (1.0,) * len(base.bits()) if self._prices is None else self._prices.saved
         self.strategy: Strategy = make_strategy(
             settings.strategy,
@@ -51,13 +67,13 @@ class Proposer:
         )
 
     def n_beside(self, n_finalists: int, batch: int) -> int:
-        """Candidates that a pass has beside the set in use and so many finalists."""
+        """Return how many candidates a pass scores beside the set in use and so many finalists."""
         if self.paired:
             return max(1, max(batch, PAIRED) - n_finalists)
         return 0 if n_finalists else batch
 
     def proposed(self, context: Context, prompt_id: str, n: int) -> list[tuple[LayerSet, str]]:
-        """The next candidates with their origins, after a look at the model where the strategy wants one."""
+        """Return the next candidates with their origins, after a study of the model where the strategy wants one."""
         kind = self.strategy.wants(prompt_id) if n else None
         if kind is not None:
             found = study(context, kind, self._window, self._saved, self._ratio)
@@ -65,3 +81,185 @@ class Proposer:
             self.strategy.study(prompt_id, found)
         proposals = [self.strategy.propose() for _ in range(n)]
         return [(proposal.layer_set, proposal.origin) for proposal in proposals]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Sub-layers that are skipped together, and the weight of that; an item of weight 0 is always kept."""
+
+    sub_layers: tuple[SubLayer, ...]
+    weight: int
+
+
+@dataclass(slots=True)
+class _Paths:
+    """The paths through the layers so far that are kept, one per saved weight, in rising order.
+
+    `hidden`, `entered`: (paths, tokens, hidden_size), now and at the start of the current layer.
+    """
+
+    weights: list[int]
+    skipped: list[frozenset[SubLayer]]
+    hidden: Tensor
+    entered: Tensor
+
+
+class StudyPass:
+    """Runs sub-layers on a window's tokens, in scratch slots; each sees the target's committed states before it.
+
+    DEVIATION: both papers' drafts read keys and values of their own; here only a row's own position is the draft's,
+    which is what lets all paths run in one batch.
+    """
+
+    def __init__(self, context: Context, window: int) -> None:
+        self.runtime, self.buffer = context.runtime, context.buffer
+        self.scratch = context.root_slot
+        first = len(context.token_ids) - window - 1
+        self.inputs = context.token_ids[first:-1]
+        self.positions = list(range(first, first + window))
+        self.n_rows = 0.0  # that were run, in rows of the whole model
+        self._plans: dict[tuple[int, ...], PassPlan] = {}
+        self._n_parts = 2 * self.runtime.n_layers
+
+    def own_states(self) -> list[Tensor]:
+        """Return the states (window, hidden_size) before the first sub-layer and after each, in order of depth."""
+        hidden = self.runtime.embed(self.inputs, self.positions[0])
+        states = [hidden]
+        for layer, block in enumerate(self.runtime.blocks):
+            hidden = entered = hidden.to(block.device)
+            for kind in ("attn", "mlp"):
+                hidden = hidden + self.delta((kind, layer), hidden, entered, self.positions)
+                states.append(hidden)
+        return states
+
+    def delta(self, sub_layer: SubLayer, hidden: Tensor, entered: Tensor, positions: Sequence[int]) -> Tensor:
+        """Return what a sub-layer adds to `hidden` (rows, hidden_size), the rows standing at those positions."""
+        kind, layer = sub_layer
+        block = self.runtime.blocks[layer]
+        self.n_rows += len(positions) / self._n_parts
+        if kind == "attn":
+            group = self._plan(positions).group(block, frozenset({0}))
+            return block.attention(hidden.to(block.device), [(group, self.buffer)])
+        return block.mlp((entered if self.runtime.parallel else hidden).to(block.device))
+
+    def _plan(self, positions: Sequence[int]) -> PassPlan:
+        key = tuple(positions)
+        if key not in self._plans:
+            n = len(key)
+            visible = torch.zeros((n, self.scratch + n), dtype=torch.bool)
+            visible[:, : self.scratch] = torch.arange(self.scratch)[None] < torch.tensor(key)[:, None]
+            visible[torch.arange(n), self.scratch + torch.arange(n)] = True
+            self._plans[key] = PassPlan(self.runtime, Rows([0] * n, self.scratch, key, visible))
+        return self._plans[key]
+
+
+@torch.inference_mode()
+def study(context: Context, kind: StudyKind, window: int, saved: Sequence[float], skip_ratio: float) -> Study:
+    """Study the latest `window` generated tokens.
+
+    Args: saved: what skipping each searchable sub-layer saves, in any unit. skip_ratio: bounds what `clasp` skips.
+          The buffer must have `study_rows` slots behind the committed ones.
+    """
+    run = StudyPass(context, window)
+    states = run.own_states()
+    turns = _turns(states, context.runtime.n_layers)
+    sets: list[Bits] = []
+    if kind == "knapsack":
+        tokens = sorted({round((i + 1) * window / TOKENS) - 1 for i in range(min(TOKENS, window))})
+        sets += _family(run, states, knapsack_items(context.runtime.n_layers, saved), tokens)
+    if kind != "similarity":
+        sets += _family(run, states, clasp_items(context.runtime.n_layers, skip_ratio), [window - 1])
+    return Study(turns, tuple(dict.fromkeys(sets)), run.n_rows)
+
+
+def study_rows(kind: StudyKind, window: int, n_layers: int) -> int:
+    """Return how many buffer slots `study` writes at most."""
+    paths = {"similarity": 0, "knapsack": BUCKETS + 1, "clasp": n_layers}[kind]
+    return max(window, paths * (1 if kind == "clasp" else TOKENS))
+
+
+def knapsack_items(n_layers: int, saved: Sequence[float]) -> tuple[list[Item], int]:
+    """Return every sub-layer with its measured cost as weight, in depth order, and the largest weight that is saved.
+
+    Source: KnapSpec. DEVIATION: weights are whole buckets of the cost, 1 at least; KnapSpec counts attentions and
+    MLPs, whose costs it fits to the context's length.
+    """
+    price = dict(zip(searchable(n_layers), saved, strict=True))
+    bucket = LARGEST_SHARE * sum(saved) / BUCKETS
+    weights = {sub: max(1, round(cost / bucket)) if bucket else 1 for sub, cost in price.items()}
+    subs: list[SubLayer] = [(kind, layer) for layer in range(n_layers) for kind in ("attn", "mlp")]
+    return [Item((sub,), weights.get(sub, 0)) for sub in subs], BUCKETS
+
+
+def clasp_items(n_layers: int, skip_ratio: float) -> tuple[list[Item], int]:
+    """Return whole layers, all of one weight, and the number of them that is skipped at most.
+
+    Source: CLaSp. DEVIATION: the number is not fixed; the program's sets of every smaller number are kept too, and the
+    window's last token stands for the last verified one.
+    """
+    items = [Item((("attn", i), ("mlp", i)), int(0 < i < n_layers - 1)) for i in range(n_layers)]
+    return items, n_skipped_for(n_layers, skip_ratio) // 2
+
+
+def _family(
+    run: StudyPass, states: Sequence[Tensor], program: tuple[list[Item], int], tokens: Sequence[int]
+) -> list[Bits]:
+    """Return the best set of each saved weight but 0."""
+    order = searchable(run.runtime.n_layers)
+    paths = follow(run, states, *program, tokens)
+    return [tuple(int(sub in skipped) for sub in order) for skipped in paths.skipped if skipped]
+
+
+def follow(
+    run: StudyPass, states: Sequence[Tensor], items: Sequence[Item], capacity: int, tokens: Sequence[int]
+) -> _Paths:
+    """Run the dynamic program: every path goes through an item and around it; of equal weight the nearest is kept.
+
+    Near is the mean cosine, over the tokens, to the full model's state at that depth. This is greedy: the nearest here
+    need not lead to the nearest at the end.
+    """
+    index = list(tokens)
+    hidden = states[0][index][None]
+    paths = _Paths([0], [frozenset()], hidden, hidden)
+    depth = 0
+    for item in items:
+        if item.sub_layers[0][0] == "attn":
+            paths.entered = paths.hidden
+        around, through = paths.hidden, paths.hidden
+        for sub in item.sub_layers:
+            through = through + _deltas(run, sub, through, paths.entered, index)
+        depth += len(item.sub_layers)
+        paths = _nearest(paths, item, capacity, around, through, states[depth][index])
+    return paths
+
+
+def _deltas(run: StudyPass, sub: SubLayer, hidden: Tensor, entered: Tensor, index: Sequence[int]) -> Tensor:
+    positions = [run.positions[i] for i in index] * hidden.shape[0]
+    delta = run.delta(sub, hidden.flatten(0, 1), entered.flatten(0, 1), positions)
+    return delta.to(hidden.device).view_as(hidden)
+
+
+def _nearest(paths: _Paths, item: Item, capacity: int, around: Tensor, through: Tensor, own: Tensor) -> _Paths:
+    both = torch.cat((through, around))
+    near = F.cosine_similarity(both.float(), own.float()[None].to(both.device), dim=-1).mean(dim=1).tolist()
+    n = len(paths.weights)
+    best: dict[int, int] = dict(zip(paths.weights, range(n), strict=True))  # saved weight -> row of `both`
+    for row, weight in enumerate(paths.weights, n):
+        saved = weight + item.weight
+        if item.weight and saved <= capacity and (saved not in best or near[row] > near[best[saved]]):
+            best[saved] = row
+    rows = [best[weight] for weight in sorted(best)]
+    skipped = [paths.skipped[row % n] | (frozenset(item.sub_layers) if row >= n else frozenset()) for row in rows]
+    parents = [row % n for row in rows]
+    return _Paths(sorted(best), skipped, both[rows], paths.entered[parents])
+
+
+def _turns(states: Sequence[Tensor], n_layers: int) -> tuple[float, ...]:
+    """Return 1 - cosine of the states before and after each searchable sub-layer, averaged over the window's rows."""
+
+    def turn(kind: Literal["attn", "mlp"], layer: int) -> float:
+        at = 2 * layer + (kind == "mlp")
+        near = F.cosine_similarity(states[at].float(), states[at + 1].to(states[at].device).float(), dim=-1)
+        return round(max(0.0, 1.0 - float(near.mean())), 6)
+
+    return tuple(turn(kind, layer) for kind, layer in searchable(n_layers))

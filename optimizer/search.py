@@ -15,14 +15,18 @@ from ..decoding.context import Context
 from ..decoding.engine import Work, intercept
 from ..decoding.loop import Began, Round
 from ..decoding.models import SkippedTarget
-from .batches import affordable, candidates_per_pass, scored
-from .drafting import drafting_with, learn_again, learnt_by, starting_set
-from .drafting_search import FEWEST_WINDOWS, MOST_WINDOWS, search_drafting
-from .evaluation import WindowScore
-from .finals import FINALISTS, Finals, Place
-from .incumbent import Incumbent, lowered_ratio, trimmed
+from .challengers import FINALISTS, Finals, Incumbent, Place, Standing, lowered_ratio, trimmed
+from .drafting import (
+    FEWEST_WINDOWS,
+    MOST_WINDOWS,
+    drafting_with,
+    learn_again,
+    learnt_by,
+    search_drafting,
+    starting_set,
+)
+from .evaluation import WindowScore, affordable, candidates_per_pass, scored
 from .proposer import Proposer, chooses_size
-from .standing import Standing
 from .strategies import recipe_of
 
 T = TypeVar("T")

@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 import numpy as np
-from bayes_opt import BayesianOptimization
 from bayes_opt.acquisition import UpperConfidenceBound
 
 from ..core.errors import InvalidInput
@@ -20,6 +18,7 @@ from ..core.types import LayerSet, Prompt
 from ..decoding.method import Method
 from ..decoding.methods import Parts, build
 from ..decoding.session import Session
+from .strategies.gp import Array, next_point
 
 MAX_STEPS = 200  # AdaDecode, appendix C; Draft & Verify itself takes 1,000
 N_PROMPTS = 4  # evaluation prompts, as there
@@ -96,14 +95,12 @@ class _Chooser:
 
     def __init__(self, n_layers: int, seed: int) -> None:
         self.n_layers = n_layers
-        self._names = [f"x{i:04}" for i in range(2 * n_layers)]
-        self._acquire = UpperConfidenceBound(kappa=KAPPA)
         self._seed = seed
-        self._points: list[tuple[np.ndarray[Any, Any], float]] = []
+        self._points: list[tuple[Array, float]] = []
         inner = 2 * max(0, n_layers - 2)
         starts = [LayerSet.uniform(n_layers, round(share * inner)) for share in START_RATIOS]
         self._starts = list(dict.fromkeys(starts))  # equal points would make the library print to stdout
-        self._asked: np.ndarray[Any, Any] | None = None
+        self._asked: Array | None = None
 
     def propose(self) -> LayerSet:
         if self._starts:
@@ -122,21 +119,11 @@ class _Chooser:
         assert self._asked is not None
         self._points.append((self._asked, candidate.ratio))
 
-    def _suggest(self) -> np.ndarray[Any, Any]:
-        optimizer = BayesianOptimization(
-            f=None,
-            pbounds={name: (0.0, 1.0) for name in self._names},
-            acquisition_function=self._acquire,
-            random_state=self._seed + len(self._points),
-            allow_duplicate_points=True,
-            verbose=0,
-        )
+    def _suggest(self) -> Array:
         best = sorted(self._points, key=lambda point: -point[1])[: MAX_POINTS // 2]
         latest = self._points[-MAX_POINTS // 2 :]
-        for point, value in {id(kept): kept for kept in (*best, *latest)}.values():
-            optimizer.space.register(point, value)
-        suggestion = optimizer.suggest()
-        return np.array([suggestion[name] for name in self._names])
+        points = {id(kept): kept for kept in (*best, *latest)}.values()
+        return next_point(points, UpperConfidenceBound(kappa=KAPPA), self._seed + len(self._points))
 
 
 def _speed(session: Session, prompts: Sequence[Prompt], method: Method) -> float:

@@ -1,81 +1,94 @@
-"""Who proposes the next candidate: ask/tell strategies by name."""
+"""The search strategies by name. A strategy is a file with its class and a row here; help and checks read the row.
+
+Rows import their class when it is made: the front doors read this table, and do not pay for numpy.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
+from typing import Any
 
 from ...core.errors import SettingsError
 from ...core.types import LayerSet
-from .base import Prices, Proposal, Strategy, Study, StudyKind
-from .guided import GuidedStrategy, Plan
-from .interval import IntervalStrategy
-from .process import Engine
+from .base import Problem, Proposal, Strategy, Study, StudyKind, SubLayerPrices
 
-__all__ = ["STRATEGIES", "Prices", "Proposal", "Recipe", "Strategy", "Study", "StudyKind", "make_strategy"]
+__all__ = [
+    "SIZE_CHOOSING",
+    "STRATEGIES",
+    "Proposal",
+    "Recipe",
+    "Strategy",
+    "Study",
+    "StudyKind",
+    "SubLayerPrices",
+    "make_strategy",
+    "recipe_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a name stands for: a plan, or random draws with an engine; `interval` None means the caller's.
+    """One strategy: `help` says how it proposes, `make` builds it.
 
-    `patience`: candidates without a better one after which there is no use in going on, where it chooses the size.
+    `study`: what it looks at in the model; such a strategy chooses how many sub-layers are skipped, given prices, and
+    stops after `patience` candidates without a better one.
     """
 
-    engine: Engine | None = None
-    interval: int | None = None
-    plan: Plan | None = None
+    help: str
+    make: Callable[[Problem], Strategy]
+    study: StudyKind | None = None
     patience: int | None = None
 
     @property
     def chooses_size(self) -> bool:
-        """Whether it decides itself how many sub-layers are left out, where it is given prices."""
-        return self.plan is not None
+        """Whether it decides itself how many sub-layers are skipped, where it is given prices."""
+        return self.study is not None
+
+
+def _drawn(problem: Problem, **how: Any) -> Strategy:
+    from .interval import IntervalStrategy
+
+    return IntervalStrategy(problem, **how)
+
+
+def _guided(problem: Problem, study: StudyKind, **how: Any) -> Strategy:
+    from .guided import GuidedStrategy, SearchPlan
+
+    return GuidedStrategy(problem, SearchPlan(study, **how))
+
+
+def _by_study(help: str, study: StudyKind, patience: int, **how: Any) -> Recipe:
+    return Recipe(help, partial(_guided, study=study, **how), study, patience)
 
 
 STRATEGIES: dict[str, Recipe] = {
-    "random": Recipe(),
-    "bayes": Recipe(engine="gp", interval=1),
-    "swift": Recipe(engine="gp"),
-    "tpe": Recipe(engine="tpe", interval=1),
-    "local": Recipe(plan=Plan("similarity"), patience=100),
-    "knapsack": Recipe(plan=Plan("knapsack", n_studies=2), patience=60),
-    "clasp": Recipe(plan=Plan("clasp", n_studies=8, whole_layers=True), patience=100),
+    "random": Recipe("uniform draws", _drawn),
+    "bayes": Recipe("a Gaussian process at every step", partial(_drawn, engine="gp", interval=1)),
+    "swift": Recipe("draws, and a Gaussian process at every β-th step", partial(_drawn, engine="gp")),
+    "tpe": Recipe("a tree-structured Parzen estimator at every step", partial(_drawn, engine="tpe", interval=1)),
+    "local": _by_study("moves from the best set known", "similarity", 100),
+    "knapsack": _by_study("a dynamic program over measured costs, then moves", "knapsack", 60, n_studies=2),
+    "clasp": _by_study("the same with whole layers", "clasp", 100, n_studies=8, whole_layers=True),
 }
+SIZE_CHOOSING = tuple(name for name, recipe in STRATEGIES.items() if recipe.chooses_size)
 
 
-def make_strategy(
-    name: str,
-    base: LayerSet,
-    n_skipped: int,
-    seed: int,
-    *,
-    interval: int = 25,
-    deterministic: bool = False,
-    window: int = 32,
-    prices: Prices | None = None,
-) -> Strategy:
-    """A strategy by name, over the sub-layers of `base`, whose formats every proposal keeps.
+def make_strategy(name: str, base: LayerSet, n_skipped: int, seed: int, **how: Any) -> Strategy:
+    """Build a strategy by name; the arguments are those of `Problem`.
 
-    Args:   interval: β, which only "swift" reads. window: tokens that score a candidate. prices: what lets some choose
-            the size.
     Raises: SettingsError: the name is unknown, or a number is out of its range.
     """
-    recipe = recipe_of(name)
-    if recipe.plan is not None:
-        return GuidedStrategy(base, n_skipped, seed, recipe.plan, window, prices)
-    return IntervalStrategy(
-        base,
-        n_skipped,
-        seed,
-        engine=recipe.engine,
-        interval=interval if recipe.interval is None else recipe.interval,
-        deterministic=deterministic,
-    )
+    return recipe_of(name).make(Problem(base, n_skipped, seed, **how))
 
 
 def recipe_of(name: str) -> Recipe:
-    """Raises: SettingsError: there is no strategy of that name."""
+    """Find a strategy's row.
+
+    Raises: SettingsError: there is no strategy of that name.
+    """
     if name not in STRATEGIES:
         nearest = get_close_matches(name, STRATEGIES, n=1, cutoff=0.0)[0]
         raise SettingsError(f"strategy {name!r} is unknown: use one of {', '.join(STRATEGIES)} (nearest: {nearest})")

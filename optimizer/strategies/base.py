@@ -1,21 +1,26 @@
-"""The seam between the search and whoever proposes its candidates: ask for one, tell how a scored one did."""
+"""The seam between the search and what proposes its candidates: propose a layer set, observe how one scored."""
 
 from __future__ import annotations
 
+import random
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from ...core.costs import CostProfile
+from ...core.errors import LayerSetError, SettingsError
 from ...core.types import LayerSet, Trial
-from .process import Bits
 
+Bits = tuple[int, ...]  # per searchable sub-layer: 1 if it is skipped
 StudyKind = Literal["similarity", "knapsack", "clasp"]
+
+MAX_REDRAWS = 64  # exchanges tried to get away from a set proposed before; spaces of a few sets run dry
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """The next candidate; `origin` is its word in `Trial.origin`: "random", "gp", "tpe", "late", "family" or "move"."""
+    """The next candidate; `origin` is stored as `Trial.origin`: "random" for a draw, else the strategy's own word."""
 
     layer_set: LayerSet
     origin: str
@@ -23,10 +28,10 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What one look at the model's own pass over a window says of its sub-layers.
+    """What one analysis of the model's own pass over a window says of its sub-layers.
 
     `turns`: per searchable sub-layer, 1 - cosine of the residual stream before and after it, averaged over the window.
-    `sets`: layer sets that dynamic programs found. `rows`: what it cost, in rows of the full model.
+    `sets`: layer sets that dynamic programs found. `rows`: its cost, in rows of the full model.
     """
 
     turns: tuple[float, ...]
@@ -34,26 +39,26 @@ class Study:
     rows: float
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, for a snapshot."""
+        """Return plain values, for a snapshot."""
         return {"turns": list(self.turns), "sets": ["".join(map(str, bits)) for bits in self.sets], "rows": self.rows}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Study:
-        """Inverse of `to_json`."""
+        """Invert `to_json`."""
         sets = tuple(tuple(map(int, bits)) for bits in values["sets"])
         return cls(tuple(values["turns"]), sets, values["rows"])
 
 
 @dataclass(frozen=True, slots=True)
-class Prices:
-    """What a draft pass costs in plain passes: `whole` with nothing left out, less `saved` of each searchable one."""
+class SubLayerPrices:
+    """What a draft pass costs in plain passes: `whole` with nothing skipped, less `saved` of each searchable one."""
 
     whole: float
     saved: tuple[float, ...]
 
     @classmethod
-    def of(cls, costs: CostProfile, base: LayerSet) -> Prices:
-        """The measured ones for drafts in the formats of `base`."""
+    def of(cls, costs: CostProfile, base: LayerSet) -> SubLayerPrices:
+        """Return the measured prices of drafts in the formats of `base`."""
         full = with_bits(base, [0] * len(base.bits()))
         bits = range(len(full.bits()))
         singles = (costs.draft_cost(with_bits(full, [int(i == at) for i in bits])) for at in bits)
@@ -61,51 +66,140 @@ class Prices:
         return cls(whole, tuple(max(0.0, whole - single) for single in singles))
 
 
-def with_bits(base: LayerSet, bits: Sequence[int]) -> LayerSet:
-    """`base` with other sub-layers left out, and all else as it is."""
-    chosen = LayerSet.from_bits(base.n_layers, bits)
-    return replace(base, skip_attn=chosen.skip_attn, skip_mlp=chosen.skip_mlp)
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a strategy is asked to search: the sub-layers of `base`, whose formats every proposal keeps.
+
+    Args: n_skipped: sub-layers that a candidate skips, where there are no `prices` to choose the number by.
+          interval: β, steps between two suggestions of a model of the scores. deterministic: wait for suggestions.
+          window: tokens that score a candidate. prices: let some strategies choose how many sub-layers are skipped.
+    """
+
+    base: LayerSet
+    n_skipped: int
+    seed: int
+    interval: int = 25
+    deterministic: bool = False
+    window: int = 32
+    prices: SubLayerPrices | None = None
 
 
-class Strategy(Protocol):
-    """Proposes layer sets; several may be asked for before the first of them is scored."""
+class Strategy(ABC):
+    """Proposes layer sets; several may be asked for before the first of them is scored.
 
+    A strategy is `propose` and `observe`; the other public methods are hooks with a default. The base class counts
+    steps, remembers which sets were seen and keeps the number of skipped sub-layers.
+
+    Raises: SettingsError: the model has fewer searchable sub-layers than are to be skipped.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.size = len(problem.base.bits())  # searchable sub-layers
+        self.step = 0
+        self.seen: set[Bits] = set()  # proposed or observed
+        self.set_n_skipped(problem.n_skipped)
+
+    @abstractmethod
     def propose(self) -> Proposal:
-        """The next candidate, not proposed before where that is avoidable.
+        """Return the next candidate, not proposed before where that is avoidable.
 
-        It leaves out exactly n_skipped searchable sub-layers, unless the strategy was given prices: then some choose
-        the number themselves.
+        It skips exactly `n_skipped` searchable sub-layers, unless the strategy was given prices: then some choose the
+        number themselves.
         """
 
-    def wants(self, prompt_id: str) -> StudyKind | None:
-        """What it would study on a window of that prompt, before its next proposal; None: nothing (any more)."""
-
-    def study(self, prompt_id: str, study: Study) -> None:
-        """Take in what it wanted."""
-
+    @abstractmethod
     def observe(self, trial: Trial) -> None:
-        """Learn from a scored candidate, anyone's; `trial.score` is what is maximised.
+        """Learn from a scored candidate, whoever proposed it; `trial.score` is maximised.
 
         Raises: LayerSetError: the trial is of a model with another number of layers.
         """
 
+    def wants(self, prompt_id: str) -> StudyKind | None:
+        """Return the study to make on a window of that prompt before the next proposal; None: none (any more)."""
+        return None
+
+    def study(self, prompt_id: str, study: Study) -> None:  # noqa: B027  a hook
+        """Take in a study that was wanted."""
+
     def rate(self, layer_sets: Sequence[LayerSet]) -> list[float] | None:
-        """What it expects each of them to score, after all that it has seen; None: it has no opinion."""
+        """Return the expected score of each set after all trials seen; None: a set's own scores are all there is."""
+        return None
 
     def set_n_skipped(self, n_skipped: int) -> None:
-        """The skip ratio changed: candidates have `n_skipped` sub-layers from now on.
+        """Make candidates skip `n_skipped` sub-layers from now on.
 
         Raises: SettingsError: the model has fewer searchable sub-layers.
         """
+        if not 0 <= n_skipped <= self.size:
+            n_layers = self.problem.base.n_layers
+            raise SettingsError(
+                f"cannot skip {n_skipped} sub-layers of a model with {n_layers} layers: use 0 to {self.size}"
+            )
+        self.n_skipped = n_skipped
 
     def state(self) -> dict[str, Any]:
-        """Its position as JSON values, without the trials; to be taken when every proposal has been scored."""
+        """Return the position as JSON values, without the trials; to be taken when every proposal has been scored."""
+        return {"step": self.step, "n_skipped": self.n_skipped}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state` of a strategy of the same settings; its trials were observed here in their order before.
+        """Go on from `state` of a strategy of the same problem; its trials were observed here in their order before.
 
         Raises: KeyError, TypeError, SettingsError: that is no such state.
         """
+        self.step = state["step"]
+        self.set_n_skipped(state["n_skipped"])
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  a hook
         """Free what the strategy holds; a closed one may still be asked and draws at random."""
+
+    def next_step(self) -> random.Random:
+        """Count a step and return its generator, of (seed, step): what one step draws changes no other."""
+        self.step += 1
+        return random.Random(f"{self.problem.seed}/{self.step}")
+
+    def proposed(self, bits: Bits, origin: str, rng: random.Random) -> Proposal:
+        """Return the nearest set to `bits` that a bounded walk of exchanges finds unseen; it is seen from now on."""
+        for _ in range(MAX_REDRAWS):
+            if bits not in self.seen:
+                break
+            bits = exchanged(bits, rng)  # keeps a uniform draw uniform, and a suggestion close to what was suggested
+        self.seen.add(bits)
+        return Proposal(with_bits(self.problem.base, bits), origin)
+
+    def observed(self, trial: Trial) -> Bits:
+        """Return the bits of a trial's set, which is seen from now on.
+
+        Raises: LayerSetError: the trial is of a model with another number of layers.
+        """
+        n_layers = self.problem.base.n_layers
+        if trial.layer_set.n_layers != n_layers:
+            raise LayerSetError(
+                f"a trial of a model with {trial.layer_set.n_layers} layers was given to a search over "
+                f"{n_layers} layers: use one strategy per model"
+            )
+        bits = trial.layer_set.bits()
+        self.seen.add(bits)
+        return bits
+
+
+def with_bits(base: LayerSet, bits: Sequence[int]) -> LayerSet:
+    """Return `base` with other sub-layers skipped, and its formats."""
+    chosen = LayerSet.from_bits(base.n_layers, bits)
+    return replace(base, skip_attn=chosen.skip_attn, skip_mlp=chosen.skip_mlp)
+
+
+def draw(size: int, n_skipped: int, rng: random.Random) -> Bits:
+    """Return a uniform choice of `n_skipped` among `size` sub-layers."""
+    chosen = set(rng.sample(range(size), n_skipped))
+    return tuple(int(i in chosen) for i in range(size))
+
+
+def exchanged(bits: Bits, rng: random.Random) -> Bits:
+    """Return the set with a random skipped and a random kept sub-layer exchanged; itself if it lacks either kind."""
+    skipped = [i for i, bit in enumerate(bits) if bit]
+    kept = [i for i, bit in enumerate(bits) if not bit]
+    if not skipped or not kept:
+        return bits
+    out, into = rng.choice(skipped), rng.choice(kept)
+    return tuple(int(i == into or (bit == 1 and i != out)) for i, bit in enumerate(bits))

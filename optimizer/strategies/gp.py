@@ -1,20 +1,22 @@
-"""A suggestion from a Gaussian process over the scores (bayesian-optimization 3.4); runs in the suggestion process."""
+"""Points to try next by a Gaussian process over the scores so far (bayesian-optimization 3.4).
+
+`suggest` proposes layer sets of one size and runs in the suggestion process; `next_point` serves Self-SD's search, too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from bayes_opt import BayesianOptimization
-from bayes_opt.acquisition import UpperConfidenceBound
-from numpy.typing import NDArray
+from bayes_opt.acquisition import AcquisitionFunction, UpperConfidenceBound
+from numpy.typing import ArrayLike, NDArray
 
-from .history import Point
-from .process import Bits
+from .base import Bits
 
 Array = NDArray[np.float64]
-Value = Callable[[Array], Array]
+Value = Callable[[Array], Array]  # (n, size) points to (n,) bounds
 
 # Measured with these limits on one core at 300 points: 0.4 s per suggestion in 56 dimensions (30 layers), 2.3 s in 156
 # (80 layers); fitting the process is most of it.
@@ -53,7 +55,7 @@ class LayerSetUcb(UpperConfidenceBound):
         fit_gp: bool = True,
         random_state: Any = None,
     ) -> Array:
-        """The layer set with the highest bound that is not registered yet, as a 0/1 vector."""
+        """Return the layer set with the highest bound that is not registered yet, as a 0/1 vector."""
         if fit_gp:
             self._fit_gp(gp, target_space)
         rng = np.random.default_rng(random_state.randint(2**32, dtype=np.uint32))
@@ -76,28 +78,45 @@ class LayerSetUcb(UpperConfidenceBound):
         return [target_space.params[max(fitting, key=lambda i: target_space.target[i])]] if len(fitting) else []
 
 
-def suggest(points: Sequence[Point], pending: Sequence[Bits], n_skipped: int, seed: int) -> Bits:
-    """The layer set of `n_skipped` sub-layers whose score may be highest, for what `points` say (at least one)."""
-    size = len(points[0][0])
-    optimizer = BayesianOptimization(
-        f=None,
-        pbounds={f"sub_layer_{i:04}": (0.0, 1.0) for i in range(size)},
-        acquisition_function=LayerSetUcb(n_skipped),
-        random_state=seed,
-        verbose=0,
-    )
-    optimizer.set_gp_params(alpha=NOISE, n_restarts_optimizer=N_RESTARTS)
+def suggest(points: Sequence[tuple[Bits, float]], pending: Sequence[Bits], n_skipped: int, seed: int) -> Bits:
+    """Return the layer set of `n_skipped` sub-layers with the highest bound on its score, given at least one point."""
     mean = sum(score for _, score in points) / len(points)
     scores = {bits: mean for bits in pending} | dict(points)  # sets still being scored must not be suggested again
-    for bits, score in scores.items():
+    ucb = LayerSetUcb(n_skipped)
+    suggestion = next_point(scores.items(), ucb, seed, alpha=NOISE, n_restarts_optimizer=N_RESTARTS)
+    return tuple(round(float(bit)) for bit in suggestion)
+
+
+def next_point(
+    points: Iterable[tuple[ArrayLike, float]], acquisition: AcquisitionFunction, seed: int, **process: Any
+) -> Array:
+    """Return the point of the unit cube that `acquisition` prefers, given some points and their values.
+
+    Args: process: settings of scikit-learn's Gaussian process.
+    """
+    known = [(np.asarray(point, dtype=float), value) for point, value in points]
+    names = [f"x{i:04}" for i in range(len(known[0][0]))]
+    optimizer = BayesianOptimization(
+        f=None,
+        pbounds=dict.fromkeys(names, (0.0, 1.0)),
+        acquisition_function=acquisition,
+        random_state=seed,
+        allow_duplicate_points=True,
+        verbose=0,
+    )
+    optimizer.set_gp_params(**process)
+    for point, value in known:
         # The space's own `register`: the optimizer's lists every earlier point each time for a log that is off.
-        optimizer.space.register(np.array(bits, dtype=float), score)
+        optimizer.space.register(point, value)
     suggestion = optimizer.suggest()
-    return tuple(round(float(suggestion[key])) for key in optimizer.space.keys)
+    return np.array([suggestion[name] for name in names])
 
 
 def climb(start: Array, value: Value, rng: np.random.Generator) -> tuple[Array, float]:
-    """Exchange one skipped sub-layer for a kept one, the best exchange each time, until none is better."""
+    """Exchange one skipped sub-layer for a kept one, the best exchange each time, until none is better.
+
+    Returns: the set and its bound.
+    """
     top, top_value = start, float(value(start[None])[0])
     for _ in range(MAX_CLIMB_STEPS):
         rows = exchanges(top, rng)
@@ -112,7 +131,7 @@ def climb(start: Array, value: Value, rng: np.random.Generator) -> tuple[Array, 
 
 
 def exchanges(row: Array, rng: np.random.Generator) -> Array:
-    """Layer sets one exchange away, shape (n, size): all of them, or a sample where there are too many."""
+    """Return the layer sets one exchange away, shape (n, size): all, or a sample where there are too many."""
     skipped, kept = np.flatnonzero(row == 1), np.flatnonzero(row == 0)
     pairs = np.array([(out, into) for out in skipped for into in kept], dtype=int).reshape(-1, 2)
     if len(pairs) > N_NEIGHBOURS:

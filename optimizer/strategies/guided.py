@@ -10,17 +10,15 @@ from typing import Any
 import numpy as np
 
 from ...core.types import LayerSet, Trial
-from .base import Prices, Proposal, Study, StudyKind, with_bits
-from .damage import SCORES, Array, Belief, Pace, Point, belief, features, matched, pace_of
-from .interval import MAX_REDRAWS, checked_bits, checked_size, draw, exchanged
-from .process import Bits
+from .base import Bits, Problem, Proposal, Strategy, Study, StudyKind, draw
+from .surrogate import SCORES, Array, Posterior, ScoredSet, SpeedCurve, damage_of, features, fitted_curve, posterior
 
 SWAPPED = 12  # of the sub-layers that may change places, the most promising of each side
-SPREAD = 0.5  # of the belief that a move's damages are drawn from
+SPREAD = 0.5  # of the posterior that a move's damages are drawn from
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SearchPlan:
     """How a strategy searches: what it studies, on how many prompts, and how it goes on from there.
 
     `family`: sets of each study that are tried before any move. `whole_layers`: attention and MLP of a layer go
@@ -34,150 +32,128 @@ class Plan:
     reach: int = 3
 
 
-class GuidedStrategy:
-    """Proposes what a linear model of damage holds best: first among a study's sets, then among moves.
+class GuidedStrategy(Strategy):
+    """Proposes the sets that a linear model of damage rates best: first among a study's sets, then among moves.
 
-    A move leaves out one sub-layer more or less, or exchanges two. Given prices it chooses how many are left out, by
-    the speed that damage and cost come to; without, it keeps to n_skipped and maximises the score alone.
+    A move skips one sub-layer more or fewer, or exchanges two. Given prices it chooses how many are skipped, by the
+    speed that damage and cost give; without, it keeps to n_skipped and maximises the score alone. Its origins are
+    "family" (a study's set), "move" and "random".
     """
 
-    def __init__(
-        self, base: LayerSet, n_skipped: int, seed: int, plan: Plan, window: int, prices: Prices | None
-    ) -> None:
-        self._base, self._seed, self._plan, self._window, self._prices = base, seed, plan, window, prices
-        self._size = len(base.bits())
-        half = self._size // 2
+    def __init__(self, problem: Problem, plan: SearchPlan) -> None:
+        super().__init__(problem)
+        self._plan, self._prices = plan, problem.prices
+        half = self.size // 2
         layers = [(i, half + i) for i in range(half)]
-        self._units = layers if plan.whole_layers else [*((i,) for i in range(self._size)), *layers]
-        self._step = 0
+        self._units = layers if plan.whole_layers else [*((i,) for i in range(self.size)), *layers]
         self._studies: dict[str, Study] = {}
-        self._seen: set[Bits] = set()
         self._trials: list[tuple[Bits, float, float, str]] = []  # bits, matchness, score, window
-        self._held: Bits | None = None  # the set in use
-        self._fitted: tuple[Belief, Pace] | None = None
-        self.set_n_skipped(n_skipped)
+        self._in_use: Bits | None = None
+        self._fitted: tuple[Posterior, SpeedCurve] | None = None
 
-    def set_n_skipped(self, n_skipped: int) -> None:
-        """See `Strategy`; it counts only without prices."""
-        self._n_skipped = checked_size(self._base, n_skipped)
+    def propose(self) -> Proposal:
+        rng = self.next_step()
+        bits, origin = next(self._ideas(rng), ((), ""))
+        if not origin:
+            n_skipped = self.n_skipped if self._prices is None else rng.randint(0, self.size)
+            bits, origin = draw(self.size, n_skipped, rng), "random"
+        return self.proposed(bits, origin, rng)
+
+    def observe(self, trial: Trial) -> None:
+        bits = self.observed(trial)
+        self._trials.append((bits, trial.matchness, trial.score, f"{trial.prompt_id}/{trial.position}"))
+        self._in_use = bits if trial.adopted else self._in_use
+        self._fitted = None
 
     def wants(self, prompt_id: str) -> StudyKind | None:
-        """See `Strategy`."""
-        again = self._size and prompt_id not in self._studies and len(self._studies) < self._plan.n_studies
+        """Ask for a study of each new prompt's window, as many as the plan says."""
+        again = self.size and prompt_id not in self._studies and len(self._studies) < self._plan.n_studies
         return self._plan.study if again else None
 
     def study(self, prompt_id: str, study: Study) -> None:
-        """See `Strategy`."""
+        """Take in a study: its sets to try, and how far each sub-layer turns the residual stream."""
         self._studies[prompt_id] = study
         self._fitted = None
 
-    def propose(self) -> Proposal:
-        """See `Strategy`."""
-        self._step += 1
-        rng = random.Random(f"{self._seed}/{self._step}")
-        bits, origin = next(self._ideas(rng), ((), ""))
-        if not origin:
-            size = self._n_skipped if self._prices is None else rng.randint(0, self._size)
-            bits, origin = draw(self._size, size, rng), "random"
-            for _ in range(MAX_REDRAWS):
-                if bits not in self._seen:
-                    break
-                bits = exchanged(bits, rng)
-        self._seen.add(bits)
-        return Proposal(with_bits(self._base, bits), origin)
-
-    def observe(self, trial: Trial) -> None:
-        """See `Strategy`."""
-        bits = checked_bits(self._base, trial)
-        self._seen.add(bits)
-        window = f"{trial.prompt_id}/{trial.position}"
-        self._trials.append((bits, trial.matchness, trial.score, window))
-        self._held = bits if trial.adopted else self._held
-        self._fitted = None
-
     def rate(self, layer_sets: Sequence[LayerSet]) -> list[float] | None:
-        """See `Strategy`; one window says little of a set, all windows together say much of its sub-layers."""
-        damage, pace = self._model()
+        """Rate sets by the model: one window says little of a set, all windows together much of its sub-layers."""
+        damage, curve = self._model()
         rows = np.array([layer_set.bits() for layer_set in layer_sets], dtype=float)
-        return [float(worth) for worth in self._worth(rows, damage.mean, pace)]
+        return [float(worth) for worth in self._worth(rows, damage.mean, curve)]
 
     def state(self) -> dict[str, Any]:
-        """See `Strategy`."""
+        """Return the position and the studies."""
         studies = {prompt_id: study.to_json() for prompt_id, study in self._studies.items()}
-        return {"step": self._step, "n_skipped": self._n_skipped, "studies": studies}
+        return {**super().state(), "studies": studies}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `Strategy`."""
-        self._step = state["step"]
-        self.set_n_skipped(state["n_skipped"])
+        """Go on from a state."""
+        super().restore(state)
         self._studies = {prompt_id: Study.from_json(values) for prompt_id, values in state["studies"].items()}
         self._fitted = None
 
-    def close(self) -> None:
-        """See `Strategy`; it holds nothing."""
-
     def _ideas(self, rng: random.Random) -> Iterator[tuple[Bits, str]]:
-        """Sets not seen yet, the most promising first."""
-        if not self._size:
+        """Yield sets not seen yet with their origins, the most promising first."""
+        if not self.size:
             return
-        damage, pace = self._model()
+        damage, curve = self._model()
         family = [bits for bits in self._family(damage.mean) if self._fits(bits)]
-        if sum(bits in self._seen for bits in family) < self._plan.family * max(1, len(self._studies)):
-            yield from ((bits, "family") for bits in self._unseen(family, damage.mean, pace))
+        if sum(bits in self.seen for bits in family) < self._plan.family * max(1, len(self._studies)):
+            yield from ((bits, "family") for bits in self._unseen(family, damage.mean, curve))
         drawn = damage.draw(rng.getrandbits(32), SPREAD)
-        yield from ((bits, "move") for bits in self._climbed(drawn, damage.mean, pace))
+        yield from ((bits, "move") for bits in self._climbed(drawn, damage.mean, curve))
 
     def _fits(self, bits: Bits) -> bool:
-        return self._prices is not None or sum(bits) == self._n_skipped
+        return self._prices is not None or sum(bits) == self.n_skipped
 
     def _family(self, damage: Array) -> list[Bits]:
-        """The sets of all studies; where those have none, the cheapest damage first, in every size."""
+        """Return the sets of all studies; where those have none, the cheapest damage first, in every size."""
         found = dict.fromkeys(bits for study in self._studies.values() for bits in study.sets)
         if found:
             return list(found)
-        nested = [np.zeros(self._size, dtype=int)]
+        nested = [np.zeros(self.size, dtype=int)]
         for unit in sorted(self._units, key=lambda unit: self._price(unit, damage)):
             nested.append(nested[-1].copy())
             nested[-1][[*unit]] = 1
         return list(dict.fromkeys(tuple(map(int, row)) for row in nested[1:]))
 
     def _price(self, unit: Sequence[int], damage: Array) -> float:
-        """Damage for what leaving the unit out saves."""
-        harm = damage[[*unit]].sum() + (damage[self._size + unit[0]] if len(unit) > 1 else 0.0)
+        """Return the damage per saved cost of skipping the unit."""
+        harm = damage[[*unit]].sum() + (damage[self.size + unit[0]] if len(unit) > 1 else 0.0)
         saved = float(len(unit)) if self._prices is None else sum(self._prices.saved[i] for i in unit)
         return float((harm + 1e-9) / (saved + 1e-9))
 
-    def _unseen(self, sets: Sequence[Bits], damage: Array, pace: Pace) -> list[Bits]:
-        worth = self._worth(np.array(sets, dtype=float).reshape(-1, self._size), damage, pace)
-        return [sets[i] for i in np.argsort(-worth, kind="stable") if sets[i] not in self._seen]
+    def _unseen(self, sets: Sequence[Bits], damage: Array, curve: SpeedCurve) -> list[Bits]:
+        worth = self._worth(np.array(sets, dtype=float).reshape(-1, self.size), damage, curve)
+        return [sets[i] for i in np.argsort(-worth, kind="stable") if sets[i] not in self.seen]
 
-    def _climbed(self, drawn: Array, mean: Array, pace: Pace) -> list[Bits]:
-        """Sets on the way up from the best known one, best first, as the drawn damages have it."""
-        top = self._start(mean, pace)
+    def _climbed(self, drawn: Array, mean: Array, curve: SpeedCurve) -> list[Bits]:
+        """Return the unseen sets met climbing from the best known one, best first, by the drawn damages."""
+        top = self._start(mean, curve)
         if top is None:
             return []
-        value = float(self._worth(np.array([top], dtype=float), drawn, pace)[0])
+        value = float(self._worth(np.array([top], dtype=float), drawn, curve)[0])
         looked: dict[Bits, float] = {}
         for _ in range(self._plan.reach):
             near = self._neighbours(top, drawn)
             if not near:
                 break
-            worth = self._worth(np.array(near, dtype=float), drawn, pace)
-            looked |= {bits: float(own) for bits, own in zip(near, worth, strict=True) if bits not in self._seen}
+            worth = self._worth(np.array(near, dtype=float), drawn, curve)
+            looked |= {bits: float(own) for bits, own in zip(near, worth, strict=True) if bits not in self.seen}
             best = int(worth.argmax())
             if not worth[best] > value:
                 break
             top, value = near[best], float(worth[best])
         return sorted(looked, key=lambda bits: -looked[bits])
 
-    def _start(self, damage: Array, pace: Pace) -> Bits | None:
-        """The set in use and the one that the model holds best of those scored, by turns."""
-        if self._held is not None and self._fits(self._held) and self._step % 2:
-            return self._held
+    def _start(self, damage: Array, curve: SpeedCurve) -> Bits | None:
+        """Return by turns the set in use and the one that the model rates best of those scored."""
+        if self._in_use is not None and self._fits(self._in_use) and self.step % 2:
+            return self._in_use
         scored = [bits for bits in dict.fromkeys(bits for bits, *_ in self._trials) if self._fits(bits)]
         if not scored:
             return None
-        return scored[int(self._worth(np.array(scored, dtype=float), damage, pace).argmax())]
+        return scored[int(self._worth(np.array(scored, dtype=float), damage, curve).argmax())]
 
     def _neighbours(self, bits: Bits, damage: Array) -> list[Bits]:
         out = [unit for unit in self._units if all(bits[i] for i in unit)]
@@ -192,35 +168,31 @@ class GuidedStrategy:
         flipped = [{i for unit in move for i in unit} for move in moves]
         return [tuple(1 - bit if i in own else bit for i, bit in enumerate(bits)) for own in flipped]
 
-    def _worth(self, rows: Array, damage: Array, pace: Pace) -> Array:
-        """What is maximised: speed, or without prices the damage left undone; (n,) for sets (n, size)."""
+    def _worth(self, rows: Array, damage: Array, curve: SpeedCurve) -> Array:
+        """Return what is maximised: speed, or without prices minus the damage; (n,) for sets (n, size)."""
         harm = features(rows) @ damage
         if self._prices is None:
             return -harm
         costs = self._prices.whole - rows @ np.array(self._prices.saved)
-        return np.asarray(pace.speed(np.exp(-np.maximum(harm, 0.0)), costs))
+        return np.asarray(curve.speed(np.exp(-np.maximum(harm, 0.0)), costs))
 
-    def _model(self) -> tuple[Belief, Pace]:
-        """What the studies and the trials say; fitted anew when there is more of either."""
+    def _model(self) -> tuple[Posterior, SpeedCurve]:
+        """Return the model of all studies and trials, fitted anew when there is more of either."""
         if self._fitted is None:
             self._fitted = self._fit()
         return self._fitted
 
-    def _fit(self) -> tuple[Belief, Pace]:
-        turns = np.ones(self._size)
+    def _fit(self) -> tuple[Posterior, SpeedCurve]:
+        turns = np.ones(self.size)
         if self._studies:
             turns = np.mean([study.turns for study in self._studies.values()], axis=0)
             turns = turns / max(1e-12, float(turns.mean()))
+        scores = [score for _, _, score, _ in self._trials]
         if self._prices is None:
-            scores = np.array([score for _, _, score, _ in self._trials])
-            spread = max(1e-6, float(scores.std())) if len(scores) else 1.0
-            points = [
-                Point(bits, (float(scores.mean()) - score) / spread, 0.3, window)
-                for bits, _, score, window in self._trials
-            ]
-            return belief(turns, points, SCORES), Pace()
-        tried = [Point(bits, *matched(m, self._window), window) for bits, m, _, window in self._trials]
+            mean, spread = (float(np.mean(scores)), max(1e-6, float(np.std(scores)))) if scores else (0.0, 1.0)
+            points = [ScoredSet(bits, (mean - score) / spread, 0.3, window) for bits, _, score, window in self._trials]
+            return posterior(turns, points, SCORES), SpeedCurve()
+        tried = [ScoredSet(bits, *damage_of(m, self.problem.window), window) for bits, m, _, window in self._trials]
         saved = np.array(self._prices.saved)
         costs = [self._prices.whole - float(np.dot(bits, saved)) for bits, *_ in self._trials]
-        pace = pace_of([m for _, m, *_ in self._trials], costs, [score for _, _, score, _ in self._trials])
-        return belief(turns, tried), pace
+        return posterior(turns, tried), fitted_curve([m for _, m, *_ in self._trials], costs, scores)

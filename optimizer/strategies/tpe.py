@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 
-from .history import Point
-from .process import Bits
+from .base import Bits
 
 # Measured on one core: 0.2 s per suggestion at 300 points and 0.6 s at 1000 in 56 dimensions (30 layers), 1.5 s at 1000
 # in 156 (80 layers). Optuna's default, sub-layers jointly, found better sets than `multivariate=False` at equal cost
@@ -17,8 +16,8 @@ from .process import Bits
 MAX_POINTS = 1000
 
 
-def suggest(points: Sequence[Point], pending: Sequence[Bits], n_skipped: int, seed: int) -> Bits:
-    """A layer set of `n_skipped` sub-layers drawn from where good scores are dense; needs at least one point.
+def suggest(points: Sequence[tuple[Bits, float]], pending: Sequence[Bits], n_skipped: int, seed: int) -> Bits:
+    """Return a layer set of `n_skipped` sub-layers drawn from where good scores are dense; needs at least one point.
 
     `pending` sets are not told: the estimator draws, so two suggestions differ anyway.
     """
@@ -35,7 +34,7 @@ def suggest(points: Sequence[Point], pending: Sequence[Bits], n_skipped: int, se
 
 
 def repaired(bits: Sequence[int], n_skipped: int, rng: random.Random) -> Bits:
-    """The set with as few flips as bring it to `n_skipped` sub-layers, at random among those that can be flipped."""
+    """Return the set with as few flips, at random, as bring it to `n_skipped` sub-layers."""
     surplus = sum(bits) - n_skipped
     flippable = [i for i, bit in enumerate(bits) if bit == int(surplus > 0)]
     flipped = set(rng.sample(flippable, abs(surplus)))

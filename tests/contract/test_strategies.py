@@ -14,19 +14,19 @@ import pytest
 
 from swiftopt.core.errors import LayerSetError, SettingsError
 from swiftopt.core.types import LayerSet, Trial, searchable
-from swiftopt.optimizer.strategies import STRATEGIES, Prices, Proposal, Strategy, Study
+from swiftopt.optimizer.strategies import STRATEGIES, Proposal, Strategy, Study, SubLayerPrices
 from swiftopt.optimizer.strategies import make_strategy as make
 
 N_LAYERS, N_SKIPPED, N_SKIPPED_LATER = 12, 8, 6
 N_STEPS, INTERVAL = 8, 3
 SIZE = len(searchable(N_LAYERS))
 LEARNING = sorted(set(STRATEGIES) - {"random", "clasp"})  # clasp moves whole layers, and single ones bring this worth
-ASKING = sorted(name for name, recipe in STRATEGIES.items() if recipe.engine)
+ASKING = sorted(name for name in STRATEGIES if getattr(make(name, LayerSet(12), 8, 0), "engine", None))
 CHOOSING = sorted(name for name, recipe in STRATEGIES.items() if recipe.chooses_size)
 WORTH = [random.Random(f"worth/{i}").random() for i in range(SIZE)]
 HARM = [0.02 + 0.3 * random.Random(f"harm/{i}").random() ** 2 for i in range(SIZE)]  # of leaving a sub-layer out
 # Attention is cheap and MLPs are dear; nothing left out, a draft pass is nine tenths of a plain one.
-PRICES = Prices(0.9, tuple(0.01 if i < SIZE // 2 else 0.06 for i in range(SIZE)))
+PRICES = SubLayerPrices(0.9, tuple(0.01 if i < SIZE // 2 else 0.06 for i in range(SIZE)))
 
 
 def worth(layer_set: LayerSet) -> float:
@@ -242,7 +242,7 @@ def test_strategy_wants_a_study_once_per_prompt_and_not_for_ever(name: str) -> N
 
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("prices", [None, PRICES])
-def test_proposals_keep_what_else_the_start_says(name: str, prices: Prices | None) -> None:
+def test_proposals_keep_what_else_the_start_says(name: str, prices: SubLayerPrices | None) -> None:
     base = LayerSet(N_LAYERS, formats=(("mlp", "int8"),))
     with closing(make(name, base, N_SKIPPED, 0, interval=2, deterministic=True, prices=prices)) as strategy:
         shown(strategy)

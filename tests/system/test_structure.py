@@ -18,10 +18,10 @@ from swiftopt.decoding.context import Context
 from swiftopt.decoding.rule import TokenRule
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
-from swiftopt.optimizer.structure import (
+from swiftopt.optimizer.proposer import (
     BUCKETS,
     Item,
-    Look,
+    StudyPass,
     clasp_items,
     follow,
     knapsack_items,
@@ -77,15 +77,15 @@ def test_states_are_brought_to_each_layers_device(monkeypatch: pytest.MonkeyPatc
     runtime = tiny_runtime("llama")
     context = context_of(runtime)
 
-    def delta(look: Look, sub: SubLayer, hidden: Tensor, entered: Tensor, positions: Any) -> Tensor:
+    def delta(look: StudyPass, sub: SubLayer, hidden: Tensor, entered: Tensor, positions: Any) -> Tensor:
         device = look.runtime.blocks[sub[1]].device
         assert hidden.device == device == entered.device
         return torch.zeros(hidden.shape, dtype=hidden.dtype, device=device)
 
-    monkeypatch.setattr(Look, "delta", delta)
+    monkeypatch.setattr(StudyPass, "delta", delta)
     for block in runtime.blocks[2:]:
         monkeypatch.setattr(block, "device", torch.device("meta"))
-    states = Look(context, WINDOW).own_states()
+    states = StudyPass(context, WINDOW).own_states()
     assert [state.device.type for state in states] == ["cpu"] * 5 + ["meta"] * 4
 
 
@@ -93,7 +93,7 @@ def test_states_are_brought_to_each_layers_device(monkeypatch: pytest.MonkeyPatc
 def test_own_states_are_those_of_the_models_own_pass(family: str) -> None:
     context = context_of(tiny_runtime(family))
     with torch.inference_mode():
-        states = Look(context, WINDOW).own_states()
+        states = StudyPass(context, WINDOW).own_states()
     assert len(states) == 2 * context.runtime.n_layers + 1
     logits = context.runtime.logits(states[-1])
     assert torch.allclose(logits, own_logits(context, WINDOW), atol=1e-9)
@@ -104,7 +104,7 @@ def test_every_path_of_a_program_is_the_draft_of_its_set(family: str) -> None:
     """On one token, where a draft's keys and values are the target's but for its own position; each subset has a weight
     of its own, so that none is lost."""
     context = context_of(tiny_runtime(family))
-    look = Look(context, 1)
+    look = StudyPass(context, 1)
     weights = {("attn", 1): 1, ("mlp", 1): 2, ("attn", 2): 4, ("mlp", 2): 8}
     items = [Item((sub,), weights.get(sub, 0)) for sub in SUB_LAYERS if sub[1] < 4]
     with torch.inference_mode():
@@ -132,7 +132,7 @@ def pairs(context: Context) -> list[tuple[Tensor, Tensor]]:
     return list(zip(context.buffer.keys, context.buffer.values, strict=True))
 
 
-def nearness(look: Look, states: list[Tensor], skipped: frozenset[SubLayer]) -> float:
+def nearness(look: StudyPass, states: list[Tensor], skipped: frozenset[SubLayer]) -> float:
     """Mean cosine to the full model's last state of the path that leaves out exactly those."""
     hidden = entered = states[0]
     for sub in SUB_LAYERS:
@@ -147,7 +147,7 @@ def test_program_is_exact_where_nothing_is_left_to_chance_and_never_better_than_
     context = context_of(deep_runtime())
     free: list[SubLayer] = [("attn", 2), ("mlp", 3), ("attn", 5), ("mlp", 6)]
     items = [Item((sub,), int(sub in free)) for sub in SUB_LAYERS]
-    look = Look(context, WINDOW)
+    look = StudyPass(context, WINDOW)
     with torch.inference_mode():
         states = look.own_states()
         paths = follow(look, states, items, 4, range(WINDOW))

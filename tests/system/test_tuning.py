@@ -32,10 +32,9 @@ from swiftopt.decoding.method import PLAIN
 from swiftopt.decoding.rule import TokenRule
 from swiftopt.models.rows import Pass
 from swiftopt.models.runtime import Runtime
-from swiftopt.optimizer.batches import candidates_per_pass
-from swiftopt.optimizer.incumbent import Incumbent, trimmed
+from swiftopt.optimizer.challengers import Incumbent, Standing, trimmed
+from swiftopt.optimizer.evaluation import candidates_per_pass
 from swiftopt.optimizer.search import Search
-from swiftopt.optimizer.standing import Standing
 from swiftopt.optimizer.tuning import Tuner
 
 SMALL: dict[str, Any] = dict(context_window=8, strategy="random", stop_threshold=0.05, max_draft_length=4)

@@ -23,8 +23,7 @@ from swiftopt.decoding.rule import TokenRule
 from swiftopt.decoding.session import Session
 from swiftopt.models.costs import device_name
 from swiftopt.models.runtime import Runtime
-from swiftopt.optimizer.evaluation import WindowScore
-from swiftopt.optimizer.objective import adaptive_speedup
+from swiftopt.optimizer.evaluation import WindowScore, adaptive_speedup
 from swiftopt.optimizer.tuning import Tuner
 from swiftopt.store import Store
 from swiftopt.tasks.comparison_entry import enter

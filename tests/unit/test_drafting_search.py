@@ -10,7 +10,7 @@ import pytest
 from swiftopt.core.costs import CostProfile
 from swiftopt.core.settings import PAPER_BRANCHING, SwiftSettings
 from swiftopt.core.types import LayerSet
-from swiftopt.optimizer.drafting_search import branching_of, expected, search_drafting
+from swiftopt.optimizer.drafting import branching_of, expected, search_drafting
 from swiftopt.optimizer.evaluation import WindowScore
 
 SET = LayerSet.uniform(8, 6)

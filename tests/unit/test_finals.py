@@ -7,9 +7,7 @@ import json
 import pytest
 
 from swiftopt.core.types import LayerSet, Trial
-from swiftopt.optimizer.finals import FINAL_WINDOWS, FINALISTS, Finals, Place
-from swiftopt.optimizer.incumbent import Incumbent
-from swiftopt.optimizer.standing import Standing
+from swiftopt.optimizer.challengers import FINAL_WINDOWS, FINALISTS, Finals, Incumbent, Place, Standing
 
 WINDOW = 8
 SETS = [LayerSet(12, frozenset({i})) for i in range(1, 11)]

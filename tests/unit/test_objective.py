@@ -13,8 +13,7 @@ from swiftopt.core.costs import CostProfile, FormatCosts
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import Completion, LayerSet
 from swiftopt.optimizer.drafting import expected_of
-from swiftopt.optimizer.evaluation import WindowScore
-from swiftopt.optimizer.objective import objective, replay
+from swiftopt.optimizer.evaluation import WindowScore, objective, replay
 
 CHAIN = SwiftSettings(dynamic_verification=False)
 

@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 
 from swiftopt.core.types import LayerSet, Trial
-from swiftopt.optimizer.strategies.history import History
-from swiftopt.optimizer.strategies.interval import IntervalStrategy, draw, exchanged
+from swiftopt.optimizer.strategies.base import Problem, draw, exchanged
+from swiftopt.optimizer.strategies.interval import IntervalStrategy
 from swiftopt.optimizer.strategies.process import MAX_FAILURES, MODULE, SuggestionProcess
+from swiftopt.optimizer.strategies.suggest import points_of
 from swiftopt.optimizer.strategies.tpe import repaired
 
 SIZE, N_SKIPPED = 12, 5
@@ -54,7 +55,7 @@ def play(strategy: IntervalStrategy, step: int) -> str:
 
 def test_propose_is_late_and_quick_when_the_suggestion_is_not_there() -> None:
     """The process needs more than a second to load its library; 20 steps of at most 50 ms do not wait for it."""
-    with closing(IntervalStrategy(LayerSet(30), 25, 0, engine="gp", interval=1)) as strategy:
+    with closing(IntervalStrategy(Problem(LayerSet(30), 25, 0), engine="gp", interval=1)) as strategy:
         assert [play(strategy, step) for step in (1, 2)] == ["random", "random"]
         seconds, origins = [], []
         for step in range(3, 23):
@@ -66,7 +67,7 @@ def test_propose_is_late_and_quick_when_the_suggestion_is_not_there() -> None:
 
 
 def test_propose_uses_a_late_suggestion_at_the_next_due_step() -> None:
-    with closing(IntervalStrategy(LayerSet(8), 4, 0, engine="tpe", interval=2)) as strategy:
+    with closing(IntervalStrategy(Problem(LayerSet(8), 4, 0), engine="tpe", interval=2)) as strategy:
         origins = [play(strategy, step) for step in range(1, 5)]
         give_up = time.monotonic() + WAIT_S
         while origins[-1] != "tpe" and time.monotonic() < give_up:
@@ -80,8 +81,8 @@ def test_propose_uses_a_late_suggestion_at_the_next_due_step() -> None:
 
 def test_propose_leaves_other_steps_alone_when_one_is_suggested() -> None:
     with (
-        closing(IntervalStrategy(LayerSet(12), 8, 7, engine="tpe", interval=3, deterministic=True)) as learning,
-        closing(IntervalStrategy(LayerSet(12), 8, 7)) as drawing,
+        closing(IntervalStrategy(Problem(LayerSet(12), 8, 7, deterministic=True), "tpe", interval=3)) as learning,
+        closing(IntervalStrategy(Problem(LayerSet(12), 8, 7))) as drawing,
     ):
         pairs = []
         for step in range(1, 10):
@@ -197,7 +198,7 @@ def test_process_reports_why_it_failed(caplog: pytest.LogCaptureFixture, process
 
 
 def test_strategy_draws_when_its_process_has_given_up() -> None:
-    late = IntervalStrategy(LayerSet(8), 4, 0, engine="gp", interval=1, deterministic=True, deadline_s=0.01)
+    late = IntervalStrategy(Problem(LayerSet(8), 4, 0, deterministic=True), "gp", interval=1, deadline_s=0.01)
     with closing(late) as strategy:
         origins = [play(strategy, step) for step in range(1, 9)]
     assert origins == ["random"] * 2 + ["late"] * MAX_FAILURES + ["random"] * 3
@@ -214,10 +215,10 @@ def test_process_leaves_out_a_score_that_is_not_finite() -> None:
 @pytest.mark.parametrize(("engine", "library"), [("gp", "bayes_opt"), ("tpe", "optuna")])
 def test_suggestion_process_imports_its_library_and_never_torch(engine: str, library: str) -> None:
     """The interpreter lists every import it makes on standard error; the answer shows that the engine ran."""
-    new = [["110000", 0.5], ["011000", 0.7], ["000110", 0.2]]
-    request = {"step": 4, "n_skipped": 2, "new": new, "pending": ["001100"]}
+    scores = [["110000", 0.5], ["011000", 0.7], ["000110", 0.2]]
+    request = {"engine": engine, "seed": 4, "n_skipped": 2, "scores": scores, "pending": ["001100"]}
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", MODULE, engine, "0"],
+        [sys.executable, "-X", "importtime", "-m", MODULE],
         input=json.dumps(request) + "\n",
         capture_output=True,
         text=True,
@@ -254,13 +255,10 @@ def test_suggestion_process_needs_no_main_guard_in_the_callers_script() -> None:
     assert (done.stdout, done.stderr) == ("tpe\n", "")
 
 
-def test_history_keeps_the_best_and_the_latest_sets_once_each() -> None:
-    history = History()
+def test_an_engine_is_told_of_the_best_and_the_latest_sets_once_each() -> None:
     sets = [tuple(map(int, f"{i:06b}")) for i in range(60)]
-    for i, bits in enumerate(sets):
-        history.add(bits, 100.0 if i in (3, 8) else float(i % 7))
-    history.add(sets[3], 50.0)  # scored again: its mean, and now the latest
-    points = history.points(limit=9)
+    scores = [(bits, 100.0 if i in (3, 8) else float(i % 7)) for i, bits in enumerate(sets)]
+    points = points_of([*scores, (sets[3], 50.0)], limit=9)  # scored again: its mean, and now the latest
     assert [bits for bits, _ in points[-6:]] == [*sets[55:], sets[3]]
     assert points[-1] == (sets[3], 75.0)
     assert points[0] == (sets[8], 100.0)

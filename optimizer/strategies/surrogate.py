@@ -1,4 +1,7 @@
-"""What leaving sub-layers out does to a draft, learnt from trials: damage that adds up, and what matchness is worth."""
+"""A linear-Gaussian surrogate of a draft's quality, fitted to trials, and of the speed that a quality gives.
+
+The damage of a layer set is −log matchness: each skipped sub-layer adds its own.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .process import Bits
+from .base import Bits
 
 Array = NDArray[np.float64]
 
@@ -26,8 +29,8 @@ POWERS = (0.25, 0.5, 1.0, 1.5)
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """A scored set: its damage (−log matchness, or how far a score lies below), the variance of that, its window."""
+class ScoredSet:
+    """A trial's set: its damage (−log matchness, or how far the score is below the mean), that variance, its window."""
 
     bits: Bits
     damage: float
@@ -36,36 +39,36 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Belief:
-    """A normal distribution over the damage of each of `features`, cut off at `floor`."""
+class Posterior:
+    """A normal distribution over the damage of each of `features`, truncated at `floor`."""
 
     mean: Array
     covariance: Array
     floor: Array
 
     def draw(self, seed: int, spread: float) -> Array:
-        """Damages drawn from it, `spread` times as far from the mean; none below the floor."""
+        """Draw damages, `spread` times as far from the mean; none below the floor."""
         size = len(self.mean)
         normal = np.random.default_rng(seed).standard_normal(size)
         root = np.linalg.cholesky(self.covariance + 1e-9 * np.eye(size))
         return np.maximum(self.mean + spread * (root @ normal), self.floor)
 
 
-def matched(matchness: float, n_tokens: int, weight: float = 1.0) -> tuple[float, float]:
-    """(damage, its variance) of a matchness over so many tokens."""
+def damage_of(matchness: float, n_tokens: int) -> tuple[float, float]:
+    """Return the damage that a matchness over so many tokens means, and its variance."""
     share = min(1.0, max(FLOOR, matchness))
     damage = -log(share)
-    return damage, (0.01 + (1.0 - share + 0.02) / (share * n_tokens) + (MISFIT * damage) ** 2) / weight
+    return damage, 0.01 + (1.0 - share + 0.02) / (share * n_tokens) + (MISFIT * damage) ** 2
 
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """What is believed of a sub-layer's damage before any trial: its mean, and how far all of them may be off together,
-    and each alone. It goes with how far the sub-layer turns the residual stream.
+    """The distribution of a sub-layer's damage before any trial: its mean, and the standard deviations of what all
+    sub-layers share (`together`) and of each `alone`, in units of how far it turns the residual stream.
 
-    `whole`: how much of both damages is spared where a layer's attention and MLP are left out together. `offset`: the
-    standard deviation of what all sets have in common. `hardness`: that of a window, a factor of all damage there.
-    `floor`: the least damage of a sub-layer.
+    `whole`: share of both damages that is spared where a layer's attention and MLP are skipped together. `offset`: the
+    standard deviation of what all sets have in common; `hardness`: of a window, a factor of all damage there. `floor`:
+    the least damage of a sub-layer.
     """
 
     mean: float
@@ -83,13 +86,13 @@ SCORES = Prior(0.3, 0.3, 0.6, whole=0.0, offset=3.0, hardness=0.0, floor=float("
 
 
 def features(rows: Array) -> Array:
-    """Sets (n, size) with what the damage of a set adds up from: sub-layers left out, then whole layers."""
+    """Return the terms of each set's damage, (n, size + size / 2): skipped sub-layers, then skipped whole layers."""
     half = rows.shape[1] // 2
     return np.hstack((rows, rows[:, :half] * rows[:, half:]))
 
 
-def belief(turns: Array, points: Sequence[Point], prior: Prior = MATCHNESS) -> Belief:
-    """What `points` say of each sub-layer's damage, and of whole layers'; `turns` (size,) of mean 1."""
+def posterior(turns: Array, points: Sequence[ScoredSet], prior: Prior = MATCHNESS) -> Posterior:
+    """Fit the damage of each of `features` to `points`; `turns`: (size,), of mean 1."""
     points = points[-MAX_POINTS:]
     half = len(turns) // 2
     both = turns[:half] + turns[half:]
@@ -99,7 +102,7 @@ def belief(turns: Array, points: Sequence[Point], prior: Prior = MATCHNESS) -> B
     floor = np.hstack((np.full(len(turns), prior.floor), np.full(half, -np.inf)))
     covariance = np.outer(together, together) + np.diag(alone**2)
     if not points:
-        return Belief(mean, covariance, floor)
+        return Posterior(mean, covariance, floor)
     rows = features(np.array([point.bits for point in points], dtype=float).reshape(-1, len(turns)))
     windows = np.array([point.window for point in points])
     reach = covariance @ rows.T  # (features, points)
@@ -109,12 +112,12 @@ def belief(turns: Array, points: Sequence[Point], prior: Prior = MATCHNESS) -> B
     noise = shared + np.diag([point.variance for point in points])
     gain = np.linalg.solve(rows @ reach + noise, reach.T).T
     rest = damage - rows @ mean
-    return Belief(np.maximum(mean + gain @ rest, floor), covariance - gain @ reach.T, floor)
+    return Posterior(np.maximum(mean + gain @ rest, floor), covariance - gain @ reach.T, floor)
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
-    """Speed of a draft of matchness m and cost c against plain decoding: (1 + steps · m^power) / (steps · c + check).
+class SpeedCurve:
+    """Speedup of a draft of matchness m and cost c: (1 + steps · m^power) / (steps · c + check).
 
     A round is `steps` draft steps and one verification, which costs `check` plain passes. The defaults are between what
     SmolLM2-135M (1.5, 1.2, 0.5) and larger models on code come to.
@@ -125,22 +128,22 @@ class Pace:
     power: float = 0.5
 
     def speed(self, matchness: Any, cost: Any) -> Any:
-        """Of one draft, or of many in arrays."""
+        """Return the speed of one draft, or of many in arrays."""
         return (1.0 + self.steps * matchness**self.power) / (self.steps * cost + self.check)
 
 
-# Drafts from mild to wild, (matchness, cost), that speak for the defaults as so many trials would.
-SUPPOSED = tuple((m, c) for m in (0.4, 0.6, 0.8, 0.95) for c in (0.6, 0.9))
+# Pseudo-trials (matchness, cost) that hold the curve at its defaults.
+PSEUDO = tuple((m, c) for m in (0.4, 0.6, 0.8, 0.95) for c in (0.6, 0.9))
 
 
-def pace_of(matchness: Sequence[float], costs: Sequence[float], scores: Sequence[float]) -> Pace:
-    """The one of a grid that explains the scores of trials best, in their logarithms; a few trials move it little."""
-    m = np.maximum([*matchness, *(m for m, _ in SUPPOSED)], FLOOR)
-    c = np.array([*costs, *(c for _, c in SUPPOSED)])
-    usual = [Pace().speed(*each) for each in SUPPOSED]
+def fitted_curve(matchness: Sequence[float], costs: Sequence[float], scores: Sequence[float]) -> SpeedCurve:
+    """Return the curve of a grid that fits the logarithms of trials' scores best; a few trials move it little."""
+    m = np.maximum([*matchness, *(m for m, _ in PSEUDO)], FLOOR)
+    c = np.array([*costs, *(c for _, c in PSEUDO)])
+    usual = [SpeedCurve().speed(*each) for each in PSEUDO]
     wanted = np.log(np.maximum([*scores, *usual], 1e-3))
 
-    def error(pace: Pace) -> float:
-        return float(np.square(np.log(pace.speed(m, c)) - wanted).sum())
+    def error(curve: SpeedCurve) -> float:
+        return float(np.square(np.log(curve.speed(m, c)) - wanted).sum())
 
-    return min((Pace(*values) for values in product(ROUNDS, CHECKS, POWERS)), key=error)
+    return min((SpeedCurve(*values) for values in product(ROUNDS, CHECKS, POWERS)), key=error)

@@ -1,0 +1,267 @@
+"""The layer set in use and its challengers, which replace it by winning on the same windows, several times."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..core.completions import layer_set_from_json, layer_set_to_json
+from ..core.types import LayerSet, Trial, n_skipped_for
+from ..decoding.loop import Round
+
+FINALISTS = 4  # challengers that are kept
+FINAL_WINDOWS = 2  # windows, besides the one that brought it here, over which a challenger must win
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a window lies: its prompt, and its first token's position in the text."""
+
+    prompt_id: str
+    position: int
+
+    def to_json(self) -> list[Any]:
+        """Return its two values; `Place(*values)` inverts it."""
+        return [self.prompt_id, self.position]
+
+    def is_new_after(self, earlier: Place, window: int) -> bool:
+        """Tell whether at least half of the window's tokens are others than those of the earlier one."""
+        if self.prompt_id != earlier.prompt_id or self.position < earlier.position:
+            return True
+        return 2 * (self.position - earlier.position) >= window
+
+
+@dataclass(slots=True)
+class Incumbent:
+    """The set in use with the mean of its scores over all windows it was scored on, and its latest rounds.
+
+    `rounds` are pairs of draft steps and those accepted.
+    """
+
+    layer_set: LayerSet
+    n: int = 0
+    score: float = 0.0
+    matchness: float = 0.0
+    rounds: list[tuple[int, int]] = field(default_factory=list)
+
+    def add(self, score: float, matchness: float) -> None:
+        """Count in the scores of one more window."""
+        self.n += 1
+        self.score += (score - self.score) / self.n
+        self.matchness += (matchness - self.matchness) / self.n
+
+    def acceptance_after(self, round_: Round, n_rounds: int) -> float | None:
+        """Return α over the latest `n_rounds`, this one included; None if there are fewer, or nothing was drafted."""
+        self.rounds = [*self.rounds, (round_.n_steps, round_.n_accepted)][-n_rounds:]
+        drafted = sum(steps for steps, _ in self.rounds)
+        if len(self.rounds) < n_rounds or not drafted:
+            return None
+        return sum(accepted for _, accepted in self.rounds) / drafted
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, for a snapshot."""
+        return {
+            "layer_set": layer_set_to_json(self.layer_set),
+            "n": self.n,
+            "score": self.score,
+            "matchness": self.matchness,
+            "rounds": [list(round_) for round_ in self.rounds],
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Incumbent:
+        """Invert `to_json`."""
+        rounds = [(n_steps, n_accepted) for n_steps, n_accepted in values["rounds"]]
+        return cls(layer_set_from_json(values["layer_set"]), values["n"], values["score"], values["matchness"], rounds)
+
+
+@dataclass(frozen=True, slots=True)
+class Finalist:
+    """A challenger: the rating that brought it here, where it was scored last, and its leads over the set in use."""
+
+    layer_set: LayerSet
+    entry: float
+    place: Place
+    leads: tuple[float, ...] = ()
+
+    @property
+    def lead(self) -> float:
+        """Mean lead over the windows on which both were scored."""
+        return sum(self.leads) / max(1, len(self.leads))
+
+
+@dataclass(slots=True)
+class Finals:
+    """Successive halving over windows: of those scored beside the set in use, the better half goes on.
+
+    A window brings one final at most, and its text must be new to those who are scored; so a lucky window wins nothing.
+    """
+
+    finalists: list[Finalist] = field(default_factory=list)
+    latest: Place | None = None  # of the latest final
+
+    def enter(self, challengers: Mapping[LayerSet, float], place: Place, bar: float) -> None:
+        """Keep those of a window that are rated above `bar`, the best of all where there are too many."""
+        known = {finalist.layer_set for finalist in self.finalists}
+        for layer_set, rating in challengers.items():
+            if rating > bar and layer_set not in known:
+                self.finalists.append(Finalist(layer_set, rating, place))
+        self.finalists.sort(key=lambda own: (len(own.leads), own.lead, own.entry), reverse=True)
+        del self.finalists[FINALISTS:]
+
+    def due(self, place: Place, window: int) -> list[LayerSet]:
+        """Return the sets to score beside the one in use, on the window there."""
+        if self.latest is not None and not place.is_new_after(self.latest, window):
+            return []
+        return [own.layer_set for own in self.finalists if place.is_new_after(own.place, window)]
+
+    def settle(
+        self, place: Place, leads: Mapping[LayerSet, float], doubted: Collection[LayerSet] = ()
+    ) -> Finalist | None:
+        """Count in the leads of those who were due; return the winner, if there is one by now.
+
+        Sets that are `doubted`, for their ratings by all other trials are low, leave: they led by luck.
+        """
+        judged = [
+            replace(own, place=place, leads=(*own.leads, leads[own.layer_set]))
+            for own in self.finalists
+            if own.layer_set in leads
+        ]
+        waiting = [own for own in self.finalists if own.layer_set not in leads]
+        ahead = (own for own in judged if own.lead > 0 and own.layer_set not in doubted)
+        better = sorted(ahead, key=lambda own: own.lead, reverse=True)
+        better = better[: (len(judged) + 1) // 2]
+        self.latest = place
+        won = next((own for own in better if len(own.leads) >= FINAL_WINDOWS), None)
+        self.finalists = [*(better if won is None else []), *waiting]
+        return won
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, for a snapshot."""
+        return {
+            "finalists": [
+                {
+                    "layer_set": layer_set_to_json(own.layer_set),
+                    "entry": own.entry,
+                    "place": own.place.to_json(),
+                    "leads": list(own.leads),
+                }
+                for own in self.finalists
+            ],
+            "latest": None if self.latest is None else self.latest.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Finals:
+        """Invert `to_json`."""
+        finalists = [
+            Finalist(layer_set_from_json(own["layer_set"]), own["entry"], Place(*own["place"]), tuple(own["leads"]))
+            for own in values["finalists"]
+        ]
+        latest = values["latest"]
+        return cls(finalists, None if latest is None else Place(*latest))
+
+
+@dataclass(slots=True)
+class Standing:
+    """Where a search stands: the set in use and its challengers.
+
+    `first` are sets to be scored before any that is proposed; `looked` is the window of the latest pass. `opened_at`
+    and `n_at_gain` count the candidates that were scored when the search was opened, and when the set in use was
+    first scored or adopted.
+    """
+
+    incumbent: Incumbent
+    finals: Finals = field(default_factory=Finals)
+    first: list[LayerSet] = field(default_factory=list)
+    looked: Place | None = None
+    opened_at: int = 0
+    n_at_gain: int = 0
+
+    def is_news(self, place: Place, window: int) -> bool:
+        """Tell whether at least half of that window is text that the latest pass did not see."""
+        return self.looked is None or place.is_new_after(self.looked, window)
+
+    def take_first(self, n: int) -> list[LayerSet]:
+        """Remove and return at most `n` of the sets to be scored first."""
+        taken, self.first = self.first[:n], self.first[n:]
+        return taken
+
+    def admit(self, place: Place, trials: Sequence[Trial], ratings: Sequence[float] | None) -> None:
+        """Let in the sets that promise more than the one in use.
+
+        Args: ratings: of the set in use and of the trials' sets, where there are any beside their scores.
+        """
+        bar, *own = ratings or (self.incumbent.score, *(trial.score for trial in trials))
+        rated = dict(zip((trial.layer_set for trial in trials), own, strict=True))
+        self.finals.enter(rated, place, bar)
+
+    def judge(
+        self, place: Place, held: Trial, finalists: Sequence[Trial], ratings: Sequence[float] | None
+    ) -> Trial | None:
+        """Count in the scores of the set in use and of those beside it; return the trial of a winner, now in use.
+
+        Args: ratings: of the set in use and of the finalists, by earlier trials, where the strategy has such.
+        """
+        if self.incumbent.n == 0:
+            self.n_at_gain = held.step + 1
+        self.incumbent.add(held.score, held.matchness)
+        if not finalists:
+            return None
+        doubted = set[LayerSet]()
+        if ratings is not None:
+            bar, *own = ratings
+            doubted = {trial.layer_set for trial, rating in zip(finalists, own, strict=True) if rating <= bar}
+        won = self.finals.settle(place, {trial.layer_set: trial.score - held.score for trial in finalists}, doubted)
+        if won is None:
+            return None
+        decided = next(trial for trial in finalists if trial.layer_set == won.layer_set)
+        score = self.incumbent.score + won.lead  # its own windows were fewer, and maybe easier
+        self.incumbent = Incumbent(won.layer_set)
+        self.incumbent.add(score, decided.matchness)
+        self.n_at_gain = decided.step + 1
+        return replace(decided, adopted=True)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, for a snapshot."""
+        return {
+            "incumbent": self.incumbent.to_json(),
+            "finals": self.finals.to_json(),
+            "first": [layer_set_to_json(layer_set) for layer_set in self.first],
+            "looked": None if self.looked is None else self.looked.to_json(),
+            "opened_at": self.opened_at,
+            "n_at_gain": self.n_at_gain,
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Standing:
+        """Invert `to_json`."""
+        return cls(
+            Incumbent.from_json(values["incumbent"]),
+            Finals.from_json(values["finals"]),
+            [layer_set_from_json(each) for each in values["first"]],
+            None if values["looked"] is None else Place(*values["looked"]),
+            values["opened_at"],
+            values["n_at_gain"],
+        )
+
+
+def lowered_ratio(n_layers: int, skip_ratio: float, n_skipped: int, step: float) -> float:
+    """Return `skip_ratio` less one `step`, or less as many as keep one more sub-layer: one may keep none more."""
+    lowered = skip_ratio - step
+    while 0 < n_skipped <= n_skipped_for(n_layers, lowered):
+        lowered -= step
+    return lowered
+
+
+def trimmed(layer_set: LayerSet, n_skipped: int) -> LayerSet:
+    """Return `layer_set` with `n_skipped` of its sub-layers still skipped, those kept again spread over the depth."""
+    skipped = sorted(
+        [("attn", i) for i in layer_set.skip_attn] + [("mlp", i) for i in layer_set.skip_mlp], key=lambda sub: sub[::-1]
+    )
+    if n_skipped >= len(skipped):
+        return layer_set
+    kept = [skipped[(j * len(skipped)) // n_skipped] for j in range(n_skipped)] if n_skipped else []
+    left = LayerSet.of(layer_set.n_layers, kept)  # type: ignore[arg-type]
+    return replace(layer_set, skip_attn=left.skip_attn, skip_mlp=left.skip_mlp)
