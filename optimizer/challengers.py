@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..core.completions import layer_set_from_json, layer_set_to_json
+from pydantic import TypeAdapter
+
 from ..core.types import LayerSet, Trial, n_skipped_for
 from ..decoding.loop import Round
 
@@ -20,10 +21,6 @@ class Place:
 
     prompt_id: str
     position: int
-
-    def to_json(self) -> list[Any]:
-        """Return its two values; `Place(*values)` inverts it."""
-        return [self.prompt_id, self.position]
 
     def is_new_after(self, earlier: Place, window: int) -> bool:
         """Tell whether at least half of the window's tokens are others than those of the earlier one."""
@@ -58,22 +55,6 @@ class Incumbent:
         if len(self.rounds) < n_rounds or not drafted:
             return None
         return sum(accepted for _, accepted in self.rounds) / drafted
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values, for a snapshot."""
-        return {
-            "layer_set": layer_set_to_json(self.layer_set),
-            "n": self.n,
-            "score": self.score,
-            "matchness": self.matchness,
-            "rounds": [list(round_) for round_ in self.rounds],
-        }
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Incumbent:
-        """Invert `to_json`."""
-        rounds = [(n_steps, n_accepted) for n_steps, n_accepted in values["rounds"]]
-        return cls(layer_set_from_json(values["layer_set"]), values["n"], values["score"], values["matchness"], rounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,31 +117,6 @@ class Finals:
         won = next((own for own in better if len(own.leads) >= FINAL_WINDOWS), None)
         self.finalists = [*(better if won is None else []), *waiting]
         return won
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values, for a snapshot."""
-        return {
-            "finalists": [
-                {
-                    "layer_set": layer_set_to_json(own.layer_set),
-                    "entry": own.entry,
-                    "place": own.place.to_json(),
-                    "leads": list(own.leads),
-                }
-                for own in self.finalists
-            ],
-            "latest": None if self.latest is None else self.latest.to_json(),
-        }
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Finals:
-        """Invert `to_json`."""
-        finalists = [
-            Finalist(layer_set_from_json(own["layer_set"]), own["entry"], Place(*own["place"]), tuple(own["leads"]))
-            for own in values["finalists"]
-        ]
-        latest = values["latest"]
-        return cls(finalists, None if latest is None else Place(*latest))
 
 
 @dataclass(slots=True)
@@ -225,26 +181,19 @@ class Standing:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, for a snapshot."""
-        return {
-            "incumbent": self.incumbent.to_json(),
-            "finals": self.finals.to_json(),
-            "first": [layer_set_to_json(layer_set) for layer_set in self.first],
-            "looked": None if self.looked is None else self.looked.to_json(),
-            "opened_at": self.opened_at,
-            "n_at_gain": self.n_at_gain,
-        }
+        values: dict[str, Any] = _STANDING.dump_python(self, mode="json")
+        return values
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Standing:
-        """Invert `to_json`."""
-        return cls(
-            Incumbent.from_json(values["incumbent"]),
-            Finals.from_json(values["finals"]),
-            [layer_set_from_json(each) for each in values["first"]],
-            None if values["looked"] is None else Place(*values["looked"]),
-            values["opened_at"],
-            values["n_at_gain"],
-        )
+        """Invert `to_json`.
+
+        Raises: ValueError: that is no standing.
+        """
+        return _STANDING.validate_python(values)
+
+
+_STANDING = TypeAdapter(Standing)
 
 
 def lowered_ratio(n_layers: int, skip_ratio: float, n_skipped: int, step: float) -> float:

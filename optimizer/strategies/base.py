@@ -38,16 +38,6 @@ class Study:
     sets: tuple[Bits, ...]
     rows: float
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values, for a snapshot."""
-        return {"turns": list(self.turns), "sets": ["".join(map(str, bits)) for bits in self.sets], "rows": self.rows}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Study:
-        """Invert `to_json`."""
-        sets = tuple(tuple(map(int, bits)) for bits in values["sets"])
-        return cls(tuple(values["turns"]), sets, values["rows"])
-
 
 @dataclass(frozen=True, slots=True)
 class SubLayerPrices:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from ...core.types import LayerSet, Trial
 from .base import Bits, Problem, Proposal, Strategy, Study, StudyKind, draw
@@ -15,6 +16,8 @@ from .surrogate import SCORES, Array, Posterior, ScoredSet, SpeedCurve, damage_o
 
 SWAPPED = 12  # of the sub-layers that may change places, the most promising of each side
 SPREAD = 0.5  # of the posterior that a move's damages are drawn from
+
+_STUDIES = TypeAdapter(dict[str, Study])
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +86,12 @@ class GuidedStrategy(Strategy):
 
     def state(self) -> dict[str, Any]:
         """Return the position and the studies."""
-        studies = {prompt_id: study.to_json() for prompt_id, study in self._studies.items()}
-        return {**super().state(), "studies": studies}
+        return {**super().state(), "studies": _STUDIES.dump_python(self._studies, mode="json")}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
         super().restore(state)
-        self._studies = {prompt_id: Study.from_json(values) for prompt_id, values in state["studies"].items()}
+        self._studies = _STUDIES.validate_python(state["studies"])
         self._fitted = None
 
     def _ideas(self, rng: random.Random) -> Iterator[tuple[Bits, str]]:
