@@ -22,11 +22,11 @@ from ..decoding.method import PLAIN, Method
 from ..decoding.methods import build
 from ..decoding.ratio import ChainRatio
 from ..decoding.stopping import Adaptation, StopRule
-from ..models.learned import Heads
+from ..models.early_exit import Heads
 from ..optimizer.search import Search
 from ..tasks.comparison_pieces import PieceMaker
 from ..tasks.maker import BRIEF_EPOCHS, HEADS_S
-from ..training import train_heads
+from ..training.heads import train_heads
 from ..training.settings import HeadSettings
 
 WINDOWS = (16, 32, 64, 128)

@@ -14,8 +14,7 @@ from ..core.requests import TuneRequest
 from ..core.streams import read_stream
 from ..core.types import Prompt
 from ..core.urls import safe_url
-from ..training.settings import HeadSettings, ProbeSettings
-from ..training.trained import TrainingStep
+from ..training.settings import HeadSettings, ProbeSettings, TrainingStep
 from .options import (
     Decorator,
     ModelTask,

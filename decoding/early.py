@@ -11,8 +11,7 @@ from __future__ import annotations
 import torch
 
 from ..core.types import LayerSet
-from ..models.learned import Heads
-from ..models.staged import StagedPass
+from ..models.early_exit import Heads, StagedPass
 from .context import Context
 from .draft import Draft, Drafting, Offer, Outcome
 from .engine import PassGenerator

@@ -28,7 +28,7 @@ from ..core.method_settings import (
 from ..core.methods import method_info
 from ..core.settings import SwiftSettings
 from ..core.types import LayerSet
-from ..models.learned import Heads, Probe
+from ..models.early_exit import Heads, Probe
 from ..models.runtime import Runtime
 from ..models.stacked import StackedLayers
 from .adaptive import AdaptiveDrafter, adaptive

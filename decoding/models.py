@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..core.types import LayerSet
 from ..models.buffer import KVBuffer
+from ..models.early_exit import StagedPass
 from ..models.rows import Pass, Rows
 from ..models.runtime import Runtime
-from ..models.staged import StagedPass
 from .context import Context
 from .engine import PassGenerator
 from .tree import ancestor_mask

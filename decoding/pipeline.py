@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.types import LayerSet
-from ..models.learned import Heads
+from ..models.early_exit import Heads
 from ..models.stacked import StackedLayers
 from .context import Context
 from .draft import Draft, Drafting, Outcome

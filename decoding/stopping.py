@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..models.learned import Probe
+from ..models.early_exit import Probe
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from ..core.learned import LearnedRecord
 from ..core.methods import method_info
 from ..core.types import LayerSetRecord
 from ..decoding.methods import Parts
-from ..models.learned import Heads, Probe
+from ..models.early_exit import Heads, Probe
 from .maker import Workshop
 from .recipes import Pieces, StoredPieces
 

@@ -20,14 +20,13 @@ from ..decoding.engine import Work, side_by_side
 from ..decoding.loop import Round
 from ..decoding.session import Session, Turn
 from ..models.costs import machine_name
-from ..models.learned import Heads, Probe
+from ..models.early_exit import Heads, Probe, heads_to_bytes, probe_to_bytes
 from ..optimizer import self_sd
 from ..optimizer.search import Search
 from ..store import Store
-from ..training import train_heads, train_probe
-from ..training.files import heads_to_bytes, probe_to_bytes
-from ..training.settings import HeadSettings, ProbeSettings, TrainingSettings
-from ..training.trained import Trained
+from ..training.heads import train_heads
+from ..training.probe import train_probe
+from ..training.settings import HeadSettings, ProbeSettings, Trained, TrainingSettings
 
 SWIFT_S, SELF_SD_S, HEADS_S, PROBE_S = 10.0, 15.0, 22.0, 8.0
 BRIEF_EPOCHS = 1000  # more than fit in the time, which is what ends a brief training

@@ -13,11 +13,10 @@ from ..core.methods import method_info
 from ..core.plans import AS_FOUND
 from ..core.types import LayerSet, LayerSetRecord
 from ..decoding.methods import Parts
-from ..models.learned import Heads, Probe
+from ..models.early_exit import Heads, Probe, heads_from_bytes, probe_from_bytes
 from ..models.runtime import Runtime
 from ..models.saved import no_step
 from ..store import Store
-from ..training.files import heads_from_bytes, probe_from_bytes
 from .stored_costs import stored_costs
 
 DEFAULT_TASK = "default"

@@ -11,17 +11,15 @@ from ..core.learned import LearnedRecord
 from ..core.streams import stream_sha256
 from ..core.times import now
 from ..core.types import Prompt
+from ..models.early_exit import Heads, Probe, heads_to_bytes, probe_to_bytes
 from ..models.gguf_file import cache_root
-from ..models.learned import Heads, Probe
 from ..models.loading import load
 from ..models.runtime import Runtime
 from ..store import Store
 from ..training.checkpoint import Checkpoint
-from ..training.files import heads_to_bytes, probe_to_bytes
 from ..training.heads import train_heads
 from ..training.probe import train_probe
-from ..training.settings import HeadSettings, ProbeSettings
-from ..training.trained import OnStep, Trained
+from ..training.settings import HeadSettings, OnStep, ProbeSettings, Trained
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from swiftopt.core.types import LayerSet
 from swiftopt.decoding.methods import Parts
+from swiftopt.models.early_exit import Heads, Probe
 from swiftopt.models.kernels import build
 from swiftopt.models.kernels import native as passes
-from swiftopt.models.learned import Heads, Probe
 from swiftopt.models.loading import at_speed
 from swiftopt.models.quantised import QuantisedLinear
 from swiftopt.models.runtime import Runtime

@@ -1,4 +1,4 @@
-"""What a training run has done so far, on disk, so that it can be killed at any time and goes on where it was.
+"""The progress of a training run on disk, so that it can be killed at any time and resumes where it was.
 
 A folder per (model, stream, what is collected): the collected states in parts, each written once, and beside them a
 state of training per set of training settings. Every file appears under its name only when it is complete.
@@ -12,19 +12,45 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ..core.errors import OutputError
-from .features import Features
 
 SAVE_S = 3.0
 SAVING_SHARE = 20  # a save may take 1/20 of the time
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Features:
+    """States of n positions, in the model's dtype, on the CPU.
+
+    `hidden[depth]` (n, hidden_size): after that many layers; `final` (n, hidden_size): after all, and the final norm.
+    """
+
+    hidden: Mapping[int, Tensor]
+    final: Tensor
+
+    @property
+    def n_rows(self) -> int:
+        """Positions."""
+        return self.final.shape[0]
+
+    @classmethod
+    def joined(cls, parts: Sequence[Features]) -> Features:
+        """Concatenate the positions of several."""
+        depths = parts[0].hidden
+        return cls(
+            {depth: torch.cat([part.hidden[depth] for part in parts]) for depth in depths},
+            torch.cat([part.final for part in parts]),
+        )
 
 
 class Checkpoint:
@@ -49,7 +75,7 @@ class Checkpoint:
             (self.folder / "about.json").write_text(json.dumps({**identity, "settings": dict(settings)}))
 
     def features(self) -> dict[int, Features]:
-        """The states collected so far, by the prompt's index."""
+        """Read the states collected so far, by the prompt's index."""
         found: dict[int, Features] = {}
         for path in sorted(self.folder.glob("part-*.safetensors")):
             tensors = (_read(path) or ({}, {}))[0]
@@ -75,7 +101,7 @@ class Checkpoint:
         self._pending = {}
 
     def due(self) -> bool:
-        """Whether so much time has passed that the state should be saved."""
+        """Tell whether so much time has passed that the state should be saved."""
         pause_s = max(self.every_s, SAVING_SHARE * self._save_s) if self.every_s else 0.0
         return time.monotonic() - self._saved_at >= pause_s
 
@@ -84,12 +110,12 @@ class Checkpoint:
         self._write(self._state, tensors, {"values": json.dumps(values)})
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The last state of training; None if there is none that can be read."""
+        """Read the last state of training; None if there is none that can be read."""
         found = _read(self._state) if self._state.exists() else None
         return None if found is None else (found[0], json.loads(found[1]["values"]))
 
     def remove(self) -> None:
-        """Training is over and its result is safe."""
+        """Delete the folder: training is over and its result is safe."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _write(self, path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
@@ -105,7 +131,7 @@ class Checkpoint:
         self._save_s = self._saved_at - started
 
     @contextlib.contextmanager
-    def _writing(self) -> Any:
+    def _writing(self) -> Iterator[None]:
         try:
             yield
         except (OSError, SafetensorError) as error:
@@ -115,7 +141,7 @@ class Checkpoint:
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]] | None:
-    """Tensors and metadata of a file; None where it is damaged, for what it held can be made again."""
+    """Read tensors and metadata of a file; None where it is damaged, for what it held can be made again."""
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118

@@ -1,4 +1,4 @@
-"""Adam with a cosine rate over shuffled rows, which can be cut after any step and goes on the same."""
+"""Adam with a cosine rate over shuffled rows, which can be cut after any step and resumes with the same result."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from .checkpoint import Checkpoint
-from .settings import TrainingSettings
-from .trained import OnStep, TrainingStep
+from .features import Collected
+from .settings import OnStep, TrainingSettings, TrainingStep
 
-BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-8  # Kingma & Ba's
 MAX_POINTS = 200  # of a curve
 
 # (weights, rows int64) -> mean loss of the rows and its gradient, shaped as the weights
@@ -34,7 +33,7 @@ class Schedule:
 
     @classmethod
     def of(cls, settings: TrainingSettings, seconds: float | None) -> Schedule:
-        """As the settings say; `seconds` shortens it further."""
+        """Return the schedule of the settings; `seconds` shortens it further."""
         limits = [s for s in (seconds, settings.minutes and 60 * settings.minutes) if s is not None]
         return cls(
             settings.epochs,
@@ -46,13 +45,13 @@ class Schedule:
         )
 
     def rate(self, progress: float) -> float:
-        """At that share of the training, from 0 to 1."""
+        """Return the learning rate at that share of the training, from 0 to 1."""
         if progress < self.warm_up:
             return self.learning_rate * progress / self.warm_up
         return self.learning_rate * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
     def rows(self, step: int, n_rows: int) -> Tensor:
-        """The rows of a step: every epoch sees each once, in an order of its own."""
+        """Return the rows of a step: every epoch sees each once, in an order of its own."""
         per_epoch = math.ceil(n_rows / self.batch)
         epoch, number = divmod(step, per_epoch)
         order = torch.randperm(n_rows, generator=torch.Generator().manual_seed((self.seed << 20) + epoch))
@@ -60,11 +59,11 @@ class Schedule:
 
 
 class Descent:
-    """Weights on their way down; they are changed in place."""
+    """Minimises a loss by its gradient; `weights` are changed in place."""
 
     def __init__(self, weights: Tensor, schedule: Schedule, kept: Checkpoint | None = None) -> None:
         self.weights, self.schedule, self.kept = weights, schedule, kept
-        self._first, self._second = torch.zeros_like(weights), torch.zeros_like(weights)
+        self._adam = torch.optim.Adam([weights])
         self.step = 0
         self.spent_s = 0.0
         self.losses: list[float] = []
@@ -72,11 +71,14 @@ class Descent:
     def run(self, n_rows: int, gradient: Gradient, on_step: OnStep) -> None:
         """Take all steps that are left."""
         total = self.schedule.epochs * math.ceil(n_rows / self.schedule.batch)
-        self._take_up(total, on_step)
+        self._resume(total, on_step)
         started, before_s = time.monotonic(), self.spent_s
         while (progress := self._progress(total)) < 1:
-            loss, slope = gradient(self.weights, self.schedule.rows(self.step, n_rows))
-            self._move(slope, self.schedule.rate(max(progress, 1 / total)))
+            loss, self.weights.grad = gradient(self.weights, self.schedule.rows(self.step, n_rows))
+            # Set here and not by a scheduler of torch: it goes by the clock, too.
+            self._adam.param_groups[0]["lr"] = self.schedule.rate(max(progress, 1 / total))
+            self._adam.step()
+            self.step += 1
             self.losses.append(loss)
             self.spent_s = before_s + time.monotonic() - started
             on_step(TrainingStep("train", self.step, total, loss))
@@ -86,33 +88,38 @@ class Descent:
             self._save(self.kept)
 
     def curve(self) -> tuple[tuple[int, float], ...]:
-        """(step, mean loss up to it) at evenly spaced steps."""
+        """Return (step, mean loss up to it) at evenly spaced steps."""
         width = math.ceil(len(self.losses) / MAX_POINTS)
         parts = [self.losses[at : at + width] for at in range(0, len(self.losses), max(1, width))]
         return tuple((min((i + 1) * width, self.step), sum(part) / len(part)) for i, part in enumerate(parts))
+
+    def figures(self, data: Collected, n_points: int) -> dict[str, float]:
+        """Return the figures of collecting and training; `loss` is the mean of the curve's last points."""
+        last = [loss for _, loss in self.curve()[-n_points:]]
+        return {
+            "prompts": data.n_prompts,
+            "positions": data.train.n_rows,
+            "held_out_positions": data.held_out.n_rows,
+            "steps": self.step,
+            "loss": sum(last) / len(last),
+            "collect_s": round(data.seconds, 1),
+            "train_s": round(self.spent_s, 1),
+        }
 
     def _progress(self, total: int) -> float:
         clock = 0.0 if self.schedule.seconds is None else self.spent_s / self.schedule.seconds
         return max(self.step / total, clock)
 
-    def _move(self, slope: Tensor, rate: float) -> None:
-        self.step += 1
-        self._first.lerp_(slope, 1 - BETA_1)
-        self._second.mul_(BETA_2).addcmul_(slope, slope, value=1 - BETA_2)
-        scale = math.sqrt(1 - BETA_2**self.step)
-        root = self._second.sqrt().div_(scale).add_(EPSILON)
-        self.weights.addcdiv_(self._first, root, value=-rate / (1 - BETA_1**self.step))
-
     def _save(self, kept: Checkpoint) -> None:
-        tensors = {"weights": self.weights, "first": self._first, "second": self._second}
+        tensors = {"weights": self.weights, **self._adam.state[self.weights]}
         kept.save(tensors, {"step": self.step, "spent_s": self.spent_s, "losses": self.losses})
 
-    def _take_up(self, total: int, on_step: OnStep) -> None:
+    def _resume(self, total: int, on_step: OnStep) -> None:
         state = None if self.kept is None else self.kept.state()
         if state is None:
             return
         tensors, values = state
-        for own, name in ((self.weights, "weights"), (self._first, "first"), (self._second, "second")):
-            own.copy_(tensors[name])
+        self.weights.copy_(tensors.pop("weights"))
+        self._adam.load_state_dict({**self._adam.state_dict(), "state": {0: tensors}})
         self.step, self.spent_s, self.losses = values["step"], values["spent_s"], values["losses"]
         on_step(TrainingStep("train", self.step, total, note=f"resumed: step {self.step} of {total}"))

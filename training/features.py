@@ -1,11 +1,10 @@
-"""What heads and probes learn from: the model's states at the positions of its own greedy completions."""
+"""The training data of heads and probes: the model's states at the positions of its own greedy completions."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,43 +17,16 @@ from ..decoding.method import PLAIN
 from ..decoding.session import Session
 from ..models.rows import Rows
 from ..models.runtime import PREFILL_ROWS, Runtime
-from .trained import OnStep, TrainingStep
-
-if TYPE_CHECKING:
-    from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, Features
+from .settings import OnStep, TrainingStep
 
 HELD_OUT = 0.1  # share of the prompts that only the figures see
 MIN_ROWS = 16  # positions below which nothing can be learned
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Features:
-    """States of n positions, in the model's dtype, on the CPU.
-
-    `hidden[depth]` (n, hidden_size): after that many layers; `final` (n, hidden_size): after all, and the final norm.
-    """
-
-    hidden: Mapping[int, Tensor]
-    final: Tensor
-
-    @property
-    def n_rows(self) -> int:
-        """Positions."""
-        return self.final.shape[0]
-
-    @classmethod
-    def joined(cls, parts: Sequence[Features]) -> Features:
-        """One behind the other."""
-        depths = parts[0].hidden
-        return cls(
-            {depth: torch.cat([part.hidden[depth] for part in parts]) for depth in depths},
-            torch.cat([part.final for part in parts]),
-        )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Collected:
-    """The positions to learn from and those held out, which come from other prompts."""
+    """The positions to train on and those held out, which come from other prompts."""
 
     train: Features
     held_out: Features
@@ -112,7 +84,7 @@ def _divided(parts: Sequence[Features], seconds: float) -> Collected:
 
 
 def greedy_session(runtime: Runtime, max_new_tokens: int) -> Session:
-    """Completes prompts as plain greedy decoding does.
+    """Return a session that completes prompts by plain greedy decoding.
 
     Raises: InvalidInput: the model has no tokenizer.
     """
@@ -132,7 +104,7 @@ def features_of(session: Session, prompt: Prompt, depths: Sequence[int]) -> Feat
 
 
 def states_of(runtime: Runtime, token_ids: Sequence[int], first: int, depths: Sequence[int]) -> Features:
-    """The states of a text's tokens from `first` on, read in as few passes as memory allows."""
+    """Return the states of a text's tokens from `first` on, read in as few passes as memory allows."""
     at: dict[int, list[Tensor]] = {depth: [] for depth in (*depths, runtime.n_layers)}
     buffer = runtime.new_buffer(len(token_ids))
     for start in range(0, len(token_ids), PREFILL_ROWS):

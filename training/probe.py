@@ -11,14 +11,12 @@ from torch import Tensor
 from transformers import TopPLogitsWarper
 
 from ..core.types import Prompt
-from ..models.learned import Probe
+from ..models.early_exit import Probe
 from ..models.runtime import Runtime
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, Features
 from .descent import Descent, Schedule
-from .features import Features, collect, greedy_session
-from .measure import probe_figures
-from .settings import ProbeSettings
-from .trained import OnStep, Trained, TrainingStep, ignore
+from .features import collect, greedy_session
+from .settings import OnStep, ProbeSettings, Trained, TrainingStep, ignore
 
 CHUNK_ROWS = 64
 
@@ -48,21 +46,12 @@ def train_probe(
     probe = lessons.probe(descent.weights, depth)
     on_step(TrainingStep("measure"))
     scores = data.held_out.hidden[depth].float() @ probe.direction + probe.bias
-    figures = {
-        "prompts": data.n_prompts,
-        "positions": data.train.n_rows,
-        "held_out_positions": data.held_out.n_rows,
-        "steps": descent.step,
-        "loss": descent.curve()[-1][1],
-        "collect_s": round(data.seconds, 1),
-        "train_s": round(descent.spent_s, 1),
-        **probe_figures(scores, held_out),
-    }
+    figures = {**descent.figures(data, n_points=1), **probe_figures(scores, held_out)}
     return Trained(probe, (depth,), figures, descent.curve())
 
 
 def acceptances(runtime: Runtime, data: Features, depth: int, settings: ProbeSettings) -> Tensor:
-    """bool (n,): whether the token that the exit at `depth` gives is accepted by the last layer.
+    """Tell whether the token that the exit at `depth` gives is accepted by the last layer; bool (n,).
 
     "greedy": both argmaxes are the same. "top-p": the token is drawn from the exit's distribution and accepted with
     min(1, target_probs / draft_probs), both cut to the same top-p.
@@ -98,18 +87,36 @@ class ProbeLessons:
         self._accepted = accepted.float()
 
     def start(self) -> Tensor:
-        """A probe that knows nothing."""
+        """Return the weights of an untrained probe."""
         return torch.zeros(self._states.shape[1] + 1)
 
     def probe(self, weights: Tensor, depth: int) -> Probe:
-        """The probe of raw states: mean and scale folded into it."""
+        """Return the probe of raw states: mean and scale folded into it."""
         direction = weights[:-1] / self._scale
         return Probe(depth, direction, float(weights[-1] - direction @ self._mean))
 
     def gradient(self, weights: Tensor, rows: Tensor) -> tuple[float, Tensor]:
-        """Mean loss of the rows, and its gradient: (probability - label) times the state."""
+        """Return the mean loss of the rows, and its gradient: (probability - label) times the state."""
         states, wanted = self._states[rows], self._accepted[rows]
         scores = states @ weights[:-1] + weights[-1]
         loss = torch.nn.functional.binary_cross_entropy_with_logits(scores, wanted)
         off = (torch.sigmoid(scores) - wanted) / len(rows)
         return float(loss), torch.cat((off @ states, off.sum()[None]))
+
+
+def probe_figures(scores: Tensor, accepted: Tensor) -> dict[str, float]:
+    """Measure a probe: `accuracy` at one half, `base_rate` of acceptance, and `auc` where both outcomes occur.
+
+    Args: scores: logits (n,); accepted: bool (n,).
+    """
+    figures = {
+        "accuracy": float(((scores > 0) == accepted).float().mean()),
+        "base_rate": float(accepted.float().mean()),
+    }
+    n_yes = int(accepted.sum())
+    n_no = len(accepted) - n_yes
+    if n_yes and n_no:  # the chance that an accepted token scores above a rejected one, from the sum of ranks
+        _, inverse, counts = torch.unique(scores.double(), return_inverse=True, return_counts=True)
+        ranks = (counts.cumsum(0) - (counts - 1) / 2)[inverse]
+        figures["auc"] = (float(ranks[accepted].sum()) - n_yes * (n_yes + 1) / 2) / (n_yes * n_no)
+    return figures

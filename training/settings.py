@@ -1,20 +1,22 @@
-"""What training can be told; every default once, with where it comes from. No torch."""
+"""Settings of training, what it reports on the way, and what it returns. No torch."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from ..core.errors import SettingsError
 
 DEFAULT_SHARES = (0.6, 0.73, 0.87)  # of the depth, where heads sit: 18, 22 and 26 of 30 layers
 ProbeSampling = Literal["greedy", "top-p"]
+Model = TypeVar("Model")
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSettings:
-    """Of heads and probes alike. `minutes` ends training early, the cosine reaching its end by then.
+    """Settings of heads and probes alike. `minutes` ends training early, the cosine reaching its end by then.
 
     Raises: SettingsError: a value is out of its range.
     """
@@ -38,7 +40,7 @@ class TrainingSettings:
             raise SettingsError(f"learning_rate {self.learning_rate} is out of range: use a number from 0 to 1")
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, for the store and for the checkpoint's name."""
+        """Return plain values, for the store and for the checkpoint's name."""
         return dataclasses.asdict(self)
 
 
@@ -48,7 +50,7 @@ class HeadSettings(TrainingSettings):
 
     DEVIATION: 5 epochs instead of the paper's 100 (ParaDecode: 50), so that a small model is trained in minutes on two
     cores; the batch counts positions, not texts; and the rate is a fifth of the paper's 5e-3, which makes the heads of
-    SmolLM2-135M too sure of themselves: at threshold 0.75, layers 18, 22 and 26, 26 % of the early tokens of 8
+    SmolLM2-135M overconfident: at threshold 0.75, layers 18, 22 and 26, 26 % of the early tokens of 8
     held-out prompts were wrong with it, and 9 % with this one. The heads sit deeper than the paper's quarters (8, 16,
     24 of 32), with which 15 % were wrong and fewer tokens early: a small model decides late.
     """
@@ -58,7 +60,7 @@ class HeadSettings(TrainingSettings):
     full: bool = False  # whole heads instead of a transform before the model's own (Table 3)
 
     def depths(self, n_layers: int) -> tuple[int, ...]:
-        """Where the heads sit in a model of that depth, shallowest first.
+        """Return the depths of the heads in a model of so many layers, shallowest first.
 
         Raises: SettingsError: a layer is not inside the model, or named twice.
         """
@@ -77,7 +79,7 @@ class ProbeSettings(TrainingSettings):
     top_p: float = 0.9  # for "top-p" (AdaSPEED III)
 
     def depth(self, n_layers: int) -> int:
-        """Where the probe looks in a model of that depth.
+        """Return the depth of the probe in a model of so many layers.
 
         Raises: SettingsError: the layer is not inside the model.
         """
@@ -85,7 +87,7 @@ class ProbeSettings(TrainingSettings):
 
 
 def checked_depths(depths: tuple[int, ...], n_layers: int) -> tuple[int, ...]:
-    """The depths, sorted.
+    """Return the depths, sorted.
 
     Raises: SettingsError: one is not inside the model, or named twice.
     """
@@ -95,3 +97,31 @@ def checked_depths(depths: tuple[int, ...], n_layers: int) -> tuple[int, ...]:
     if len(set(depths)) < len(depths):
         raise SettingsError(f"layers {', '.join(map(str, depths))} name one twice: name each once")
     return tuple(sorted(depths))
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingStep:
+    """`done` of `total` prompts collected or steps trained; `note` is a remark to keep, such as on resumption."""
+
+    phase: Literal["collect", "train", "measure"]
+    done: int = 0
+    total: int = 0
+    loss: float | None = None
+    note: str = ""
+
+
+OnStep = Callable[[TrainingStep], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trained(Generic[Model]):
+    """A trained model with the figures of held-out prompts and the loss over the steps, at most 200 points."""
+
+    model: Model
+    depths: tuple[int, ...]
+    figures: Mapping[str, float]
+    curve: tuple[tuple[int, float], ...]
+
+
+def ignore(step: TrainingStep) -> None:
+    """Report progress to nobody."""

@@ -15,9 +15,9 @@ import pytest
 from tiny_files import save
 
 from swiftopt.cli.main import run
+from swiftopt.models.early_exit import heads_from_bytes, probe_from_bytes
 from swiftopt.models.loading import load
 from swiftopt.store import Store
-from swiftopt.training.files import heads_from_bytes, probe_from_bytes
 
 
 @pytest.fixture(scope="module")

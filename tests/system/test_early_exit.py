@@ -19,11 +19,10 @@ from swiftopt.decoding.models import EarlyExit
 from swiftopt.decoding.pipeline import PipelineDrafter
 from swiftopt.decoding.rule import TokenRule
 from swiftopt.decoding.stopping import StopRule
-from swiftopt.models.learned import Heads
+from swiftopt.models.early_exit import Heads, StagedPass
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
 from swiftopt.models.stacked import StackedLayers
-from swiftopt.models.staged import StagedPass
 
 N_NEW = 40
 

@@ -20,7 +20,7 @@ from swiftopt.decoding.loop import decode
 from swiftopt.decoding.method import PLAIN, Method
 from swiftopt.decoding.methods import Parts, build
 from swiftopt.decoding.rule import TokenRule
-from swiftopt.models.learned import Heads, Probe
+from swiftopt.models.early_exit import Heads, Probe
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
 

@@ -15,7 +15,7 @@ from swiftopt.core.types import LayerSet, Sampling
 from swiftopt.decoding.method import PLAIN
 from swiftopt.decoding.methods import Parts, build, default_exit
 from swiftopt.decoding.session import Session
-from swiftopt.models.learned import Heads, Probe
+from swiftopt.models.early_exit import Heads, Probe
 from swiftopt.models.loading import load
 from swiftopt.models.runtime import Runtime
 

@@ -16,11 +16,10 @@ from swiftopt.core.method_settings import LookupSettings
 from swiftopt.core.requests import GenerateRequest
 from swiftopt.core.types import LayerSet, LayerSetRecord, Plan
 from swiftopt.models.costs import device_name
-from swiftopt.models.learned import Heads
+from swiftopt.models.early_exit import Heads, heads_to_bytes
 from swiftopt.models.runtime import Runtime
 from swiftopt.store import Store
 from swiftopt.tasks.generate import Planner, generate
-from swiftopt.training.files import heads_to_bytes
 
 REQUEST = GenerateRequest("tiny", task="notes")
 

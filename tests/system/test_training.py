@@ -14,15 +14,13 @@ from swiftopt.core.learned import LearnedRecord
 from swiftopt.core.types import ModelInfo, Prompt, Sampling
 from swiftopt.decoding.method import PLAIN
 from swiftopt.decoding.session import Session
-from swiftopt.models.learned import Heads
+from swiftopt.models.early_exit import Heads, heads_from_bytes, heads_to_bytes, probe_from_bytes, probe_to_bytes
 from swiftopt.models.runtime import Runtime
 from swiftopt.training.checkpoint import Checkpoint
 from swiftopt.training.features import features_of, greedy_session
-from swiftopt.training.files import heads_from_bytes, heads_to_bytes, probe_from_bytes, probe_to_bytes
 from swiftopt.training.heads import train_heads
 from swiftopt.training.probe import train_probe
-from swiftopt.training.settings import HeadSettings, ProbeSettings
-from swiftopt.training.trained import TrainingStep
+from swiftopt.training.settings import HeadSettings, ProbeSettings, TrainingStep
 
 SETTINGS = HeadSettings(epochs=12, batch=16, max_new_tokens=24, learning_rate=1e-2)
 PROMPTS = [Prompt(id=str(i), task="t", text=f"w{i + 5} w{3 * i} w{7 * i + 1}") for i in range(10)]
@@ -116,7 +114,7 @@ def test_probe_learns_which_tokens_are_accepted(runtime: Runtime) -> None:
 
 def test_top_p_draws_are_accepted_as_often_as_the_distributions_overlap(runtime: Runtime) -> None:
     """Labels are drawn; the mean of 5,000 may differ from the overlap by 5 standard deviations, that is by 0.036."""
-    from swiftopt.training.features import Features
+    from swiftopt.training.checkpoint import Features
     from swiftopt.training.probe import acceptances
 
     one, final = 0.1 * torch.randn(1, 32, dtype=runtime.dtype), runtime.normed(torch.randn(1, 32, dtype=runtime.dtype))

@@ -10,12 +10,10 @@ from families import tiny_runtime
 
 from swiftopt.core.errors import SettingsError
 from swiftopt.models.runtime import Runtime
+from swiftopt.training.checkpoint import Features
 from swiftopt.training.descent import Schedule
-from swiftopt.training.divergence import CHUNK_VALUES, kl_to_gradient
-from swiftopt.training.features import Features
-from swiftopt.training.heads import HeadLessons
-from swiftopt.training.measure import early_exits, probe_figures
-from swiftopt.training.probe import ProbeLessons
+from swiftopt.training.heads import CHUNK_VALUES, HeadLessons, early_exits, kl_to_gradient
+from swiftopt.training.probe import ProbeLessons, probe_figures
 from swiftopt.training.settings import HeadSettings, ProbeSettings
 
 ROWS = torch.tensor([3, 0, 7, 5])

@@ -1,0 +1,209 @@
+"""Early exit: light heads at intermediate layers, a probe that predicts acceptance, and passes of rows that stop early.
+
+Heads and probes are trained on a frozen model. Their files are safetensors: the bytes that the store keeps and `export`
+writes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from ..core.errors import InvalidInput
+from ..core.learned import LearnedKind, LearnedRecord
+from .buffer import KVBuffer
+from .runtime import Runtime
+
+SCHEMA = "swiftopt.learned-weights/1"
+HEADER_BYTES = 8  # length of the header of a safetensors file, little-endian
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Heads:
+    """Light heads: at depth l (layers run), the head's weights E* · T with T (hidden, hidden) of that depth.
+
+    DEVIATION: the final norm is applied to the state before T, which AdaDecode 2.1 does not say; T = identity is then
+    the model's own head read early, the paper's ablation, and training starts from there.
+    """
+
+    transforms: Mapping[int, Tensor]  # depth -> (hidden_size, hidden_size), in the model's dtype
+    full: bool = False  # the tensors are whole heads (vocab, hidden_size) instead (Table 3, full-parameterized)
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Depths with a head, shallowest first."""
+        return tuple(sorted(self.transforms))
+
+    @property
+    def n_parameters(self) -> int:
+        """Parameters in addition to the model's."""
+        return sum(transform.numel() for transform in self.transforms.values())
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory in addition to the model's."""
+        return sum(transform.numel() * transform.element_size() for transform in self.transforms.values())
+
+    def logits(self, runtime: Runtime, depth: int, hidden: Tensor) -> Tensor:
+        """Return the logits (rows, vocab) of states (rows, hidden_size) after `depth` layers."""
+        normed = runtime.normed(hidden)
+        transform = self.transforms[depth]
+        if self.full:
+            return torch.nn.functional.linear(normed, transform)
+        return runtime.head(torch.nn.functional.linear(normed, transform))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Probe:
+    """A linear probe: the probability σ(v · h + b) that the token read from the state h at `depth` is accepted.
+
+    Source: AdaSPEED II.B. `direction` is float32 (hidden_size,).
+    """
+
+    depth: int
+    direction: Tensor
+    bias: float
+
+    @property
+    def n_parameters(self) -> int:
+        """Parameters in addition to the model's."""
+        return self.direction.numel() + 1
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory in addition to the model's."""
+        return self.direction.numel() * self.direction.element_size() + 4
+
+    def acceptance(self, hidden: Tensor) -> float:
+        """Return the probability for a state (1, hidden_size)."""
+        return float(torch.sigmoid(hidden[-1].float() @ self.direction.to(hidden.device) + self.bias))
+
+
+class StagedPass:
+    """A chain of rows at slots `first_slot`, `first_slot` + 1, …, each run to a depth of its own.
+
+    Early exit reads a row at an intermediate layer and starts the next one. The row's deeper layers are deferred until
+    a later row needs their keys and values, and then run for every waiting row in one pass over the weights; nothing is
+    run twice. A later row is never deeper than an earlier one: advancing the newest row to a layer brings the waiting
+    ones along from wherever they stopped.
+
+    Source: AdaDecode 2.2, Algorithm 1; LayerSkip's verification is the case of one depth for all.
+    """
+
+    def __init__(self, runtime: Runtime, buffer: KVBuffer, first_slot: int) -> None:
+        self.runtime, self.buffer, self.first_slot = runtime, buffer, first_slot
+        self.depths: list[int] = []  # layers run, per row; not increasing
+        self._hidden: list[Tensor] = []  # per row (1, hidden_size), after depths[row] layers
+
+    @property
+    def n_rows(self) -> int:
+        """Rows added so far."""
+        return len(self.depths)
+
+    def add(self, token_id: int) -> None:
+        """Append a row of which no layer has run."""
+        self._hidden.append(self.runtime.embed([token_id], self.first_slot + self.n_rows))
+        self.depths.append(0)
+
+    @torch.inference_mode()
+    def advance(self, depth: int) -> Tensor:
+        """Run every row to at least `depth` layers; return the newest row's state (1, hidden_size)."""
+        while self.depths[-1] < depth:
+            # Rows that stand where the newest one stands: a run of rows at the end, which go on together.
+            at = self.depths[-1]
+            first = next(row for row, own in enumerate(self.depths) if own == at)
+            until = min(depth, self.depths[first - 1]) if first else depth
+            hidden = self._hidden[first] if first == self.n_rows - 1 else torch.cat(self._hidden[first:])
+            hidden = self.runtime.run_layers(hidden, self.first_slot + first, self.buffer, at, until)
+            self._hidden[first:] = torch.split(hidden, 1)
+            self.depths[first:] = [until] * (self.n_rows - first)
+        return self._hidden[-1]
+
+    @torch.inference_mode()
+    def finish(self) -> Tensor:
+        """Run what is left of every row; return the logits (rows, vocab) after all layers."""
+        self.advance(self.runtime.n_layers)
+        return self.runtime.logits(torch.cat(self._hidden))
+
+
+def heads_to_bytes(heads: Heads, record: LearnedRecord) -> bytes:
+    """Write the heads as a file: a tensor `head.DEPTH` each, and the record as metadata."""
+    tensors = {f"head.{depth}": heads.transforms[depth] for depth in heads.depths}
+    return _to_bytes(record, tensors, {"full": heads.full})
+
+
+def probe_to_bytes(probe: Probe, record: LearnedRecord) -> bytes:
+    """Write the probe as a file: `direction` and `bias`, and the record as metadata."""
+    tensors = {"direction": probe.direction, "bias": torch.tensor([probe.bias], dtype=torch.float64)}
+    return _to_bytes(record, tensors, {})
+
+
+def heads_from_bytes(data: bytes, runtime: Runtime) -> Heads:
+    """Read heads, in the runtime's dtype and on its device.
+
+    Raises: InvalidInput: no such file, or heads of another model.
+    """
+    about, tensors = _from_bytes("heads", data, runtime)
+    width, full = _width(runtime), bool(about.get("full"))
+    shape = (runtime.vocab_size if full else width, width)
+    found = {int(depth): _tensor(tensors, f"head.{depth}", shape) for depth in about["depths"]}
+    return Heads({d: tensor.to(runtime.device, runtime.dtype) for d, tensor in found.items()}, full)
+
+
+def probe_from_bytes(data: bytes, runtime: Runtime) -> Probe:
+    """Read a probe, on the runtime's device.
+
+    Raises: InvalidInput: no such file, or a probe of another model.
+    """
+    about, tensors = _from_bytes("probe", data, runtime)
+    direction = _tensor(tensors, "direction", (_width(runtime),)).float().to(runtime.device)
+    return Probe(int(about["depths"][0]), direction, float(_tensor(tensors, "bias", (1,))))
+
+
+def _to_bytes(record: LearnedRecord, tensors: Mapping[str, Tensor], more: Mapping[str, Any]) -> bytes:
+    words = {"kind": record.kind, "fingerprint": record.fingerprint, "model": record.model, "task": record.task}
+    values = {"depths": list(record.depths), "settings": dict(record.settings), **more}
+    metadata = {"schema": SCHEMA, **words, **{name: json.dumps(value) for name, value in values.items()}}
+    return save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, metadata)
+
+
+def _from_bytes(kind: LearnedKind, data: bytes, runtime: Runtime) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    try:
+        size = int.from_bytes(data[:HEADER_BYTES], "little")
+        tensors = load(data)  # checks the header before it is read below
+        metadata: dict[str, str] = json.loads(data[HEADER_BYTES : HEADER_BYTES + size]).get("__metadata__", {})
+        about = {**metadata, "depths": json.loads(metadata["depths"]), "full": metadata.get("full") == "true"}
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise InvalidInput(
+            f"the {kind} cannot be read as safetensors of swiftopt: train or export them again"
+        ) from error
+    if (metadata.get("schema"), metadata.get("kind")) != (SCHEMA, kind):
+        raise InvalidInput(f"this file holds {metadata.get('kind', 'nothing known')}, not {kind}: name another one")
+    if metadata.get("fingerprint") != runtime.info.fingerprint:
+        raise InvalidInput(
+            f"the {kind} were trained on {metadata.get('model')} ({metadata.get('fingerprint')}), but this model is"
+            f" {runtime.info.fingerprint}: run `swiftopt {kind} train` for it"
+        )
+    for depth in about["depths"]:
+        if not 0 < depth < runtime.n_layers:
+            raise InvalidInput(f"the {kind} sit after layer {depth}, but this model has {runtime.n_layers}: train anew")
+    return about, tensors
+
+
+def _tensor(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
+    found = tensors.get(name)
+    if found is None or tuple(found.shape) != shape:
+        has = "is missing" if found is None else f"has the shape {tuple(found.shape)}"
+        raise InvalidInput(f"the tensor {name!r} {has}, but {shape} was expected: train or export it again")
+    return found
+
+
+def _width(runtime: Runtime) -> int:
+    return int(runtime.config.get_text_config().hidden_size)
