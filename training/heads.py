@@ -126,9 +126,13 @@ def _chunks(logits: Tensor) -> Sequence[slice]:
 
 
 def head_figures(runtime: Runtime, heads: Heads, data: Features) -> dict[str, float]:
-    """Measure heads on held-out positions. Per head: `agreement@DEPTH` with the last layer's argmax, the same of the model's own head read there
-    (`identity@DEPTH`), and `kl@DEPTH`; per threshold γ: `early@γ`, the share of positions where a head's highest
-    probability reaches it, and `rejected@γ`, the share of those where the shallowest such head is wrong."""
+    """Measure heads on held-out positions.
+
+    Returns: per head `agreement@DEPTH` with the last layer's argmax, the same of the model's own head read there
+             (`identity@DEPTH`), and `kl@DEPTH`; per threshold γ `early@γ`, the share of positions where a head's
+             highest probability reaches it, and `rejected@γ`, the share of those where the shallowest such head is
+             wrong.
+    """
     right = {depth: torch.zeros(data.n_rows, dtype=torch.bool) for depth in heads.depths}
     sure = {depth: torch.zeros(data.n_rows) for depth in heads.depths}
     same = dict.fromkeys(heads.depths, 0)
