@@ -19,8 +19,7 @@ import numpy as np
 
 from ..core.errors import ModelNotFound, OutputError, UnsupportedModel
 from ..models.fingerprint import fingerprint, weight_files
-from ..models.gguf_file import cache_root
-from ..models.saved import OnStep, first_line, no_step
+from ..models.saved import OnStep, cache_root, first_line, no_step
 
 Rounding = Literal["stored", "F16", "Q8_0", "Q4_0"]
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)

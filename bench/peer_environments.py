@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..models.gguf_file import cache_root
-from ..models.saved import OnStep, no_step
+from ..models.saved import OnStep, cache_root, no_step
 from .peer_rows import Rival
 
 PROGRAMS = Path(__file__).parent / "rivals"

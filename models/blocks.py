@@ -15,7 +15,7 @@ from .families import Family
 
 
 def submodule(root: nn.Module, dotted: str | None) -> Any:
-    """The module at a dotted name, None for no name."""
+    """Return the module at a dotted name, None for no name."""
     return None if dotted is None else root.get_submodule(dotted)
 
 
@@ -38,12 +38,12 @@ class RowGroup:
 
     @property
     def n_rows(self) -> int:
-        """How many rows it has."""
+        """Number of rows."""
         return sum(length for _, _, length in self.spans) if self.slots is None else self.slots.shape[0]
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class LayerModules:
     """The modules of one decoder layer."""
 
     attn_norm: Any
@@ -58,7 +58,7 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class HeadLayout:
     """How a layer's projections are cut into heads; `interleaved`: query, key and value of each head lie together."""
 
     n_heads: int
@@ -68,9 +68,9 @@ class Heads:
 
 
 def queries_keys_values(
-    parts: Parts, heads: Heads, hidden: Tensor, cos: Tensor | None, sin: Tensor | None
+    parts: LayerModules, heads: HeadLayout, hidden: Tensor, cos: Tensor | None, sin: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries (rows, heads, width), keys and values (rows, kv_heads, width) of states, normed and rotated."""
+    """Return queries (rows, heads, width), keys and values (rows, kv_heads, width) of states, normed and rotated."""
     normed = parts.attn_norm(hidden)
     query, key, value = split_heads(heads, [project(normed) for project in parts.qkv])
     if parts.q_norm is not None and parts.k_norm is not None:
@@ -80,29 +80,31 @@ def queries_keys_values(
     return query, key, value
 
 
-def attention_out(parts: Parts, mixed: Tensor) -> Tensor:
-    """What attention adds, of what its heads read (rows, heads * width)."""
+def attention_out(parts: LayerModules, mixed: Tensor) -> Tensor:
+    """Return what attention adds, given what its heads read (rows, heads * width)."""
     out = cast(Tensor, parts.out(mixed))
     return out if parts.attn_post is None else cast(Tensor, parts.attn_post(out))
 
 
-def mlp_out(parts: Parts, hidden: Tensor) -> Tensor:
-    """What the MLP adds to `hidden` (rows, hidden_size)."""
+def mlp_out(parts: LayerModules, hidden: Tensor) -> Tensor:
+    """Return what the MLP adds to `hidden` (rows, hidden_size)."""
     out = cast(Tensor, parts.mlp(parts.mlp_norm(hidden)))
     return out if parts.mlp_post is None else cast(Tensor, parts.mlp_post(out))
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
-    """How a layer computes all but attention over the buffer: what depends on the rows' number only, and may be
-    compiled (`models.compiled`)."""
+class LayerFunctions:
+    """How a layer computes all but attention over the buffer: what depends on the number of rows only.
 
-    enter: Callable[[Parts, Heads, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor, Tensor]]
-    leave: Callable[[Parts, Tensor], Tensor]
-    mlp: Callable[[Parts, Tensor], Tensor]
+    They may be compiled (`models.loading`).
+    """
+
+    enter: Callable[[LayerModules, HeadLayout, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor, Tensor]]
+    leave: Callable[[LayerModules, Tensor], Tensor]
+    mlp: Callable[[LayerModules, Tensor], Tensor]
 
 
-EAGER = Pieces(queries_keys_values, attention_out, mlp_out)
+EAGER = LayerFunctions(queries_keys_values, attention_out, mlp_out)
 
 
 class Block:
@@ -117,9 +119,9 @@ class Block:
         self.n_kv_heads = int(getattr(config, "num_key_value_heads", None) or self.n_heads)
         self.head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // self.n_heads)
         self.scaling = float(cast(Any, attn).scaling)
-        self.heads = Heads(self.n_heads, self.n_kv_heads, self.head_dim, family.projection == "heads")
-        self.pieces = EAGER
-        self.parts = Parts(
+        self.heads = HeadLayout(self.n_heads, self.n_kv_heads, self.head_dim, family.projection == "heads")
+        self.functions = EAGER
+        self.parts = LayerModules(
             attn_norm=submodule(layer, family.attn_norm),
             qkv=tuple(attn.get_submodule(name) for name in family.qkv),
             q_norm=getattr(attn, "q_norm", None),
@@ -133,9 +135,9 @@ class Block:
         self.device = next(attn.parameters()).device
 
     def attention(
-        self, hidden: Tensor, groups: Sequence[tuple[RowGroup, KVBuffer]], parts: Parts | None = None
+        self, hidden: Tensor, groups: Sequence[tuple[RowGroup, KVBuffer]], parts: LayerModules | None = None
     ) -> Tensor:
-        """What attention adds to `hidden` (rows, hidden_size), after writing the rows' keys and values.
+        """Return what attention adds to `hidden` (rows, hidden_size), after writing the rows' keys and values.
 
         Args: groups: the rows of each sequence, one behind the other, with its buffer. parts: a quantised copy's
               modules, None for the layer's own.
@@ -143,18 +145,18 @@ class Block:
         parts = parts or self.parts
         if len(groups) == 1:
             ((group, buffer),) = groups
-            query, key, value = self.pieces.enter(parts, self.heads, hidden, group.cos, group.sin)
-            return self.pieces.leave(parts, self._attended(query, key, value, group, buffer))
+            query, key, value = self.functions.enter(parts, self.heads, hidden, group.cos, group.sin)
+            return self.functions.leave(parts, self._attended(query, key, value, group, buffer))
         turns = [(group.cos, group.sin) for group, _ in groups if group.cos is not None and group.sin is not None]
         cos, sin = (torch.cat(part) for part in zip(*turns, strict=True)) if turns else (None, None)
-        projected = self.pieces.enter(parts, self.heads, hidden, cos, sin)
+        projected = self.functions.enter(parts, self.heads, hidden, cos, sin)
         n_rows = [group.n_rows for group, _ in groups]
         own = zip(*(torch.split(part, n_rows) for part in projected), groups, strict=True)
         mixed = [self._attended(query, key, value, *group) for query, key, value, group in own]
-        return self.pieces.leave(parts, torch.cat(mixed))
+        return self.functions.leave(parts, torch.cat(mixed))
 
     def _attended(self, query: Tensor, key: Tensor, value: Tensor, group: RowGroup, buffer: KVBuffer) -> Tensor:
-        """What one sequence's rows read, (rows, heads * width), after writing their keys and values."""
+        """Return what one sequence's rows read, (rows, heads * width), after writing their keys and values."""
         if group.slots is not None:
             buffer.keys[self.index].index_copy_(1, group.slots, key.transpose(0, 1))
             buffer.values[self.index].index_copy_(1, group.slots, value.transpose(0, 1))
@@ -166,13 +168,13 @@ class Block:
         keys, values = buffer.between(group.start, group.end)
         return attend(query, keys[self.index], values[self.index], group.mask, self.scaling)
 
-    def mlp(self, hidden: Tensor, parts: Parts | None = None) -> Tensor:
-        """What the MLP adds to `hidden` (rows, hidden_size)."""
-        return self.pieces.mlp(parts or self.parts, hidden)
+    def mlp(self, hidden: Tensor, parts: LayerModules | None = None) -> Tensor:
+        """Return what the MLP adds to `hidden` (rows, hidden_size)."""
+        return self.functions.mlp(parts or self.parts, hidden)
 
 
-def split_heads(heads: Heads, projected: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """What the projections gave, (rows, width) each, as queries, keys and values by head."""
+def split_heads(heads: HeadLayout, projected: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Cut the outputs of the projections, (rows, width) each, into queries, keys and values by head."""
     rows = projected[0].shape[0]
     if heads.interleaved:
         query, key, value = projected[0].view(rows, heads.n_heads, 3 * heads.width).chunk(3, dim=-1)
@@ -185,7 +187,7 @@ def split_heads(heads: Heads, projected: Sequence[Tensor]) -> tuple[Tensor, Tens
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of the leading dimensions of `x` (rows, heads, head_dim); `sin` has its first half negated."""
+    """Rotate the leading dimensions of `x` (rows, heads, head_dim) by position; `sin` has its first half negated."""
     width = cos.shape[-1]
     if width == x.shape[-1]:
         return x * cos + x.roll(width // 2, -1) * sin
@@ -193,8 +195,33 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turned * cos + turned.roll(width // 2, -1) * sin, x[..., width:]), dim=-1)
 
 
+class RotaryTables:
+    """Cosines and sines per layer type and device, from a model's own rotary module; None: a model without rotary."""
+
+    def __init__(self, module: Any, dtype: torch.dtype, max_positions: int) -> None:
+        self._module, self._dtype, self._max_positions = module, dtype, max_positions
+        self._tables: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = {}
+
+    def of(self, layer_type: str, device: torch.device, n_positions: int) -> tuple[Tensor, Tensor] | None:
+        """Return cosine and sign-folded sine (positions, rotary_dim) of `n_positions` at least; None without rotary."""
+        if self._module is None:
+            return None
+        table = self._tables.get((layer_type, device))
+        if table is None or table[0].shape[0] < n_positions:
+            size = min(self._max_positions, max(n_positions, 1024, 2 * (0 if table is None else table[0].shape[0])))
+            probe = torch.empty(0, dtype=self._dtype, device=device)
+            positions = torch.arange(max(size, n_positions), device=device)[None]
+            cos, sin = self._module(probe, positions, layer_type) if layer_type else self._module(probe, positions)
+            half = sin.shape[-1] // 2
+            folded = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
+            # Dispatched over devices, the rotary module answers on its own, whatever device it was asked for.
+            table = (cos[0].to(device), folded.to(device))
+            self._tables[(layer_type, device)] = table
+        return table
+
+
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    """Attention of (rows, heads, head_dim) over (kv_heads, slots, head_dim); returns (rows, heads * head_dim).
+    """Compute attention of (rows, heads, head_dim) over (kv_heads, slots, head_dim): (rows, heads * head_dim).
 
     The query heads that share a key head become extra rows of it, so that keys and values are read where they lie and
     never repeated. `mask` is additive, (rows, slots).

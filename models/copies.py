@@ -1,8 +1,14 @@
-"""Quantised copies of a model's sub-layers and head, for drafts; the target itself is never touched."""
+"""Quantised copies of a model's sub-layers and head, for drafts; the target itself is never touched.
+
+On disk a copy is kept per model, format and kind of processor, and read back in about a second per GB.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
@@ -10,14 +16,19 @@ from pathlib import Path
 from typing import Literal, cast
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..core.types import LayerSet
-from . import copies_file
-from .blocks import Block, Parts
+from .blocks import Block, LayerModules
 from .quantised import QuantisedLinear, quantised, replaced
+from .saved import cache_root, remove_stale
 
 HASH = re.compile(r"v\d+:[0-9a-f]{16}")  # what `models.fingerprint` gives; made-up names of tests are none
+LAYOUT = "1"  # part of every file's name; raise it when weights are rounded or packed another way
+PART = ".part"  # of a file's name, while the copy is being written
+LEAST_BYTES = 16 << 20  # smaller copies are made faster than read
 KINDS: tuple[Literal["attn", "mlp"], ...] = ("attn", "mlp")
 
 
@@ -31,7 +42,7 @@ class QuantisedCopies:
         self._blocks, self.head_map = blocks, head
         self._fingerprint = fingerprint if HASH.fullmatch(fingerprint) else None
         self.packed = False  # for our kernels
-        self._parts: dict[tuple[str, int, str], Parts] = {}
+        self._parts: dict[tuple[str, int, str], LayerModules] = {}
         self._heads: dict[str, QuantisedLinear] = {}
 
     @property
@@ -40,7 +51,7 @@ class QuantisedCopies:
         return sum(self._bytes_of(*key) for key in self._parts) + sum(head.n_bytes for head in self._heads.values())
 
     def bytes_of(self, layer_set: LayerSet) -> int:
-        """Memory of the copies that a draft with that set runs, as far as they have been made."""
+        """Return the memory of the copies that a draft with that set runs, as far as they have been made."""
         own = sum(self._bytes_of(*key) for key in _wanted(layer_set) if key in self._parts)
         head = self._heads.get(layer_set.format_of("head") or "")
         return own + (0 if head is None else head.n_bytes)
@@ -49,8 +60,8 @@ class QuantisedCopies:
         return sum(one.n_bytes for one in _maps(self._parts[kind, layer, name], kind))
 
     @torch.inference_mode()
-    def parts(self, kind: Literal["attn", "mlp"], layer: int, name: str) -> Parts:
-        """The modules of a layer with that sub-layer's linear maps quantised; made at the first call."""
+    def parts(self, kind: Literal["attn", "mlp"], layer: int, name: str) -> LayerModules:
+        """Return the modules of a layer with that sub-layer's linear maps quantised; made at the first call."""
         key = (kind, layer, name)
         if key not in self._parts:
             self._parts[key] = self._made(kind, layer, name, iter(()))
@@ -58,20 +69,20 @@ class QuantisedCopies:
 
     @torch.inference_mode()
     def head(self, name: str) -> QuantisedLinear:
-        """The quantised head; made at the first call."""
+        """Return the quantised head; made at the first call."""
         if name not in self._heads:
             self._heads[name] = quantised([self.head_map], name, packed=self.packed)
         return self._heads[name]
 
     def lay_out(self, packed: bool) -> None:
-        """From now on make copies for our kernels (`packed`) or for torch's; those for the others are dropped."""
+        """Make copies from now on for our kernels (`packed`) or for torch's; those for the others are dropped."""
         if packed != self.packed:
             self.packed = packed
             self._parts.clear()
             self._heads.clear()
 
     def drop(self, name: str) -> None:
-        """Give back the memory of all copies in a format; who asks for one again has it made, or read, again."""
+        """Free all copies in a format; one that is asked for again is made, or read, again."""
         self._parts = {key: parts for key, parts in self._parts.items() if key[2] != name}
         self._heads.pop(name, None)
 
@@ -84,17 +95,17 @@ class QuantisedCopies:
             self._prepare(kind, own, name, on_step)
         if (name_ := layer_set.format_of("head")) is not None and name_ not in self._heads:
             path, weight = self._file("head", name_), cast(Tensor, self.head_map.weight)
-            kept = None if path is None else copies_file.read(path, weight.device, self.packed)
+            kept = None if path is None else read_copy(path, weight.device, self.packed)
             made = None if kept is None else (kept["codes"], kept["scales"])
             self._heads[name_] = quantised([self.head_map], name_, made, self.packed)
             if path is not None and kept is None:
-                copies_file.write(path, {"codes": self._heads[name_].codes, "scales": self._heads[name_].scales})
+                write_copy(path, {"codes": self._heads[name_].codes, "scales": self._heads[name_].scales})
 
     def _prepare(
         self, kind: Literal["attn", "mlp"], layers: Sequence[int], name: str, on_step: Callable[[str], None] | None
     ) -> None:
         path = self._file(kind, name)
-        kept = None if path is None else copies_file.read(path, self._blocks[0].device, self.packed)
+        kept = None if path is None else read_copy(path, self._blocks[0].device, self.packed)
         for number, layer in enumerate(layers):
             if on_step is not None and kept is None and number % 4 == 0:
                 on_step(f"quantising, {kind} {number + 1} of {len(layers)} as {name}")
@@ -106,11 +117,11 @@ class QuantisedCopies:
             tensors = {f"{at}.codes": one.codes for at, one in pairs} | {
                 f"{at}.scales": one.scales for at, one in pairs
             }
-            copies_file.write(path, tensors)
+            write_copy(path, tensors)
 
     def _made(
         self, kind: Literal["attn", "mlp"], layer: int, name: str, kept: Iterator[tuple[Tensor, Tensor]]
-    ) -> Parts:
+    ) -> LayerModules:
         own = self._blocks[layer].parts
         if kind == "attn":
             qkv = quantised(own.qkv, name, next(kept, None), self.packed)
@@ -122,11 +133,11 @@ class QuantisedCopies:
         if self._fingerprint is None or any(block.device != one for block in self._blocks):
             return None
         dtype = cast(Tensor, self.head_map.weight).dtype
-        return copies_file.file_of(self._fingerprint, part, name, dtype, one, self.packed)
+        return copy_file(self._fingerprint, part, name, dtype, one, self.packed)
 
 
 def _pairs(kept: Mapping[str, Tensor], layer: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Codes and scales of a layer's maps, in their order."""
+    """Yield codes and scales of a layer's maps, in their order."""
     for number in count():
         at = f"{layer}.{number}"
         if f"{at}.codes" not in kept:
@@ -135,7 +146,7 @@ def _pairs(kept: Mapping[str, Tensor], layer: int) -> Iterator[tuple[Tensor, Ten
 
 
 def _wanted(layer_set: LayerSet) -> list[tuple[Literal["attn", "mlp"], int, str]]:
-    """The copies of sub-layers that a draft runs, as (kind, layer, format)."""
+    """Return the copies of sub-layers that a draft runs, as (kind, layer, format)."""
     return [
         (kind, layer, name)
         for layer in range(layer_set.n_layers)
@@ -144,6 +155,48 @@ def _wanted(layer_set: LayerSet) -> list[tuple[Literal["attn", "mlp"], int, str]
     ]
 
 
-def _maps(parts: Parts, kind: str) -> list[QuantisedLinear]:
+def _maps(parts: LayerModules, kind: str) -> list[QuantisedLinear]:
     modules = (*parts.qkv, parts.out) if kind == "attn" else (parts.mlp,)
     return [part for module in modules for part in module.modules() if isinstance(part, QuantisedLinear)]
+
+
+def copy_file(
+    fingerprint: str, part: str, name: str, dtype: torch.dtype, device: torch.device, packed: bool = False
+) -> Path:
+    """Return the file of the copy of a part (`attn`, `mlp`, `head`) in a format; torch packs codes by the processor."""
+    if packed:
+        key = "|".join((LAYOUT, fingerprint, part, name, "packed"))
+    else:
+        kernel = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else str(torch.version.cuda)
+        key = "|".join((LAYOUT, fingerprint, part, name, str(dtype), device.type, kernel, torch.__version__))
+    return cache_root() / "quantised" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors"
+
+
+def read_copy(path: Path, device: torch.device, packed: bool = False) -> dict[str, Tensor] | None:
+    """Read a copy; None where there is none that can be read."""
+    try:
+        found = load_file(path, device=str(device))
+        # In the mapped file tensors begin anywhere. Our kernels read them there; torch's int8 kernel dies of codes that
+        # are not aligned, and gets a copy in memory of torch's own.
+        return found if packed else {key: tensor.clone() for key, tensor in found.items()}
+    except (OSError, SafetensorError):
+        return None
+
+
+def write_copy(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a copy where there is room for it; it can be made again."""
+    if sum(tensor.nbytes for tensor in tensors.values()) < LEAST_BYTES:
+        return
+    part: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove_stale(path.parent.glob(f"*{PART}"))
+        handle, name = tempfile.mkstemp(suffix=PART, dir=path.parent)
+        os.close(handle)
+        part = Path(name)
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, part)
+        part.chmod(0o644)  # another user may share the cache
+        part.replace(path)
+    except (OSError, SafetensorError):
+        if part is not None:
+            part.unlink(missing_ok=True)

@@ -8,24 +8,22 @@ import os
 import re
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import ModelNotFound, OutputError, UnsupportedModel
 from .families import FAMILIES, family_of
-from .saved import OnStep, first_line, is_complete, refuse_missing
+from .saved import OnStep, cache_root, first_line, is_complete, refuse_missing, remove_stale
 
 CONVERSION = "1"  # part of every cached folder's name; raise it when the conversion changes
-STALE_S = 24 * 3600  # age from which a conversion that never ended is swept away
 N_SAMPLES = 9  # places of a file that its key covers
 SAMPLE_BYTES = 1 << 20  # at each of them
 
 
 def converted(gguf: Path, on_step: OnStep) -> Path:
-    """The folder of the file's weights and tokenizer.
+    """Return the folder of the file's weights and tokenizer, converting them where that was not yet done.
 
     It appears under its name only when it is complete, so that processes may convert at the same time.
 
@@ -53,15 +51,8 @@ def converted(gguf: Path, on_step: OnStep) -> Path:
     return folder
 
 
-def cache_root() -> Path:
-    """SWIFTOPT_CACHE_DIR, or the user's cache folder of this system."""
-    from platformdirs import user_cache_dir
-
-    return Path(os.environ.get("SWIFTOPT_CACHE_DIR") or user_cache_dir("swiftopt", appauthor=False)).expanduser()
-
-
 def _key(gguf: Path) -> str:
-    """Names a conversion by the file's name, its size and samples over its whole length."""
+    """Name a conversion by the file's name, its size and samples over its whole length."""
     try:
         size = gguf.stat().st_size
         digest = hashlib.sha256(f"{CONVERSION} {gguf.name} {size}".encode())
@@ -75,7 +66,7 @@ def _key(gguf: Path) -> str:
 
 
 def _check(gguf: Path) -> None:
-    """Refuse what transformers would answer with a traceback, or read wrongly without a word."""
+    """Refuse files that transformers would fail on with a traceback, or read wrongly in silence."""
     import gguf as gguf_library
 
     with gguf.open("rb") as file:
@@ -94,7 +85,7 @@ def _check(gguf: Path) -> None:
 
 
 def _read(gguf: Path) -> tuple[Any, Any]:
-    """Model in bfloat16 and tokenizer; tied weights stay tied."""
+    """Read the model, in bfloat16, and its tokenizer; tied weights stay tied."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -117,7 +108,7 @@ def _read(gguf: Path) -> tuple[Any, Any]:
 
 
 def _plain(model: Any) -> Any:
-    """The same weights in a model that knows nothing of GGUF: transformers refuses to save the one it read."""
+    """Return the same weights in a model without GGUF settings: transformers refuses to save the one it read."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -148,21 +139,13 @@ def _parsed_once() -> Iterator[None]:
 
 
 def _unfinished_folder(folder: Path) -> Path:
-    """A new folder beside the final one."""
+    """Make a new folder beside the final one."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(folder.parent)
+        remove_stale(folder.parent.glob(".*"))
         return Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     except OSError as error:
         raise OutputError(_cache_sentence(folder.parent, error)) from error
-
-
-def _sweep(parent: Path) -> None:
-    """Remove what conversions left that were killed long ago."""
-    for left in parent.glob(".*"):
-        with suppress(FileNotFoundError):  # another process's conversion has just ended
-            if time.time() - left.stat().st_mtime > STALE_S:
-                shutil.rmtree(left, ignore_errors=True)
 
 
 def _publish(unfinished: Path, folder: Path) -> None:

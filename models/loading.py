@@ -1,22 +1,49 @@
-"""From a name to a runtime."""
+"""From a name to a runtime: the model's weights in memory, and the way it computes at a speed."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, get_args
+from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType
+from typing import Any, cast, get_args
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
-from ..core.errors import SettingsError
+from ..core.errors import ModelNotFound, SettingsError
 from ..core.processors import n_threads
 from ..core.requests import Speed
+from ..core.types import ModelInfo
+from .blocks import EAGER, Block, LayerFunctions
+from .fingerprint import fingerprint, n_layers_of, weight_files
+from .graphs import GraphPasses
 from .runtime import Runtime
-from .sources import load_pretrained
+from .saved import OnStep, first_line, has_tokenizer, no_step, quiet, refuse_missing, supported_config, telling
+from .sources import Source, check_device, check_names, check_words, local_folder
 
-if TYPE_CHECKING:
-    from .graphs import GraphPasses
+HEADROOM = 1.15  # free GPU memory that a model needs / its weights: keys, values and activations come on top
+WARM_ROWS = (1, 2)  # widths compiled first; the second shows the compiler that their number changes
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A causal-LM model of transformers, in evaluation mode and without gradients, with what was learned on the way.
+
+    `tokenizer` is None where the folder has none; `dtype` and `device` are those it was loaded with ("cpu", "cuda:0",
+    …, or "auto-map" for one that is spread over devices).
+    """
+
+    hf_model: Any
+    tokenizer: Any
+    info: ModelInfo
+    source: Source
+    folder: Path
+    dtype: str
+    device: str
 
 
 def load(
@@ -65,25 +92,19 @@ def at_speed(runtime: Runtime, speed: Speed, lay_out: bool = True) -> None:
         if reason is not None and speed == "native":
             raise SettingsError(f"our kernels cannot be used: {reason}")
         return
-    graphs: GraphPasses | None = None
-    if "graphs" in speed:
-        from .graphs import GraphPasses
-
-        graphs = GraphPasses(runtime)
+    graphs = GraphPasses(runtime) if "graphs" in speed else None
     if speed == "onednn":
         from .kernels import onednn
 
         onednn.pack(runtime)
     if "compiled" in speed:
-        from .compiled import compile_pieces
-
-        compile_pieces(runtime)
+        compile_functions(runtime)
     runtime.graphs, runtime.speed, runtime.native = graphs, speed, None
     runtime.copies.lay_out(packed=False)
 
 
 def _by_native(runtime: Runtime, lay_out: bool) -> str | None:
-    """Let our kernels compute the passes; else why they cannot."""
+    """Let our kernels compute the passes; return why they cannot, or None."""
     if runtime.device.type != "cpu":
         return f"they are for a CPU, and the model lies on {runtime.device}"
     from .kernels.build import kernels
@@ -113,3 +134,139 @@ def outputs_first(model: nn.Module) -> list[Conv1D]:
     for module in turned:
         module.weight.data = module.weight.data.t().contiguous().t()
     return turned
+
+
+def load_pretrained(name: str, dtype: str = "auto", device: str = "auto", on_step: OnStep | None = None) -> LoadedModel:
+    """Load a model by name, writing nothing to stdout or stderr; `on_step` is told in a few words what is being done.
+
+    Dtype "auto" is the stored one (bfloat16 for GGUF). Device "auto" is the first GPU that has room for the model, all
+    of them together where none has, and the CPU where there is none; "auto-map" spreads it in any case.
+
+    Raises: ModelNotFound: nothing of that name can be loaded. UnsupportedModel: its architecture is not supported.
+        SettingsError: dtype or device is unknown, not here or too small. OutputError: the cache cannot be written.
+    """
+    check_words(dtype, device)
+    check_device(device)
+    source = check_names(name, dtype, device)
+    step = on_step or no_step
+    with quiet():
+        folder = local_folder(source, step)
+        supported_config(folder)
+        placement = _placement(device, folder, dtype)
+        step(f"loading {source.name}")
+        with telling(step, f"loading {source.name}"):
+            model = _load_weights(folder, dtype, placement)
+        info = describe(model, source.names, fingerprint(folder))
+        tokenizer = _load_tokenizer(folder)
+    return LoadedModel(model, tokenizer, info, source, folder, str(model.dtype).removeprefix("torch."), placement)
+
+
+def describe(hf_model: Any, names: tuple[str, ...] = (), known: str | None = None) -> ModelInfo:
+    """Return what the store keeps of a model; its fingerprint is taken from memory unless it is `known`.
+
+    Raises: UnsupportedModel: its config gives no number of layers.
+    """
+    return ModelInfo(
+        fingerprint=known or fingerprint(hf_model),
+        architecture=str(hf_model.config.model_type),
+        n_layers=n_layers_of(hf_model.config),
+        n_parameters=sum(parameter.numel() for parameter in hf_model.parameters()),
+        names=names,
+    )
+
+
+def _placement(device: str, folder: Path, dtype: str) -> str:
+    """Choose where the weights go: "cpu", "cuda:N" or "auto-map"."""
+    if device in ("cpu", "auto-map"):
+        return device
+    if device != "auto":
+        return "cuda:0" if device == "cuda" else device
+    if not torch.cuda.is_available():
+        return "cpu"
+    needed = HEADROOM * _weight_bytes(folder, dtype)
+    free = [torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())]
+    for i, n_bytes in enumerate(free):
+        if n_bytes >= needed:
+            return f"cuda:{i}"
+    if sum(free) >= needed:
+        return "auto-map"
+    raise SettingsError(
+        f"{folder} needs about {needed / 1e9:.1f} GB, but the GPUs here have {sum(free) / 1e9:.1f} GB free:"
+        " use --device cpu or a smaller model"
+    )
+
+
+def _weight_bytes(folder: Path, dtype: str) -> float:
+    n_stored = sum(path.stat().st_size for path in weight_files(folder) if path.is_file())
+    stored = getattr(supported_config(folder), "dtype", None) or torch.float32
+    target = stored if dtype == "auto" else getattr(torch, dtype)
+    return float(n_stored * target.itemsize / stored.itemsize)
+
+
+def _load_weights(folder: Path, dtype: str, placement: str) -> Any:
+    auto: Any = AutoModelForCausalLM
+    device_map = {"cpu": None, "auto-map": "auto"}.get(placement, {"": placement})
+    try:
+        model, found = auto.from_pretrained(
+            folder, dtype=dtype, device_map=device_map, local_files_only=True, output_loading_info=True
+        )
+    except torch.OutOfMemoryError as error:
+        raise SettingsError(f"{folder} does not fit the memory of {placement}: use another --device") from error
+    except Exception as error:  # a damaged file: each format's reader has errors of its own
+        raise ModelNotFound(f"{folder} cannot be loaded ({first_line(error)}): copy or download it again") from error
+    refuse_missing(found["missing_keys"], folder)
+    return model.eval().requires_grad_(False)
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    if not has_tokenizer(folder):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # as in _load_weights
+        raise ModelNotFound(
+            f"the tokenizer in {folder} cannot be loaded ({first_line(error)}): copy it again"
+        ) from error
+
+
+@torch.inference_mode()
+def compile_functions(runtime: Runtime) -> None:
+    """Compile what surrounds attention over the buffer, which stays eager; seconds to a minute at first on a machine.
+
+    Each function is compiled once per runtime and weight format for one row, and once for several: layers are alike, so
+    that one compilation serves all of them, and the number of rows is the only dimension that changes.
+
+    Raises: SettingsError: torch cannot compile here, where there is no C++ compiler for example; nothing has changed.
+    """
+    from torch._dynamo.exc import TorchDynamoException
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's compiler warns of torch's own code
+            functions = LayerFunctions(*(_compiled(function) for function in (EAGER.enter, EAGER.leave, EAGER.mlp)))
+            for n_rows in WARM_ROWS:
+                for block in runtime.blocks:
+                    _run_once(runtime, block, functions, n_rows)
+    except TorchDynamoException as error:
+        reason = str(error).strip().splitlines()[0]
+        raise SettingsError(
+            f"torch.compile does not work on this machine ({reason}): install a C++ compiler, or use the eager runtime"
+        ) from error
+    for block in runtime.blocks:
+        block.functions = functions
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a compiled copy of a function, with code of its own: torch limits how often one code is compiled."""
+    own = cast(FunctionType, function)
+    copy = FunctionType(own.__code__.replace(), own.__globals__, own.__name__, own.__defaults__, own.__closure__)
+    return torch.compile(copy)
+
+
+def _run_once(runtime: Runtime, block: Block, functions: LayerFunctions, n_rows: int) -> None:
+    hidden = torch.zeros((n_rows, int(runtime.config.hidden_size)), dtype=runtime.dtype, device=block.device)
+    table = runtime.rotation(block.layer_type, block.device, n_rows)
+    cos, sin = (None, None) if table is None else (part[:n_rows, None] for part in table)
+    query = functions.enter(block.parts, block.heads, hidden, cos, sin)[0]
+    functions.leave(block.parts, query.reshape(n_rows, block.heads.n_heads * block.heads.width))
+    functions.mlp(block.parts, hidden)

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from ..core.errors import ContextOverflow, InvalidInput, LayerSetError, SettingsError, UnsupportedModel
 from ..core.types import LayerSet, ModelInfo
-from .blocks import Block, submodule
+from .blocks import Block, RotaryTables, submodule
 from .buffer import KVBuffer
 from .copies import QuantisedCopies
 from .families import context_limit, family_of, windows_of
-from .rotary import RotaryTables
 from .rows import Pass, PassPlan, Rows
 
 PREFILL_ROWS = 512  # rows per prefill pass, so that its mask stays small

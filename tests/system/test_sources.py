@@ -17,7 +17,8 @@ from tiny_files import edit_config, save, write_gguf
 
 from swiftopt.core.errors import ModelNotFound, OutputError, SettingsError, SwiftoptError, UnsupportedModel
 from swiftopt.models.fingerprint import fingerprint
-from swiftopt.models.sources import describe, load_pretrained, resolve
+from swiftopt.models.loading import describe, load_pretrained
+from swiftopt.models.sources import resolve
 
 TOKEN_IDS = torch.tensor([[1, 5, 9, 2, 7]])
 
@@ -50,7 +51,7 @@ def test_load_restores_what_it_silenced(tmp_path: Path) -> None:
 
 
 def test_load_tells_how_far_the_weights_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swiftopt.models.progress.SECONDS", 0.0)
+    monkeypatch.setattr("swiftopt.models.saved.TOLD_S", 0.0)
     folder = save(tmp_path / "m")
     steps: list[str] = []
     load_pretrained(str(folder), on_step=steps.append)
@@ -181,7 +182,7 @@ def test_gguf_conversion_keeps_the_function_and_is_made_once(
 
 def test_gguf_conversions_of_two_processes_both_end_well(tiny_gguf: Path, cache: Path) -> None:
     code = (
-        f"from swiftopt.models.sources import load_pretrained as load; print(load({str(tiny_gguf)!r}).info.fingerprint)"
+        f"from swiftopt.models.loading import load_pretrained as load; print(load({str(tiny_gguf)!r}).info.fingerprint)"
     )
     both = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     printed = [process.communicate(timeout=120)[0] for process in both]

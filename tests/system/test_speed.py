@@ -53,7 +53,7 @@ try:
     at_speed(runtime, "compiled")
 except SettingsError as error:
     print(error)
-assert all(block.pieces is EAGER for block in runtime.blocks)
+assert all(block.functions is EAGER for block in runtime.blocks)
 """
 
 
@@ -192,7 +192,7 @@ def test_graphs_without_a_cuda_device_are_refused_in_a_sentence(speed: str) -> N
     runtime = tiny_runtime("llama")
     with pytest.raises(SettingsError, match="one CUDA device, and this one lies on cpu"):
         at_speed(runtime, speed)  # type: ignore[arg-type]
-    assert runtime.graphs is None and runtime.blocks[0].pieces is EAGER
+    assert runtime.graphs is None and runtime.blocks[0].functions is EAGER
 
 
 def test_unknown_speed_is_refused_with_those_there_are() -> None:
@@ -223,7 +223,7 @@ def test_a_compiler_that_fails_leaves_the_runtime_eager(monkeypatch: pytest.Monk
     runtime = tiny_runtime("llama")
     with pytest.raises(SettingsError, match="use the eager runtime"):
         at_speed(runtime, "compiled")
-    assert all(block.pieces is EAGER for block in runtime.blocks)
+    assert all(block.functions is EAGER for block in runtime.blocks)
 
 
 def has_compiler() -> bool:
@@ -245,7 +245,7 @@ def compiled_runtime() -> Runtime:
 @needs_compiler
 def test_compiled_pieces_give_the_tokens_and_logits_of_eager_ones(compiled_runtime: Runtime) -> None:
     eager = tiny_runtime("gemma3", torch.float32)
-    assert compiled_runtime.blocks[0].pieces is not EAGER
+    assert compiled_runtime.blocks[0].functions is not EAGER
     quantised = LayerSet(4, formats=(("attn", "int8"), ("mlp", "int4")))
     for method in (PLAIN, TREES, swift(quantised, SwiftSettings(max_draft_length=3))):
         assert tokens(compiled_runtime, method) == tokens(eager, method)

@@ -11,8 +11,7 @@ import pytest
 
 from swiftopt.core.errors import ModelNotFound
 from swiftopt.models.catalog import ALIASES, find_alias, nearest
-from swiftopt.models.hub import needed_files
-from swiftopt.models.sources import resolve
+from swiftopt.models.sources import needed_files, resolve
 
 
 def test_aliases_are_lower_case_and_lead_to_hub_ids() -> None:
