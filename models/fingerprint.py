@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..core.errors import InvalidInput, ModelNotFound, UnsupportedModel
@@ -39,45 +39,21 @@ _PREFIXES = ("model.", "transformer.", "gpt_neox.")  # hub files of GPT-2 leave 
 _HEAD = "lm_head.weight"
 # Masks and frequencies that older transformers versions wrote into the files; they hold nothing learned.
 _LEFTOVERS = ("attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias", "rotary_emb.inv_freq")
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A tensor that can be sampled without being read whole; `sample` returns float32 on the CPU, shape (≤ 64,)."""
-
-    name: str
-    shape: tuple[int, ...]
-    sample: Callable[[], Tensor]
 
 
 def fingerprint(model: Any) -> str:
-    """Of a folder (path) or of a causal-LM model of transformers in memory; "v1:" and 16 hex digits.
+    """Compute the fingerprint of a folder (path) or of a causal-LM model in memory: "v1:" and 16 hex digits.
 
     Raises: ModelNotFound: the folder has no readable config or weights. InvalidInput: a weight of the model in memory
         is on the meta device, where nothing is stored.
     """
     if isinstance(model, str | Path):
         return fingerprint_of_folder(Path(model))
-    return _digest(model.config, [_in_memory(name, tensor) for name, tensor in model.state_dict().items()])
+    return _digest(model.config, model.state_dict())
 
 
 def fingerprint_of_folder(folder: Path) -> str:
-    """The fingerprint of a saved model; reads headers and samples only, so its time does not grow with the weights."""
+    """Compute the fingerprint of a saved model; only samples are read, so the time does not grow with the weights."""
     from transformers import AutoConfig
 
     files = weight_files(folder)
@@ -87,11 +63,11 @@ def fingerprint_of_folder(folder: Path) -> str:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ModelNotFound(f"{folder / 'config.json'} cannot be read as a model's config: check the folder") from error
-    return _digest(config, [stored for path in files for stored in _in_file(path)])
+    return _digest(config, {name: tensor for path in files for name, tensor in _in_file(path).items()})
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold a saved model's weights, in the order of preference of transformers; empty if there are none.
+    """Return the files of a saved model's weights, in the order of preference of transformers; empty if there are none.
 
     Files that an index names are listed whether they exist or not.
     """
@@ -109,7 +85,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def n_layers_of(config: Any) -> int:
-    """Depth of a model of transformers.
+    """Return the number of layers of a model of transformers.
 
     Raises: UnsupportedModel: the config does not say.
     """
@@ -120,20 +96,20 @@ def n_layers_of(config: Any) -> int:
     return int(n_layers)
 
 
-def _digest(config: Any, tensors: list[_Stored]) -> str:
+def _digest(config: Any, tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256(json.dumps(_function_of(config), sort_keys=True, default=str).encode())
     tied = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
-    for stored in sorted(tensors, key=lambda stored: (_plain_name(stored.name), stored.name)):
-        name = _plain_name(stored.name)
+    for stored in sorted(tensors, key=lambda stored: (_plain_name(stored), stored)):
+        name = _plain_name(stored)
         if name.endswith(_LEFTOVERS) or (tied and name == _HEAD):
             continue
-        digest.update(f"{name}{list(stored.shape)}".encode())
-        digest.update(stored.sample().numpy().tobytes())
+        digest.update(f"{name}{list(tensors[stored].shape)}".encode())
+        digest.update(_sample(stored, tensors[stored]).numpy().tobytes())
     return f"{VERSION}:{digest.hexdigest()[:16]}"
 
 
 def _function_of(config: Any) -> dict[str, Any]:
-    """Config fields that change the function and differ from the class's defaults.
+    """Return the config fields that change the function and differ from the class's defaults.
 
     Defaults are left out so that a field which a later transformers adds does not rename every model.
     """
@@ -158,68 +134,37 @@ def _relevant(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain_name(name: str) -> str:
-    """A tensor's name as transformers has it in memory, whichever name its file uses."""
+    """Return a tensor's name as transformers has it in memory, whichever name its file uses."""
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
     return _HEAD if name == "embed_out.weight" else name  # GPT-NeoX files
 
 
 def _runs(n_values: int) -> list[tuple[int, int]]:
-    """Half-open ranges of flat positions that are sampled: all of a small tensor, else evenly spaced runs."""
+    """Return the half-open ranges of flat positions to sample: all of a small tensor, else evenly spaced runs."""
     if n_values <= N_RUNS * RUN_LENGTH:
         return [(0, n_values)]
     starts = [i * (n_values - RUN_LENGTH) // (N_RUNS - 1) for i in range(N_RUNS)]
     return [(start, start + RUN_LENGTH) for start in starts]
 
 
-def _in_memory(name: str, tensor: Tensor) -> _Stored:
-    def sample() -> Tensor:
-        if tensor.is_meta:
-            raise InvalidInput(f"weight {name} is on the meta device: load the model with all its weights in memory")
-        flat = tensor.detach().reshape(-1)
-        return torch.cat([flat[start:stop] for start, stop in _runs(flat.numel())]).to("cpu").to(torch.float32)
-
-    return _Stored(name, tuple(tensor.shape), sample)
+def _sample(name: str, tensor: Tensor) -> Tensor:
+    """Return float32 values of a tensor on the CPU, shape (≤ 64,); of one in a file no more than these is read."""
+    if tensor.is_meta:
+        raise InvalidInput(f"weight {name} is on the meta device: load the model with all its weights in memory")
+    flat = tensor.detach().reshape(-1)
+    return torch.cat([flat[start:stop] for start, stop in _runs(flat.numel())]).to("cpu").to(torch.float32)
 
 
-def _in_file(path: Path) -> list[_Stored]:
+def _in_file(path: Path) -> dict[str, Tensor]:
+    """Map the tensors of a file into memory."""
     try:
         if path.suffix == ".safetensors":
-            return _in_safetensors(path)
+            with safe_open(path, framework="pt") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         values = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        return [_in_memory(name, tensor) for name, tensor in values.items() if isinstance(tensor, Tensor)]
+        return {name: tensor for name, tensor in values.items() if isinstance(tensor, Tensor)}
     except FileNotFoundError as error:
         raise ModelNotFound(f"the weights {path} are missing: copy the model's folder again") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ModelNotFound(f"the weights {path} cannot be read: copy the model's folder again") from error
-
-
-def _in_safetensors(path: Path) -> list[_Stored]:
-    """Tensors of one file, found through its header: 8 bytes of length, JSON, then the raw values."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        n_header = int.from_bytes(file.read(8), "little")
-        if not 2 <= n_header <= min(_MAX_HEADER_BYTES, size - 8):
-            raise ValueError("no safetensors header")
-        header: dict[str, Any] = json.loads(file.read(n_header))
-    header.pop("__metadata__", None)
-    if any(entry["data_offsets"][1] > size - 8 - n_header for entry in header.values()):
-        raise ValueError("truncated")
-    return [_in_range(path, name, entry, 8 + n_header) for name, entry in header.items()]
-
-
-def _in_range(path: Path, name: str, entry: Mapping[str, Any], data_start: int) -> _Stored:
-    dtype = _DTYPES[entry["dtype"]]
-    shape = tuple(int(n) for n in entry["shape"])
-    first, last = (data_start + int(offset) for offset in entry["data_offsets"])
-
-    def sample() -> Tensor:
-        parts = []
-        with path.open("rb") as file:
-            for start, stop in _runs((last - first) // dtype.itemsize):
-                file.seek(first + start * dtype.itemsize)
-                parts.append(bytearray(file.read((stop - start) * dtype.itemsize)))
-        raw = bytearray().join(parts)
-        return (torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0)).to(torch.float32)
-
-    return _Stored(name, shape, sample)
