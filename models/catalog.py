@@ -77,12 +77,12 @@ ALIASES: dict[str, Alias] = {
 
 
 def find_alias(name: str) -> Alias | None:
-    """The model behind a short name, whatever its case; None if the table has no such name."""
+    """Find the model behind a short name, whatever its case; None if the table has no such name."""
     return ALIASES.get(name.lower())
 
 
 def nearest(name: str, n: int = 3) -> list[str]:
-    """The known short names most like `name`, best first; at least one."""
+    """Return the known short names most like `name`, best first; at least one."""
     wanted = name.rstrip("/").rsplit("/", 1)[-1].lower()
     return difflib.get_close_matches(wanted, ALIASES, n=n, cutoff=0.6) or difflib.get_close_matches(
         wanted, ALIASES, n=1, cutoff=0.0

@@ -1,4 +1,4 @@
-"""What the parts of a model cost here: measured by running whole passes, never assumed from counts."""
+"""The measured costs of a model's parts on this machine: whole passes are timed, nothing is assumed from counts."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ SMALLEST_BUCKET = 256  # slots
 
 
 def context_bucket(n_positions: int) -> int:
-    """The power of two at or above `n_positions`, at least 256: the context length that costs are measured at."""
+    """Return the context length that costs are measured at: the next power of two, at least 256."""
     return max(SMALLEST_BUCKET, 1 << (max(1, n_positions) - 1).bit_length())
 
 
 def device_name(device: torch.device) -> str:
-    """What a stored figure is valid for: the GPU's name, or the processor's with its number of threads."""
+    """Return what a stored figure is valid for: the GPU's name, or the processor's with its number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_cpu_name()} ({torch.get_num_threads()} threads)"
 
 
 def machine_name(runtime: Runtime) -> str:
-    """The device's name, and how the runtime computes where that is not torch's own way: figures differ by it."""
+    """Return the device's name, with the way the runtime computes where that is not eager: figures differ by it."""
     name = device_name(runtime.device)
     if runtime.native is not None:
         return f"{name}, {runtime.native.level} kernels"
@@ -57,7 +57,7 @@ def _cpu_name() -> str:
 
 @torch.inference_mode()
 def measure_costs(runtime: Runtime, bucket: int, on_step: Callable[[str], None] | None = None) -> CostProfile:
-    """Time passes of several widths and with sub-layers left out, interleaved; `measure_format` does quantised ones."""
+    """Time passes of several widths and with sub-layers skipped, interleaved; `measure_format` does quantised ones."""
     widths = [n for n in WIDTHS if n < runtime.max_positions]
     bucket = min(bucket, runtime.max_positions - widths[-1])
     whole = LayerSet(runtime.n_layers)
@@ -84,9 +84,9 @@ def measure_costs(runtime: Runtime, bucket: int, on_step: Callable[[str], None] 
 def measure_format(
     runtime: Runtime, profile: CostProfile, name: str, on_step: Callable[[str], None] | None = None
 ) -> CostProfile:
-    """The profile with what attention, MLP and head cost in a format, timed beside the target's own pass.
+    """Add to a profile what attention, MLP and head cost in a format, timed beside the target's own pass.
 
-    The copies stay in the runtime's memory: who asks for costs is about to draft with them.
+    The copies stay in the runtime's memory, for drafts.
     """
     widths = [n for n in DRAFT_WIDTHS if n < runtime.max_positions]
     bucket = min(profile.context_bucket, runtime.max_positions - widths[-1])
@@ -108,14 +108,14 @@ def measure_format(
 def with_formats(
     runtime: Runtime, profile: CostProfile, formats: Iterable[str], on_step: Callable[[str], None] | None = None
 ) -> CostProfile:
-    """The profile with those of the named formats that it lacks measured; the model's own weights it has."""
+    """Add to a profile the costs of those named formats that it lacks."""
     for name in sorted(set(formats) - {STORED} - set(profile.formats)):
         profile = measure_format(runtime, profile, name, on_step)
     return profile
 
 
 def _parts(runtime: Runtime, buffer: KVBuffer, bucket: int, whole: LayerSet) -> dict[str, Callable[[], None]]:
-    """Passes that lack something of `whole`, whose absence shows what it costs."""
+    """Return passes without one kind of part of `whole`; what they are faster by is its cost."""
     inner = frozenset(range(1, runtime.n_layers - 1))
     return {
         "no attention": _pass(runtime, buffer, bucket, 1, replace(whole, skip_attn=inner)),
@@ -125,7 +125,7 @@ def _parts(runtime: Runtime, buffer: KVBuffer, bucket: int, whole: LayerSet) -> 
 
 
 def _differences(n_layers: int, seconds: Mapping[str, float], whole: float) -> tuple[float, float, float]:
-    """Seconds of one attention, one MLP and the head: what a pass gets cheaper by without the inner ones, or logits."""
+    """Return seconds of one attention, one MLP and the head: what a pass saves without the inner ones, or logits."""
     n_inner = max(1, n_layers - 2)
     attn = max(0.0, (whole - seconds["no attention"]) / n_inner)
     mlp = max(0.0, (whole - seconds["no mlp"]) / n_inner)
@@ -153,7 +153,7 @@ def _pass(
 def _beside(
     base: str, runs: Mapping[str, Callable[[], None]], on_step: Callable[[str], None] | None
 ) -> dict[str, float]:
-    """Median seconds per run, each as a ratio to the `base` passes right before and after it.
+    """Return the median seconds per run, each taken as a ratio to the `base` passes right before and after it.
 
     What else the machine does comes and goes within seconds, and slows all of a moment's passes alike; and medians, for
     decoding pays for the slow moments as well.

@@ -81,7 +81,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(config: Any) -> Family:
-    """The row for a transformers config.
+    """Return the row for a transformers config.
 
     Raises: UnsupportedModel: the model type has no row, or the config asks for what no test proves.
     """
@@ -103,7 +103,7 @@ def family_of(config: Any) -> Family:
 
 
 def windows_of(config: Any, family: Family, n_layers: int) -> tuple[int | None, ...]:
-    """Per layer the sliding window in tokens, None where a layer sees everything before it."""
+    """Return per layer the sliding window in tokens, None where a layer sees everything before it."""
     window = getattr(config, "sliding_window", None)
     if family.sliding == "none" or window is None:
         return (None,) * n_layers
@@ -113,7 +113,7 @@ def windows_of(config: Any, family: Family, n_layers: int) -> tuple[int | None, 
 
 
 def context_limit(config: Any) -> int:
-    """Most positions (prompt and completion) that the runtime lays out for this model.
+    """Return the most positions (prompt and completion) that the runtime lays out for this model.
 
     Rotary schemes that change their frequencies beyond the trained length ("dynamic", "longrope") are used up to that
     length only: a position must have one rotation, whenever it is reached.

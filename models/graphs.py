@@ -77,7 +77,7 @@ class StaticPass:
 
     @torch.inference_mode()
     def run(self) -> Tensor:
-        """Logits (width, vocab)."""
+        """Compute the logits (width, vocab)."""
         hidden = self.runtime.states(self.inputs[0], _StaticPlan(self, self._variants))
         return self.runtime.head(self.runtime.normed(hidden), self._head)
 
@@ -125,7 +125,7 @@ class GraphPasses:
         self._lent: weakref.WeakKeyDictionary[KVBuffer, KVBuffer] = weakref.WeakKeyDictionary()
 
     def lend(self, capacity: int) -> KVBuffer:
-        """An empty buffer of `capacity` slots, whose memory is lent again once nobody holds it."""
+        """Return an empty buffer of `capacity` slots, whose memory is lent again once nobody holds it."""
         size = context_bucket(capacity + 1)  # one more: what fills a pass up is written to the last slot
         own = next((buffer for buffer in self._free if buffer.capacity == size), None)
         if own is None:
@@ -142,7 +142,7 @@ class GraphPasses:
         return lent
 
     def forward(self, rows: Rows, buffer: KVBuffer) -> Tensor | None:
-        """Logits (rows, vocab) of a pass; None where it has no graph: too wide, too new, of several layer sets."""
+        """Return the logits (rows, vocab) of a pass; None where it has no graph: too wide, too new, of several layer sets."""
         own, n = self._lent.get(buffer), len(rows.token_ids)
         if own is None or n > WIDTHS[-1] or len(rows.variants) > 1:
             return None

@@ -73,7 +73,7 @@ class QuantisedLinear(nn.Module):
         return sum(tensor.numel() * tensor.element_size() for tensor in kept)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(rows, in) to (rows, out)."""
+        """Map (rows, in) to (rows, out)."""
         out = self._product(x.to(self._dtype)).to(x.dtype)
         if out.shape[-1] != self.n_out:
             out = out[:, : self.n_out]
@@ -88,14 +88,14 @@ class QuantisedLinear(nn.Module):
 
 
 def quantise_int8(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes int8 (out, in) and scales (out,): weight ≈ codes · scales."""
+    """Return codes int8 (out, in) and scales (out,): weight ≈ codes · scales."""
     scales = weight.float().abs().amax(dim=1).div(127).clamp(min=torch.finfo(torch.float32).tiny)
     codes = weight.float().div(scales[:, None]).round().to(torch.int8).contiguous()
     return codes, scales.to(dtype)
 
 
 def quantise_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes 1 … 255, uint8 (out, in), scales and zeros (out, in / group): weight ≈ (codes - 128) · scale + zero."""
+    """Return codes 1 … 255, uint8 (out, in), scales and zeros (out, in / group): weight ≈ (codes - 128) · scale + zero."""
     parts = []
     for rows in torch.split(weight, max(1, CHUNK // weight.shape[1])):
         grouped = rows.float().reshape(rows.shape[0], -1, group)
@@ -109,7 +109,7 @@ def quantise_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def pack(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes and scales as `kernels/quantised.h` wants them.
+    """Lay out codes and scales as `kernels/quantised.h` wants them.
 
     Args:    codes: (out, in), in whole blocks and groups. scales, zeros: (out, in / group).
     Returns: uint8 (blocks, bytes of a block) and bfloat16 (blocks, groups, 2, 16).
@@ -123,7 +123,7 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> tuple[Tenso
 
 
 def quantise_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes 0 … 15, int32 (out, in), scales and zeros (out, in / group): weight ≈ (codes - 8) · scale + zero.
+    """Return codes 0 … 15, int32 (out, in), scales and zeros (out, in / group): weight ≈ (codes - 8) · scale + zero.
 
     Of some shrunk ranges each group takes the one with the least squared error.
     """
@@ -159,7 +159,7 @@ def _packed(codes: Tensor) -> Tensor:
 
 
 def cuda_tiles(width: int) -> int:
-    """Inner tiles of torch's CUDA layout, 16 weights each: the fastest number that divides a row."""
+    """Return the inner tiles of torch's CUDA layout, 16 weights each: the fastest number that divides a row."""
     return next(n for n in (8, 4, 2) if width % (16 * n) == 0)
 
 
@@ -170,7 +170,7 @@ def _joined(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tenso
 
 
 def replaced(modules: Sequence[nn.Module], make: Callable[[Sequence[nn.Module]], nn.Module]) -> nn.Module:
-    """A module's own code with `make`'s in place of its linear maps, of which each of the like `modules` has one."""
+    """Copy a module with `make`'s in place of its linear maps, each made of those of all the like `modules`."""
     if isinstance(modules[0], nn.Linear | Conv1D):
         return make(modules)
     shell = copy.copy(modules[0])
@@ -182,14 +182,14 @@ def replaced(modules: Sequence[nn.Module], make: Callable[[Sequence[nn.Module]],
 
 
 def has_linears(module: nn.Module) -> bool:
-    """Whether there is a linear map in a module."""
+    """Tell whether there is a linear map in a module."""
     return any(isinstance(part, nn.Linear | Conv1D) for part in module.modules())
 
 
 def quantised(
     modules: Sequence[nn.Module], name: str, made: tuple[Tensor, Tensor] | None = None, packed: bool = False
 ) -> QuantisedLinear:
-    """One quantised map for linear maps of the same input; `made`: its codes and scales, where they are at hand."""
+    """Make one quantised map of linear maps of the same input; `made`: its codes and scales, where they are at hand."""
     weights = [cast(Tensor, m.weight).data for m in modules]
     oriented = [w.t() if isinstance(m, Conv1D) else w for m, w in zip(modules, weights, strict=True)]
     biases = [cast("Tensor | None", getattr(m, "bias", None)) for m in modules]

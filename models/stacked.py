@@ -79,7 +79,7 @@ class StackedLayers:
     def _attention(
         self, normed: Tensor, pick: Pick, blocks: Sequence[Block], slots: Sequence[int], buffer: KVBuffer
     ) -> Tensor:
-        """What each row's heads read, (rows, heads * head_dim): each row from its own layer's keys and values."""
+        """Compute what each row's heads read, (rows, heads * head_dim): each row from its own layer's keys and values."""
         query, key, value = split_heads(blocks[0].heads, [project(normed, pick) for project in self._qkv])
         if self._q_norm is not None and self._k_norm is not None:
             query, key = self._q_norm(query, pick), self._k_norm(key, pick)
@@ -107,7 +107,7 @@ class _Linear(nn.Module):
         self.pick: Pick = slice(None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(rows, in) to (rows, out)."""
+        """Map (rows, in) to (rows, out)."""
         weight = self.stack[self.pick]
         bias = None if self.bias_stack is None else self.bias_stack[self.pick]
         if x.shape[0] == 1 or (x.device.type == "cpu" and x.dtype != torch.float32):
@@ -160,14 +160,14 @@ def _stacked_or_none(modules: Sequence[nn.Module | None]) -> _Stacked | None:
 
 
 def _linear_stack(modules: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None]:
-    """Weights (layers, out, in) and biases (layers, out)."""
+    """Return weights (layers, out, in) and biases (layers, out)."""
     params, _ = _join(modules)
     weight = params["weight"]
     return (weight.transpose(1, 2) if isinstance(modules[0], Conv1D) else weight), params.get("bias")
 
 
 def _join(modules: Sequence[nn.Module]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Parameters and buffers of like modules, stacked; the parameters become views of their stack."""
+    """Stack parameters and buffers of like modules; the parameters become views of their stack."""
     params: dict[str, Tensor] = {}
     for name, _ in modules[0].named_parameters():
         own = [module.get_parameter(name) for module in modules]
@@ -184,7 +184,7 @@ def _join(modules: Sequence[nn.Module]) -> tuple[dict[str, Tensor], dict[str, Te
 
 
 def _existing(own: Sequence[nn.Parameter]) -> Tensor | None:
-    """The stack that the parameters are views of already, from an earlier runtime or method of the same model."""
+    """Find the stack that the parameters are views of already, from an earlier runtime or method of the same model."""
     first = own[0].data
     step = first.numel() * first.element_size()
     behind = all(p.data.is_contiguous() and p.data.data_ptr() == first.data_ptr() + i * step for i, p in enumerate(own))
@@ -195,7 +195,7 @@ def _existing(own: Sequence[nn.Parameter]) -> Tensor | None:
 
 
 def _pick(layers: Sequence[int], device: torch.device) -> Pick:
-    """Rows' layers as a strided slice where they are evenly spaced and rising, else as an index."""
+    """Return the rows' layers as a strided slice where they are evenly spaced and rising, else as an index."""
     if len(layers) == 1:
         return slice(layers[0], layers[0] + 1)
     gap = layers[1] - layers[0]

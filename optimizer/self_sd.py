@@ -127,7 +127,7 @@ class _Chooser:
 
 
 def _speed(session: Session, prompts: Sequence[Prompt], method: Method) -> float:
-    """Tokens per second of whole requests."""
+    """Decode whole requests and return tokens per second."""
     tokens, seconds = 0, 0.0
     for prompt in prompts:
         done = next(iter(session.run(prompt, method)))[1]

@@ -1,5 +1,7 @@
-"""A stream that changes its kind: noticed from acceptance or from where its prompts lie among the hidden states, and
-met with the sets of whatever it resembles now."""
+"""Detection of distribution shift in a stream, from acceptance and from its prompts' hidden states.
+
+After a shift, known sets of similar text are tried first.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ class Usual:
     squares: float = 0.0  # of deviations from the mean, summed
 
     def spread(self, usual: float) -> float:
-        """Standard deviation from value to value."""
+        """Return the standard deviation from value to value."""
         return sqrt((USUAL_WEIGHT * usual**2 + self.squares) / (USUAL_WEIGHT + max(0, self.n - 1)))
 
     def take(self, value: float) -> None:
@@ -62,7 +64,7 @@ class AcceptanceChart(Usual):
     fall: float = 0.0
 
     def add(self, accepted: int, drafted: int, alarm: float | None = None) -> bool:
-        """Take in a completion; whether its text is of another kind by now: a sum is above `alarm` (None: ALARM)."""
+        """Take in a completion; tell whether its text is of another kind: a sum is above `alarm` (None: ALARM)."""
         rate = accepted / drafted
         if self.n >= N_LEARN:
             spread = self.spread(USUAL_SPREAD)
@@ -114,7 +116,7 @@ class ShiftWatch:
         return single(unit(self.total)) if self.total else None
 
     def saw(self, state: Sequence[float], settled: bool, goes_on: bool = False) -> None:
-        """A prompt was read: its mean hidden state, and whether all of its completion will be drafted with one set.
+        """Take in a prompt's mean hidden state, and whether all of its completion will be drafted with one set.
 
         Args: goes_on: it is a later turn of a chat, and no news of where prompts lie.
         """
@@ -131,7 +133,7 @@ class ShiftWatch:
         self.total = _sum(self.total, self.latest)
 
     def add(self, completion: Completion) -> str:
-        """Take in the completion of the prompt read last; in words what has changed, or ""."""
+        """Take in the completion of the prompt read last; return in words what has changed, or ""."""
         if self.n_far >= FAR_FOR:
             return f"{self.n_far} prompts in a row lie elsewhere than those before"
         before, alarm = self.chart.mean, ALARM_ELSEWHERE if self.n_far else ALARM
@@ -144,7 +146,7 @@ class ShiftWatch:
         return f"acceptance {word} from {before:.2f} to {rate:.2f}"
 
     def moved(self, layer_set: LayerSet) -> list[LayerSet]:
-        """Remember the set in use for the text that is over; the known sets nearest to what has come."""
+        """Remember the set in use for the text before the shift; return the known sets nearest to the text after it."""
         before, come = self.state, self.elsewhere or self.latest
         found = nearest([*self.left, *self.known], single(unit(come)), N_STORED)
         if before is not None:
@@ -154,7 +156,7 @@ class ShiftWatch:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, for a snapshot; `known` is not among them."""
+        """Return plain values, for a snapshot; `known` is not among them."""
         left = [[layer_set_to_json(own.layer_set), _text(own.state)] for own in self.left]
         states = {name: _text(getattr(self, name)) for name in STATES}
         return {
@@ -173,7 +175,7 @@ class ShiftWatch:
         self.nearness = Nearness(**values["nearness"])
         self.settled, self.n_far = bool(values["settled"]), int(values["n_far"])
         for name in STATES:
-            setattr(self, name, _state(values.get(name, "")))  # checkpoints of before lack `elsewhere`
+            setattr(self, name, _state(values[name]))
 
 
 def _sum(total: State, state: State) -> State:
