@@ -142,7 +142,7 @@ class GraphPasses:
         return lent
 
     def forward(self, rows: Rows, buffer: KVBuffer) -> Tensor | None:
-        """Return the logits (rows, vocab) of a pass; None where it has no graph: too wide, too new, of several layer sets."""
+        """Return the logits (rows, vocab) of a pass; None without a graph: it is too wide, too new, of several sets."""
         own, n = self._lent.get(buffer), len(rows.token_ids)
         if own is None or n > WIDTHS[-1] or len(rows.variants) > 1:
             return None

@@ -95,7 +95,7 @@ def quantise_int8(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def quantise_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes 1 … 255, uint8 (out, in), scales and zeros (out, in / group): weight ≈ (codes - 128) · scale + zero."""
+    """Return codes 1 … 255, uint8 (out, in), scales and zeros (out, in / group): w ≈ (codes - 128) · scale + zero."""
     parts = []
     for rows in torch.split(weight, max(1, CHUNK // weight.shape[1])):
         grouped = rows.float().reshape(rows.shape[0], -1, group)

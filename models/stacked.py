@@ -79,7 +79,7 @@ class StackedLayers:
     def _attention(
         self, normed: Tensor, pick: Pick, blocks: Sequence[Block], slots: Sequence[int], buffer: KVBuffer
     ) -> Tensor:
-        """Compute what each row's heads read, (rows, heads * head_dim): each row from its own layer's keys and values."""
+        """Compute what each row's heads read from its own layer's keys and values, (rows, heads * head_dim)."""
         query, key, value = split_heads(blocks[0].heads, [project(normed, pick) for project in self._qkv])
         if self._q_norm is not None and self._k_norm is not None:
             query, key = self._q_norm(query, pick), self._k_norm(key, pick)
