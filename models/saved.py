@@ -71,8 +71,8 @@ def telling(step: OnStep, doing: str) -> Iterator[None]:
                 step(f"{doing}, {100 * self.n // self.total} % of the weights")
 
     def bar(_factory: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        silent = {"disable": False, "leave": False, "file": io.StringIO()}
-        return Bar(*args, **options | silent | {"mininterval": TOLD_S, "delay": TOLD_S})
+        ours = {"disable": False, "leave": False, "file": io.StringIO(), "miniters": 1, "mininterval": TOLD_S}
+        return Bar(*args, **options | ours | {"delay": TOLD_S})
 
     before = transformers_logging.set_tqdm_hook(bar)
     try:
