@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from functools import cache
@@ -192,6 +194,12 @@ def test_make_strategy_names_the_known_and_the_nearest_when_name_is_unknown() ->
         SettingsError, match=r"'bayse'.*random, bayes, swift, tpe, local, knapsack, clasp.*nearest: bayes"
     ):
         make_strategy("bayse", N_LAYERS, N_SKIPPED, 0)
+
+
+def test_table_of_strategies_is_read_without_numpy() -> None:
+    """The program's help lists it."""
+    code = "import sys; from swiftopt.optimizer.strategies import STRATEGIES; sys.exit('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_make_strategy_refuses_an_interval_below_one() -> None:
