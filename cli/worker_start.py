@@ -68,10 +68,10 @@ def check_start(working: WorkerContext) -> None:
     Raises: SettingsError: the device is unknown or not here, or the name is taken. ServiceUnreachable, StoreError:
         Redis or the database cannot be used.
     """
-    from ..models.sources import check_words
+    from ..models.sources import check_dtype_and_device
     from ..worker.queue import RedisQueue
 
-    check_words("auto", working.device)
+    check_dtype_and_device("auto", working.device)
     queue = RedisQueue(working.redis)
     try:
         queue.ping()

@@ -23,7 +23,7 @@ from .fingerprint import fingerprint, n_layers_of, weight_files
 from .graphs import GraphPasses
 from .runtime import Runtime
 from .saved import OnStep, first_line, has_tokenizer, no_step, quiet, refuse_missing, supported_config, telling
-from .sources import Source, check_device, check_names, check_words, local_folder
+from .sources import Source, check_device, check_dtype_and_device, check_names, local_folder
 
 HEADROOM = 1.15  # free GPU memory that a model needs / its weights: keys, values and activations come on top
 WARM_ROWS = (1, 2)  # widths compiled first; the second shows the compiler that their number changes
@@ -145,7 +145,7 @@ def load_pretrained(name: str, dtype: str = "auto", device: str = "auto", on_ste
     Raises: ModelNotFound: nothing of that name can be loaded. UnsupportedModel: its architecture is not supported.
         SettingsError: dtype or device is unknown, not here or too small. OutputError: the cache cannot be written.
     """
-    check_words(dtype, device)
+    check_dtype_and_device(dtype, device)
     check_device(device)
     source = check_names(name, dtype, device)
     step = on_step or no_step

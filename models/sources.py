@@ -16,6 +16,7 @@ from typing import Literal
 
 from ..core.errors import DeviceMissing, ModelNotFound, SettingsError, UnsupportedModel
 from .catalog import ALIASES, Alias, find_alias, nearest
+from .gguf_file import converted
 from .saved import OnStep, first_line, has_tokenizer, is_complete, no_step, supported_config, supported_type
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -65,9 +66,9 @@ def resolve(name: str) -> Source:
 def check_names(name: str, dtype: str, device: str) -> Source:
     """Resolve a name and refuse all that can be refused before torch is loaded.
 
-    Raises: ModelNotFound, UnsupportedModel: as `load_pretrained`. SettingsError: dtype or device is no word for one.
+    Raises: ModelNotFound, UnsupportedModel: as `load_pretrained`. SettingsError: dtype or device is no name of one.
     """
-    check_words(dtype, device)
+    check_dtype_and_device(dtype, device)
     source = resolve(name)
     if source.kind == "folder":
         supported_type(Path(source.location))
@@ -82,8 +83,6 @@ def local_folder(source: Source, on_step: OnStep = no_step) -> Path:
     if source.kind == "folder":
         return Path(source.location)
     if source.kind == "gguf":
-        from .gguf_file import converted
-
         return converted(Path(source.location), on_step)
     alias = find_alias(source.name)
     wheel = alias.gguf_wheel if alias is not None else None
@@ -103,8 +102,8 @@ def check_device(device: str) -> None:
         raise DeviceMissing(f"device {device} was asked for, but the last one here is cuda:{n_devices - 1}: use that")
 
 
-def check_words(dtype: str, device: str) -> None:
-    """Raises: SettingsError: one of them is no word for a dtype or device."""
+def check_dtype_and_device(dtype: str, device: str) -> None:
+    """Raises: SettingsError: one of them is no name of a dtype or device."""
     if dtype not in DTYPES:
         raise SettingsError(f"dtype {dtype!r} is unknown: use one of {', '.join(DTYPES)}")
     if not _DEVICE.fullmatch(device):
