@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 
 from ...core.errors import SettingsError
-from ..gguf_file import cache_root
+from ..saved import cache_root
 from . import layout
 
 FORCED = "SWIFTOPT_KERNELS"  # environment: one of `LEVELS`, or "torch" for none
