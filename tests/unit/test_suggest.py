@@ -152,11 +152,10 @@ def test_process_fails_with_its_request_when_the_answer_cannot_be_read(
 ) -> None:
     """A site hook of the environment that writes to standard output comes before the answer."""
     (tmp_path / "sitecustomize.py").write_text("print('welcome', flush=True)")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO), monkeypatch.context() as patched:
+        patched.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
         assert suggested(process, step=1) is None
     assert "suggestions=failed" in caplog.text
-    monkeypatch.delenv("PYTHONPATH")
     assert suggested(process, step=2) is not None
 
 
