@@ -9,10 +9,14 @@ import click
 from ..core.methods import METHODS as METHOD_INFOS
 from ..core.requests import GenerateRequest
 from ..core.streams import read_stream
-from .ablate import ablate
-from .checks import check_model, check_words
+from .bench_ablate import ablate
+from .bench_peers import peers
+from .bench_search import search, stream_shift
+from .bench_throughput import throughput
 from .options import (
     PresetGroup,
+    check_model,
+    check_words,
     db_option,
     json_option,
     machine_options,
@@ -23,10 +27,6 @@ from .options import (
     speed_option,
 )
 from .output import emit_json, note, note_load, show
-from .peers import peers
-from .search import search
-from .stream_shift import stream_shift
-from .throughput import throughput
 
 METHODS = (
     *METHOD_INFOS,

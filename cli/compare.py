@@ -10,8 +10,8 @@ from ..core.errors import StreamError
 from ..core.requests import GenerateRequest
 from ..core.streams import STDIN, read_stream
 from ..core.types import Prompt, Sampling
-from .checks import check_model
 from .options import (
+    check_model,
     db_option,
     json_option,
     machine_options,
@@ -85,11 +85,11 @@ def compare(
 
     from ..bench.decode import hf_generate
     from ..tasks.compare import Comparison
-    from .compare_chart import draw
+    from .charts import draw_comparison
 
     with open_store(db) as store:
         report = Comparison(request, prompts, store, others, hf_generate, note, _show_run).run()
-    present(report, as_json, _show_table, png, draw)
+    present(report, as_json, _show_table, png, draw_comparison)
     if report["interrupted"]:
         raise KeyboardInterrupt
 

@@ -9,8 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .render import heading, number, ratio
-from .tables import size
+from .render import heading, number, ratio, size
 
 Row = Mapping[str, Any]
 LOSSY = "≈"

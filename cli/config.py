@@ -1,4 +1,4 @@
-"""Where the program's own settings come from: `SWIFTOPT_*` in the environment, then ./swiftopt.toml."""
+"""Presets of options: `SWIFTOPT_*` in the environment, then ./swiftopt.toml."""
 
 from __future__ import annotations
 
@@ -15,30 +15,29 @@ from ..core.errors import SettingsError
 
 TOML_FILE = "swiftopt.toml"
 PREFIX = "SWIFTOPT_"
-# Read where they are used, so no fields below.
+# Variables that are read where they are used, and so are no fields below.
 OTHERS = ("API_KEY", "API_KEYS", "API_KEYS_FILE", "CACHE_DIR", "STREAM_FOLDERS", "DATABASE_URL_FILE", "REDIS_URL_FILE")
-LIKE = 0.8  # from this likeness on, a variable that we do not know is a slip of the keyboard
+LIKE = 0.8  # similarity from which on an unknown variable is taken for a misspelt one
 LONG_NAMES = {"db": "SWIFTOPT_DATABASE_URL", "redis": "SWIFTOPT_REDIS_URL", "server": "SWIFTOPT_SERVER_URL"}
 
 
-class ProgramSettings(BaseSettings):
-    """What the environment or the file may preset; each is the default of the option of that name.
+def _named(long: str, short: str) -> Any:
+    """Make a preset with two names; other programs use the long one as well."""
+    names = (f"{PREFIX}{long.upper()}", f"{PREFIX}{short.upper()}", long, short)
+    return Field(default=None, validation_alias=AliasChoices(*names))
 
-    Ranges are the business of the values built from them; None means not set.
+
+class ProgramSettings(BaseSettings):
+    """What the environment or the file may preset: the defaults of the options of the same names.
+
+    None means not set; ranges are checked by the values that are built from them.
     """
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, toml_file=TOML_FILE, extra="forbid", populate_by_name=True)
 
-    # the plain names are for the file, the long ones are what other programs use as well
-    db: str | None = Field(
-        default=None, validation_alias=AliasChoices("SWIFTOPT_DATABASE_URL", "SWIFTOPT_DB", "database_url", "db")
-    )
-    redis: str | None = Field(
-        default=None, validation_alias=AliasChoices("SWIFTOPT_REDIS_URL", "SWIFTOPT_REDIS", "redis_url", "redis")
-    )
-    server: str | None = Field(
-        default=None, validation_alias=AliasChoices("SWIFTOPT_SERVER_URL", "SWIFTOPT_SERVER", "server_url", "server")
-    )
+    db: str | None = _named("database_url", "db")
+    redis: str | None = _named("redis_url", "redis")
+    server: str | None = _named("server_url", "server")
     queue: str | None = None
     model: str | None = None
     dtype: str | None = None
@@ -60,12 +59,12 @@ class ProgramSettings(BaseSettings):
     def settings_customise_sources(
         cls, settings_cls: type[BaseSettings], *sources: PydanticBaseSettingsSource, **named: PydanticBaseSettingsSource
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Environment before file, and nothing else."""
+        """Read the environment before the file, and nothing else."""
         return named["env_settings"], TomlConfigSettingsSource(settings_cls)
 
 
 def load_settings() -> dict[str, Any]:
-    """The presets by option name, without those that are not set.
+    """Return the presets by option name, without those that are not set.
 
     Raises: SettingsError: the file is broken or has an unknown key, or a value is of the wrong type.
     """
@@ -83,7 +82,7 @@ def load_settings() -> dict[str, Any]:
 
 
 def misspelt(environment: Iterable[str]) -> Iterator[str]:
-    """A sentence for each variable that is none of ours, but nearly: its value would go unused without a word."""
+    """Yield a sentence for each variable whose name is nearly one of ours, for its value would go unused."""
     known = [*(name.removeprefix(PREFIX) for name in LONG_NAMES.values()), *OTHERS]
     known += [name.upper() for name in ProgramSettings.model_fields]
     for name in sorted(environment):

@@ -1,36 +1,60 @@
-"""`swiftopt doctor`: what a person would check first when something does not work."""
+"""`swiftopt doctor`: checks of this machine and of the services that it is told to use; none changes anything."""
 
 from __future__ import annotations
 
 import os
 import platform
 import shutil
-from collections.abc import Iterator
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
+from rich.table import Table
+from rich.text import Text
 
-from .options import db_option, json_option, queue_option, redis_option, server_option
-from .output import emit_json, show
-from .service_checks import Check, check_clock, check_database, check_redis, check_server, check_workers, guarded
+from ..core.errors import SwiftoptError
+from ..core.urls import safe_url
+from . import options
+from .options import database_url
+from .output import answer, show
+from .render import fixed, folding, table
+from .worker import FRESH_S
 
 GIB = 1 << 30
 LOW_MEMORY = 2 * GIB  # below it even small models of the alias table do not fit in bfloat16 with room to work
 LOW_DISK = 5 * GIB  # below it a download or a converted GGUF file of a small model may not fit
+CLOCK_S = 2.0  # difference between two clocks from which times in lists mislead
 MEMINFO = Path("/proc/meminfo")
+STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+Status = Literal["ok", "warn", "fail"]
+Result = tuple[Status, str]  # of a check, with its words
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the report."""
+
+    name: str
+    status: Status
+    text: str
 
 
 @click.command(short_help="Check versions, devices, memory and database.")
 @click.option("--model", help="Check that this model can be found as well.")
-@db_option
-@redis_option
-@server_option
-@queue_option
-@json_option
+@options.db_option
+@options.redis_option
+@options.server_option
+@options.queue_option
+@options.json_option
 @click.pass_context
+@options.example("doctor --model smollm2-135m")
 def doctor(
     context: click.Context,
     model: str | None,
@@ -44,64 +68,69 @@ def doctor(
 
     Versions, devices, memory, cache, the database with its schema and clock; and where they are named, Redis with how
     it keeps its data, the workers of the queue, and the server. Nothing is changed.
-
-    \b
-    Example:
-      swiftopt doctor --model smollm2-135m
     """
-    from .tables import checks_table
-
     checks = [*examine(model), *examine_services(db, redis, server, queue)]
     healthy = all(check.status != "fail" for check in checks)
-    if as_json:
-        emit_json({"schema": "swiftopt.doctor/1", "ok": healthy, "checks": [asdict(check) for check in checks]})
-    else:
-        show(checks_table([(check.name, check.status, check.text) for check in checks]))
+    value = {"schema": "swiftopt.doctor/1", "ok": healthy, "checks": [asdict(check) for check in checks]}
+    answer(as_json, value, lambda: show(checks_table(checks)))
     context.exit(0 if healthy else 1)
 
 
+def checks_table(checks: Sequence[Check]) -> Table:
+    """List checks: status, name, words."""
+    rows = [(Text(check.status, style=STYLES[check.status]), check.name, check.text) for check in checks]
+    return table([fixed(""), fixed(""), folding("")], rows, gap=2, show_header=False, pad_edge=False)
+
+
 def examine(model: str | None) -> Iterator[Check]:
-    """Every check of this machine, cheap ones first."""
+    """Check this machine, cheap checks first."""
     yield Check("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     for package in ("torch", "transformers"):
-        yield check_package(package)
+        yield run_check(package, check_package, package)
     yield from check_devices()
-    yield guarded("cores", check_cores)
-    yield guarded("kernels", check_kernels)
-    yield check_memory()
-    yield guarded("cache", check_cache)
+    yield run_check("cores", check_cores)
+    yield run_check("kernels", check_kernels)
+    yield run_check("memory", check_memory)
+    yield run_check("cache", check_cache)
     if model is not None:
-        yield guarded("model", lambda: check_model(model))
+        yield run_check("model", check_model, model)
 
 
 def examine_services(db: str | None, redis: str | None, server: str | None, queue: str) -> Iterator[Check]:
-    """Every check of what runs elsewhere."""
-    from ..store import as_url, default_url
-
-    url = as_url(db) if db else default_url()
-    database = guarded("database", lambda: check_database(url))
-    yield database
-    if database.status != "fail":
-        yield guarded("clock", lambda: check_clock(url))
+    """Check what runs elsewhere."""
+    url = database_url(db)
+    yield (found := run_check("database", check_database, url))
+    if found.status != "fail":
+        yield run_check("clock", check_clock, url)
     if redis is not None:
-        found = guarded("redis", lambda: check_redis(redis))
-        yield found
+        yield (found := run_check("redis", check_redis, redis))
         if found.status != "fail":
-            yield guarded("workers", lambda: check_workers(redis, queue))
+            yield run_check("workers", check_workers, redis, queue)
     if server is not None:
-        yield guarded("server", lambda: check_server(server))
+        yield run_check("server", check_server, server)
 
 
-def check_package(name: str) -> Check:
-    """Whether a package that decoding needs is installed."""
+def run_check(name: str, check: Callable[..., Result], *args: str) -> Check:
+    """Run a check; an error becomes its result."""
     try:
-        return Check(name, "ok", version(name))
+        return Check(name, *check(*args))
+    except (SwiftoptError, OSError) as error:
+        return Check(name, "fail", str(error))
+
+
+# --- this machine
+
+
+def check_package(name: str) -> Result:
+    """Check that a package that decoding needs is installed."""
+    try:
+        return "ok", version(name)
     except PackageNotFoundError:
-        return Check(name, "fail", f"not installed: pip install {name}")
+        return "fail", f"not installed: pip install {name}"
 
 
 def check_devices() -> Iterator[Check]:
-    """CUDA devices with their free memory; torch is asked, for it is what must see them."""
+    """Check CUDA devices and their free memory; torch is asked, for it is what must see them."""
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -116,19 +145,19 @@ def check_devices() -> Iterator[Check]:
         yield Check(f"cuda:{index}", "warn" if free < LOW_MEMORY else "ok", text)
 
 
-def check_cores() -> Check:
-    """Processors that may be used, the threads that will compute, and what else runs on them."""
+def check_cores() -> Result:
+    """Check the cores that may be used, the threads that will compute, and what else runs on them."""
     from ..core.processors import n_threads, usable_cores
 
     usable, load = usable_cores(), os.getloadavg()[0]
     text = f"{usable} of {os.cpu_count()} usable, {n_threads()} threads, load {load:.1f}"
     if load > usable / 2:
-        return Check("cores", "warn", f"{text}: other programs are busy, and decoding will be slower beside them")
-    return Check("cores", "ok", text)
+        return "warn", f"{text}: other programs are busy, and decoding will be slower beside them"
+    return "ok", text
 
 
-def check_kernels() -> Check:
-    """The CPU kernels that passes will use, compiled if need be, and how fast they read weights."""
+def check_kernels() -> Result:
+    """Check the CPU kernels that passes will use, compiled if need be, and how fast they read weights."""
     try:
         import torch
 
@@ -136,15 +165,15 @@ def check_kernels() -> Check:
         from ..models.kernels.build import at_rows, kernels
         from ..models.kernels.measure import READ, measured
     except (ImportError, OSError):
-        return Check("kernels", "fail", "torch cannot be imported")
+        return "fail", "torch cannot be imported"
     found = kernels()
     if isinstance(found, str):
-        return Check("kernels", "warn", f"torch's own, drafts may change last bits: {found}")
+        return "warn", f"torch's own, drafts may change last bits: {found}"
     torch.set_num_threads(n_threads())
     speeds = measured()
     others = [f"{way} {_speeds(speeds, way)}" for way in speeds if way not in (found.level, READ)]
     text = f"{found.level}, {_speeds(speeds, found.level)} GB/s of bfloat16 weights at 1 and 8 rows"
-    return Check("kernels", "ok", f"{text} ({', '.join(others)}; {READ} {at_rows(speeds, READ, 1):.0f})")
+    return "ok", f"{text} ({', '.join(others)}; {READ} {at_rows(speeds, READ, 1):.0f})"
 
 
 def _speeds(speeds: Any, way: str) -> str:
@@ -153,19 +182,19 @@ def _speeds(speeds: Any, way: str) -> str:
     return " and ".join(f"{at_rows(speeds, way, rows):.0f}" for rows in ROWS)
 
 
-def check_memory() -> Check:
-    """Main memory that programs may still take."""
+def check_memory() -> Result:
+    """Check the main memory that programs may still take."""
     try:
         lines = dict(line.split(":", 1) for line in MEMINFO.read_text(encoding="ascii").splitlines())
         free, total = (int(lines[key].split()[0]) * 1024 for key in ("MemAvailable", "MemTotal"))
     except (OSError, KeyError, ValueError):
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Check("memory", "ok", f"{total / GIB:.1f} GiB")
-    return Check("memory", "warn" if free < LOW_MEMORY else "ok", f"{free / GIB:.1f} of {total / GIB:.1f} GiB free")
+        return "ok", f"{total / GIB:.1f} GiB"
+    return "warn" if free < LOW_MEMORY else "ok", f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
 
 
-def check_cache() -> Check:
-    """Where converted models go, and whether there is room."""
+def check_cache() -> Result:
+    """Check that converted models have a folder, and room in it."""
     import platformdirs
 
     named = os.environ.get("SWIFTOPT_CACHE_DIR") or platformdirs.user_cache_dir("swiftopt", appauthor=False)
@@ -173,13 +202,104 @@ def check_cache() -> Check:
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if not os.access(there, os.W_OK):
-        return Check("cache", "fail", f"{folder} cannot be written: set SWIFTOPT_CACHE_DIR to a folder of yours")
-    return Check("cache", "warn" if free < LOW_DISK else "ok", f"{folder}, {free / GIB:.1f} GiB free")
+        return "fail", f"{folder} cannot be written: set SWIFTOPT_CACHE_DIR to a folder of yours"
+    return "warn" if free < LOW_DISK else "ok", f"{folder}, {free / GIB:.1f} GiB free"
 
 
-def check_model(name: str) -> Check:
-    """Where a model's name leads; nothing is downloaded or loaded."""
+def check_model(name: str) -> Result:
+    """Check where a model's name leads; nothing is downloaded or loaded."""
     from ..models.sources import resolve
 
     source = resolve(name)
-    return Check("model", "ok", f"{name} is the {source.kind} {source.location}")
+    return "ok", f"{name} is the {source.kind} {source.location}"
+
+
+# --- services
+
+
+def check_database(url: str) -> Result:
+    """Check that the database opens and has the newest schema."""
+    from ..store import Store
+    from ..store.schema import look
+
+    state = look(url)
+    if state.newer:
+        advice = "install that version, or choose another database with --db"
+        return "fail", f"{state.database}, schema {state.revision} of a newer swiftopt: {advice}"
+    if state.revision is None:
+        return "ok", f"{state.database}, empty: the first command that needs it creates it"
+    if not state.ok:
+        old = f"{state.database}, schema {state.revision} is behind {state.head}"
+        return "warn", f"{old}: run `swiftopt db upgrade`, or let the next command do it"
+    with Store.open(url) as store:
+        n_sets, states = len(store.layer_sets()), store.jobs.states()
+    jobs = ", ".join(f"{n} {word}" for word, n in states.items()) or "none"
+    return "ok", f"{state.database}, schema {state.revision}, {n_sets} layer sets, jobs: {jobs}"
+
+
+def check_clock(url: str) -> Result:
+    """Check how far this machine's clock is from the database's, which decides when leases end."""
+    from sqlalchemy import select
+
+    from ..store.database import clock_s, connect, exists, store_errors
+
+    if not exists(url):
+        return "ok", "the database's clock will be this machine's"
+    engine = connect(url)
+    try:
+        with store_errors(url), engine.connect() as connection:
+            before = time.time()
+            theirs = connection.execute(select(clock_s())).scalar_one()
+            after = time.time()
+    finally:
+        engine.dispose()
+    apart = max(before - theirs, theirs - after, 0.0)  # the time that the question took counts for neither
+    if apart > CLOCK_S:
+        return "warn", f"{apart:.1f} s from the database's: let both machines keep time with NTP"
+    return "ok", f"{apart:.1f} s from the database's"
+
+
+def check_redis(url: str) -> Result:
+    """Check that Redis answers and keeps what it is given; the jobs themselves are in the database in any case."""
+    from ..worker.queue import RedisQueue
+
+    with closing(RedisQueue(url)) as queue:
+        facts = queue.facts()
+    name = f"{facts.server} {facts.version}"
+    if facts.eviction not in ("noeviction", ""):
+        risk = f"may throw deliveries away when its memory is full (policy {facts.eviction})"
+        return "warn", f"{name} {risk}: set maxmemory-policy noeviction"
+    if not facts.append_only:
+        loss = "only its snapshots" if facts.saves else "nothing"
+        advice = "jobs are delivered again from the database; set appendonly yes to spare that"
+        return "warn", f"{name} keeps {loss} over a restart: {advice}"
+    return "ok", f"{name}, append-only file on, policy {facts.eviction or 'unknown'}"
+
+
+def check_workers(url: str, queue: str) -> Result:
+    """Check that a worker listens on the queue."""
+    from ..worker.queue import RedisQueue
+
+    with closing(RedisQueue(url)) as redis:
+        found = [worker for worker in redis.workers() if worker.heartbeat_age_s < FRESH_S]
+        depth = redis.depth(queue)
+    here = [worker.name for worker in found if worker.queue == queue]
+    waiting = f"{depth} waiting on queue {queue!r}"
+    if not here:
+        others = sorted({worker.queue for worker in found})
+        elsewhere = f" (workers listen on {', '.join(others)})" if others else ""
+        return "warn", f"none, {waiting}{elsewhere}: start one with `swiftopt worker`"
+    return "ok", f"{', '.join(sorted(here))}; {waiting}"
+
+
+def check_server(url: str) -> Result:
+    """Check that the server is ready and accepts our key."""
+    from ..client import Client
+
+    with Client(url) as client:
+        health = client.ready()
+        client.latest(limit=1)  # readiness needs no key, the jobs do
+    parts = {name: str(health.get(name, "unknown")) for name in ("database", "migrations", "redis")}
+    text = f"{safe_url(url)}, " + ", ".join(f"{name} {value}" for name, value in parts.items())
+    ready = parts["database"] == parts["migrations"] == "ok" and parts["redis"] in ("ok", "not configured")
+    return "ok" if ready else "warn", text

@@ -9,26 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..core.completions import completion_to_json
 from ..core.errors import StreamError
 from ..core.methods import method_info
+from ..core.records import record_to_json
 from ..core.requests import GenerateRequest
 from ..core.streams import raw_prompt, read_stream
 from ..core.types import Completion, Prompt, Sampling
-from .checks import check_model
-from .options import (
-    db_option,
-    from_field,
-    json_option,
-    machine_options,
-    open_store,
-    pick,
-    positive,
-    read_layer_set,
-    sampling_options,
-    speed_option,
-    together,
-)
+from . import options
+from .options import check_model, open_store, pick, positive, read_layer_set, together
 from .output import emit_json, json_line, note, note_load
+from .render import number
 
 if TYPE_CHECKING:
     from ..tasks.generate import Generated, GenerateInfo, TextAdded
@@ -37,7 +28,7 @@ if TYPE_CHECKING:
 source_options = together(
     click.option("--prompt", help="Raw text to continue."),
     click.option("--stream", metavar="FILE", help="Prompts, one JSON object per line; - is standard input."),
-    click.option("--limit", type=positive, help="Take only the first prompts of the stream."),
+    options.limit_option,
     click.option("-o", "--out", metavar="FILE", help="Write one JSON object per prompt to a file as well."),
 )
 method_options = together(
@@ -45,26 +36,29 @@ method_options = together(
     click.option("--draft-model", metavar="NAME", help="Smaller model that drafts, for methods that draft with one."),
     click.option("--layer-set", "layer_set_file", metavar="FILE", help="Draft with this exported layer set."),
     click.option("--stop", multiple=True, metavar="STR", help="End before this text; may be repeated."),
-    from_field(Sampling, "repetition_penalty", "Above 1 repeats less.  [default: the model's own]", type=float),
+    options.from_field(Sampling, "repetition_penalty", "Above 1 repeats less.  [default: the model's own]"),
 )
 
 
 @click.command(short_help="Decode with what was tuned for a task.")
-@click.option("--model", required=True, help="Alias, hub id, folder or GGUF file; `swiftopt models` lists aliases.")
-@from_field(GenerateRequest, "task", "Whose stored layer set to use.  [default: the prompt's own task, or default]")
+@options.model_option
+@options.from_field(
+    GenerateRequest, "task", "Whose stored layer set to use.  [default: the prompt's own task, or default]"
+)
 @source_options
 @method_options
-@from_field(
+@options.from_field(
     GenerateRequest,
     "concurrency",
     "How many prompts of a stream are decoded at once; each is shown when it is done.",
     type=positive,
 )
-@machine_options(GenerateRequest)
-@speed_option(GenerateRequest)
-@sampling_options
-@db_option
-@json_option
+@options.machine_options(GenerateRequest)
+@options.speed_option(GenerateRequest)
+@options.sampling_options
+@options.db_option
+@options.json_option
+@options.example('generate --model smollm2-135m --task notes --prompt "Once upon a time" --max-new-tokens 64')
 def generate(
     prompt: str | None,
     stream: str | None,
@@ -73,21 +67,17 @@ def generate(
     layer_set_file: str | None,
     db: str | None,
     as_json: bool,
-    **options: Any,
+    **values: Any,
 ) -> None:
     """Decode with what was tuned for a task, or plainly where that is faster or nothing is stored.
 
     Takes --prompt, --stream, or text from standard input. With --json there is one object per prompt, each on a line.
-
-    \b
-    Example:
-      swiftopt generate --model smollm2-135m --task notes --prompt "Once upon a time" --max-new-tokens 64
     """
-    prompts = _prompts(prompt, stream, limit, options["task"])
+    prompts = _prompts(prompt, stream, limit, values["task"])
     record = read_layer_set(layer_set_file) if layer_set_file else None
-    if options["method"] is not None:
-        method_info(options["method"])
-    request = pick(GenerateRequest, {**options, "layer_set": record, "sampling": pick(Sampling, options)})
+    if values["method"] is not None:
+        method_info(values["method"])
+    request = pick(GenerateRequest, {**values, "layer_set": record, "sampling": pick(Sampling, values)})
     check_model(request)
 
     from ..tasks.generate import generate as decode
@@ -126,29 +116,25 @@ class _Sink:
 
     def __init__(self, model: str, as_json: bool, one_only: bool, out: LineWriter | None) -> None:
         self._model, self._as_json, self._out = model, as_json, out
-        self._grows = one_only and not as_json
+        self._shows_growth = one_only and not as_json
         self._noted: set[str] = set()
 
     def show(self, event: TextAdded | Generated) -> None:
-        """Text as it grows, and a finished completion."""
-        from .payloads import completion_json
-
+        """Print text as it grows; print and write a finished completion."""
         if not isinstance(event, tuple):
-            if self._grows:
+            if self._shows_growth:
                 click.echo(event.text, nl=False)
             return
         prompt, completion, info = event
+        value = completion_json(self._model, prompt, completion, info)
         if self._as_json:
-            emit_json(completion_json(self._model, *event))
-        elif self._grows:
+            emit_json(value)
+        elif self._shows_growth:
             click.echo()
         else:
             click.echo(f"== {prompt.id}\n{completion.text}")
         if self._out is not None:
-            self._out.write(json_line(completion_json(self._model, *event)))
-        self._remark(completion, info)
-
-    def _remark(self, completion: Completion, info: GenerateInfo) -> None:
+            self._out.write(json_line(value))
         for text in remarks(completion, info):
             if text not in self._noted:
                 self._noted.add(text)
@@ -157,8 +143,23 @@ class _Sink:
             note(completion_words(completion, info))
 
 
+def completion_json(model: str, prompt: Prompt, completion: Completion, info: GenerateInfo) -> dict[str, Any]:
+    """Return a completion and how it was made; `layer_set` is the one that was used, null for plain decoding."""
+    used = info.record if completion.method != "plain" else None
+    return {
+        "schema": "swiftopt.generate/1",
+        "id": prompt.id,
+        "task": prompt.task,
+        "model": model,
+        **completion_to_json(completion),
+        "layer_set": record_to_json(used) if used else None,
+        "fallback": info.fallback,
+        "verdict": info.verdict,
+    }
+
+
 def remarks(completion: Completion, info: GenerateInfo) -> list[str]:
-    """What a person should know of how the plan was chosen."""
+    """Return what a person should know of how the plan was chosen."""
     found = [info.note] if info.note else []
     if info.fallback:
         found.append(f"this is not quite what was asked for: {info.fallback}")
@@ -172,12 +173,10 @@ def remarks(completion: Completion, info: GenerateInfo) -> list[str]:
 
 
 def completion_words(completion: Completion, info: GenerateInfo) -> str:
-    """A completion's figures on one line."""
-    from .render import number
-
+    """Return a completion's figures on one line."""
     total_s = completion.timings.total_s
     speed = number(completion.n_tokens / total_s if total_s else None, 1)
     drafted = f", α {number(completion.acceptance_rate)}, M {number(completion.mean_generated_length)}"
     version = f" version {info.version}" if info.version is not None and completion.method != "plain" else ""
-    how = f"{completion.method}{version}"
-    return f"[{how}: {completion.n_tokens} tokens, {speed} tok/s{drafted if completion.drafted else ''}]"
+    figures = f"{completion.n_tokens} tokens, {speed} tok/s{drafted if completion.drafted else ''}"
+    return f"[{completion.method}{version}: {figures}]"

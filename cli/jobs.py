@@ -2,67 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import click
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from ..core.completions import output_line
-from ..core.errors import InvalidInput, JobCancelled, JobFailed
-from ..core.jobs import Job, JobState, Verb, job_to_json
+from ..core.errors import InvalidInput
+from ..core.events import Progress
+from ..core.jobs import Job, JobEvent, JobState, Verb, job_to_json
 from ..core.requests import TuneRequest
-from .options import Decorator, PresetGroup, db_option, json_option, positive, redis_option, server_option, together
-from .output import console, emit_json, note, show, write_text
-from .place import Board, Place, chosen, command, opened, quoted, waits
+from ..core.types import LayerSetRecord
+from . import options
+from .backend import Backend, Ended, JobClient, backend_options, event_of, result_of
+from .options import PresetGroup, positive
+from .output import answer, console, emit_json, note, show, write_text
+from .progress import progress_words
+from .render import ROOMY, figures_table, fixed, folding, heading, numeric, ratio, table
+from .tune import show_tuned, use_command
 
-ORDER = ("list", "show", "watch", "pause", "resume", "stop", "cancel", "retry", "outputs")
-INTERRUPTED = 130
 STDOUT = "-"
+JOB_STYLES: dict[JobState, str] = {
+    "queued": "yellow", "running": "cyan", "paused": "yellow",
+    "succeeded": "green", "failed": "bold red", "cancelled": "dim",
+}  # fmt: skip
+JOB_WANTED = {"pause": "pausing", "stop": "stopping"}
 
-place_options: Decorator[Any] = together(redis_option, server_option, db_option)
 job_argument = click.argument("job", metavar="ID")
 
 
-class JobsGroup(PresetGroup):
-    """Lists its commands in the order of use."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(ORDER)
-
-
-@click.group(cls=JobsGroup, short_help="Show, follow and steer the jobs of a queue.")
+@click.group(cls=PresetGroup, short_help="Show, follow and steer the jobs of a queue.")
+@options.example("jobs list --state running", "jobs watch 3f2a9c81d04e")
 def jobs() -> None:
-    """The jobs of a queue: see them, follow one, steer one. The jobs of runs in this process are listed, too.
-
-    \b
-    Example:
-      swiftopt jobs list --state running
-      swiftopt jobs watch 3f2a9c81d04e
-    """
+    """The jobs of a queue: see them, follow one, steer one. The jobs of runs in this process are listed, too."""
 
 
 @jobs.command("list", short_help="List the newest jobs.")
 @click.option("--state", type=click.Choice(get_args(JobState)), help="Only jobs in this state.")
 @click.option("--limit", type=positive, default=50, show_default=True, help="How many at most.")
-@place_options
-@json_option
-def list_(
-    state: JobState | None, limit: int, redis: str | None, server: str | None, db: str | None, as_json: bool
-) -> None:
-    """List the newest jobs first, each with how far it is and what it found.
-
-    \b
-    Example:
-      swiftopt jobs list --state failed
-    """
-    from .job_view import jobs_table
-    from .payloads import jobs_json
-
-    with opened(chosen(Place(server, redis, db))) as board:
-        found = board.jobs.latest(state, limit)
+@backend_options
+@options.json_option
+@options.example("jobs list --state failed")
+def list_(state: JobState | None, limit: int, backend: Backend, as_json: bool) -> None:
+    """List the newest jobs first, each with how far it is and what it found."""
+    with backend.open() as client:
+        found = client.jobs.latest(state, limit)
     if as_json:
-        emit_json(jobs_json(found))
+        emit_json({"schema": "swiftopt.jobs-list/1", "jobs": [job_to_json(job) for job in found]})
     elif found:
         show(jobs_table(found, console().width))
     else:
@@ -71,20 +62,14 @@ def list_(
 
 @jobs.command("show", short_help="Show a job.")
 @job_argument
-@place_options
-@json_option
-def show_(job: str, redis: str | None, server: str | None, db: str | None, as_json: bool) -> None:
-    """Show everything about a job: state, worker, progress, last error, and the layer sets it stored.
-
-    \b
-    Example:
-      swiftopt jobs show 3f2a9c81d04e
-    """
-    from .job_view import job_view
-
-    with opened(chosen(Place(server, redis, db))) as board:
-        found = board.jobs.get(job)
-        reason = waits(board, found)
+@backend_options
+@options.json_option
+@options.example("jobs show 3f2a9c81d04e")
+def show_(job: str, backend: Backend, as_json: bool) -> None:
+    """Show everything about a job: state, worker, progress, last error, and the layer sets it stored."""
+    with backend.open() as client:
+        found = client.jobs.get(job)
+        reason = client.why_waiting(found)
     if as_json:
         emit_json(job_to_json(found))
         return
@@ -95,80 +80,27 @@ def show_(job: str, redis: str | None, server: str | None, db: str | None, as_js
 
 @jobs.command(short_help="Follow a job to its end.")
 @job_argument
-@place_options
-@json_option
-@click.pass_context
-def watch(
-    context: click.Context, job: str, redis: str | None, server: str | None, db: str | None, as_json: bool
-) -> None:
+@backend_options
+@options.json_option
+@options.example("jobs watch 3f2a9c81d04e")
+def watch(job: str, backend: Backend, as_json: bool) -> None:
     """Follow a job to its end and print its result, as `tune` does; Ctrl-C leaves the job running.
 
     The result of a job that has ended is printed at once.
-
-    \b
-    Example:
-      swiftopt jobs watch 3f2a9c81d04e
     """
-    from .follow import Detached, follow, look_back, tell_detached, tell_outputs
-    from .live import TuneProgress
-
-    place = chosen(Place(server, redis, db))
-    with opened(place) as board:
-        found = board.jobs.get(job)
-        try:
-            if found.is_finished:
-                ended = look_back(board, found)
-            else:
-                ended = follow(board, found, TuneProgress(console(stderr=True)))
-        except Detached:
-            tell_detached(place, job)
-            context.exit(INTERRUPTED)
-        except (JobFailed, JobCancelled):
-            tell_outputs(place, board.jobs.get(job))
-            raise
-        _show_ended(board, place, ended.job, list(ended.tasks), as_json)
+    with backend.open() as client:
+        _show_ended(result_of(backend, client, client.jobs.get(job)), client, backend, as_json)
 
 
-def _show_ended(board: Board, place: Place, job: Job, tasks: list[Any], as_json: bool) -> None:
-    from .tune import show_tuned, use_command
-
+def _show_ended(ended: Ended, client: JobClient, backend: Backend, as_json: bool) -> None:
+    job = ended.job
     if job.kind != "tune":
-        emit_json(job_to_json(job)) if as_json else click.echo(f"job {job.id} has succeeded")
+        answer(as_json, job_to_json(job), lambda: click.echo(f"job {job.id} has succeeded"))
         return
     request = TuneRequest.from_json(job.request)
-    commands = [use_command(request, task, place) for task in tasks]
-    out = None if as_json else quoted(command(place, "jobs", "outputs", job.id, "--out", "FILE"))
-    show_tuned(request.model, job.id, out, board.database, tasks, commands, as_json)
-
-
-@jobs.command(short_help="Write a job's completions as JSON Lines.")
-@job_argument
-@click.option("-o", "--out", metavar="FILE", default=STDOUT, help="File to write; - is standard output.  [default: -]")
-@place_options
-@json_option
-def outputs(job: str, out: str, redis: str | None, server: str | None, db: str | None, as_json: bool) -> None:
-    """Write the completions that a job has finished, in the order of its stream, one JSON object per line.
-
-    The lines are those of `tune --out`. --json prints an object with their number, and so needs a file.
-
-    \b
-    Example:
-      swiftopt jobs outputs 3f2a9c81d04e --out completions.jsonl
-    """
-    if as_json and out == STDOUT:
-        raise InvalidInput("--json would mix with the completions on standard output: name a file with --out")
-    with opened(chosen(Place(server, redis, db))) as board:
-        found = board.jobs.outputs(job)
-    lines = [output_line(event.prompt, event.completion) for event in found]
-    if out == STDOUT:
-        for line in lines:
-            click.echo(line)
-        return
-    write_text(Path(out), "".join(f"{line}\n" for line in lines))
-    if as_json:
-        emit_json({"schema": "swiftopt.job-outputs/1", "job": job, "out": out, "n_outputs": len(found)})
-    else:
-        note(f"{len(found)} completions written to {out}")
+    commands = [use_command(request, task, backend) for task in ended.tasks]
+    out = None if as_json else backend.command("jobs", "outputs", job.id, "--out", "FILE")
+    show_tuned(request.model, job.id, out, client.database, ended.tasks, commands, as_json)
 
 
 VERBS: dict[Verb, tuple[str, str]] = {
@@ -192,30 +124,125 @@ VERBS: dict[Verb, tuple[str, str]] = {
 }
 
 
-def _command(verb: Verb, short: str, words: str) -> click.Command:
+def _add_verb(verb: Verb, short: str, words: str) -> None:
+    """Add the command of a verb to the group."""
+
+    @jobs.command(verb, short_help=short)
     @job_argument
-    @place_options
-    @json_option
-    def act(job: str, redis: str | None, server: str | None, db: str | None, as_json: bool) -> None:
-        with opened(chosen(Place(server, redis, db))) as board:
-            found = board.jobs.act(job, verb)
-            reason = waits(board, found)
+    @backend_options
+    @options.json_option
+    @options.example(f"jobs {verb} 3f2a9c81d04e", words=words)
+    def act(job: str, backend: Backend, as_json: bool) -> None:
+        with backend.open() as client:
+            found = client.jobs.act(job, verb)
+            reason = client.why_waiting(found)
         if as_json:
             emit_json(job_to_json(found))
             return
-        click.echo(f"job {found.id} is {_state_words(found)}")
+        wanted = {"pause": "will pause", "stop": "will stop"}.get(found.wanted or "")
+        click.echo(f"job {found.id} is {found.state}" + (f", and {wanted} at its next step" if wanted else ""))
         if reason is not None:
             note(f"note: {reason}")
 
-    text = f"{words}\n\n\b\nExample:\n  swiftopt jobs {verb} 3f2a9c81d04e"
-    make: Callable[[Any], click.Command] = click.command(verb, short_help=short, help=text)
-    return make(act)
-
-
-def _state_words(job: Job) -> str:
-    wanted = {"pause": "will pause", "stop": "will stop"}.get(job.wanted or "")
-    return f"{job.state}, and {wanted} at its next step" if wanted else job.state
-
 
 for verb, (short, words) in VERBS.items():
-    jobs.add_command(_command(verb, short, words))
+    _add_verb(verb, short, words)
+
+
+@jobs.command(short_help="Write a job's completions as JSON Lines.")
+@job_argument
+@click.option("-o", "--out", metavar="FILE", default=STDOUT, help="File to write; - is standard output.  [default: -]")
+@backend_options
+@options.json_option
+@options.example("jobs outputs 3f2a9c81d04e --out completions.jsonl")
+def outputs(job: str, out: str, backend: Backend, as_json: bool) -> None:
+    """Write the completions that a job has finished, in the order of its stream, one JSON object per line.
+
+    The lines are those of `tune --out`. --json prints an object with their number, and so needs a file.
+    """
+    if as_json and out == STDOUT:
+        raise InvalidInput("--json would mix with the completions on standard output: name a file with --out")
+    with backend.open() as client:
+        found = client.jobs.outputs(job)
+    lines = [output_line(event.prompt, event.completion) for event in found]
+    if out == STDOUT:
+        for line in lines:
+            click.echo(line)
+        return
+    write_text(Path(out), "".join(f"{line}\n" for line in lines))
+    value = {"schema": "swiftopt.job-outputs/1", "job": job, "out": out, "n_outputs": len(found)}
+    answer(as_json, value, lambda: note(f"{len(found)} completions written to {out}"))
+
+
+# --- text for a person
+
+
+def jobs_table(jobs: Sequence[Job], width: int) -> Table:
+    """List jobs with how far they are; who works on them only where `width` has room for it."""
+    roomy = width >= ROOMY
+    columns = [fixed("id"), fixed("state"), folding("model", min_width=6), numeric("done")]
+    columns.append(folding("found", min_width=6))
+    columns += [folding("queue"), folding("worker"), numeric("tries")] if roomy else []
+    rows: list[list[RenderableType]] = []
+    for job in jobs:
+        state = Text(JOB_WANTED.get(job.wanted or "", job.state), style=JOB_STYLES[job.state])
+        done = f"{job.n_outputs}/{job.n_prompts}" if job.n_prompts else "–"
+        found = ", ".join(f"{record.task} {ratio(record.measured_speedup)}" for record in job.layer_sets)
+        where = [job.queue or "–", job.worker or "–", str(job.attempt)] if roomy else []
+        submitted = job.created_at[:16].replace("T", " ")
+        rows.append([job.id, state, job.model or job.kind, done, found or "–", *where, submitted])
+    return table([*columns, fixed("submitted")], rows, width=width if roomy else None)
+
+
+def job_view(job: Job) -> RenderableType:
+    """Show everything about a job, in two columns."""
+    wanted = f", to {job.wanted} at its next step" if job.wanted else ""
+    found = [(f"found for {record.task}", found_words(record)) for record in job.layer_sets]
+    rows = [
+        ("state", f"{job.state} (attempt {job.attempt}){wanted}"),
+        ("error", job.error or ""),
+        ("model", job.model or f"none, a {job.kind} job"),
+        ("stream", str(job.request.get("stream") or "")),
+        ("completions", f"{job.n_outputs} of {job.n_prompts}" if job.n_prompts else ""),
+        ("now", now_words(job)),
+        *found,
+        ("queue", job.queue or "none, it runs where it was begun"),
+        ("worker", job.worker or ""),
+        ("submitted", job.created_at),
+        ("started", job.started_at or ""),
+        ("ended", job.finished_at or ""),
+        ("took", duration(job.started_at, job.finished_at)),
+        ("fingerprint", job.fingerprint),
+    ]
+    return Group(heading(f"job {job.id}"), figures_table((name, value) for name, value in rows if value))
+
+
+def found_words(record: LayerSetRecord) -> str:
+    """Return a stored layer set in a few words."""
+    measured = ratio(record.measured_speedup, record.measured_interval)
+    return f"version {record.version}, r {record.layer_set.skip_ratio:.2f}, measured {measured}, {record.verdict}"
+
+
+def now_words(job: Job) -> str:
+    """Return a running job's figures, as its worker left them in its row; nothing if a newer swiftopt did."""
+    if job.progress is None or job.is_finished:
+        return ""
+    progress = event_of(JobEvent(0, "progress", job.progress, ""))
+    if not isinstance(progress, Progress):
+        return ""
+    return f"{progress.task}, {progress.phase}: {progress_words(progress)}"
+
+
+def duration(start: str | None, end: str | None) -> str:
+    """Return the time from `start` to `end` (None: now) in the usual form: 41 s, 3 min 20 s, 2 h 5 min."""
+    if start is None:
+        return ""
+    try:
+        until = datetime.now(UTC) if end is None else datetime.fromisoformat(end)
+        seconds = max(0, round((until - datetime.fromisoformat(start)).total_seconds()))
+    except (ValueError, TypeError):  # a time that was changed by hand
+        return ""
+    if seconds < 60:
+        return f"{seconds} s"
+    minutes, hours = seconds // 60, seconds // 3600
+    return f"{minutes} min {seconds % 60} s" if minutes < 60 else f"{hours} h {minutes % 60} min"

@@ -1,76 +1,50 @@
-"""`swiftopt layers`: look at the stored layer sets, move them in and out, and choose among them."""
+"""`swiftopt layers`: look at the stored layer sets, search one offline, move them in and out, and choose among them."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..core.errors import LayerSetNotFound
-from ..core.records import record_to_json
-from ..core.types import FoundPlan, LayerSetRecord, Trial
-from .layers_change import import_, promote, rollback
-from .layers_search import search
-from .options import (
-    ModelTask,
-    PresetGroup,
-    alias_option,
-    db_option,
-    json_option,
-    model_task_argument,
-    open_store,
-    positive,
-)
-from .output import console, emit_json, note, show, write_text
+from ..core.errors import InvalidInput, LayerSetNotFound
+from ..core.plans import plan_to_json
+from ..core.records import check_task, record_to_json
+from ..core.requests import GenerateRequest
+from ..core.streams import read_stream
+from ..core.types import FoundPlan, LayerSetRecord, Sampling, Trial
+from . import options
+from .options import ModelTask, PresetGroup, check_model, open_store, pick, positive
+from .output import answer, console, emit_json, note, note_load, show, write_text
+from .render import layer_map, record_view, records_table
 
 if TYPE_CHECKING:
     from ..store import Store
 
-ORDER = ("list", "best", "show", "search", "export", "import", "promote", "rollback")
-
 version_option = click.option("--version", type=positive, help="A version.  [default: the best one]")
 
 
-class LayersGroup(PresetGroup):
-    """Lists its commands in the order of use."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(ORDER)
-
-
-@click.group(cls=LayersGroup, short_help="Show, choose, export and import layer sets.")
+@click.group(cls=PresetGroup, short_help="Show, choose, export and import layer sets.")
+@options.example("layers list", "layers best smollm2-135m/notes --json")
 def layers() -> None:
-    """The stored layer sets: look at them, choose among them, export and import.
-
-    \b
-    Example:
-      swiftopt layers list
-      swiftopt layers best smollm2-135m/notes --json
-    """
+    """The stored layer sets: look at them, choose among them, export and import."""
 
 
 @layers.command("list", short_help="List the stored layer sets.")
 @click.option("--model", "of_model", help="Only this model's.")
 @click.option("--task", "of_task", help="Only this task's.")
-@db_option
-@json_option
-def list_(of_model: str | None, of_task: str | None, db: str | None, as_json: bool) -> None:
-    """List the stored layer sets, newest first; * marks the best of its model, task, device and dtype.
-
-    \b
-    Example:
-      swiftopt layers list --model smollm2-135m
-    """
-    from .payloads import list_json
-    from .tables import records_table
-
-    with open_store(db) as store:
-        records = [(record, _is_best(store, record)) for record in store.layer_sets(of_model, of_task)]
+@options.store_option
+@options.json_option
+@options.example("layers list --model smollm2-135m")
+def list_(of_model: str | None, of_task: str | None, store: Store, as_json: bool) -> None:
+    """List the stored layer sets, newest first; * marks the best of its model, task, device and dtype."""
+    records = [(record, _is_best(store, record)) for record in store.layer_sets(of_model, of_task)]
     if as_json:
-        emit_json(list_json(records))
+        sets = [{**record_to_json(record), "best": best} for record, best in records]
+        emit_json({"schema": "swiftopt.layers-list/1", "layer_sets": sets})
     elif records:
         show(records_table(records, console().width))
     else:
@@ -78,83 +52,107 @@ def list_(of_model: str | None, of_task: str | None, db: str | None, as_json: bo
 
 
 @layers.command(short_help="Show the best layer set of a task.")
-@model_task_argument
+@options.model_task_argument
 @click.option("--device", "device_name", help="As tuned on, for example 'NVIDIA H200'.  [default: any]")
 @click.option("--dtype", "tuned_dtype", help="As tuned with, for example bfloat16.  [default: any]")
-@alias_option
-@db_option
-@json_option
+@options.alias_option
+@options.store_option
+@options.json_option
+@options.example("layers best smollm2-135m/notes --json")
 def best(
-    name: ModelTask,
-    device_name: str | None,
-    tuned_dtype: str | None,
-    alias: str,
-    db: str | None,
-    as_json: bool,
+    name: ModelTask, device_name: str | None, tuned_dtype: str | None, alias: str, store: Store, as_json: bool
 ) -> None:
-    """Show the best layer set of MODEL/TASK; with --json exactly the object that export writes.
-
-    \b
-    Example:
-      swiftopt layers best smollm2-135m/notes --json
-    """
-    with open_store(db) as store:
-        found = store.lookup(name.model, name.task, device_name, tuned_dtype, alias)
-    if found.fallback:
-        note(f"note: {found.fallback}")
+    """Show the best layer set of MODEL/TASK; with --json exactly the object that export writes."""
+    found = store.lookup(name.model, name.task, device_name, tuned_dtype, alias)
     record = _layer_set_of(found, name)
-    if as_json:
-        emit_json(record_to_json(record))
-    else:
-        _show_record(record, ())
+    answer(as_json, record_to_json(record), lambda: _show_record(record, ()))
 
 
 @layers.command("show", short_help="Show a layer set, its map and its search.")
-@model_task_argument
+@options.model_task_argument
 @version_option
 @click.option("--png", metavar="FILE", help="Draw the layer map and the matchness curve to a file as well.")
-@db_option
-@json_option
-def show_(name: ModelTask, version: int | None, png: str | None, db: str | None, as_json: bool) -> None:
-    """Show a layer set of MODEL/TASK with its map, its figures and the curve of the search that found it.
-
-    \b
-    Example:
-      swiftopt layers show smollm2-135m/notes --version 2 --png notes.png
-    """
-    from .payloads import show_json
-
-    with open_store(db) as store:
-        record = _find(store, name, version)
-        trials = store.trials(record.job, record.task) if record.job else []
+@options.store_option
+@options.json_option
+@options.example("layers show smollm2-135m/notes --version 2 --png notes.png")
+def show_(name: ModelTask, version: int | None, png: str | None, store: Store, as_json: bool) -> None:
+    """Show a layer set of MODEL/TASK with its map, its figures and the curve of the search that found it."""
+    record = _find(store, name, version)
+    trials = store.trials(record.job, record.task) if record.job else []
     if png is not None:
-        from .figures import draw
+        from .charts import draw_layer_set
 
-        draw(record, trials, Path(png))
+        draw_layer_set(record, trials, Path(png))
         note(f"drawn to {png}")
-    if as_json:
-        emit_json(show_json(record, trials, png))
-    else:
-        _show_record(record, trials)
+    value = {
+        "schema": "swiftopt.layers-show/1",
+        "layer_set": record_to_json(record),
+        "trials": [_trial_json(trial) for trial in trials],
+        "png": png,
+    }
+    answer(as_json, value, lambda: _show_record(record, trials))
+
+
+@layers.command(short_help="Self-SD's offline search for a layer set.")
+@options.model_option
+@options.stream_option
+@click.option("--task", help="Task to store the set under.  [default: the first prompt's own]")
+@click.option("--limit", type=positive, default=4, show_default=True, help="Prompts that each candidate decodes.")
+@click.option("--max-steps", type=positive, default=200, show_default=True, help="Candidates to try at most.")
+@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="Begin no candidate after this time.")
+@options.machine_options(GenerateRequest)
+@options.seed_option(Sampling)
+@options.db_option
+@options.json_option
+@options.example(
+    "layers search --model smollm2-135m --stream prompts.jsonl --task notes --minutes 10 --max-new-tokens 32"
+)
+def search(
+    stream: str, limit: int, max_steps: int, minutes: float | None, db: str | None, as_json: bool, **values: Any
+) -> None:
+    """Bayesian optimisation over all sub-layers, each candidate by the tokens per second that Self-SD makes with it.
+
+    The set is stored for the method self-sd; the best plan stays what it is until `swiftopt compare` finds it faster.
+    """
+    prompts = read_stream(stream, values["task"], limit)
+    request = pick(GenerateRequest, {**values, "sampling": pick(Sampling, values)})
+    check_model(request)
+
+    from ..tasks.self_sd import search_offline, typical_ratio
+
+    def show_candidate(number: int, candidate: Any) -> None:
+        skipped = candidate.layer_set.n_skipped
+        note(f"candidate {number}: {skipped} sub-layers left out, {candidate.ratio:.2f}x plain decoding")
+
+    max_s = float("inf") if minutes is None else 60 * minutes
+    with open_store(db) as store:
+        record, found = search_offline(request, prompts, store, max_steps, max_s, note_load, show_candidate)
+    ratio, median, n_tried = found.best.ratio, typical_ratio(found), len(found.candidates)
+
+    def show_text() -> None:
+        show(layer_map(record.layer_set, console().width))
+        click.echo(
+            f"{record.model}/{record.task} version {record.version}: {ratio:.2f}x plain decoding on the search's"
+            f" own prompts, the best of {n_tried} candidates (median {median:.2f}x)"
+        )
+
+    figures = {"candidates": n_tried, "ratio": ratio, "median_ratio": median}
+    answer(as_json, {"schema": "swiftopt.layers-search/1", "layer_set": record_to_json(record), **figures}, show_text)
 
 
 @layers.command(short_help="Write a layer set as JSON.")
-@model_task_argument
+@options.model_task_argument
 @version_option
 @click.option("-o", "--out", metavar="FILE", help="Write to a file instead of stdout.")
-@db_option
-@json_option
-def export(name: ModelTask, version: int | None, out: str | None, db: str | None, as_json: bool) -> None:
+@options.store_option
+@options.json_option
+@options.example("layers export smollm2-135m/notes -o notes.json")
+def export(name: ModelTask, version: int | None, out: str | None, store: Store, as_json: bool) -> None:
     """Write a layer set of MODEL/TASK as one JSON object, which `import` and `generate --layer-set` read.
 
     --json puts the object on one line.
-
-    \b
-    Example:
-      swiftopt layers export smollm2-135m/notes -o notes.json
     """
-    with open_store(db) as store:
-        record = _find(store, name, version)
+    record = _find(store, name, version)
     text = json.dumps(record_to_json(record), indent=None if as_json else 2)
     if out is None:
         click.echo(text)
@@ -163,16 +161,70 @@ def export(name: ModelTask, version: int | None, out: str | None, db: str | None
         note(f"written to {out}")
 
 
+@layers.command("import", short_help="Store layer sets from a file.")
+@click.argument("file", metavar="FILE")
+@click.option("--model", "as_model", help="Store it under this model; for a file with one set.")
+@click.option("--task", "as_task", help="Store it under this task; for a file with one set.")
+@click.option("--n-layers", type=positive, help="Depth of a model that swiftopt does not know.")
+@options.store_option
+@options.json_option
+@options.example("layers import skip_layers.json")
+def import_(
+    file: str, as_model: str | None, as_task: str | None, n_layers: int | None, store: Store, as_json: bool
+) -> None:
+    """Store the layer sets of FILE: an exported one, or the skip_layers.json that SWIFT's authors published.
+
+    A set becomes the best one where its model and task have none yet; `promote` changes that.
+    """
+    records = _renamed(_read(store, file, as_model, n_layers), file, as_model, as_task)
+    stored = [_add(store, record) for record in records]
+    if as_json:
+        sets = [{**record_to_json(record), "promoted": promoted} for record, promoted in stored]
+        emit_json({"schema": "swiftopt.layers-import/1", "layer_sets": sets})
+        return
+    for record, promoted in stored:
+        kept = "" if promoted else ", not promoted: the best one stays what it was"
+        click.echo(f"{record.model}/{record.task} version {record.version}{kept}")
+
+
+@layers.command(short_help="Choose a version as the best one.")
+@options.model_task_argument
+@click.option("--version", type=positive, required=True, help="The version to choose.")
+@options.alias_option
+@options.store_option
+@options.json_option
+@options.example("layers promote smollm2-135m/notes --version 2")
+def promote(name: ModelTask, version: int, alias: str, store: Store, as_json: bool) -> None:
+    """Choose a version of MODEL/TASK as the best one, for the device and dtype it was tuned or compared on."""
+    found = store.promote(name.model, name.task, version, alias)
+    _show_move("promote", name, found, as_json)
+
+
+@layers.command(short_help="Take back the last choice.")
+@options.model_task_argument
+@options.alias_option
+@options.store_option
+@options.json_option
+@options.example("layers rollback smollm2-135m/notes")
+def rollback(name: ModelTask, alias: str, store: Store, as_json: bool) -> None:
+    """Take back the last choice for MODEL/TASK."""
+    found = store.rollback(name.model, name.task, alias)
+    _show_move("rollback", name, found, as_json)
+
+
+# --- what the commands share
+
+
 def _find(store: Store, name: ModelTask, version: int | None) -> LayerSetRecord:
     if version is not None:
         return store.layer_set(name.model, name.task, version)
-    found = store.lookup(name.model, name.task)
-    if found.fallback:
-        note(f"note: {found.fallback}")
-    return _layer_set_of(found, name)
+    return _layer_set_of(store.lookup(name.model, name.task), name)
 
 
 def _layer_set_of(found: FoundPlan, name: ModelTask) -> LayerSetRecord:
+    """Return the layer set of a plan, with a remark where it is not quite what was asked for."""
+    if found.fallback:
+        note(f"note: {found.fallback}")
     if found.plan.layer_set is None:
         raise LayerSetNotFound(
             f"version {found.version} of {name} decodes with {found.plan.method} and has no layer set:"
@@ -182,7 +234,7 @@ def _layer_set_of(found: FoundPlan, name: ModelTask) -> LayerSetRecord:
 
 
 def _is_best(store: Store, record: LayerSetRecord) -> bool:
-    """Whether look-ups for the device and dtype that it was tuned on lead to this set, whatever plan it belongs to."""
+    """Return whether look-ups for the device and dtype that it was tuned on find this set, in whatever plan."""
     try:
         found = store.lookup(record.fingerprint or record.model, record.task, record.device, record.dtype)
     except LayerSetNotFound:
@@ -192,11 +244,55 @@ def _is_best(store: Store, record: LayerSetRecord) -> bool:
 
 
 def _show_record(record: LayerSetRecord, trials: Sequence[Trial]) -> None:
-    from .render import record_view
-
     to = console()
     to.print(record_view(record, trials, to.width))
 
 
-for command in (search, import_, promote, rollback):
-    layers.add_command(command)
+def _trial_json(trial: Trial) -> dict[str, Any]:
+    values = {name: getattr(trial, name) for name in ("step", "origin", "matchness", "score", "adopted")}
+    layer_set = trial.layer_set
+    return {**values, "skip_attn": sorted(layer_set.skip_attn), "skip_mlp": sorted(layer_set.skip_mlp)}
+
+
+def _read(store: Store, file: str, as_model: str | None, n_layers: int | None) -> list[LayerSetRecord]:
+    from ..models.catalog import find_alias
+    from ..store import import_file
+
+    depths = {name: info.n_layers for info in store.models() for name in info.names}
+
+    def depth_of(name: str) -> int | None:
+        alias = find_alias(as_model or name)
+        return n_layers or depths.get(as_model or name) or (alias.n_layers if alias else None)
+
+    return import_file(file, depth_of)
+
+
+def _renamed(
+    records: Sequence[LayerSetRecord], file: str, as_model: str | None, as_task: str | None
+) -> list[LayerSetRecord]:
+    if as_task is not None:
+        check_task(as_task)
+    if (as_model or as_task) and len(records) != 1:
+        raise InvalidInput(f"{file} holds {len(records)} layer sets: leave --model and --task out to import them all")
+    return [dataclasses.replace(r, model=as_model or r.model, task=as_task or r.task) for r in records]
+
+
+def _add(store: Store, record: LayerSetRecord) -> tuple[LayerSetRecord, bool]:
+    try:
+        promote = store.lookup(record.model, record.task).fallback is not None
+    except LayerSetNotFound:
+        promote = True
+    return store.add_layer_set(record, promote=promote), promote
+
+
+def _show_move(command: str, name: ModelTask, found: FoundPlan, as_json: bool) -> None:
+    """Print what an alias means after it was moved."""
+    value = {
+        "schema": f"swiftopt.layers-{command}/1",
+        **name._asdict(),
+        "alias": found.alias,
+        "version": found.version,
+        **plan_to_json(found.plan),
+    }
+    text = f"{found.alias} of {name} is now version {found.version} ({found.plan.method})"
+    answer(as_json, value, lambda: click.echo(text))

@@ -1,4 +1,4 @@
-"""The program `swiftopt`: finds a command's module when it is called, and turns errors into one sentence and a code."""
+"""The program `swiftopt`: imports a command when it is called, and turns errors into one sentence and a code."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import click
 
 from .. import __version__
 from ..core.errors import SwiftoptError
+from . import options
 from .options import PresetGroup
-from .output import note, silence
+from .output import INTERRUPTED, note, silence
 
-# Each names a module of this package that holds a command of the same name.
 COMMANDS = (
     "tune",
     "generate",
@@ -32,8 +32,8 @@ COMMANDS = (
     "db",
     "doctor",
 )
-INTERRUPTED = 130  # what a shell reports for Ctrl-C
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # where stdout goes, not how we write
+MODULES = {"heads": "training_commands", "probe": "training_commands"}  # other commands are in modules of their names
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # errors of what stdout leads to
 
 
 class LazyGroup(PresetGroup):
@@ -45,7 +45,7 @@ class LazyGroup(PresetGroup):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(import_module(f".{cmd_name}", __package__), cmd_name)
+        command: click.Command = getattr(import_module(f".{MODULES.get(cmd_name, cmd_name)}", __package__), cmd_name)
         return command
 
     def resolve_command(
@@ -69,23 +69,22 @@ class LazyGroup(PresetGroup):
 @click.version_option(__version__, prog_name="swiftopt")
 @click.option("--no-color", is_flag=True, help="No colours; the variable NO_COLOR does the same.")
 @click.pass_context
+@options.example(
+    "tune --model smollm2-135m --stream prompts.jsonl --task notes",
+    'generate --model smollm2-135m --task notes --prompt "Once upon a time"',
+)
 def swiftopt(context: click.Context, no_color: bool) -> None:
     """Find the sub-layers a language model can skip while drafting, and decode faster with them, losslessly.
 
     Results go to stdout, progress and warnings to stderr. Options win over SWIFTOPT_* variables, those over
     ./swiftopt.toml, that over the defaults.
-
-    \b
-    Example:
-      swiftopt tune --model smollm2-135m --stream prompts.jsonl --task notes
-      swiftopt generate --model smollm2-135m --task notes --prompt "Once upon a time"
     """
     if no_color or os.environ.get("NO_COLOR"):
         context.color = False
 
 
 def run(args: Sequence[str]) -> int:
-    """Run one command line; returns its exit code. What is nobody's mistake but ours is raised."""
+    """Run one command line and return its exit code; errors that are swiftopt's own are raised."""
     try:
         result = swiftopt.main(list(args), prog_name="swiftopt", standalone_mode=False)
         sys.stdout.flush()
@@ -93,7 +92,7 @@ def run(args: Sequence[str]) -> int:
     except click.exceptions.Exit as stop:
         return stop.exit_code
     except (click.Abort, KeyboardInterrupt) as abort:
-        if isinstance(abort.__cause__, EOFError):  # click takes it for Ctrl-D, but nothing here asks questions
+        if isinstance(abort.__cause__, EOFError):  # click takes it for Ctrl-D, but no command asks for input
             raise abort.__cause__ from None
         note("interrupted: what was finished until now is kept")
         return INTERRUPTED
@@ -113,7 +112,7 @@ def run(args: Sequence[str]) -> int:
 
 
 def _usage(error: click.ClickException) -> str:
-    """One line, but the whole help for a group that was called with nothing."""
+    """Return a usage error as one line, but the whole help for a group that was called with nothing."""
     text = error.format_message().replace(". Did you", ": did you")
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         return text
@@ -123,16 +122,16 @@ def _usage(error: click.ClickException) -> str:
 
 
 def main() -> NoReturn:
-    """The console script."""
-    _open_closed()
+    """Run the console script."""
+    _replace_closed_streams()
     for stream in (sys.stdout, sys.stderr):
-        # a terminal that cannot show α or a bar gets a question mark, not a traceback
+        # a terminal that cannot show α or a bar shows a question mark, not a traceback
         getattr(stream, "reconfigure", lambda **_: None)(errors="replace")
     sys.exit(run(sys.argv[1:]))
 
 
-def _open_closed() -> None:
-    """Stand-ins for channels that the caller closed; else the next file opened would take their place."""
+def _replace_closed_streams() -> None:
+    """Open the null device for streams that the caller closed; else the next file opened would take their place."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115

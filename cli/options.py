@@ -1,20 +1,27 @@
-"""Options that several commands share; every default is read from the dataclass that has it."""
+"""Options that several commands share, and what is checked of them before torch is loaded.
+
+Every default is read from the dataclass that has it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 import click
 
-from ..core.errors import LayerSetError
+from ..core.errors import LayerSetError, SettingsError
 from ..core.formats import AUTO, FORMATS, STORED
 from ..core.jobs import DEFAULT_QUEUE
 from ..core.processors import THREADS
-from ..core.requests import TUNING
+from ..core.requests import TUNING, GenerateRequest, TuneRequest
 from ..core.types import LayerSetRecord, Sampling
 from ..optimizer.strategies import SIZE_CHOOSING, STRATEGIES
 
@@ -26,7 +33,10 @@ Decorator = Callable[[Command], Command]
 
 
 class PresetGroup(click.Group):
-    """Hands its presets on to each of its commands, where click looks a command's own up."""
+    """Passes its presets on to its commands, where click looks for them; lists commands as they were added."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
 
     def invoke(self, ctx: click.Context) -> Any:
         presets = ctx.default_map or {}
@@ -59,7 +69,7 @@ class ModelTaskType(click.ParamType[ModelTask]):
 
 
 class QueueName(click.ParamType[str]):
-    """A queue, under the names that every front door takes."""
+    """A name that the server and Redis accept for a queue as well."""
 
     name = "NAME"
 
@@ -69,7 +79,15 @@ class QueueName(click.ParamType[str]):
         return str(value)
 
 
+positive = click.IntRange(min=1)
 model_task_argument = click.argument("name", type=ModelTaskType(), metavar="MODEL/TASK")
+model_option = click.option(
+    "--model", required=True, help="Alias, hub id, folder or GGUF file; `swiftopt models` lists aliases."
+)
+stream_option = click.option(
+    "--stream", required=True, metavar="FILE", help="Prompts, one JSON object per line; - is standard input."
+)
+limit_option = click.option("--limit", type=positive, help="Take only the first prompts of the stream.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 db_option = click.option(
     "--db",
@@ -92,29 +110,33 @@ alias_option = click.option("--alias", default="best", show_default=True, help="
 
 
 def default_of(values: type[Any], name: str) -> Any:
-    """The default of a dataclass's field."""
+    """Return the default of a dataclass's field."""
     return next(field.default for field in dataclasses.fields(values) if field.name == name)
 
 
 def from_field(values: Any, name: str, help: str, **more: Any) -> Decorator[Any]:
-    """An option for a field of a dataclass, with its default, or of a value, with that; Literals are choices."""
-    of_type = isinstance(values, type)
-    hint = get_type_hints(values if of_type else type(values))[name]
-    if "type" not in more and get_args(hint) and all(isinstance(word, str) for word in get_args(hint)):
-        more["type"] = click.Choice(get_args(hint))
-    flag = f"--{name.replace('_', '-')}"
-    default = default_of(values, name) if of_type else getattr(values, name)
-    return click.option(flag, name, default=default, show_default=True, help=help, **more)
+    """Make an option for a field, with its type and default; a Literal of words becomes a choice.
+
+    `values` is a dataclass, or an instance of one, whose values are the defaults then. `more` goes to `click.option`.
+    """
+    is_class = isinstance(values, type)
+    hint = get_type_hints(values if is_class else type(values))[name]
+    kinds = get_args(hint) or (hint,)
+    if "type" not in more and all(isinstance(kind, str) for kind in kinds):
+        more["type"] = click.Choice(kinds)
+    more.setdefault("type", next(kind for kind in kinds if kind is not NoneType))
+    default = default_of(values, name) if is_class else getattr(values, name)
+    return click.option(f"--{name.replace('_', '-')}", name, default=default, show_default=True, help=help, **more)
 
 
 def switch_off(name: str, help: str) -> Decorator[Any]:
-    """`--no-NAME` for a field of the settings that is on by default."""
+    """Make `--no-NAME` for a field of the settings that is on by default."""
     on = getattr(TUNING, name)
     return click.option(f"--no-{name.replace('_', '-')}", name, flag_value=False, default=on, help=help)
 
 
 def together(*options: Decorator[Any]) -> Decorator[Any]:
-    """One decorator for several, listed in the help in the order given."""
+    """Join decorators to one; help lists their options in the order given."""
 
     def decorate(command: Any) -> Any:
         for option in reversed(options):
@@ -124,13 +146,30 @@ def together(*options: Decorator[Any]) -> Decorator[Any]:
     return decorate
 
 
+def example(*lines: str, words: str | None = None) -> Decorator[Any]:
+    """Add command lines, each without `swiftopt`, to a command's help, which is `words` or else its docstring."""
+    text = "".join(f"\n  swiftopt {line}" for line in lines)
+
+    def add(command: Any) -> Any:
+        command.__doc__ = f"{words or inspect.cleandoc(command.__doc__)}\n\n\b\nExample:{text}"
+        return command
+
+    return add
+
+
 def _set_threads(context: click.Context, parameter: click.Parameter, value: int | None) -> None:
     if value is not None:
         os.environ[THREADS] = str(value)
 
 
+def tokens_option(values: type[Any]) -> Decorator[Any]:
+    """Make `--max-new-tokens`; `values` has the default."""
+    words = "Tokens per completion, where the stream's line says nothing."
+    return from_field(values, "max_new_tokens", words, type=positive)
+
+
 def machine_options(values: type[Any]) -> Decorator[Any]:
-    """Where the model runs and how long its answers get; `values` has the defaults."""
+    """Make the options for where the model runs and how long its completions get; `values` has the defaults."""
     return together(
         click.option(
             "--threads",
@@ -141,28 +180,26 @@ def machine_options(values: type[Any]) -> Decorator[Any]:
         ),
         from_field(values, "dtype", "auto (as stored), float32, bfloat16 or float16."),
         from_field(values, "device", "auto, cpu, cuda, cuda:N, or auto-map for several GPUs."),
-        from_field(
-            values, "max_new_tokens", "Tokens per completion, where the stream's line says nothing.", type=positive
-        ),
+        tokens_option(values),
     )
 
 
 def speed_option(values: type[Any]) -> Decorator[Any]:
-    """How the runtime computes."""
-    return from_field(
-        values,
-        "speed",
-        "auto is native (our CPU kernels) where they work, else eager; the others are torch's.",
-    )
+    """Make `--speed`; `values` has the default."""
+    words = "auto is native (our CPU kernels) where they work, else eager; the others are torch's."
+    return from_field(values, "speed", words)
 
 
-positive = click.IntRange(min=1)
+def seed_option(values: type[Any]) -> Decorator[Any]:
+    """Make `--seed`; `values` has the default."""
+    return from_field(values, "seed", "Seed of every random choice.")
+
 
 sampling_options = together(
-    from_field(Sampling, "temperature", "0 takes the most probable token.", type=float),
-    from_field(Sampling, "top_p", "Draw from the most probable tokens that reach this mass.", type=float),
-    from_field(Sampling, "top_k", "Draw from the k most probable tokens; 0 is off.", type=int),
-    from_field(Sampling, "seed", "Seed of every random choice.", type=int),
+    from_field(Sampling, "temperature", "0 takes the most probable token."),
+    from_field(Sampling, "top_p", "Draw from the most probable tokens that reach this mass."),
+    from_field(Sampling, "top_k", "Draw from the k most probable tokens; 0 is off."),
+    seed_option(Sampling),
 )
 
 settings_options = together(
@@ -183,17 +220,13 @@ settings_options = together(
         TUNING,
         "skip_ratio",
         "r, from 0 to 1, where the strategy leaves the size to it.  [default: 0.45, 0.5 from 34B on]",
-        type=float,
     ),
-    from_field(TUNING, "context_window", "γ, generated tokens that score a layer set.", type=int),
+    from_field(TUNING, "context_window", "γ, generated tokens that score a layer set."),
     from_field(
-        TUNING,
-        "max_steps",
-        f"S, candidates to try at most; {', '.join(SIZE_CHOOSING)} stop at 96 for themselves.",
-        type=int,
+        TUNING, "max_steps", f"S, candidates to try at most; {', '.join(SIZE_CHOOSING)} stop at 96 for themselves."
     ),
-    from_field(TUNING, "stop_threshold", "ε, confidence below which a SWIFT draft stops.", type=float),
-    from_field(TUNING, "max_draft_length", "N_D, steps of a SWIFT draft.", type=int),
+    from_field(TUNING, "stop_threshold", "ε, confidence below which a SWIFT draft stops."),
+    from_field(TUNING, "max_draft_length", "N_D, steps of a SWIFT draft."),
     switch_off("early_stop", "SWIFT drafts always have N_D tokens."),
     switch_off("dynamic_verification", "SWIFT drafts are chains, not trees."),
     switch_off("search_drafting", "Keep ε, N_D and k of SWIFT's drafts as given, instead of choosing them by time."),
@@ -211,7 +244,7 @@ settings_options = together(
 
 
 def pick(values: type[Any], options: dict[str, Any]) -> Any:
-    """A dataclass from those options that are its fields.
+    """Make a dataclass from those options that are its fields.
 
     Raises: SettingsError: a value is out of its range.
     """
@@ -219,15 +252,56 @@ def pick(values: type[Any], options: dict[str, Any]) -> Any:
     return values(**{name: value for name, value in options.items() if name in names})
 
 
-def open_store(db: str | None) -> Store:
-    """The database of --db, or the default one, at the newest schema."""
-    from ..store import Store, as_url
+def check_model(request: TuneRequest | GenerateRequest) -> None:
+    """Check the names of model, dtype and device.
 
-    return Store.open(as_url(db) if db else None)
+    Raises: SwiftoptError: one of them is unknown, or the model's architecture is not supported.
+    """
+    from ..models.sources import check_names
+
+    check_names(request.model, request.dtype, request.device)
+
+
+def check_words(what: str, words: Iterable[str], known: Iterable[str]) -> None:
+    """Check that all words are known; the error names the nearest known one.
+
+    Raises: SettingsError: one is not.
+    """
+    known = tuple(known)
+    for word in words:
+        if word not in known:
+            near = get_close_matches(word, known, n=1)
+            nearest = f" (nearest: {near[0]})" if near else ""
+            raise SettingsError(f"{what} {word!r} is unknown: use {', '.join(known)}{nearest}")
+
+
+def database_url(db: str | None) -> str:
+    """Return the URL of the database of --db, or of the default one."""
+    from ..store import as_url, default_url
+
+    return as_url(db) if db else default_url()
+
+
+def open_store(db: str | None) -> Store:
+    """Open the database of --db, or the default one, at the newest schema."""
+    from ..store import Store
+
+    return Store.open(db or None)
+
+
+def store_option(command: Any) -> Any:
+    """Add --db to a command, which gets the opened database as `store`."""
+
+    @functools.wraps(command)
+    def call(*args: Any, db: str | None, **values: Any) -> Any:
+        with open_store(db) as store:
+            return command(*args, store=store, **values)
+
+    return db_option(call)
 
 
 def read_layer_set(file: str) -> LayerSetRecord:
-    """The one layer set in a file.
+    """Read a file that holds one layer set.
 
     Raises: NotFound: no such file. LayerSetError: it holds none, or several.
     """

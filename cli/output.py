@@ -16,9 +16,11 @@ from rich.console import Console, RenderableType
 
 from ..core.errors import OutputError
 
+INTERRUPTED = 130  # the exit code after Ctrl-C, as shells report it
+
 
 def console(*, stderr: bool = False) -> Console:
-    """A rich console that obeys --no-color and NO_COLOR, and takes no text for markup."""
+    """Make a rich console that obeys --no-color and NO_COLOR, and reads no text as markup."""
     context = click.get_current_context(silent=True)
     plain = context is not None and context.color is False
     return Console(stderr=stderr, color_system=None if plain else "auto", markup=False, highlight=False, emoji=False)
@@ -29,20 +31,25 @@ def show(*renderables: RenderableType) -> None:
     console().print(*renderables, sep="\n")
 
 
+def answer(as_json: bool, value: Mapping[str, Any], show_text: Callable[[], object]) -> None:
+    """Print a result as one JSON object, or for a person by calling `show_text`."""
+    if as_json:
+        emit_json(value)
+    else:
+        show_text()
+
+
 def present(
     report: dict[str, Any],
     as_json: bool,
-    table: Callable[[dict[str, Any]], None],
+    show_table: Callable[[dict[str, Any]], None],
     png: str | None,
     draw: Callable[[Mapping[str, Any], Path], None],
 ) -> None:
-    """A benchmark's report: its picture where one is wanted, then the object or the table."""
+    """Print a benchmark's report, and draw its picture where one is wanted."""
     if png is not None:
         draw(report, Path(png))
-    if as_json:
-        emit_json(report)
-    else:
-        table(report)
+    answer(as_json, report, lambda: show_table(report))
 
 
 def emit_json(value: Mapping[str, Any]) -> None:
@@ -51,12 +58,12 @@ def emit_json(value: Mapping[str, Any]) -> None:
 
 
 def json_line(value: Mapping[str, Any]) -> str:
-    """ASCII only, so that no terminal's encoding can fail on a model's text."""
+    """Return JSON in ASCII, so that no terminal's encoding can fail on a model's text."""
     return json.dumps(value)
 
 
 def note(text: str) -> None:
-    """A remark beside the result; where stderr cannot take it, the result still counts."""
+    """Print a remark to stderr; where stderr cannot take it, the result still counts."""
     try:
         click.echo(text, err=True)
     except BrokenPipeError:
@@ -66,18 +73,24 @@ def note(text: str) -> None:
 
 
 def note_load(step: str) -> None:
-    """A remark on how far the loading of a model is."""
+    """Print how far the loading of a model is."""
     note(f"load: {step}")
 
 
+def note_run(method: str, number: int, n_prompts: int, timed: Any) -> None:
+    """Print the speed of one completion of a benchmark; `number` counts from 0."""
+    speed = timed.tokens / timed.seconds
+    note(f"prompt {number + 1} of {n_prompts}, {method}: {timed.tokens} tokens, {speed:.1f} tok/s")
+
+
 def silence(stream: TextIO) -> None:
-    """Let what is still to be written there go nowhere, such as at the interpreter's end."""
+    """Discard what is still to be written to a stream, also at the interpreter's end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what the file system refuses into one sentence.
+    """Turn errors of the file system into one sentence.
 
     Raises: OutputError: disk full, no permission, no such folder.
     """

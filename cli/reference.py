@@ -1,8 +1,6 @@
-"""The reference page of the command line, made of what `--help` prints.
+"""Prints the reference page of the command line, made of what `--help` prints; a test compares the two.
 
-    python -m swiftopt.cli.reference > docs/cli.md
-
-A test compares page and help, so that neither goes its own way.
+python -m swiftopt.cli.reference > docs/cli.md
 """
 
 from __future__ import annotations
@@ -12,7 +10,8 @@ from collections.abc import Iterator
 import click
 
 from .config import LONG_NAMES, PREFIX, TOML_FILE, ProgramSettings
-from .main import INTERRUPTED, swiftopt
+from .main import swiftopt
+from .output import INTERRUPTED
 
 WIDTH = 80  # columns, whatever the terminal has
 
@@ -39,7 +38,7 @@ Results go to stdout; progress, remarks and errors go to stderr. `--json` makes 
 
 
 def commands(command: click.Command, name: str, parent: click.Context | None = None) -> Iterator[tuple[str, str]]:
-    """(command line, help text) of a command and of all below it, in the order in which help lists them."""
+    """Yield (command line, help text) of a command and of all below it, in the order in which help lists them."""
     settings = {**command.context_settings, "terminal_width": WIDTH}
     context = click.Context(command, info_name=name, parent=parent, **settings)
     yield context.command_path, command.get_help(context)
@@ -51,7 +50,7 @@ def commands(command: click.Command, name: str, parent: click.Context | None = N
 
 
 def page() -> str:
-    """The whole page, as markdown."""
+    """Return the whole page, as markdown."""
     parts = [INTRODUCTION, _exit_codes(), _presets()]
     parts += [f"## {path}\n\n```text\n{text}\n```" for path, text in commands(swiftopt, "swiftopt")]
     return "\n\n".join(parts) + "\n"
@@ -63,7 +62,7 @@ def _exit_codes() -> str:
 
 
 def _presets() -> str:
-    """What the environment and the file may preset."""
+    """Return the table of what the environment and the file may preset."""
     rows = [f"| `{_variable(key)}` | `{key}` | `--{key.replace('_', '-')}` |" for key in ProgramSettings.model_fields]
     words = (
         f"An option on the command line wins over its environment variable, that over `{TOML_FILE}` in the working"

@@ -1,16 +1,17 @@
-"""Records and results as text for a person; pure functions, nothing is printed or read here."""
+"""Layer sets, results and tables as text for a person; pure functions, nothing is printed or read here."""
 
 from __future__ import annotations
 
 import math
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.rule import Rule
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ..core.events import TaskFinished
@@ -19,23 +20,91 @@ from ..core.types import LayerSet, LayerSetRecord, Timings, Trial, Verdict
 SKIPPED, KEPT = "■", "·"
 BARS = "▁▂▃▄▅▆▇█"
 LABEL = 6  # columns of the words left of a layer map or sparkline
+ROOMY = 110  # columns of a terminal from which on lists show where things come from as well
 STYLES = {"attn": "cyan", "mlp": "magenta"}
 VERDICT_STYLES = {"use": "bold green", "plain": "bold yellow", "unmeasured": "bold"}
 
 
+# --- figures
+
+
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:
-    """A figure, or a dash where nothing was measured."""
+    """Return a figure, or a dash where nothing was measured."""
     return "–" if value is None else f"{value:.{digits}f}{unit}"
 
 
 def ratio(value: float | None, interval: tuple[float, float] | None = None) -> str:
-    """A speed ratio with its interval, such as `1.44x [1.39, 1.49]`."""
+    """Return a speed ratio with its interval, such as `1.44x [1.39, 1.49]`."""
     between = f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else ""
     return number(value, unit="x") + between
 
 
+def percent(share: float | None) -> str:
+    """Return a share in per cent, or a dash where it was not measured."""
+    return "–" if share is None else f"{100 * share:.0f} %"
+
+
+def size(n_parameters: int) -> str:
+    """Return a number of parameters in the usual short form: 135M, 1.5B, 13.0B."""
+    if n_parameters >= 999.5e6:  # below it rounds to 999M at most
+        return f"{n_parameters / 1e9:.1f}B"
+    return f"{n_parameters / 1e6:.0f}M"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Return values as bars between their lowest and highest; more values than columns are averaged in groups."""
+    if not values or width < 1:
+        return ""
+    n = min(width, len(values))
+    edges = [i * len(values) // n for i in range(n + 1)]
+    means = [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    if high == low:
+        return BARS[len(BARS) // 2] * n
+    return "".join(BARS[min(len(BARS) - 1, int((mean - low) / (high - low) * len(BARS)))] for mean in means)
+
+
+# --- tables
+
+
+def folding(header: str, **more: Any) -> Column:
+    """Make a column of words, which fold where the table has no room for them."""
+    return Column(header, overflow="fold", **more)
+
+
+def fixed(header: str, **more: Any) -> Column:
+    """Make a column of words that are never folded."""
+    return Column(header, no_wrap=True, **more)
+
+
+def numeric(header: str) -> Column:
+    """Make a column of numbers."""
+    return Column(header, justify="right", no_wrap=True)
+
+
+def table(columns: Iterable[Column], rows: Iterable[Sequence[RenderableType]], gap: int = 1, **more: Any) -> Table:
+    """Make a table without lines, its columns `gap` apart; `more` goes to `Table`."""
+    made = Table(*columns, **{"box": None, "padding": (0, gap, 0, 0), "header_style": "dim", **more})
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def figures_table(rows: Iterable[tuple[str, str]]) -> Table:
+    """Make two columns of names and values."""
+    return table([fixed("", style="dim"), folding("")], rows, gap=2, show_header=False, pad_edge=False)
+
+
+def heading(title: str) -> Rule:
+    """Return a line with a title at its left."""
+    return Rule(Text(title, style="bold"), align="left", style="dim")
+
+
+# --- layer sets
+
+
 def layer_map(layer_set: LayerSet, width: int) -> Text:
-    """One row attention, one row MLP, a mark per sub-layer under a ruler of layers; folds where `width` ends."""
+    """Draw a row for attention and one for MLP, a mark per sub-layer under a ruler of layers; folds at `width`."""
     n_layers = layer_set.n_layers
     cell = 2 if LABEL + 2 * n_layers <= width else 1
     per_block = _block_length(n_layers, (width - LABEL) // cell)
@@ -49,20 +118,18 @@ def layer_map(layer_set: LayerSet, width: int) -> Text:
                 skipped = layer_set.skips(kind, layer)
                 text.append((SKIPPED if skipped else KEPT).ljust(cell), style=STYLES[kind] if skipped else "dim")
             text.append("\n")
-    text.append(" " * LABEL + map_caption(layer_set), style="dim")
+    text.append(f"{' ' * LABEL}{SKIPPED} {map_caption(layer_set)}", style="dim")
     return text
 
 
 def map_caption(layer_set: LayerSet) -> str:
-    """The map in numbers; short enough for 80 columns."""
+    """Return the map in numbers; short enough for 80 columns."""
     parts = f"{len(layer_set.skip_attn)} attention, {len(layer_set.skip_mlp)} MLP"
-    return (
-        f"{SKIPPED} skipped {layer_set.n_skipped} of {layer_set.n_searched}: {parts} (r = {layer_set.skip_ratio:.2f})"
-    )
+    return f"skipped {layer_set.n_skipped} of {layer_set.n_searched}: {parts} (r = {layer_set.skip_ratio:.2f})"
 
 
 def _block_length(n_layers: int, room: int) -> int:
-    """Layers per row: as few rows as fit, about equally long, each beginning at a multiple of ten."""
+    """Return layers per row: as few rows as fit, about equally long, each beginning at a multiple of ten."""
     if n_layers <= room:
         return n_layers
     n_blocks = math.ceil(n_layers / max(10, room // 10 * 10))
@@ -70,7 +137,7 @@ def _block_length(n_layers: int, room: int) -> int:
 
 
 def _ruler(layers: range, cell: int, room: int) -> str:
-    """Layer numbers, each above its own column; at every fifth or tenth layer."""
+    """Return layer numbers, each above its own column; at every fifth or tenth layer."""
     every = 5 if cell == 2 else 10
     marks = [" "] * room
     for layer in layers:
@@ -80,56 +147,32 @@ def _ruler(layers: range, cell: int, room: int) -> str:
     return "".join(marks).rstrip()
 
 
-def sparkline(values: Sequence[float], width: int) -> str:
-    """Values as bars between their lowest and highest; more values than columns are averaged in equal groups."""
-    if not values or width < 1:
-        return ""
-    n = min(width, len(values))
-    edges = [i * len(values) // n for i in range(n + 1)]
-    means = [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    low, high = min(means), max(means)
-    if high == low:
-        return BARS[len(BARS) // 2] * n
-    return "".join(BARS[min(len(BARS) - 1, int((mean - low) / (high - low) * len(BARS)))] for mean in means)
+def weights_words(layer_set: LayerSet) -> str:
+    """Return the formats of a draft's weights, with how many of its parts have each."""
+    formats = [layer_set.format_of("head")]
+    formats += [layer_set.format_of("attn", i) for i in range(layer_set.n_layers) if i not in layer_set.skip_attn]
+    formats += [layer_set.format_of("mlp", i) for i in range(layer_set.n_layers) if i not in layer_set.skip_mlp]
+    counts = Counter("the model's own" if found is None else found for found in formats)
+    return ", ".join(found if len(counts) == 1 else f"{found} ({n} parts)" for found, n in counts.most_common())
 
 
-def matchness_line(trials: Sequence[Trial], width: int) -> Text:
-    """Matchness over trials as a sparkline between its range, with the best in words."""
-    values = [trial.matchness for trial in trials]
-    if not values:
-        return Text("no trials were recorded", style="dim")
-    line = sparkline(values, width - LABEL)
-    caption = f"matchness of {len(values)} trials, {min(values):.2f} to {max(values):.2f}"
-    return Text.assemble(" " * LABEL, (line, "green"), "\n", " " * LABEL, (caption, "dim"), no_wrap=True)
+def verdict_words(verdict: Verdict) -> str:
+    """Return the verdict as a sentence."""
+    if verdict.word == "use":
+        on = f" on {verdict.n_prompts} held-out prompts" if verdict.n_prompts else ""
+        return f"use: {ratio(verdict.ratio)} of plain decoding's speed{on}"
+    if verdict.word == "plain":
+        return "plain: drafting is not reliably faster than plain decoding here"
+    return "unmeasured: nothing was compared with plain decoding" + (f" ({verdict.reason})" if verdict.reason else "")
 
 
-def timings_table(timings: Timings, n_tokens: int) -> Table:
-    """Where the time of a token went (SWIFT Figure 6)."""
-    table = Table("part", box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("ms/token", "%"):
-        table.add_column(heading, justify="right")
-    table.add_column("")
-    total = timings.total_s or 1.0
-    parts = {"optimise": timings.optimise_s, "draft": timings.draft_s, "verify": timings.verify_s}
-    for name, seconds in {**parts, "other": timings.other_s}.items():
-        share = seconds / total
-        table.add_row(name, f"{1000 * seconds / max(1, n_tokens):.1f}", f"{100 * share:.0f}", "█" * round(20 * share))
-    table.add_row("total", f"{1000 * timings.total_s / max(1, n_tokens):.1f}", "", "", style="bold")
-    return table
-
-
-def figures_table(rows: Sequence[tuple[str, str]]) -> Table:
-    """Names and values in two columns."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(name, value)
-    return table
+def verdict_text(verdict: Verdict) -> Text:
+    """Return the verdict as a sentence, in the colour of good or bad news."""
+    return Text(verdict_words(verdict), style=VERDICT_STYLES[verdict.word])
 
 
 def record_rows(record: LayerSetRecord, draft_cost: float | None = None) -> list[tuple[str, str]]:
-    """A record's figures, each under its name."""
+    """Return a record's figures, each with its name; `draft_cost` is a draft pass over a plain pass."""
     cost = [] if draft_cost is None else [("c, draft pass / plain pass", number(draft_cost))]
     return [
         ("draft's weights", weights_words(record.layer_set)),
@@ -141,44 +184,107 @@ def record_rows(record: LayerSetRecord, draft_cost: float | None = None) -> list
     ]
 
 
+def record_heading(record: LayerSetRecord, task: str) -> Rule:
+    """Return a line with model, task and version."""
+    version = f" version {record.version}" if record.version is not None else ""
+    return heading(f"{record.model}/{task}{version}")
+
+
+def record_view(record: LayerSetRecord, trials: Sequence[Trial], width: int) -> RenderableType:
+    """Show one stored layer set: map, curve of its search, figures and where it comes from."""
+    verdict = Verdict(record.verdict, record.measured_speedup, record.measured_interval, record.expected_speedup)
+    origin = [
+        ("tuned on", device_words(record) or "–"),
+        ("stored at", record.created_at or "–"),
+        ("fingerprint", record.fingerprint or "– (not yet seen with its model)"),
+    ]
+    return Group(
+        record_heading(record, record.task),
+        layer_map(record.layer_set, width),
+        "",
+        matchness_line(trials, width),
+        "",
+        figures_table([("matchness", number(record.matchness)), *record_rows(record), *origin]),
+        "",
+        verdict_text(verdict),
+    )
+
+
+def device_words(record: LayerSetRecord) -> str:
+    """Return the device and dtype that a layer set was tuned on."""
+    return " ".join(filter(None, (record.device, record.dtype)))
+
+
+def records_table(records: Sequence[tuple[LayerSetRecord, bool]], width: int) -> Table:
+    """List stored layer sets, those with True marked as best; their origin only where `width` has room for it."""
+    roomy = width >= ROOMY
+    columns = [folding("model", min_width=6), folding("task", min_width=6), numeric("v"), fixed("best")]
+    columns += [numeric(header) for header in ("r", "match", "α", "M", "expected", "measured")]
+    columns.append(fixed("verdict"))
+    if roomy:
+        columns += [folding("tuned on", min_width=6), fixed("stored")]
+    rows = [_record_cells(record, best)[: len(columns)] for record, best in records]
+    return table(columns, rows, width=width if roomy else None)
+
+
+def _record_cells(record: LayerSetRecord, best: bool) -> list[str | Text]:
+    return [
+        record.model,
+        record.task,
+        str(record.version),
+        Text("*", style="bold green") if best else "",
+        number(record.layer_set.skip_ratio),
+        number(record.matchness),
+        number(record.acceptance_rate),
+        number(record.mean_generated_length, 1),
+        ratio(record.expected_speedup),
+        ratio(record.measured_speedup),
+        Text({"unmeasured": "–"}.get(record.verdict, record.verdict), style=VERDICT_STYLES[record.verdict]),
+        device_words(record),
+        record.created_at[:10],
+    ]
+
+
+# --- results of tuning
+
+
+def matchness_line(trials: Sequence[Trial], width: int) -> Text:
+    """Draw matchness over trials as a sparkline, with its range in words."""
+    values = [trial.matchness for trial in trials]
+    if not values:
+        return Text("no trials were recorded", style="dim")
+    line = sparkline(values, width - LABEL)
+    caption = f"matchness of {len(values)} trials, {min(values):.2f} to {max(values):.2f}"
+    return Text.assemble(" " * LABEL, (line, "green"), "\n", " " * LABEL, (caption, "dim"), no_wrap=True)
+
+
+def timings_table(timings: Timings, n_tokens: int) -> Table:
+    """Show where the time of a token went (SWIFT Figure 6)."""
+    total, n_tokens = timings.total_s or 1.0, max(1, n_tokens)
+    parts = {
+        "optimise": timings.optimise_s,
+        "draft": timings.draft_s,
+        "verify": timings.verify_s,
+        "other": timings.other_s,
+    }
+    columns = [Column("part"), *(Column(header, justify="right") for header in ("ms/token", "%")), Column("")]
+    made = table(columns, [], gap=2)
+    for part, seconds in parts.items():
+        share = seconds / total
+        made.add_row(part, f"{1000 * seconds / n_tokens:.1f}", f"{100 * share:.0f}", "█" * round(20 * share))
+    made.add_row("total", f"{1000 * timings.total_s / n_tokens:.1f}", "", "", style="bold")
+    return made
+
+
 def tried_words(trials: Sequence[Trial]) -> str:
-    """Who proposed the candidates, and how many of them were taken into use."""
+    """Return who proposed the candidates, and how many of them were taken into use."""
     counts = Counter(trial.origin for trial in trials)
     n_adopted = sum(trial.adopted for trial in trials)
     return ", ".join(f"{n} {origin}" for origin, n in counts.most_common()) + f"; {n_adopted} adopted"
 
 
-def weights_words(layer_set: LayerSet) -> str:
-    """The formats of a draft's weights, by how many of its parts have them."""
-    names = [layer_set.format_of("head")]
-    names += [layer_set.format_of("attn", i) for i in range(layer_set.n_layers) if i not in layer_set.skip_attn]
-    names += [layer_set.format_of("mlp", i) for i in range(layer_set.n_layers) if i not in layer_set.skip_mlp]
-    counts = Counter("the model's own" if name is None else name for name in names)
-    return ", ".join(name if len(counts) == 1 else f"{name} ({n} parts)" for name, n in counts.most_common())
-
-
-def verdict_words(verdict: Verdict) -> str:
-    """The verdict as a sentence."""
-    if verdict.word == "use":
-        on = f" on {verdict.n_prompts} held-out prompts" if verdict.n_prompts else ""
-        return f"use: {ratio(verdict.ratio)} of plain decoding's speed{on}"
-    if verdict.word == "plain":
-        return "plain: drafting is not reliably faster than plain decoding here"
-    return "unmeasured: nothing was compared with plain decoding" + (f" ({verdict.reason})" if verdict.reason else "")
-
-
-def verdict_text(verdict: Verdict) -> Text:
-    """The verdict as a sentence, in the colour of good or bad news."""
-    return Text(verdict_words(verdict), style=VERDICT_STYLES[verdict.word])
-
-
-def record_verdict(record: LayerSetRecord) -> Verdict:
-    """What a record still knows of its verdict."""
-    return Verdict(record.verdict, record.measured_speedup, record.measured_interval, record.expected_speedup)
-
-
 def command_text(arguments: Sequence[str], width: int) -> Text:
-    """A command for a shell, continued by backslashes at options where it is wider than `width`."""
+    """Return a command for a shell, continued by backslashes at options where it is wider than `width`."""
     groups: list[str] = []
     for argument in arguments:
         if groups and not argument.startswith("--"):
@@ -194,22 +300,16 @@ def command_text(arguments: Sequence[str], width: int) -> Text:
     return Text(" \\\n".join(lines), style="bold", no_wrap=True, overflow="ignore")
 
 
-def heading(title: str) -> Rule:
-    """A line with a title at its left."""
-    return Rule(Text(title, style="bold"), align="left", style="dim")
-
-
 def tune_summary(finished: TaskFinished, out: str, command: Sequence[str], width: int) -> RenderableType:
-    """What a tuning run found for one task, and how to use it."""
+    """Show what a tuning run found for one task, and how to use it."""
     record = finished.record
-    version = f" version {record.version}" if record.version is not None else ""
     speeds = f"{number(finished.plain_tok_s, 1)} plain, {number(finished.tuned_tok_s, 1)} tuned"
     searched = f"{len(finished.trials)} trials on {finished.n_prompts} prompts, {finished.n_tokens} tokens"
     rows = [*record_rows(record, finished.draft_cost), ("tokens per second", speeds), ("searched", searched)]
     if finished.trials:
         rows.append(("tried", tried_words(finished.trials)))
     return Group(
-        heading(f"{record.model}/{finished.task}{version}"),
+        record_heading(record, finished.task),
         layer_map(record.layer_set, width),
         "",
         matchness_line(finished.trials, width),
@@ -223,24 +323,4 @@ def tune_summary(finished: TaskFinished, out: str, command: Sequence[str], width
         Text.assemble("completions: ", out, no_wrap=True, overflow="ignore"),
         "use it:",
         command_text(command, width),
-    )
-
-
-def record_view(record: LayerSetRecord, trials: Sequence[Trial], width: int) -> RenderableType:
-    """One stored layer set: map, curve, figures and where it comes from."""
-    version = f" version {record.version}" if record.version is not None else ""
-    origin = [
-        ("tuned on", " ".join(filter(None, (record.device, record.dtype))) or "–"),
-        ("stored at", record.created_at or "–"),
-        ("fingerprint", record.fingerprint or "– (not yet seen with its model)"),
-    ]
-    return Group(
-        heading(f"{record.model}/{record.task}{version}"),
-        layer_map(record.layer_set, width),
-        "",
-        matchness_line(trials, width),
-        "",
-        figures_table([("matchness", number(record.matchness)), *record_rows(record), *origin]),
-        "",
-        verdict_text(record_verdict(record)),
     )

@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from .options import db_option, json_option, open_store, redis_option
+from . import options
+from .options import open_store
 from .output import emit_json, note
 
 
@@ -38,19 +39,15 @@ from .output import emit_json, note
     help="Requests a minute per key, or address where there are no keys; 0 is no limit.",
 )
 @click.option("--new-key", metavar="NAME", help="Print a new API key and its entry, and do nothing else.")
-@redis_option
-@db_option
-@json_option
-def serve(new_key: str | None, as_json: bool, **options: Any) -> None:
+@options.redis_option
+@options.db_option
+@options.json_option
+@options.example("serve --port 8000 --stream-folder prompts", "serve --new-key ci")
+def serve(new_key: str | None, as_json: bool, **values: Any) -> None:
     """Answer look-ups of layer sets, and take jobs, over HTTP.
 
     API keys come from SWIFTOPT_API_KEYS (name:sha256hex, separated by commas) or SWIFTOPT_API_KEYS_FILE (one entry per
     line, read again when it changes). One line per request goes to stderr. --json prints the address as JSON.
-
-    \b
-    Example:
-      swiftopt serve --port 8000 --stream-folder prompts
-      swiftopt serve --new-key ci
     """
     if new_key is not None:
         _show_key(new_key, as_json)
@@ -62,22 +59,22 @@ def serve(new_key: str | None, as_json: bool, **options: Any) -> None:
 
     settings = ServerSettings(
         keys=KeyRing.from_environment(),
-        stream_folders=stream_folders(options["folders"]),
-        max_body_bytes=options["max_body_mb"] * MIB,
-        requests_per_min=options["rate"],
+        stream_folders=stream_folders(values["folders"]),
+        max_body_bytes=values["max_body_mb"] * MIB,
+        requests_per_min=values["rate"],
     )
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     for noisy in ("uvicorn.error", "alembic", "sse_starlette", "python_multipart"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    with listen(options["host"], options["port"], settings) as bound, open_store(options["db"]) as store:
-        url = _url(options["host"], bound.getsockname()[1])
+    with listen(values["host"], values["port"], settings) as bound, open_store(values["db"]) as store:
+        url = _url(values["host"], bound.getsockname()[1])
 
         def ready() -> None:
             if as_json:
                 emit_json({"schema": "swiftopt.serve/1", "url": url})
             note(f"swiftopt serves {url}; Ctrl-C ends it")
 
-        run(bound, store, options["redis"], settings, ready)
+        run(bound, store, values["redis"], settings, ready)
 
 
 def _url(host: str, port: int) -> str:

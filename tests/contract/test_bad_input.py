@@ -21,8 +21,8 @@ import pytest
 from rich.console import Console
 
 from swiftopt.cli.bench import METHODS
-from swiftopt.cli.live import TuneProgress
 from swiftopt.cli.main import run
+from swiftopt.cli.progress import TuneProgress
 from swiftopt.core.events import PhaseChanged, Progress, PromptStarted, TrialsDone
 from swiftopt.core.types import LayerSet, LayerSetRecord, Trial
 from swiftopt.store import Store

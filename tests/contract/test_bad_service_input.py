@@ -17,7 +17,7 @@ from sqlalchemy import create_engine, text
 
 from swiftopt.cli.config import misspelt
 from swiftopt.cli.main import run
-from swiftopt.cli.worker_start import ForeseenInOneLine
+from swiftopt.cli.worker import OneLineErrors
 from swiftopt.core.errors import ModelNotFound
 from swiftopt.core.jobs import Job, JobSpec
 from swiftopt.core.requests import TuneRequest
@@ -141,7 +141,7 @@ def record_of(logger: str, error: Exception) -> logging.LogRecord:
     """What the worker's log makes of an error."""
     trace = (type(error), error, None)
     found = logging.LogRecord(logger, logging.ERROR, __file__, 1, "attempt=%s", ("failed",), trace)
-    assert ForeseenInOneLine().filter(found)
+    assert OneLineErrors().filter(found)
     return found
 
 

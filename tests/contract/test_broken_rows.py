@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Engine, create_engine, text
 
-from swiftopt.cli.place import Place, opened
+from swiftopt.cli.backend import Backend
 from swiftopt.core.errors import ModelNotFound
 from swiftopt.core.jobs import JobSpec, Lease
 from swiftopt.core.requests import TuneRequest
@@ -98,5 +98,5 @@ def test_local_run_that_was_killed_is_ended_by_the_next_one(store: Store, engine
 
 def test_local_run_that_was_killed_is_not_listed_as_running(store: Store, engine: Engine) -> None:
     job = killed_here(store, engine)
-    with opened(Place(db=store.url)) as board:
-        assert [(found.id, found.state) for found in board.jobs.latest()] == [(job, "failed")]
+    with Backend(db=store.url).open() as client:
+        assert [(found.id, found.state) for found in client.jobs.latest()] == [(job, "failed")]

@@ -281,7 +281,7 @@ def test_doctor_reports_and_its_code_follows_the_checks(home: Path, capsys: pyte
 
 
 def test_tune_object_keeps_the_verdict_and_the_command() -> None:
-    from swiftopt.cli.payloads import task_json, tune_json
+    from swiftopt.cli.tune import task_json, tune_json
 
     finished = TaskFinished(
         "notes", some_record(version=1), Verdict("plain", 0.9), "done", (), Timings(1, 2, 3, 4), 5, 60, 0.6, 9.0, 8.0
@@ -295,7 +295,7 @@ def test_tune_object_keeps_the_verdict_and_the_command() -> None:
 
 
 def test_completion_object_names_the_layer_set_only_when_it_was_used() -> None:
-    from swiftopt.cli.payloads import completion_json
+    from swiftopt.cli.generate import completion_json
     from swiftopt.tasks.generate import GenerateInfo
 
     record = some_record(version=1)

@@ -16,12 +16,11 @@ from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from serving import serving
 
-from swiftopt.cli import follow as following
-from swiftopt.cli.follow import Findings, follow, look_back
-from swiftopt.cli.job_view import duration, job_view, jobs_table
-from swiftopt.cli.live import RunState, TuneProgress, state_words
+from swiftopt.cli import backend
+from swiftopt.cli.backend import Backend, Findings, JobClient, QueueClient, follow, look_back
+from swiftopt.cli.jobs import duration, job_view, jobs_table
 from swiftopt.cli.main import run
-from swiftopt.cli.place import Board, Place, QueueBoard, opened, safe_url
+from swiftopt.cli.progress import RunState, TuneProgress, state_words
 from swiftopt.core.errors import JobCancelled, JobFailed, StoreUnavailable
 from swiftopt.core.event_json import event_to_json
 from swiftopt.core.events import PhaseChanged, Progress, PromptFinished, StateChanged, TaskFinished, TrialsDone
@@ -29,6 +28,7 @@ from swiftopt.core.jobs import Job, Lease
 from swiftopt.core.records import record_to_json
 from swiftopt.core.requests import TuneRequest
 from swiftopt.core.types import Completion, LayerSet, LayerSetRecord, Prompt, Timings, Trial, Verdict
+from swiftopt.core.urls import safe_url
 from swiftopt.store import Store
 from swiftopt.worker.queue import JobService, RedisQueue
 
@@ -222,7 +222,7 @@ def test_follower_tells_every_state_and_ends_with_the_trials(store: Store, job: 
     progress, to = heard()
     worker = threading.Thread(target=lambda: (time.sleep(0.3), work(store, job.id)))
     worker.start()
-    ended = follow(QueueBoard(store, None), job, progress)
+    ended = follow(QueueClient(store, None), job, progress)
     worker.join()
     lines = to.getvalue().splitlines()
     assert lines[:3] == ["queued", "running on w1", "notes: accumulate"] and lines[-1] == "succeeded"
@@ -233,13 +233,13 @@ def test_follower_over_http_tells_the_same(store: Store, job: Job) -> None:
     from swiftopt.server.app import create_app
 
     progress, to = heard()
-    with serving(create_app(store, JobService(store, None))) as url, opened(Place(server=url)) as board:
+    with serving(create_app(store, JobService(store, None))) as url, Backend(server=url).open() as client:
         worker = threading.Thread(target=lambda: (time.sleep(0.3), work(store, job.id)))
         worker.start()
-        ended = follow(board, job, progress)
+        ended = follow(client, job, progress)
         worker.join()
     local, to_local = heard()
-    work_again = follow(QueueBoard(store, None), job, local)
+    work_again = follow(QueueClient(store, None), job, local)
     assert (ended, to.getvalue()) == (work_again, to_local.getvalue())
 
 
@@ -274,26 +274,26 @@ class Away(JobService):
 
 
 def test_follower_waits_for_a_database_that_is_away(store: Store, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "RETRY_S", 0.01)
+    monkeypatch.setattr(backend, "RETRY_S", 0.01)
     work(store, job.id)
     progress, to = heard()
-    assert follow(Board(Away(store, None), "db"), job, progress).tasks
+    assert follow(JobClient(Away(store, None), "db"), job, progress).tasks
     assert to.getvalue().count("the database is away; still trying") == 1
-    monkeypatch.setattr(following, "AWAY_S", 0.0)
+    monkeypatch.setattr(backend, "AWAY_S", 0.0)
     with pytest.raises(StoreUnavailable):
-        follow(Board(Away(store, None), "db"), job, heard()[0])
+        follow(JobClient(Away(store, None), "db"), job, heard()[0])
 
 
 def test_waiting_job_says_once_that_no_worker_listens(
     store: Store, job: Job, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(following, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(backend, "PATIENCE_S", 0.05)
     queue = RedisQueue(redis_url)
     progress, to = heard()
     timer = threading.Timer(2.5, lambda: store.jobs.act(job.id, "cancel"))
     timer.start()
     with pytest.raises(JobCancelled):
-        follow(QueueBoard(store, queue), job, progress)
+        follow(QueueClient(store, queue), job, progress)
     queue.close()
     assert to.getvalue().count("no worker listens on queue 'default': start one with `swiftopt worker`") == 1
 
@@ -301,7 +301,7 @@ def test_waiting_job_says_once_that_no_worker_listens(
 def test_retried_job_is_looked_back_at_with_one_result_per_task(store: Store, job: Job) -> None:
     work(store, job.id, "failed", "no memory")
     with pytest.raises(JobFailed):
-        look_back(QueueBoard(store, None), store.jobs.get(job.id))
+        look_back(QueueClient(store, None), store.jobs.get(job.id))
     findings = Findings()
     for event in (TASK, replace(TASK, n_tokens=7), TrialsDone("notes", TRIALS[1:]), TrialsDone("notes", TRIALS[:1])):
         findings.add(event)

@@ -327,7 +327,7 @@ def test_key_is_sent_and_never_shown(store: Store) -> None:
 
 
 def test_progress_of_a_followed_job_is_an_event_again(client: swiftopt.Client, store: Store) -> None:
-    from swiftopt.cli.follow import event_of
+    from swiftopt.cli.backend import event_of
     from swiftopt.core.event_json import event_to_json
 
     figures = Progress("notes", "optimise", 9, 3.5, 0.5, 0.6, 4, None, None, 0.45)

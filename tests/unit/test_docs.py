@@ -18,8 +18,8 @@ from tiny_files import save
 import swiftopt
 from swiftopt.bench.decode import SCHEMA
 from swiftopt.bench.tables import BEGIN, END, NOTHING, PAGE, README, main, refreshed, short_table, table
-from swiftopt.cli.main import INTERRUPTED
 from swiftopt.cli.main import swiftopt as program
+from swiftopt.cli.output import INTERRUPTED
 from swiftopt.cli.reference import EXIT_CODES, page
 from swiftopt.core.errors import InvalidInput, SwiftoptError
 from swiftopt.core.methods import METHODS

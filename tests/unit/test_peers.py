@@ -12,7 +12,7 @@ from rich.console import Console
 from swiftopt.bench.peer_environments import PeerFailed, prepared
 from swiftopt.bench.peer_rows import RIVALS, Rival, Row, all_rows, chosen_rows
 from swiftopt.bench.peers import PeersRequest, Question, RowRuns, Turn, report_of
-from swiftopt.cli.peers import cells, table_of
+from swiftopt.cli.bench_peers import cells, table_of
 from swiftopt.core.errors import SettingsError
 
 REQUEST = PeersRequest("tiny", Path("tiny"), threads=2)

@@ -11,18 +11,21 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
-from swiftopt.cli.live import RunState, TuneProgress, event_line, live_view
+from swiftopt.cli.doctor import Check, checks_table
+from swiftopt.cli.models import aliases_table, stored_table
+from swiftopt.cli.progress import RunState, TuneProgress, event_line, live_view
 from swiftopt.cli.render import (
     KEPT,
     SKIPPED,
     command_text,
     layer_map,
     record_view,
+    records_table,
+    size,
     sparkline,
     tune_summary,
     verdict_words,
 )
-from swiftopt.cli.tables import aliases_table, checks_table, records_table, size, stored_table
 from swiftopt.core.events import (
     Adopted,
     DraftingChosen,
@@ -211,9 +214,8 @@ def test_records_table_fits_and_marks_the_best(width: int) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_model_tables_fit_with_whole_hub_ids(width: int) -> None:
-    rows = [(name, alias.hub_id, alias.n_layers, alias.n_parameters) for name, alias in ALIASES.items()]
     tasks = {"smollm2-135m": ["humaneval", "notes"]}
-    lines = drawn(aliases_table(rows, tasks), width)
+    lines = drawn(aliases_table(tasks), width)
     assert widest(lines) <= width
     assert all(any(alias.hub_id in line for line in lines) for alias in ALIASES.values())
     info = ModelInfo("v1:0", "llama", 30, 134_515_008, ("smollm2-135m", "/a/long/" + "folder/" * 20))
@@ -223,7 +225,7 @@ def test_model_tables_fit_with_whole_hub_ids(width: int) -> None:
 
 
 def test_doctor_table_fits_when_a_path_is_long() -> None:
-    assert widest(drawn(checks_table([("cache", "fail", "/x" * 100)]), 80)) <= 80
+    assert widest(drawn(checks_table([Check("cache", "fail", "/x" * 100)]), 80)) <= 80
 
 
 @pytest.mark.parametrize(("n", "said"), [(134_515_008, "135M"), (999_900_000, "1.0B"), (13_016_028_160, "13.0B")])

@@ -46,7 +46,7 @@ class RunState:
     matchness: tuple[float, ...] = field(default=())
 
     def after(self, event: Event) -> RunState:
-        """The state once `event` has happened."""
+        """Return the state once `event` has happened."""
         state = self if event_task(event) in ("", self.task) else RunState(task=event_task(event))
         match event:
             case StateChanged():
@@ -66,12 +66,12 @@ class RunState:
 
 
 def event_task(event: Event) -> str:
-    """The task an event belongs to; empty before the first one."""
+    """Return the task that an event belongs to; empty before the first one."""
     return event.prompt.task if isinstance(event, PromptFinished) else event.task
 
 
 def state_words(event: StateChanged) -> str:
-    """A job's new state as a line; what made it fail is told by the error at the end."""
+    """Return a job's new state in words; what made it fail is said by the error at the end."""
     match event.state:
         case "queued" if event.detail:
             return f"queued again: {event.detail}"
@@ -85,7 +85,7 @@ def state_words(event: StateChanged) -> str:
 
 
 def event_line(event: Event, state: RunState) -> str | None:
-    """The line for a log; None for an event that would only fill it."""
+    """Return the line for a log; None for an event that would only fill it."""
     task = f"{event_task(event)}: " if event_task(event) else ""
     match event:
         case StateChanged():
@@ -125,7 +125,7 @@ def event_line(event: Event, state: RunState) -> str | None:
 
 
 def live_view(state: RunState, width: int) -> RenderableType:
-    """At most four lines: where the run is, its figures, and the curve of matchness so far."""
+    """Show where the run is, its figures, and the curve of matchness so far, in at most four lines."""
     place = f"prompt {state.index + 1} of {state.n_prompts}" if state.n_prompts else ""
     head = Text(" · ".join(filter(None, (state.task, state.phase, place, state.detail or state.prompt_id))))
     head.truncate(width - 2, overflow="ellipsis")
@@ -142,7 +142,7 @@ def live_view(state: RunState, width: int) -> RenderableType:
 
 
 def progress_words(progress: Progress) -> str:
-    """The figures of a round on one line of 80 columns."""
+    """Return the figures of a round on one line of 80 columns."""
     return (
         f"{progress.tok_s:.1f} tok/s  matchness {number(progress.matchness)} (best {number(progress.best_matchness)})"
         f"  {progress.n_trials} trials  α {number(progress.acceptance_rate)}"
@@ -156,7 +156,7 @@ def _bar(done: int, total: int, width: int) -> Text:
 
 
 class TuneProgress:
-    """Hears the events of a run; to be used as a context manager."""
+    """Shows the events of a run while it is open as a context manager."""
 
     def __init__(self, console: Console) -> None:
         self.state = RunState()
@@ -164,7 +164,7 @@ class TuneProgress:
         self._console = console
         self._spinner = Spinner("dots")
         self._live: Live | None = None
-        self._told: set[tuple[str, str, str]] = set()
+        self._shown: set[tuple[str, str, str]] = set()
 
     def __enter__(self) -> TuneProgress:
         if self._console.is_terminal and not self._console.is_dumb_terminal:
@@ -185,7 +185,7 @@ class TuneProgress:
             self._live.stop()
 
     def __call__(self, event: Event) -> None:
-        """Take note of an event."""
+        """Show an event."""
         self.state = self.state.after(event)
         self.n_finished += isinstance(event, PromptFinished)
         line = event_line(event, self.state)
@@ -200,13 +200,13 @@ class TuneProgress:
             self._console.print(line, no_wrap=True, overflow="ellipsis")  # a wrapped line would tear the display
 
     def _is_news(self, event: Event) -> bool:
-        """Whether the event is worth a line that stays: phases come and go with every prompt."""
+        """Return whether an event deserves a line that stays: phases come and go with every prompt."""
         if isinstance(event, StateChanged):
-            self._told.clear()  # another worker tells its phases anew
+            self._shown.clear()  # another worker reports its phases anew
         if isinstance(event, PhaseChanged):
             key = (event.task, event.phase, "" if event.phase == "profile" else event.detail)
-            is_new = key not in self._told
-            self._told.add(key)
+            is_new = key not in self._shown
+            self._shown.add(key)
             return is_new and (self._live is None or event.phase not in LIVE_PHASES)
         return self._live is None or not isinstance(event, PromptFinished)
 

@@ -1,0 +1,212 @@
+"""`swiftopt bench search` and `swiftopt bench stream-shift`: how searches find layer sets, and follow other text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Column, Table
+
+from ..core.costs import CostProfile
+from ..core.errors import NotFound
+from ..core.events import FormatTried
+from ..core.requests import GenerateRequest
+from ..core.settings import SwiftSettings
+from ..core.streams import read_stream
+from ..optimizer.strategies import SIZE_CHOOSING, STRATEGIES
+from . import options
+from .options import check_model, check_words, default_of, pick, positive
+from .output import note, note_load, present, show, writing
+from .progress import RunState, event_line
+from .render import number
+
+COMPARED = ("swift", "random", *SIZE_CHOOSING)
+SPENT = {"passes": 0, "seconds": 1}  # what a search takes, with the digits that are shown of it
+
+
+@click.command("search", short_help="Search strategies side by side on recorded text.")
+@options.model_option
+@click.option("--stream", metavar="FILE", help="Prompts to record, one JSON object per line; - is standard input.")
+@click.option("--limit", type=positive, default=8, show_default=True, help="Prompts that are recorded.")
+@click.option("--record", metavar="FILE", help="Recorded texts and costs: read where the file is, else written.")
+@click.option("--strategies", default=",".join(COMPARED), show_default=True, help="What to compare, by commas.")
+@click.option("--passes", type=positive, default=300, show_default=True, help="Candidate passes of each strategy.")
+@click.option(
+    "--window",
+    type=positive,
+    default=default_of(SwiftSettings, "context_window"),
+    show_default=True,
+    help="γ, generated tokens that score a candidate.",
+)
+@click.option("--stride", type=positive, default=4, show_default=True, help="Tokens between two steps of a search.")
+@options.seed_option(SwiftSettings)
+@click.option(
+    "--long-search",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Judge N sets more, up from the best one.",
+)
+@click.option("--png", metavar="FILE", help="Draw the best objective against candidate passes and seconds.")
+@options.machine_options(GenerateRequest)
+@options.json_option
+@options.example("bench search --model smollm2-135m --stream prompts.jsonl --record texts.json --png search.png")
+def search(
+    stream: str | None,
+    limit: int,
+    record: str | None,
+    strategies: str,
+    passes: int,
+    window: int,
+    stride: int,
+    seed: int,
+    long_search: int,
+    png: str | None,
+    as_json: bool,
+    **values: Any,
+) -> None:
+    """Run search strategies on the same recorded windows and show how soon each finds a good layer set.
+
+    The prompts are completed once by plain decoding. Every strategy then sees the completions grow, and each set it
+    takes into use is judged on all of them, outside the timing. The objective is the expected speedup of measured
+    costs. A pass is one candidate on one window; studies of the model count by the rows that they run. A long search
+    says how far they end from the best there is: it climbs on from the best set, every step judged on all windows.
+    """
+    chosen = [word.strip() for word in strategies.split(",")]
+    check_words("strategy", chosen, STRATEGIES)
+    path = None if record is None else Path(record)
+    if stream is None and (path is None or not path.exists()):
+        raise NotFound("there is nothing to search on: give --stream, or a --record that was written before")
+    prompts = [] if stream is None else read_stream(stream, None, limit)
+    request = pick(GenerateRequest, values)
+    check_model(request)
+
+    from ..bench import search as bench
+    from ..bench.long_search import with_long_search
+    from ..models.loading import load
+    from .charts import draw_search
+
+    runtime = load(request.model, request.dtype, request.device, note_load)
+    if path is not None and path.exists():
+        recorded = bench.Record.read(path, runtime)
+    else:
+        recorded = bench.record(runtime, prompts, request.max_new_tokens, note)
+        if path is not None:
+            with writing(path):
+                recorded.write(path)
+    # No search may stop before its passes are used up, for what each finds in them is compared.
+    settings = SwiftSettings(
+        context_window=window, seed=seed, max_steps=10**6, patience=10**6, target_matchness=1.0, deterministic=True
+    )
+    run = bench.Bench(runtime, recorded, settings, stride)
+    report = {"model": request.model, **bench.compare_strategies(run, chosen, passes, _note_gain)}
+    if long_search:
+        report = with_long_search(run, report, long_search, _note_gain)
+    present(report, as_json, show_search, png, draw_search)
+
+
+def _note_gain(strategy: str, passes: float, value: float) -> None:
+    note(f"{strategy}, {passes:.0f} passes: {value:.3f}x")
+
+
+def show_search(report: dict[str, Any]) -> None:
+    """Print a comparison of strategies as a table."""
+    goal = f"to {report['goal']:.3f}x"
+    headings = ("strategy", "objective", "left out", "passes", "seconds", f"passes {goal}", f"seconds {goal}")
+    made = _report_table(f"{_conditions(report)}, {report['windows']} windows", headings)
+    for result in report["results"]:
+        reached = result["to_goal"] or {"passes": None, "seconds": None}
+        made.add_row(
+            result["strategy"],
+            f"{result['final']:.3f}x",
+            str(result["n_skipped"]),
+            *(number(figures[key], digits) for figures in (result, reached) for key, digits in SPENT.items()),
+        )
+    if found := report.get("long_search"):
+        made.caption = f"a long search over {found['sets']} sets: {found['best']:.3f}x, {found['n_skipped']} left out"
+    show(made)
+
+
+@click.command("stream-shift", short_help="A stream that changes its task, and how acceptance follows.")
+@options.model_option
+@click.option("--stream", required=True, metavar="FILE", help="Prompts that come task by task; - is standard input.")
+@click.option("--prompts", type=positive, default=16, show_default=True, help="Prompts of each task.")
+@click.option("--png", metavar="FILE", help="Draw acceptance along the stream.")
+@options.machine_options(GenerateRequest)
+@options.speed_option(GenerateRequest)
+@options.settings_options
+@options.seed_option(SwiftSettings)
+@options.json_option
+@options.example(
+    "bench stream-shift --model smollm2-135m --stream five-tasks.jsonl --max-new-tokens 64 --png shift.png"
+)
+def stream_shift(stream: str, prompts: int, png: str | None, as_json: bool, **values: Any) -> None:
+    """Decode several tasks as one stream that does not name them, and see how soon the layer set follows.
+
+    Three runs on the same prompts: each task with the set that a search on it alone ends with; all tasks with the
+    first one's set; and all as one stream, where a shift must be noticed from acceptance and hidden states. After ten
+    prompts of a task, acceptance should be within 5 points of that of its own set; the speedups are expected ones, by
+    measured costs.
+    """
+    lines = read_stream(stream, None, None)
+    settings: SwiftSettings = pick(SwiftSettings, values)
+    request = pick(GenerateRequest, {**values, "settings": settings})
+
+    check_words("strategy", [settings.strategy], STRATEGIES)
+    check_model(request)
+
+    from ..bench.stream_shift import StreamShift
+    from ..decoding.engine import exhaust
+    from ..decoding.session import Session
+    from ..models.costs import with_formats
+    from ..models.loading import load
+    from ..optimizer.draft_format import prepared
+    from ..tasks.stored_costs import stored_costs
+    from .charts import draw_stream_shift
+
+    runtime = load(request.model, request.dtype, request.device, note_load, request.speed)
+    session = Session(runtime, request.sampling, request.max_new_tokens)
+    n_positions = max(session.check(prompt) for prompt in lines)
+    plain = stored_costs(runtime, None, n_positions, note)
+
+    def measured(*formats: str) -> CostProfile:
+        return with_formats(runtime, plain, formats, note)
+
+    settings, costs = exhaust(prepared(session, lines, settings, measured), _note_format)
+    bench = StreamShift(runtime, lines, prompts, settings, request.max_new_tokens, costs, note)
+    report = {"model": request.model, **bench.run()}
+    present(report, as_json, show_shift, png, draw_stream_shift)
+
+
+def _note_format(tried: FormatTried) -> None:
+    note(event_line(tried, RunState()) or "")
+
+
+def show_shift(report: dict[str, Any]) -> None:
+    """Print a run on a stream that changes its task as a table."""
+    noticed = ", ".join(str(shift["prompt"] + 1) for shift in report["shifts"]) or "never"
+    caption = (
+        f"α and expected speedup after the first {report['settled_after']} prompts of each task:"
+        " with its own set, with the first task's, and in one stream that adapts"
+    )
+    headings = ("task", "left out", "α own", "α first", "α one", "missing", "x own", "x one")
+    made = _report_table(f"{_conditions(report)}; shifts noticed after prompts {noticed}", headings, caption)
+    for result in report["results"]:
+        rates = (number(result[run]["settled"], 3) for run in ("own", "kept", "adapted"))
+        gap = "–" if result["gap"] is None else f"{result['gap']:+.3f}"
+        speeds = (number(result[run]["expected"], unit="x") for run in ("own", "adapted"))
+        made.add_row(result["task"], str(result["n_skipped"]), *rates, gap, *speeds)
+    show(made)
+
+
+def _conditions(report: dict[str, Any]) -> str:
+    return f"{report['model']}, {report['dtype']}, {report['device']}"
+
+
+def _report_table(title: str, headings: Sequence[str], caption: str | None = None) -> Table:
+    """Make a table with lines, its first column words and the others numbers."""
+    columns = [Column(headings[0], no_wrap=True), *(Column(heading, justify="right") for heading in headings[1:])]
+    return Table(*columns, title=title, title_justify="left", caption=caption)

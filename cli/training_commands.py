@@ -1,0 +1,303 @@
+"""`swiftopt heads` and `swiftopt probe`: train what decodes from early layers, list it, show it and export it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Group, RenderableType
+from rich.table import Column, Table
+from rich.text import Text
+
+from ..core.errors import InvalidInput, SettingsError
+from ..core.learned import LearnedKind, LearnedRecord, learned_to_json
+from ..core.requests import TuneRequest
+from ..core.streams import read_stream
+from ..core.urls import safe_url
+from ..training.settings import HeadSettings, ProbeSettings, TrainingStep
+from . import options
+from .options import Decorator, ModelTask, PresetGroup, open_store, pick, positive, together
+from .output import answer, console, emit_json, note, note_load, show, writing
+from .render import ROOMY, fixed, folding, number, percent, sparkline, table
+
+if TYPE_CHECKING:
+    from ..store import Store
+
+MIXED = "mixed"
+NEWS_S = 5.0  # seconds between two lines of progress
+SHOWN_THRESHOLDS = ("0.5", "0.6", "0.75", "0.85", "0.95")  # in the table; all are in --json
+CURVE_COLUMNS = 60
+
+
+@click.group(cls=PresetGroup, short_help="Train heads that predict tokens early.")
+@options.example("heads train --model smollm2-135m --stream prompts.jsonl --task code", "heads list")
+def heads() -> None:
+    """Light heads at intermediate layers, which `adadecode` and `paradecode` predict tokens with."""
+
+
+@click.group(cls=PresetGroup, short_help="Train a probe that predicts acceptance.")
+@options.example("probe train --model smollm2-135m --stream prompts.jsonl --task code", "probe list")
+def probe() -> None:
+    """A linear probe at an early exit, which `adaspeed-probe` decides with when to stop drafting."""
+
+
+# --- training
+
+
+class Layers(click.ParamType[tuple[int, ...]]):
+    """Whole numbers with commas between them."""
+
+    name = "N,N,…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(int(word) for word in str(value).split(","))
+        except ValueError as error:
+            raise SettingsError(f"layers {value!r} are no numbers: give them like 8,15,22") from error
+
+
+def training_options(settings: type[HeadSettings] | type[ProbeSettings]) -> Decorator[Any]:
+    """Make the options of both `train` commands, with the defaults of `settings`."""
+    return together(
+        options.model_option,
+        click.option(
+            "--stream",
+            "streams",
+            required=True,
+            multiple=True,
+            metavar="FILE",
+            help="Prompts, one JSON object per line; - is standard input; may be repeated.",
+        ),
+        click.option("--task", help="What to store it under.  [default: the prompts' own task, or mixed]"),
+        click.option("--limit", type=positive, help="Take only the first prompts of each stream."),
+        options.from_field(settings, "epochs", "Passes over all positions."),
+        options.from_field(settings, "minutes", "End training after so long; completing the prompts is extra."),
+        options.from_field(settings, "learning_rate", "Adam's, at its highest."),
+        options.from_field(settings, "seed", "Seed of the order and of every draw."),
+        options.machine_options(TuneRequest),
+        click.option("--png", metavar="FILE", help="Draw the loss curve to a file."),
+        options.db_option,
+        options.json_option,
+    )
+
+
+@heads.command("train", short_help="Train heads on a model's own completions.")
+@training_options(HeadSettings)
+@options.from_field(
+    HeadSettings, "layers", "Layers run before each head.  [default: 0.6, 0.73 and 0.87 of the depth]", type=Layers()
+)
+@click.option("--full", is_flag=True, help="Train whole heads, not transforms before the model's own.")
+@options.example("heads train --model smollm2-135m --stream prompts.jsonl --task code --minutes 10")
+def train_heads(**values: Any) -> None:
+    """Train heads that say after some layers what the last one will say, on the model's own greedy completions.
+
+    The model stays as it is. A tenth of the prompts is held out for the figures. Several --stream give one set of heads
+    for all, stored for the task `mixed`. Cut at any time, the same command goes on where it was. The paper trains for
+    100 epochs; --epochs 100 does, where there is time.
+    """
+    run_training("heads", pick(HeadSettings, values), values)
+
+
+@probe.command("train", short_help="Train a probe on a model's own completions.")
+@training_options(ProbeSettings)
+@options.from_field(ProbeSettings, "layer", "Layers run before the exit.  [default: a quarter of the depth]")
+@options.from_field(ProbeSettings, "sampling", "How the exit's token is chosen, and what counts as accepted.")
+@options.example("probe train --model smollm2-135m --stream prompts.jsonl --task code --sampling top-p")
+def train_probe(**values: Any) -> None:
+    """Train a probe that predicts from an early state whether the token read there will be accepted.
+
+    A tenth of the prompts of the stream is held out for the figures. Cut at any time, the same command goes on where it
+    was.
+    """
+    run_training("probe", pick(ProbeSettings, values), values)
+
+
+def run_training(kind: LearnedKind, settings: HeadSettings | ProbeSettings, values: dict[str, Any]) -> None:
+    """Train, store, and show the result."""
+    prompts = [p for path in values["streams"] for p in read_stream(path, values["task"], values["limit"])]
+    tasks = {prompt.task for prompt in prompts}
+    task = values["task"] or (tasks.pop() if len(tasks) == 1 else MIXED)
+    if "/" in task:
+        raise InvalidInput(f"the task {task!r} holds a '/', which parts model from task: use another character")
+
+    from ..models.sources import check_names
+
+    check_names(values["model"], values["dtype"], values["device"])
+
+    from ..tasks.train import TrainRequest, train
+
+    request = TrainRequest(values["model"], task, settings, values["dtype"], values["device"])
+    with open_store(values["db"]) as store:
+        record = train(request, prompts, store, StepPrinter(), note_load)
+        database = safe_url(store.url)
+    _draw(record, values["png"])
+    trained = {kind: learned_to_json(record), "database": database, "png": values["png"]}
+    answer(values["as_json"], {"schema": f"swiftopt.{kind}-train/1", **trained}, lambda: show(trained_view(record)))
+
+
+class StepPrinter:
+    """Prints how training goes to stderr: remarks at once, progress every few seconds."""
+
+    def __init__(self) -> None:
+        self._printed_at = 0.0
+        self._phase = ""
+
+    def __call__(self, step: TrainingStep) -> None:
+        """Print a step, if it is time."""
+        now = time.monotonic()
+        if step.note:
+            note(step.note)
+        elif step.phase != self._phase or step.done == step.total or now - self._printed_at > NEWS_S:
+            self._phase, self._printed_at = step.phase, now
+            note(_step_words(step))
+
+
+def _step_words(step: TrainingStep) -> str:
+    match step.phase:
+        case "collect":
+            return f"collect: {step.done} of {step.total} prompts"
+        case "train":
+            return f"train: step {step.done} of {step.total}, loss {step.loss or 0:.3f}"
+        case _:
+            return "measure: on the held-out prompts"
+
+
+def _draw(record: LearnedRecord, png: str | None) -> None:
+    if png is not None:
+        from .charts import draw_loss
+
+        draw_loss(record, Path(png))
+        note(f"drawn to {png}")
+
+
+# --- what is stored
+
+
+version_option = click.option("--version", type=positive, help="A version.  [default: the newest]")
+
+
+def _add_list(group: click.Group, kind: LearnedKind) -> None:
+    @group.command("list", short_help=f"List the stored {kind}.")
+    @click.option("--model", "of_model", help="Only this model's.")
+    @click.option("--task", "of_task", help="Only this task's.")
+    @options.store_option
+    @options.json_option
+    @options.example(f"{kind} list", words=f"List the stored {kind}, newest first.")
+    def list_(of_model: str | None, of_task: str | None, store: Store, as_json: bool) -> None:
+        records = store.learned_list(of_model, of_task, kind)
+        if as_json:
+            emit_json({"schema": f"swiftopt.{kind}-list/1", kind: [learned_to_json(record) for record in records]})
+        elif records:
+            show(trained_table(records, console().width))
+        else:
+            note(f"no {kind} stored yet: run `swiftopt {kind} train --model M --stream FILE --task T`")
+
+
+def _add_show(group: click.Group, kind: LearnedKind) -> None:
+    @group.command("show", short_help=f"Show the figures of stored {kind}.")
+    @options.model_task_argument
+    @version_option
+    @click.option("--png", metavar="FILE", help="Draw the loss curve to a file as well.")
+    @options.store_option
+    @options.json_option
+    @options.example(
+        f"{kind} show smollm2-135m/code", words=f"Show the figures of stored {kind}, and the curve of the loss."
+    )
+    def show_(name: ModelTask, version: int | None, png: str | None, store: Store, as_json: bool) -> None:
+        record = store.learned(name.model, name.task, kind, version)
+        _draw(record, png)
+        value = {**learned_to_json(record), "curve": [list(point) for point in record.curve], "png": png}
+        answer(as_json, value, lambda: show(trained_view(record)))
+
+
+def _add_export(group: click.Group, kind: LearnedKind) -> None:
+    words = f"Write stored {kind} to a safetensors file, which names the model that it was trained on."
+
+    @group.command("export", short_help=f"Write stored {kind} to a file.")
+    @options.model_task_argument
+    @version_option
+    @click.option("-o", "--out", required=True, metavar="FILE", help="Where to write them.")
+    @options.store_option
+    @options.json_option
+    @options.example(f"{kind} export smollm2-135m/code -o {kind}.safetensors", words=words)
+    def export(name: ModelTask, version: int | None, out: str, store: Store, as_json: bool) -> None:
+        record = store.learned(name.model, name.task, kind, version)
+        data = store.weights(record)
+        with writing(Path(out)):
+            Path(out).write_bytes(data)
+        value = {"schema": f"swiftopt.{kind}-export/1", kind: learned_to_json(record), "out": out}
+        answer(as_json, value, lambda: note(f"{len(data)} bytes written to {out}"))
+
+
+for add in (_add_list, _add_show, _add_export):
+    add(heads, "heads")
+    add(probe, "probe")
+
+
+# --- text for a person
+
+
+def trained_view(record: LearnedRecord) -> RenderableType:
+    """Show the figures of one record, in 80 columns."""
+    figures = record.figures
+    head = f"{record.kind} of {record.model}/{record.task}, version {record.version}"
+    spent = (
+        f"{number(figures.get('positions'), 0)} positions,"
+        f" {number(figures.get('held_out_positions'), 0)} more held out;"
+        f" {number(figures.get('steps'), 0)} steps in {number(figures.get('train_s'), 0)} s;"
+        f" {record.n_parameters} parameters"
+    )
+    parts: list[RenderableType] = [Text(head, style="bold"), Text(spent)]
+    if len(record.curve) > 1:
+        losses = [loss for _, loss in record.curve]
+        parts.append(Text(f"loss {losses[0]:.3f} {sparkline(losses, CURVE_COLUMNS)} {losses[-1]:.3f}"))
+    parts += [_heads_table(record), _thresholds_table(record)] if record.kind == "heads" else [_probe_table(record)]
+    return Group(*parts)
+
+
+def trained_table(records: Sequence[LearnedRecord], width: int) -> Table:
+    """List stored records; when they were stored only where `width` has room for it."""
+    columns = [folding("model"), folding("task"), fixed("v"), fixed("layers"), folding("figures")]
+    columns += [fixed("stored")] if width >= ROOMY else []
+    return table(columns, [_trained_cells(record)[: len(columns)] for record in records])
+
+
+def _trained_cells(record: LearnedRecord) -> list[str]:
+    figures = record.figures
+    if record.kind == "probe":
+        summary = f"accuracy {number(figures.get('accuracy'))}, AUC {number(figures.get('auc'))}"
+    else:
+        summary = f"early {percent(figures.get('early@0.75'))}, rejected {percent(figures.get('rejected@0.75'))}"
+    layers = ",".join(map(str, record.depths))
+    return [record.model, record.task, str(record.version), layers, summary, record.created_at[:10]]
+
+
+def _figures_of(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    return table([Column(heading, justify="right") for heading in headings], rows, gap=2)
+
+
+def _heads_table(record: LearnedRecord) -> Table:
+    rows = []
+    for depth in record.depths:
+        kl, agreement, identity = (record.figures.get(f"{name}@{depth}") for name in ("kl", "agreement", "identity"))
+        rows.append([str(depth), number(kl), percent(agreement), percent(identity)])
+    return _figures_of(["after layer", "KL", "agrees with the last layer", "untrained"], rows)
+
+
+def _thresholds_table(record: LearnedRecord) -> Table:
+    rows = []
+    for threshold in SHOWN_THRESHOLDS:
+        early, rejected = (record.figures.get(f"{name}@{threshold}") for name in ("early", "rejected"))
+        rows.append([threshold, percent(early), percent(rejected if early else None)])
+    return _figures_of(["threshold", "predicted early", "rejected of these"], rows)
+
+
+def _probe_table(record: LearnedRecord) -> Table:
+    figures = [number(record.figures.get(name)) for name in ("accuracy", "auc", "base_rate")]
+    headings = ["after layer", "accuracy", "AUC", "accepted (base rate)"]
+    return _figures_of(headings, [[str(record.depths[0]), *figures]])
