@@ -11,8 +11,8 @@ import torch
 from ..core.errors import SwiftoptError
 from ..core.requests import GenerateRequest
 from ..core.types import Prompt, Sampling
-from ..decoding.method import PLAIN, Method
-from ..decoding.models import OtherModel
+from ..decoding.draft_models import OtherModel
+from ..decoding.methods import PLAIN, Method
 from ..decoding.session import Session
 from ..models.costs import machine_name
 from ..models.loading import load

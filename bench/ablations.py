@@ -10,18 +10,14 @@ from typing import Any
 import torch
 
 from ..core.errors import LearnedNotFound
-from ..core.method_settings import AdaDecodeSettings, AdaSpeedSettings
-from ..core.methods import method_info
 from ..core.settings import SwiftSettings
 from ..core.types import Sampling
-from ..decoding.chain import ChainDrafter
 from ..decoding.draft import Verifier
-from ..decoding.early import EarlyDrafter
 from ..decoding.lossy import Rollback
-from ..decoding.method import PLAIN, Method
-from ..decoding.methods import build
+from ..decoding.methods import PLAIN, Method, build, method_info
+from ..decoding.methods.chains import ChainDrafter, StopRule
+from ..decoding.methods.early_exit import AdaDecodeSettings, AdaSpeedSettings, EarlyDrafter, early_exit
 from ..decoding.ratio import ChainRatio
-from ..decoding.stopping import Adaptation, StopRule
 from ..models.early_exit import Heads
 from ..optimizer.search import Search
 from ..tasks.comparison_pieces import PieceMaker
@@ -193,12 +189,8 @@ def _adaspeed(kit: Kit) -> Iterator[Variant]:
 def _marginal(kit: Kit) -> Method:
     """Draft & Verify's rule, each step's own probability against the threshold, on AdaSPEED's early exit."""
     settings = AdaSpeedSettings()
-    adaptation = Adaptation(
-        settings.target_acceptance, settings.threshold_step, settings.rate_memory, settings.threshold_memory
-    )
-    stop = StopRule(settings.max_draft_length, settings.stop_threshold, adaptation=adaptation)
-    model = kit.maker.of("adaspeed").parts.early_exit(settings.exit_layer)
-    return Method("draft-verify", ChainDrafter(model, stop, sampled=True), ChainRatio())
+    model = early_exit(kit.maker.of("adaspeed").parts, settings.exit_layer)
+    return Method("draft-verify", ChainDrafter(model, StopRule.adaptive(settings), sampled=True), ChainRatio())
 
 
 def _with(make: Callable[..., Any], *args: Any, **told: Any) -> Callable[[], Any]:

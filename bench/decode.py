@@ -11,11 +11,11 @@ import torch
 
 from ..core.costs import CostProfile
 from ..core.errors import LayerSetNotFound, SettingsError
-from ..core.methods import METHODS as METHOD_INFOS
 from ..core.requests import GenerateRequest
 from ..core.settings import SwiftSettings
 from ..core.types import Completion, Prompt
-from ..decoding.method import PLAIN, Method
+from ..decoding.methods import METHODS as METHOD_INFOS
+from ..decoding.methods import PLAIN, Method
 from ..decoding.session import Session
 from ..models.costs import machine_name
 from ..models.runtime import Runtime

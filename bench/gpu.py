@@ -24,7 +24,7 @@ from ..core.costs import CostProfile
 from ..core.errors import SwiftoptError
 from ..core.requests import Speed
 from ..core.types import Completion, LayerSet, n_skipped_for
-from ..decoding.method import PLAIN
+from ..decoding.methods import PLAIN
 from ..models.costs import device_name, measure_costs
 from ..models.loading import at_speed
 from ..models.rows import Rows

@@ -12,7 +12,7 @@ from ..core.settings import SwiftSettings
 from ..core.types import Completion, LayerSet, ModelInfo, Sampling
 from ..decoding.context import Ending
 from ..decoding.loop import decode
-from ..decoding.method import Method, swift
+from ..decoding.methods import Method, swift
 from ..decoding.rule import TokenRule
 from ..models.runtime import Runtime
 

@@ -19,7 +19,7 @@ from ..core.settings import SwiftSettings
 from ..core.types import LayerSet, Sampling, n_skipped_for
 from ..decoding.context import Ending
 from ..decoding.loop import decode
-from ..decoding.method import PLAIN, Method, swift
+from ..decoding.methods import PLAIN, Method, swift
 from ..decoding.rule import TokenRule
 from ..models.loading import load
 

@@ -23,14 +23,13 @@ from typing import Any
 
 import torch
 
-from ..core.method_settings import AdaptiveSettings
 from ..core.records import load_record
 from ..core.settings import SwiftSettings
 from ..core.streams import read_stream
 from ..core.types import LayerSet, Prompt, Sampling, n_skipped_for, searchable
 from ..decoding.loop import completion_text
-from ..decoding.method import PLAIN, Method, swift
-from ..decoding.methods import Parts, build
+from ..decoding.methods import PLAIN, Method, Resources, build, swift
+from ..decoding.methods.adaptive import AdaptiveSettings
 from ..decoding.session import Session, n_turns, turn_of
 from ..models.costs import SMALLEST_BUCKET, machine_name, measure_costs, with_formats
 from ..models.loading import load
@@ -69,7 +68,7 @@ def margin_and_noise(runtime: Runtime, ids: Sequence[int]) -> tuple[float, float
 def adaptive_drafts(runtime: Runtime, formats: Sequence[str]) -> dict[str, Method]:
     """Adaptive drafting in each format, by costs that are measured here."""
     costs = with_formats(runtime, measure_costs(runtime, SMALLEST_BUCKET), formats)
-    parts = Parts(runtime, costs=costs)
+    parts = Resources(runtime, costs=costs)
     return {
         f"adaptive, {name}": build("adaptive", parts, AdaptiveSettings(draft_format=name))
         for name in dict.fromkeys(formats)

@@ -21,7 +21,7 @@ from ..core.types import LayerSet, Prompt, Sampling
 from ..decoding.context import Context
 from ..decoding.engine import alone
 from ..decoding.loop import Round
-from ..decoding.method import PLAIN
+from ..decoding.methods import PLAIN
 from ..decoding.session import Session
 from ..models.costs import context_bucket, machine_name, measure_costs
 from ..models.runtime import Runtime

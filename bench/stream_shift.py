@@ -11,8 +11,8 @@ from ..core.errors import InvalidInput
 from ..core.events import PromptFinished, StreamShifted, TrialsDone
 from ..core.settings import SwiftSettings
 from ..core.types import Completion, LayerSet, Prompt, Sampling
+from ..decoding.draft_models import SkippedTarget
 from ..decoding.engine import exhaust
-from ..decoding.models import SkippedTarget
 from ..decoding.session import Session
 from ..models.costs import machine_name
 from ..models.runtime import Runtime

@@ -14,7 +14,7 @@ import torch
 from ..core.types import Prompt
 from ..decoding.engine import Engine, Request, intercept
 from ..decoding.loop import Began, Round
-from ..decoding.method import PLAIN, Method
+from ..decoding.methods import PLAIN, Method
 from ..decoding.session import Session
 from ..models.costs import machine_name
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
-from ..core.methods import METHODS as METHOD_INFOS
 from ..core.requests import GenerateRequest
 from ..core.streams import read_stream
+from ..decoding.methods import METHODS as METHOD_INFOS
 from .bench_ablate import ablate
 from .bench_peers import peers
 from .bench_search import search, stream_shift

@@ -17,7 +17,7 @@ from .render import table
 
 if TYPE_CHECKING:
     from ..core.types import Prompt
-    from ..decoding.method import Method
+    from ..decoding.methods import Method
 
 
 @click.command(short_help="Several requests at once: drafting beside plain batching.")

@@ -10,6 +10,7 @@ from ..core.errors import StreamError
 from ..core.requests import GenerateRequest
 from ..core.streams import STDIN, read_stream
 from ..core.types import Prompt, Sampling
+from ..decoding.methods import METHODS
 from .options import (
     check_model,
     db_option,
@@ -36,7 +37,23 @@ method_options = together(
 )
 
 
-@click.command(short_help="All decoding methods side by side; the best becomes the plan.")
+def _names(lossy: bool) -> str:
+    return ", ".join(info.name for info in METHODS.values() if info.lossy == lossy)
+
+
+HELP = f"""Run decoding methods by turns on the same prompts; the best lossless one becomes the task's plan.
+
+What a method needs and the database lacks (a layer set, heads, a probe) is made first, within about a minute and
+outside the timing. plain always runs, for the others are measured against it. Methods: {_names(lossy=False)}, and the
+lossy {_names(lossy=True)}. hf-plain, hf-lookup and hf-assisted are transformers' own.
+
+\b
+Example:
+  swiftopt compare --model smollm2-135m --stream prompts.jsonl --limit 8 --max-new-tokens 64 --png ratios.png
+"""
+
+
+@click.command(short_help="All decoding methods side by side; the best becomes the plan.", help=HELP)
 @click.option("--model", required=True, help="Alias, hub id, folder or GGUF file; `swiftopt models` lists aliases.")
 @click.option("--stream", required=True, metavar="FILE", help="Prompts, one JSON object per line; - is standard input.")
 @click.option("--task", help="Whose plan this makes.  [default: the stream's task; default, if it holds several]")
@@ -61,18 +78,6 @@ def compare(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Run decoding methods by turns on the same prompts; the best lossless one becomes the task's plan.
-
-    What a method needs and the database lacks (a layer set, heads, a probe) is made first, within about a minute and
-    outside the timing. plain always runs, for the others are measured against it. Methods: plain, swift, self-sd,
-    layerskip, adaspeed, adaspeed-probe, adadecode, paradecode, spd, spectr, specinfer, mcss, lookahead, jacobi,
-    prompt-lookup, adaptive, and the lossy mtad, mtjd, bild, typical. hf-plain, hf-lookup and hf-assisted are
-    transformers' own.
-
-    \b
-    Example:
-      swiftopt compare --model smollm2-135m --stream prompts.jsonl --limit 8 --max-new-tokens 64 --png ratios.png
-    """
     from ..tasks.requests import CompareRequest, chosen_methods, parse_settings
 
     chosen = chosen_methods(methods, lossless)

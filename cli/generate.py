@@ -11,11 +11,11 @@ import click
 
 from ..core.completions import completion_to_json
 from ..core.errors import StreamError
-from ..core.methods import method_info
 from ..core.records import record_to_json
 from ..core.requests import GenerateRequest
 from ..core.streams import raw_prompt, read_stream
 from ..core.types import Completion, Prompt, Sampling
+from ..decoding.methods import method_info
 from . import options
 from .options import check_model, open_store, pick, positive, read_layer_set, together
 from .output import emit_json, json_line, note, note_load

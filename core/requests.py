@@ -73,7 +73,7 @@ class TuneRequest:
 class GenerateRequest:
     """Decode with `model`: the values behind `swiftopt generate`.
 
-    `task` chooses the stored plan (None: the prompt's own task); `method`, a name of `core.methods`, overrules it
+    `task` chooses the stored plan (None: the prompt's own task); `method`, a name of `decoding.methods`, overrules it
     (None: what the plan says); `layer_set` takes the place of the stored set, `draft_model` of the plan's; a completion
     ends before the first of the `stop` strings; `settings` None means those stored with the plan, or the defaults where
     there is none; `concurrency` prompts are decoded at once.

@@ -341,7 +341,7 @@ class LayerSetRecord:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How to decode for a model and task: a method of `core.methods`, and what it needs.
+    """How to decode for a model and task: a method of `decoding.methods`, and what it needs.
 
     `learned` are the heads or the probe that the method reads; `draft_model` the name of the smaller model that drafts
     (None: the target without the layer set's sub-layers, where the method drafts with a model). The figures are those

@@ -1,24 +1,29 @@
-"""The mould of every method: a drafter offers a draft, the target checks it in one pass, a verifier says what stands.
+"""The parts of every method: a drafter offers a draft, the target checks it in one pass, a verifier says what is kept.
 
     Method = drafter (with its stop rule and branching) + verifier
 
-A drafter is begun once per request and then asked for a draft per round. What it hands over may be a chain or a tree,
+A drafter begins once per request and is then asked for a draft per round. What it hands over may be a chain or a tree,
 sampled or not, rows that were already run part of the depth, further rows that ride along in the target's pass, or a
 piece of text that needs no check at all; the loop is the same for all.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
-from torch import Tensor
-
-from ..core.types import LayerSet
-from .context import Context
-from .engine import PassGenerator
 from .tree import DraftTree
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..core.types import LayerSet
+    from .context import Context
+    from .draft_models import DraftModel
+    from .engine import PassGenerator
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +57,7 @@ class Deferred(Protocol):
     """Rows that a drafter has run part of the way through the target."""
 
     def finish(self) -> Tensor:
-        """Run what is left; the target's logits (n_checked, vocab)."""
+        """Run what is left; return the target's logits (n_checked, vocab)."""
         ...
 
 
@@ -75,7 +80,7 @@ class Draft:
     n_checked: int | None = None
     n_passes: int = 1
     n_drafted: int | None = None  # draft steps that α counts; None: the tree's
-    reckoned: float | None = None  # what the round costs by the drafter's own measured prices, in plain passes
+    estimated: float | None = None  # what the round costs by measured costs of passes, in plain passes
 
     @property
     def n_steps(self) -> int:
@@ -106,33 +111,41 @@ class Outcome:
     logits: Tensor | None
 
 
-class Drafting(Protocol):
-    """A drafter at work on one request."""
+class Drafter(ABC):
+    """Proposes continuations.
 
-    def draft(self, room: int) -> PassGenerator[Draft]:
-        """A draft under the last committed token, at most `room` tokens deep; yields the draft model's passes."""
-        ...
+    A method has one drafter, which holds its settings and what all requests share; each request drafts with a copy that
+    `begin` makes.
+    """
 
-    def observe(self, outcome: Outcome) -> None:
-        """Learn what became of the latest draft; the accepted tokens are not committed yet."""
-        ...
-
-
-class Drafter(Protocol):
-    """Proposes continuations; holds what all requests share."""
+    model: DraftModel | None = None  # what it drafts with, if that is a model
+    context: Context  # of the request, in a copy that `begin` made
 
     @property
     def layer_set(self) -> LayerSet | None:
         """The sub-layers that it leaves out of the target, if that is how it drafts."""
-        ...
+        return None if self.model is None else self.model.layer_set
 
-    def begin(self, context: Context) -> Drafting:
-        """Start on a request; called once, after its prefill."""
-        ...
-
+    @abstractmethod
     def max_rows(self, room: int) -> int:
-        """Most slots behind the committed ones that a round with `room` can write, root included."""
-        ...
+        """Return the most slots behind the committed ones that a round with `room` can write, root included."""
+
+    def begin(self, context: Context) -> Self:
+        """Return a copy that drafts for one request; called once, after its prefill."""
+        own = copy(self)
+        own.context = context
+        own.start()
+        return own
+
+    def start(self) -> None:  # noqa: B027 - a hook
+        """Set up what a request has for itself; most drafters have nothing."""
+
+    @abstractmethod
+    def draft(self, room: int) -> PassGenerator[Draft]:
+        """Return a draft under the last committed token, at most `room` tokens deep; yield the passes it takes."""
+
+    def observe(self, outcome: Outcome) -> None:  # noqa: B027 - a hook
+        """Learn what became of the latest draft, whose tokens are not committed yet; most drafters learn nothing."""
 
 
 class Target(Protocol):
@@ -152,32 +165,32 @@ class Target(Protocol):
         ...
 
     def choose(self, node: int, accepted: Sequence[int]) -> int:
-        """The target's own token after a node: its argmax, or a draw."""
+        """Return the target's own token after a node: its argmax, or a draw."""
         ...
 
     def probs(self, node: int, accepted: Sequence[int]) -> Tensor:
-        """float64 (vocab,): the target's distribution after a node, processors applied; greedy: one-hot."""
+        """Return the target's distribution after a node, processors applied: float64 (vocab,); one-hot if greedy."""
         ...
 
     def raw_probs(self, node: int) -> Tensor:
-        """float64 (vocab,): the target's distribution after a node as the model gives it, no processor applied."""
+        """Return the target's distribution after a node without any processor: float64 (vocab,)."""
         ...
 
     def draw(self, probs: Tensor) -> int:
-        """A token of `probs` (vocab,), which need not sum to 1."""
+        """Draw a token of `probs` (vocab,), which need not sum to 1."""
         ...
 
     def accept(self, probability: float) -> bool:
-        """True with that probability."""
+        """Return True with that probability."""
         ...
 
 
 class Verifier(Protocol):
-    """Decides how much of a draft stands. `lossy`: the output is not the target's own distribution."""
+    """Decides how much of a draft is accepted. `lossy`: the output is not the target's own distribution."""
 
     @property
     def lossy(self) -> bool: ...
 
     def verify(self, draft: Draft, target: Target) -> Walk:
-        """The accepted path, and the tokens to commit: at least one."""
+        """Return the accepted path, and the tokens to commit: at least one."""
         ...

@@ -20,7 +20,6 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ..core.costs import CostProfile
 from ..core.errors import InvalidInput, SettingsError
 from ..core.formats import STORED
-from ..core.method_settings import AdaptiveSettings
 from ..core.records import load_record
 from ..core.settings import SwiftSettings
 from ..core.types import FinishReason, LayerSet, LayerSetRecord, ModelInfo, Sampling
@@ -28,11 +27,11 @@ from ..models.copies import QuantisedCopies
 from ..models.costs import SMALLEST_BUCKET, measure_costs, with_formats
 from ..models.loading import at_speed
 from ..models.runtime import Runtime
-from .adaptive import adaptive
+from .draft_models import SkippedTarget
 from .engine import side_by_side
 from .loop import decoding
-from .method import Method, swift
-from .models import SkippedTarget
+from .methods import Method, swift
+from .methods.adaptive import AdaptiveSettings, adaptive
 from .rule import TokenRule
 
 KEPT = "_swiftopt"  # under which a model object has what its calls share

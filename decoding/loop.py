@@ -13,9 +13,9 @@ from ..core.types import Completion, FinishReason, Timings
 from ..models.rows import Pass, Rows
 from ..models.runtime import Runtime
 from .context import Begun, Context, EndRule, Tally
-from .draft import Draft, Drafting, Outcome, Verifier, Walk
+from .draft import Draft, Drafter, Outcome, Verifier, Walk
 from .engine import Free, PassGenerator, Slots, Work, alone
-from .method import Method
+from .methods import Method
 from .rule import TokenRule
 from .tree import ancestor_mask
 from .verify import PassTarget
@@ -155,7 +155,7 @@ def completion_text(runtime: Runtime, token_ids: Sequence[int], ending: EndRule)
     return text if cut is None else text[:cut]
 
 
-def _round(context: Context, verifier: Verifier, drafting: Drafting, ending: EndRule) -> Work[None]:
+def _round(context: Context, verifier: Verifier, drafting: Drafter, ending: EndRule) -> Work[None]:
     clock = perf_counter()
     # The last token of the completion needs no draft: it comes with the pass that verifies the one before it.
     draft = yield from drafting.draft(ending.max_new_tokens - len(context.generated) - 1)
@@ -170,8 +170,8 @@ def _round(context: Context, verifier: Verifier, drafting: Drafting, ending: End
     n_accepted = min(len(walked.path), len(kept), draft.n_steps)
     tally = context.tally
     tally.add(draft.n_steps, draft.n_rows, n_accepted, draft.n_passes)
-    if draft.reckoned is not None:
-        tally.reckoned = (tally.reckoned or 0.0) + draft.reckoned
+    if draft.estimated is not None:
+        tally.reckoned = (tally.reckoned or 0.0) + draft.estimated
     tally.refused += len(walked.path) < draft.n_steps
     tally.draft_s += drafted - clock
     tally.verify_s += verified - drafted

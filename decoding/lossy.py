@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from .draft import Draft, Target, Walk
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 def most_probable(probs: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
-    """The tokens of `probs` (…, vocab) that top-k, then top-p leave, most probable first.
+    """Select the tokens of `probs` (…, vocab) that top-k, then top-p leave, most probable first.
 
     Returns: float64 (…, n), made to sum to 1, 0 for those that top-p drops; their token ids, int64 (…, n).
     """
@@ -31,9 +32,9 @@ def most_probable(probs: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tens
 
 
 def warp(probs: Tensor, top_k: int, top_p: float) -> Tensor:
-    """float64 (…, vocab): `probs` after top-k, then top-p, made to sum to 1."""
+    """Return `probs` after top-k, then top-p, made to sum to 1: float64 (…, vocab)."""
     values, tokens = most_probable(probs, top_k, top_p)
-    return torch.zeros(probs.shape, dtype=torch.float64, device=probs.device).scatter_(-1, tokens, values)
+    return values.new_zeros(probs.shape).scatter_(-1, tokens, values)
 
 
 class JointRatio:
@@ -51,7 +52,6 @@ class JointRatio:
         self.threshold, self.top_k, self.top_p = threshold, top_k, top_p
 
     def verify(self, draft: Draft, target: Target) -> Walk:
-        """See `Verifier`."""
         assert draft.tree.is_chain and len(draft.logprobs) == draft.tree.n_nodes
         least = math.log(self.threshold) if self.threshold > 0.0 else -math.inf
         ratio, longest = 0.0, 0  # log target - log draft of the prefix
@@ -66,18 +66,17 @@ class JointRatio:
 
 
 class KeepAll:
-    """MTJD: every token of the draft stands; the drafter searched with the target itself, so no pass is needed."""
+    """MTJD: every token of the draft is kept; the drafter searched with the target itself, so no pass is needed."""
 
     lossy = True
 
     def verify(self, draft: Draft, target: Target) -> Walk:
-        """See `Verifier`."""
         assert draft.tree.is_chain and draft.tree.n_steps > 0
         return _ended(draft, target, draft.tree.n_steps)
 
 
 class Typical:
-    """Typical acceptance: a token stays if its probability exceeds min(ε, δ · exp(-H)), H the entropy there in nats.
+    """Typical acceptance: a token is kept if its probability exceeds min(ε, δ · exp(-H)), H the entropy there in nats.
 
     Source: Medusa (arXiv:2401.10774) 2.3.1. DEVIATION: Medusa judges after temperature, and by equality with the
     argmax at temperature 0; here the criterion is one and the same at every temperature.
@@ -89,11 +88,10 @@ class Typical:
         self.epsilon, self.delta = epsilon, delta
 
     def verify(self, draft: Draft, target: Target) -> Walk:
-        """See `Verifier`."""
         return _ended(draft, target, _n_kept(draft, target, self._keeps))
 
     def _keeps(self, token_id: int, probs: Tensor) -> bool:
-        entropy = -float(torch.special.xlogy(probs, probs).sum())
+        entropy = -float(probs.xlogy(probs).sum())
         return float(probs[token_id]) > min(self.epsilon, self.delta * math.exp(-entropy))
 
 
@@ -109,7 +107,6 @@ class Rollback:
         self.threshold = threshold
 
     def verify(self, draft: Draft, target: Target) -> Walk:
-        """See `Verifier`."""
         return _ended(draft, target, _n_kept(draft, target, self._keeps))
 
     def _keeps(self, token_id: int, probs: Tensor) -> bool:
@@ -117,7 +114,7 @@ class Rollback:
 
 
 def _n_kept(draft: Draft, target: Target, keeps: Callable[[int, Tensor], bool]) -> int:
-    """Tokens of a chain up to the first that `keeps` refuses, given the target's distribution at its place."""
+    """Return how many tokens of a chain come before the first that `keeps` refuses, given the target's distribution."""
     assert draft.tree.is_chain
     last = min(draft.tree.n_steps, target.n_checked)
     refused = (n for n in range(last) if not keeps(draft.tree.token_ids[n + 1], target.raw_probs(n)))
@@ -125,7 +122,7 @@ def _n_kept(draft: Draft, target: Target, keeps: Callable[[int, Tensor], bool]) 
 
 
 def _ended(draft: Draft, target: Target, n_kept: int) -> Walk:
-    """The first `n_kept` tokens of a chain, and the target's own after them if it has an answer there."""
+    """Keep the first `n_kept` tokens of a chain, and the target's own after them if it has an answer there."""
     token_ids = draft.tree.token_ids[1 : n_kept + 1]
     if n_kept < target.n_checked:
         token_ids = (*token_ids, target.choose(n_kept, token_ids))

@@ -8,28 +8,28 @@ greedy request, take the step of `verify.walk`. A node that the target has no an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from .draft import Draft, Offer, Target, Walk
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 SeveralRule = Literal["with", "without", "k-seq"]
-Decide = Callable[[Offer, Tensor, Target], int]
+Decide = Callable[[Offer, "Tensor", Target], int]
 
 _BISECTIONS = 24  # any divisor at or above the smallest one is exact; a closer one accepts no more to speak of
 
 
 def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """max(0, target - draft) made to sum to 1, (vocab,); the target's own where nothing is left of it."""
+    """Return max(0, target - draft) made to sum to 1, (vocab,); the target's own where nothing is left of it."""
     left = (target_probs - draft_probs).clamp_min(0.0)
     total = left.sum()
     return left / total if float(total) > 0.0 else target_probs
 
 
 class ChainRatio:
-    """Speculative sampling, for at most one sampled child per node: x stands with probability min(1, target / draft).
+    """Speculative sampling, for at most one sampled child per node: x is kept with probability min(1, target / draft).
 
     Source: Leviathan et al. (arXiv:2211.17192), Algorithm 1; Chen et al. (arXiv:2302.01318).
     """
@@ -37,7 +37,6 @@ class ChainRatio:
     lossy = False
 
     def verify(self, draft: Draft, target: Target) -> Walk:
-        """See `Verifier`."""
         return _descend(draft, target, _single)
 
 
@@ -51,7 +50,6 @@ class BlockRatio:
     lossy = False
 
     def verify(self, draft: Draft, target: Target) -> Walk:
-        """See `Verifier`."""
         n = 0 if target.greedy or not draft.tree.is_chain else _n_sampled(draft, target.n_checked)
         tokens = draft.tree.token_ids[1 : n + 1]
         target_probs = [target.probs(node, tokens[:node]) for node in range(n)]
@@ -94,14 +92,13 @@ class SeveralRatio:
         self._decide = _RULES[rule]
 
     def verify(self, draft: Draft, target: Target) -> Walk:
-        """See `Verifier`."""
         independent = self.rule != "without"
         assert all(o.replaced == independent or len(o.token_ids) == 1 for o in draft.offers.values())
         return _descend(draft, target, self._decide)
 
 
 def _n_sampled(draft: Draft, n_checked: int) -> int:
-    """Tokens of a chain, from its first on, that were sampled and that the target has weighed."""
+    """Return how many tokens of a chain, from its first on, were sampled and have an answer of the target."""
     limit = min(n_checked, draft.tree.n_nodes - 1)
     return next((node for node in range(limit) if node not in draft.offers), limit)
 
@@ -114,7 +111,7 @@ def _descend(
     path: tuple[int, ...] = (),
     token_ids: tuple[int, ...] = (),
 ) -> Walk:
-    """From `node` down the tree; `decide` gives the token to commit after a node whose children were sampled."""
+    """Walk from `node` down the tree; `decide` gives the token to commit after a node whose children were sampled."""
     offers: Mapping[int, Offer] = {} if target.greedy else draft.offers
     while node < target.n_checked:
         if node in offers:
@@ -130,7 +127,7 @@ def _descend(
     return Walk(path, token_ids)
 
 
-def _stands(token_id: int, target_probs: Tensor, draft_probs: Tensor, target: Target) -> bool:
+def _accepted(token_id: int, target_probs: Tensor, draft_probs: Tensor, target: Target) -> bool:
     return target.accept(min(1.0, float(target_probs[token_id]) / float(draft_probs[token_id])))
 
 
@@ -141,7 +138,7 @@ def _single(offer: Offer, target_probs: Tensor, target: Target) -> int:
 
 def _with(offer: Offer, target_probs: Tensor, target: Target) -> int:
     for token_id in offer.token_ids:
-        if _stands(token_id, target_probs, offer.probs, target):
+        if _accepted(token_id, target_probs, offer.probs, target):
             return token_id
         target_probs = residual(target_probs, offer.probs)
     return target.draw(target_probs)
@@ -150,7 +147,7 @@ def _with(offer: Offer, target_probs: Tensor, target: Target) -> int:
 def _without(offer: Offer, target_probs: Tensor, target: Target) -> int:
     draft_probs = offer.probs
     for token_id in offer.token_ids:
-        if _stands(token_id, target_probs, draft_probs, target):
+        if _accepted(token_id, target_probs, draft_probs, target):
             return token_id
         target_probs = residual(target_probs, draft_probs)
         draft_probs = remaining(draft_probs, token_id)
@@ -159,18 +156,19 @@ def _without(offer: Offer, target_probs: Tensor, target: Target) -> int:
 
 def _k_seq(offer: Offer, target_probs: Tensor, target: Target) -> int:
     n_tries = len(offer.token_ids)
-    accepted = torch.minimum(offer.probs, target_probs / _divisor(target_probs, offer.probs, n_tries))
+    accepted = offer.probs.minimum(target_probs / _divisor(target_probs, offer.probs, n_tries))
     for token_id in offer.token_ids:
         if target.accept(float(accepted[token_id]) / float(offer.probs[token_id])):
             return token_id
-    once = min(1.0, float(accepted.sum()))  # the chance that one try stands
+    once = min(1.0, float(accepted.sum()))  # the chance that one try is accepted
     gain = _any_of(once, n_tries) / once if once > 0.0 else float(n_tries)
     return target.draw(residual(target_probs, accepted * gain))
 
 
 def remaining(draft_probs: Tensor, *token_ids: int) -> Tensor:
-    """`draft_probs` (vocab,) without some tokens, made to sum to 1; all 0 where nothing is left."""
-    left = draft_probs.index_fill(0, torch.tensor(token_ids, device=draft_probs.device), 0.0)
+    """Return `draft_probs` (vocab,) without some tokens, made to sum to 1; all 0 where nothing is left."""
+    left = draft_probs.clone()
+    left[list(token_ids)] = 0.0
     total = left.sum()
     return left / total if float(total) > 0.0 else left
 
@@ -180,13 +178,13 @@ def _any_of(chance: float, n_tries: int) -> float:
 
 
 def _divisor(target_probs: Tensor, draft_probs: Tensor, n_tries: int) -> float:
-    """ρ in [1, n_tries], from above: the smallest for which no token is accepted more often than the target has it."""
+    """Return the smallest ρ in [1, n_tries], from above, that accepts no token more often than the target has it."""
     shared = (target_probs > 0.0) & (draft_probs > 0.0)
     wanted, offered = target_probs[shared], draft_probs[shared]
     low, high = 1.0, float(n_tries)
     for _ in range(_BISECTIONS if n_tries > 1 else 0):
         middle = (low + high) / 2
-        once = min(1.0, float(torch.minimum(offered, wanted / middle).sum()))
+        once = min(1.0, float(offered.minimum(wanted / middle).sum()))
         if _any_of(once, n_tries) > middle * once:
             low = middle
         else:

@@ -41,7 +41,7 @@ class TokenRule:
 
     @classmethod
     def of(cls, sampling: Sampling, generation_config: Any) -> TokenRule:
-        """The rule of a request on a model whose `generation_config` may ask for a repetition penalty."""
+        """Build the rule of a request on a model whose `generation_config` may ask for a repetition penalty."""
         processors = LogitsProcessorList()
         penalty = sampling.repetition_penalty
         if penalty is None:
@@ -63,7 +63,7 @@ class TokenRule:
         return self.greedy and not self.processors
 
     def scores(self, token_ids: Sequence[int], logits: Tensor) -> Tensor:
-        """float32 (vocab,): `logits` (vocab,) after all processors, in the context of `token_ids`."""
+        """Return `logits` (vocab,) after all processors, in the context of `token_ids`: float32 (vocab,)."""
         scores = logits.float()
         if self.processors:
             # Only penalties read the text, and making a tensor of it costs more with every token.
@@ -72,48 +72,48 @@ class TokenRule:
         return scores
 
     def choose(self, token_ids: Sequence[int], logits: Tensor) -> int:
-        """The target's next token after `token_ids`."""
+        """Return the target's next token after `token_ids`."""
         scores = self.scores(token_ids, logits)
         if self.greedy:
             return int(scores.argmax())
         return self.draw(torch.softmax(scores.double(), dim=-1))
 
     def probs(self, token_ids: Sequence[int], logits: Tensor) -> Tensor:
-        """float64 (vocab,): what a token after `token_ids` is drawn from; greedy: all on the argmax."""
+        """Return what a token after `token_ids` is drawn from: float64 (vocab,); greedy: all on the argmax."""
         scores = self.scores(token_ids, logits)
         if self.greedy:
             return torch.zeros(scores.shape, dtype=torch.float64).index_fill_(0, scores.argmax().cpu(), 1.0)
         return torch.softmax(scores.double(), dim=-1)
 
     def draw(self, probs: Tensor) -> int:
-        """A token of `probs` (vocab,), float64, by inversion with one uniform draw of the target's stream."""
+        """Draw a token of `probs` (vocab,), float64, by inversion with one uniform number of the target's stream."""
         return _invert(probs, self._generator)
 
     def draw_draft(self, probs: Tensor) -> int:
-        """As `draw`, of the draft's stream."""
+        """Draw a token as `draw` does, from the draft's stream."""
         return _invert(probs, self._draft_generator)
 
     def accept(self, probability: float) -> bool:
-        """True with that probability, by a stream of its own."""
+        """Return True with that probability, by a stream of its own."""
         return torch.rand((), generator=self._accept_generator, dtype=torch.float64).item() < probability
 
     def skip(self, n: int) -> None:
-        """Let `n` draws pass, those of tokens that were emitted before a request was cut; greedy ones drew nothing."""
+        """Skip `n` draws, those of tokens that were emitted before a request was cut; greedy ones drew nothing."""
         for _ in range(0 if self.greedy else n):  # one by one, as they were drawn
             torch.rand((), generator=self._generator, dtype=torch.float64)
 
     def confidence(self, scores: Tensor) -> tuple[int, float]:
-        """The most probable token of `scores` (vocab,) and its probability."""
+        """Return the most probable token of `scores` (vocab,) and its probability."""
         return self.confidences(scores[None])[0]
 
     def confidences(self, scores: Tensor) -> list[tuple[int, float]]:
-        """`confidence` of each row of `scores` (rows, vocab), in one transfer: on a GPU each is a synchronisation."""
+        """Return `confidence` of each row of `scores` (rows, vocab), in one transfer: on a GPU each synchronises."""
         top, index = scores.max(-1)
         values, token_ids = torch.stack(((top - scores.logsumexp(-1)).double(), index.double())).tolist()
         return [(int(token_id), math.exp(value)) for token_id, value in zip(token_ids, values, strict=True)]
 
     def candidates(self, scores: Tensor, token_id: int, n: int) -> tuple[int, ...]:
-        """The `n` most probable tokens, `token_id` first; fewer where the rest has no probability."""
+        """Return the `n` most probable tokens, `token_id` first; fewer where the rest has no probability."""
         if n == 1:
             return (token_id,)
         values, tokens = torch.stack([part.double() for part in scores.topk(min(n, scores.shape[-1]))]).tolist()

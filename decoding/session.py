@@ -15,7 +15,7 @@ from ..models.runtime import Runtime
 from .context import Begun, Ending
 from .engine import Work, alone
 from .loop import decoding
-from .method import Method
+from .methods import Method
 from .rule import TokenRule
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from ..core.errors import ShapeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class DraftTree:
 
     @classmethod
     def grow(cls, root: int, candidates: Sequence[Sequence[int]]) -> DraftTree:
-        """The tree of a draft: `candidates[i]` are the tokens offered at draft step i, the spine's own first."""
+        """Build the tree of a draft: `candidates[i]` are the tokens offered at draft step i, the spine's own first."""
         spine = [offered[0] for offered in candidates]
         token_ids, parents = [root, *spine], list(range(-1, len(spine)))
         for step, offered in enumerate(candidates):
@@ -35,7 +36,7 @@ class DraftTree:
 
     @classmethod
     def chain(cls, token_ids: Sequence[int]) -> DraftTree:
-        """The tree of a draft without branches; the root first."""
+        """Build the tree of a draft without branches; the root first."""
         return cls(tuple(token_ids), tuple(range(-1, len(token_ids) - 1)), len(token_ids) - 1)
 
     @property
@@ -49,14 +50,14 @@ class DraftTree:
         return self.n_nodes == self.n_steps + 1
 
     def child(self, node: int, token_id: int) -> int | None:
-        """The node that continues `node` with `token_id`, None where the draft did not offer it."""
+        """Return the node that continues `node` with `token_id`, None where the draft did not offer it."""
         for other in range(node + 1, self.n_nodes):
             if self.parents[other] == node and self.token_ids[other] == token_id:
                 return other
         return None
 
     def depths(self) -> list[int]:
-        """Distance of each node from the root."""
+        """Return the distance of each node from the root."""
         depths = [0] * self.n_nodes
         for node in range(1, self.n_nodes):
             depths[node] = depths[self.parents[node]] + 1
@@ -64,12 +65,14 @@ class DraftTree:
 
 
 def ancestor_mask(parents: Sequence[int]) -> Tensor:
-    """Which nodes each node of a tree may attend to.
+    """Return which nodes each node of a tree may attend to.
 
     Args:    parents: parent index per node, parents first, -1 for the root.
     Returns: bool, (n_nodes, n_nodes); row i is True at i and at its ancestors.
     Raises:  ShapeError: a parent does not come before its child.
     """
+    import torch
+
     mask = torch.eye(len(parents), dtype=torch.bool)
     for node, parent in enumerate(parents):
         if parent >= node:

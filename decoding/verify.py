@@ -10,13 +10,15 @@ Source: Leviathan et al. (arXiv:2211.17192) with a one-hot draft distribution; C
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from .context import Context
 from .draft import Draft, Target, Walk
 from .tree import DraftTree
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .context import Context
 
 
 def walk(tree: DraftTree, choose: Callable[[int, tuple[int, ...]], int], n_checked: int | None = None) -> Walk:
@@ -44,7 +46,6 @@ class TargetWalk:
     lossy = False
 
     def verify(self, draft: Draft, target: Target) -> Walk:
-        """See `Verifier`."""
         return walk(draft.tree, target.choose, target.n_checked)
 
 
@@ -62,25 +63,20 @@ class PassTarget:
             self._choices = logits[: self.n_checked].max(dim=-1).indices.tolist()
 
     def choose(self, node: int, accepted: Sequence[int]) -> int:
-        """See `Target`."""
         if self._choices is not None:
             return self._choices[node]
         return self.rule.choose([*self.context.token_ids, *accepted], self._row(node))
 
     def probs(self, node: int, accepted: Sequence[int]) -> Tensor:
-        """See `Target`."""
         return self.rule.probs([*self.context.token_ids, *accepted], self._row(node)).cpu()
 
     def raw_probs(self, node: int) -> Tensor:
-        """See `Target`."""
-        return torch.softmax(self._row(node).double(), dim=-1).cpu()
+        return self._row(node).double().softmax(dim=-1).cpu()
 
     def draw(self, probs: Tensor) -> int:
-        """See `Target`."""
         return self.rule.draw(probs)
 
     def accept(self, probability: float) -> bool:
-        """See `Target`."""
         return self.rule.accept(probability)
 
     def _row(self, node: int) -> Tensor:

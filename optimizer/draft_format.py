@@ -12,10 +12,10 @@ from ..core.events import FormatTried
 from ..core.formats import AUTO, STORED
 from ..core.settings import SwiftSettings
 from ..core.types import LayerSet, Prompt
-from ..decoding.adaptive import adaptive
+from ..decoding.draft_models import SkippedTarget
 from ..decoding.engine import alone, side_by_side
 from ..decoding.loop import Began, Round
-from ..decoding.models import SkippedTarget
+from ..decoding.methods.adaptive import adaptive
 from ..decoding.session import Session
 from .drafting import ADAPTIVE
 from .evaluation import WindowScore, adaptive_speedup, score_window

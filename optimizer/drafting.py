@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.costs import CostProfile
 from ..core.formats import STORED
-from ..core.method_settings import AdaptiveSettings
 from ..core.settings import Branching, SwiftSettings
 from ..core.types import Completion, LayerSet, n_skipped_for
-from ..decoding.adaptive import AdaptiveDrafter, adaptive
-from ..decoding.method import Method, swift
-from ..decoding.models import SkippedTarget
+from ..decoding.draft_models import SkippedTarget
+from ..decoding.methods import Method, swift
+from ..decoding.methods.adaptive import AdaptiveDrafter, AdaptiveSettings, adaptive
 from .evaluation import WindowScore, replay_all
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from ..core.costs import CostProfile
 from ..core.settings import SwiftSettings
 from ..core.types import LayerSet, Trial
 from ..decoding.context import Context
+from ..decoding.cost_model import Acceptance, PassCosts
 from ..decoding.engine import PassGenerator
-from ..decoding.worth import Acceptance, Prices
 from ..models.rows import Pass, Rows
 from .challengers import Place
 
@@ -144,7 +144,7 @@ def adaptive_speedup(score: WindowScore, layer_set: LayerSet, costs: CostProfile
     A chain goes on while the chance that its next token counts exceeds λ times that step's cost; λ is the speedup of
     such chains, found by fixed-point iteration. Earlier text and second candidates are left out: all sets gain by them.
     """
-    n, prices, rate = len(score.ranks), Prices(costs, layer_set), 1.0
+    n, prices, rate = len(score.ranks), PassCosts(costs, layer_set), 1.0
     acceptance = Acceptance()
     for rank, confidence in zip(score.ranks, score.confidences, strict=True):
         acceptance.learn(confidence, rank == 0)

@@ -12,9 +12,9 @@ from ..core.events import Adopted, DraftingChosen, Event, SkipRatioLowered, Tria
 from ..core.settings import SwiftSettings
 from ..core.types import LayerSet, Trial, n_skipped_for
 from ..decoding.context import Context
+from ..decoding.draft_models import SkippedTarget
 from ..decoding.engine import Work, intercept
 from ..decoding.loop import Began, Round
-from ..decoding.models import SkippedTarget
 from .challengers import FINALISTS, Finals, Incumbent, Place, Standing, lowered_ratio, trimmed
 from .drafting import (
     FEWEST_WINDOWS,

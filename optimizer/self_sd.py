@@ -13,10 +13,9 @@ import numpy as np
 from bayes_opt.acquisition import UpperConfidenceBound
 
 from ..core.errors import InvalidInput
-from ..core.method_settings import SelfSdSettings
 from ..core.types import LayerSet, Prompt
-from ..decoding.method import Method
-from ..decoding.methods import Parts, build
+from ..decoding.methods import Method, Resources, build
+from ..decoding.methods.chains import SelfSdSettings
 from ..decoding.session import Session
 from .strategies.gp import Array, next_point
 
@@ -79,8 +78,8 @@ def search(
     candidates: list[Candidate] = []
     while not candidates or (len(candidates) < max_steps and perf_counter() - started < budget_s):
         layer_set = chooser.propose()
-        method = build("self-sd", Parts(session.runtime, layer_set), settings)
-        plain = build("plain", Parts(session.runtime))
+        method = build("self-sd", Resources(session.runtime, layer_set), settings)
+        plain = build("plain", Resources(session.runtime))
         candidate = Candidate(layer_set, *(_speed(session, prompts, each) for each in (method, plain)))
         chooser.observe(candidate)
         candidates.append(candidate)

@@ -20,9 +20,9 @@ from ..core.events import (
 from ..core.known_sets import KnownSet
 from ..core.settings import SwiftSettings
 from ..core.types import LayerSet, LayerSetRecord, Prompt, Sampling, Trial, Verdict
+from ..decoding.draft_models import SkippedTarget
 from ..decoding.engine import Work, intercept, side_by_side
 from ..decoding.loop import Began, Round
-from ..decoding.models import SkippedTarget
 from ..decoding.session import Session, Turn, n_turns
 from ..models.runtime import Runtime
 from .drafting import drafting_with, expected_of, learn_again, learnt_by

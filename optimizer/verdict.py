@@ -11,7 +11,7 @@ from typing import TypeVar
 from ..core.types import Completion, Prompt, Verdict
 from ..decoding.engine import side_by_side
 from ..decoding.loop import Round
-from ..decoding.method import PLAIN, Method
+from ..decoding.methods import PLAIN, Method
 from ..decoding.session import Session, Turn, n_turns
 
 T = TypeVar("T")

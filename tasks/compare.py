@@ -11,7 +11,7 @@ import torch
 from .. import __version__
 from ..core.times import now
 from ..core.types import Prompt
-from ..decoding.models import OtherModel
+from ..decoding.draft_models import OtherModel
 from ..decoding.session import Session
 from ..models.costs import machine_name
 from ..models.loading import load

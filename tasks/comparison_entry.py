@@ -7,10 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..core.errors import SwiftoptError
-from ..core.methods import method_info
 from ..core.types import Prompt
-from ..decoding.method import Method
-from ..decoding.methods import build
+from ..decoding.methods import Method, build, method_info
 from ..decoding.session import Session
 from ..decoding.verify import TargetWalk
 from ..models.runtime import Runtime

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..decoding.method import Method
+from ..decoding.methods import Method
 from ..models.runtime import Runtime
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 from ..core.errors import LayerSetNotFound, LearnedNotFound
 from ..core.learned import LearnedRecord
-from ..core.methods import method_info
 from ..core.types import LayerSetRecord
-from ..decoding.methods import Parts
+from ..decoding.methods import Resources, method_info
 from ..models.early_exit import Heads, Probe
 from .maker import Workshop
 from .recipes import Pieces, StoredPieces
@@ -32,10 +31,10 @@ class PieceMaker:
         info, task, draft = method_info(name), self.workshop.task, self.stored.draft_runtime
         if "heads" in info.needs:
             heads, record = self.heads()
-            return Pieces(Parts(self.stored.runtime, heads=heads), learned=record)
+            return Pieces(Resources(self.stored.runtime, heads=heads), learned=record)
         if "probe" in info.needs:
             probe, record = self.probe()
-            return Pieces(Parts(self.stored.runtime, probe=probe), learned=record)
+            return Pieces(Resources(self.stored.runtime, probe=probe), learned=record)
         if "costs" in info.needs:
             return self.stored.of(name, task, settings=settings)
         skips = "layer_set" in info.needs or (info.drafts_with_model and draft is None)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..core.errors import LayerSetNotFound
-from ..core.methods import METHODS
 from ..core.types import FoundPlan, Plan
+from ..decoding.methods import METHODS
 from ..store import Store
 from .recipes import Pieces
 from .report import Figures, best_of

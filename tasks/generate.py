@@ -7,13 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..core.errors import InvalidInput, LayerSetNotFound, NotFound
-from ..core.methods import method_info
 from ..core.requests import GenerateRequest
 from ..core.types import Completion, FoundPlan, LayerSetRecord, Plan, Prompt, VerdictWord
 from ..decoding.engine import Work, intercept, side_by_side
 from ..decoding.loop import Began, Round
-from ..decoding.method import PLAIN, Method
-from ..decoding.methods import build
+from ..decoding.methods import PLAIN, Method, build, method_info
 from ..decoding.session import Session, Turn
 from ..models.buffer import free_bytes
 from ..models.costs import machine_name

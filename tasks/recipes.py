@@ -8,11 +8,10 @@ from typing import Any
 
 from ..core.errors import LayerSetError, LayerSetNotFound, LearnedNotFound
 from ..core.learned import LearnedKind, LearnedRecord
-from ..core.method_settings import AdaptiveSettings
-from ..core.methods import method_info
 from ..core.plans import AS_FOUND
 from ..core.types import LayerSet, LayerSetRecord
-from ..decoding.methods import Parts
+from ..decoding.methods import Resources, method_info
+from ..decoding.methods.adaptive import AdaptiveSettings
 from ..models.early_exit import Heads, Probe, heads_from_bytes, probe_from_bytes
 from ..models.runtime import Runtime
 from ..models.saved import no_step
@@ -27,7 +26,7 @@ TYPICAL_POSITIONS = 512  # of a request, which costs are measured at where no st
 class Pieces:
     """What one method is built of, the stored records of it, and the settings that come with its layer set."""
 
-    parts: Parts
+    parts: Resources
     layer_set: LayerSetRecord | None = None
     learned: LearnedRecord | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -79,13 +78,15 @@ class StoredPieces:
         draft = self.draft_runtime if info.drafts_with_model else None
         skipped = layer_set.layer_set if skips and layer_set is not None else None
         found = layer_set.settings if name == "swift" and layer_set is not None else {}
-        return Pieces(Parts(self.runtime, skipped, heads, probe, draft), layer_set if skips else None, learned, found)
+        return Pieces(
+            Resources(self.runtime, skipped, heads, probe, draft), layer_set if skips else None, learned, found
+        )
 
-    def _with_costs(self, record: LayerSetRecord | None, settings: AdaptiveSettings) -> Parts:
+    def _with_costs(self, record: LayerSetRecord | None, settings: AdaptiveSettings) -> Resources:
         layer_set = LayerSet(self.runtime.n_layers) if record is None else record.layer_set
         formats = {name for _, name in layer_set.filled(settings.draft_format).formats}
         costs = stored_costs(self.runtime, self.store, TYPICAL_POSITIONS, self.on_step, formats)
-        return Parts(self.runtime, layer_set, costs=costs)
+        return Resources(self.runtime, layer_set, costs=costs)
 
     def layer_set(self, name: str, task: str) -> LayerSetRecord:
         """The newest set for the task: Self-SD's own for "self-sd", SWIFT's for all others.

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.errors import SettingsError
-from ..core.methods import METHODS, method_info
 from ..core.requests import MAX_NEW_TOKENS, Speed
 from ..core.types import Sampling
+from ..decoding.methods import METHODS, method_info
 
 ALL = "all"
 BASE = "plain"
@@ -25,9 +25,9 @@ PEERS: Mapping[str, str] = {
 class CompareRequest:
     """Run `methods` side by side on the same prompts; `plain`, which the others are measured against, always runs.
 
-    `methods` are names of `core.methods` or of PEERS; `settings` what some are told beyond their defaults; `task` names
-    the plan (None: the stream's task, or "default" where it holds several). `keep` stores the report, the plan and what
-    had to be made for it.
+    `methods` are names of `decoding.methods` or of PEERS; `settings` what some are told beyond their defaults; `task`
+    names the plan (None: the stream's task, or "default" where it holds several). `keep` stores the report, the plan
+    and what had to be made for it.
     """
 
     model: str

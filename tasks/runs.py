@@ -10,7 +10,7 @@ from time import perf_counter
 from ..core.errors import SwiftoptError
 from ..core.types import Completion, Prompt
 from ..decoding.engine import alone
-from ..decoding.method import Method
+from ..decoding.methods import Method
 from ..decoding.session import Session
 from ..optimizer.search import Search
 from ..optimizer.verdict import Timed

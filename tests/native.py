@@ -16,7 +16,7 @@ from families import VOCAB, tiny_runtime
 from torch import Tensor
 
 from swiftopt.core.types import LayerSet
-from swiftopt.decoding.methods import Parts
+from swiftopt.decoding.methods import Resources
 from swiftopt.models.early_exit import Heads, Probe
 from swiftopt.models.kernels import build
 from swiftopt.models.kernels import native as passes
@@ -59,14 +59,14 @@ def words(seed: int, n: int) -> list[int]:
 
 
 @cache
-def parts(family: str, with_model: bool = False) -> Parts:
+def parts(family: str, with_model: bool = False) -> Resources:
     runtime = native(family)
     width = runtime.config.hidden_size
     generator = torch.Generator().manual_seed(3)
     heads = Heads({depth: torch.eye(width, dtype=runtime.dtype) * 3 for depth in (1, 2)})
     probe = Probe(1, torch.randn(width, generator=generator), 0.5)
     draft = native(family, seed=1) if with_model else None
-    return Parts(runtime, LayerSet(4, frozenset({1}), frozenset({2})), heads, probe, draft, cheap_draft_costs())
+    return Resources(runtime, LayerSet(4, frozenset({1}), frozenset({2})), heads, probe, draft, cheap_draft_costs())
 
 
 def repeating(seed: int) -> list[int]:

@@ -13,7 +13,7 @@ from ..core.errors import InvalidInput
 from ..core.types import Prompt, Sampling
 from ..decoding.engine import side_by_side
 from ..decoding.loop import Round
-from ..decoding.method import PLAIN
+from ..decoding.methods import PLAIN
 from ..decoding.session import Session
 from ..models.rows import Rows
 from ..models.runtime import PREFILL_ROWS, Runtime

@@ -11,7 +11,7 @@ def load(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     from swiftopt.core.requests import GenerateRequest
     from swiftopt.core.types import Sampling
     from swiftopt.decoding.loop import decode
-    from swiftopt.decoding.method import PLAIN
+    from swiftopt.decoding.methods import PLAIN
     from swiftopt.decoding.session import Session
     from swiftopt.models.loading import load as load_runtime
     from swiftopt.store import Store

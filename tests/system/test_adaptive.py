@@ -9,16 +9,14 @@ from fakes import cheap_draft_costs, flat_costs
 from families import tiny_runtime
 
 from swiftopt.core.errors import SettingsError
-from swiftopt.core.method_settings import AdaptiveSettings
 from swiftopt.core.types import Completion, LayerSet, Sampling
-from swiftopt.decoding.adaptive import AdaptiveDrafter
 from swiftopt.decoding.context import Ending
+from swiftopt.decoding.cost_model import PassCosts
+from swiftopt.decoding.draft_models import OtherModel
 from swiftopt.decoding.loop import decode
-from swiftopt.decoding.method import PLAIN, Method
-from swiftopt.decoding.methods import Parts, build
-from swiftopt.decoding.models import OtherModel
+from swiftopt.decoding.methods import PLAIN, Method, Resources, build
+from swiftopt.decoding.methods.adaptive import AdaptiveDrafter, AdaptiveSettings
 from swiftopt.decoding.rule import TokenRule
-from swiftopt.decoding.worth import Prices
 
 REPEATING, FREE = [3, 1, 4, 1, 5, 9] * 4, [5, 9, 11, 2, 7]
 
@@ -28,7 +26,7 @@ def run(method: Method, ids: list[int], n_new: int = 80, sampling: Sampling | No
 
 
 def adaptive(share: float = 0.25, **settings: object) -> Method:
-    parts = Parts(tiny_runtime("llama"), costs=cheap_draft_costs(share))
+    parts = Resources(tiny_runtime("llama"), costs=cheap_draft_costs(share))
     return build("adaptive", parts, AdaptiveSettings.from_json(settings))
 
 
@@ -48,12 +46,14 @@ def test_good_cheap_draft_is_followed_far() -> None:
     """A draft that is the model itself at a tenth of the cost: nearly every token comes from a chain."""
     runtime = tiny_runtime("llama")
     drafter = AdaptiveDrafter(
-        OtherModel(runtime), Prices(cheap_draft_costs(0.1), LayerSet(4).filled("int4")), AdaptiveSettings(lookup=False)
+        OtherModel(runtime),
+        PassCosts(cheap_draft_costs(0.1), LayerSet(4).filled("int4")),
+        AdaptiveSettings(lookup=False),
     )
     done = run(Method("adaptive", drafter), FREE)
     assert done.token_ids == run(PLAIN, FREE).token_ids
     assert done.acceptance_rate == 1 and (done.mean_generated_length or 0) > 6
-    assert drafter.pace.rate > 3
+    assert drafter.learned.throughput.rate > 3
 
 
 def test_adaptive_drafting_leaves_a_hopeless_draft_alone() -> None:
@@ -79,16 +79,16 @@ def test_text_saves_passes_of_the_draft() -> None:
     with_text, alone = adaptive(), adaptive(lookup=False)
     for method in (with_text, alone):
         run(method, REPEATING)
-    costs = [method.drafter.step_cost for method in (with_text, alone)]  # type: ignore[attr-defined]
+    costs = [method.drafter.learned.step_cost for method in (with_text, alone)]  # type: ignore[attr-defined]
     assert costs[0] < costs[1] == pytest.approx(0.25)
 
 
 def test_missing_costs_are_asked_for_in_a_sentence() -> None:
     runtime = tiny_runtime("llama")
-    with pytest.raises(SettingsError, match="decides by measured costs: give Parts the profile"):
-        build("adaptive", Parts(runtime))
+    with pytest.raises(SettingsError, match="decides by measured costs: give Resources the profile"):
+        build("adaptive", Resources(runtime))
     with pytest.raises(SettingsError, match="costs of int4 are not in the profile: add them with measure_format"):
-        build("adaptive", Parts(runtime, costs=flat_costs()))
+        build("adaptive", Resources(runtime, costs=flat_costs()))
     with pytest.raises(SettingsError, match="draft_format 'int3' is unknown: use one of int8, int4"):
         AdaptiveSettings.from_json({"draft_format": "int3"})
     with pytest.raises(SettingsError, match="draft_format is 4: use a word"):

@@ -11,8 +11,8 @@ from tiny_files import save
 
 from swiftopt.bench.ablation_table import ABLATIONS
 from swiftopt.cli.main import run
-from swiftopt.core.methods import METHODS
 from swiftopt.core.types import Plan
+from swiftopt.decoding.methods import METHODS
 from swiftopt.models.loading import load
 from swiftopt.store import Store
 from swiftopt.tasks import maker

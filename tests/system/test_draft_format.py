@@ -19,7 +19,7 @@ from swiftopt.decoding.context import Context, Ending
 from swiftopt.decoding.draft import Draft, Outcome
 from swiftopt.decoding.engine import PassGenerator
 from swiftopt.decoding.loop import decode
-from swiftopt.decoding.method import PLAIN, Method
+from swiftopt.decoding.methods import PLAIN, Method
 from swiftopt.decoding.session import Session
 from swiftopt.decoding.tree import DraftTree
 from swiftopt.models.runtime import Runtime

@@ -10,15 +10,13 @@ import torch
 from families import CONFIGS, VOCAB, tiny_runtime
 
 from swiftopt.core.types import Completion, Sampling
-from swiftopt.decoding.chain import ChainDrafter
 from swiftopt.decoding.context import Ending
-from swiftopt.decoding.early import EarlyDrafter
+from swiftopt.decoding.draft_models import EarlyExit
 from swiftopt.decoding.loop import decode
-from swiftopt.decoding.method import PLAIN, Method
-from swiftopt.decoding.models import EarlyExit
-from swiftopt.decoding.pipeline import PipelineDrafter
+from swiftopt.decoding.methods import PLAIN, Method
+from swiftopt.decoding.methods.chains import ChainDrafter, StopRule
+from swiftopt.decoding.methods.early_exit import EarlyDrafter, PipelineDrafter
 from swiftopt.decoding.rule import TokenRule
-from swiftopt.decoding.stopping import StopRule
 from swiftopt.models.early_exit import Heads, StagedPass
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime

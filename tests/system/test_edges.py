@@ -27,7 +27,7 @@ from swiftopt.core.types import LayerSet, ModelInfo, Prompt, Sampling, n_skipped
 from swiftopt.decoding.context import Context, Ending
 from swiftopt.decoding.engine import alone, side_by_side
 from swiftopt.decoding.loop import decode
-from swiftopt.decoding.method import PLAIN, swift
+from swiftopt.decoding.methods import PLAIN, swift
 from swiftopt.decoding.rule import TokenRule
 from swiftopt.decoding.session import Session, Turn
 from swiftopt.models.costs import measure_costs

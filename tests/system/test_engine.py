@@ -21,14 +21,12 @@ from torch import Tensor
 
 from swiftopt.cli.main import run
 from swiftopt.core.errors import ContextOverflow
-from swiftopt.core.methods import METHODS
-from swiftopt.core.types import Completion, LayerSet, Sampling
-from swiftopt.decoding.context import Context, Ending
-from swiftopt.decoding.draft import Draft, Drafting
+from swiftopt.core.types import Completion, Sampling
+from swiftopt.decoding.context import Ending
+from swiftopt.decoding.draft import Draft, Drafter
 from swiftopt.decoding.engine import Engine, PassGenerator, Request, Slots, Work, alone, intercept, side_by_side
 from swiftopt.decoding.loop import Began, decode, decoding
-from swiftopt.decoding.method import PLAIN, Method
-from swiftopt.decoding.methods import Parts, build
+from swiftopt.decoding.methods import METHODS, PLAIN, Method, Resources, build
 from swiftopt.decoding.rule import TokenRule
 from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.rows import Pass, Rows
@@ -40,23 +38,25 @@ FAMILIES = ("llama", "gemma3", "gpt2", "phi3-window")
 
 
 @cache
-def in_float64(family: str) -> Parts:
+def in_float64(family: str) -> Resources:
     """What methods are made of, on torch's operations, whose bits depend on the number of rows."""
     own = parts(family)
     assert own.heads is not None
-    return Parts(tiny_runtime(family), own.layer_set, None, None, tiny_runtime(family, seed=1), own.costs)
+    return Resources(tiny_runtime(family), own.layer_set, None, None, tiny_runtime(family, seed=1), own.costs)
 
 
-def methods_of(own: Parts, names: Sequence[str]) -> list[Method]:
+def methods_of(own: Resources, names: Sequence[str]) -> list[Method]:
     """One of each, with a state of its own."""
     return [build(name, own) for name in names]
 
 
-def request(own: Parts, method: Method, ids: list[int], sampling: Sampling, n_new: int = N_NEW) -> Work[Completion]:
+def request(own: Resources, method: Method, ids: list[int], sampling: Sampling, n_new: int = N_NEW) -> Work[Completion]:
     return decoding(own.runtime, ids, method, TokenRule.of(sampling, None), Ending(n_new))
 
 
-def by_itself(own: Parts, method: Method, ids: list[int], sampling: Sampling, n_new: int = N_NEW) -> tuple[int, ...]:
+def by_itself(
+    own: Resources, method: Method, ids: list[int], sampling: Sampling, n_new: int = N_NEW
+) -> tuple[int, ...]:
     return alone(request(own, method, ids, sampling, n_new)).token_ids
 
 
@@ -128,17 +128,14 @@ def test_tokens_do_not_depend_on_arrivals_and_cancels(data: st.DataObject) -> No
             assert one.result.token_ids == expected
 
 
-class _Failing:
+class _Failing(Drafter):
     """Drafts twice, then raises; or asks for a pass that cannot be run."""
-
-    layer_set: LayerSet | None = None
 
     def __init__(self, bad_pass: bool) -> None:
         self.bad_pass = bad_pass
 
-    def begin(self, context: Context) -> Drafting:
-        self.context, self.drafting = context, PLAIN.drafter.begin(context)
-        return self
+    def start(self) -> None:
+        self.plain = PLAIN.drafter.begin(self.context)
 
     def draft(self, room: int) -> PassGenerator[Draft]:
         if len(self.context.generated) == 3:
@@ -146,10 +143,7 @@ class _Failing:
                 raise RuntimeError("no more ideas")
             runtime, buffer = self.context.runtime, self.context.buffer
             yield Pass(runtime, Rows([1], buffer.capacity), buffer, drafts=True)
-        return (yield from self.drafting.draft(room))
-
-    def observe(self, outcome: object) -> None:
-        pass
+        return (yield from self.plain.draft(room))
 
     def max_rows(self, room: int) -> int:
         return 1

@@ -20,15 +20,13 @@ from transformers.pytorch_utils import Conv1D
 
 from swiftopt.bench.parity import adaptive_drafts
 from swiftopt.core.errors import SettingsError
-from swiftopt.core.method_settings import AdaptiveSettings
-from swiftopt.core.methods import METHODS
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.streams import read_stream
 from swiftopt.core.types import LayerSet, ModelInfo, Sampling, searchable
 from swiftopt.decoding.context import Ending
 from swiftopt.decoding.loop import decode
-from swiftopt.decoding.method import PLAIN, Method, swift
-from swiftopt.decoding.methods import build
+from swiftopt.decoding.methods import METHODS, PLAIN, Method, build, swift
+from swiftopt.decoding.methods.adaptive import AdaptiveSettings
 from swiftopt.decoding.rule import TokenRule
 from swiftopt.decoding.session import Session
 from swiftopt.decoding.tree import ancestor_mask

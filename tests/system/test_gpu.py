@@ -10,7 +10,7 @@ from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, ModelInfo, Sampling
 from swiftopt.decoding.context import Ending
 from swiftopt.decoding.loop import decode
-from swiftopt.decoding.method import PLAIN, Method, swift
+from swiftopt.decoding.methods import PLAIN, Method, swift
 from swiftopt.decoding.rule import TokenRule
 from swiftopt.models.runtime import Runtime
 

@@ -13,12 +13,10 @@ from fakes import cheap_draft_costs
 from families import VOCAB, tiny_model, tiny_runtime
 
 from swiftopt.core.errors import InvalidInput, LayerSetError, SettingsError
-from swiftopt.core.methods import METHODS
 from swiftopt.core.types import Completion, LayerSet, ModelInfo, Sampling
 from swiftopt.decoding.context import Ending
 from swiftopt.decoding.loop import decode
-from swiftopt.decoding.method import PLAIN, Method
-from swiftopt.decoding.methods import Parts, build
+from swiftopt.decoding.methods import METHODS, PLAIN, Method, Resources, build
 from swiftopt.decoding.rule import TokenRule
 from swiftopt.models.early_exit import Heads, Probe
 from swiftopt.models.rows import Rows
@@ -32,14 +30,14 @@ FAMILIES = ["llama", "mistral-window", "gemma3", "gpt2", "gpt_neox"]
 
 
 @cache
-def parts(family: str = "llama", with_model: bool = False) -> Parts:
+def parts(family: str = "llama", with_model: bool = False) -> Resources:
     runtime = tiny_runtime(family)
     width, dtype = runtime.config.hidden_size, runtime.dtype
     generator = torch.Generator().manual_seed(3)
     heads = Heads({depth: torch.eye(width, dtype=dtype) * 3 for depth in (1, 2)})
     probe = Probe(1, torch.randn(width, generator=generator), 0.5)
     draft = tiny_runtime(family, seed=1) if with_model else None
-    return Parts(runtime, LayerSet(4, frozenset({1}), frozenset({2})), heads, probe, draft, cheap_draft_costs())
+    return Resources(runtime, LayerSet(4, frozenset({1}), frozenset({2})), heads, probe, draft, cheap_draft_costs())
 
 
 def prompt(seed: int) -> list[int]:
@@ -150,7 +148,7 @@ def test_a_stop_token_ends_the_text_whoever_drafts(name: str) -> None:
 
 
 def test_a_method_without_its_pieces_says_which_command_makes_them() -> None:
-    bare = Parts(parts().runtime)
+    bare = Resources(parts().runtime)
     for name, words in (("adadecode", "heads train"), ("adaspeed-probe", "probe train"), ("swift", "tune one first")):
         with pytest.raises(SettingsError, match=words):
             build(name, bare)
@@ -165,14 +163,14 @@ def test_a_draft_model_with_other_tokens_is_refused() -> None:
     draft = tiny_runtime("llama", seed=1)
     draft.tokenizer = Words()
     with pytest.raises(InvalidInput, match="other tokens than the target's"):
-        build("spd", Parts(own.runtime, draft_runtime=draft))
+        build("spd", Resources(own.runtime, draft_runtime=draft))
 
 
 @pytest.mark.parametrize("name", WITH_A_MODEL)
 def test_a_draft_model_with_a_shorter_context_drafts_while_it_can(name: str) -> None:
     own, draft = parts(), tiny_runtime("llama", seed=1)
     draft.max_positions = 30
-    method = build(name, Parts(own.runtime, draft_runtime=draft))
+    method = build(name, Resources(own.runtime, draft_runtime=draft))
     done, plain = (run(m, own.runtime, prompt(5), Sampling(), 40) for m in (method, PLAIN))
     assert done.n_tokens == 40 and (done.token_ids == plain.token_ids or method.lossy)
     whole = [*prompt(6), *([5] * 230)]  # the target's own context is 256, and used up to its end
@@ -186,7 +184,9 @@ def test_tokens_that_the_draft_model_has_no_row_for_do_no_harm(name: str) -> Non
     model.resize_token_embeddings(VOCAB - 7, mean_resizing=False)
     draft = Runtime(model, None, ModelInfo("narrow", "llama", 4, 1))
     sampling = Sampling(temperature=5.0, seed=1)
-    done = run(build(name, Parts(own.runtime, draft_runtime=draft)), own.runtime, [*prompt(5), VOCAB - 1], sampling, 60)
+    done = run(
+        build(name, Resources(own.runtime, draft_runtime=draft)), own.runtime, [*prompt(5), VOCAB - 1], sampling, 60
+    )
     assert done.n_tokens == 60
 
 
@@ -199,4 +199,4 @@ def test_a_tiny_temperature_is_greedy(name: str) -> None:
 
 def test_a_layer_set_of_another_depth_is_refused() -> None:
     with pytest.raises(LayerSetError, match="is for 6 layers"):
-        build("self-sd", Parts(parts().runtime, LayerSet(6, frozenset({1}))))
+        build("self-sd", Resources(parts().runtime, LayerSet(6, frozenset({1}))))

@@ -9,11 +9,10 @@ import torch
 from fakes import cheap_draft_costs
 
 import swiftopt
-from swiftopt.core.methods import METHODS
 from swiftopt.core.streams import read_stream
 from swiftopt.core.types import LayerSet, Sampling
-from swiftopt.decoding.method import PLAIN
-from swiftopt.decoding.methods import Parts, build, default_exit
+from swiftopt.decoding.methods import METHODS, PLAIN, Resources, build
+from swiftopt.decoding.methods.early_exit import default_exit
 from swiftopt.decoding.session import Session
 from swiftopt.models.early_exit import Heads, Probe
 from swiftopt.models.loading import load
@@ -46,7 +45,7 @@ def test_real_prompts_get_the_tokens_of_plain_decoding(
     heads = Heads({depth: torch.eye(width, dtype=runtime.dtype) for depth in (20, 26)})
     probe = Probe(default_exit(runtime.n_layers), torch.zeros(width), 3.0)
     costs = cheap_draft_costs(n_layers=runtime.n_layers)
-    method = build(name, Parts(runtime, LayerSet.uniform(runtime.n_layers, 12), heads, probe, costs=costs))
+    method = build(name, Resources(runtime, LayerSet.uniform(runtime.n_layers, 12), heads, probe, costs=costs))
     session = Session(runtime, Sampling(), N_NEW)
     for prompt in read_stream(str(EXAMPLES), limit=2):
         assert next(iter(session.run(prompt, method)))[1].token_ids == plain[prompt.id]

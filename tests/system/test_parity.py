@@ -13,7 +13,7 @@ from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, Sampling, searchable
 from swiftopt.decoding.context import Ending
 from swiftopt.decoding.loop import decode
-from swiftopt.decoding.method import PLAIN, swift
+from swiftopt.decoding.methods import PLAIN, swift
 from swiftopt.decoding.rule import TokenRule
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime

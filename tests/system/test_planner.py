@@ -12,9 +12,9 @@ from families import tiny_runtime
 
 from swiftopt.core.errors import LayerSetError, LayerSetNotFound, LearnedNotFound, SettingsError
 from swiftopt.core.learned import LearnedRecord
-from swiftopt.core.method_settings import LookupSettings
 from swiftopt.core.requests import GenerateRequest
 from swiftopt.core.types import LayerSet, LayerSetRecord, Plan
+from swiftopt.decoding.methods.lookup import LookupSettings
 from swiftopt.models.costs import device_name
 from swiftopt.models.early_exit import Heads, heads_to_bytes
 from swiftopt.models.runtime import Runtime

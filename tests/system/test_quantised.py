@@ -16,7 +16,7 @@ from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, ModelInfo, Sampling
 from swiftopt.decoding.context import Ending
 from swiftopt.decoding.loop import decode
-from swiftopt.decoding.method import PLAIN, swift
+from swiftopt.decoding.methods import PLAIN, swift
 from swiftopt.decoding.rule import TokenRule
 from swiftopt.models import copies
 from swiftopt.models.quantised import QuantisedLinear, cuda_tiles

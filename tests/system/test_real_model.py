@@ -18,7 +18,7 @@ from swiftopt.bench.parity import adaptive_drafts, compare, margin_and_noise, ra
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.streams import read_stream
 from swiftopt.core.types import LayerSet, Prompt, Sampling
-from swiftopt.decoding.method import PLAIN, swift
+from swiftopt.decoding.methods import PLAIN, swift
 from swiftopt.decoding.session import Session
 from swiftopt.models.loading import load
 from swiftopt.models.runtime import Runtime

@@ -10,18 +10,17 @@ import pytest
 import torch
 from families import CONFIGS, VOCAB, tiny_runtime
 
-from swiftopt.core.method_settings import JacobiSettings, LookaheadSettings, LookupSettings
-from swiftopt.core.types import Completion, LayerSet, Sampling
-from swiftopt.decoding.automaton import SuffixAutomaton
+from swiftopt.core.types import Completion, Sampling
 from swiftopt.decoding.context import Context, Ending
-from swiftopt.decoding.draft import Draft, Drafter, Drafting, Outcome, Walk
+from swiftopt.decoding.draft import Draft, Drafter, Outcome, Walk
 from swiftopt.decoding.engine import PassGenerator, alone
-from swiftopt.decoding.jacobi import JacobiDrafter
-from swiftopt.decoding.lookahead import LookaheadDrafter, NgramPool, Window, merged
-from swiftopt.decoding.lookup import HitRates, LookupDrafter
 from swiftopt.decoding.loop import decode
-from swiftopt.decoding.method import PLAIN, Method
+from swiftopt.decoding.methods import PLAIN, Method
+from swiftopt.decoding.methods.jacobi import JacobiDrafter, JacobiSettings
+from swiftopt.decoding.methods.lookahead import LookaheadDrafter, LookaheadSettings, NgramPool, Window, merged
+from swiftopt.decoding.methods.lookup import LookupDrafter, LookupSettings
 from swiftopt.decoding.rule import TokenRule
+from swiftopt.decoding.text_matches import HitRates, SuffixAutomaton
 from swiftopt.decoding.tree import DraftTree, ancestor_mask
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
@@ -40,36 +39,29 @@ DRAFTERS: dict[str, Drafter] = {
 }
 
 
-class Watched:
+class Watched(Drafter):
     """A drafter whose drafts are kept, each checked against what it promised to need."""
-
-    layer_set: LayerSet | None = None
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.drafts: list[Draft] = []
 
-    def begin(self, context: Context) -> Drafting:
-        return _Watching(self, context)
-
     def max_rows(self, room: int) -> int:
         return self.drafter.max_rows(room)
 
-
-class _Watching:
-    def __init__(self, watched: Watched, context: Context) -> None:
-        self.watched, self.drafting = watched, watched.drafter.begin(context)
+    def start(self) -> None:
+        self.drafter = self.drafter.begin(self.context)
 
     def draft(self, room: int) -> PassGenerator[Draft]:
-        draft = yield from self.drafting.draft(room)
+        draft = yield from self.drafter.draft(room)
         n_riders = 0 if draft.riders is None else len(draft.riders.token_ids)
-        assert draft.tree.n_nodes + n_riders <= self.watched.max_rows(room)
+        assert draft.tree.n_nodes + n_riders <= self.max_rows(room)
         assert draft.n_steps == max(draft.tree.depths()) <= room
-        self.watched.drafts.append(draft)
+        self.drafts.append(draft)
         return draft
 
     def observe(self, outcome: Outcome) -> None:
-        self.drafting.observe(outcome)
+        self.drafter.observe(outcome)
 
 
 def repetitive(seed: int, length: int = 24) -> list[int]:
@@ -111,15 +103,11 @@ def test_lookahead_accepts_a_branch_beside_the_first_path() -> None:
     """Guards the parity test: it must cross the path that moves rows over those of other branches and riders."""
     beside = 0
 
-    class Noting(_Watching):
+    class Noted(Watched):
         def observe(self, outcome: Outcome) -> None:
             nonlocal beside
             beside += any(node != depth for depth, node in enumerate(outcome.walk.path, 1))
             super().observe(outcome)
-
-    class Noted(Watched):
-        def begin(self, context: Context) -> Drafting:
-            return Noting(self, context)
 
     for family in ("llama", "gemma3", "gpt2"):
         for sampling in (GREEDY, SAMPLED):
@@ -143,7 +131,7 @@ def test_a_repetition_penalty_leaves_text_drafters_exact() -> None:
         assert run(runtime, repetitive(1), Method(name, drafter), sampling).token_ids == plain.token_ids
 
 
-def begun(runtime: Runtime, ids: list[int], drafter: Drafter) -> tuple[Context, Drafting]:
+def begun(runtime: Runtime, ids: list[int], drafter: Drafter) -> tuple[Context, Drafter]:
     context = Context(runtime, runtime.new_buffer(1), TokenRule.of(GREEDY, None), ids, len(ids))
     return context, drafter.begin(context)
 
@@ -154,7 +142,7 @@ def test_a_lookup_round_reads_only_what_is_new() -> None:
     text = [int(60 * rng.random() ** 2) for _ in range(6_000)]
     context, drafting = begun(tiny_runtime("llama"), text[:-200], LookupDrafter(LookupSettings()))
     alone(drafting.draft(10))
-    automaton: SuffixAutomaton = drafting.text  # type: ignore[attr-defined]
+    automaton: SuffixAutomaton = drafting.matches.text  # type: ignore[attr-defined]
     prompt_moves, n_prompt = automaton.n_moves, len(context.token_ids)
     for start in range(n_prompt, len(text), 2):
         context.token_ids += text[start : start + 2]

@@ -12,7 +12,7 @@ from fakes import worded_runtime
 from swiftopt.core.errors import InvalidInput, SettingsError
 from swiftopt.core.learned import LearnedRecord
 from swiftopt.core.types import ModelInfo, Prompt, Sampling
-from swiftopt.decoding.method import PLAIN
+from swiftopt.decoding.methods import PLAIN
 from swiftopt.decoding.session import Session
 from swiftopt.models.early_exit import Heads, heads_from_bytes, heads_to_bytes, probe_from_bytes, probe_to_bytes
 from swiftopt.models.runtime import Runtime

@@ -28,7 +28,7 @@ from swiftopt.core.types import LayerSet, Prompt, Sampling
 from swiftopt.decoding.context import Ending
 from swiftopt.decoding.engine import side_by_side
 from swiftopt.decoding.loop import Began, Round, decode, decoding
-from swiftopt.decoding.method import PLAIN
+from swiftopt.decoding.methods import PLAIN
 from swiftopt.decoding.rule import TokenRule
 from swiftopt.models.rows import Pass
 from swiftopt.models.runtime import Runtime

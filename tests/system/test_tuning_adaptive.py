@@ -18,7 +18,7 @@ from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, LayerSetRecord, Plan, Prompt, Sampling
 from swiftopt.decoding.context import Ending
 from swiftopt.decoding.loop import decode
-from swiftopt.decoding.method import PLAIN
+from swiftopt.decoding.methods import PLAIN
 from swiftopt.decoding.rule import TokenRule
 from swiftopt.decoding.session import Session
 from swiftopt.models.costs import device_name

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swiftopt.decoding.automaton import SuffixAutomaton
+from swiftopt.decoding.text_matches import SuffixAutomaton
 
 TEXTS = st.one_of(
     st.lists(st.integers(0, 1), max_size=60), st.lists(st.integers(0, 3), max_size=60), st.lists(st.integers(0, 50))

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from swiftopt.cli.charts import draw_comparison
 from swiftopt.cli.compare_view import comparison_view, plan_words
-from swiftopt.core.methods import METHODS
+from swiftopt.decoding.methods import METHODS
 from swiftopt.tasks.report import Figures
 
 

@@ -12,8 +12,8 @@ import torch
 from families import tiny_runtime
 
 from swiftopt.core.errors import SettingsError, UnsupportedModel
-from swiftopt.core.methods import METHODS
 from swiftopt.core.types import Completion, Prompt, Sampling
+from swiftopt.decoding.methods import METHODS
 from swiftopt.tasks.comparison_perplexity import ROWS, surprise
 from swiftopt.tasks.comparison_plan import plan_of
 from swiftopt.tasks.energy import Counter, EnergyMeter, rapl

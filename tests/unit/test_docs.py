@@ -22,7 +22,7 @@ from swiftopt.cli.main import swiftopt as program
 from swiftopt.cli.output import INTERRUPTED
 from swiftopt.cli.reference import EXIT_CODES, page
 from swiftopt.core.errors import InvalidInput, SwiftoptError
-from swiftopt.core.methods import METHODS
+from swiftopt.decoding.methods import METHODS
 from swiftopt.models.families import FAMILIES
 from swiftopt.server.app import create_app
 from swiftopt.training.settings import HeadSettings, ProbeSettings, TrainingSettings

@@ -72,7 +72,14 @@ def test_only_front_doors_print() -> None:
 
 
 @pytest.mark.parametrize(
-    "code", ["import swiftopt", "import swiftopt.store", "import swiftopt.cli.main", "swiftopt.Store"]
+    "code",
+    [
+        "import swiftopt",
+        "import swiftopt.store",
+        "import swiftopt.cli.main",
+        "import swiftopt.decoding.methods",
+        "swiftopt.Store",
+    ],
 )
 def test_front_doors_start_without_torch(code: str) -> None:
     program = f"import sys, swiftopt\n{code}\nsys.exit('torch' in sys.modules)"

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from swiftopt.core.types import Sampling
-from swiftopt.decoding.chain import ChainDrafter
 from swiftopt.decoding.context import Context
 from swiftopt.decoding.draft import Draft, Drafter, Offer, Verifier, Walk
 from swiftopt.decoding.engine import PassGenerator, alone
+from swiftopt.decoding.methods.chains import ChainDrafter, StopRule
+from swiftopt.decoding.methods.sequences import SequencesDrafter
 from swiftopt.decoding.ratio import BlockRatio, ChainRatio, SeveralRatio
 from swiftopt.decoding.rule import TokenRule
-from swiftopt.decoding.sequences import SequencesDrafter
-from swiftopt.decoding.stopping import StopRule
 from swiftopt.decoding.tree import DraftTree
 
 VOCAB = 3

@@ -3,21 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from ..draft import Draft, Drafter, Offer, Verifier
+from ..ratio import SeveralRatio, remaining
+from ..tree import DraftTree
+from .registry import MethodSettings, Resources, count, method
 
-from ..core.types import LayerSet
-from .context import Context
-from .draft import Draft, Drafting, Offer, Outcome
-from .engine import PassGenerator
-from .models import DraftModel
-from .ratio import remaining
-from .rule import TokenRule
-from .tree import DraftTree
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..draft_models import DraftModel
+    from ..engine import PassGenerator
+    from ..rule import TokenRule
 
 
-class SequencesDrafter:
+@dataclass(frozen=True, slots=True)
+class SequencesSettings(MethodSettings):
+    """How many sequences are drafted, and how long."""
+
+    sequences: int = count(4)
+    draft_length: int = count(4)
+
+
+@method("spectr", "SpecTr (k-SEQ)", "arXiv:2310.15141", SequencesSettings, drafts_with_model=True)
+def _spectr(resources: Resources, settings: SequencesSettings) -> tuple[Drafter, Verifier]:
+    return _drafter(resources, settings, replacement=True), SeveralRatio("k-seq")
+
+
+@method("specinfer", "SpecInfer", "arXiv:2305.09781", SequencesSettings, drafts_with_model=True)
+def _specinfer(resources: Resources, settings: SequencesSettings) -> tuple[Drafter, Verifier]:
+    return _drafter(resources, settings, replacement=True), SeveralRatio("with")
+
+
+@method("mcss", "MCSS", "arXiv:2401.06706", SequencesSettings, drafts_with_model=True)
+def _mcss(resources: Resources, settings: SequencesSettings) -> tuple[Drafter, Verifier]:
+    return _drafter(resources, settings, replacement=False), SeveralRatio("without")
+
+
+def _drafter(resources: Resources, settings: SequencesSettings, replacement: bool) -> SequencesDrafter:
+    return SequencesDrafter(resources.draft_model(), settings.sequences, settings.draft_length, replacement)
+
+
+class SequencesDrafter(Drafter):
     """`sequences` continuations of `draft_length` tokens each, equal beginnings merged into one tree.
 
     With `replacement` they are independent samples of the draft (SpecTr, SpecInfer). Without, draws under one node
@@ -26,33 +55,22 @@ class SequencesDrafter:
     probable first tokens, chosen without chance.
     """
 
+    model: DraftModel
+
     def __init__(self, model: DraftModel, sequences: int, draft_length: int, replacement: bool) -> None:
         self.model, self.sequences, self.draft_length, self.replacement = model, sequences, draft_length, replacement
 
-    @property
-    def layer_set(self) -> LayerSet | None:
-        """See `Drafter`."""
-        return self.model.layer_set
-
-    def begin(self, context: Context) -> Drafting:
-        """See `Drafter`."""
-        return _Sequences(self, context)
-
     def max_rows(self, room: int) -> int:
-        """See `Drafter`."""
         return 1 + min(room, self.draft_length) * self.sequences
 
-
-class _Sequences:
-    def __init__(self, drafter: SequencesDrafter, context: Context) -> None:
-        self.drafter, self.context = drafter, context
-        self.passes = drafter.model.begin(context)
+    def start(self) -> None:
+        self.passes = self.model.begin(self.context)
 
     def draft(self, room: int) -> PassGenerator[Draft]:
         # Node numbers are slots: a level of the tree is a pass, and the last one is not run by the draft model at all.
         token_ids, parents, offers = [self.context.token_ids[-1]], [-1], {}  # type: list[int], list[int], dict[int, Offer]
-        depth = min(room, self.drafter.draft_length, self.passes.room)
-        level = {0: self.drafter.sequences}  # the newest nodes, and how many sequences pass through each
+        depth = min(room, self.draft_length, self.passes.room)
+        level = {0: self.sequences}  # the newest nodes, and how many sequences pass through each
         self.passes.restart()
         for _ in range(depth):
             nodes = tuple(level)
@@ -69,23 +87,20 @@ class _Sequences:
             level = following
         return Draft(DraftTree(tuple(token_ids), tuple(parents), depth), offers)
 
-    def observe(self, outcome: Outcome) -> None:
-        pass
-
     def _draw(self, path: Sequence[int], logits: Tensor, n: int) -> tuple[tuple[int, ...], Offer | None]:
-        """The next token of each of `n` sequences, and what they were drawn from if they were."""
-        rule, replacement = self.context.rule, self.drafter.replacement
+        """Return the next token of each of `n` sequences, and what they were drawn from if they were."""
+        rule, replacement = self.context.rule, self.replacement
         scores = rule.scores([*self.context.token_ids, *path] if rule.processors else (), logits)
         if rule.greedy:
             token_id, _ = rule.confidence(scores)
             return ((token_id,) * n if replacement else rule.candidates(scores, token_id, n)), None
-        probs = torch.softmax(scores.double(), dim=-1).cpu()
+        probs = scores.double().softmax(dim=-1).cpu()
         drawn = tuple(rule.draw_draft(probs) for _ in range(n)) if replacement else draw_apart(rule, probs, n)
         return drawn, Offer(drawn, probs, replacement)
 
 
 def draw_apart(rule: TokenRule, probs: Tensor, n: int) -> tuple[int, ...]:
-    """Up to `n` different indices of `probs` (any,), one after another from what is left; fewer where that is 0."""
+    """Draw up to `n` different indices of `probs` (any,), each from what is left; fewer where nothing is."""
     drawn: tuple[int, ...] = ()
     while len(drawn) < n and float(probs.sum()) > 0.0:
         drawn += (rule.draw_draft(probs),)
@@ -94,7 +109,7 @@ def draw_apart(rule: TokenRule, probs: Tensor, n: int) -> tuple[int, ...]:
 
 
 def _path(node: int, token_ids: Sequence[int], parents: Sequence[int]) -> list[int]:
-    """The tokens from below the root to `node`, its own included."""
+    """Return the tokens from below the root to `node`, its own included."""
     path: list[int] = []
     while node > 0:
         path.append(token_ids[node])

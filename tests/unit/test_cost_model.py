@@ -12,26 +12,26 @@ from hypothesis import strategies as st
 
 from swiftopt.core.costs import CostProfile
 from swiftopt.core.types import LayerSet
-from swiftopt.decoding.follow import Matches
-from swiftopt.decoding.worth import MEMORY, Acceptance, Pace, Prices, Probing, Rate, chain_worth
+from swiftopt.decoding.cost_model import MEMORY, Acceptance, PassCosts, Probing, Rate, Throughput, chain_worth
+from swiftopt.decoding.text_matches import Matches
 
 N_LAYERS = flat_costs().n_layers
 WHOLE = 2.0 * N_LAYERS
 
 
-def prices(widths: dict[int, float] | None = None, share: float = 0.25) -> Prices:
+def prices(widths: dict[int, float] | None = None, share: float = 0.25) -> PassCosts:
     """Verification costs by width, in plain passes; a draft step costs `share`."""
     costs = cheap_draft_costs(share)
     passes = {n: WHOLE * cost for n, cost in (widths or {1: 1.0, 64: 1.0}).items()}
     own = CostProfile("f", "d", "t", 256, N_LAYERS, 1.0, 1.0, 0.0, 0.0, passes, costs.formats)
-    return Prices(own, LayerSet(N_LAYERS).filled("int4"))
+    return PassCosts(own, LayerSet(N_LAYERS).filled("int4"))
 
 
 def test_prices_are_those_of_the_profile_in_plain_passes() -> None:
     own = prices({1: 1.0, 3: 1.2, 5: 2.0})
     assert own.draft(1) == pytest.approx(0.25) and own.draft(3) == pytest.approx(0.25 * 1.3)
     assert [own.verify(n) for n in (1, 2, 3, 4, 6)] == pytest.approx([1.0, 1.1, 1.2, 1.6, 2.4])
-    assert Prices(flat_costs(), None).draft(1) == float("inf")
+    assert PassCosts(flat_costs(), None).draft(1) == float("inf")
 
 
 def test_prices_beside_other_sequences_are_those_of_the_rows_of_all() -> None:
@@ -64,12 +64,12 @@ def test_rule_by_lambda_finds_the_best_fixed_length() -> None:
         tokens = sum(chance**i for i in range(n + 1))
         return tokens / (n * step + own.verify(n + 1))
 
-    pace = Pace()
+    throughput = Throughput()
     for _ in range(300):
-        n, _ = chain_worth([chance] * 24, step, pace.rate, own)
-        pace.tokens = pace.memory * pace.tokens + sum(chance**i for i in range(n + 1))
-        pace.spent = pace.memory * pace.spent + n * step + own.verify(n + 1)
-    assert pace.rate == pytest.approx(max(map(ratio, range(25))), rel=0.01)
+        n, _ = chain_worth([chance] * 24, step, throughput.rate, own)
+        throughput.tokens = throughput.memory * throughput.tokens + sum(chance**i for i in range(n + 1))
+        throughput.spent = throughput.memory * throughput.spent + n * step + own.verify(n + 1)
+    assert throughput.rate == pytest.approx(max(map(ratio, range(25))), rel=0.01)
 
 
 def test_rate_goes_from_its_prior_to_what_it_sees_and_can_change_its_mind() -> None:
@@ -93,7 +93,7 @@ def test_acceptance_is_learnt_by_confidence() -> None:
 
 
 def test_probes_get_rarer_until_drafting_pays_again() -> None:
-    probing = Probing(first=4, last=16, _wait=4)
+    probing = Probing(first=4, last=16, wait=4)
     due = [n for n in range(58) if probing.due()]
     assert [b - a for a, b in itertools.pairwise([-1, *due])] == [4, 8, 16, 16]
     probing.paid()

@@ -6,6 +6,7 @@ All three take nodes of a draft tree and give the logits after them; what differ
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -23,35 +24,32 @@ from .engine import PassGenerator
 from .tree import ancestor_mask
 
 
-class DraftPasses(Protocol):
-    """A draft model at work on one request."""
+class DraftPasses(ABC):
+    """A draft model at work on one request.
 
-    @property
-    def staged(self) -> StagedPass | None:
-        """The rows of this round, where they are the target's own and verification only has to finish them."""
-        ...
+    `staged` holds the rows of this round, where they are the target's own and verification only has to finish them;
+    `hidden` (1, hidden_size) is the state that the latest logits were read from, where a probe may look at it.
+    """
 
-    @property
-    def hidden(self) -> Tensor | None:
-        """The state (1, hidden_size) that the latest logits were read from, where a probe may look at it."""
-        ...
+    staged: StagedPass | None = None
+    hidden: Tensor | None = None
 
     @property
     def room(self) -> int:
-        """How deep a draft under the last committed token can be before the draft model's own context ends."""
-        ...
+        """How deep a draft under the last committed token can be; the loop itself keeps to the target's context."""
+        return sys.maxsize
 
+    @abstractmethod
     def restart(self) -> None:
-        """A new round: the next node is the root, the last committed token."""
-        ...
+        """Begin a new round: the next node is the root, the last committed token."""
 
+    @abstractmethod
     def extend(self, token_ids: Sequence[int], parents: Sequence[int]) -> PassGenerator[Tensor]:
-        """Add nodes under earlier ones (the root's parent is -1); the logits (nodes, vocab) after them."""
-        ...
+        """Add nodes under earlier ones (the root's parent is -1); return the logits (nodes, vocab) after them."""
 
+    @abstractmethod
     def drop(self, n_nodes: int) -> None:
         """Take the newest nodes back; the next ones go where they were."""
-        ...
 
 
 class DraftModel(Protocol):
@@ -109,7 +107,6 @@ class SkippedTarget:
         self.layer_set: LayerSet | None = layer_set
 
     def begin(self, context: Context) -> DraftPasses:
-        """See `DraftModel`."""
         return _SkippedPasses(self, context)
 
     def check(self, runtime: Runtime) -> None:
@@ -119,11 +116,7 @@ class SkippedTarget:
         runtime.copies.prepare(self.layer_set)
 
 
-class _SkippedPasses:
-    staged: StagedPass | None = None
-    hidden: Tensor | None = None
-    room = sys.maxsize  # the target's own context, which the loop minds
-
+class _SkippedPasses(DraftPasses):
     def __init__(self, model: SkippedTarget, context: Context) -> None:
         self.model, self.context = model, context
         self.restart()
@@ -154,19 +147,13 @@ class EarlyExit:
         self.depth = depth
 
     def begin(self, context: Context) -> DraftPasses:
-        """See `DraftModel`."""
         return _EarlyPasses(self.depth, context)
 
     def check(self, runtime: Runtime) -> None:
-        """See `DraftModel`."""
         runtime.check_depth(self.depth)
 
 
-class _EarlyPasses:
-    staged: StagedPass | None = None
-    hidden: Tensor | None = None
-    room = sys.maxsize
-
+class _EarlyPasses(DraftPasses):
     def __init__(self, depth: int, context: Context) -> None:
         self.depth, self.context = depth, context
 
@@ -181,7 +168,6 @@ class _EarlyPasses:
         return self.context.runtime.logits(self.hidden)
 
     def drop(self, n_nodes: int) -> None:
-        """See `DraftPasses`; its rows are the target's own, so that there is never one to take back."""
         assert n_nodes == 0, "an early exit drafts single tokens, and all of them stay"
 
 
@@ -194,7 +180,6 @@ class OtherModel:
         self.runtime = runtime
 
     def begin(self, context: Context) -> DraftPasses:
-        """See `DraftModel`."""
         return _OtherPasses(self.runtime, context)
 
     def check(self, runtime: Runtime) -> None:
@@ -202,10 +187,7 @@ class OtherModel:
         self.runtime.check_same_tokenizer(runtime)
 
 
-class _OtherPasses:
-    staged: StagedPass | None = None
-    hidden: Tensor | None = None
-
+class _OtherPasses(DraftPasses):
     def __init__(self, runtime: Runtime, context: Context) -> None:
         self.runtime, self.context = runtime, context
         self.buffer: KVBuffer = runtime.new_buffer(context.buffer.capacity)
@@ -239,7 +221,7 @@ class _OtherPasses:
         del self._held[self.context.root_slot + len(self._nodes.parents) :]
 
     def _catch_up(self) -> PassGenerator[Tensor]:
-        """Read the committed tokens that it has not read yet, the root last; the logits (1, vocab) after that."""
+        """Read the committed tokens that are new, the root last; return the logits (1, vocab) after it."""
         committed, root = self.context.token_ids, self.context.root_slot
         same = self._n_same
         while same < min(root, len(self._held)) and self._held[same] == committed[same]:
@@ -252,7 +234,7 @@ class _OtherPasses:
         return logits
 
     def _fit(self, logits: Tensor) -> Tensor:
-        """Logits over the target's vocabulary: heads are padded to different widths in one family."""
+        """Return logits over the target's vocabulary: heads are padded to different widths in one family."""
         logits = logits.to(self.context.runtime.device)
         if logits.shape[-1] >= self._width:
             return logits[:, : self._width]

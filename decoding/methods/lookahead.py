@@ -12,47 +12,53 @@ Source: Fu et al. (arXiv:2402.02057), 3.1 and 3.2.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from ..draft import Draft, Drafter, Outcome, Riders, Verifier
+from ..tree import DraftTree
+from ..verify import TargetWalk
+from .registry import MethodSettings, Resources, count, method
 
-from ..core.method_settings import LookaheadSettings
-from ..core.types import LayerSet
-from .context import Context
-from .draft import Draft, Drafting, Outcome, Riders
-from .engine import PassGenerator
-from .tree import DraftTree
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..engine import PassGenerator
 
 
-class LookaheadDrafter:
+@dataclass(frozen=True, slots=True)
+class LookaheadSettings(MethodSettings):
+    """Lookahead decoding (arXiv:2402.02057)."""
+
+    ngram: int = count(5, least=2)  # N
+    window: int = count(7)  # W
+    guesses: int = count(7)  # G
+
+
+@method("lookahead", "Lookahead decoding", "arXiv:2402.02057", LookaheadSettings)
+def _lookahead(resources: Resources, settings: LookaheadSettings) -> tuple[Drafter, Verifier]:
+    return LookaheadDrafter(settings), TargetWalk()
+
+
+class LookaheadDrafter(Drafter):
     """At most `guesses` (G) n-grams of `ngram` (N) tokens, from a window `window` (W) columns wide.
 
     Pool and window hold argmaxes of passes over committed tokens and guesses. They depend on no draw of the round that
     checks them, so that `TargetWalk` is exact at every temperature.
     """
 
-    layer_set: LayerSet | None = None
-
     def __init__(self, settings: LookaheadSettings) -> None:
         self.settings = settings
 
-    def begin(self, context: Context) -> Drafting:
-        """See `Drafter`."""
-        return _Looking(self.settings, context)
-
     def max_rows(self, room: int) -> int:
-        """See `Drafter`."""
         own = self.settings
         n_riders = max(n * (own.window + own.ngram - 1 - n) - 1 for n in range(1, own.ngram))
         return 1 + own.guesses * min(room, own.ngram - 1) + n_riders
 
-
-class _Looking:
-    def __init__(self, settings: LookaheadSettings, context: Context) -> None:
-        self.context = context
-        self.pool = NgramPool(settings.guesses)
-        self.window = Window(settings, context.token_ids[: context.n_prompt])
+    def start(self) -> None:
+        self.pool = NgramPool(self.settings.guesses)
+        self.window = Window(self.settings, self.context.token_ids[: self.context.n_prompt])
         self._looks = False  # whether the round in progress runs the window
 
     def draft(self, room: int) -> PassGenerator[Draft]:
@@ -91,7 +97,7 @@ class NgramPool:
             del known[next(iter(known))]
 
     def continuations(self, first: int) -> list[tuple[int, ...]]:
-        """What followed that token, latest first."""
+        """Return what followed that token, latest first."""
         return list(reversed(self._rest.get(first, {})))
 
 
@@ -127,11 +133,13 @@ class Window:
         return self.width + self.n_levels - 2
 
     def riders(self, root: int, n_nodes: int) -> Riders | None:
-        """All guesses but the root, level by level, as rows beside a tree of `n_nodes`; None where there is none."""
+        """Return all guesses but the root, level by level, as rows beside a tree of `n_nodes`, if there are any."""
         self.levels[0][0] = root
         cells = [(level, column) for level in range(self.n_levels) for column in range(self.width)][1:]
         if not cells:
             return None
+        import torch
+
         own = guess_mask(self.n_levels, self.width)
         over_tree = torch.zeros((len(cells), n_nodes), dtype=torch.bool)
         over_tree[:, 0] = True
@@ -140,7 +148,7 @@ class Window:
         return Riders(token_ids, depths, torch.cat((over_tree, own), dim=1), min(self.width, len(cells)))
 
     def advance(self, newest: list[int]) -> list[tuple[int, ...]]:
-        """Take the argmaxes under the newest level as the next one; the n-grams that they complete."""
+        """Take the argmaxes under the newest level as the next one; return the n-grams that they complete."""
         if self.n_levels < self.full:
             self.levels = [level[1:] for level in (*self.levels, newest)]
             return []
@@ -151,10 +159,12 @@ class Window:
 
 @lru_cache(maxsize=64)
 def guess_mask(n_levels: int, width: int) -> Tensor:
-    """Which guesses each guess sees: the oldest level up to its own column, and its own column up to its own level.
+    """Return which guesses each guess sees: the oldest level up to its column, and its column up to its own level.
 
     Returns: bool, (guesses, guesses) in the order of `Window.riders`; not to be written to.
     """
+    import torch
+
     level = torch.arange(n_levels).repeat_interleave(width)[1:]
     column = torch.arange(width).repeat(n_levels)[1:]
     oldest = (level[None] == 0) & (column[None] <= column[:, None])
@@ -162,7 +172,7 @@ def guess_mask(n_levels: int, width: int) -> Tensor:
 
 
 def merged(root: int, continuations: Sequence[Sequence[int]], room: int) -> DraftTree:
-    """The tree of all continuations, at most `room` deep, a shared beginning once; the first one is the first path."""
+    """Return the tree of all continuations, at most `room` deep, equal beginnings merged; the first one comes first."""
     token_ids, parents, depth = [root], [-1], 0
     known: dict[tuple[int, int], int] = {}
     for continuation in continuations:

@@ -21,30 +21,30 @@ PRIOR = 4.0  # observations that a prior counts for
 MEMORY = 256.0  # observations after which the old ones fade
 
 
-class Drafts(Protocol):
-    """Who drafts: the target without a layer set's sub-layers, which may change between rounds."""
+class HasLayerSet(Protocol):
+    """A draft model whose layer set may change between rounds."""
 
     @property
     def layer_set(self) -> LayerSet | None: ...
 
 
-class Prices:
+class PassCosts:
     """Costs in plain passes of the target, from a measured profile; looked up once per layer set and number of rows.
 
     With `load` sequences side by side, a pass is taken to have as many rows of each of the others: the tokens of one
     are weighed against the time of all, for the others do the same.
 
-    Args: drafts: who drafts, or its layer set; None: nobody does.
+    Args: drafts: the draft model, or its layer set; None: there is none.
     """
 
-    def __init__(self, costs: CostProfile, drafts: Drafts | LayerSet | None) -> None:
+    def __init__(self, costs: CostProfile, drafts: HasLayerSet | LayerSet | None) -> None:
         self._costs, self._drafts = costs, drafts
         self.load = 1
         self._draft: dict[tuple[LayerSet, int], float] = {}
         self._verify: dict[int, float] = {}
 
     def draft(self, n_rows: int) -> float:
-        """A draft pass over `n_rows` rows of each sequence; infinite without a draft model."""
+        """Return the cost of a draft pass over `n_rows` rows of each sequence; infinite without a draft model."""
         n_rows *= self.load
         own = self._drafts if self._drafts is None or isinstance(self._drafts, LayerSet) else self._drafts.layer_set
         if own is None:
@@ -54,7 +54,7 @@ class Prices:
         return self._draft[own, n_rows]
 
     def verify(self, n_rows: int) -> float:
-        """A target pass over `n_rows` rows of each sequence."""
+        """Return the cost of a target pass over `n_rows` rows of each sequence."""
         n_rows *= self.load
         if n_rows not in self._verify:
             self._verify[n_rows] = self._costs.verify_cost(n_rows)
@@ -70,7 +70,7 @@ class Rate:
     seen: float = 0.0
 
     def learn(self, hit: bool) -> None:
-        """One more observation."""
+        """Count an observation."""
         if self.seen >= MEMORY:
             self.hits, self.seen = self.hits / 2, self.seen / 2
         self.seen += 1
@@ -81,45 +81,32 @@ class Rate:
         """The share; the prior counts as a few observations."""
         return (self.hits + PRIOR * self.prior) / (self.seen + PRIOR)
 
-    def state(self) -> list[float]:
-        """What was seen, as JSON values."""
-        return [self.hits, self.seen]
 
-    def restore(self, state: Sequence[float]) -> None:
-        """Go on from `state`."""
-        self.hits, self.seen = state
-
-
-class Acceptance:
-    """How often the target takes what the draft is that sure of; by classes of confidence, and over all of them."""
-
-    def __init__(self) -> None:
-        middles = [(low + high) / 2 for low, high in zip((0.0, *BOUNDS), (*BOUNDS, 1.0), strict=True)]
-        self._classes = [Rate(middle) for middle in middles]
-        self.overall = Rate(0.8)
-
-    def of(self, confidence: float) -> float:
-        """The chance that a token of that confidence is taken, given that those before it were."""
-        return self._classes[bisect_right(BOUNDS, confidence)].value
-
-    def learn(self, confidence: float, hit: bool) -> None:
-        """The target judged such a token."""
-        self._classes[bisect_right(BOUNDS, confidence)].learn(hit)
-        self.overall.learn(hit)
-
-    def state(self) -> list[list[float]]:
-        """What was seen, as JSON values."""
-        return [rate.state() for rate in (self.overall, *self._classes)]
-
-    def restore(self, state: Sequence[Sequence[float]]) -> None:
-        """Go on from `state`."""
-        for rate, own in zip((self.overall, *self._classes), state, strict=True):
-            rate.restore(own)
+def _by_confidence() -> list[Rate]:
+    """Return a rate per class of confidence, each with the middle of its class as the prior."""
+    return [Rate((low + high) / 2) for low, high in zip((0.0, *BOUNDS), (*BOUNDS, 1.0), strict=True)]
 
 
 @dataclass(slots=True)
-class Pace:
-    """λ: tokens per plain pass's time over the latest rounds."""
+class Acceptance:
+    """How often the target accepts a token, by classes of the draft's confidence in it, and over all of them."""
+
+    classes: list[Rate] = field(default_factory=_by_confidence)
+    overall: Rate = field(default_factory=lambda: Rate(0.8))
+
+    def of(self, confidence: float) -> float:
+        """Return the chance that a token of that confidence is accepted, given that those before it were."""
+        return self.classes[bisect_right(BOUNDS, confidence)].value
+
+    def learn(self, confidence: float, hit: bool) -> None:
+        """Count a token of that confidence that was accepted, or was not."""
+        self.classes[bisect_right(BOUNDS, confidence)].learn(hit)
+        self.overall.learn(hit)
+
+
+@dataclass(slots=True)
+class Throughput:
+    """λ: tokens per plain pass's time, over the latest rounds."""
 
     tokens: float = 8.0
     spent: float = 8.0
@@ -131,63 +118,47 @@ class Pace:
         return self.tokens / self.spent
 
     def add(self, tokens: int, spent: float) -> None:
-        """One more round."""
+        """Count a round."""
         self.tokens = self.memory * self.tokens + tokens
         self.spent = self.memory * self.spent + spent
-
-    def state(self) -> list[float]:
-        """Where it stands, as JSON values."""
-        return [self.tokens, self.spent]
-
-    def restore(self, state: Sequence[float]) -> None:
-        """Go on from `state`."""
-        self.tokens, self.spent = state
 
 
 @dataclass(slots=True)
 class Probing:
-    """When to draft although it does not seem to pay: seldom, and ever more seldom while it goes on not paying.
+    """When to draft although it does not seem to pay: rarely, and ever more rarely while it goes on not paying.
 
-    Without it a drafter that was switched off would never hear that the text has changed.
+    Without it a drafter that was switched off would never notice that the text has changed.
     """
 
     first: int = 32
     last: int = 512
-    _idle: int = 0
-    _wait: int = field(default=32)
+    idle: int = 0
+    wait: int = 32
 
     def due(self) -> bool:
-        """Whether this round, in which nothing else was drafted, is one to try."""
-        self._idle += 1
-        if self._idle < self._wait:
+        """Return whether to draft in this round, in which nothing else is drafted."""
+        self.idle += 1
+        if self.idle < self.wait:
             return False
-        self._idle, self._wait = 0, min(2 * self._wait, self.last)
+        self.idle, self.wait = 0, min(2 * self.wait, self.last)
         return True
 
     def paid(self) -> None:
-        """Drafting pays again."""
-        self._idle, self._wait = 0, self.first
-
-    def state(self) -> list[int]:
-        """Where it stands, as JSON values."""
-        return [self._idle, self._wait]
-
-    def restore(self, state: Sequence[int]) -> None:
-        """Go on from `state`."""
-        self._idle, self._wait = state
+        """Note that drafting pays again."""
+        self.idle, self.wait = 0, self.first
 
 
-def chain_worth(chances: Sequence[float], step: float, rate: float, prices: Prices) -> tuple[int, float]:
-    """The length at which a chain is worth most, and how much beyond its time: tokens - λ · time, for this round.
+def chain_worth(chances: Sequence[float], step: float, rate: float, costs: PassCosts) -> tuple[int, float]:
+    """Return the length at which a chain is worth most, and what it is worth: tokens - λ · time of the round.
 
-    Args: chances: that a token stands, given those before it. step: what drafting each costs.
+    Args: chances: that a token is accepted, given those before it. step: the cost of drafting each.
     """
     alive, tokens = 1.0, 1.0
-    best = (0, 1.0 - rate * prices.verify(1))
+    best = (0, 1.0 - rate * costs.verify(1))
     for n, chance in enumerate(chances, 1):
         alive *= chance
         tokens += alive
-        worth = tokens - rate * (n * step + prices.verify(n + 1))
+        worth = tokens - rate * (n * step + costs.verify(n + 1))
         if worth > best[1]:
             best = (n, worth)
     return best

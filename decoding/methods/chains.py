@@ -1,0 +1,242 @@
+"""Drafting token by token with one model: a chain that grows until a stop rule ends it.
+
+SWIFT and Self-SD draft with the target without some sub-layers; speculative decoding, typical acceptance and BiLD with
+a smaller model, or else likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...core.settings import Branching, SwiftSettings, candidates_at
+from ..draft import Draft, Drafter, Offer, Outcome, Verifier
+from ..lossy import Rollback, Typical
+from ..ratio import BlockRatio, ChainRatio
+from ..tree import DraftTree
+from ..verify import TargetWalk
+from .registry import Method, MethodSettings, Resources, bounded, count, method, share
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ...core.types import LayerSet
+    from ...models.early_exit import Probe
+    from ..draft_models import DraftModel, SkippedTarget
+    from ..engine import PassGenerator
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveThreshold(MethodSettings):
+    """A chain's length and a threshold that follows the acceptance rate (Draft & Verify; AdaSPEED appendix A).
+
+    After every round: rate ← β1 · rate + (1 - β1) · accepted / drafted; wanted = threshold + step where the rate is
+    not above `target_acceptance`, else threshold - step; threshold ← β2 · threshold + (1 - β2) · wanted.
+    The values are those of Draft & Verify's published code; the length is that of AdaDecode's setup.
+
+    DEVIATION: as in Draft & Verify's published code, a draft that reached its full length at a good rate leaves the
+    threshold alone: lowering it could not have made the draft longer; and the rate starts at 0. Beyond the paper, the
+    threshold stays at or below 1: above it every draft ends at once, and going further would only delay the way back.
+    That code judges a sampled token by its probability before temperature and top-p; here by what it was drawn from.
+    """
+
+    stop_threshold: float = share(0.8)
+    max_draft_length: int = count(12)
+    target_acceptance: float = share(0.9)  # α
+    threshold_step: float = share(0.01)  # ε
+    rate_memory: float = share(0.5)  # β1
+    threshold_memory: float = share(0.9)  # β2
+
+
+@dataclass(frozen=True, slots=True)
+class SelfSdSettings(AdaptiveThreshold):
+    """Draft & Verify (arXiv:2309.08168)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpdSettings(MethodSettings):
+    """Speculative decoding with a draft model (arXiv:2211.17192, 2302.01318)."""
+
+    max_draft_length: int = count(5)
+    stop_threshold: float | None = share(0.4)  # transformers' assistant_confidence_threshold; None: constant length
+    block_verification: bool = True  # at temperatures above 0 (arXiv:2403.10444): never accepts fewer
+
+
+@dataclass(frozen=True, slots=True)
+class TypicalSettings(MethodSettings):
+    """Typical acceptance (Medusa, arXiv:2401.10774): a token is kept if its probability exceeds min(ε, δ · exp(-H))."""
+
+    epsilon: float = share(0.09)  # Medusa's posterior_threshold
+    delta: float = share(0.3)  # its posterior_alpha, √ε
+    max_draft_length: int = count(5)
+
+
+@dataclass(frozen=True, slots=True)
+class BildSettings(MethodSettings):
+    """BiLD (arXiv:2302.07863)."""
+
+    fallback_threshold: float = share(0.6)  # the draft hands over where its confidence is below
+    rollback_threshold: float = bounded(3.0, 0.0, float("inf"), "0 or more")  # most -log target prob. of a kept token
+    max_draft_length: int = count(10)
+
+
+@method("swift", "SWIFT", "arXiv:2410.06916", SwiftSettings, ["layer_set"])
+def _swift(resources: Resources, settings: SwiftSettings) -> tuple[Drafter, Verifier]:
+    return swift(resources.skipped(), settings).drafter, TargetWalk()
+
+
+def swift(draft: LayerSet | SkippedTarget, settings: SwiftSettings) -> Method:
+    """Build SWIFT: the target without some sub-layers drafts, stopped early, each position with its top candidates.
+
+    Args:   draft: the layer set, or what holds it while a search changes it.
+    Source: SWIFT 4.2, Eq. 5.
+    """
+    from ..draft_models import SkippedTarget
+
+    stop = StopRule(settings.max_draft_length, settings.stop_threshold if settings.early_stop else None)
+    branching = settings.branching if settings.dynamic_verification else None
+    model = draft if isinstance(draft, SkippedTarget) else SkippedTarget(draft)
+    return Method("swift", ChainDrafter(model, stop, branching))
+
+
+@method("self-sd", "Self-SD (Draft & Verify)", "arXiv:2309.08168", SelfSdSettings, ["layer_set"])
+def _self_sd(resources: Resources, settings: SelfSdSettings) -> tuple[Drafter, Verifier]:
+    from ..draft_models import SkippedTarget
+
+    return ChainDrafter(SkippedTarget(resources.skipped()), StopRule.adaptive(settings), sampled=True), ChainRatio()
+
+
+@method("spd", "speculative decoding", "arXiv:2211.17192", SpdSettings, drafts_with_model=True)
+def _spd(resources: Resources, settings: SpdSettings) -> tuple[Drafter, Verifier]:
+    stop = StopRule(settings.max_draft_length, settings.stop_threshold)
+    verifier = BlockRatio() if settings.block_verification else ChainRatio()
+    return ChainDrafter(resources.draft_model(), stop, sampled=True), verifier
+
+
+@method("bild", "BiLD", "arXiv:2302.07863", BildSettings, drafts_with_model=True, lossy=True)
+def _bild(resources: Resources, settings: BildSettings) -> tuple[Drafter, Verifier]:
+    stop = StopRule(settings.max_draft_length, settings.fallback_threshold, keeps_last=False)
+    return ChainDrafter(resources.draft_model(), stop, sampled=True), Rollback(settings.rollback_threshold)
+
+
+@method("typical", "typical decoding", "arXiv:2401.10774", TypicalSettings, drafts_with_model=True, lossy=True)
+def _typical(resources: Resources, settings: TypicalSettings) -> tuple[Drafter, Verifier]:
+    drafter = ChainDrafter(resources.draft_model(), StopRule(settings.max_draft_length), sampled=True)
+    return drafter, Typical(settings.epsilon, settings.delta)
+
+
+@dataclass(slots=True, eq=False)
+class StopRule:
+    """A draft ends after `max_draft_length` steps, or where the confidence falls below `threshold` (None: never).
+
+    The confidence of a step is the draft's probability of its token (its largest one without `keeps_last`), or what
+    `probe` says of the state it was read from; `joint` multiplies those of all steps of the draft (AdaSPEED, Algorithm
+    2). The token that ends a draft stays in it, unless `keeps_last` is off (BiLD hands an unsure position to the
+    target), which is exact for drafts made without chance only. Each request has a copy, whose threshold adapts.
+    """
+
+    max_draft_length: int
+    threshold: float | None = None
+    joint: bool = False
+    adaptation: AdaptiveThreshold | None = None
+    probe: Probe | None = None
+    keeps_last: bool = True
+    _rate: float = 0.0  # of acceptance
+    _product: float = 1.0  # of the confidences in the draft in progress
+
+    @classmethod
+    def adaptive(cls, settings: AdaptiveThreshold, joint: bool = False, probe: Probe | None = None) -> StopRule:
+        """Build the rule of these settings."""
+        return cls(settings.max_draft_length, settings.stop_threshold, joint, settings, probe)
+
+    def start(self) -> None:
+        """Begin a new draft."""
+        self._product = 1.0
+
+    def unsure(self, confidence: float, hidden: Tensor | None) -> bool:
+        """Return whether the step just drafted falls below the threshold."""
+        if self.threshold is None:
+            return False
+        if self.probe is not None and hidden is not None:
+            confidence = self.probe.acceptance(hidden)
+        self._product *= confidence
+        return (self._product if self.joint else confidence) < self.threshold
+
+    def observe(self, n_drafted: int, n_accepted: int) -> None:
+        """Adapt the threshold to a round of `n_drafted` steps, the first `n_accepted` of them accepted."""
+        rule = self.adaptation
+        if rule is None or self.threshold is None or not n_drafted:
+            return
+        self._rate = rule.rate_memory * self._rate + (1 - rule.rate_memory) * n_accepted / n_drafted
+        wanted = self.threshold
+        if self._rate <= rule.target_acceptance:
+            wanted += rule.threshold_step
+        elif n_drafted < self.max_draft_length:
+            wanted -= rule.threshold_step
+        self.threshold = min(1.0, rule.threshold_memory * self.threshold + (1 - rule.threshold_memory) * wanted)
+
+
+class ChainDrafter(Drafter):
+    """A chain from `model`, ended by `stop`; with `branching`, side leaves where the draft is less sure (SWIFT 4.2).
+
+    `sampled` draws the chain's tokens from the draft's distribution where the request samples, for a verifier that
+    weighs the two distributions; otherwise each token is the draft's most probable one. Side leaves and draws exclude
+    each other.
+    """
+
+    model: DraftModel
+
+    def __init__(
+        self, model: DraftModel, stop: StopRule, branching: Branching | None = None, sampled: bool = False
+    ) -> None:
+        self.model, self.stop, self.branching, self.sampled = model, stop, branching, sampled
+
+    def max_rows(self, room: int) -> int:
+        widest = max(k for _, k in self.branching) if self.branching else 1
+        return 1 + min(room, self.stop.max_draft_length) * widest
+
+    def start(self) -> None:
+        self.passes, self.stop = self.model.begin(self.context), copy(self.stop)
+        self.draws = self.sampled and not self.context.rule.greedy
+
+    def draft(self, room: int) -> PassGenerator[Draft]:
+        root = self.context.token_ids[-1]
+        spine, offered, offers = [root], [], {}  # type: list[int], list[tuple[int, ...]], dict[int, Offer]
+        self.passes.restart()
+        self.stop.start()
+        longest = min(room, self.stop.max_draft_length, self.passes.room)
+        while len(offered) < longest:
+            logits = (yield from self.passes.extend(spine[-1:], (len(spine) - 2,)))[0]
+            tokens, confidence, offer = self._step(spine[1:], logits)
+            unsure = self.stop.unsure(confidence, self.passes.hidden)
+            if unsure and not self.stop.keeps_last:
+                break
+            if offer is not None:
+                offers[len(spine) - 1] = offer
+            offered.append(tokens)
+            spine.append(tokens[0])
+            if unsure:
+                break
+        staged = self.passes.staged
+        if staged is not None and staged.n_rows < len(spine):
+            staged.add(spine[-1])
+        return Draft(DraftTree.grow(root, offered), offers, staged=staged)
+
+    def observe(self, outcome: Outcome) -> None:
+        self.stop.observe(outcome.draft.n_steps, min(len(outcome.walk.path), outcome.draft.n_steps))
+
+    def _step(self, drafted: Sequence[int], logits: Tensor) -> tuple[tuple[int, ...], float, Offer | None]:
+        """Return the tokens offered at this step, the first one's probability, and what it was drawn from if it was."""
+        rule, branching = self.context.rule, self.branching
+        scores = rule.scores([*self.context.token_ids, *drafted] if rule.processors else (), logits)
+        if self.draws:
+            probs = scores.double().softmax(dim=-1).cpu()
+            token_id = rule.draw_draft(probs)
+            # BiLD asks how sure the draft is, before it draws; the others how likely the drawn token was.
+            own = float(probs[token_id] if self.stop.keeps_last else probs.max())
+            return (token_id,), own, Offer((token_id,), probs)
+        token_id, confidence = rule.confidence(scores)
+        n = 1 if branching is None else candidates_at(branching, confidence)
+        return rule.candidates(scores, token_id, n), confidence, None

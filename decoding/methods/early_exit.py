@@ -1,0 +1,256 @@
+"""Drafting with part of the target's depth, which verification then completes: early exits and early predictions.
+
+LayerSkip and AdaSPEED draft a chain with the first layers. AdaDecode predicts a token at the first intermediate layer
+whose head is sure, the layers behind it deferred: those of all early tokens are run together with the next token that
+needs them, and at the end with the token that no head was sure of; that pass is the verification, and nothing is run
+twice. ParaDecode advances tokens at different layers together, one layer of each per step over stacked weights: a token
+is predicted as soon as the one before it passes an early layer, and starts at the bottom while that one goes on above.
+
+Source: LayerSkip (arXiv:2404.16710); AdaSPEED II; AdaDecode (arXiv:2506.03700) 2.2, Algorithm 1, appendix D;
+ParaDecode 2.2, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ...core.errors import SettingsError
+from ..draft import Draft, Drafter, Offer, Verifier
+from ..ratio import ChainRatio
+from ..tree import DraftTree
+from ..verify import TargetWalk
+from .chains import AdaptiveThreshold, ChainDrafter, StopRule
+from .registry import MethodSettings, Resources, count, method, share
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ...models.early_exit import Heads, StagedPass
+    from ...models.stacked import StackedLayers
+    from ..context import Context
+    from ..draft_models import EarlyExit
+    from ..engine import PassGenerator
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSkipSettings(MethodSettings):
+    """LayerSkip (arXiv:2404.16710); its examples leave after 8 of 32 layers and draft 6 tokens."""
+
+    exit_layer: int | None = count(None)  # layers run; None: a quarter of the depth
+    draft_length: int = count(6)
+
+
+@dataclass(frozen=True, slots=True)
+class AdaSpeedSettings(AdaptiveThreshold):
+    """AdaSPEED: the threshold is for the product of the draft's confidences; starts at 0.8 (its appendix A)."""
+
+    exit_layer: int | None = count(None)  # layers run; None: a quarter of the depth
+
+
+@dataclass(frozen=True, slots=True)
+class AdaDecodeSettings(MethodSettings):
+    """AdaDecode, appendix D."""
+
+    early_threshold: float = share(0.75)  # γ
+    max_early: int = count(5)  # early predictions in a row
+
+
+@dataclass(frozen=True, slots=True)
+class ParaDecodeSettings(MethodSettings):
+    """ParaDecode 4.3: γ = 0, every token is predicted early."""
+
+    early_threshold: float = share(0.0)
+
+
+@method("layerskip", "LayerSkip", "arXiv:2404.16710", LayerSkipSettings)
+def _layerskip(resources: Resources, settings: LayerSkipSettings) -> tuple[Drafter, Verifier]:
+    model = early_exit(resources, settings.exit_layer)
+    return ChainDrafter(model, StopRule(settings.draft_length), sampled=True), ChainRatio()
+
+
+@method("adaspeed", "AdaSPEED", "AdaSPEED II.A", AdaSpeedSettings)
+def _adaspeed(resources: Resources, settings: AdaSpeedSettings) -> tuple[Drafter, Verifier]:
+    model = early_exit(resources, settings.exit_layer)
+    return ChainDrafter(model, StopRule.adaptive(settings, joint=True), sampled=True), ChainRatio()
+
+
+@method("adaspeed-probe", "AdaSPEED with a probe", "AdaSPEED II.B", AdaSpeedSettings, ["probe"])
+def _adaspeed_probe(resources: Resources, settings: AdaSpeedSettings) -> tuple[Drafter, Verifier]:
+    probe = _trained(resources.probe, "a probe", "swiftopt probe train")
+    if settings.exit_layer not in (None, probe.depth):
+        raise SettingsError(
+            f"the probe was trained after {probe.depth} layers, not {settings.exit_layer}: leave exit_layer out, or"
+            " train another probe with --layer"
+        )
+    stop = StopRule.adaptive(settings, joint=True, probe=probe)
+    return ChainDrafter(early_exit(resources, probe.depth), stop, sampled=True), ChainRatio()
+
+
+@method("adadecode", "AdaDecode", "arXiv:2506.03700", AdaDecodeSettings, ["heads"])
+def _adadecode(resources: Resources, settings: AdaDecodeSettings) -> tuple[Drafter, Verifier]:
+    heads = _trained(resources.heads, "heads", "swiftopt heads train")
+    return EarlyDrafter(heads, settings.early_threshold, settings.max_early), ChainRatio()
+
+
+@method("paradecode", "ParaDecode", "ParaDecode, section 2.2", ParaDecodeSettings, ["heads"])
+def _paradecode(resources: Resources, settings: ParaDecodeSettings) -> tuple[Drafter, Verifier]:
+    from ...models.stacked import StackedLayers
+
+    heads = _trained(resources.heads, "heads", "swiftopt heads train")
+    return PipelineDrafter(heads, settings.early_threshold, StackedLayers(resources.runtime)), TargetWalk()
+
+
+def early_exit(resources: Resources, exit_layer: int | None) -> EarlyExit:
+    """Return the target's first layers as a draft model; None: a quarter of them.
+
+    Raises: SettingsError: the model has not so many layers.
+    """
+    from ..draft_models import EarlyExit
+
+    model = EarlyExit(exit_layer or default_exit(resources.runtime.n_layers))
+    model.check(resources.runtime)
+    return model
+
+
+def default_exit(n_layers: int) -> int:
+    """Return the layers run before an early exit where nobody says: LayerSkip's examples leave after 8 of 32."""
+    return max(1, round(n_layers / 4))
+
+
+def _trained(part: Any, words: str, command: str) -> Any:
+    if part is None:
+        raise SettingsError(f"this method needs {words}: train them for this model and task with `{command}`")
+    return part
+
+
+class EarlyDrafter(Drafter):
+    """Early predictions by `heads`, at most `max_early` in a row, each where a probability exceeds `threshold` (γ).
+
+    DEVIATION: the paper draws a token and leaves the model if *its* probability exceeds γ; which distribution a token
+    comes from then depends on the token, and the output is biased (enumerated: 0.90 comes out as 0.98). Here the head's
+    largest probability decides, then the token is drawn. Greedy decoding is the same either way.
+    """
+
+    def __init__(self, heads: Heads, threshold: float, max_early: int) -> None:
+        self.heads, self.threshold, self.max_early = heads, threshold, max_early
+
+    def max_rows(self, room: int) -> int:
+        return 1 + min(room, self.max_early)
+
+    def draft(self, room: int) -> PassGenerator[Draft]:
+        yield from ()  # what it runs is a part of the target's own layers
+        from ...models.early_exit import StagedPass
+
+        context = self.context
+        staged = StagedPass(context.runtime, context.buffer, context.root_slot)
+        tokens, offers = [context.token_ids[-1]], {}  # type: list[int], dict[int, Offer]
+        staged.add(tokens[0])
+        while len(tokens) <= min(room, self.max_early):
+            early = self._predict(staged, tokens[1:])
+            if early is None:
+                break
+            token_id, offer = early
+            if offer is not None:
+                offers[len(tokens) - 1] = offer
+            tokens.append(token_id)
+            staged.add(token_id)
+        return Draft(DraftTree.chain(tokens), offers, staged=staged)
+
+    def _predict(self, staged: StagedPass, drafted: list[int]) -> tuple[int, Offer | None] | None:
+        """Return the token that the first sure head gives behind the newest row, and what it was drawn from, if so."""
+        context, heads = self.context, self.heads
+        rule = context.rule
+        for depth in heads.depths:
+            logits = heads.logits(context.runtime, depth, staged.advance(depth))[0]
+            scores = rule.scores([*context.token_ids, *drafted] if rule.processors else (), logits)
+            token_id, confidence = rule.confidence(scores)
+            if confidence > self.threshold:
+                if rule.greedy:
+                    return token_id, None
+                probs = scores.double().softmax(dim=-1).cpu()
+                token_id = rule.draw_draft(probs)
+                return token_id, Offer((token_id,), probs)
+        return None
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A token on its way up; `predicted` says that the one after it is in flight too."""
+
+    token_id: int
+    slot: int
+    hidden: Tensor  # (1, hidden_size) after `depth` layers
+    depth: int = 0
+    predicted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    """The oldest token's state after all layers, as the pass that the target's token is read from."""
+
+    context: Context
+    hidden: Tensor
+
+    def finish(self) -> Tensor:
+        return self.context.runtime.logits(self.hidden)
+
+
+class PipelineDrafter(Drafter):
+    """Predictions by `heads` where a probability exceeds `threshold` (γ); with 0, at the first head for every token.
+
+    The oldest token reaches the last layer first; the target's own token there either is the next one in flight, which
+    goes on, or the flight is dropped (token equality, exact at every temperature: the target's draw is kept).
+
+    DEVIATION: the head's most probable token is taken where the paper draws one; equality with the target's own token
+    is what counts, and that is likelier so.
+    """
+
+    def __init__(self, heads: Heads, threshold: float, stacked: StackedLayers) -> None:
+        self.heads, self.threshold, self.stacked = heads, threshold, stacked
+
+    def max_rows(self, room: int) -> int:
+        return 1 + min(room, -(-self.stacked.runtime.n_layers // self.heads.depths[0]))
+
+    def start(self) -> None:
+        self._flights: list[_Flight] = []  # oldest, deepest, first
+
+    def draft(self, room: int) -> PassGenerator[Draft]:
+        yield from ()  # what it runs is a part of the target's own layers
+        context = self.context
+        root, slot = context.token_ids[-1], context.root_slot
+        if not self._flights or (self._flights[0].token_id, self._flights[0].slot) != (root, slot):
+            self._flights = [self._start(root, slot)]
+        while self._flights[0].depth < context.runtime.n_layers:
+            self._predict(slot + room)
+            self._step()
+        oldest = self._flights.pop(0)
+        tokens = [root, *(flight.token_id for flight in self._flights[:1])]
+        return Draft(DraftTree.chain(tokens), staged=_Arrived(context, oldest.hidden), n_checked=1)
+
+    def _start(self, token_id: int, slot: int) -> _Flight:
+        return _Flight(token_id, slot, self.context.runtime.embed([token_id], slot))
+
+    def _predict(self, last_slot: int) -> None:
+        """Start the token after the newest one, if that is at a head that is sure, and has room behind it."""
+        newest, heads = self._flights[-1], self.heads
+        if newest.predicted or newest.depth not in heads.transforms or newest.slot >= last_slot:
+            return
+        rule, token_ids = self.context.rule, self.context.token_ids
+        logits = heads.logits(self.context.runtime, newest.depth, newest.hidden)[0]
+        ahead = [*token_ids, *(flight.token_id for flight in self._flights[1:])] if rule.processors else ()
+        token_id, confidence = rule.confidence(rule.scores(ahead, logits))
+        if confidence > self.threshold:
+            newest.predicted = True
+            self._flights.append(self._start(token_id, newest.slot + 1))
+
+    def _step(self) -> None:
+        """Move every token one layer up."""
+        import torch
+
+        rising = self._flights[::-1]
+        hidden = torch.cat([flight.hidden for flight in rising])
+        layers, slots = [flight.depth for flight in rising], [flight.slot for flight in rising]
+        moved = self.stacked.step(hidden, layers, slots, self.context.buffer)
+        for row, flight in enumerate(rising):
+            flight.hidden, flight.depth = moved[row : row + 1], flight.depth + 1

@@ -1,0 +1,56 @@
+"""Prompt lookup: where the text's end occurred before, what followed it there is the draft."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..draft import Draft, Drafter, Verifier
+from ..text_matches import Matches
+from ..tree import DraftTree
+from ..verify import TargetWalk
+from .registry import MethodSettings, Resources, count, method
+
+if TYPE_CHECKING:
+    from ..engine import PassGenerator
+
+WORTH = 0.1  # chance of acceptance from which on a token is drafted; about a row's cost over that of a token
+
+
+@dataclass(frozen=True, slots=True)
+class LookupSettings(MethodSettings):
+    """Prompt lookup: what followed the longest earlier occurrence of the text's end."""
+
+    max_draft_length: int = count(10)
+    min_match: int = count(1)  # tokens that must match before anything is drafted
+
+
+@method("prompt-lookup", "prompt lookup", "n-gram drafting", LookupSettings)
+def _lookup(resources: Resources, settings: LookupSettings) -> tuple[Drafter, Verifier]:
+    return LookupDrafter(settings), TargetWalk()
+
+
+class LookupDrafter(Drafter):
+    """What followed the longest earlier occurrence of the text's end, if at least `min_match` tokens match.
+
+    The draft is as long as the chance that all of it is accepted is at least `WORTH`. The cost of a round does not grow
+    with the context. The draft is a function of the committed text, so that `TargetWalk` is exact at every temperature.
+    """
+
+    def __init__(self, settings: LookupSettings) -> None:
+        self.settings = settings
+
+    def max_rows(self, room: int) -> int:
+        return 1 + min(room, self.settings.max_draft_length)
+
+    def start(self) -> None:
+        self.matches = Matches()
+
+    def draft(self, room: int) -> PassGenerator[Draft]:
+        """Read the tokens that are new, at the first call the prompt, so that this counts as drafting."""
+        yield from ()
+        self.matches.read(self.context.token_ids)
+        cursor = self.matches.at_end()
+        enough = cursor.length >= self.settings.min_match
+        followed = cursor.guesses(min(room, self.settings.max_draft_length), WORTH) if enough else []
+        return Draft(DraftTree.chain([cursor.last, *followed]))

@@ -1,0 +1,222 @@
+"""What earlier text says comes next: the longest end of a growing text that occurred before, and how often it is right.
+
+A drafted token costs a row of the target's pass, so that a draft should be only as long as it is likely to be accepted.
+How likely is learnt from the text itself: at each of its tokens, the prompt's included, the match before it said what
+would come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+LONGEST = 8  # match lengths from here on are counted together
+PRIOR_TOKENS = 2  # how many observed tokens the prior weighs
+EARLIER_TOKENS = 8  # and how many what earlier texts say
+MOST_SEEN = 1024.0  # observations of a length that are kept
+_FRESHENED = 8  # states whose latest occurrence is brought up to date per token: a bound, so that the cost has one
+
+
+class SuffixAutomaton:
+    """A text's substrings, grouped into states by where they end; extended token by token, at most 2n states.
+
+    A state stands for all substrings that end at the same places. The state of the whole text holds the ends of it that
+    occur nowhere else; its suffix link leads to the state whose longest member is the longest end of the text that
+    occurred before (the two may overlap). Each state remembers an earlier place where its substrings ended: the most
+    recent one that it was told of, which is the most recent of all unless the text is nested deeply in itself.
+
+    Source: Blumer et al., 1985 (the construction); amortised O(1) per token, memory linear in the text.
+    """
+
+    def __init__(self, token_ids: Iterable[int] = ()) -> None:
+        self.token_ids: list[int] = []
+        self.n_moves = 0  # transitions and links followed or set so far: the work done
+        self._next: list[dict[int, int]] = [{}]
+        self._link: list[int] = [-1]
+        self._length: list[int] = [0]  # of a state's longest member
+        self._end: list[int] = [0]  # tokens up to and with an occurrence of it
+        self._last = 0
+        self._match_end = 0
+        for token_id in token_ids:
+            self.extend(token_id)
+
+    @property
+    def match_length(self) -> int:
+        """Tokens at the text's end that occurred before, as many as possible; 0 where the last token is new."""
+        return self._length[max(0, self._link[self._last])]
+
+    @property
+    def match_end(self) -> int:
+        """Tokens up to the end of that earlier occurrence: what followed it is from here."""
+        return self._match_end
+
+    @property
+    def n_states(self) -> int:
+        """Groups of substrings: at most two per token, and one."""
+        return len(self._link)
+
+    def extend(self, token_id: int) -> None:
+        """Append a token."""
+        new = self._add(self._length[self._last] + 1, len(self.token_ids) + 1, -1, {})
+        self.token_ids.append(token_id)
+        state = self._last
+        while state >= 0 and token_id not in self._next[state]:
+            self._next[state][token_id] = new
+            state = self._link[state]
+            self.n_moves += 1
+        self._link[new] = 0 if state < 0 else self._upto(state, token_id)
+        self._last = new
+        self._freshen(self._link[new])
+
+    def _upto(self, state: int, token_id: int) -> int:
+        """Return the state whose longest member is that of `state` and the token; split it off if need be."""
+        reached = self._next[state][token_id]
+        length = self._length[state] + 1
+        if self._length[reached] == length:
+            return reached
+        clone = self._add(length, self._end[reached], self._link[reached], dict(self._next[reached]))
+        self._link[reached] = clone
+        while state >= 0 and self._next[state].get(token_id) == reached:
+            self._next[state][token_id] = clone
+            state = self._link[state]
+            self.n_moves += 1
+        return clone
+
+    def _add(self, length: int, end: int, link: int, transitions: dict[int, int]) -> int:
+        self._next.append(transitions)
+        self._link.append(link)
+        self._length.append(length)
+        self._end.append(end)
+        self.n_moves += 1 + len(transitions)
+        return len(self._length) - 1
+
+    def _freshen(self, state: int) -> None:
+        """Take the match's earlier place, then note that the text's end is one now, for it and the ends within it."""
+        self._match_end = self._end[state]
+        for _ in range(_FRESHENED):
+            if state <= 0:
+                break
+            self._end[state] = len(self.token_ids)
+            state = self._link[state]
+            self.n_moves += 1
+
+
+def _zeros() -> list[float]:
+    return [0.0] * (LONGEST + 1)
+
+
+@dataclass(slots=True, eq=False)
+class HitRates:
+    """How often the token that followed a match came again, by the match's length.
+
+    Before anything is seen, a match of m tokens is right with chance m / (m + 1), or as often as in `earlier` texts,
+    whose rates learn along.
+    """
+
+    earlier: HitRates | None = None
+    seen: list[float] = field(default_factory=_zeros)
+    hits: list[float] = field(default_factory=_zeros)
+
+    def alone(self) -> HitRates:
+        """Return the same rates, but without the earlier texts, which learn nothing from them."""
+        return HitRates(None, self.seen, self.hits)
+
+    def learn(self, match_length: int, hit: bool) -> None:
+        """Count a match of that length that was right, or was not."""
+        length = min(match_length, LONGEST)
+        if self.seen[length] >= MOST_SEEN:  # old observations fade
+            self.seen[length], self.hits[length] = self.seen[length] / 2, self.hits[length] / 2
+        self.seen[length] += 1
+        self.hits[length] += hit
+        if self.earlier is not None:
+            self.earlier.learn(match_length, hit)
+
+    def rate(self, match_length: int) -> float:
+        """Return the chance that a match of that length is right."""
+        length = min(match_length, LONGEST)
+        if self.earlier is None:
+            prior, weight = length / (length + 1), PRIOR_TOKENS
+        else:
+            prior, weight = self.earlier.rate(match_length), EARLIER_TOKENS
+        return (self.hits[length] + weight * prior) / (self.seen[length] + weight)
+
+
+class Matches:
+    """The committed text with all its matches, and how often a match of which length was right."""
+
+    def __init__(self, earlier: HitRates | None = None) -> None:
+        self.text = SuffixAutomaton()
+        self.rates = HitRates(earlier)
+        self._pairs: dict[tuple[int, int], int] = {}  # two tokens -> where the latest occurrence of both ended
+
+    def read(self, token_ids: Sequence[int], known: bool = False) -> None:
+        """Read what was committed since the last call; the prompt at the first.
+
+        Args: known: what an earlier life of this text has read, so that earlier texts' rates have learnt it.
+        """
+        text, rates = self.text, self.rates.alone() if known else self.rates
+        for token_id in token_ids[len(text.token_ids) :]:
+            if text.match_length:
+                rates.learn(text.match_length, text.token_ids[text.match_end] == token_id)
+            text.extend(token_id)
+            if len(text.token_ids) > 2:  # the pair at the end is no earlier occurrence of itself
+                self._pairs[text.token_ids[-3], text.token_ids[-2]] = len(text.token_ids) - 1
+
+    def at_end(self) -> Cursor:
+        """Return where the committed text's end occurred before."""
+        return Cursor(self, self.text.match_end, self.text.match_length, self.text.token_ids[-1])
+
+    def pair(self, first: int, second: int) -> int | None:
+        """Return where the latest occurrence of two tokens ended, None if there is none."""
+        return self._pairs.get((first, second))
+
+
+class Cursor:
+    """A place in the earlier text that matches the end of the drafted one; moved on by each drafted token."""
+
+    __slots__ = ("_matches", "_place", "last", "length")
+
+    def __init__(self, matches: Matches, place: int, length: int, last: int) -> None:
+        self._matches, self._place, self.length, self.last = matches, place, length, last
+
+    def copy(self) -> Cursor:
+        """Return a cursor that moves on its own."""
+        return Cursor(self._matches, self._place, self.length, self.last)
+
+    @property
+    def token_id(self) -> int | None:
+        """What came next there; None without a match."""
+        known = self._matches.text.token_ids
+        return known[self._place] if self.length and self._place < len(known) else None
+
+    @property
+    def chance(self) -> float:
+        """The chance that it comes next here too."""
+        return self._matches.rates.rate(self.length)
+
+    def move(self, token_id: int) -> None:
+        """Move behind that token: further along the match, or to where the last two tokens occurred last."""
+        if self.token_id == token_id:
+            self._place, self.length = self._place + 1, self.length + 1
+        else:
+            found = self._matches.pair(self.last, token_id)
+            self._place, self.length = (0, 0) if found is None else (found, 2)
+        self.last = token_id
+
+    def ahead(self) -> Iterator[tuple[int, float]]:
+        """Yield what comes next, token by token, each with its chance given those before it."""
+        cursor = self.copy()
+        while (token_id := cursor.token_id) is not None:
+            yield token_id, cursor.chance
+            cursor.move(token_id)
+
+    def guesses(self, most: int, worth: float) -> list[int]:
+        """Return what comes next, up to `most` tokens, while the chance that all of them do is at least `worth`."""
+        chance, found = 1.0, list[int]()
+        for token_id, own in islice(self.ahead(), most):
+            chance *= own
+            if chance < worth:
+                break
+            found.append(token_id)
+        return found
