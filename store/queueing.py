@@ -123,7 +123,7 @@ def expired(session: Session) -> list[tuple[Lease, str | None]]:
     return [(Lease(job, attempt), worker) for job, attempt, worker in session.execute(query)]
 
 
-def lose(session: Session, lease: Lease, worker: str | None) -> bool:
+def expire(session: Session, lease: Lease, worker: str | None) -> bool:
     """End an attempt as `attempt_failed` does, if its lease is still not renewed; whether it was."""
     query = select(JobRow.id).where(JobRow.id == lease.job, JobRow.attempt == lease.attempt).with_for_update()
     found = session.scalar(query.where((JobRow.lease_until < clock_s()) | JobRow.lease_until.is_(None)))

@@ -86,11 +86,11 @@ class Jobs(InTransactions):
     redeliver = writes(queueing.redeliver)
     lock = writes(queueing.take_lock)
     _expired = reads(queueing.expired)
-    _lose = writes(queueing.lose)
+    _expire = writes(queueing.expire)
 
     def expire(self) -> list[Lease]:
         """End every attempt whose lease ran out: its job is queued again, or has failed."""
-        return [lease for lease, worker in self._expired() if self._lose(lease, worker)]
+        return [lease for lease, worker in self._expired() if self._expire(lease, worker)]
 
     # a running attempt
     begin_here = renews(queueing.begin_here)
