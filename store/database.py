@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 import re
 import sqlite3
 import time
@@ -22,6 +21,7 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session
 from sqlalchemy.orm.exc import StaleDataError
 from sqlalchemy.sql.functions import FunctionElement
+from tenacity import retry, retry_if_exception, stop_after_attempt, wait_random
 
 from ..core.errors import StoreError, StoreUnavailable
 from ..core.urls import safe_url
@@ -253,6 +253,12 @@ def _begin(connection: Connection) -> None:
 # --- transactions ---
 
 
+def _met_another(error: BaseException) -> bool:
+    """Return whether a write failed because of another one: both created a row, or each waited for the other's."""
+    gave_way = isinstance(error, OperationalError) and getattr(error.orig, "sqlstate", None) in GAVE_WAY
+    return gave_way or isinstance(error, IntegrityError | StaleDataError)
+
+
 class Transactions:
     """One database, read and written in transactions; threads may share it.
 
@@ -272,17 +278,14 @@ class Transactions:
     def write(self, work: Callable[[Session], T]) -> T:
         """Run `work` in one transaction, again if another one created the same row meanwhile (PostgreSQL only)."""
         with _row_errors(self.url):
-            for _ in range(WRITE_TRIES - 1):
-                try:
-                    return self._write_once(work)
-                except (IntegrityError, StaleDataError):
-                    pass
-                except OperationalError as error:
-                    if getattr(error.orig, "sqlstate", None) not in GAVE_WAY:
-                        raise
-                time.sleep(random.uniform(0, WRITE_PAUSE_S))  # two that gave way to each other must not meet again
             return self._write_once(work)
 
+    @retry(
+        retry=retry_if_exception(_met_another),
+        stop=stop_after_attempt(WRITE_TRIES),
+        wait=wait_random(0, WRITE_PAUSE_S),  # two that gave way to each other must not meet again
+        reraise=True,
+    )
     def _write_once(self, work: Callable[[Session], T]) -> T:
         with Session(self._writer) as session, session.begin():
             return work(session)
