@@ -17,7 +17,7 @@ from ..core.errors import LeaseLost
 from ..core.events import Event, PromptFinished, TaskFinished, TrialsDone
 from ..core.jobs import Lease, Promotion, Wanted
 from .database import clock_s
-from .jobs import Count, add_counts, completion_counts, report, storable
+from .jobs import Count, add_counts, at_attempt, completion_counts, report, storable
 from .plans import add_version, has_best, offer
 from .rows import layer_set_record, trial_row
 from .tables import JobRow, LayerSetRow, OutputRow
@@ -103,7 +103,7 @@ def finish_task(
 
 def _hold(session: Session, lease_s: float, lease: Lease, **values: Any) -> Wanted | None:
     """Renew the lease and change what the attempt may change; what the job is asked to do."""
-    mine = update(JobRow).where(JobRow.id == lease.job, JobRow.attempt == lease.attempt, JobRow.state == "running")
+    mine = update(JobRow).where(at_attempt(lease))
     renewed = mine.values(lease_until=clock_s() + lease_s, **values).returning(JobRow.wanted)
     found = session.execute(renewed.execution_options(synchronize_session=False)).one_or_none()
     if found is None:
@@ -112,7 +112,7 @@ def _hold(session: Session, lease_s: float, lease: Lease, **values: Any) -> Want
 
 
 def _mine(session: Session, lease: Lease, *, locked: bool = False) -> JobRow:
-    query = select(JobRow).where(JobRow.id == lease.job, JobRow.attempt == lease.attempt, JobRow.state == "running")
+    query = select(JobRow).where(at_attempt(lease))
     row = session.scalar(query.with_for_update() if locked else query)
     if row is None:
         raise _lost(lease)

@@ -21,7 +21,7 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session
 from sqlalchemy.orm.exc import StaleDataError
 from sqlalchemy.sql.functions import FunctionElement
-from tenacity import retry, retry_if_exception, stop_after_attempt, wait_random
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random
 
 from ..core.errors import StoreError, StoreUnavailable
 from ..core.urls import safe_url
@@ -31,8 +31,6 @@ T = TypeVar("T")
 WAL_TRIES, WAL_PAUSE_S = 100, 0.02  # to switch a new file's journal while another process uses it
 LOCK_WAIT_S = 30  # seconds that a SQLite write waits for another process's write
 
-WRITE_TRIES = 4  # of a write that met another one creating the same row
-WRITE_PAUSE_S = 0.02  # longest pause before the next try
 GAVE_WAY = ("40001", "40P01")  # PostgreSQL's codes of a transaction given up for another: serialization, deadlock
 
 # Of libpq, where the URL does not say otherwise: a server that vanished is noticed before a job's lease runs out.
@@ -259,6 +257,14 @@ def _met_another(error: BaseException) -> bool:
     return gave_way or isinstance(error, IntegrityError | StaleDataError)
 
 
+WRITE_TRIES = Retrying(
+    retry=retry_if_exception(_met_another),
+    stop=stop_after_attempt(4),
+    wait=wait_random(0, 0.02),  # s: two that gave way to each other must not meet again
+    reraise=True,
+)
+
+
 class Transactions:
     """One database, read and written in transactions; threads may share it.
 
@@ -278,14 +284,8 @@ class Transactions:
     def write(self, work: Callable[[Session], T]) -> T:
         """Run `work` in one transaction, again if another one created the same row meanwhile (PostgreSQL only)."""
         with _row_errors(self.url):
-            return self._write_once(work)
+            return WRITE_TRIES(self._write_once, work)
 
-    @retry(
-        retry=retry_if_exception(_met_another),
-        stop=stop_after_attempt(WRITE_TRIES),
-        wait=wait_random(0, WRITE_PAUSE_S),  # two that gave way to each other must not meet again
-        reraise=True,
-    )
     def _write_once(self, work: Callable[[Session], T]) -> T:
         with Session(self._writer) as session, session.begin():
             return work(session)

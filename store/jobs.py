@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, cast, get_args
 
-from sqlalchemy import func, select, text
+from sqlalchemy import ColumnElement, and_, func, select, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from ..core.errors import LayerSetError, NotFound, StoreError
 from ..core.event_json import event_from_json, event_to_json, event_type
 from ..core.events import Event, PromptFinished
-from ..core.jobs import STATES, Job, JobEvent, JobKind, JobState
+from ..core.jobs import STATES, Job, JobEvent, JobKind, JobState, Lease
 from ..core.times import now
 from ..core.types import Completion, LayerSetRecord
 from .rows import layer_set_record, to_record
@@ -90,6 +90,11 @@ def find(session: Session, job: str, *, locked: bool = False) -> JobRow:
         hint = f" (the nearest is {near[0]})" if near else ""
         raise NotFound(f"no job {job!r} is stored{hint}: `swiftopt jobs list` shows them")
     return row
+
+
+def at_attempt(lease: Lease, state: JobState = "running") -> ColumnElement[bool]:
+    """Match the job's row as long as that attempt is its latest, in that state."""
+    return and_(JobRow.id == lease.job, JobRow.attempt == lease.attempt, JobRow.state == state)
 
 
 def to_jobs(session: Session, found: Sequence[JobRow]) -> list[Job]:

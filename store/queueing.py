@@ -22,7 +22,7 @@ from ..core.jobs import UNFINISHED, Delivery, Job, JobSpec, JobState, Lease
 from ..core.times import now
 from ..core.types import Trial
 from .database import clock_s
-from .jobs import check, count, find, report, save_stream, storable, to_jobs
+from .jobs import at_attempt, check, count, find, report, save_stream, storable, to_jobs
 from .results import trials_by_task
 from .rows import to_row
 from .tables import JobRow, LockRow, StreamRow
@@ -109,7 +109,7 @@ def due(session: Session) -> list[Delivery]:
 def redeliver(session: Session, lost: Delivery) -> Delivery | None:
     """Begin a new attempt in place of one that the queue has lost; None if a worker has it."""
     lease = Lease(lost.job, lost.attempt)
-    if not _change(session, lease, JobRow.state == "queued", attempt=lost.attempt + 1):
+    if not _change(session, lease, "queued", attempt=lost.attempt + 1):
         return None
     count(session, "reconciled", "redelivered")
     return Delivery(lost.job, lost.attempt + 1, lost.queue)
@@ -188,7 +188,7 @@ def _take(session: Session, lease_s: float, lease: Lease, worker: str) -> bool:
     taken = _change(
         session,
         lease,
-        JobRow.state == "queued",
+        "queued",
         state="running",
         worker=worker,
         lease_until=clock_s() + lease_s,
@@ -224,7 +224,7 @@ def end(session: Session, lease: Lease, state: JobState, error: str | None = Non
     ended = _change(
         session,
         lease,
-        JobRow.state == "running",
+        "running",
         state=state,
         error=None if error is None else storable(error),
         wanted=None,
@@ -264,7 +264,7 @@ def attempt_failed(session: Session, lease: Lease, error: str) -> bool:
 
 def _locked(session: Session, lease: Lease) -> JobRow | None:
     """Return the row of a running attempt, locked until the transaction ends; None if the lease was lost."""
-    query = select(JobRow).where(JobRow.id == lease.job, JobRow.attempt == lease.attempt, JobRow.state == "running")
+    query = select(JobRow).where(at_attempt(lease))
     return session.scalar(query.options(WITHOUT_JSON).with_for_update())
 
 
@@ -274,7 +274,7 @@ def _requeue(session: Session, lease: Lease, due_at: ColumnElement[float], why: 
     _change(
         session,
         lease,
-        JobRow.state == "running",
+        "running",
         state="queued",
         attempt=attempt,
         lease_until=None,
@@ -284,7 +284,7 @@ def _requeue(session: Session, lease: Lease, due_at: ColumnElement[float], why: 
     report(session, lease.job, StateChanged("queued", attempt, why))
 
 
-def _change(session: Session, lease: Lease, where: ColumnElement[bool], **values: object) -> bool:
-    """Change the job if it is at that attempt and as expected, and return whether it was."""
-    changed = update(JobRow).where(JobRow.id == lease.job, JobRow.attempt == lease.attempt, where).values(**values)
+def _change(session: Session, lease: Lease, expected: JobState, **values: object) -> bool:
+    """Change the job if it is at that attempt and in the expected state, and return whether it was."""
+    changed = update(JobRow).where(at_attempt(lease, expected)).values(**values)
     return bool(session.execute(changed.execution_options(synchronize_session=False)).rowcount)  # type: ignore[attr-defined]
