@@ -284,7 +284,8 @@ class Transactions:
     def write(self, work: Callable[[Session], T]) -> T:
         """Run `work` in one transaction, again if another one created the same row meanwhile (PostgreSQL only)."""
         with _row_errors(self.url):
-            return WRITE_TRIES(self._write_once, work)
+            answer: T = WRITE_TRIES(self._write_once, work)
+            return answer
 
     def _write_once(self, work: Callable[[Session], T]) -> T:
         with Session(self._writer) as session, session.begin():
