@@ -11,24 +11,19 @@ import torch
 from ..core.errors import SwiftoptError
 from ..core.requests import GenerateRequest
 from ..core.types import Prompt, Sampling
-from ..decoding.draft_models import OtherModel
 from ..decoding.methods import PLAIN, Method
 from ..decoding.session import Session
 from ..models.costs import machine_name
-from ..models.loading import load
 from ..models.runtime import Runtime
 from ..optimizer.search import Search
 from ..store import Store
-from ..tasks.comparison_perplexity import surprise
-from ..tasks.comparison_pieces import PieceMaker
-from ..tasks.energy import EnergyMeter
-from ..tasks.maker import Workshop
-from ..tasks.recipes import DEFAULT_TASK, StoredPieces
-from ..tasks.report import About, Figures, figures
+from ..tasks.compare import first_turns, load_models, task_of
+from ..tasks.measures import EnergyMeter, nll
+from ..tasks.report import Figures, figures
 from ..tasks.requests import BASE
 from ..tasks.runs import Contender, Interleaved, OnRun, Run, decoding_with
 from .ablation_table import ABLATIONS, SCHEMA
-from .ablations import Kit, Variant, variants
+from .ablations import AblationRecipes, Variant, variants
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,16 +52,16 @@ def ablate(
     Missing heads, probes and layer sets are made briefly on the same prompts, as `swiftopt compare` makes them, and not
     kept. A search goes on from prompt to prompt while its variant decodes, and its time counts.
     """
-    runtime, draft = _load(request, draft_model, on_step)
+    runtime, draft = load_models(replace(request, draft_model=draft_model), on_step)
     if store is not None:
         store.remember_model(runtime.info)
-    prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
+    prompts = first_turns(prompts)
     session = Session(runtime, Sampling(), request.max_new_tokens)
     for prompt in prompts:
         session.check(prompt)
-    workshop = Workshop(session, request.model, request.task or _task(prompts), prompts, None, on_step)
-    kit = Kit(PieceMaker(StoredPieces(runtime, store, draft), workshop))
-    made = [_made(variant) for variant in variants(name, kit)]
+    task = request.task or task_of(prompts)
+    recipes = AblationRecipes(session, store, draft, request.model, task, prompts, None, on_step)
+    made = [_made(variant) for variant in variants(name, recipes)]
     able = [Contender(BASE, decoding_with(session, PLAIN))]
     able += [_contender(one, runtime, request.max_new_tokens) for one in made if one.error is None]
     meter = EnergyMeter.of(runtime.device.type, runtime.device.index or 0)
@@ -85,29 +80,10 @@ def ablate(
         "max_new_tokens": request.max_new_tokens,
         "prompts": len(prompts),
         "energy": meter.source,
-        "made": [{"piece": one.piece, "how": one.how} for one in workshop.made],
+        "made": [{"piece": one.piece, "how": one.how} for one in recipes.made],
         "rows": [_row(one, runs, session, prompts) for one in made],
         "interrupted": not finished,
     }
-
-
-def _load(
-    request: GenerateRequest, draft_model: str | None, on_step: Callable[[str], None]
-) -> tuple[Runtime, Runtime | None]:
-    def loaded(name: str) -> Runtime:
-        return load(name, request.dtype, request.device, lambda step: on_step(f"load: {step}"))
-
-    runtime = loaded(request.model)
-    if draft_model is None:
-        return runtime, None
-    draft = loaded(draft_model)
-    OtherModel(draft).check(runtime)
-    return runtime, draft
-
-
-def _task(prompts: Sequence[Prompt]) -> str:
-    tasks = {prompt.task for prompt in prompts}
-    return tasks.pop() if len(tasks) == 1 else DEFAULT_TASK
 
 
 def _made(variant: Variant) -> Made:
@@ -138,23 +114,22 @@ def _row(made: Made, runs: Interleaved, session: Session, prompts: Sequence[Prom
     """A variant's figures with what it varies, and what its search cost."""
     variant = made.variant
     head = {"label": variant.label, "base": variant.base, **variant.values}
-    about = About(
-        variant.label, lossy=made.method is not None and made.method.lossy, predicts_early=made.n_heads is not None
-    )
+    known = Figures(variant.label, lossy=made.method is not None and made.method.lossy, extra_bytes=0)
+    early = made.n_heads is not None
     if made.error is not None:
         return {
             **head,
-            **Figures.missing(about, len(prompts), made.error).to_json(),
+            **known.missing(len(prompts), made.error).to_json(),
             "heads": None,
             "consistency": None,
         }
 
-    def surprise_of(number: int, run: Run) -> float:
-        return surprise(session.runtime, session.encode(prompts[number]), run.token_ids)
+    def nll_of(number: int, run: Run) -> float:
+        return nll(session.runtime, session.encode(prompts[number]), run.token_ids)
 
     own = runs.runs[variant.label]
-    plain = figures(about, own, runs.runs[BASE], len(prompts), surprise_of)
-    base = plain if variant.base == BASE else figures(about, own, runs.runs[variant.base], len(prompts), None)
+    plain = figures(known, own, runs.runs[BASE], len(prompts), nll_of, predicts_early=early)
+    base = plain if variant.base == BASE else figures(known, own, runs.runs[variant.base], len(prompts), None)
     greedy = variant.sampling.greedy and plain.identical is not None
     return {
         **head,

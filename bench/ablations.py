@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -20,8 +20,8 @@ from ..decoding.methods.early_exit import AdaDecodeSettings, AdaSpeedSettings, E
 from ..decoding.ratio import ChainRatio
 from ..models.early_exit import Heads
 from ..optimizer.search import Search
-from ..tasks.comparison_pieces import PieceMaker
-from ..tasks.maker import BRIEF_EPOCHS, HEADS_S
+from ..tasks.making import BRIEF_EPOCHS, HEADS_S, MakingRecipes
+from ..tasks.recipes import Recipes
 from ..training.heads import train_heads
 from ..training.settings import HeadSettings
 
@@ -51,94 +51,89 @@ class Variant:
     heads: Callable[[], Heads] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Kit:
-    """What variants are made of; a piece is looked up or made when the first variant asks for it."""
-
-    maker: PieceMaker
+class AblationRecipes(MakingRecipes):
+    """What variants are built of; a part is looked up or made when the first variant asks for it."""
 
     def method(self, name: str, **told: Any) -> Method:
-        """A method with settings beyond its defaults."""
-        return build(name, self.maker.of(name).parts, method_info(name).settings_from(told))
+        """Build a method with settings beyond its defaults."""
+        return build(name, self.of(name, self.task).parts, method_info(name).settings_from(told))
 
     def search(self, **told: Any) -> Search:
-        """SWIFT's search with those settings, from its start."""
-        runtime, settings = self.maker.stored.runtime, replace(SwiftSettings(), **told)
-        ratio = settings.start_skip_ratio(runtime.info.n_parameters)
-        return Search("", runtime.n_layers, settings, ratio, None)
+        """Start SWIFT's search with those settings."""
+        settings = replace(SwiftSettings(), **told)
+        ratio = settings.start_skip_ratio(self.runtime.info.n_parameters)
+        return Search("", self.runtime.n_layers, settings, ratio, None)
 
     def heads(self) -> Heads:
-        """The task's heads."""
-        return self.maker.heads()[0]
+        """Return the task's heads."""
+        return cast(Heads, self.weights(self.learned("heads", self.task)))
 
     def one_head(self) -> Heads:
-        """The middle one of them."""
+        """Return the middle one of them."""
         heads = self.heads()
         depth = heads.depths[len(heads.depths) // 2]
         return Heads({depth: heads.transforms[depth]}, heads.full)
 
     def original_head(self) -> Heads:
-        """The model's own head at the same depths."""
+        """Return the model's own head at the same depths."""
         return Heads({depth: torch.eye(t.shape[-1]).to(t) for depth, t in self.heads().transforms.items()})
 
     def mixed_heads(self) -> Heads:
-        """Heads that were trained on several streams.
+        """Return heads that were trained on several streams.
 
         Raises: LearnedNotFound: they must be trained first, for that takes the other streams.
         """
-        record = self.maker.stored.learned("heads", MIXED_TASK)
+        record = Recipes.learned(self, "heads", MIXED_TASK)
         if record.task != MIXED_TASK:
             raise LearnedNotFound("no mixed-domain heads are stored: train them with several --stream and --task mixed")
-        return self.maker.stored.heads(record)[0]
+        return cast(Heads, self.weights(record))
 
     def full_heads(self) -> Heads:
-        """Whole heads at the same depths, trained as long as brief ones are."""
-        shop = self.maker.workshop
-        settings = HeadSettings(
-            epochs=BRIEF_EPOCHS, layers=self.heads().depths, full=True, max_new_tokens=shop.session.max_new_tokens
-        )
-        shop.on_step(f"make: whole heads, by {HEADS_S:.0f} s of training")
-        return train_heads(shop.session.runtime, shop.prompts, settings, budget_s=HEADS_S).model
+        """Train whole heads at the same depths, as long as brief ones are."""
+        n_tokens = self.session.max_new_tokens
+        settings = HeadSettings(epochs=BRIEF_EPOCHS, layers=self.heads().depths, full=True, max_new_tokens=n_tokens)
+        self.on_step(f"make: whole heads, by {HEADS_S:.0f} s of training")
+        return train_heads(self.runtime, self.prompts, settings, budget_s=HEADS_S).model
 
 
-def variants(name: str, kit: Kit) -> list[Variant]:
+def variants(name: str, recipes: AblationRecipes) -> list[Variant]:
     """The rows of an ablation, in the paper's order."""
-    return list(_VARIANTS[name](kit))
+    return list(_VARIANTS[name](recipes))
 
 
-def _swift_parts(kit: Kit) -> Iterator[Variant]:
-    yield Variant("SWIFT", kit.search)
-    yield Variant("w/o early stopping", lambda: kit.search(early_stop=False))
-    yield Variant("w/o dynamic verification", lambda: kit.search(dynamic_verification=False))
-    yield Variant("w/o optimisation", lambda: kit.search(optimise=False))
+def _swift_parts(recipes: AblationRecipes) -> Iterator[Variant]:
+    yield Variant("SWIFT", recipes.search)
+    yield Variant("w/o early stopping", lambda: recipes.search(early_stop=False))
+    yield Variant("w/o dynamic verification", lambda: recipes.search(dynamic_verification=False))
+    yield Variant("w/o optimisation", lambda: recipes.search(optimise=False))
 
 
-def _swift_window(kit: Kit) -> Iterator[Variant]:
+def _swift_window(recipes: AblationRecipes) -> Iterator[Variant]:
     for window in WINDOWS:
-        yield Variant(f"γ {window}", _with(kit.search, context_window=window), {"γ": window})
+        yield Variant(f"γ {window}", _with(recipes.search, context_window=window), {"γ": window})
 
 
-def _swift_schedule(kit: Kit) -> Iterator[Variant]:
+def _swift_schedule(recipes: AblationRecipes) -> Iterator[Variant]:
     for steps, every in SCHEDULES:
-        make = _with(kit.search, max_steps=steps, bayes_interval=every)
+        make = _with(recipes.search, max_steps=steps, bayes_interval=every)
         yield Variant(f"S {steps}, β {every}", make, {"S": steps, "β": every})
 
 
-def _swift_ratio(kit: Kit) -> Iterator[Variant]:
+def _swift_ratio(recipes: AblationRecipes) -> Iterator[Variant]:
     for ratio in RATIOS:
-        yield Variant(f"r {ratio}", _with(kit.search, skip_ratio=ratio), {"r": ratio})
+        yield Variant(f"r {ratio}", _with(recipes.search, skip_ratio=ratio), {"r": ratio})
 
 
-def _adadecode_parts(kit: Kit) -> Iterator[Variant]:
+def _adadecode_parts(recipes: AblationRecipes) -> Iterator[Variant]:
     def row(label: str, heads: Callable[[], Heads], verifier: Verifier) -> Variant:
         return Variant(label, lambda: _early(heads(), verifier), heads=heads)
 
-    yield row("AdaDecode", kit.heads, ChainRatio())
-    yield row("w/o verification", kit.heads, Rollback(math.inf))
-    yield row("w/ fixed-layer early prediction", kit.one_head, ChainRatio())
-    yield row("w/ original LM head", kit.original_head, ChainRatio())
-    yield row("w/ mixed-domain LM head", kit.mixed_heads, ChainRatio())
-    yield row("w/ full-parameterized LM head", _once(kit.full_heads), ChainRatio())
+    yield row("AdaDecode", recipes.heads, ChainRatio())
+    yield row("w/o verification", recipes.heads, Rollback(math.inf))
+    yield row("w/ fixed-layer early prediction", recipes.one_head, ChainRatio())
+    yield row("w/ original LM head", recipes.original_head, ChainRatio())
+    yield row("w/ mixed-domain LM head", recipes.mixed_heads, ChainRatio())
+    yield row("w/ full-parameterized LM head", _once(recipes.full_heads), ChainRatio())
 
 
 def _early(heads: Heads, verifier: Verifier) -> Method:
@@ -147,49 +142,49 @@ def _early(heads: Heads, verifier: Verifier) -> Method:
     return Method("adadecode", EarlyDrafter(heads, settings.early_threshold, settings.max_early), verifier)
 
 
-def _adadecode_threshold(kit: Kit) -> Iterator[Variant]:
+def _adadecode_threshold(recipes: AblationRecipes) -> Iterator[Variant]:
     for threshold in EARLY_THRESHOLDS:
-        make = _with(kit.method, "adadecode", early_threshold=threshold)
-        yield Variant(f"γ {threshold}", make, {"γ": threshold}, heads=kit.heads)
+        make = _with(recipes.method, "adadecode", early_threshold=threshold)
+        yield Variant(f"γ {threshold}", make, {"γ": threshold}, heads=recipes.heads)
 
 
-def _mtad_threshold(kit: Kit) -> Iterator[Variant]:
+def _mtad_threshold(recipes: AblationRecipes) -> Iterator[Variant]:
     for threshold in JOINT_THRESHOLDS:
-        make = _with(kit.method, "mtad", acceptance_threshold=threshold)
+        make = _with(recipes.method, "mtad", acceptance_threshold=threshold)
         yield Variant(f"τ {threshold}", make, {"τ": threshold}, Sampling(temperature=1.0))
 
 
-def _mtad_beams(kit: Kit) -> Iterator[Variant]:
+def _mtad_beams(recipes: AblationRecipes) -> Iterator[Variant]:
     for beams in BEAMS:
-        make = _with(kit.method, "mtad", beam_width=beams)
+        make = _with(recipes.method, "mtad", beam_width=beams)
         yield Variant(f"{beams} beams", make, {"beams": beams}, Sampling(temperature=1.0))
 
 
-def _mtad_warp(kit: Kit) -> Iterator[Variant]:
+def _mtad_warp(recipes: AblationRecipes) -> Iterator[Variant]:
     for k, p in WARPS:
         warp, values = Sampling(temperature=1.0, top_k=k, top_p=p), {"k": k, "p": p}
         yield Variant(f"multinomial, k {k}, p {p}", lambda: PLAIN, values, warp)
-        yield Variant(f"SpD, k {k}, p {p}", _with(kit.method, "spd"), values, warp)
-        yield Variant(f"MTAD, k {k}, p {p}", _with(kit.method, "mtad", top_k=k, top_p=p), values, warp)
+        yield Variant(f"SpD, k {k}, p {p}", _with(recipes.method, "spd"), values, warp)
+        yield Variant(f"MTAD, k {k}, p {p}", _with(recipes.method, "mtad", top_k=k, top_p=p), values, warp)
 
 
-def _adaspeed(kit: Kit) -> Iterator[Variant]:
+def _adaspeed(recipes: AblationRecipes) -> Iterator[Variant]:
     for words, sampling in (("greedy", Sampling()), ("top-p", TOP_P)):
         base, values = f"LayerSkip, {words}", {"decoding": words}
         rows: dict[str, Callable[[], Method]] = {
-            "LayerSkip": _with(kit.method, "layerskip"),
-            "Draft & Verify": lambda: _marginal(kit),
-            "AdaSPEED (no probe)": _with(kit.method, "adaspeed"),
-            "AdaSPEED (probe)": _with(kit.method, "adaspeed-probe"),
+            "LayerSkip": _with(recipes.method, "layerskip"),
+            "Draft & Verify": lambda: _marginal(recipes),
+            "AdaSPEED (no probe)": _with(recipes.method, "adaspeed"),
+            "AdaSPEED (probe)": _with(recipes.method, "adaspeed-probe"),
         }
         for label, make in rows.items():
             yield Variant(f"{label}, {words}", make, values, sampling, base)
 
 
-def _marginal(kit: Kit) -> Method:
+def _marginal(recipes: AblationRecipes) -> Method:
     """Draft & Verify's rule, each step's own probability against the threshold, on AdaSPEED's early exit."""
     settings = AdaSpeedSettings()
-    model = early_exit(kit.maker.of("adaspeed").parts, settings.exit_layer)
+    model = early_exit(recipes.of("adaspeed", recipes.task).parts, settings.exit_layer)
     return Method("draft-verify", ChainDrafter(model, StopRule.adaptive(settings), sampled=True), ChainRatio())
 
 
@@ -209,7 +204,7 @@ def _once(make: Callable[[], Heads]) -> Callable[[], Heads]:
     return get
 
 
-_VARIANTS: dict[str, Callable[[Kit], Iterator[Variant]]] = {
+_VARIANTS: dict[str, Callable[[AblationRecipes], Iterator[Variant]]] = {
     "swift-parts": _swift_parts,
     "swift-window": _swift_window,
     "swift-schedule": _swift_schedule,

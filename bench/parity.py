@@ -27,6 +27,7 @@ from ..core.records import load_record
 from ..core.settings import SwiftSettings
 from ..core.streams import read_stream
 from ..core.types import LayerSet, Prompt, Sampling, n_skipped_for, searchable
+from ..decoding.hf import hf_generate
 from ..decoding.loop import completion_text
 from ..decoding.methods import PLAIN, Method, Resources, build, swift
 from ..decoding.methods.adaptive import AdaptiveSettings
@@ -35,7 +36,6 @@ from ..models.costs import SMALLEST_BUCKET, machine_name, measure_costs, with_fo
 from ..models.loading import load
 from ..models.rows import Rows
 from ..models.runtime import Runtime
-from .decode import hf_generate
 
 SKIP_RATIOS = (0.2, 0.45, 0.7)  # of the random sets, in turn
 MARGIN_ROWS = 8  # rows of the wide pass that the one-row logits are held against

@@ -6,13 +6,16 @@ from typing import Any
 
 import click
 
+from ..core.errors import SettingsError
 from ..core.requests import GenerateRequest
 from ..core.streams import read_stream
-from ..decoding.methods import METHODS as METHOD_INFOS
+from ..decoding.methods import METHODS
+from ..tasks.requests import EARLIER_NAMES, PEERS
 from .bench_ablate import ablate
 from .bench_peers import peers
 from .bench_search import search, stream_shift
 from .bench_throughput import throughput
+from .compare import show_run
 from .options import (
     PresetGroup,
     check_model,
@@ -26,15 +29,8 @@ from .options import (
     read_layer_set,
     speed_option,
 )
-from .output import emit_json, note, note_load, show
+from .output import emit_json, note_load, show
 
-METHODS = (
-    *METHOD_INFOS,
-    "best",
-    "hf-plain",
-    "hf-lookup",
-    "hf-assistant",
-)  # those of bench/decode.py, which imports torch
 COMPARED = ("plain", "swift", "hf-plain", "hf-lookup")
 
 
@@ -61,7 +57,7 @@ bench.add_command(stream_shift)
 @click.option("--task", help="Whose stored layer set to use.  [default: each prompt's own task]")
 @click.option("--layer-set", "layer_set_file", metavar="FILE", help="Draft with this exported layer set.")
 @click.option("--methods", default=",".join(COMPARED), show_default=True, help="What to compare.")
-@click.option("--assistant", metavar="MODEL", help="The smaller model that drafts for hf-assistant.")
+@click.option("--assistant", metavar="MODEL", help="The smaller model that drafts for hf-assisted.")
 @click.option("--limit", type=positive, help="Take only the first prompts of the stream.")
 @click.option("--ignore-eos", is_flag=True, help="Go on behind stop tokens, so that every completion has full length.")
 @machine_options(GenerateRequest)
@@ -82,9 +78,9 @@ def decode(
     """Decode every prompt with every method, interleaved in one process, greedily.
 
     `swift` drafts with the task's stored layer set or the given one; with neither it searches while it decodes, and
-    the time of that counts. `best` is what the task's stored plan says; other methods of `swiftopt compare` run with
-    what is stored for them. `hf-plain`, `hf-lookup` and `hf-assistant` are transformers' own generate: alone, with
-    prompt lookup, with --assistant drafting.
+    that time counts. `best` is what the task's stored plan says; the other methods of `swiftopt compare` run with what
+    is stored for them. `hf-plain`, `hf-lookup` and `hf-assisted` are transformers' own generate: alone, with prompt
+    lookup, with --assistant drafting.
 
     \b
     Example:
@@ -93,8 +89,10 @@ def decode(
     prompts = read_stream(stream, options["task"], limit)
     record = read_layer_set(layer_set_file) if layer_set_file else None
     request = pick(GenerateRequest, {**options, "layer_set": record})
-    chosen = [word.strip() for word in methods.split(",")]
-    check_words("method", chosen, METHODS)
+    chosen = [EARLIER_NAMES.get(word.strip(), word.strip()) for word in methods.split(",")]
+    check_words("method", chosen, (*METHODS, "best", *PEERS))
+    if "hf-assisted" in chosen and assistant is None:
+        raise SettingsError("hf-assisted drafts with a smaller model: name one with --assistant")
     check_model(request)
 
     from ..bench.decode import run_methods
@@ -109,16 +107,11 @@ def decode(
         drafting = (
             None if assistant is None else load(assistant, request.dtype, request.device, note_load, request.speed)
         )
-        report = run_methods(runtime, prompts, chosen, request, store, _show_run, drafting, ignore_eos)
+        report = run_methods(runtime, prompts, chosen, request, store, show_run, drafting, ignore_eos)
     if as_json:
         emit_json(report)
     else:
         _show_table(report)
-
-
-def _show_run(method: str, number: int, n_prompts: int, timed: Any) -> None:
-    speed = timed.tokens / timed.seconds
-    note(f"prompt {number + 1} of {n_prompts}, {method}: {timed.tokens} tokens, {speed:.1f} tok/s")
 
 
 def _show_table(report: dict[str, Any]) -> None:

@@ -164,7 +164,7 @@ def stream_shift(stream: str, prompts: int, png: str | None, as_json: bool, **va
     from ..models.costs import with_formats
     from ..models.loading import load
     from ..optimizer.draft_format import prepared
-    from ..tasks.stored_costs import stored_costs
+    from ..tasks.recipes import stored_costs
     from .charts import draw_stream_shift
 
     runtime = load(request.model, request.dtype, request.device, note_load, request.speed)

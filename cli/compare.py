@@ -11,6 +11,7 @@ from ..core.requests import GenerateRequest
 from ..core.streams import STDIN, read_stream
 from ..core.types import Prompt, Sampling
 from ..decoding.methods import METHODS
+from ..tasks.requests import PEERS, CompareRequest, chosen_methods, parse_settings
 from .options import (
     check_model,
     db_option,
@@ -27,6 +28,11 @@ from .output import console, note, present, show
 
 OTHERS = 32  # prompts behind --limit that brief searches and trainings look at
 
+
+def _names(lossy: bool) -> str:
+    return ", ".join(name for name, info in METHODS.items() if info.lossy is lossy)
+
+
 method_options = together(
     click.option("--methods", default="all", show_default=True, help="all, or names from the list below, by commas."),
     click.option("--draft-model", metavar="MODEL", help="A smaller model with the same tokenizer, for drafts."),
@@ -36,16 +42,11 @@ method_options = together(
     ),
 )
 
-
-def _names(lossy: bool) -> str:
-    return ", ".join(info.name for info in METHODS.values() if info.lossy == lossy)
-
-
 HELP = f"""Run decoding methods by turns on the same prompts; the best lossless one becomes the task's plan.
 
 What a method needs and the database lacks (a layer set, heads, a probe) is made first, within about a minute and
 outside the timing. plain always runs, for the others are measured against it. Methods: {_names(lossy=False)}, and the
-lossy {_names(lossy=True)}. hf-plain, hf-lookup and hf-assisted are transformers' own.
+lossy {_names(lossy=True)}. {", ".join(PEERS)} are transformers' own.
 
 \b
 Example:
@@ -78,8 +79,6 @@ def compare(
     as_json: bool,
     **options: Any,
 ) -> None:
-    from ..tasks.requests import CompareRequest, chosen_methods, parse_settings
-
     chosen = chosen_methods(methods, lossless)
     values = {"methods": chosen, "settings": parse_settings(assignments, chosen), "keep": not no_store}
     request = pick(CompareRequest, {**options, **values, "sampling": pick(Sampling, options)})
@@ -88,12 +87,11 @@ def compare(
     if request.draft_model is not None:
         check_model(pick(GenerateRequest, {**options, "model": request.draft_model}))
 
-    from ..bench.decode import hf_generate
     from ..tasks.compare import Comparison
     from .charts import draw_comparison
 
     with open_store(db) as store:
-        report = Comparison(request, prompts, store, others, hf_generate, note, _show_run).run()
+        report = Comparison(request, prompts, store, others, note, show_run).run()
     present(report, as_json, _show_table, png, draw_comparison)
     if report["interrupted"]:
         raise KeyboardInterrupt
@@ -116,6 +114,7 @@ def _prompts(stream: str, task: str | None, limit: int | None) -> tuple[list[Pro
         return prompts, []
 
 
-def _show_run(method: str, number: int, n_prompts: int, timed: Any) -> None:
+def show_run(method: str, number: int, n_prompts: int, timed: Any) -> None:
+    """Note the speed of one method on one prompt (0-based)."""
     speed = timed.tokens / timed.seconds
     note(f"prompt {number + 1} of {n_prompts}, {method}: {timed.tokens} tokens, {speed:.1f} tok/s")

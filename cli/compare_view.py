@@ -1,4 +1,4 @@
-"""A comparison as a table for a person; pure functions over the object that `--json` prints."""
+"""Render a comparison as a table; pure functions over the object that `--json` prints."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .render import heading, number, ratio, size
 
 Row = Mapping[str, Any]
 LOSSY = "≈"
-ROOMY = 116  # columns from which on the table has everything
+ROOMY = 116  # columns of a terminal that shows all but one column of the table
 
 
 def comparison_view(report: Row, width: int) -> RenderableType:
-    """Table, remarks, and what became the plan."""
+    """Return the table, remarks, and the resulting plan."""
     rows = [row for row in report["results"] if row["ratio"] is not None]
     lossy = any(row["lossy"] for row in rows)
     remarks = [f"{LOSSY} lossy: the output may differ from the model's own"] if lossy else []
@@ -39,7 +39,7 @@ def comparison_view(report: Row, width: int) -> RenderableType:
 
 
 def comparison_table(rows: Sequence[Row], width: int, energy: bool) -> Table:
-    """Methods by ratio, lossy ones below a line; with fewer columns where `width` has no room for all."""
+    """Return the methods by ratio, lossy ones below a line; `width` decides which columns are shown."""
     columns = [column for column in _columns(energy) if width >= column[2]]
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     for name, _, _ in columns:
@@ -56,7 +56,7 @@ def comparison_table(rows: Sequence[Row], width: int, energy: bool) -> Table:
 
 
 def plan_words(report: Row) -> str:
-    """What became the plan of the model's task, or why nothing did."""
+    """Describe the resulting plan of the task, or why there is none."""
     plan, standing, where = report["plan"], report["standing"], f"{report['model']}/{report['task']}"
     if report["interrupted"]:
         return f"interrupted: {where} keeps the plan it had"
@@ -88,7 +88,7 @@ def _reason(row: Row) -> str:
 
 
 def _columns(energy: bool) -> list[tuple[str, Callable[[Row], str], int]]:
-    """(heading, cell, columns of terminal from which on it is shown)."""
+    """Return (heading, cell, least columns of a terminal that shows it)."""
     columns: list[tuple[str, Callable[[Row], str], int]] = [
         ("method", lambda row: f"{row['method']} {LOSSY}" if row["lossy"] else row["method"], 0),
         ("tok/s", lambda row: number(row["tok_s"], 1), 0),

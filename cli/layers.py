@@ -118,7 +118,7 @@ def search(
     request = pick(GenerateRequest, {**values, "sampling": pick(Sampling, values)})
     check_model(request)
 
-    from ..tasks.self_sd import search_offline, typical_ratio
+    from ..tasks.making import search_offline, typical_ratio
 
     def show_candidate(number: int, candidate: Any) -> None:
         skipped = candidate.layer_set.n_skipped

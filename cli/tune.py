@@ -88,7 +88,7 @@ def _tune_here(request: TuneRequest, db: str | None, as_json: bool) -> None:
     if request.out is None:  # decided here, so that a run cut short can tell where its completions are
         request = replace(request, out=str(default_output(request.stream)))
 
-    from ..tasks.run import run_tuning
+    from ..tasks.tune import run_tuning
 
     with open_store(db) as store:
         progress = TuneProgress(console(stderr=True))
@@ -110,11 +110,11 @@ def _tune_through_queue(
     request: TuneRequest, prompts: Sequence[Prompt], backend: Backend, queue: str, detach: bool, as_json: bool
 ) -> None:
     """Submit the job, and follow it to its end unless it is to be left alone."""
-    from ..tasks.outputs import CompletionWriter, default_output
+    from ..tasks.outputs import LineWriter, default_output
 
     out = Path(request.out) if request.out is not None else default_output(request.stream)
     if request.out is not None:
-        with CompletionWriter(out):  # a file that cannot be written is reported before the job begins
+        with LineWriter(out):  # a file that cannot be written is reported before the job begins
             pass
     if not _may_be_on_workers_only(request.model):
         check_model(request)
@@ -130,9 +130,9 @@ def _tune_through_queue(
             note(f"note: {reason}")
         ended = result_of(backend, client, job)
         completions = client.jobs.outputs(job.id)
-        with CompletionWriter(out) as writer:
+        with LineWriter(out) as writer:
             for event in completions:
-                writer.write(event.prompt, event.completion)
+                writer.write_completion(event.prompt, event.completion)
         commands = [use_command(sent, task, backend) for task in ended.tasks]
         show_tuned(sent.model, job.id, str(out), client.database, ended.tasks, commands, as_json)
 

@@ -33,6 +33,7 @@ from .loop import decoding
 from .methods import Method, swift
 from .methods.adaptive import AdaptiveSettings, adaptive
 from .rule import TokenRule
+from .session import Session
 
 KEPT = "_swiftopt"  # under which a model object has what its calls share
 
@@ -150,3 +151,21 @@ def _layer_set(given: LayerSet | LayerSetRecord | str | Path | None) -> tuple[La
         return given, SwiftSettings()
     record = given if isinstance(given, LayerSetRecord) else load_record(Path(given))
     return record.layer_set, SwiftSettings.from_json(record.settings)
+
+
+def hf_generate(session: Session, token_ids: Sequence[int], max_new_tokens: int, **options: Any) -> tuple[int, ...]:
+    """Decode with transformers' own greedy `generate`, on the same model object and with the same stop tokens.
+
+    Args: options: further ones of `generate`, such as `assistant_model`.
+    """
+    model: Any = session.runtime.hf_model
+    inputs = torch.tensor([token_ids], device=session.runtime.device)
+    out = model.generate(
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=sorted(session.ending(1).stop_token_ids) or None,
+        **options,
+    )
+    return tuple(out[0, len(token_ids) :].tolist())

@@ -1,39 +1,53 @@
-"""Methods side by side on one stream: what they need is found or made, they run by turns, and the best is the plan."""
+"""Compare methods on one stream: find or make their parts, run them by turns, and make the best one the task's plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
 from .. import __version__
+from ..core.errors import SwiftoptError
+from ..core.requests import GenerateRequest
 from ..core.times import now
 from ..core.types import Prompt
 from ..decoding.draft_models import OtherModel
+from ..decoding.hf import hf_generate
+from ..decoding.methods import Method, build, method_info
 from ..decoding.session import Session
+from ..decoding.verify import TargetWalk
 from ..models.costs import machine_name
 from ..models.loading import load
 from ..models.runtime import Runtime
 from ..store import Store
-from .comparison_entry import Entry, Generate, about, contender, enter
-from .comparison_perplexity import surprise
-from .comparison_pieces import PieceMaker
-from .comparison_plan import with_plan
-from .energy import EnergyMeter
-from .maker import Made, Workshop
-from .recipes import DEFAULT_TASK, StoredPieces
-from .report import SCHEMA, About, Figures, by_ratio, figures
-from .requests import BASE, CompareRequest
-from .runs import Interleaved, OnRun, Run
+from .making import MakingRecipes
+from .measures import EnergyMeter, buffer_bytes, held_bytes, nll
+from .recipes import DEFAULT_TASK, Recipe
+from .report import SCHEMA, Figures, by_ratio, figures, with_plan
+from .requests import BASE, PEERS, CompareRequest
+from .runs import Contender, Decoded, Interleaved, OnRun, Run, decoding_with
+
+LOOKUP_TOKENS = 10  # prompt_lookup_num_tokens of hf-lookup, the value of transformers' documentation
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """One method of the comparison, or a peer where `method` is None; `error` says why it cannot run at all."""
+
+    name: str
+    method: Method | None = None
+    recipe: Recipe | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
 
 
 class Comparison:
     """A comparison from loading to report.
 
     Args: others: prompts that are not compared, which brief searches and trainings may see; without any they see the
-          compared ones. peer: runs the methods of PEERS.
+          compared ones.
     """
 
     def __init__(
@@ -42,82 +56,71 @@ class Comparison:
         prompts: Sequence[Prompt],
         store: Store | None,
         others: Sequence[Prompt] = (),
-        peer: Generate | None = None,
         on_step: Callable[[str], None] = lambda words: None,
         on_run: OnRun | None = None,
     ) -> None:
-        self.request, self.store, self.on_step, self.on_run, self.peer = request, store, on_step, on_run, peer
-        self.prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
-        self.others = [replace(prompt, turns=prompt.turns[:1]) for prompt in others]
-        tasks = {prompt.task for prompt in self.prompts}
-        self.task = request.task or (tasks.pop() if len(tasks) == 1 else DEFAULT_TASK)
-        self._surprises: dict[tuple[int, tuple[int, ...]], float] = {}
+        self.request, self.store, self.on_step, self.on_run = request, store, on_step, on_run
+        self.prompts, self.others = first_turns(prompts), first_turns(others)
+        self.task = request.task or task_of(self.prompts)
+        self._nll: dict[tuple[int, tuple[int, ...]], float] = {}
 
     def run(self) -> dict[str, Any]:
-        """The object that `swiftopt compare --json` prints; `interrupted` if Ctrl-C came while methods ran.
+        """Return the object that `swiftopt compare --json` prints; `interrupted` if Ctrl-C came while methods ran.
 
         Raises: InvalidInput: the draft model's tokenizer is not the target's, or a prompt does not fit.
         """
         request = self.request
-        runtime = self._load(request.model)
-        draft = self._load_draft(runtime)
+        runtime, draft = load_models(request, self.on_step)
         if self.store is not None:
             self.store.remember_model(runtime.info)
         session = Session(runtime, request.sampling, request.max_new_tokens)
         n_positions = max(session.check(prompt) for prompt in self.prompts)
         keep = self.store if request.keep else None
-        workshop = Workshop(session, request.model, self.task, self.others or self.prompts, keep, self.on_step)
-        maker = PieceMaker(StoredPieces(runtime, self.store, draft, self.on_step), workshop)
-        entries = [enter(name, maker, request.settings.get(name, {})) for name in request.methods]
-        able = [contender(entry, session, draft, self.peer) for entry in entries if entry.error is None]
+        recipes = MakingRecipes(
+            session, self.store, draft, request.model, self.task, self.others or self.prompts, keep, self.on_step
+        )
+        entries = [enter(name, recipes, request.settings.get(name, {})) for name in request.methods]
+        able = [contender(entry, session, draft) for entry in entries if entry.error is None]
         meter = EnergyMeter.of(runtime.device.type, runtime.device.index or 0)
         runs = Interleaved(able, self.prompts, meter, self.on_run)
         finished = runs.run()
         if finished:
             self.on_step("perplexity of the outputs under the model")
-        rows = [
-            self._row(entry, about(entry, session, draft, n_positions), runs, session if finished else None)
-            for entry in entries
-        ]
-        report = self._report(by_ratio(rows), runtime, workshop.made, meter.source, finished)
-        pieces = {entry.name: entry.pieces for entry in entries if entry.pieces is not None}
-        return with_plan(report, rows, pieces, runtime.info.fingerprint, keep)
+        rows = [self._row(entry, runs, session, draft, n_positions, finished) for entry in entries]
+        report = self._report(by_ratio(rows), runtime, recipes, meter.source, finished)
+        used = {entry.name: entry.recipe for entry in entries if entry.recipe is not None}
+        return with_plan(report, rows, used, runtime.info.fingerprint, keep)
 
-    def _load(self, name: str) -> Runtime:
-        request = self.request
-        return load(
-            name, request.dtype, request.device, lambda step: self.on_step(f"load: {step}"), speed=request.speed
-        )
-
-    def _load_draft(self, runtime: Runtime) -> Runtime | None:
-        request = self.request
-        if request.draft_model is None:
-            return None
-        draft = self._load(request.draft_model)
-        OtherModel(draft).check(runtime)
-        return draft
-
-    def _row(self, entry: Entry, known: About, runs: Interleaved, session: Session | None) -> Figures:
-        """`session` computes perplexities; None: Ctrl-C came, and nobody wants to wait for them."""
+    def _row(
+        self, entry: Entry, runs: Interleaved, session: Session, draft: Runtime | None, n_positions: int, finished: bool
+    ) -> Figures:
+        """Return the entry's row, without perplexities if Ctrl-C came: they take time."""
+        known = about(entry, session, draft, n_positions)
         if entry.error is not None:
-            return Figures.missing(known, len(self.prompts), entry.error)
+            return known.missing(len(self.prompts), entry.error)
 
-        def surprise_of(number: int, run: Run) -> float:
-            assert session is not None
+        def nll_of(number: int, run: Run) -> float:
             key = number, run.token_ids
-            if key not in self._surprises:
-                prompt_ids = session.encode(self.prompts[number])
-                self._surprises[key] = surprise(session.runtime, prompt_ids, run.token_ids)
-            return self._surprises[key]
+            if key not in self._nll:
+                self._nll[key] = nll(session.runtime, session.encode(self.prompts[number]), run.token_ids)
+            return self._nll[key]
 
         own, base = runs.runs[entry.name], runs.runs[BASE]
-        row = figures(known, own, base, len(self.prompts), None if session is None else surprise_of)
-        if session is not None and row.reason is None and row.prompts < row.of:
+        row = figures(
+            known,
+            own,
+            base,
+            len(self.prompts),
+            nll_of if finished else None,
+            keeps_tokens=_keeps_tokens(entry, session),
+            predicts_early=entry.method is not None and "heads" in method_info(entry.name).needs,
+        )
+        if finished and row.reason is None and row.prompts < row.of:
             return replace(row, reason="for it is less than half as fast as plain decoding")
         return row
 
     def _report(
-        self, rows: Sequence[Figures], runtime: Runtime, made: Sequence[Made], energy: str | None, finished: bool
+        self, rows: Sequence[Figures], runtime: Runtime, recipes: MakingRecipes, energy: str | None, finished: bool
     ) -> dict[str, Any]:
         request = self.request
         return {
@@ -135,8 +138,97 @@ class Comparison:
             "prompts": len(self.prompts),
             "base": BASE,
             "energy": energy,
-            "made": [{"piece": one.piece, "how": one.how, "seconds": round(one.seconds, 1)} for one in made],
+            "made": [{"piece": one.piece, "how": one.how, "seconds": round(one.seconds, 1)} for one in recipes.made],
             "made_on": "other prompts" if self.others else "the compared prompts",
             "results": [row.to_json() for row in rows],
             "interrupted": not finished,
         }
+
+
+def first_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Cut chats to their first turn, so that all methods decode the same ids."""
+    return [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
+
+
+def task_of(prompts: Sequence[Prompt]) -> str:
+    """Return the task of the prompts; the default one where they have several."""
+    tasks = {prompt.task for prompt in prompts}
+    return tasks.pop() if len(tasks) == 1 else DEFAULT_TASK
+
+
+def load_models(
+    request: CompareRequest | GenerateRequest, on_step: Callable[[str], None]
+) -> tuple[Runtime, Runtime | None]:
+    """Load the target and, if the request names one, the draft model.
+
+    Raises: InvalidInput: the draft model's tokenizer is not the target's.
+    """
+
+    def loaded(name: str) -> Runtime:
+        return load(name, request.dtype, request.device, lambda step: on_step(f"load: {step}"), speed=request.speed)
+
+    runtime = loaded(request.model)
+    if request.draft_model is None:
+        return runtime, None
+    draft = loaded(request.draft_model)
+    OtherModel(draft).check(runtime)
+    return runtime, draft
+
+
+def enter(name: str, recipes: MakingRecipes, told: Mapping[str, Any]) -> Entry:
+    """Build a method; `told` are settings that replace its defaults, or those stored with its layer set."""
+    if name in PEERS:
+        return Entry(name)
+    try:
+        recipe = recipes.of(name, recipes.task, settings=told)
+        settings = method_info(name).settings_from({**recipe.settings, **told})
+        return Entry(name, build(name, recipe.parts, settings), recipe, settings.to_json())
+    except SwiftoptError as error:
+        return Entry(name, error=str(error))
+
+
+def contender(entry: Entry, session: Session, draft: Runtime | None) -> Contender:
+    """Return the entry as something to run."""
+    if entry.method is None:
+        return peer(entry.name, session, draft)
+    return Contender(entry.name, decoding_with(session, entry.method))
+
+
+def peer(name: str, session: Session, draft: Runtime | None) -> Contender:
+    """Return transformers' own decoding, of the PEERS; `draft` drafts for "hf-assisted"."""
+    options: dict[str, Any] = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if name == "hf-lookup" else {}
+    if name == "hf-assisted" and draft is not None:
+        options = {"assistant_model": draft.hf_model}
+
+    def run(prompt: Prompt) -> Decoded:
+        return hf_generate(session, session.encode(prompt), session.room(prompt), **options), None
+
+    return Contender(name, run)
+
+
+def about(entry: Entry, session: Session, draft: Runtime | None, n_positions: int) -> Figures:
+    """Return the entry's row with what is known without its runs; call it after them, for memory taken while running.
+
+    Args: n_positions: of the longest prompt and completion together.
+    """
+    if entry.name in PEERS:
+        size = draft.info.n_parameters if entry.name == "hf-assisted" and draft is not None else 0
+        return Figures(entry.name, PEERS[entry.name], extra_parameters=size)
+    info = method_info(entry.name)
+    known = Figures(entry.name, info.title, info.lossy, settings=entry.settings)
+    if entry.method is None or entry.recipe is None:
+        return known
+    parts, runtime = entry.recipe.parts, session.runtime
+    trained = [part.n_parameters for part in (parts.heads, parts.probe) if part is not None]
+    drafting = parts.draft_runtime
+    extra = buffer_bytes(entry.method, runtime, drafting, n_positions, session.max_new_tokens)
+    return replace(
+        known,
+        extra_parameters=sum(trained) + (0 if drafting is None else drafting.info.n_parameters),
+        extra_bytes=held_bytes(entry.method, runtime) + extra,
+    )
+
+
+def _keeps_tokens(entry: Entry, session: Session) -> bool:
+    """Whether it emits plain decoding's very tokens: when sampling, a ratio test uses the seed's draws differently."""
+    return session.sampling.greedy or entry.method is None or isinstance(entry.method.verifier, TargetWalk)

@@ -19,7 +19,7 @@ from ..models.loading import load
 from ..models.runtime import Runtime
 from ..models.saved import no_step
 from ..store import Store
-from .recipes import Pieces, StoredPieces
+from .recipes import Recipe, Recipes
 
 MEMORY_SHARE = 0.5  # of what is free, that keys and values may take
 
@@ -148,31 +148,31 @@ class Planner:
             return PLAIN, replace(info, method="plain", record=None, note=note)
 
     def _insisted(self, name: str, task: str, found: FoundPlan | None) -> tuple[Method, GenerateInfo]:
-        """A method by name, with the plan's own pieces where the plan is of that method."""
+        """A method by name, with the plan's own recipe where the plan is of that method."""
         same = found if found is not None and found.plan.method == name else None
         plan = Plan(name, self.request.layer_set) if same is None else same.plan
-        pieces = self._pieces(name, task, plan)
-        info = GenerateInfo(name, pieces.layer_set)
-        if pieces.layer_set is not None:
-            info = replace(info, version=pieces.layer_set.version, verdict=pieces.layer_set.verdict)
+        recipe = self._recipe(name, task, plan)
+        info = GenerateInfo(name, recipe.layer_set)
+        if recipe.layer_set is not None:
+            info = replace(info, version=recipe.layer_set.version, verdict=recipe.layer_set.verdict)
         if same is not None:
             info = replace(info, version=same.version, verdict=same.plan.verdict, fallback=same.fallback)
-        return self._build(plan, pieces), info
+        return self._build(plan, recipe), info
 
     def _built(self, name: str, task: str, plan: Plan) -> Method:
-        return self._build(plan, self._pieces(name, task, plan))
+        return self._build(plan, self._recipe(name, task, plan))
 
-    def _pieces(self, name: str, task: str, plan: Plan) -> Pieces:
+    def _recipe(self, name: str, task: str, plan: Plan) -> Recipe:
         draft_model = self.request.draft_model or plan.draft_model
         draft = self._draft(draft_model) if draft_model and method_info(name).drafts_with_model else None
-        stored = StoredPieces(self.runtime, self.store, draft, self._on_step)
+        stored = Recipes(self.runtime, self.store, draft, self._on_step)
         return stored.of(name, task, self.request.layer_set or plan.layer_set, plan.learned, plan.settings)
 
-    def _build(self, plan: Plan, pieces: Pieces) -> Method:
+    def _build(self, plan: Plan, recipe: Recipe) -> Method:
         if plan.method == "swift" and self.request.settings is not None:
-            return build("swift", pieces.parts, self.request.settings)
-        settings = method_info(plan.method).settings_from(plan.settings or pieces.settings)
-        return build(plan.method, pieces.parts, settings)
+            return build("swift", recipe.parts, self.request.settings)
+        settings = method_info(plan.method).settings_from(plan.settings or recipe.settings)
+        return build(plan.method, recipe.parts, settings)
 
     def _draft(self, name: str) -> Runtime:
         if name not in self._drafts:

@@ -1,4 +1,4 @@
-"""Parts of a task that runs as a job: its description, its lease, and waiting for the database."""
+"""Resources of a task that runs as a job: its description, its lease, and waiting for the database."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from ..models.runtime import Runtime
 from ..models.saved import no_step
 from ..store import Store
 from .generate import Generated, Planner, TextAdded, as_planned, memory_for_texts
-from .run import TuneResult, run_tuning
+from .tune import TuneResult, run_tuning
 
 DEFAULT_TASK = "default"
 

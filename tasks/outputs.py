@@ -1,4 +1,4 @@
-"""Completions on disk, one JSON object per line, each flushed when it is finished."""
+"""Files of completions, one JSON object per line, each flushed when it is written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..core.types import Completion, Prompt
 
 
 def default_output(stream: str) -> Path:
-    """Where completions go when the caller names no file: the user's data folder, named by stream and time."""
+    """Return where completions go by default: the user's data folder, named by stream and time."""
     stem = "stdin" if stream == "-" else Path(stream).stem
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
     folder = Path(platformdirs.user_data_dir("swiftopt")) / "completions"
@@ -25,11 +25,11 @@ def default_output(stream: str) -> Path:
 
 
 class LineWriter:
-    """Adds whole lines to a file, each on its way to the disk when `write` returns.
+    """Append whole lines to a file, unbuffered.
 
-    Without `append` an old content is dropped when the first line comes, not before: a run that ends early spares it.
+    Without `append` the old content is dropped when the first line comes: a run that ends before that keeps it.
 
-    Raises: OutputError: the file cannot be opened or written; lines written before stay, and no half line follows them.
+    Raises: OutputError: the file cannot be opened or written; earlier lines stay, and no partial line follows them.
     """
 
     def __init__(self, path: Path, append: bool = True) -> None:
@@ -44,7 +44,7 @@ class LineWriter:
             raise OutputError(f"cannot write completions to {path}: {reason}; choose another --out") from error
 
     def write(self, line: str) -> None:
-        """Add one line."""
+        """Append one line."""
         size = os.fstat(self._file.fileno()).st_size
         rest = memoryview(f"{line}\n".encode())
         try:
@@ -62,6 +62,10 @@ class LineWriter:
             ) from error
         self.n_written += 1
 
+    def write_completion(self, prompt: Prompt, completion: Completion) -> None:
+        """Append a completion as one JSON object."""
+        self.write(output_line(prompt, completion))
+
     def __enter__(self) -> Self:
         return self
 
@@ -69,26 +73,3 @@ class LineWriter:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
-
-
-class CompletionWriter:
-    """Appends completions to a file of JSON lines.
-
-    Raises: OutputError: as `LineWriter`.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lines = LineWriter(path)
-
-    def write(self, prompt: Prompt, completion: Completion) -> None:
-        """Add one completion."""
-        self._lines.write(output_line(prompt, completion))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._lines.__exit__(kind, value, trace)

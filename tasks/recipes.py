@@ -1,30 +1,33 @@
-"""What methods need beyond the model, looked up for a task: layer sets, heads, probes."""
+"""Stored parts of methods for a task: layer sets, heads, probes, and what passes cost on this machine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..core.costs import CostProfile
 from ..core.errors import LayerSetError, LayerSetNotFound, LearnedNotFound
 from ..core.learned import LearnedKind, LearnedRecord
 from ..core.plans import AS_FOUND
 from ..core.types import LayerSet, LayerSetRecord
 from ..decoding.methods import Resources, method_info
 from ..decoding.methods.adaptive import AdaptiveSettings
+from ..models.costs import context_bucket, machine_name, measure_costs, with_formats
 from ..models.early_exit import Heads, Probe, heads_from_bytes, probe_from_bytes
 from ..models.runtime import Runtime
 from ..models.saved import no_step
 from ..store import Store
-from .stored_costs import stored_costs
+from .job import patiently
 
 DEFAULT_TASK = "default"
-TYPICAL_POSITIONS = 512  # of a request, which costs are measured at where no stream says how long its texts are
+KINDS: tuple[LearnedKind, ...] = ("heads", "probe")
+TYPICAL_POSITIONS = 512  # of a request, at which costs are measured where no stream says how long its texts are
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pieces:
-    """What one method is built of, the stored records of it, and the settings that come with its layer set."""
+class Recipe:
+    """The parts of one method, the stored records among them, and the settings that come with its layer set."""
 
     parts: Resources
     layer_set: LayerSetRecord | None = None
@@ -32,8 +35,8 @@ class Pieces:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-class StoredPieces:
-    """Finds what was stored for a model's tasks; weights are read once."""
+class Recipes:
+    """Finds the stored parts of methods on one model; weights are read once."""
 
     def __init__(
         self,
@@ -52,12 +55,13 @@ class StoredPieces:
         layer_set: LayerSetRecord | None = None,
         learned: LearnedRecord | None = None,
         settings: Mapping[str, Any] = {},
-    ) -> Pieces:
-        """The pieces of a method, those that are given or else the task's own; costs are those that `settings` need.
+    ) -> Recipe:
+        """Return the recipe of a method, of the given records or else the task's own.
 
-        Adaptive drafts take what was tuned for them, unless `settings` name the format of their weights.
+        Adaptive drafts take the layer set that was tuned for them, unless `settings` name the format of their weights;
+        their costs are those of the formats that `settings` need.
 
-        Raises: LayerSetNotFound, LearnedNotFound: one is needed and not stored. LayerSetError: the set is another
+        Raises: LayerSetNotFound, LearnedNotFound: a part is needed and not stored. LayerSetError: the set is another
                 model's.
         """
         info = method_info(name)
@@ -66,21 +70,22 @@ class StoredPieces:
                 layer_set = self._newest(name, task)
             own = None if layer_set is None else self._own(layer_set)
             found = AS_FOUND if own is not None and own.found_for == name else {}
-            return Pieces(self._with_costs(own, info.settings_from({**found, **settings})), own, settings=found)
-        skips = "layer_set" in info.needs or (info.drafts_with_model and self.draft_runtime is None)
-        if skips:
-            layer_set = self._own(layer_set or self.layer_set(name, task))
-        heads = probe = None
-        if "heads" in info.needs:
-            heads, learned = self.heads(learned or self.learned("heads", task))
-        if "probe" in info.needs:
-            probe, learned = self.probe(learned or self.learned("probe", task))
-        draft = self.draft_runtime if info.drafts_with_model else None
-        skipped = layer_set.layer_set if skips and layer_set is not None else None
-        found = layer_set.settings if name == "swift" and layer_set is not None else {}
-        return Pieces(
-            Resources(self.runtime, skipped, heads, probe, draft), layer_set if skips else None, learned, found
+            return Recipe(self._with_costs(own, info.settings_from({**found, **settings})), own, settings=found)
+        record = None
+        if "layer_set" in info.needs or (info.drafts_with_model and self.draft_runtime is None):
+            record = self._own(layer_set or self.layer_set(name, task))
+        weights: dict[str, Any] = {}
+        for kind in KINDS:
+            if kind in info.needs:
+                learned = learned or self.learned(kind, task)
+                weights[kind] = self.weights(learned)
+        parts = Resources(
+            self.runtime,
+            None if record is None else record.layer_set,
+            draft_runtime=self.draft_runtime if info.drafts_with_model else None,
+            **weights,
         )
+        return Recipe(parts, record, learned, record.settings if name == "swift" and record is not None else {})
 
     def _with_costs(self, record: LayerSetRecord | None, settings: AdaptiveSettings) -> Resources:
         layer_set = LayerSet(self.runtime.n_layers) if record is None else record.layer_set
@@ -89,11 +94,11 @@ class StoredPieces:
         return Resources(self.runtime, layer_set, costs=costs)
 
     def layer_set(self, name: str, task: str) -> LayerSetRecord:
-        """The newest set for the task: Self-SD's own for "self-sd", SWIFT's for all others.
+        """Return the newest set for the task: Self-SD's own for "self-sd", SWIFT's for all others.
 
         Raises: LayerSetNotFound: there is none.
         """
-        record = self._newest("self-sd" if name == "self-sd" else "swift", task)
+        record = self._newest(searched_by(name), task)
         if record is not None:
             return record
         command = "layers search" if name == "self-sd" else "tune --method swift --draft-format stored"
@@ -103,7 +108,7 @@ class StoredPieces:
         )
 
     def _newest(self, method: str, task: str) -> LayerSetRecord | None:
-        """The task's newest set that was found for a method, whatever its verdict; that of the default task else."""
+        """Return the task's newest set that was found for a method, whatever its verdict, else the default task's."""
         fingerprint = self.runtime.info.fingerprint
         for each in dict.fromkeys((task, DEFAULT_TASK)) if self.store is not None else ():
             assert self.store is not None
@@ -115,7 +120,7 @@ class StoredPieces:
         return None
 
     def learned(self, kind: LearnedKind, task: str) -> LearnedRecord:
-        """The newest heads or probe for the task.
+        """Return the record of the newest heads or probe for the task.
 
         Raises: LearnedNotFound: there are none.
         """
@@ -123,25 +128,19 @@ class StoredPieces:
             raise LearnedNotFound(f"no database to look {kind} up in: pass --db")
         return self.store.learned(self.runtime.info.fingerprint, task, kind)
 
-    def heads(self, record: LearnedRecord) -> tuple[Heads, LearnedRecord]:
-        """The weights of stored heads."""
-        key = ("heads", record.task, record.version)
-        if key not in self._weights:
-            assert self.store is not None
-            self._weights[key] = heads_from_bytes(self.store.weights(record), self.runtime)
-        found = self._weights[key]
-        assert isinstance(found, Heads)
-        return found, record
+    def weights(self, record: LearnedRecord) -> Heads | Probe:
+        """Return the weights of heads or of a probe.
 
-    def probe(self, record: LearnedRecord) -> tuple[Probe, LearnedRecord]:
-        """The weights of a stored probe."""
-        key = ("probe", record.task, record.version)
+        Raises: InvalidInput: they are another model's.
+        """
+        key = weights_key(record)
         if key not in self._weights:
             assert self.store is not None
-            self._weights[key] = probe_from_bytes(self.store.weights(record), self.runtime)
-        found = self._weights[key]
-        assert isinstance(found, Probe)
-        return found, record
+            data = self.store.weights(record)
+            self._weights[key] = (
+                heads_from_bytes(data, self.runtime) if record.kind == "heads" else probe_from_bytes(data, self.runtime)
+            )
+        return self._weights[key]
 
     def _own(self, record: LayerSetRecord) -> LayerSetRecord:
         if record.fingerprint is not None and record.fingerprint != self.runtime.info.fingerprint:
@@ -150,3 +149,36 @@ class StoredPieces:
                 f" {self.runtime.info.fingerprint}: tune it first, or export a set of this model"
             )
         return record
+
+
+def weights_key(record: LearnedRecord) -> tuple[str, str, int | None]:
+    """Return what distinguishes the weights of one model."""
+    return record.kind, record.task, record.version
+
+
+def searched_by(method: str) -> str:
+    """Return the method whose search finds layer sets for `method`: Self-SD has its own, all others take SWIFT's."""
+    return "self-sd" if method == "self-sd" else "swift"
+
+
+def stored_costs(
+    runtime: Runtime,
+    store: Store | None,
+    n_positions: int,
+    on_step: Callable[[str], None] | None = None,
+    formats: Iterable[str] = (),
+) -> CostProfile:
+    """Return the model's cost profile on this machine with the named formats, measured once and stored.
+
+    Waits for a database that is away; without one nothing is stored.
+
+    Raises: StoreUnavailable: it stayed away.
+    """
+    bucket = min(context_bucket(n_positions), runtime.max_positions)
+    key = (runtime.info.fingerprint, machine_name(runtime), runtime.dtype_name, bucket)
+    found = None if store is None else patiently(lambda: store.cost_profile(*key))
+    costs = found or replace(measure_costs(runtime, bucket, on_step), context_bucket=bucket)
+    costs = with_formats(runtime, costs, formats, on_step)
+    if store is not None and costs is not found:
+        patiently(lambda: store.save_cost_profile(costs))
+    return costs

@@ -1,36 +1,23 @@
-"""From runs to figures: one row per method against plain decoding, and which of them becomes the plan."""
+"""Report of a comparison: one row of figures per method against plain decoding, and the plan that follows from it."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..core.types import Completion
+from ..core.errors import LayerSetNotFound
+from ..core.types import Completion, FoundPlan, Plan
+from ..decoding.methods import METHODS
 from ..optimizer.verdict import bootstrap_interval, resampled, speed, speed_ratio
+from ..store import Store
+from .recipes import Recipe
+from .requests import BASE
 from .runs import Run, Runs
 
 SCHEMA = "swiftopt.compare/1"
-
-
-@dataclass(frozen=True, slots=True)
-class About:
-    """What is known of a method without running it.
-
-    `keeps_tokens`: it emits the very tokens of plain decoding, also from the same seed. `extra_bytes` are tensors
-    beside the target's own weights and buffer.
-    """
-
-    name: str
-    title: str = ""
-    lossy: bool = False
-    keeps_tokens: bool = True
-    predicts_early: bool = False
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    extra_parameters: int | None = 0
-    extra_bytes: int | None = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +25,11 @@ class Figures:
     """One row of the comparison; None where nothing was measured.
 
     `prompts` of `of` were decoded; `ratio` and `identical` are against plain decoding of the same prompts. α, M and
-    `passes_per_token` (of the target, prefill apart) are of all completions together. `perplexity` is that of the
-    output under the target itself; its ratio and that one's interval over prompts are to plain decoding's.
-    `early_share`: tokens that were predicted at an intermediate layer and stood; `rejected_share`: those of the early
-    predictions, among the ones judged, that the last layer contradicted. `reason` says why figures are missing.
+    `passes_per_token` (of the target, without prefill) are over all completions. `perplexity` is that of the output
+    under the target itself; its ratio and the ratio's interval over prompts are to plain decoding's. `early_share`:
+    share of tokens accepted from an intermediate layer; `rejected_share`: share of the verified early predictions that
+    the last layer contradicted. `extra_bytes`: tensors beside the target's weights and buffer. `reason`: why there are
+    no figures, or not of all prompts.
     """
 
     method: str
@@ -70,35 +58,40 @@ class Figures:
     reason: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return dataclasses.asdict(self)
 
-    @classmethod
-    def missing(cls, about: About, n_prompts: int, reason: str) -> Figures:
-        """The row of a method that has no figures."""
-        return cls(about.name, about.title, about.lossy, of=n_prompts, settings=about.settings, reason=reason)
+    def missing(self, n_prompts: int, reason: str) -> Figures:
+        """Return the row without any figures."""
+        return replace(self, of=n_prompts, reason=reason, extra_parameters=None, extra_bytes=None)
 
 
 def figures(
-    about: About, own: Runs, base: Runs, n_prompts: int, surprise: Callable[[int, Run], float] | None
+    known: Figures,
+    own: Runs,
+    base: Runs,
+    n_prompts: int,
+    nll: Callable[[int, Run], float] | None,
+    keeps_tokens: bool = True,
+    predicts_early: bool = False,
 ) -> Figures:
-    """A method's row from its runs and those of plain decoding.
+    """Fill in a method's row from its runs and those of plain decoding.
 
-    Args: surprise: (prompt number, run) -> -log probability of the run's tokens under the target, summed; None leaves
-          the perplexity out.
+    Args: known: the row with what is known without running the method. nll: (prompt number, run) -> negative
+          log-likelihood of the run's tokens under the target; None leaves the perplexity out. keeps_tokens: the method
+          emits the very tokens of plain decoding, also when sampling from the same seed. predicts_early: its drafts are
+          predictions at an intermediate layer.
     """
     shared = [number for number in own.by_prompt if number in base.by_prompt]
     if not shared:
-        return Figures.missing(about, n_prompts, own.error or "interrupted before its first prompt was done")
+        return known.missing(n_prompts, own.error or "interrupted before its first prompt was done")
     runs, plain = [own.by_prompt[i] for i in shared], [base.by_prompt[i] for i in shared]
     timed, slow = [run.timed for run in runs], [run.timed for run in plain]
     n_tokens = sum(run.tokens for run in timed)
     joules = [run.joules for run in runs if run.joules is not None]
     spent = sum(joules) if len(joules) == len(runs) else 0.0
-    return Figures(
-        about.name,
-        about.title,
-        about.lossy,
+    return replace(
+        known,
         prompts=len(shared),
         of=n_prompts,
         tokens=n_tokens,
@@ -106,22 +99,17 @@ def figures(
         tok_s=speed(timed),
         ratio=speed_ratio(timed, slow),
         ratio_interval=bootstrap_interval(timed, slow) if len(shared) > 1 else None,
-        **_counts([run.completion for run in runs if run.completion is not None], about),
-        identical=_identical(runs, plain) if about.keeps_tokens else None,
-        **_perplexities(shared, own, base, surprise) if surprise else {},
-        extra_parameters=about.extra_parameters,
-        extra_bytes=about.extra_bytes,
+        **_counts([run.completion for run in runs if run.completion is not None], predicts_early),
+        identical=_identical(runs, plain) if keeps_tokens else None,
+        **_perplexities(shared, own, base, nll) if nll else {},
         joules_per_token=spent / n_tokens if spent and n_tokens else None,
-        settings=about.settings,
         reason=own.error,
     )
 
 
-def _perplexities(
-    shared: Sequence[int], own: Runs, base: Runs, surprise: Callable[[int, Run], float]
-) -> dict[str, Any]:
-    """Perplexity of the output, and its ratio to plain decoding's with an interval over prompts."""
-    pairs = [[(surprise(i, run), run.timed.tokens) for run in (own.by_prompt[i], base.by_prompt[i])] for i in shared]
+def _perplexities(shared: Sequence[int], own: Runs, base: Runs, nll: Callable[[int, Run], float]) -> dict[str, Any]:
+    """Return the perplexity of the output and its ratio to plain decoding's, with an interval over prompts."""
+    pairs = [[(nll(i, run), run.timed.tokens) for run in (own.by_prompt[i], base.by_prompt[i])] for i in shared]
 
     def perplexity(picks: Sequence[int], side: int) -> float:
         nats, tokens = (sum(pairs[i][side][part] for i in picks) for part in (0, 1))
@@ -144,12 +132,12 @@ def _identical(runs: Sequence[Run], plain: Sequence[Run]) -> int:
     return sum(a.token_ids == b.token_ids for a, b in zip(runs, plain, strict=True))
 
 
-def _counts(completions: Sequence[Completion], about: About) -> dict[str, Any]:
-    """The figures that are made of the loop's own counts; none where another loop decoded."""
+def _counts(completions: Sequence[Completion], predicts_early: bool) -> dict[str, Any]:
+    """Return the figures made of the decoding loop's counts; none where another loop decoded."""
     drafted, accepted = sum(done.drafted for done in completions), sum(done.accepted for done in completions)
     passes, decoded = sum(d.target_passes for d in completions), sum(d.n_tokens - d.first_tokens for d in completions)
     refused = sum(d.refused for d in completions)
-    early = about.predicts_early and decoded > 0
+    early = predicts_early and decoded > 0
     return {
         "acceptance_rate": accepted / drafted if drafted else None,
         "mean_generated_length": decoded / passes if passes else None,
@@ -160,11 +148,82 @@ def _counts(completions: Sequence[Completion], about: About) -> dict[str, Any]:
 
 
 def best_of(rows: Sequence[Figures]) -> Figures | None:
-    """The fastest lossless method whose whole interval lies above 1; None: plain decoding is the plan."""
+    """Return the fastest lossless method whose whole interval lies above 1; None: plain decoding is the plan."""
     sure = [row for row in rows if not row.lossy and row.ratio_interval is not None and row.ratio_interval[0] > 1]
     return max(sure, key=lambda row: row.ratio or 0.0, default=None)
 
 
 def by_ratio(rows: Sequence[Figures]) -> list[Figures]:
-    """Fastest first, those without figures last."""
+    """Sort the rows, fastest first, those without figures last."""
     return sorted(rows, key=lambda row: -math.inf if row.ratio is None else row.ratio, reverse=True)
+
+
+def with_plan(
+    report: Mapping[str, Any],
+    rows: Sequence[Figures],
+    recipes: Mapping[str, Recipe],
+    fingerprint: str,
+    store: Store | None,
+) -> dict[str, Any]:
+    """Return the report with its plan, both stored if there is a store; an interrupted comparison makes no plan.
+
+    The current plan, if of a method that did not run, stays `best` where it was measured to be faster.
+    """
+    plan = None if report["interrupted"] else plan_of(report, rows, recipes)
+    found, standing = None, None
+    ran = [row.method for row in rows if row.ratio is not None]
+    if store is not None and plan is not None:
+        standing = _standing(report, fingerprint, plan, ran, store)
+        found = store.add_plan(fingerprint, report["task"], plan, promote=standing is None)
+    whole = {
+        **report,
+        "plan": None if plan is None else _plan_json(plan, None if found is None else found.version),
+        "standing": None if standing is None else _plan_json(standing.plan, standing.version),
+        "stored": store is not None and bool(ran),
+    }
+    if store is not None and ran:
+        where = report["task"], report["device"], report["dtype"]
+        store.add_comparison(fingerprint, *where, whole, report["created_at"])
+    return whole
+
+
+def plan_of(report: Mapping[str, Any], rows: Sequence[Figures], recipes: Mapping[str, Recipe]) -> Plan:
+    """Return the plan: the best lossless method of this package with its parts, or plain decoding."""
+    best = best_of([row for row in rows if row.method in METHODS])
+    if best is None:
+        return Plan(BASE, verdict="plain", device=report["device"], dtype=report["dtype"])
+    return Plan(
+        best.method,
+        recipes[best.method].layer_set,
+        best.settings,
+        "use",
+        recipes[best.method].learned,
+        report["draft_model"] if METHODS[best.method].drafts_with_model else None,
+        best.ratio,
+        best.ratio_interval,
+        report["device"],
+        report["dtype"],
+    )
+
+
+def _standing(
+    report: Mapping[str, Any], fingerprint: str, plan: Plan, ran: Sequence[str], store: Store
+) -> FoundPlan | None:
+    """Return the plan that stays: for this very task, device and dtype, of a method that did not run, and faster."""
+    try:
+        found = store.lookup(fingerprint, report["task"], report["device"], report["dtype"])
+    except LayerSetNotFound:
+        return None
+    faster = (found.plan.measured_speedup or 1.0) > (plan.measured_speedup or 1.0)
+    stays = found.fallback is None and found.plan.verdict == "use" and faster and found.plan.method not in ran
+    return found if stays else None
+
+
+def _plan_json(plan: Plan, version: int | None) -> dict[str, Any]:
+    return {
+        "method": plan.method,
+        "verdict": plan.verdict,
+        "version": version,
+        "measured_speedup": plan.measured_speedup,
+        "measured_interval": plan.measured_interval,
+    }

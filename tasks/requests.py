@@ -1,4 +1,4 @@
-"""What `swiftopt compare` is asked for, checked before any model is loaded; no torch."""
+"""Request of `swiftopt compare`, checked before any model is loaded; no torch."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ PEERS: Mapping[str, str] = {
     "hf-lookup": "transformers, prompt lookup",
     "hf-assisted": "transformers, draft model",
 }
+EARLIER_NAMES = {"hf-assistant": "hf-assisted"}  # as the result files of earlier versions have them
 
 
 @dataclass(frozen=True, slots=True)
 class CompareRequest:
-    """Run `methods` side by side on the same prompts; `plain`, which the others are measured against, always runs.
+    """Compare `methods` on the same prompts; `plain`, which the others are measured against, always runs.
 
-    `methods` are names of `decoding.methods` or of PEERS; `settings` what some are told beyond their defaults; `task`
-    names the plan (None: the stream's task, or "default" where it holds several). `keep` stores the report, the plan
-    and what had to be made for it.
+    `methods` are names of METHODS or PEERS; `settings`, by method, replace defaults; `task` names the plan (None: the
+    stream's task, or "default" where it holds several). `keep` stores the report, the plan and what had to be made.
     """
 
     model: str
@@ -51,7 +51,7 @@ class CompareRequest:
 
 
 def chosen_methods(words: str, lossless: bool = False) -> tuple[str, ...]:
-    """The methods that a list such as "swift,spd" or "all" names, `plain` first, each once.
+    """Parse a list of methods such as "swift,spd" or "all"; `plain` comes first, and each once.
 
     With `lossless`, "all" means those that keep the target's own output.
 
@@ -72,9 +72,9 @@ def chosen_methods(words: str, lossless: bool = False) -> tuple[str, ...]:
 
 
 def parse_settings(assignments: Iterable[str], methods: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Values by method and name, from words such as "mtad.beam_width=8".
+    """Parse settings such as "mtad.beam_width=8" into values by method and name.
 
-    Raises: SettingsError: a word is none, its method is not compared, or the method refuses the value.
+    Raises: SettingsError: a word has another form, its method is not compared, or the method refuses the value.
     """
     found: dict[str, dict[str, Any]] = {}
     for words in assignments:
@@ -91,7 +91,7 @@ def parse_settings(assignments: Iterable[str], methods: Sequence[str]) -> dict[s
 
 
 def _value(text: str) -> Any:
-    """A number, true, false or null (also "none"); anything else stays text."""
+    """Parse a number, true, false or null (also "none"); anything else stays text."""
     try:
         return None if text.lower() == "none" else json.loads(text)
     except json.JSONDecodeError:

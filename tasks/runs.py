@@ -14,7 +14,7 @@ from ..decoding.methods import Method
 from ..decoding.session import Session
 from ..optimizer.search import Search
 from ..optimizer.verdict import Timed
-from .energy import EnergyMeter
+from .measures import EnergyMeter
 
 WARM_UP_TOKENS = 4
 SLOWEST = 2.0  # times plain decoding's whole time that a method may take
@@ -80,10 +80,11 @@ def first_turn(session: Session, prompt: Prompt, method: Method, search: Search 
 
 
 class Interleaved:
-    """Runs the contenders, the first of which is the base, in an order that rotates from prompt to prompt.
+    """Run the contenders, the first of which is the base, in an order that rotates from prompt to prompt.
 
     One that takes more than SLOWEST times the base's time stops after as many prompts as fit in that, FEWEST at least.
-    One that fails is left out from there on, with what it said; where the base fails, the error is raised.
+    One that fails runs no further and its error is recorded; the base's is raised. With `complete` every contender
+    decodes every prompt, and any error is raised.
     """
 
     def __init__(
@@ -92,9 +93,9 @@ class Interleaved:
         prompts: Sequence[Prompt],
         meter: EnergyMeter | None = None,
         on_run: OnRun | None = None,
-        slowest: float = SLOWEST,
+        complete: bool = False,
     ) -> None:
-        self.contenders, self.prompts, self.slowest = list(contenders), list(prompts), slowest
+        self.contenders, self.prompts, self.complete = list(contenders), list(prompts), complete
         self.meter = meter or EnergyMeter(())
         self.on_run = on_run
         self.base = contenders[0].name
@@ -117,10 +118,10 @@ class Interleaved:
     def affordable(self, name: str) -> int:
         """Prompts that a contender may decode, by its speed until now."""
         own, base = self.runs[name], self.runs[self.base]
-        if not own.by_prompt or not base.by_prompt or name == self.base:
+        if self.complete or not own.by_prompt or not base.by_prompt or name == self.base:
             return len(self.prompts)
         per_prompt = own.seconds / len(own.by_prompt)
-        allowed = self.slowest * len(self.prompts) * base.seconds / len(base.by_prompt)
+        allowed = SLOWEST * len(self.prompts) * base.seconds / len(base.by_prompt)
         return max(FEWEST, int(allowed / per_prompt))
 
     def _guarded(self, name: str, work: Callable[[], object]) -> None:
@@ -129,7 +130,7 @@ class Interleaved:
         try:
             work()
         except SwiftoptError as error:
-            if name == self.base:
+            if self.complete or name == self.base:
                 raise
             self.runs[name].error = str(error)
 

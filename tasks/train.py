@@ -1,4 +1,4 @@
-"""The runner behind `heads train` and `probe train`: loads, collects, trains, stores."""
+"""Train heads or a probe for a model and task, and store them: what `heads train` and `probe train` run."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import __version__
-from ..core.learned import LearnedRecord
+from ..core.learned import LearnedKind, LearnedRecord
 from ..core.streams import stream_sha256
 from ..core.times import now
 from ..core.types import Prompt
-from ..models.early_exit import Heads, Probe, heads_to_bytes, probe_to_bytes
+from ..models.early_exit import heads_to_bytes, probe_to_bytes
 from ..models.loading import load
 from ..models.runtime import Runtime
 from ..models.saved import cache_root
@@ -40,97 +40,63 @@ def train(
     on_step: OnStep,
     on_load: Callable[[str], None] | None = None,
 ) -> LearnedRecord:
-    """Train as asked, or go on with what was cut; the record as stored.
+    """Train as requested, from the checkpoint of an earlier run that was cut short; return the stored record.
 
-    Raises: SwiftoptError: as the parts raise it.
+    Raises: SettingsError: a layer is out of range. InvalidInput: the stream or its completions are too short.
+            OutputError: the checkpoint cannot be written.
     """
-    runtime = load(request.model, request.dtype, request.device, on_load)
-    settings = request.settings
-    at = (
-        settings.depths(runtime.n_layers) if isinstance(settings, HeadSettings) else (settings.depth(runtime.n_layers),)
-    )
+    runtime, settings = load(request.model, request.dtype, request.device, on_load), request.settings
+    kind: LearnedKind = "heads" if isinstance(settings, HeadSettings) else "probe"
+    at = settings.depths(runtime.n_layers) if isinstance(settings, HeadSettings) else [settings.depth(runtime.n_layers)]
     store.remember_model(runtime.info)
     values = {**settings.to_json(), "dtype": runtime.dtype_name}
+    stream = stream_sha256(prompts)
     identity = {
         "fingerprint": runtime.info.fingerprint,
         "dtype": runtime.dtype_name,
-        "stream": stream_sha256(prompts),
+        "stream": stream,
         "depths": list(at),
         "max_new_tokens": settings.max_new_tokens,
     }
-    kind = "heads" if isinstance(settings, HeadSettings) else "probe"
     kept = Checkpoint(cache_root() / "training", identity, {**values, "kind": kind})
-    record = _trained(runtime, request, prompts, on_step, kept, store, values)
+    trained: Trained[Any] = (
+        train_heads(runtime, prompts, settings, on_step, kept=kept)
+        if isinstance(settings, HeadSettings)
+        else train_probe(runtime, prompts, settings, on_step, kept=kept)
+    )
+    record = record_of(kind, runtime, request.model, request.task, trained, values, stream)
+    record = store_trained(store, record, trained)
     kept.remove()
     return record
 
 
-def _trained(
-    runtime: Runtime,
-    request: TrainRequest,
-    prompts: Sequence[Prompt],
-    on_step: OnStep,
-    kept: Checkpoint,
-    store: Store,
-    values: Mapping[str, Any],
-) -> LearnedRecord:
-    settings = request.settings
-    if isinstance(settings, HeadSettings):
-        heads = train_heads(runtime, prompts, settings, on_step, kept=kept)
-        return keep_heads(store, runtime, request.model, request.task, prompts, heads, values)
-    probe = train_probe(runtime, prompts, settings, on_step, kept=kept)
-    return keep_probe(store, runtime, request.model, request.task, prompts, probe, values)
-
-
-def keep_heads(
-    store: Store,
+def record_of(
+    kind: LearnedKind,
     runtime: Runtime,
     model: str,
     task: str,
-    prompts: Sequence[Prompt],
-    trained: Trained[Heads],
-    settings: Mapping[str, Any],
-) -> LearnedRecord:
-    """Store trained heads; the model must have been remembered."""
-    record = _record("heads", runtime, model, task, prompts, trained, settings, trained.model.n_parameters)
-    return store.add_learned(record, heads_to_bytes(trained.model, record))
-
-
-def keep_probe(
-    store: Store,
-    runtime: Runtime,
-    model: str,
-    task: str,
-    prompts: Sequence[Prompt],
-    trained: Trained[Probe],
-    settings: Mapping[str, Any],
-) -> LearnedRecord:
-    """Store a trained probe; the model must have been remembered."""
-    record = _record("probe", runtime, model, task, prompts, trained, settings, trained.model.n_parameters)
-    return store.add_learned(record, probe_to_bytes(trained.model, record))
-
-
-def _record(
-    kind: Any,
-    runtime: Runtime,
-    model: str,
-    task: str,
-    prompts: Sequence[Prompt],
     trained: Trained[Any],
     settings: Mapping[str, Any],
-    n_parameters: int,
+    stream: str | None = None,
 ) -> LearnedRecord:
+    """Describe what was trained for a task of the model, under the name that the caller used for it."""
     return LearnedRecord(
         kind=kind,
         model=model,
         task=task,
         fingerprint=runtime.info.fingerprint,
         depths=trained.depths,
-        n_parameters=n_parameters,
+        n_parameters=trained.model.n_parameters,
         settings=dict(settings),
         figures=trained.figures,
         curve=trained.curve,
-        stream_sha256=stream_sha256(prompts),
+        stream_sha256=stream,
         swiftopt_version=__version__,
         created_at=now(),
     )
+
+
+def store_trained(store: Store, record: LearnedRecord, trained: Trained[Any]) -> LearnedRecord:
+    """Store record and weights; the model must have been remembered. Returns the record with its version."""
+    to_bytes: Callable[[Any, LearnedRecord], bytes] = heads_to_bytes if record.kind == "heads" else probe_to_bytes
+    return store.add_learned(record, to_bytes(trained.model, record))

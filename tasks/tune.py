@@ -1,23 +1,27 @@
-"""One attempt of a tuning job: what the optimizer reports becomes checkpoints, and what people ask becomes steps."""
+"""Tune a stream, here or as an attempt of a queued job: write the events, keep checkpoints, obey the job's verbs."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
-from dataclasses import replace
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from os import getpid
+from pathlib import Path
 from statistics import median
 from time import monotonic
 from typing import Any
 
 from .. import __version__
 from ..core.costs import CostProfile
-from ..core.errors import LeaseLost
+from ..core.errors import JobCancelled, JobFailed, LeaseLost, SettingsError, SwiftoptError
 from ..core.event_json import event_to_json
 from ..core.events import Event, PhaseChanged, Progress, PromptFinished, TaskFinished, TrialsDone
 from ..core.formats import AUTO
 from ..core.jobs import Promotion, Wanted
 from ..core.requests import TuneRequest
 from ..core.settings import SwiftSettings
+from ..core.streams import read_stream
 from ..core.times import now
 from ..core.types import LayerSetRecord, Prompt
 from ..decoding.engine import exhaust
@@ -26,18 +30,66 @@ from ..models.loading import load
 from ..optimizer.draft_format import prepared
 from ..optimizer.tuning import MID_STEP, Tuner
 from ..store import Claim, Store
-from .job import HandedBack, LeaseKeeper, Paused, patiently
-from .outputs import CompletionWriter
-from .stored_costs import stored_costs
+from .job import HandedBack, LeaseKeeper, Paused, patiently, tune_spec
+from .outputs import LineWriter, default_output
+from .recipes import stored_costs
 
-SHOW_S = 1.0  # between two looks that others get at the figures
+SHOW_S = 1.0  # between two updates of the figures that others read
 CHECKPOINT_S = 5.0  # between two checkpoints while neither a pass of candidates nor a prompt ends
 
 
-class TuningRun:
-    """Tunes under a lease; `on_event` gets every event after it was written.
+@dataclass(frozen=True, slots=True)
+class TuneResult:
+    """Outcome of a tuning run: the job's id, one result per task, and the file of completions."""
 
-    `ending` says whether the process is to end soon: the run then raises HandedBack at its next checkpoint.
+    job: str
+    tasks: tuple[TaskFinished, ...]
+    out: Path
+
+
+def run_tuning(
+    request: TuneRequest,
+    store: Store,
+    on_event: Callable[[Event], None],
+    prompts: Sequence[Prompt] | None = None,
+) -> TuneResult:
+    """Tune as requested, in this process; every trial and completion is on disk before the next event.
+
+    Args:   prompts: in place of those that the request's stream holds.
+    Raises: SwiftoptError: as the parts raise it; JobCancelled: the job was cancelled; JobFailed: its lease ran
+        out; KeyboardInterrupt after the best sets so far were stored.
+    """
+    if prompts is None:
+        prompts = read_stream(request.stream, request.task, request.limit)
+    check_room(request, prompts)
+    store.jobs.expire()  # without a service nothing else ends the runs whose process was killed
+    with LineWriter(Path(request.out) if request.out else default_output(request.stream)) as writer:
+        claim = store.jobs.begin_here(tune_spec(request, prompts, None), f"{socket.gethostname()}-{getpid()}")
+        with LeaseKeeper(store.jobs, claim.lease, fatal=False) as keeper:
+            run = TuningRun(request, prompts, store, claim, keeper, on_event, writer)
+            tasks = _tune(run, store, claim)
+        patiently(lambda: store.jobs.end(claim.lease, "succeeded"))
+        return TuneResult(claim.job.id, tuple(tasks), writer.path)
+
+
+def check_room(request: TuneRequest, prompts: Sequence[Prompt]) -> None:
+    """Refuse completions that end before the search could begin.
+
+    Raises: SettingsError: they are not longer than the context window.
+    """
+    window = request.settings.context_window
+    longest = max(prompt.max_new_tokens or request.max_new_tokens for prompt in prompts)
+    if request.settings.optimise and longest <= window:
+        raise SettingsError(
+            f"max_new_tokens {longest} leaves nothing to decode after the context window of {window}"
+            " tokens: raise --max-new-tokens or lower --context-window"
+        )
+
+
+class TuningRun:
+    """Tune under a lease; `on_event` gets every event after it was written.
+
+    `ending` returns whether the process is to end soon: the run then raises HandedBack at its next checkpoint.
 
     Raises: LeaseLost: in `tune`, when the attempt was replaced or its job cancelled.
     """
@@ -50,7 +102,7 @@ class TuningRun:
         claim: Claim,
         keeper: LeaseKeeper,
         on_event: Callable[[Event], None],
-        writer: CompletionWriter | None = None,
+        writer: LineWriter | None = None,
         ending: Callable[[], bool] = lambda: False,
     ) -> None:
         self.request, self.prompts, self.store, self.claim = request, prompts, store, claim
@@ -64,7 +116,7 @@ class TuningRun:
         self._wanted: Wanted | None = claim.job.wanted
 
     def tune(self) -> list[TaskFinished]:
-        """Go on from where the last attempt's checkpoint was, to the end; the results of this attempt's tasks."""
+        """Run from the last attempt's checkpoint to the end; return the results of this attempt's tasks."""
         request = self.request
         self.handle(PhaseChanged("", "load", request.model))
         runtime = load(request.model, request.dtype, request.device, self._loading, request.speed)
@@ -100,7 +152,7 @@ class TuningRun:
         self.handle(PhaseChanged("", "load", step))
 
     def _drafts(self, session: Session, n_positions: int) -> tuple[SwiftSettings, CostProfile]:
-        """The settings with the format that drafts have, and what passes cost with it; its copies are made."""
+        """Return the settings with the format that drafts have, and the costs with it; make its copies."""
         settings = self.request.settings
         chosen = (self.claim.snapshot or {}).get("draft_format")
         if settings.draft_format == AUTO and chosen:
@@ -120,7 +172,7 @@ class TuningRun:
             self._finish(task, "never")
 
     def handle(self, event: Event) -> None:
-        """Write what must not be lost, pass the event on, then do what the job is asked to do."""
+        """Write what must not be lost, pass the event on, then obey the job's verb."""
         if isinstance(event, Progress):
             self._show(event)
         else:
@@ -130,7 +182,7 @@ class TuningRun:
             elif self.tuner is None or monotonic() - self._written >= SHOW_S / 2:
                 self._note()
         if isinstance(event, PromptFinished) and self._writer is not None:
-            self._writer.write(event.prompt, event.completion)
+            self._writer.write_completion(event.prompt, event.completion)
         self._on_event(event)
         self._obey(can_save=isinstance(event, TrialsDone | PromptFinished | Progress))
 
@@ -146,7 +198,7 @@ class TuningRun:
 
     @property
     def _is_stopped(self) -> bool:
-        """Whether somebody asked for what was found so far."""
+        """Whether the job was asked to stop with what it found so far."""
         return "stop" in (self._keeper.wanted, self._wanted)
 
     def _show(self, progress: Progress) -> None:
@@ -161,7 +213,7 @@ class TuningRun:
             self._shown = self._written = now
 
     def _has_moved(self) -> bool:
-        """Whether a checkpoint would bring anything: one that did not would make a job that always dies look well."""
+        """Whether a checkpoint would differ: one that did not would count as progress of a job that always dies."""
         assert self.tuner is not None
         self._saved = monotonic()
         return self.tuner.snapshot() != self._snapshot
@@ -184,7 +236,7 @@ class TuningRun:
         self._written = self._saved = monotonic()
 
     def _finish(self, task: TaskFinished, promotion: Promotion) -> TaskFinished:
-        """Store a task's layer set, the event, and the snapshot in which the task is done."""
+        """Store a task's layer set, the event, and the snapshot in which the task is finished."""
         assert self.tuner is not None
         self._note()
         stamped = replace(task, record=self._stamped(task.record))
@@ -207,3 +259,25 @@ class TuningRun:
 
 def _figures(progress: Progress) -> Mapping[str, Any]:
     return {"type": "progress", **event_to_json(progress)}
+
+
+def _tune(run: TuningRun, store: Store, claim: Claim) -> list[TaskFinished]:
+    try:
+        return run.tune()
+    except LeaseLost as error:
+        raise _ended(store, claim.job.id) from error
+    except BaseException as error:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        # If the store fails too, the first error is the one to report.
+        with suppress(SwiftoptError):
+            run.keep_unfinished()
+            store.jobs.end(claim.lease, "cancelled" if interrupted else "failed", str(error) or type(error).__name__)
+        raise
+
+
+def _ended(store: Store, job: str) -> SwiftoptError:
+    """Return why a run lost its job: it was cancelled, or its lease ran out, as on a machine that slept."""
+    ended = store.jobs.get(job)
+    if ended.state == "failed":
+        return JobFailed(f"job {job} was ended from outside ({ended.error}); its completions so far are kept")
+    return JobCancelled(f"job {job} was cancelled; its completions so far are kept")

@@ -129,8 +129,7 @@ def _tune(context: WorkerContext, store: Store, claim: Claim, keeper: LeaseKeepe
         request = replace(request, device=context.device)
     lines = (line.encode() for line in claim.lines.splitlines(keepends=True))
     prompts = parse_stream(lines, f"the stream of job {claim.job.id}", "default")
-    from ..tasks.run import check_room  # torch comes with these, and only into the child
-    from ..tasks.tune import TuningRun
+    from ..tasks.tune import TuningRun, check_room  # imports torch, so only in the child
 
     check_room(request, prompts)
     TuningRun(request, prompts, store, claim, keeper, lambda event: None, ending=shutdown.requested.is_set).tune()

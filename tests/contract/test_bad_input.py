@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from swiftopt.cli.bench import METHODS
 from swiftopt.cli.main import run
 from swiftopt.cli.progress import TuneProgress
 from swiftopt.core.events import PhaseChanged, Progress, PromptStarted, TrialsDone
@@ -107,6 +106,7 @@ SLIPS: list[tuple[list[str], int, str]] = [
     ([*TUNE, "good.jsonl", "--strategy", "swfit"], 2, "nearest: swift"),
     (["tune", "--model", "bert", "--stream", "good.jsonl"], 2, "'bert', which is not supported"),
     (["bench", "decode", "--model", "gpt2", "--stream", "good.jsonl", "--methods", "plain,swfit"], 2, "nearest: swift"),
+    (["bench", "decode", "--model", "gpt2", "--stream", "good.jsonl", "--methods", "hf-assistant"], 2, "--assistant"),
     (["bench", "decode", "--model", "bert", "--stream", "good.jsonl"], 2, "'bert', which is not supported"),
     (["genrate"], 2, "no such command 'genrate': did you mean 'generate'?"),
     (["layers", "lst"], 2, "did you mean 'list'?"),
@@ -144,12 +144,6 @@ def test_slips_cost_no_loading_of_torch() -> None:
     cases = json.dumps([args for args, _, _ in SLIPS])
     done = subprocess.run([sys.executable, "-c", program, cases], capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == [str(code) for _, code, _ in SLIPS]
-
-
-def test_bench_knows_the_methods_that_it_runs() -> None:
-    from swiftopt.bench import decode
-
-    assert METHODS == decode.METHODS
 
 
 def test_promote_and_rollback_name_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from swiftopt.core.jobs import JobSpec, Lease
 from swiftopt.core.requests import TuneRequest
 from swiftopt.core.types import LayerSet, LayerSetRecord
 from swiftopt.store import Store
-from swiftopt.tasks.run import run_tuning
+from swiftopt.tasks.tune import run_tuning
 
 
 @pytest.fixture

@@ -170,14 +170,14 @@ def test_unknown_job_names_the_nearest(client: TestClient) -> None:
 
 
 def test_outputs_are_the_lines_of_the_output_file(client: TestClient, store: Store, tmp_path: Path) -> None:
-    from swiftopt.tasks.outputs import CompletionWriter
+    from swiftopt.tasks.outputs import LineWriter
 
     job = client.post("/v1/jobs", json=submission()).json()["id"]
     done = [finished(index) for index in range(70)]
     store.jobs.checkpoint(claimed(store, job), 1, done, None)
-    with CompletionWriter(tmp_path / "out.jsonl") as writer:
+    with LineWriter(tmp_path / "out.jsonl") as writer:
         for event in done:
-            writer.write(event.prompt, event.completion)
+            writer.write_completion(event.prompt, event.completion)
     answer = client.get(f"/v1/jobs/{job}/outputs")
     assert answer.content == (tmp_path / "out.jsonl").read_bytes()
     assert answer.headers["content-disposition"] == f'attachment; filename="{job}.jsonl"'

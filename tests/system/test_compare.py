@@ -15,7 +15,7 @@ from swiftopt.core.types import Plan
 from swiftopt.decoding.methods import METHODS
 from swiftopt.models.loading import load
 from swiftopt.store import Store
-from swiftopt.tasks import maker
+from swiftopt.tasks import making
 
 TOKENS = ("--max-new-tokens", "24", "--dtype", "float32")
 
@@ -29,7 +29,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with a database and a stream; what is missing is made very briefly."""
     for name in ("SWIFT_S", "SELF_SD_S", "HEADS_S", "PROBE_S"):
-        monkeypatch.setattr(maker, name, 0.5)
+        monkeypatch.setattr(making, name, 0.5)
     monkeypatch.setenv("SWIFTOPT_DATABASE_URL", str(tmp_path / "home.db"))
     monkeypatch.chdir(tmp_path)
     lines = [json.dumps({"id": f"p{i}", "prompt": f"w{i} w{i + 1} w{i + 2}"}) for i in range(6)]
@@ -142,7 +142,7 @@ def test_ctrl_c_shows_what_is_finished_and_makes_no_plan(
         if (method, number) == ("prompt-lookup", 1):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "_show_run", stop)
+    monkeypatch.setattr(command, "show_run", stop)
     report = compare(capsys, "--model", tiny, "--methods", "prompt-lookup", expect=130)
     assert report["interrupted"] and report["plan"] is None
     assert {row["method"]: row["prompts"] for row in report["results"]}["plain"] >= 1

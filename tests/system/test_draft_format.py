@@ -27,7 +27,7 @@ from swiftopt.optimizer import draft_format
 from swiftopt.optimizer.draft_format import choose_format
 from swiftopt.optimizer.evaluation import WindowScore
 from swiftopt.store import Store
-from swiftopt.tasks.run import run_tuning
+from swiftopt.tasks.tune import run_tuning
 
 WINDOW = 8
 

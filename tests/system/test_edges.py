@@ -37,7 +37,7 @@ from swiftopt.optimizer.tuning import Tuner
 from swiftopt.optimizer.verdict import Timed, judge
 from swiftopt.store import Store
 from swiftopt.tasks.generate import GrowingText
-from swiftopt.tasks.run import run_tuning
+from swiftopt.tasks.tune import run_tuning
 
 WIDE = SwiftSettings(early_stop=False, max_draft_length=25, branching=((1.0, 10),))
 SMALL: dict[str, Any] = dict(context_window=8, strategy="random", stop_threshold=0.05, max_draft_length=4)

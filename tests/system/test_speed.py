@@ -36,7 +36,7 @@ from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
 from swiftopt.models.stacked import StackedLayers
 from swiftopt.store import Store
-from swiftopt.tasks.stored_costs import stored_costs
+from swiftopt.tasks.recipes import stored_costs
 
 PROMPT = [3, 17, 42, 8, 91, 5]
 SKIPPING = LayerSet(4, frozenset({1}), frozenset({2}))

@@ -26,11 +26,10 @@ from swiftopt.models.runtime import Runtime
 from swiftopt.optimizer.evaluation import WindowScore, adaptive_speedup
 from swiftopt.optimizer.tuning import Tuner
 from swiftopt.store import Store
-from swiftopt.tasks.comparison_entry import enter
-from swiftopt.tasks.comparison_pieces import PieceMaker
+from swiftopt.tasks.compare import enter
 from swiftopt.tasks.generate import Planner
-from swiftopt.tasks.maker import Workshop
-from swiftopt.tasks.recipes import StoredPieces
+from swiftopt.tasks.making import MakingRecipes
+from swiftopt.tasks.recipes import Recipes
 
 INT4 = (("attn", "int4"), ("head", "int4"), ("mlp", "int4"))
 TUNED = LayerSet(4, frozenset({1}), formats=INT4)
@@ -132,8 +131,8 @@ def test_comparison_drafts_with_the_tuned_set_unless_told_a_format(
 ) -> None:
     runtime, store = tuned
     session = Session(runtime, Sampling(), 8)
-    maker = PieceMaker(StoredPieces(runtime, store), Workshop(session, "tiny", "t", stream(2), store))
-    entry = enter("adaptive", maker, told)
+    recipes = MakingRecipes(session, store, None, "tiny", "t", stream(2), store)
+    entry = enter("adaptive", recipes, told)
     assert entry.error is None and entry.method is not None and entry.method.layer_set == drafts
     assert entry.settings["draft_format"] == told.get("draft_format", "stored")
     assert entry.settings["max_draft_length"] == told.get("max_draft_length", 24)
@@ -142,7 +141,7 @@ def test_comparison_drafts_with_the_tuned_set_unless_told_a_format(
 def test_swift_does_not_draft_with_a_set_that_was_found_for_adaptive_drafts(tuned: tuple[Runtime, Store]) -> None:
     runtime, store = tuned
     with pytest.raises(LayerSetNotFound, match="swift needs a layer set"):
-        StoredPieces(runtime, store).of("swift", "t")
+        Recipes(runtime, store).of("swift", "t")
 
 
 @pytest.mark.parametrize(

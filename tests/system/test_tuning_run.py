@@ -21,9 +21,8 @@ from swiftopt.core.types import Prompt
 from swiftopt.store import Store
 from swiftopt.tasks import tune
 from swiftopt.tasks.job import LeaseKeeper
-from swiftopt.tasks.run import run_tuning
-from swiftopt.tasks.stored_costs import stored_costs
-from swiftopt.tasks.tune import TuningRun
+from swiftopt.tasks.recipes import stored_costs
+from swiftopt.tasks.tune import TuningRun, run_tuning
 
 BEAT = Progress("t", "verdict", 0, 0.0, None, None, 0, None, None, 0.45)
 

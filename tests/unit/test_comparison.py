@@ -14,10 +14,8 @@ from families import tiny_runtime
 from swiftopt.core.errors import SettingsError, UnsupportedModel
 from swiftopt.core.types import Completion, Prompt, Sampling
 from swiftopt.decoding.methods import METHODS
-from swiftopt.tasks.comparison_perplexity import ROWS, surprise
-from swiftopt.tasks.comparison_plan import plan_of
-from swiftopt.tasks.energy import Counter, EnergyMeter, rapl
-from swiftopt.tasks.report import About, Figures, best_of, by_ratio, figures
+from swiftopt.tasks.measures import ROWS, Counter, EnergyMeter, nll, rapl
+from swiftopt.tasks.report import Figures, best_of, by_ratio, figures, plan_of
 from swiftopt.tasks.requests import CompareRequest, chosen_methods, parse_settings
 from swiftopt.tasks.runs import FEWEST, Contender, Decoded, Interleaved, Run, Runs
 
@@ -40,7 +38,7 @@ def row(method: str, ratio: float | None, low: float | None = None, lossy: bool 
 
 def test_figures_of_a_method_are_sums_over_its_prompts() -> None:
     own = runs("swift", [20, 30, 20], drafted=8, accepted=6, target_passes=3)
-    got = figures(About("swift"), own, runs("plain", [10, 10, 10]), 3, lambda number, run: 10 * math.log(4))
+    got = figures(Figures("swift"), own, runs("plain", [10, 10, 10]), 3, lambda number, run: 10 * math.log(4))
     assert (got.prompts, got.of, got.tokens, got.identical) == (3, 3, 30, 3)
     assert got.tok_s == pytest.approx(30 / (10 / 20 + 10 / 30 + 10 / 20))
     assert got.ratio == pytest.approx(got.tok_s / 10)
@@ -54,31 +52,31 @@ def test_figures_of_a_method_are_sums_over_its_prompts() -> None:
 
 def test_early_and_rejected_shares_are_of_methods_that_predict_early() -> None:
     own = runs("adadecode", [20, 30], drafted=5, accepted=3, refused=1, target_passes=6)  # one thrown away unjudged
-    got = figures(About("adadecode", predicts_early=True), own, runs("plain", [10, 10]), 2, None)
+    got = figures(Figures("adadecode"), own, runs("plain", [10, 10]), 2, None, predicts_early=True)
     assert got.early_share == pytest.approx(3 / 9) and got.rejected_share == pytest.approx(1 / 4)
     assert got.perplexity is None
 
 
 def test_a_method_is_measured_against_plain_on_the_very_prompts_that_it_decoded() -> None:
     own = Runs("jacobi", {2: runs("jacobi", [5, 5, 5]).by_prompt[2]})
-    got = figures(About("jacobi"), own, runs("plain", [100, 100, 10]), 3, None)
+    got = figures(Figures("jacobi"), own, runs("plain", [100, 100, 10]), 3, None)
     assert got.prompts == 1 and got.ratio == pytest.approx(0.5) and got.ratio_interval is None
 
 
 def test_energy_is_not_guessed_where_one_run_was_not_measured() -> None:
     own = runs("swift", [20, 20])
     own.by_prompt[1] = Run((1, 2), 1.0, None, joules=None)
-    assert figures(About("swift"), own, runs("plain", [10, 10]), 2, None).joules_per_token is None
+    assert figures(Figures("swift"), own, runs("plain", [10, 10]), 2, None).joules_per_token is None
 
 
 def test_consistency_is_left_out_where_a_method_spends_the_seed_in_its_own_way() -> None:
-    got = figures(About("spd", keeps_tokens=False), runs("spd", [20, 20]), runs("plain", [10, 10]), 2, None)
+    got = figures(Figures("spd"), runs("spd", [20, 20]), runs("plain", [10, 10]), 2, None, keeps_tokens=False)
     assert got.identical is None
 
 
 def test_a_method_without_runs_says_why() -> None:
     own = Runs("paradecode", error="its layers differ")
-    got = figures(About("paradecode"), own, runs("plain", [10]), 1, None)
+    got = figures(Figures("paradecode"), own, runs("plain", [10]), 1, None)
     assert got.ratio is None and got.reason == "its layers differ"
 
 
@@ -228,10 +226,10 @@ def test_rapl_counts_packages_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("n_prompt", [1, 7])
-def test_surprise_is_that_of_one_whole_pass(n_prompt: int) -> None:
+def test_nll_is_that_of_one_whole_pass(n_prompt: int) -> None:
     runtime = tiny_runtime("llama")
     text = torch.randint(97, (n_prompt + ROWS + 5,), generator=torch.Generator().manual_seed(1)).tolist()
     logits = runtime.hf_model(torch.tensor([text])).logits[0].float()
     logprobs = torch.log_softmax(logits, dim=-1)
     wanted = -sum(float(logprobs[i - 1, text[i]]) for i in range(n_prompt, len(text)))
-    assert surprise(runtime, text[:n_prompt], text[n_prompt:]) == pytest.approx(wanted, rel=1e-5)
+    assert nll(runtime, text[:n_prompt], text[n_prompt:]) == pytest.approx(wanted, rel=1e-5)
