@@ -132,20 +132,23 @@ class Probing:
 
     first: int = 32
     last: int = 512
-    idle: int = 0
+    idle: float = 0.0
     wait: int = 32
 
-    def due(self) -> bool:
-        """Return whether to draft in this round, in which nothing else is drafted."""
-        self.idle += 1
+    def due(self, load: int = 1) -> bool:
+        """Return whether to draft in this round of one of `load` sequences, in which nothing else is drafted.
+
+        All of them wait while one drafts, and all ask: one asks for a share of a round.
+        """
+        self.idle += 1 / load
         if self.idle < self.wait:
             return False
-        self.idle, self.wait = 0, min(2 * self.wait, self.last)
+        self.idle, self.wait = 0.0, min(2 * self.wait, self.last)
         return True
 
     def paid(self) -> None:
         """Note that drafting pays again."""
-        self.idle, self.wait = 0, self.first
+        self.idle, self.wait = 0.0, self.first
 
 
 def chain_worth(chances: Sequence[float], step: float, rate: float, costs: PassCosts) -> tuple[int, float]:

@@ -198,7 +198,7 @@ class AdaptiveDrafter(Drafter):
                 yield from self._by_model(chain, cursor, most_modelled, rate)
                 self._by_text(chain, cursor, most, rate)
                 return
-            if learned.probing.due():
+            if learned.probing.due(self.context.runtime.load):
                 yield from self._by_model(chain, cursor, min(most_modelled, PROBE_LENGTH), 0.0)
                 return
         self._by_text(chain, cursor, most, rate)

@@ -98,6 +98,8 @@ def test_probes_get_rarer_until_drafting_pays_again() -> None:
     assert [b - a for a, b in itertools.pairwise([-1, *due])] == [4, 8, 16, 16]
     probing.paid()
     assert [probing.due() for _ in range(4)] == [False] * 3 + [True]
+    probing.paid()
+    assert [probing.due(load=8) for _ in range(32)] == [False] * 31 + [True]  # each of eight asks in every round
 
 
 # --- earlier text
