@@ -29,7 +29,7 @@ from ..models.costs import device_name, measure_costs
 from ..models.loading import at_speed
 from ..models.rows import Rows
 from ..models.runtime import Runtime
-from .gpu_model import SHAPES, Shape, drafting, make_redundant, random_runtime, run
+from .gpu_model import SHAPES, ModelShape, drafting, make_redundant, random_runtime, run
 
 SCHEMA = "swiftopt.bench-gpu/1"
 SKIP_RATIO = 0.45
@@ -98,7 +98,7 @@ def speed_of(done: Completion) -> float:
     return (done.n_tokens - done.first_tokens) / (done.timings.total_s - done.prefill_s)
 
 
-def measure(shape: Shape, device: str, wanted: float, speed: Speed, n_new: int) -> dict[str, Any]:
+def measure(shape: ModelShape, device: str, wanted: float, speed: Speed, n_new: int) -> dict[str, Any]:
     """Everything that the report holds but the name of the shape."""
     runtime = random_runtime(shape, device)
     layer_set = LayerSet.uniform(runtime.n_layers, n_skipped_for(runtime.n_layers, SKIP_RATIO))
@@ -161,7 +161,7 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(f"{name:<18}{text}" for name, text in rows)
 
 
-def obstacle(shape: Shape, device: str) -> str | None:
+def obstacle(shape: ModelShape, device: str) -> str | None:
     """Why nothing can be measured here, None where it can."""
     if not device.startswith("cuda"):
         return None

@@ -21,7 +21,7 @@ STEPS = 7  # of the bisection between them
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     """A model of Llama's kind, and the sizes, in MiB, of what bandwidth is measured with."""
 
     n_layers: int
@@ -48,13 +48,13 @@ class Shape:
 
 
 SHAPES = {
-    "codellama-13b": Shape(40, 5120, 13824, 40, 32016, 16384, 2048),
-    "tiny": Shape(8, 256, 512, 4, 256, 2048, 16),
+    "codellama-13b": ModelShape(40, 5120, 13824, 40, 32016, 16384, 2048),
+    "tiny": ModelShape(8, 256, 512, 4, 256, 2048, 16),
 }
 
 
 @torch.inference_mode()
-def random_runtime(shape: Shape, device: str) -> Runtime:
+def random_runtime(shape: ModelShape, device: str) -> Runtime:
     """A random bfloat16 model whose head reads a permutation of its embeddings.
 
     Each token so has a likely successor: the likelier, the less its sub-layers add to the residual stream. A head of

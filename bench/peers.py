@@ -50,7 +50,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TimedAnswer:
     """What one row made of one prompt. Seconds are whole; `prefill_s` of them passed before the first token."""
 
     token_ids: tuple[int, ...]
@@ -64,7 +64,7 @@ class RowRuns:
 
     row: Row
     weights: str
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[TimedAnswer] = field(default_factory=list)
     peak_bytes: int | None = None
     methods: set[str] = field(default_factory=set)
     reason: str = ""
@@ -188,7 +188,7 @@ class PeersBench:
         token_ids = tuple(int(token) for token in answer["token_ids"])
         if len(token_ids) != question.max_new_tokens:
             raise PeerFailed(f"it gave {len(token_ids)} tokens for a prompt that asks for {question.max_new_tokens}")
-        turn = Turn(token_ids, float(answer["seconds"]), answer.get("prefill_s"))
+        turn = TimedAnswer(token_ids, float(answer["seconds"]), answer.get("prefill_s"))
         runs.turns.append(turn)
         runs.methods |= {answer["method"]} if "method" in answer else set()
         self._note_memory(runs, child)
@@ -342,7 +342,7 @@ def _result(own: RowRuns, base: RowRuns | None, measured: Mapping[str, RowRuns])
     }
 
 
-def _same(one: Turn, other: Turn) -> bool:
+def _same(one: TimedAnswer, other: TimedAnswer) -> bool:
     return one.token_ids == other.token_ids
 
 

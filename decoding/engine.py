@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..core.errors import ContextOverflow
 from ..models.buffer import KVBuffer
-from ..models.rows import Model, Pass
+from ..models.rows import Pass, PassRunner
 from ..models.runtime import Runtime
 
 T = TypeVar("T")
@@ -321,7 +321,7 @@ def _too_long(wanted: Slots, memory: int) -> ContextOverflow:
     )
 
 
-def _run(runtime: Model, some: list[tuple[Request[Any], Pass]]) -> Iterator[Event]:
+def _run(runtime: PassRunner, some: list[tuple[Request[Any], Pass]]) -> Iterator[Event]:
     try:
         logits = runtime.forward_together([wanted for _, wanted in some])
     except Exception as error:

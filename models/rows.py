@@ -15,7 +15,7 @@ from .blocks import Block, RowGroup
 from .buffer import KVBuffer
 
 
-class Model(Protocol):
+class PassRunner(Protocol):
     """What passes need of a model; `models.runtime.Runtime` has it."""
 
     load: int
@@ -59,7 +59,7 @@ class Pass:
     `capture` is as in `Runtime.forward`. `drafts` says that the sequence is still drafting.
     """
 
-    runtime: Model
+    runtime: PassRunner
     rows: Rows
     buffer: KVBuffer
     wanted: Sequence[int] | None = None
@@ -91,7 +91,7 @@ def _groups(kind: Literal["attn", "mlp"], layer: int, sets: Sequence[LayerSet]) 
 class PassPlan:
     """What the layers of one pass share: row subsets, rotations and masks, each made once."""
 
-    def __init__(self, runtime: Model, rows: Rows, buffer: KVBuffer | None = None, first: int = 0) -> None:
+    def __init__(self, runtime: PassRunner, rows: Rows, buffer: KVBuffer | None = None, first: int = 0) -> None:
         self.runtime, self.rows, self.buffer = runtime, rows, buffer
         self.first = first  # row of the forward pass that its own rows begin with
         self.n = len(rows.token_ids)

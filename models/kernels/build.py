@@ -57,7 +57,7 @@ LEVELS = {
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """A loaded library. `run`: see `layout.Pass`."""
+    """A loaded library. `run`: see `layout.Call`."""
 
     level: str
     path: Path
@@ -194,7 +194,7 @@ def _opened(name: str, path: Path) -> Kernels | str:
         return f"{path} cannot be loaded ({error}): remove it"
     if list(sizes) != [ctypes.sizeof(one) for one in layout.STRUCTURES]:
         return f"{path} does not fit this version of swiftopt: remove it"
-    run.argtypes = [ctypes.POINTER(layout.Pass), ctypes.POINTER(layout.Step), ctypes.c_int32]
+    run.argtypes = [ctypes.POINTER(layout.Call), ctypes.POINTER(layout.Step), ctypes.c_int32]
     run.restype = ctypes.c_int
     return Kernels(name, path, run)
 

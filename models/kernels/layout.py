@@ -109,7 +109,7 @@ class Sequence(Structure):
     ]
 
 
-class Pass(Structure):
+class Call(Structure):
     """The rows of a pass and what they work on."""
 
     _fields_ = [
@@ -130,4 +130,4 @@ class Pass(Structure):
     ]
 
 
-STRUCTURES = (Map, Norm, Attention, Mlp, Step, Sequence, Pass)
+STRUCTURES = (Map, Norm, Attention, Mlp, Step, Sequence, Call)

@@ -257,7 +257,7 @@ class NativePasses:
                 for t in tables
             )
         )
-        call = layout.Pass(positions=at.data_ptr(), rotations=rotations, n_sequences=len(sequences))
+        call = layout.Call(positions=at.data_ptr(), rotations=rotations, n_sequences=len(sequences))
         call.sequences = (layout.Sequence * len(sequences))(*sequences)
         if self.seconds is not None:
             call.seconds = self.seconds
@@ -343,14 +343,14 @@ def linear(
     """What a map makes of `x` (rows, n_in), or of its rows at `index` (int32), after a norm if there is one."""
     out = torch.empty((x.shape[0] if index is None else len(index), by.n_out), dtype=x.dtype)
     step = (layout.Step * 1)(layout.Step(ctypes.addressof(by), layout.LOGITS, 0, 0, 0, -1, 0))
-    call = layout.Pass(logits=out.data_ptr(), norm=None if norm is None else ctypes.pointer(norm))
+    call = layout.Call(logits=out.data_ptr(), norm=None if norm is None else ctypes.pointer(norm))
     run(kernels, call, x, step, [index], n_threads)
     return out
 
 
 def run(
     kernels: Kernels,
-    call: layout.Pass,
+    call: layout.Call,
     hidden: Tensor,
     steps: ctypes.Array[layout.Step],
     indices: Sequence[Tensor | None],

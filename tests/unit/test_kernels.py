@@ -329,7 +329,7 @@ x, weight, out = (ctypes.c_float * 3)(1, 2, 3), (ctypes.c_float * 3)(4, 5, 6), (
 map_ = layout.Map(ctypes.addressof(weight), None, None, 3, 3, 1, 0, 0)
 step = layout.Step(ctypes.addressof(map_), layout.LOGITS, 0, 0, 0, -1, 0)
 rows = layout.RowList(None, 1)
-call = layout.Pass(hidden=ctypes.addressof(x), lists=ctypes.pointer(rows), logits=ctypes.addressof(out),
+call = layout.Call(hidden=ctypes.addressof(x), lists=ctypes.pointer(rows), logits=ctypes.addressof(out),
                    n_rows=1, n_hidden=3, n_threads=1)
 assert found.run(ctypes.byref(call), ctypes.byref(step), 1) == 0
 print(found.level, found.path, out[0])

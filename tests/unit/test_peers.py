@@ -11,7 +11,7 @@ from rich.console import Console
 
 from swiftopt.bench.peer_environments import PeerFailed, prepared
 from swiftopt.bench.peer_rows import RIVALS, Rival, Row, all_rows, chosen_rows
-from swiftopt.bench.peers import PeersRequest, Question, RowRuns, Turn, report_of
+from swiftopt.bench.peers import PeersRequest, Question, RowRuns, TimedAnswer, report_of
 from swiftopt.cli.bench_peers import cells, table_of
 from swiftopt.core.errors import SettingsError
 
@@ -22,7 +22,7 @@ ROWS = {row.name: row for row in all_rows(assistant=Path("small"))}
 
 def ran(name: str, seconds: float, last: int = 7, prefill_s: float | None = 0.5) -> RowRuns:
     """A row whose second completion ends with `last`."""
-    turns = [Turn((1, 2, 3, 4), seconds, prefill_s), Turn((5, 6, 7, last), 2 * seconds, prefill_s)]
+    turns = [TimedAnswer((1, 2, 3, 4), seconds, prefill_s), TimedAnswer((5, 6, 7, last), 2 * seconds, prefill_s)]
     return RowRuns(ROWS[name], "BF16", turns, peak_bytes=3_000_000_000)
 
 
