@@ -27,7 +27,7 @@ from .ablations import AblationRecipes, Variant, variants
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Made:
+class BuiltVariant:
     """A variant with its method; `error` says why there is none."""
 
     variant: Variant
@@ -86,17 +86,17 @@ def ablate(
     }
 
 
-def _made(variant: Variant) -> Made:
+def _made(variant: Variant) -> BuiltVariant:
     try:
         made = variant.make()
         heads = None if variant.heads is None else variant.heads()
     except SwiftoptError as error:
-        return Made(variant, error=str(error))
+        return BuiltVariant(variant, error=str(error))
     method, search = (made.method, made) if isinstance(made, Search) else (made, None)
     if heads is None:
-        return Made(variant, method, search)
+        return BuiltVariant(variant, method, search)
     own = _is_own(heads.transforms.values())
-    return Made(variant, method, search, 0 if own else len(heads.depths), 0 if own else heads.n_parameters)
+    return BuiltVariant(variant, method, search, 0 if own else len(heads.depths), 0 if own else heads.n_parameters)
 
 
 def _is_own(transforms: Any) -> bool:
@@ -104,13 +104,13 @@ def _is_own(transforms: Any) -> bool:
     return all(t.shape[0] == t.shape[1] and bool((t == torch.eye(t.shape[0]).to(t)).all()) for t in transforms)
 
 
-def _contender(made: Made, runtime: Runtime, max_new_tokens: int) -> Contender:
+def _contender(made: BuiltVariant, runtime: Runtime, max_new_tokens: int) -> Contender:
     assert made.method is not None
     session = Session(runtime, made.variant.sampling, max_new_tokens)
     return Contender(made.variant.label, decoding_with(session, made.method, made.search))
 
 
-def _row(made: Made, runs: Interleaved, session: Session, prompts: Sequence[Prompt]) -> dict[str, Any]:
+def _row(made: BuiltVariant, runs: Interleaved, session: Session, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """A variant's figures with what it varies, and what its search cost."""
     variant = made.variant
     head = {"label": variant.label, "base": variant.base, **variant.values}
