@@ -15,7 +15,6 @@ from .bench_ablate import ablate
 from .bench_peers import peers
 from .bench_search import search, stream_shift
 from .bench_throughput import throughput
-from .compare import show_run
 from .options import (
     PresetGroup,
     check_model,
@@ -29,7 +28,7 @@ from .options import (
     read_layer_set,
     speed_option,
 )
-from .output import emit_json, note_load, show
+from .output import emit_json, note_load, note_run, show
 
 COMPARED = ("plain", "swift", "hf-plain", "hf-lookup")
 
@@ -107,7 +106,7 @@ def decode(
         drafting = (
             None if assistant is None else load(assistant, request.dtype, request.device, note_load, request.speed)
         )
-        report = run_methods(runtime, prompts, chosen, request, store, show_run, drafting, ignore_eos)
+        report = run_methods(runtime, prompts, chosen, request, store, note_run, drafting, ignore_eos)
     if as_json:
         emit_json(report)
     else:

@@ -24,7 +24,7 @@ from .options import (
     speed_option,
     together,
 )
-from .output import console, note, present, show
+from .output import console, note, note_run, present, show
 
 OTHERS = 32  # prompts behind --limit that brief searches and trainings look at
 
@@ -91,7 +91,7 @@ def compare(
     from .charts import draw_comparison
 
     with open_store(db) as store:
-        report = Comparison(request, prompts, store, others, note, show_run).run()
+        report = Comparison(request, prompts, store, others, note, note_run).run()
     present(report, as_json, _show_table, png, draw_comparison)
     if report["interrupted"]:
         raise KeyboardInterrupt
@@ -104,7 +104,7 @@ def _show_table(report: dict[str, Any]) -> None:
 
 
 def _prompts(stream: str, task: str | None, limit: int | None) -> tuple[list[Prompt], list[Prompt]]:
-    """The prompts to compare on, and others of the same stream behind them."""
+    """Return the prompts to compare on, and others of the same stream behind them."""
     prompts = read_stream(stream, task, limit)
     if limit is None or stream == STDIN:
         return prompts, []
@@ -112,9 +112,3 @@ def _prompts(stream: str, task: str | None, limit: int | None) -> tuple[list[Pro
         return prompts, read_stream(stream, task, limit + OTHERS)[len(prompts) :]
     except StreamError:  # in a line that nobody asked for
         return prompts, []
-
-
-def show_run(method: str, number: int, n_prompts: int, timed: Any) -> None:
-    """Note the speed of one method on one prompt (0-based)."""
-    speed = timed.tokens / timed.seconds
-    note(f"prompt {number + 1} of {n_prompts}, {method}: {timed.tokens} tokens, {speed:.1f} tok/s")

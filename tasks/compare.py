@@ -34,7 +34,7 @@ LOOKUP_TOKENS = 10  # prompt_lookup_num_tokens of hf-lookup, the value of transf
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """One method of the comparison, or a peer where `method` is None; `error` says why it cannot run at all."""
+    """One method of the comparison, or a peer where `method` is None; `error`: why it cannot run at all."""
 
     name: str
     method: Method | None = None
@@ -44,7 +44,7 @@ class Entry:
 
 
 class Comparison:
-    """A comparison from loading to report.
+    """Compare methods, from loading to the report.
 
     Args: others: prompts that are not compared, which brief searches and trainings may see; without any they see the
           compared ones.
@@ -230,5 +230,5 @@ def about(entry: Entry, session: Session, draft: Runtime | None, n_positions: in
 
 
 def _keeps_tokens(entry: Entry, session: Session) -> bool:
-    """Whether it emits plain decoding's very tokens: when sampling, a ratio test uses the seed's draws differently."""
+    """Return whether it emits plain decoding's tokens: when sampling, a ratio test draws differently from the seed."""
     return session.sampling.greedy or entry.method is None or isinstance(entry.method.verifier, TargetWalk)

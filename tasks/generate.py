@@ -26,7 +26,7 @@ MEMORY_SHARE = 0.5  # of what is free, that keys and values may take
 
 @dataclass(frozen=True, slots=True)
 class GenerateInfo:
-    """How a completion was decoded: the layer set in use, where it came from, and what a person should know."""
+    """How a completion was decoded: method, layer set and its origin, and a note for the user."""
 
     method: str
     record: LayerSetRecord | None = None
@@ -77,7 +77,7 @@ def generate(
 
 
 def memory_for_texts(runtime: Runtime) -> int:
-    """Bytes that keys and values may take: a share of what is free."""
+    """Return the bytes that keys and values may take: a share of the free memory."""
     return int(MEMORY_SHARE * free_bytes(runtime.device))
 
 
@@ -100,7 +100,7 @@ def as_planned(session: Session, planner: Planner, prompt: Prompt) -> Work[None]
 
 
 class Planner:
-    """Chooses and builds the method of each task once: what the caller insists on, else what the stored plan says."""
+    """Choose and build the method of each task once: the request's, else the stored plan's."""
 
     def __init__(
         self, request: GenerateRequest, runtime: Runtime, store: Store | None, on_step: Callable[[str], None] = no_step
@@ -112,13 +112,13 @@ class Planner:
         self._adaptive: Planner | None = None
 
     def plan_for(self, task: str) -> tuple[Method, GenerateInfo]:
-        """The method for a task, and where it came from."""
+        """Return the method for a task and where it came from."""
         if task not in self._planned:
             self._planned[task] = self._plan(task)
         return self._planned[task]
 
     def drafting_for(self, task: str) -> Method:
-        """The method for a task; adaptive drafts where nothing is stored, or what is stored cannot be used here."""
+        """Return the method for a task; adaptive drafts where nothing is stored that can be used here."""
         method, info = self.plan_for(task)
         if not info.note:
             return method
@@ -142,16 +142,16 @@ class Planner:
         if found.plan.verdict != "use":
             return PLAIN, replace(info, method="plain")
         try:
-            return self._built(found.plan.method, task, found.plan), info
+            return self._build(found.plan, self._recipe(task, found.plan)), info
         except (InvalidInput, NotFound) as error:  # made where its draft model is, or its heads were
             note = f"the stored plan cannot be used here: {error}"
             return PLAIN, replace(info, method="plain", record=None, note=note)
 
     def _insisted(self, name: str, task: str, found: FoundPlan | None) -> tuple[Method, GenerateInfo]:
-        """A method by name, with the plan's own recipe where the plan is of that method."""
+        """Build a method by name, as the stored plan says where that is of the same method."""
         same = found if found is not None and found.plan.method == name else None
         plan = Plan(name, self.request.layer_set) if same is None else same.plan
-        recipe = self._recipe(name, task, plan)
+        recipe = self._recipe(task, plan)
         info = GenerateInfo(name, recipe.layer_set)
         if recipe.layer_set is not None:
             info = replace(info, version=recipe.layer_set.version, verdict=recipe.layer_set.verdict)
@@ -159,14 +159,11 @@ class Planner:
             info = replace(info, version=same.version, verdict=same.plan.verdict, fallback=same.fallback)
         return self._build(plan, recipe), info
 
-    def _built(self, name: str, task: str, plan: Plan) -> Method:
-        return self._build(plan, self._recipe(name, task, plan))
-
-    def _recipe(self, name: str, task: str, plan: Plan) -> Recipe:
+    def _recipe(self, task: str, plan: Plan) -> Recipe:
         draft_model = self.request.draft_model or plan.draft_model
-        draft = self._draft(draft_model) if draft_model and method_info(name).drafts_with_model else None
-        stored = Recipes(self.runtime, self.store, draft, self._on_step)
-        return stored.of(name, task, self.request.layer_set or plan.layer_set, plan.learned, plan.settings)
+        draft = self._draft(draft_model) if draft_model and method_info(plan.method).drafts_with_model else None
+        recipes = Recipes(self.runtime, self.store, draft, self._on_step)
+        return recipes.of(plan.method, task, self.request.layer_set or plan.layer_set, plan.learned, plan.settings)
 
     def _build(self, plan: Plan, recipe: Recipe) -> Method:
         if plan.method == "swift" and self.request.settings is not None:
@@ -181,7 +178,7 @@ class Planner:
         return self._drafts[name]
 
     def _look_up(self, task: str) -> tuple[FoundPlan | None, str]:
-        """The stored plan, or why there is none."""
+        """Return the stored plan, or why there is none."""
         if self.store is None:
             return None, "no database to look a plan up in: pass --db or --layer-set FILE"
         runtime = self.runtime
@@ -196,7 +193,7 @@ class Planner:
 
 
 class GrowingText:
-    """Turns tokens into text as they come; holds back what a later token could still change or a stop string cut."""
+    """Turn tokens into text as they come; hold back what a later token could change or a stop string cut."""
 
     def __init__(self, session: Session) -> None:
         self._tokenizer, self._stop = session.runtime.tokenizer, session.stop_strings
@@ -233,7 +230,7 @@ class GrowingText:
 
 
 def settled(text: str, stop_strings: Sequence[str]) -> int:
-    """Length of the part of `text` that no stop string, found or begun at its end, can cut."""
+    """Return the length of the part of `text` that no stop string, found or begun at its end, can cut."""
     length = len(text)
     for stop in stop_strings:
         found = text.find(stop)

@@ -1,4 +1,4 @@
-"""Methods by turns on the same prompts in one process, so that whatever the machine does hits them all alike."""
+"""Run methods by turns on the same prompts in one process, so that disturbances of the machine affect all alike."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OnRun = Callable[[str, int, int, Timed], None]  # contender, prompt number from 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A named way to decode a prompt; `run` gives the tokens, and the completion where there is one."""
+    """A named way to decode a prompt; `run` returns the tokens, and the completion if our own loop decoded."""
 
     name: str
     run: Callable[[Prompt], Decoded]
@@ -42,7 +42,7 @@ class Run:
 
     @property
     def timed(self) -> Timed:
-        """Tokens and seconds."""
+        """Return tokens and seconds."""
         return Timed(len(self.token_ids), self.seconds)
 
 
@@ -56,7 +56,7 @@ class Runs:
 
     @property
     def seconds(self) -> float:
-        """Of all runs together."""
+        """Return the seconds of all runs together."""
         return sum(run.seconds for run in self.by_prompt.values())
 
 
@@ -102,7 +102,7 @@ class Interleaved:
         self.runs = {contender.name: Runs(contender.name) for contender in contenders}
 
     def run(self) -> bool:
-        """Warm up, then decode everything; False if Ctrl-C came before the end. What was finished is in `runs`."""
+        """Warm up, then decode everything; return False if Ctrl-C came before the end. Finished runs are in `runs`."""
         try:
             for contender in self.contenders:
                 self._guarded(contender.name, partial(contender.run, warm_up_prompt(self.prompts[0])))
@@ -116,7 +116,7 @@ class Interleaved:
         return True
 
     def affordable(self, name: str) -> int:
-        """Prompts that a contender may decode, by its speed until now."""
+        """Return how many prompts a contender may decode, by its speed so far."""
         own, base = self.runs[name], self.runs[self.base]
         if self.complete or not own.by_prompt or not base.by_prompt or name == self.base:
             return len(self.prompts)
@@ -145,5 +145,5 @@ class Interleaved:
 
 
 def warm_up_prompt(prompt: Prompt) -> Prompt:
-    """The prompt with a few tokens of completion: enough that nothing pays for first allocations later."""
+    """Return the prompt with a short completion, which takes the first allocations out of the timing."""
     return replace(prompt, max_new_tokens=WARM_UP_TOKENS)

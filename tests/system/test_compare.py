@@ -142,7 +142,7 @@ def test_ctrl_c_shows_what_is_finished_and_makes_no_plan(
         if (method, number) == ("prompt-lookup", 1):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "show_run", stop)
+    monkeypatch.setattr(command, "note_run", stop)
     report = compare(capsys, "--model", tiny, "--methods", "prompt-lookup", expect=130)
     assert report["interrupted"] and report["plan"] is None
     assert {row["method"]: row["prompts"] for row in report["results"]}["plain"] >= 1
