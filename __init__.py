@@ -24,6 +24,7 @@ _EXPORTS = {
     "SwiftSettings": "core.settings",
     "SwiftoptError": "core.errors",
     "TuneRequest": "core.requests",
+    "TuningSettings": "core.settings",
     "Runtime": "models.runtime",
     "Store": "store",
     "custom_generate": "decoding.hf",
@@ -47,6 +48,7 @@ __all__ = [
     "SwiftSettings",
     "SwiftoptError",
     "TuneRequest",
+    "TuningSettings",
     "__version__",
     "custom_generate",
     "load",
@@ -57,7 +59,7 @@ if TYPE_CHECKING:
     from .client import Client
     from .core.errors import SwiftoptError
     from .core.requests import TuneRequest
-    from .core.settings import SwiftSettings
+    from .core.settings import SwiftSettings, TuningSettings
     from .core.types import Completion, LayerSet, LayerSetRecord, Prompt, Sampling
     from .decoding.hf import custom_generate
     from .models.runtime import Runtime

@@ -23,10 +23,9 @@ from typing import Any
 
 import torch
 
-from ..core.records import load_record
 from ..core.settings import SwiftSettings
 from ..core.streams import read_stream
-from ..core.types import LayerSet, Prompt, Sampling, n_skipped_for, searchable
+from ..core.types import LayerSet, LayerSetRecord, Prompt, Sampling, n_skipped_for, searchable
 from ..decoding.hf import hf_generate
 from ..decoding.loop import completion_text
 from ..decoding.methods import PLAIN, Method, Resources, build, swift
@@ -150,7 +149,7 @@ def main() -> None:
     runtime = load(args.model, args.dtype, args.device)
     sets = random_sets(runtime.n_layers, args.random_sets)
     for path in args.layer_set:
-        sets[Path(path).name] = load_record(Path(path)).layer_set
+        sets[Path(path).name] = LayerSetRecord.load(Path(path)).layer_set
     methods = {name: swift(layer_set, SwiftSettings()) for name, layer_set in sets.items()}
     methods |= adaptive_drafts(runtime, args.adaptive)
     prompts = read_stream(args.stream, limit=args.limit)

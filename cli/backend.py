@@ -14,11 +14,17 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from ..core.errors import InvalidInput, JobCancelled, JobFailed, ServiceUnreachable, StoreError, StoreUnavailable
-from ..core.event_json import event_from_json
-from ..core.events import Event, StateChanged, TaskFinished, TrialsDone
+from ..core.errors import (
+    InvalidInput,
+    JobCancelled,
+    JobFailed,
+    ServiceUnreachable,
+    StoreError,
+    StoreUnavailable,
+    safe_url,
+)
+from ..core.events import Event, StateChanged, TaskFinished, TrialsDone, event_from_json
 from ..core.jobs import Job, JobBoard, JobEvent
-from ..core.urls import safe_url
 from . import options
 from .options import open_store, together
 from .output import INTERRUPTED, console, note

@@ -13,7 +13,7 @@ from ..core.costs import CostProfile
 from ..core.errors import NotFound
 from ..core.events import FormatTried
 from ..core.requests import GenerateRequest
-from ..core.settings import SwiftSettings
+from ..core.settings import SwiftSettings, TuningSettings
 from ..core.streams import read_stream
 from ..optimizer.strategies import SIZE_CHOOSING, STRATEGIES
 from . import options
@@ -138,7 +138,7 @@ def show_search(report: dict[str, Any]) -> None:
 @options.machine_options(GenerateRequest)
 @options.speed_option(GenerateRequest)
 @options.settings_options
-@options.seed_option(SwiftSettings)
+@options.seed_option(TuningSettings)
 @options.json_option
 @options.example(
     "bench stream-shift --model smollm2-135m --stream five-tasks.jsonl --max-new-tokens 64 --png shift.png"
@@ -152,7 +152,7 @@ def stream_shift(stream: str, prompts: int, png: str | None, as_json: bool, **va
     measured costs.
     """
     lines = read_stream(stream, None, None)
-    settings: SwiftSettings = pick(SwiftSettings, values)
+    settings: SwiftSettings = pick(TuningSettings, values)
     request = pick(GenerateRequest, {**values, "settings": settings})
 
     check_words("strategy", [settings.strategy], STRATEGIES)

@@ -12,8 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..core.learned import LearnedRecord
-from ..core.types import LayerSetRecord, Trial
+from ..core.types import LayerSetRecord, LearnedRecord, Trial
 from .output import writing
 from .render import device_words, map_caption, number, ratio
 

@@ -17,8 +17,7 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from ..core.errors import SwiftoptError
-from ..core.urls import safe_url
+from ..core.errors import SwiftoptError, safe_url
 from . import options
 from .options import database_url
 from .output import answer, show

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..core.completions import completion_to_json
 from ..core.errors import StreamError
-from ..core.records import record_to_json
 from ..core.requests import GenerateRequest
 from ..core.streams import raw_prompt, read_stream
 from ..core.types import Completion, Prompt, Sampling
@@ -151,8 +149,8 @@ def completion_json(model: str, prompt: Prompt, completion: Completion, info: Ge
         "id": prompt.id,
         "task": prompt.task,
         "model": model,
-        **completion_to_json(completion),
-        "layer_set": record_to_json(used) if used else None,
+        **completion.to_json(),
+        "layer_set": used.to_json() if used else None,
         "fallback": info.fallback,
         "verdict": info.verdict,
     }

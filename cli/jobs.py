@@ -12,10 +12,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..core.completions import output_line
 from ..core.errors import InvalidInput
-from ..core.events import Progress
-from ..core.jobs import Job, JobEvent, JobState, Verb, job_to_json
+from ..core.events import JobState, Progress, output_line
+from ..core.jobs import Job, JobEvent, JobList, Verb
 from ..core.requests import TuneRequest
 from ..core.types import LayerSetRecord
 from . import options
@@ -53,7 +52,7 @@ def list_(state: JobState | None, limit: int, backend: Backend, as_json: bool) -
     with backend.open() as client:
         found = client.jobs.latest(state, limit)
     if as_json:
-        emit_json({"schema": "swiftopt.jobs-list/1", "jobs": [job_to_json(job) for job in found]})
+        emit_json(JobList(tuple(found)).to_json())
     elif found:
         show(jobs_table(found, console().width))
     else:
@@ -71,7 +70,7 @@ def show_(job: str, backend: Backend, as_json: bool) -> None:
         found = client.jobs.get(job)
         reason = client.why_waiting(found)
     if as_json:
-        emit_json(job_to_json(found))
+        emit_json(found.to_json())
         return
     show(job_view(found))
     if reason is not None:
@@ -95,7 +94,7 @@ def watch(job: str, backend: Backend, as_json: bool) -> None:
 def _show_ended(ended: Ended, client: JobClient, backend: Backend, as_json: bool) -> None:
     job = ended.job
     if job.kind != "tune":
-        answer(as_json, job_to_json(job), lambda: click.echo(f"job {job.id} has succeeded"))
+        answer(as_json, job.to_json(), lambda: click.echo(f"job {job.id} has succeeded"))
         return
     request = TuneRequest.from_json(job.request)
     commands = [use_command(request, task, backend) for task in ended.tasks]
@@ -137,7 +136,7 @@ def _add_verb(verb: Verb, short: str, words: str) -> None:
             found = client.jobs.act(job, verb)
             reason = client.why_waiting(found)
         if as_json:
-            emit_json(job_to_json(found))
+            emit_json(found.to_json())
             return
         wanted = {"pause": "will pause", "stop": "will stop"}.get(found.wanted or "")
         click.echo(f"job {found.id} is {found.state}" + (f", and {wanted} at its next step" if wanted else ""))

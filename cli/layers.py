@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..core.errors import InvalidInput, LayerSetNotFound
-from ..core.plans import plan_to_json
-from ..core.records import check_task, record_to_json
 from ..core.requests import GenerateRequest
 from ..core.streams import read_stream
-from ..core.types import FoundPlan, LayerSetRecord, Sampling, Trial
+from ..core.types import FoundPlan, LayerSetRecord, Sampling, Trial, check_task
 from . import options
 from .options import ModelTask, PresetGroup, check_model, open_store, pick, positive
 from .output import answer, console, emit_json, note, note_load, show, write_text
@@ -43,7 +41,7 @@ def list_(of_model: str | None, of_task: str | None, store: Store, as_json: bool
     """List the stored layer sets, newest first; * marks the best of its model, task, device and dtype."""
     records = [(record, _is_best(store, record)) for record in store.layer_sets(of_model, of_task)]
     if as_json:
-        sets = [{**record_to_json(record), "best": best} for record, best in records]
+        sets = [{**record.to_json(), "best": best} for record, best in records]
         emit_json({"schema": "swiftopt.layers-list/1", "layer_sets": sets})
     elif records:
         show(records_table(records, console().width))
@@ -65,7 +63,7 @@ def best(
     """Show the best layer set of MODEL/TASK; with --json exactly the object that export writes."""
     found = store.lookup(name.model, name.task, device_name, tuned_dtype, alias)
     record = _layer_set_of(found, name)
-    answer(as_json, record_to_json(record), lambda: _show_record(record, ()))
+    answer(as_json, record.to_json(), lambda: _show_record(record, ()))
 
 
 @layers.command("show", short_help="Show a layer set, its map and its search.")
@@ -86,7 +84,7 @@ def show_(name: ModelTask, version: int | None, png: str | None, store: Store, a
         note(f"drawn to {png}")
     value = {
         "schema": "swiftopt.layers-show/1",
-        "layer_set": record_to_json(record),
+        "layer_set": record.to_json(),
         "trials": [_trial_json(trial) for trial in trials],
         "png": png,
     }
@@ -137,7 +135,7 @@ def search(
         )
 
     figures = {"candidates": n_tried, "ratio": ratio, "median_ratio": median}
-    answer(as_json, {"schema": "swiftopt.layers-search/1", "layer_set": record_to_json(record), **figures}, show_text)
+    answer(as_json, {"schema": "swiftopt.layers-search/1", "layer_set": record.to_json(), **figures}, show_text)
 
 
 @layers.command(short_help="Write a layer set as JSON.")
@@ -153,7 +151,7 @@ def export(name: ModelTask, version: int | None, out: str | None, store: Store, 
     --json puts the object on one line.
     """
     record = _find(store, name, version)
-    text = json.dumps(record_to_json(record), indent=None if as_json else 2)
+    text = json.dumps(record.to_json(), indent=None if as_json else 2)
     if out is None:
         click.echo(text)
     else:
@@ -179,7 +177,7 @@ def import_(
     records = _renamed(_read(store, file, as_model, n_layers), file, as_model, as_task)
     stored = [_add(store, record) for record in records]
     if as_json:
-        sets = [{**record_to_json(record), "promoted": promoted} for record, promoted in stored]
+        sets = [{**record.to_json(), "promoted": promoted} for record, promoted in stored]
         emit_json({"schema": "swiftopt.layers-import/1", "layer_sets": sets})
         return
     for record, promoted in stored:
@@ -271,7 +269,7 @@ def _renamed(
     records: Sequence[LayerSetRecord], file: str, as_model: str | None, as_task: str | None
 ) -> list[LayerSetRecord]:
     if as_task is not None:
-        check_task(as_task)
+        check_task(as_task, "--task")
     if (as_model or as_task) and len(records) != 1:
         raise InvalidInput(f"{file} holds {len(records)} layer sets: leave --model and --task out to import them all")
     return [dataclasses.replace(r, model=as_model or r.model, task=as_task or r.task) for r in records]
@@ -292,7 +290,7 @@ def _show_move(command: str, name: ModelTask, found: FoundPlan, as_json: bool) -
         **name._asdict(),
         "alias": found.alias,
         "version": found.version,
-        **plan_to_json(found.plan),
+        **found.plan.to_json(),
     }
     text = f"{found.alias} of {name} is now version {found.version} ({found.plan.method})"
     answer(as_json, value, lambda: click.echo(text))

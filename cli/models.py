@@ -41,7 +41,7 @@ def models(store: Store, as_json: bool) -> None:
     value = {
         "schema": "swiftopt.models/1",
         "aliases": [{"alias": name, **asdict(alias)} for name, alias in ALIASES.items()],
-        "stored": [{**asdict(info), "names": list(info.names)} for info in stored],
+        "stored": [info.to_json() for info in stored],
         "tasks": tasks,
     }
     answer(as_json, value, show_text)

@@ -21,7 +21,8 @@ from ..core.errors import LayerSetError, SettingsError
 from ..core.formats import AUTO, FORMATS, STORED
 from ..core.jobs import DEFAULT_QUEUE
 from ..core.processors import THREADS
-from ..core.requests import TUNING, GenerateRequest, TuneRequest
+from ..core.requests import GenerateRequest, TuneRequest
+from ..core.settings import TuningSettings
 from ..core.types import LayerSetRecord, Sampling
 from ..optimizer.strategies import SIZE_CHOOSING, STRATEGIES
 
@@ -131,7 +132,7 @@ def from_field(values: Any, name: str, help: str, **more: Any) -> Decorator[Any]
 
 def switch_off(name: str, help: str) -> Decorator[Any]:
     """Make `--no-NAME` for a field of the settings that is on by default."""
-    on = getattr(TUNING, name)
+    on = default_of(TuningSettings, name)
     return click.option(f"--no-{name.replace('_', '-')}", name, flag_value=False, default=on, help=help)
 
 
@@ -203,30 +204,32 @@ sampling_options = together(
 )
 
 settings_options = together(
-    from_field(TUNING, "method", "What the layer set is to draft for; adaptive decides by measured time."),
+    from_field(TuningSettings, "method", "What the layer set is to draft for; adaptive decides by measured time."),
     from_field(
-        TUNING,
+        TuningSettings,
         "draft_format",
         "Weights of what a draft keeps; auto: those that pay most here.",
         type=click.Choice([AUTO, *FORMATS, STORED]),
     ),
     from_field(
-        TUNING,
+        TuningSettings,
         "strategy",
         f"Who proposes layer sets: {'; '.join(f'{name} ({recipe.help})' for name, recipe in STRATEGIES.items())}.",
     ),
-    from_field(TUNING, "objective", "What a layer set is scored by."),
+    from_field(TuningSettings, "objective", "What a layer set is scored by."),
     from_field(
-        TUNING,
+        TuningSettings,
         "skip_ratio",
         "r, from 0 to 1, where the strategy leaves the size to it.  [default: 0.45, 0.5 from 34B on]",
     ),
-    from_field(TUNING, "context_window", "γ, generated tokens that score a layer set."),
+    from_field(TuningSettings, "context_window", "γ, generated tokens that score a layer set."),
     from_field(
-        TUNING, "max_steps", f"S, candidates to try at most; {', '.join(SIZE_CHOOSING)} stop at 96 for themselves."
+        TuningSettings,
+        "max_steps",
+        f"S, candidates to try at most; {', '.join(SIZE_CHOOSING)} stop at 96 for themselves.",
     ),
-    from_field(TUNING, "stop_threshold", "ε, confidence below which a SWIFT draft stops."),
-    from_field(TUNING, "max_draft_length", "N_D, steps of a SWIFT draft."),
+    from_field(TuningSettings, "stop_threshold", "ε, confidence below which a SWIFT draft stops."),
+    from_field(TuningSettings, "max_draft_length", "N_D, steps of a SWIFT draft."),
     switch_off("early_stop", "SWIFT drafts always have N_D tokens."),
     switch_off("dynamic_verification", "SWIFT drafts are chains, not trees."),
     switch_off("search_drafting", "Keep ε, N_D and k of SWIFT's drafts as given, instead of choosing them by time."),
@@ -237,7 +240,7 @@ settings_options = together(
     click.option(
         "--deterministic",
         is_flag=True,
-        default=TUNING.deterministic,
+        default=default_of(TuningSettings, "deterministic"),
         help="Wait for late suggestions: the same seed then gives the same trials.",
     ),
 )

@@ -52,10 +52,9 @@ def serve(new_key: str | None, as_json: bool, **values: Any) -> None:
     if new_key is not None:
         _show_key(new_key, as_json)
         return
-    from ..server.keys import KeyRing
     from ..server.serving import listen
     from ..server.serving import serve as run
-    from ..server.settings import MIB, ServerSettings, stream_folders
+    from ..server.settings import MIB, KeyRing, ServerSettings, stream_folders
 
     settings = ServerSettings(
         keys=KeyRing.from_environment(),
@@ -82,7 +81,7 @@ def _url(host: str, port: int) -> str:
 
 
 def _show_key(name: str, as_json: bool) -> None:
-    from ..server.keys import new_key
+    from ..server.settings import new_key
 
     key, entry = new_key(name)
     if as_json:

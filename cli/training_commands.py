@@ -12,11 +12,10 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from ..core.errors import InvalidInput, SettingsError
-from ..core.learned import LearnedKind, LearnedRecord, learned_to_json
+from ..core.errors import InvalidInput, SettingsError, safe_url
 from ..core.requests import TuneRequest
 from ..core.streams import read_stream
-from ..core.urls import safe_url
+from ..core.types import LearnedKind, LearnedRecord
 from ..training.settings import HeadSettings, ProbeSettings, TrainingStep
 from . import options
 from .options import Decorator, ModelTask, PresetGroup, open_store, pick, positive, together
@@ -136,7 +135,7 @@ def run_training(kind: LearnedKind, settings: HeadSettings | ProbeSettings, valu
         record = train(request, prompts, store, StepPrinter(), note_load)
         database = safe_url(store.url)
     _draw(record, values["png"])
-    trained = {kind: learned_to_json(record), "database": database, "png": values["png"]}
+    trained = {kind: record.to_json(), "database": database, "png": values["png"]}
     answer(values["as_json"], {"schema": f"swiftopt.{kind}-train/1", **trained}, lambda: show(trained_view(record)))
 
 
@@ -191,7 +190,7 @@ def _add_list(group: click.Group, kind: LearnedKind) -> None:
     def list_(of_model: str | None, of_task: str | None, store: Store, as_json: bool) -> None:
         records = store.learned_list(of_model, of_task, kind)
         if as_json:
-            emit_json({"schema": f"swiftopt.{kind}-list/1", kind: [learned_to_json(record) for record in records]})
+            emit_json({"schema": f"swiftopt.{kind}-list/1", kind: [record.to_json() for record in records]})
         elif records:
             show(trained_table(records, console().width))
         else:
@@ -211,7 +210,7 @@ def _add_show(group: click.Group, kind: LearnedKind) -> None:
     def show_(name: ModelTask, version: int | None, png: str | None, store: Store, as_json: bool) -> None:
         record = store.learned(name.model, name.task, kind, version)
         _draw(record, png)
-        value = {**learned_to_json(record), "curve": [list(point) for point in record.curve], "png": png}
+        value = {**record.to_json(), "curve": [list(point) for point in record.curve], "png": png}
         answer(as_json, value, lambda: show(trained_view(record)))
 
 
@@ -230,7 +229,7 @@ def _add_export(group: click.Group, kind: LearnedKind) -> None:
         data = store.weights(record)
         with writing(Path(out)):
             Path(out).write_bytes(data)
-        value = {"schema": f"swiftopt.{kind}-export/1", kind: learned_to_json(record), "out": out}
+        value = {"schema": f"swiftopt.{kind}-export/1", kind: record.to_json(), "out": out}
         answer(as_json, value, lambda: note(f"{len(data)} bytes written to {out}"))
 
 

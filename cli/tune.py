@@ -5,22 +5,19 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import click
 
-from ..core.completions import timings_to_json
-from ..core.errors import InvalidInput
+from ..core.errors import InvalidInput, safe_url
 from ..core.events import TaskFinished
-from ..core.records import record_to_json
 from ..core.requests import TuneRequest
-from ..core.settings import SwiftSettings
+from ..core.settings import TuningSettings
 from ..core.streams import STDIN, read_stream
-from ..core.types import Prompt, Sampling
-from ..core.urls import safe_url
+from ..core.types import Prompt, Sampling, seconds_by_part
 from ..optimizer.strategies import STRATEGIES
 from . import options
 from .backend import Backend, JobClient, on_command_line, result_of
@@ -61,7 +58,9 @@ def tune(as_json: bool, **values: Any) -> None:
     Runs in this process, unless a Redis or a server is named: then the job is submitted to a queue and followed, and
     Ctrl-C leaves it running.
     """
-    request = pick(TuneRequest, {**values, "sampling": pick(Sampling, values), "settings": pick(SwiftSettings, values)})
+    request = pick(
+        TuneRequest, {**values, "sampling": pick(Sampling, values), "settings": pick(TuningSettings, values)}
+    )
     backend = Backend() if values["local"] else Backend.chosen(values["server"], values["redis"], values["db"])
     queued = bool(backend.server or backend.redis)
     if values["detach"] and not queued:
@@ -212,8 +211,8 @@ def task_json(finished: TaskFinished, command: Sequence[str]) -> dict[str, Any]:
     """Return one task of a tuning run; its trials are in the store, under the run's job."""
     return {
         "task": finished.task,
-        "layer_set": record_to_json(finished.record),
-        "verdict": asdict(finished.verdict),
+        "layer_set": finished.record.to_json(),
+        "verdict": finished.verdict.to_json(),
         "stopped_because": finished.stopped_because,
         "n_trials": len(finished.trials),
         "n_prompts": finished.n_prompts,
@@ -221,6 +220,6 @@ def task_json(finished: TaskFinished, command: Sequence[str]) -> dict[str, Any]:
         "draft_cost": finished.draft_cost,
         "plain_tok_s": finished.plain_tok_s,
         "tuned_tok_s": finished.tuned_tok_s,
-        "timings": timings_to_json(finished.timings),
+        "timings": seconds_by_part(finished.timings),
         "command": list(command),
     }

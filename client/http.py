@@ -6,25 +6,23 @@ import json
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 import httpx2
 
-from ..core.completions import completion_from_json
-from ..core.errors import SettingsError, StoreError, SwiftoptError
-from ..core.events import PromptFinished
-from ..core.jobs import DEFAULT_QUEUE, Job, JobEvent, JobState, Verb, job_from_json
-from ..core.plans import plan_from_json
-from ..core.records import stored_from_json
+from ..core.errors import SettingsError, StoreError, SwiftoptError, safe_url
+from ..core.events import JobState, PromptFinished
+from ..core.jobs import DEFAULT_QUEUE, EventPage, Job, JobEvent, JobList, Verb
 from ..core.requests import TuneRequest
+from ..core.serialization import Record
 from ..core.streams import stream_lines
-from ..core.types import FoundPlan, LayerSetRecord, ModelInfo, Prompt
-from ..core.urls import safe_url
-from .sse import follow
-from .wire import check_key, check_url, error_of, parsed, sent
+from ..core.types import Completion, FoundPlan, LayerSetList, LayerSetRecord, ModelInfo, ModelList, Prompt
+from .wire import check_key, check_url, error_of, follow, parsed, sent
+
+Answer = TypeVar("Answer", bound=Record)
 
 JSON = {"Accept": "application/json"}
 
@@ -72,30 +70,27 @@ class Client:
         Raises: LayerSetNotFound: nothing is stored for them.
         """
         params = {"device": device, "dtype": dtype, "alias": alias}
-        return self._plan(self._get(f"/v1/layer-sets/{quote(model, safe='')}/{quote(task, safe='')}", params))
+        path = f"/v1/layer-sets/{quote(model, safe='')}/{quote(task, safe='')}"
+        return self._read(FoundPlan, self._get(path, params))
 
     def lookup(self, queries: Sequence[Mapping[str, str]]) -> list[FoundPlan | SwiftoptError]:
         """Plans for many queries in one request, each with the arguments of `layer_set`; an error stands for itself."""
         body = {"queries": [dict(query) for query in queries]}
         answers = self._json("POST", "/v1/layer-sets:lookup", again=True, json=body)
-        return [
-            error_of(answer) if "status" in answer else self._plan(answer)
-            for answer in self._listed(answers, "answers")
-        ]
+        try:
+            listed = list(answers["answers"])
+            return [error_of(one) if "status" in one else self._read(FoundPlan, one) for one in listed]
+        except (KeyError, TypeError) as error:
+            raise self._unreadable(error) from error
 
     def layer_sets(self, model: str | None = None, task: str | None = None) -> list[LayerSetRecord]:
         """The stored versions of a model, a task, both or all, newest first."""
-        found = self._listed(self._get("/v1/layer-sets", {"model": model, "task": task}), "layer_sets")
-        return [stored_from_json(values, self._origin) for values in found]
+        found = self._get("/v1/layer-sets", {"model": model, "task": task})
+        return list(self._read(LayerSetList, found).layer_sets)
 
     def models(self) -> list[ModelInfo]:
         """Every model that a worker has loaded once."""
-        found = self._listed(self._get("/v1/models"), "models")
-        names = ModelInfo.__dataclass_fields__
-        return [
-            ModelInfo(**{**{n: v for n, v in values.items() if n in names}, "names": tuple(values["names"])})
-            for values in found
-        ]
+        return list(self._read(ModelList, self._get("/v1/models")).models)
 
     # --- jobs ---
 
@@ -113,17 +108,11 @@ class Client:
         idempotency_key: str | None = None,
     ) -> tuple[Job, bool]:
         """The job for the request on these prompts, and whether it is new; safe to repeat with the same key."""
-        body = {
-            "model": request.model,
-            "stream": {"prompts": [json.loads(line) for line in stream_lines(prompts).splitlines()]},
-            "settings": request.settings.to_json(),
-            "sampling": asdict(request.sampling),
-            "max_new_tokens": request.max_new_tokens,
-            "dtype": request.dtype,
-            "device": request.device,
-            "speed": request.speed,
-            "queue": queue,
+        own = {
+            key: value for key, value in request.to_json().items() if key not in ("task", "out", "limit", "concurrency")
         }
+        lines = [json.loads(line) for line in stream_lines(prompts).splitlines()]  # each with its task
+        body = {**own, "stream": {"prompts": lines}, "queue": queue}
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}  # ours, so that it may be sent again
         response = self._send("POST", "/v1/jobs", again=True, json=body, headers=headers)
         return self._job(parsed(response, self.url)), response.status_code == 202
@@ -135,7 +124,7 @@ class Client:
     def latest(self, state: JobState | None = None, limit: int = 100) -> list[Job]:
         """The newest jobs first."""
         found = self._get("/v1/jobs", {"state": state, "limit": limit})
-        return [self._job(values) for values in self._listed(found, "jobs")]
+        return [_with_sets(job) for job in self._read(JobList, found).jobs]
 
     def act(self, job: str, verb: Verb) -> Job:
         """Pause, resume, stop, cancel or retry; the job as it is then."""
@@ -146,10 +135,7 @@ class Client:
         """What the job reported behind event number `after`, oldest first."""
         params = {"after": after, "limit": limit, "format": "json"}
         found = self._get(f"/v1/jobs/{quote(job, safe='')}/events", params)
-        return [
-            JobEvent(values["id"], values["type"], values["data"], values.get("created_at", ""))
-            for values in self._listed(found, "events")
-        ]
+        return list(self._read(EventPage, found).events)
 
     def outputs(self, job: str) -> list[PromptFinished]:
         """The finished completions in the order of the stream; which of them were held out, only the events tell."""
@@ -157,11 +143,11 @@ class Client:
         try:
             found = [json.loads(line) for line in lines if line]
             return [
-                PromptFinished(Prompt(values["id"], values["task"]), place, completion_from_json(values))
+                PromptFinished(Prompt(values["id"], values["task"]), place, Completion.from_json(values))
                 for place, values in enumerate(found)
             ]
         except (ValueError, KeyError, TypeError) as error:
-            raise self._newer("a completion", error) from error
+            raise self._unreadable(error) from error
 
     def follow(self, job: str, after: int = 0) -> Iterator[JobEvent | Job]:
         """What the job reports, from event number `after` on, as it comes; the last value is the job at its end.
@@ -197,32 +183,21 @@ class Client:
 
     # --- answers ---
 
-    @property
-    def _origin(self) -> str:
-        return f"the answer of {safe_url(self.url)}"
-
-    def _newer(self, what: str, error: Exception) -> StoreError:
+    def _unreadable(self, error: Exception) -> StoreError:
         return StoreError(
-            f"{what} from {safe_url(self.url)} cannot be read ({error!r}): its swiftopt is of another version"
+            f"the answer of {safe_url(self.url)} cannot be read ({error}): its swiftopt is of another version"
         )
 
-    def _listed(self, values: Any, key: str) -> list[Mapping[str, Any]]:
+    def _read(self, kind: type[Answer], values: Any) -> Answer:
         try:
-            return list(values[key])
-        except (KeyError, TypeError) as error:
-            raise self._newer(f"the list of {key}", error) from error
+            return kind.from_json(values)
+        except SwiftoptError as error:
+            raise self._unreadable(error) from error
 
     def _job(self, values: Any) -> Job:
-        try:
-            job = job_from_json(values, self._origin)
-            # the exchanged object of a layer set does not say which job found it
-            return replace(job, layer_sets=tuple(replace(record, job=job.id) for record in job.layer_sets))
-        except (KeyError, TypeError) as error:
-            raise self._newer("a job", error) from error
+        return _with_sets(self._read(Job, values))
 
-    def _plan(self, values: Any) -> FoundPlan:
-        try:
-            plan = plan_from_json(values, self._origin)
-            return FoundPlan(plan, values["version"], values["alias"], values["fallback"])
-        except (KeyError, TypeError, IndexError) as error:
-            raise self._newer("a plan", error) from error
+
+def _with_sets(job: Job) -> Job:
+    """Return the job with its id in its layer sets: the exchanged object does not say which job found it."""
+    return replace(job, layer_sets=tuple(replace(record, job=job.id) for record in job.layer_sets))

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 from .formats import STORED
+from .serialization import BY_NUMBER, Record
 from .types import Completion, LayerSet
 
 
 @dataclass(frozen=True, slots=True)
-class FormatCosts:
+class FormatCosts(Record):
     """Seconds of one attention, one MLP and the head in a weight format, on one row, and of the rest of such a pass.
 
     `wider[n]`: a draft pass over n rows / over one.
@@ -21,20 +22,11 @@ class FormatCosts:
     mlp_s: float
     head_s: float
     fixed_s: float = 0.0
-    wider: Mapping[int, float] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, with numbers of rows as text."""
-        return {**asdict(self), "wider": _as_text(self.wider)}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> FormatCosts:
-        """Inverse of `to_json`."""
-        return cls(**{**values, "wider": _as_numbers(values["wider"])})
+    wider: Annotated[Mapping[int, float], BY_NUMBER] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class CostProfile:
+class CostProfile(Record):
     """Measured seconds of a model's parts on one device, dtype and context bucket.
 
     `attn_s`, `mlp_s`: one sub-layer on one row; `head_s`: final norm, head and reading its answer; `fixed_s`: the
@@ -51,22 +43,8 @@ class CostProfile:
     mlp_s: float
     head_s: float
     fixed_s: float
-    pass_s: Mapping[int, float]
+    pass_s: Annotated[Mapping[int, float], BY_NUMBER]
     formats: Mapping[str, FormatCosts] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, with numbers of rows as text."""
-        formats = {name: costs.to_json() for name, costs in self.formats.items()}
-        return {**asdict(self), "pass_s": _as_text(self.pass_s), "formats": formats}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> CostProfile:
-        """Inverse of `to_json`.
-
-        Raises: KeyError, TypeError, ValueError, AttributeError: those are no such values.
-        """
-        formats = {name: FormatCosts.from_json(own) for name, own in values["formats"].items()}
-        return cls(**{**values, "pass_s": _as_numbers(values["pass_s"]), "formats": formats})
 
     def missing(self, layer_set: LayerSet) -> frozenset[str]:
         """Formats of a draft whose costs were not measured."""
@@ -140,16 +118,6 @@ class CostProfile:
         """Plain passes' times of that many draft steps and target passes per width."""
         verified = sum(count * self.verify_cost(n_rows) for n_rows, count in widths.items())
         return draft_steps * self.draft_cost(layer_set) + verified
-
-
-def _as_text(by_rows: Mapping[int, float]) -> dict[str, float]:
-    """As JSON and the store want it, whose keys are text."""
-    return {str(n_rows): value for n_rows, value in sorted(by_rows.items())}
-
-
-def _as_numbers(by_rows: Mapping[str, float]) -> dict[int, float]:
-    """Inverse of `_as_text`; ascending, for a store may order text its own way."""
-    return {n_rows: by_rows[str(n_rows)] for n_rows in sorted(map(int, by_rows))}
 
 
 def _between(known: Mapping[int, float], n: int) -> float:

@@ -28,6 +28,9 @@ SwiftoptError                         exit 1
 
 from __future__ import annotations
 
+import re
+from urllib.parse import urlsplit
+
 
 class SwiftoptError(Exception):
     """Base of all; its text is one sentence that says what, where and what to do."""
@@ -137,3 +140,20 @@ class Conflict(SwiftoptError):
 
 class LeaseLost(SwiftoptError):
     """A write came from an attempt that was replaced, or whose job has ended: stop working on it."""
+
+
+# another way to write a password into a URL
+SECRET_OPTION = re.compile(r"([?&](?:ssl)?password=)[^&#]*", re.IGNORECASE)
+
+
+def safe_url(url: str) -> str:
+    """Return the URL, or path, without its password, as errors, logs and hints may show it."""
+    url = SECRET_OPTION.sub(r"\1***", url)
+    if "@" not in url or "://" not in url:
+        return url
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "(unreadable URL)"  # it may hold a password
+    user, colon, _ = parts.netloc.rpartition("@")[0].partition(":")
+    return parts._replace(netloc=f"{user}:***@{parts.netloc.rpartition('@')[2]}").geturl() if colon else url

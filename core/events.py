@@ -2,18 +2,51 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from .jobs import JobState
+from .errors import StoreError, SwiftoptError
+from .serialization import Figure, Form, Record
 from .settings import Branching
 from .types import Completion, LayerSet, LayerSetRecord, Prompt, Timings, Trial, Verdict
 
+JobState = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
 Phase = Literal["load", "profile", "accumulate", "optimise", "accelerate", "verdict"]
 
 
+class Reported(Record):
+    """Base of all events."""
+
+    __slots__ = ()
+    ERROR: ClassVar[type[SwiftoptError]] = StoreError
+
+
+def _with_job(record: LayerSetRecord) -> dict[str, Any]:
+    return {**record.to_json(), "job": record.job}
+
+
+def _name_and_task(prompt: Prompt) -> dict[str, str]:
+    return {"id": prompt.id, "task": prompt.task}
+
+
+def _nothing(_: Any) -> None:
+    return None
+
+
+def _no_trials(_: Any) -> tuple[Trial, ...]:
+    return ()
+
+
+WITH_JOB = Form(_with_job, dict[str, Any])
+NAMED = Form(_name_and_task, dict[str, str])
+NOT_AGAIN = Form(_nothing, None, _no_trials)  # `TrialsDone` brought them
+
+
 @dataclass(frozen=True, slots=True)
-class PhaseChanged:
+class PhaseChanged(Reported):
     """A task entered a phase; `detail` is a few words for a person."""
 
     task: str
@@ -22,7 +55,7 @@ class PhaseChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class FormatTried:
+class FormatTried(Reported):
     """What drafts with all weights in a format promise, where the format is the run's own choice.
 
     `expected` is a ratio to plain decoding by measured costs, `agreement` the share of tokens on which draft and model
@@ -37,7 +70,7 @@ class FormatTried:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptStarted:
+class PromptStarted(Reported):
     """Prompt `index` (0-based) of `n_prompts` is being decoded."""
 
     task: str
@@ -47,23 +80,23 @@ class PromptStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(Reported):
     """The state of a task after a round. Matchness is of the latest trial and of the set in use."""
 
     task: str
     phase: Phase
     tokens: int
-    tok_s: float
+    tok_s: Figure
     matchness: float | None
     best_matchness: float | None
     n_trials: int
     acceptance_rate: float | None
     mean_generated_length: float | None
-    skip_ratio: float
+    skip_ratio: Figure
 
 
 @dataclass(frozen=True, slots=True)
-class TrialsDone:
+class TrialsDone(Reported):
     """Candidates that one pass scored."""
 
     task: str
@@ -71,7 +104,7 @@ class TrialsDone:
 
 
 @dataclass(frozen=True, slots=True)
-class Adopted:
+class Adopted(Reported):
     """The draft uses this layer set from now on."""
 
     task: str
@@ -81,28 +114,28 @@ class Adopted:
 
 
 @dataclass(frozen=True, slots=True)
-class SkipRatioLowered:
+class SkipRatioLowered(Reported):
     """α stayed too low for too long (SWIFT C.2)."""
 
     task: str
-    skip_ratio: float
-    acceptance_rate: float
+    skip_ratio: Figure
+    acceptance_rate: Figure
 
 
 @dataclass(frozen=True, slots=True)
-class DraftingChosen:
+class DraftingChosen(Reported):
     """How SWIFT's drafts of a task are ended and branched from now on, and what that and what was before promise."""
 
     task: str
-    stop_threshold: float
+    stop_threshold: Figure
     max_draft_length: int
     branching: Branching
-    expected: float
-    before: float
+    expected: Figure
+    before: Figure
 
 
 @dataclass(frozen=True, slots=True)
-class StreamShifted:
+class StreamShifted(Reported):
     """The text has become another kind, and the search begins anew with `n_known` sets of similar text.
 
     `reason` says in words how acceptance changed.
@@ -114,17 +147,17 @@ class StreamShifted:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptFinished:
+class PromptFinished(Reported):
     """A completion is final; `held_out` ones were decoded for the verdict."""
 
-    prompt: Prompt
+    prompt: Annotated[Prompt, NAMED]
     index: int
     completion: Completion
     held_out: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class TaskFinished:
+class TaskFinished(Reported):
     """A task's layer set with its figures, and what a summary of the run needs.
 
     `timings` covers the prompts that were decoded while tuning (SWIFT Figure 6), not the verdict's runs;
@@ -132,20 +165,20 @@ class TaskFinished:
     """
 
     task: str
-    record: LayerSetRecord
+    record: Annotated[LayerSetRecord, WITH_JOB]
     verdict: Verdict
     stopped_because: str
-    trials: tuple[Trial, ...]
+    trials: Annotated[tuple[Trial, ...], NOT_AGAIN]
     timings: Timings
     n_prompts: int
     n_tokens: int
-    draft_cost: float
+    draft_cost: Figure
     plain_tok_s: float | None
     tuned_tok_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
-class StateChanged:
+class StateChanged(Reported):
     """A job entered a state; `detail` says in words why, where that is not plain."""
 
     state: JobState
@@ -168,3 +201,33 @@ Event = (
     | PromptFinished
     | TaskFinished
 )
+
+TYPES: dict[str, type[Any]] = {re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower(): kind for kind in get_args(Event)}
+_NAMES = {kind: name for name, kind in TYPES.items()}
+
+
+def event_type(event: Event) -> str:
+    """Return the event's name: prompt_finished, trials_done ..."""
+    return _NAMES[type(event)]
+
+
+def event_from_json(name: str, values: Mapping[str, Any]) -> Event:
+    """Return the event of that name from its `to_json`.
+
+    Raises: StoreError: there is no such event, or its values were changed by hand.
+    """
+    try:
+        if name not in TYPES:
+            raise StoreError(f"known are {', '.join(TYPES)}")
+        event: Event = TYPES[name].from_json(values)
+        return event
+    except StoreError as error:
+        raise StoreError(
+            f"an event {name!r} of the job cannot be read ({error}): it was changed by hand, or by a newer swiftopt"
+        ) from error
+
+
+def output_line(prompt: Prompt, completion: Completion) -> str:
+    """Return a completion as a line of an output file, without the line's end."""
+    values = {"id": prompt.id, "task": prompt.task, **completion.to_json()}
+    return json.dumps(values, ensure_ascii=False)

@@ -12,18 +12,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
-from .records import record_to_json, stored_from_json
+from .errors import StoreError
+from .events import JobState, PromptFinished
+from .requests import TuneRequest
+from .serialization import Record
 from .types import LayerSetRecord, Prompt
 
-if TYPE_CHECKING:
-    from .events import PromptFinished
-    from .requests import TuneRequest
-
 JobKind = Literal["tune", "noop"]  # a no-op measures the queue itself and needs no torch
-JobState = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
 Verb = Literal["pause", "resume", "stop", "cancel", "retry"]
 Wanted = Literal["pause", "stop"]  # what a running job is asked to do at its next step
 
@@ -35,7 +33,6 @@ END_STATES: tuple[JobState, ...] = ("succeeded", "failed", "cancelled")
 UNFINISHED: tuple[JobState, ...] = ("queued", "running", "paused")
 
 DEFAULT_QUEUE = "default"
-JOB_SCHEMA = "swiftopt.job/1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +58,16 @@ class Delivery:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class Job(Record):
     """A job's row. `queue` None: it runs in the process that began it, and nobody else may take it.
 
     `attempt` is the one that is queued or running; `request` is `TuneRequest.to_json()`; `progress` the latest figures,
     as in the event of that name; times are UTC, ISO 8601. `n_outputs` counts finished completions; `layer_sets` are
     what the job stored, one per task.
     """
+
+    SCHEMA: ClassVar = "swiftopt.job/1"
+    ERROR: ClassVar = StoreError
 
     id: str
     kind: JobKind
@@ -100,8 +100,8 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class JobEvent:
-    """An event as stored: `id` rises with time, `data` is `event_to_json`'s."""
+class JobEvent(Record):
+    """An event as stored: `id` rises with time, `data` is the event's JSON object."""
 
     id: int
     type: str
@@ -130,20 +130,25 @@ class JobSpec:
         ).hexdigest()
 
 
-def job_to_json(job: Job) -> dict[str, Any]:
-    """The job as every front door shows it; its layer sets are those of design 8."""
-    values = {field.name: getattr(job, field.name) for field in fields(job)}
-    return {"schema": JOB_SCHEMA, **values, "layer_sets": [record_to_json(record) for record in job.layer_sets]}
+@dataclass(frozen=True, slots=True)
+class JobList(Record):
+    """Jobs, newest first."""
+
+    SCHEMA: ClassVar = "swiftopt.jobs-list/1"
+    ERROR: ClassVar = StoreError
+
+    jobs: tuple[Job, ...]
 
 
-def job_from_json(values: Mapping[str, Any], where: str) -> Job:
-    """Inverse of `job_to_json`; unknown keys of a newer service are left out. `where` names the origin in errors.
+@dataclass(frozen=True, slots=True)
+class EventPage(Record):
+    """Events of a job; ask again for those behind `next_after`."""
 
-    Raises: LayerSetError: one of its layer sets cannot be read.
-    """
-    known = {field.name: values[field.name] for field in fields(Job) if field.name in values}
-    sets = tuple(stored_from_json(entry, where) for entry in known.get("layer_sets", ()))
-    return Job(**{**known, "layer_sets": sets})
+    SCHEMA: ClassVar = "swiftopt.events/1"
+    ERROR: ClassVar = StoreError
+
+    events: tuple[JobEvent, ...]
+    next_after: int
 
 
 class JobBoard(Protocol):

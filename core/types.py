@@ -21,18 +21,41 @@ Source: SWIFT (arXiv:2410.06916), sections 3-4, appendix B.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
-from .errors import LayerSetError, SettingsError
+from .errors import FileNotFound, LayerSetError, StoreError
 from .formats import STORED, check_formats
-from .learned import LearnedRecord
+from .serialization import BY_NUMBER, LARGEST, SORTED, Figure, Form, Record, Settings, count, ranged
 
 SubLayer = tuple[Literal["attn", "mlp"], int]
 FinishReason = Literal["stop", "length", "stop_string"]
 VerdictWord = Literal["use", "plain", "unmeasured"]
+LearnedKind = Literal["heads", "probe"]
+
+NOT_WRITTEN: Any = {"exclude": True}  # metadata of a field that JSON leaves out
+A_NAME: Any = {"min_length": 1}
+
+
+def now() -> str:
+    """Return the time in UTC, ISO 8601, to the second: 2026-11-21T00:00:00Z."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _as_object(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
+    return dict(pairs)
+
+
+def _as_pairs(values: Any) -> Any:
+    return tuple(values.items()) if isinstance(values, Mapping) else values
+
+
+AS_OBJECT = Form(_as_object, dict[str, str], _as_pairs)  # of pairs
 
 
 def searchable(n_layers: int) -> tuple[SubLayer, ...]:
@@ -42,7 +65,7 @@ def searchable(n_layers: int) -> tuple[SubLayer, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerSet:
+class LayerSet(Record):
     """Sub-layers the draft pass leaves out; 0-based. SWIFT keeps the first and last layer, Self-SD need not.
 
     `formats` are (part, format) pairs of what the draft runs quantised: a part is `attn` or `mlp` (of all layers),
@@ -51,10 +74,15 @@ class LayerSet:
     Raises: LayerSetError: a layer is named that the model does not have, or a format that there is not.
     """
 
-    n_layers: int
-    skip_attn: frozenset[int] = frozenset()
-    skip_mlp: frozenset[int] = frozenset()
-    formats: tuple[tuple[str, str], ...] = ()
+    COMPLETE: ClassVar = True
+    ERROR: ClassVar = LayerSetError
+
+    n_layers: int = field(metadata={"ge": 1})
+    skip_attn: Annotated[frozenset[int], SORTED] = frozenset()
+    skip_mlp: Annotated[frozenset[int], SORTED] = frozenset()
+    formats: Annotated[tuple[tuple[str, str], ...], AS_OBJECT] = field(
+        default=(), metadata={"alias": "quantised", "exclude_if": lambda formats: not formats}
+    )
 
     def __post_init__(self) -> None:
         stray = sorted(i for i in self.skip_attn | self.skip_mlp if not 0 <= i < self.n_layers)
@@ -146,7 +174,7 @@ def n_skipped_for(n_layers: int, skip_ratio: float) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(Record):
     """One line of a stream: raw `text`, or chat `turns` of the user (or whole `messages`) for the chat template."""
 
     id: str
@@ -158,42 +186,34 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(Settings):
     """How a token is taken from the target's distribution; temperature 0 is greedy.
 
     `repetition_penalty` None means what the model's own generation config says.
     """
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    repetition_penalty: float | None = None
-    seed: int = 0
+    NAME: ClassVar = "the sampling"
 
-    def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise SettingsError(f"temperature {self.temperature} is out of range: use 0 (greedy) or more")
-        if not 0 < self.top_p <= 1:
-            raise SettingsError(f"top_p {self.top_p} is out of range: use a number above 0, at most 1")
-        if self.top_k < 0:
-            raise SettingsError(f"top_k {self.top_k} is out of range: use 0 (off) or more")
-        if self.repetition_penalty is not None and not self.repetition_penalty > 0:
-            raise SettingsError(f"repetition_penalty {self.repetition_penalty} is out of range: use more than 0")
+    temperature: float = ranged(0.0, ge=0)
+    top_p: float = ranged(1.0, gt=0, le=1)
+    top_k: int = count(0, least=0)  # 0: off
+    repetition_penalty: float | None = ranged(None, gt=0)
+    seed: int = ranged(0, ge=-LARGEST, le=LARGEST)
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable token is taken, with no draw."""
+        """Return whether the most probable token is taken, with no draw."""
         return self.temperature == 0
 
 
 @dataclass(frozen=True, slots=True)
-class Timings:
+class Timings(Record):
     """Where the seconds of a completion went (SWIFT Figure 6); prefill counts as `other_s`."""
 
-    optimise_s: float = 0.0
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-    other_s: float = 0.0
+    optimise_s: Figure = 0.0
+    draft_s: Figure = 0.0
+    verify_s: Figure = 0.0
+    other_s: Figure = 0.0
 
     @property
     def total_s(self) -> float:
@@ -209,8 +229,20 @@ class Timings:
         )
 
 
+def seconds_by_part(timings: Timings) -> dict[str, float]:
+    """Return seconds by "optimise", "draft", "verify" and "other"."""
+    return {name.removesuffix("_s"): seconds for name, seconds in asdict(timings).items()}
+
+
+def _with_unit(values: Any) -> Any:
+    return {f"{name}_s": seconds for name, seconds in values.items()} if isinstance(values, Mapping) else values
+
+
+BY_PART = Form(seconds_by_part, dict[str, float], _with_unit)
+
+
 @dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(Record):
     """What one prompt came to, with the counts that α and M are made of.
 
     `target_passes` are the passes of the full model after the prefill; `first_tokens` (0 or 1) came from the
@@ -223,6 +255,9 @@ class Completion:
     is lossless, and the kernels compute a row alike whatever rows are beside it.
     """
 
+    COMPUTED: ClassVar = ("n_tokens", "acceptance_rate", "mean_generated_length")
+    COMPLETE: ClassVar = True
+
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason
@@ -233,9 +268,9 @@ class Completion:
     drafted: int = 0
     accepted: int = 0
     accepted_per_position: tuple[int, ...] = ()
-    verified_widths: Mapping[int, int] = field(default_factory=dict)
-    timings: Timings = field(default_factory=Timings)
-    prefill_s: float = 0.0
+    verified_widths: Annotated[Mapping[int, int], BY_NUMBER] = field(default_factory=dict)
+    timings: Annotated[Timings, BY_PART] = field(default_factory=Timings)
+    prefill_s: Figure = 0.0
     layer_set: LayerSet | None = None
     lossy: bool = False
     exact: bool = False
@@ -259,7 +294,7 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class Trial(Record):
     """One candidate layer set, scored once.
 
     `origin` says where it came from: "uniform" (the start), "trimmed" (the start after r was lowered), "in use" and
@@ -271,17 +306,17 @@ class Trial:
     step: int
     layer_set: LayerSet
     origin: str
-    matchness: float
-    score: float
+    matchness: Figure
+    score: Figure
     prompt_id: str = ""
     position: int = 0
     seed: int = 0
     adopted: bool = False
-    seconds: float = 0.0
+    seconds: Figure = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Record):
     """The answer on held-out prompts: `use` only if the interval's lower end is above 1."""
 
     word: VerdictWord
@@ -293,7 +328,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelInfo:
+class ModelInfo(Record):
     """What the store must know of a model so that look-ups need no torch."""
 
     fingerprint: str
@@ -304,18 +339,22 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerSetRecord:
+class LayerSetRecord(Record):
     """A stored layer set with its figures and provenance: the object of the CLI, the API and the export file.
 
-    `version` is given by the store and is no part of the exchanged JSON's identity; None before it is stored.
-    Figures are None where nothing was measured (an imported set). `prompt_state`, see `core.known_sets`, is for the
-    store: those who ask it get the known sets instead.
+    `version` is given by the store; None before it is stored. Figures are None where nothing was measured (an imported
+    set). `prompt_state`, see `core.prompt_states`, is for the store: those who ask it get the known sets instead.
     """
 
-    model: str
-    task: str
+    SCHEMA: ClassVar = "swiftopt.layer-set/1"
+    FLAT: ClassVar = "layer_set"
+    COMPUTED: ClassVar = ("quantised", "skip_ratio")
+    ERROR: ClassVar = LayerSetError
+
+    model: str = field(metadata=A_NAME)
+    task: str = field(metadata=A_NAME)
     layer_set: LayerSet
-    fingerprint: str | None = None
+    fingerprint: str | None = field(default=None, metadata=A_NAME)
     matchness: float | None = None
     acceptance_rate: float | None = None
     mean_generated_length: float | None = None
@@ -323,15 +362,55 @@ class LayerSetRecord:
     measured_speedup: float | None = None
     measured_interval: tuple[float, float] | None = None
     verdict: VerdictWord = "unmeasured"
-    device: str | None = None
-    dtype: str | None = None
+    device: str | None = field(default=None, metadata=A_NAME)
+    dtype: str | None = field(default=None, metadata=A_NAME)
     settings: Mapping[str, Any] = field(default_factory=dict)
     stream_sha256: str | None = None
     swiftopt_version: str = ""
     created_at: str = ""
-    version: int | None = None
-    job: str | None = None
-    prompt_state: tuple[float, ...] | None = field(default=None, repr=False, compare=False)
+    version: int | None = field(default=None, metadata={"exclude_if": lambda version: version is None})
+    job: str | None = field(default=None, metadata=NOT_WRITTEN)
+    prompt_state: tuple[float, ...] | None = field(default=None, repr=False, compare=False, metadata=NOT_WRITTEN)
+
+    @classmethod
+    def adapt(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return `values` without what is null, and with the task "default" where there is none."""
+        return {"task": "default", **{key: value for key, value in values.items() if value is not None}}
+
+    @classmethod
+    def load(cls, path: Path) -> LayerSetRecord:
+        """Return the layer set of an exported file, without the version that another store gave it.
+
+        Raises: FileNotFound: no such file. LayerSetError: it holds no layer set.
+        """
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            hint = "export one with `swiftopt layers export`"
+            raise FileNotFound(f"there is no layer-set file {path}: {hint}") from error
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise LayerSetError(f"{path} cannot be read as JSON: {error}") from error
+        return cls.unstored(values, str(path))
+
+    @classmethod
+    def unstored(cls, values: Any, where: str) -> LayerSetRecord:
+        """Return the exchanged object as a set that no store has given a version yet.
+
+        Raises: LayerSetError: it is none, or its task could not be called that in MODEL/TASK.
+        """
+        record = cls.from_json(values, where)
+        check_task(record.task, where)
+        return replace(record, version=None, job=None)
+
+    @property
+    def quantised(self) -> dict[str, str]:
+        """Return formats by part, as in `LayerSet.formats`."""
+        return dict(self.layer_set.formats)
+
+    @property
+    def skip_ratio(self) -> float:
+        """Return r, rounded."""
+        return round(self.layer_set.skip_ratio, 4)
 
     @property
     def found_for(self) -> Literal["swift", "adaptive"]:
@@ -340,7 +419,63 @@ class LayerSetRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LayerSetList(Record):
+    """Stored layer sets, newest first."""
+
+    SCHEMA: ClassVar = "swiftopt.layer-sets/1"
+    ERROR: ClassVar = StoreError
+
+    layer_sets: tuple[LayerSetRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelList(Record):
+    """Models that were loaded once, and every name that a look-up knows."""
+
+    SCHEMA: ClassVar = "swiftopt.stored-models/1"
+    ERROR: ClassVar = StoreError
+
+    models: tuple[ModelInfo, ...]
+    names: tuple[str, ...]
+
+
+def check_task(task: str, where: str) -> None:
+    """Raises: LayerSetError: no task could be called that in MODEL/TASK; `where` names its origin."""
+    if not task.strip() or "/" in task or not task.isprintable():
+        raise LayerSetError(f"{where}: task {task!r} is no name: use a word without '/', such as 'code'")
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedRecord(Record):
+    """Trained heads or a trained probe; `version` is given by the store, counted per model, task and kind.
+
+    `depths` are the layers run before each head, or the probe's one depth; `figures` what training measured (final
+    loss, agreement with the last layer, seconds, tokens); `curve` pairs of (step, loss) for the picture. The weights
+    are stored apart.
+    """
+
+    SCHEMA: ClassVar = "swiftopt.learned/1"
+
+    kind: LearnedKind
+    model: str
+    task: str
+    fingerprint: str
+    depths: tuple[int, ...]
+    n_parameters: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+    curve: tuple[tuple[int, float], ...] = field(default=(), metadata=NOT_WRITTEN)
+    stream_sha256: str | None = None
+    swiftopt_version: str = ""
+    created_at: str = ""
+    version: int | None = None
+
+
+AS_FOUND: Mapping[str, Any] = {"draft_format": STORED}  # settings of a plan whose set names all formats itself
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(Record):
     """How to decode for a model and task: a method of `decoding.methods`, and what it needs.
 
     `learned` are the heads or the probe that the method reads; `draft_model` the name of the smaller model that drafts
@@ -356,15 +491,22 @@ class Plan:
     draft_model: str | None = None
     measured_speedup: float | None = None
     measured_interval: tuple[float, float] | None = None
-    device: str | None = None
-    dtype: str | None = None
+    device: str | None = field(default=None, metadata=NOT_WRITTEN)
+    dtype: str | None = field(default=None, metadata=NOT_WRITTEN)
 
 
 @dataclass(frozen=True, slots=True)
-class FoundPlan:
-    """A look-up's answer; `fallback` says in words what differs from what was asked, None for an exact hit."""
+class FoundPlan(Record):
+    """A look-up's answer; `fallback` says in words what differs from what was asked, None for an exact hit.
+
+    `alias` None: the version itself was asked for.
+    """
+
+    SCHEMA: ClassVar = "swiftopt.plan/1"
+    FLAT: ClassVar = "plan"
+    ERROR: ClassVar = StoreError
 
     plan: Plan
     version: int
-    alias: str
+    alias: str | None
     fallback: str | None = None

@@ -20,7 +20,6 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ..core.costs import CostProfile
 from ..core.errors import InvalidInput, SettingsError
 from ..core.formats import STORED
-from ..core.records import load_record
 from ..core.settings import SwiftSettings
 from ..core.types import FinishReason, LayerSet, LayerSetRecord, ModelInfo, Sampling
 from ..models.copies import QuantisedCopies
@@ -149,7 +148,7 @@ def _layer_set(given: LayerSet | LayerSetRecord | str | Path | None) -> tuple[La
         raise SettingsError("custom_generate needs layer_set=: a LayerSet, a record, or the path of an exported file")
     if isinstance(given, LayerSet):
         return given, SwiftSettings()
-    record = given if isinstance(given, LayerSetRecord) else load_record(Path(given))
+    record = given if isinstance(given, LayerSetRecord) else LayerSetRecord.load(Path(given))
     return record.layer_set, SwiftSettings.from_json(record.settings)
 
 

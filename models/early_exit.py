@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from ..core.errors import InvalidInput
-from ..core.learned import LearnedKind, LearnedRecord
+from ..core.types import LearnedKind, LearnedRecord
 from .buffer import KVBuffer
 from .runtime import Runtime
 

@@ -12,8 +12,7 @@ from math import sqrt
 from operator import mul
 from typing import Any
 
-from ..core.completions import layer_set_from_json, layer_set_to_json
-from ..core.known_sets import KnownSet, State, nearest, packed, single, unit, unpacked
+from ..core.prompt_states import KnownSet, State, nearest, packed, single, unit, unpacked
 from ..core.types import Completion, LayerSet
 
 N_LEARN = 3  # completions that say what acceptance is usual
@@ -157,7 +156,7 @@ class ShiftWatch:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, for a snapshot; `known` is not among them."""
-        left = [[layer_set_to_json(own.layer_set), _text(own.state)] for own in self.left]
+        left = [[own.layer_set.to_json(), _text(own.state)] for own in self.left]
         states = {name: _text(getattr(self, name)) for name in STATES}
         return {
             "chart": asdict(self.chart),
@@ -171,7 +170,7 @@ class ShiftWatch:
     def restore(self, values: Mapping[str, Any]) -> None:
         """Go on from `to_json`."""
         self.chart = AcceptanceChart(**values["chart"])
-        self.left = [KnownSet(layer_set_from_json(own), _state(state)) for own, state in values["left"]]
+        self.left = [KnownSet(LayerSet.from_json(own), _state(state)) for own, state in values["left"]]
         self.nearness = Nearness(**values["nearness"])
         self.settled, self.n_far = bool(values["settled"]), int(values["n_far"])
         for name in STATES:

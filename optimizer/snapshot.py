@@ -7,14 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core.completions import (
-    completion_from_json,
-    completion_to_json,
-    timings_from_json,
-    timings_to_json,
-    widths_from_json,
-    widths_to_json,
-)
 from ..core.errors import LayerSetError, SettingsError
 from ..core.types import Completion, Prompt, Timings, Trial
 from ..decoding.context import Begun, Context, Tally
@@ -74,7 +66,7 @@ class TaskState:
         first = len(self.pairs) - n_with_text
         return {
             **{name: getattr(self, name) for name in COUNTERS},
-            "timings": timings_to_json(self.timings),
+            "timings": self.timings.to_json(),
             "search": self.search.state(),
             "shift": self.shift.to_json(),
             "learnt": self.learnt,
@@ -85,8 +77,8 @@ class TaskState:
         """Go on from `to_json` of the same task, and its trials in their order."""
         for name in COUNTERS:
             setattr(self, name, values[name])
-        self.timings = timings_from_json(values["timings"])
-        self.pairs = [Pair(*map(completion_from_json, pair)) for pair in values["pairs"]]
+        self.timings = Timings.from_json(values["timings"])
+        self.pairs = [Pair(*map(Completion.from_json, pair)) for pair in values["pairs"]]
         self.learnt = values["learnt"]
         self.search.restore(values["search"], trials)
         self.shift.restore(values["shift"])
@@ -154,7 +146,7 @@ def check(start: Mapping[str, Any], n_layers: int, n_prompts: int, tasks: Collec
 
 
 def _pair_to_json(pair: Pair, with_text: bool) -> list[dict[str, Any]]:
-    runs = [completion_to_json(pair.plain), completion_to_json(pair.tuned)]
+    runs = [pair.plain.to_json(), pair.tuned.to_json()]
     return runs if with_text else [{**run, "text": ""} for run in runs]
 
 
@@ -166,7 +158,7 @@ def _begun_to_json(begun: Begun) -> dict[str, Any]:
         "finish": begun.finish,
         "tally": {
             **{name: getattr(tally, name) for name in TALLIED},
-            "widths": widths_to_json(tally.widths),
+            "widths": {str(n_rows): count for n_rows, count in tally.widths.items()},
             "per_position": list(tally.per_position),
             "refused": tally.refused,
             "reckoned": tally.reckoned,
@@ -180,7 +172,7 @@ def _begun_from_json(values: Mapping[str, Any]) -> Begun:
     counts = values["tally"]
     tally = Tally(
         **{name: counts[name] for name in TALLIED},
-        widths=widths_from_json(counts["widths"]),
+        widths={int(n_rows): count for n_rows, count in counts["widths"].items()},
         per_position=list(counts["per_position"]),
         refused=counts["refused"],
         reckoned=counts["reckoned"],

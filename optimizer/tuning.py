@@ -17,7 +17,7 @@ from ..core.events import (
     TaskFinished,
     TrialsDone,
 )
-from ..core.known_sets import KnownSet
+from ..core.prompt_states import KnownSet
 from ..core.settings import SwiftSettings
 from ..core.types import LayerSet, LayerSetRecord, Prompt, Sampling, Trial, Verdict
 from ..decoding.draft_models import SkippedTarget

@@ -1,23 +1,29 @@
-"""The app: routes, errors and the gate put together around one store and one job board."""
+"""The app: routes, errors and middleware around one store and one job board; and its OpenAPI document."""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
 
 from .. import __version__
 from ..core.jobs import JobBoard
+from ..optimizer.strategies import STRATEGIES
 from ..store import Store
-from . import events, health, jobs, lookups, problems, streams
+from . import health, jobs, lookups, problems, streams
 from .cache import Answers
-from .gate import Gate
-from .metrics import LookupTimes
-from .openapi import document
-from .parts import Parts, QueueView
+from .middleware import GUARDED, Gate
+from .schemas import Problem
 from .settings import ServerSettings
+from .state import QueueView, State
 
-ROUTERS = (lookups.router, streams.router, events.router, jobs.router, health.router)
+ROUTERS = (lookups.router, streams.router, jobs.router, health.router)
+PROBLEM = {
+    "description": "What was wrong, in one sentence.",
+    "content": {problems.MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+}
 
 
 def bare_app() -> FastAPI:
@@ -43,6 +49,35 @@ def create_app(
     settings = settings or ServerSettings()
     app = bare_app()
     answers = Answers(partial(lookups.find_plan, store))
-    app.state.parts = Parts(store, board, queue, settings, answers, LookupTimes())
+    app.state.swiftopt = State(store, board, queue, settings, answers, health.lookup_times())
     app.add_middleware(Gate, settings=settings)
     return app
+
+
+def document(app: FastAPI) -> dict[str, Any]:
+    """The app's document: FastAPI's, with problems as errors, bearer keys, and the bodies as they are sent."""
+    if app.openapi_schema is None:
+        found = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        for path, operations in found["paths"].items():
+            for operation in operations.values():
+                _amend(path, operation)
+        schemas = found["components"]["schemas"]
+        schemas["Problem"] = Problem.model_json_schema()
+        schemas["TuningSettings"]["properties"]["strategy"]["enum"] = list(STRATEGIES)
+        for unused in ("HTTPValidationError", "ValidationError", "LayerSet", "Plan"):
+            schemas.pop(unused, None)
+        found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        app.openapi_schema = found
+    return app.openapi_schema
+
+
+def _amend(path: str, operation: dict[str, Any]) -> None:
+    responses = operation["responses"]
+    responses.pop("422", None)  # FastAPI's own shape of errors, which is never sent
+    responses["4XX"] = responses["5XX"] = PROBLEM
+    if path.startswith(GUARDED):
+        operation["security"] = [{"key": []}, {}]
+    ok = responses.get("200", {})
+    if operation["operationId"] == "layer_set":
+        ok["headers"] = {"ETag": {"schema": {"type": "string"}}, "Cache-Control": {"schema": {"type": "string"}}}
+        responses["304"] = {"description": "The caller's copy is still right."}

@@ -5,23 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Path, Query
 from starlette.responses import Response
 
-from ..core.plans import plan_to_json as values_of
-from ..core.records import record_to_json
-from ..core.types import FoundPlan
+from ..core.serialization import Record
+from ..core.types import LayerSetList, ModelList
 from ..store import Store
-from .bodies import Batch, Depth, Word
 from .cache import Answer
 from .cache import Query as Question
-from .parts import Shared
-from .shapes import LayerSetList, LookupAnswers, ModelList, PlanAnswer
+from .schemas import Batch, Depth, LookupAnswers, PlanAnswer, Word
+from .state import Shared
 
-PLAN_SCHEMA = "swiftopt.plan/1"
 CACHE_CONTROL = "max-age=1"
 
 router = APIRouter(prefix="/v1", tags=["layer sets"])
@@ -45,25 +41,13 @@ def find_plan(store: Store, query: Question) -> dict[str, Any]:
         found = store.lookup(query.model, query.task, query.device, query.dtype, query.alias)
     else:
         found = store.plan(query.model, query.task, query.version)
-    return plan_to_json(query, found)
-
-
-def plan_to_json(query: Question, found: FoundPlan) -> dict[str, Any]:
-    """A plan under the names that were asked for."""
-    return {
-        "schema": PLAN_SCHEMA,
-        "model": query.model,
-        "task": query.task,
-        "alias": None if query.version is not None else found.alias,
-        "version": found.version,
-        "fallback": found.fallback,
-        **values_of(found.plan),
-    }
+    alias = found.alias if query.version is None else None
+    return PlanAnswer(found.plan, found.version, alias, found.fallback, query.model, query.task).to_json()
 
 
 @router.get("/layer-sets/{model:path}/{task}", operation_id="layer_set", response_model=PlanAnswer)
 async def layer_set(
-    parts: Shared,
+    app: Shared,
     model: Annotated[Word, Path(description="Name or fingerprint, percent-encoded.")],
     task: Annotated[Word, Path(description="The task; it has no '/'.")],
     alias: Alias = "best",
@@ -77,8 +61,8 @@ async def layer_set(
     Falls back to another dtype or device, then to the task `default`; `fallback` says so in words.
     """
     began = time.perf_counter()
-    answer = await parts.answers.get(Question(model, task, alias, device, dtype, version))
-    parts.lookup_times.observe(time.perf_counter() - began)
+    answer = await app.answers.get(Question(model, task, alias, device, dtype, version))
+    app.lookup_times.observe(time.perf_counter() - began)
     return _respond(answer, if_none_match)
 
 
@@ -94,27 +78,25 @@ def _respond(answer: Answer, if_none_match: str | None) -> Response:
 
 
 @router.post("/layer-sets:lookup", operation_id="lookup", response_model=LookupAnswers)
-async def lookup(parts: Shared, body: Batch) -> Response:
+async def lookup(app: Shared, body: Batch) -> Response:
     """Up to 1000 look-ups at once; each gets its plan or its own problem object, in the same order."""
     questions = [Question(**query.model_dump()) for query in body.queries]
-    answers = await asyncio.gather(*(parts.answers.get(question) for question in questions))
+    answers = await asyncio.gather(*(app.answers.get(question) for question in questions))
     joined = b",".join(answer.body for answer in answers)
     return Response(b'{"schema": "swiftopt.lookup/1", "answers": [' + joined + b"]}", media_type="application/json")
 
 
 @router.get("/layer-sets", operation_id="layer_sets", response_model=LayerSetList)
-def layer_sets(parts: Shared, model: ModelQuery = None, task: TaskQuery = None) -> Response:
+def layer_sets(app: Shared, model: ModelQuery = None, task: TaskQuery = None) -> Response:
     """The stored versions of a model, a task, both or all, newest first."""
-    records = [record_to_json(record) for record in parts.store.layer_sets(model, task)]
-    return _json({"schema": "swiftopt.layer-sets/1", "layer_sets": records})
+    return _json(LayerSetList(tuple(app.store.layer_sets(model, task))))
 
 
 @router.get("/models", operation_id="models", response_model=ModelList)
-def models(parts: Shared) -> Response:
+def models(app: Shared) -> Response:
     """The models that were loaded once, and every name that a look-up knows."""
-    found = [{**asdict(info), "names": list(info.names)} for info in parts.store.models()]
-    return _json({"schema": "swiftopt.stored-models/1", "models": found, "names": parts.store.model_names()})
+    return _json(ModelList(tuple(app.store.models()), tuple(app.store.model_names())))
 
 
-def _json(values: dict[str, Any]) -> Response:
-    return Response(json.dumps(values), media_type="application/json")
+def _json(record: Record) -> Response:
+    return Response(json.dumps(record.to_json()), media_type="application/json")

@@ -11,20 +11,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
-
-from .gate import GUARDED
-from .problems import MEDIA_TYPE
-from .shapes import Problem
+from .app import bare_app
 
 DOCS = Path(__file__).parent.parent / "docs"
 SNAPSHOT, PAGE = DOCS / "openapi.json", DOCS / "api.md"
-PROBLEM = {
-    "description": "What was wrong, in one sentence.",
-    "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
-}
-
 INTRODUCTION = """\
 # HTTP API
 
@@ -55,34 +45,6 @@ id; `end` carries the job and is the last one.
 """
 
 
-def document(app: FastAPI) -> dict[str, Any]:
-    """The app's document: FastAPI's, with problems as errors, bearer keys, and the bodies as they are sent."""
-    if app.openapi_schema is None:
-        found = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-        for path, operations in found["paths"].items():
-            for operation in operations.values():
-                _amend(path, operation)
-        schemas = found["components"]["schemas"]
-        schemas["Problem"] = Problem.model_json_schema()
-        for unused in ("HTTPValidationError", "ValidationError"):
-            schemas.pop(unused, None)
-        found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        app.openapi_schema = found
-    return app.openapi_schema
-
-
-def _amend(path: str, operation: dict[str, Any]) -> None:
-    responses = operation["responses"]
-    responses.pop("422", None)  # FastAPI's own shape of errors, which is never sent
-    responses["4XX"] = responses["5XX"] = PROBLEM
-    if path.startswith(GUARDED):
-        operation["security"] = [{"key": []}, {}]
-    ok = responses.get("200", {})
-    if operation["operationId"] == "layer_set":
-        ok["headers"] = {"ETag": {"schema": {"type": "string"}}, "Cache-Control": {"schema": {"type": "string"}}}
-        responses["304"] = {"description": "The caller's copy is still right."}
-
-
 def page(found: dict[str, Any]) -> str:
     """The document as a page for people."""
     parts = [INTRODUCTION]
@@ -90,7 +52,7 @@ def page(found: dict[str, Any]) -> str:
         for method, operation in operations.items():
             parts.append(_operation(method.upper(), path, operation))
     parts.append("## Request bodies")
-    for name in ("JobSubmission", "StreamSource", "Sampling", "Settings", "LookupQuery"):
+    for name in ("JobSubmission", "StreamSource", "Sampling", "TuningSettings", "LookupQuery"):
         parts.append(_fields(name, found["components"]["schemas"][name]))
     return "\n\n".join(parts) + "\n"
 
@@ -131,8 +93,6 @@ def _type(values: dict[str, Any]) -> str:
 
 def main() -> None:
     """Write the snapshot and the page."""
-    from .app import bare_app
-
     found = bare_app().openapi()
     SNAPSHOT.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     PAGE.write_text(page(found), encoding="utf-8")

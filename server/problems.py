@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from ..core.errors import Conflict, InvalidInput, NotFound, ServiceUnreachable, StoreUnavailable, SwiftoptError
+from ..core.serialization import explained
 
 MEDIA_TYPE = "application/problem+json"
 URN = "urn:swiftopt:problem:"
@@ -102,15 +103,9 @@ async def _invalid(request: Request, error: Exception) -> Response:
     if first["type"] == "json_invalid":
         where, why = first["loc"][-1], first.get("ctx", {}).get("error", "")
         return problem(400, "malformed", f"the body is not valid JSON ({why}, character {where}): send one JSON object")
-    return problem(422, "invalid-input", sentence(first["loc"], first["msg"]))
+    place = [str(part)[:100] for part in first["loc"]]
+    return problem(422, "invalid-input", explained(place, first["type"], first["msg"], first["input"]))
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     return problem(500, "internal", "the server failed at this request: its log says why, tell its operator")
-
-
-def sentence(place: tuple[int | str, ...], message: str) -> str:
-    """What a validator found, in one sentence."""
-    where = ".".join(str(part) for part in place)[:200]
-    words = message.removeprefix("Value error, ")
-    return f"{where}: {words[:1].lower()}{words[1:]}"

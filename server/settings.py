@@ -1,17 +1,126 @@
-"""What a server is told when it starts."""
+"""What a server is told when it starts: API keys, folders of streams, limits.
+
+Of keys only the hashes are known here; several are valid at a time, and their file is read again when it changes.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import logging
 import os
-from collections.abc import Sequence
+import re
+import secrets
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..core.errors import SettingsError
-from .keys import KeyRing
 
+VARIABLE = "SWIFTOPT_API_KEYS"
+FILE_VARIABLE = "SWIFTOPT_API_KEYS_FILE"
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_HASH = re.compile(r"[0-9a-f]{64}")
 FOLDERS_VARIABLE = "SWIFTOPT_STREAM_FOLDERS"
 MIB = 1024 * 1024
+
+logger = logging.getLogger(__name__)
+
+
+def new_key(name: str) -> tuple[str, str]:
+    """A fresh key, and the entry `name:sha256hex` that lets it in.
+
+    Raises: SettingsError: the name is none.
+    """
+    if not _NAME.fullmatch(name):
+        raise SettingsError(f"the key name {name!r} is no name: use up to 64 letters, digits and -_.")
+    key = f"swiftopt-{secrets.token_urlsafe(32)}"
+    return key, f"{name}:{_hash(key)}"
+
+
+class KeyRing:
+    """Entries of the environment and of a file; `file` is read again when it changes.
+
+    Raises: SettingsError: an entry is no `name:sha256hex`, or the file cannot be read.
+    """
+
+    def __init__(self, entries: str = "", file: Path | None = None) -> None:
+        self._fixed = _parse(entries.split(","), VARIABLE)
+        self._file = file
+        self._stamp: tuple[int, int, int] | None = None
+        self._filed: dict[str, str] = {}
+        if file is not None:
+            self._stamp, self._filed = _read(file)
+
+    @classmethod
+    def from_environment(cls) -> KeyRing:
+        """The keys that the two variables name."""
+        file = os.environ.get(FILE_VARIABLE)
+        return cls(os.environ.get(VARIABLE, ""), Path(file) if file else None)
+
+    @property
+    def required(self) -> bool:
+        """Whether requests need a key; an empty key file lets nobody in."""
+        return self._file is not None or bool(self._fixed)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no key at all."""
+        return not self._fixed and not self._filed
+
+    def owner(self, key: str) -> str | None:
+        """The name of the key's entry; None for a wrong key. Takes as long for a wrong key as for a right one."""
+        self._refresh()
+        given, found = _hash(key), None
+        for name, hashed in [*self._fixed.items(), *self._filed.items()]:
+            if hmac.compare_digest(hashed, given):
+                found = name
+        return found
+
+    def _refresh(self) -> None:
+        """Read the file again if it changed; one that cannot be read leaves the last good entries in force."""
+        if self._file is None:
+            return
+        try:
+            if _stamp(self._file) != self._stamp:
+                self._stamp, self._filed = _read(self._file)
+                logger.info("keys=read file=%s n=%d", self._file, len(self._filed))
+        except (OSError, SettingsError) as error:
+            logger.warning("keys=kept reason=%r", str(error))
+
+
+def _read(file: Path) -> tuple[tuple[int, int, int], dict[str, str]]:
+    try:
+        stamp, text = _stamp(file), file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise SettingsError(
+            f"the key file {file} cannot be read ({reason}): check {FILE_VARIABLE} and permissions"
+        ) from error
+    return stamp, _parse((line.partition("#")[0] for line in text.splitlines()), str(file))
+
+
+def _stamp(file: Path) -> tuple[int, int, int]:
+    found = file.stat()
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _parse(entries: Iterable[str], where: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for number, entry in enumerate(entries, start=1):
+        if not entry.strip():
+            continue
+        name, _, hashed = entry.strip().partition(":")
+        if not _NAME.fullmatch(name) or not _HASH.fullmatch(hashed.strip().lower()):
+            raise SettingsError(  # the entry itself may be a key that was put there by mistake
+                f"entry {number} of {where} is no name:sha256hex: make one with `swiftopt serve --new-key NAME`"
+            )
+        found[name] = hashed.strip().lower()
+    return found
+
+
+def _hash(key: str) -> str:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,9 @@ from starlette.responses import JSONResponse, Response
 from ..core.errors import NotFound, SettingsError, StreamError, StreamNotFound
 from ..core.streams import parse_stream, stream_lines, stream_sha256
 from ..core.types import Prompt
-from .bodies import JobSubmission, Task
-from .parts import Parts, Shared
+from .schemas import JobSubmission, StreamObject, Task
 from .settings import MIB
-from .shapes import StreamObject
+from .state import Shared, State
 
 DEFAULT_TASK = "default"
 OPENED = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe without a writer must not block
@@ -49,27 +48,27 @@ UPLOAD = {
 }
 
 
-def prompts_of(parts: Parts, body: JobSubmission) -> tuple[list[Prompt], str, str]:
+def prompts_of(app: State, body: JobSubmission) -> tuple[list[Prompt], str, str]:
     """The job's prompts, a name for their origin, and the task of lines that name none.
 
     Raises: NotFound: no such upload or file. StreamError: a line is no prompt. SettingsError: the name is none.
     """
     source = body.stream
     if source.upload:
-        return _uploaded(parts, body), f"upload {source.upload[:12]}", DEFAULT_TASK
+        return _uploaded(app, body), f"upload {source.upload[:12]}", DEFAULT_TASK
     if source.name:
         task = body.task or PurePosixPath(source.name).stem
-        data = read_named(parts.settings.stream_folders, source.name, parts.settings.max_body_bytes)
+        data = read_named(app.settings.stream_folders, source.name, app.settings.max_body_bytes)
         return parse_stream(io.BytesIO(data), source.name, task, body.limit), source.name, task
     task = body.task or DEFAULT_TASK
     lines = (json.dumps(line).encode() + b"\n" for line in source.prompts)
     return parse_stream(lines, "stream.prompts", task, body.limit), "prompts", task
 
 
-def _uploaded(parts: Parts, body: JobSubmission) -> list[Prompt]:
+def _uploaded(app: State, body: JobSubmission) -> list[Prompt]:
     if body.task is not None:
         raise SettingsError("an uploaded stream has its tasks already: name them with POST /v1/streams?task=…")
-    lines = parts.store.jobs.stream(body.stream.upload)
+    lines = app.store.jobs.stream(body.stream.upload)
     if lines is None:
         raise NotFound(f"no stream {body.stream.upload} was uploaded: send it to POST /v1/streams first")
     return parse_stream(io.BytesIO(lines.encode()), "the upload", DEFAULT_TASK, body.limit)
@@ -130,7 +129,7 @@ def _nearest(folders: Sequence[Path], name: str) -> str:
 )
 async def upload_stream(
     request: Request,
-    parts: Shared,
+    app: Shared,
     task: Annotated[Task, Query(description="Task of lines that name none.")] = DEFAULT_TASK,
 ) -> Response:
     """Store a stream for jobs to name by its SHA-256; every line is checked at once, an error names it."""
@@ -142,11 +141,11 @@ async def upload_stream(
             data = await file.read()
     else:
         data = await request.body()
-    return await run_in_threadpool(_store, parts, data, task)
+    return await run_in_threadpool(_store, app, data, task)
 
 
-def _store(parts: Parts, data: bytes, task: str) -> Response:
+def _store(app: State, data: bytes, task: str) -> Response:
     prompts = parse_stream(io.BytesIO(data), "the upload", task)
     sha256 = stream_sha256(prompts)
-    parts.store.jobs.save_stream(sha256, stream_lines(prompts))
+    app.store.jobs.save_stream(sha256, stream_lines(prompts))
     return JSONResponse({"schema": "swiftopt.stream/1", "sha256": sha256, "n_prompts": len(prompts)}, 201)

@@ -23,8 +23,7 @@ from sqlalchemy.orm.exc import StaleDataError
 from sqlalchemy.sql.functions import FunctionElement
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random
 
-from ..core.errors import StoreError, StoreUnavailable
-from ..core.urls import safe_url
+from ..core.errors import StoreError, StoreUnavailable, safe_url
 
 T = TypeVar("T")
 

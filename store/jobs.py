@@ -12,11 +12,9 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from ..core.errors import LayerSetError, NotFound, StoreError
-from ..core.event_json import event_from_json, event_to_json, event_type
-from ..core.events import Event, PromptFinished
-from ..core.jobs import STATES, Job, JobEvent, JobKind, JobState, Lease
-from ..core.times import now
-from ..core.types import Completion, LayerSetRecord
+from ..core.events import Event, JobState, PromptFinished, event_from_json, event_type
+from ..core.jobs import STATES, Job, JobEvent, JobKind, Lease
+from ..core.types import Completion, LayerSetRecord, now
 from .rows import layer_set_record, to_record
 from .tables import CounterRow, EventRow, JobRow, LayerSetRow, OutputRow, StreamRow
 
@@ -150,7 +148,7 @@ def storable(text: str) -> str:
 
 def report(session: Session, job: str, event: Event) -> EventRow:
     """Add an event to the job's history."""
-    row = EventRow(job_id=job, type=event_type(event), data=event_to_json(event), created_at=now())
+    row = EventRow(job_id=job, type=event_type(event), data=event.to_json(), created_at=now())
     session.add(row)
     return row
 

@@ -8,8 +8,7 @@ from sqlalchemy import Select, bindparam, delete, false, func, select, update
 from sqlalchemy.orm import Session
 
 from ..core.errors import LayerSetError, StoreError
-from ..core.times import now
-from ..core.types import LayerSetRecord, ModelInfo
+from ..core.types import LayerSetRecord, ModelInfo, now
 from .rows import to_record
 from .tables import ComparisonRow, LayerSetRow, LearnedRow, ModelRow, MoveRow, NameRow, OfTask, PlanRow
 

@@ -11,10 +11,8 @@ from sqlalchemy import ColumnElement, and_, bindparam, func, select
 from sqlalchemy.orm import Session, aliased, undefer
 
 from ..core.errors import LayerSetNotFound, StoreError
-from ..core.known_sets import KnownSet, unpacked
-from ..core.plans import AS_FOUND
-from ..core.times import now
-from ..core.types import FoundPlan, LayerSetRecord, Plan
+from ..core.prompt_states import KnownSet, unpacked
+from ..core.types import AS_FOUND, FoundPlan, LayerSetRecord, Plan, now
 from .names import find_model, known_model, lock, model_for, newest
 from .results import DEFAULT_TASK, find_row
 from .rows import found_plan, layer_set_record, layer_set_row, to_row

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import LayerSetError, NotFound
-from ..core.records import check_task, record_from_json
-from ..core.types import LayerSet, LayerSetRecord
+from ..core.types import LayerSet, LayerSetRecord, check_task
 
 
 def import_file(path: str | Path, n_layers_of: Callable[[str], int | None]) -> list[LayerSetRecord]:
@@ -21,9 +20,7 @@ def import_file(path: str | Path, n_layers_of: Callable[[str], int | None]) -> l
     path = Path(path)
     values = _read(path)
     if "schema" in values:
-        record = record_from_json(values, str(path))
-        _task(path, record.task)
-        return [record]
+        return [LayerSetRecord.unstored(values, str(path))]
     if not values:
         raise LayerSetError(f"{path} holds no layer set: expected an exported one or SWIFT's skip_layers.json")
     return [_published(path, key, value, n_layers_of) for key, value in values.items()]
@@ -61,14 +58,8 @@ def _published(path: Path, key: str, value: Any, n_layers_of: Callable[[str], in
         layer_set = LayerSet(n_layers, _layers(value["attention"]), _layers(value["mlp"]))
     except LayerSetError as error:
         raise LayerSetError(f"{path}: key {key!r}: {error}") from error
-    return LayerSetRecord(model, _task(path, task), layer_set)
-
-
-def _task(path: Path, task: str) -> str:
-    try:
-        return check_task(task)
-    except LayerSetError as error:
-        raise LayerSetError(f"{path}: {error}") from error
+    check_task(task, str(path))
+    return LayerSetRecord(model, task, layer_set)
 
 
 def _layers(value: Any) -> frozenset[int]:

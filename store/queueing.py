@@ -17,10 +17,9 @@ from sqlalchemy import ColumnElement, or_, select, update
 from sqlalchemy.orm import Session, load_only
 
 from ..core.errors import Conflict, StoreError
-from ..core.events import StateChanged
-from ..core.jobs import UNFINISHED, Delivery, Job, JobSpec, JobState, Lease
-from ..core.times import now
-from ..core.types import Trial
+from ..core.events import JobState, StateChanged
+from ..core.jobs import UNFINISHED, Delivery, Job, JobSpec, Lease
+from ..core.types import Trial, now
 from .database import clock_s
 from .jobs import at_attempt, check, count, find, report, save_stream, storable, to_jobs
 from .results import trials_by_task

@@ -10,9 +10,7 @@ from sqlalchemy.orm import Session
 
 from ..core.costs import CostProfile
 from ..core.errors import LayerSetError, LearnedNotFound, StoreError
-from ..core.learned import LearnedKind, LearnedRecord
-from ..core.times import now
-from ..core.types import Trial
+from ..core.types import LearnedKind, LearnedRecord, Trial, now
 from . import rows
 from .names import by_fingerprint, known_model, lock, newest
 from .tables import ComparisonRow, CostProfileRow, LearnedRow, TrialRow, WeightsRow

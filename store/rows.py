@@ -9,10 +9,8 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from ..core.costs import CostProfile
-from ..core.known_sets import packed
-from ..core.learned import LearnedRecord
-from ..core.times import now
-from ..core.types import FoundPlan, LayerSet, LayerSetRecord, Plan, Trial
+from ..core.prompt_states import packed
+from ..core.types import FoundPlan, LayerSet, LayerSetRecord, LearnedRecord, Plan, Trial, now
 from .tables import Base, CostProfileRow, LayerSetRow, LearnedRow, ModelRow, PlanRow, TrialRow
 
 Row = TypeVar("Row", bound=Base)

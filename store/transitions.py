@@ -9,9 +9,9 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from ..core.errors import Conflict
-from ..core.events import StateChanged
-from ..core.jobs import DEFAULT_QUEUE, END_STATES, UNFINISHED, Job, JobKind, JobSpec, JobState, Verb
-from ..core.times import now
+from ..core.events import JobState, StateChanged
+from ..core.jobs import DEFAULT_QUEUE, END_STATES, UNFINISHED, Job, JobKind, JobSpec, Verb
+from ..core.types import now
 from .database import clock_s
 from .jobs import count, find, report, to_jobs
 from .tables import JobRow

@@ -11,8 +11,7 @@ import torch
 from .. import __version__
 from ..core.errors import SwiftoptError
 from ..core.requests import GenerateRequest
-from ..core.times import now
-from ..core.types import Prompt
+from ..core.types import Prompt, now
 from ..decoding.draft_models import OtherModel
 from ..decoding.hf import hf_generate
 from ..decoding.methods import Method, build, method_info

@@ -15,11 +15,9 @@ from typing import Any
 
 from .. import __version__
 from ..core.errors import LayerSetNotFound, LearnedNotFound
-from ..core.learned import LearnedKind, LearnedRecord
 from ..core.requests import GenerateRequest
 from ..core.settings import SwiftSettings
-from ..core.times import now
-from ..core.types import LayerSet, LayerSetRecord, Prompt
+from ..core.types import LayerSet, LayerSetRecord, LearnedKind, LearnedRecord, Prompt, now
 from ..decoding.engine import Work, side_by_side
 from ..decoding.loop import Round
 from ..decoding.session import Session, Turn

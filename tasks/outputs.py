@@ -11,8 +11,8 @@ from typing import Self
 
 import platformdirs
 
-from ..core.completions import output_line
 from ..core.errors import OutputError
+from ..core.events import output_line
 from ..core.types import Completion, Prompt
 
 

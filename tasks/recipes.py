@@ -8,9 +8,7 @@ from typing import Any
 
 from ..core.costs import CostProfile
 from ..core.errors import LayerSetError, LayerSetNotFound, LearnedNotFound
-from ..core.learned import LearnedKind, LearnedRecord
-from ..core.plans import AS_FOUND
-from ..core.types import LayerSet, LayerSetRecord
+from ..core.types import AS_FOUND, LayerSet, LayerSetRecord, LearnedKind, LearnedRecord
 from ..decoding.methods import Resources, method_info
 from ..decoding.methods.adaptive import AdaptiveSettings
 from ..models.costs import context_bucket, machine_name, measure_costs, with_formats

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import __version__
-from ..core.learned import LearnedKind, LearnedRecord
 from ..core.streams import stream_sha256
-from ..core.times import now
-from ..core.types import Prompt
+from ..core.types import LearnedKind, LearnedRecord, Prompt, now
 from ..models.early_exit import heads_to_bytes, probe_to_bytes
 from ..models.loading import load
 from ..models.runtime import Runtime

@@ -15,15 +15,13 @@ from typing import Any
 from .. import __version__
 from ..core.costs import CostProfile
 from ..core.errors import JobCancelled, JobFailed, LeaseLost, SettingsError, SwiftoptError
-from ..core.event_json import event_to_json
 from ..core.events import Event, PhaseChanged, Progress, PromptFinished, TaskFinished, TrialsDone
 from ..core.formats import AUTO
 from ..core.jobs import Promotion, Wanted
 from ..core.requests import TuneRequest
 from ..core.settings import SwiftSettings
 from ..core.streams import read_stream
-from ..core.times import now
-from ..core.types import LayerSetRecord, Prompt
+from ..core.types import LayerSetRecord, Prompt, now
 from ..decoding.engine import exhaust
 from ..decoding.session import Session
 from ..models.loading import load
@@ -258,7 +256,7 @@ class TuningRun:
 
 
 def _figures(progress: Progress) -> Mapping[str, Any]:
-    return {"type": "progress", **event_to_json(progress)}
+    return {"type": "progress", **progress.to_json()}
 
 
 def _tune(run: TuningRun, store: Store, claim: Claim) -> list[TaskFinished]:

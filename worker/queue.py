@@ -18,12 +18,11 @@ from rq import Queue
 from rq.exceptions import DuplicateJobError
 from rq.worker import Worker as RqWorker
 
-from ..core.errors import ServiceUnreachable, SettingsError
-from ..core.events import PromptFinished
-from ..core.jobs import DEFAULT_QUEUE, Delivery, Job, JobEvent, JobSpec, JobState, Verb
+from ..core.errors import ServiceUnreachable, SettingsError, safe_url
+from ..core.events import JobState, PromptFinished
+from ..core.jobs import DEFAULT_QUEUE, Delivery, Job, JobEvent, JobSpec, Verb
 from ..core.requests import TuneRequest
 from ..core.types import Prompt
-from ..core.urls import safe_url
 from ..store import Store
 from ..tasks.job import tune_spec
 

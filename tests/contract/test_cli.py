@@ -22,7 +22,6 @@ import pytest
 from swiftopt.cli.main import COMMANDS, run, swiftopt
 from swiftopt.core.events import TaskFinished, TrialsDone
 from swiftopt.core.jobs import JobSpec
-from swiftopt.core.records import record_from_json, record_to_json
 from swiftopt.core.types import Completion, LayerSet, LayerSetRecord, Prompt, Timings, Trial, Verdict
 from swiftopt.store import Store
 
@@ -251,9 +250,9 @@ def test_json_is_one_object_with_its_schema(
 
 
 def test_best_and_export_print_exactly_the_record(stored: LayerSetRecord, capsys: pytest.CaptureFixture[str]) -> None:
-    assert json_of(["layers", "best", "smollm2-135m/notes"], capsys) == record_to_json(stored)
+    assert json_of(["layers", "best", "smollm2-135m/notes"], capsys) == stored.to_json()
     assert run(["layers", "export", "smollm2-135m/notes"]) == 0
-    assert json.loads(capsys.readouterr().out) == record_to_json(stored)
+    assert json.loads(capsys.readouterr().out) == stored.to_json()
 
 
 def test_list_tells_the_best_version(stored: LayerSetRecord, capsys: pytest.CaptureFixture[str]) -> None:
@@ -291,7 +290,7 @@ def test_tune_object_keeps_the_verdict_and_the_command() -> None:
     assert value["tasks"][0]["verdict"]["word"] == "plain"
     assert value["tasks"][0]["timings"] == {"optimise": 1, "draft": 2, "verify": 3, "other": 4}
     assert value["tasks"][0]["command"] == ["swiftopt", "generate"]
-    assert value["tasks"][0]["layer_set"] == record_to_json(some_record(version=1))
+    assert value["tasks"][0]["layer_set"] == some_record(version=1).to_json()
 
 
 def test_completion_object_names_the_layer_set_only_when_it_was_used() -> None:
@@ -305,7 +304,7 @@ def test_completion_object_names_the_layer_set_only_when_it_was_used() -> None:
     wanted = "schema id task model text token_ids n_tokens finish_reason method target_passes drafted accepted"
     wanted += " accepted_per_position refused acceptance_rate mean_generated_length timings layer_set fallback verdict"
     assert set(wanted.split()) <= set(value)
-    assert value["layer_set"] == record_to_json(record)
+    assert value["layer_set"] == record.to_json()
     assert (value["acceptance_rate"], value["fallback"], value["verdict"]) == (0.5, "tuned on cpu", "use")
     plain = replace(drafted, method="plain")
     assert completion_json("smollm2-135m", prompt, plain, info)["layer_set"] is None
@@ -320,8 +319,8 @@ def test_exported_set_comes_back_the_same_on_import(
     assert run(["layers", "export", "smollm2-135m/notes", "-o", "notes.json"]) == 0
     assert capsys.readouterr().out == ""
     value = json_of(["layers", "import", "notes.json", "--db", "other.db"], capsys)
-    written = record_from_json(json.loads((home / "notes.json").read_text()), "notes.json")
-    assert value["layer_sets"] == [{**record_to_json(replace(written, version=1)), "promoted": True}]
+    written = LayerSetRecord.from_json(json.loads((home / "notes.json").read_text()), "notes.json")
+    assert value["layer_sets"] == [{**replace(written, version=1).to_json(), "promoted": True}]
 
 
 def test_import_leaves_the_best_alone_when_there_is_one(

@@ -21,18 +21,15 @@ from swiftopt.cli.backend import Backend, Findings, JobClient, QueueClient, foll
 from swiftopt.cli.jobs import duration, job_view, jobs_table
 from swiftopt.cli.main import run
 from swiftopt.cli.progress import RunState, TuneProgress, state_words
-from swiftopt.core.errors import JobCancelled, JobFailed, StoreUnavailable
-from swiftopt.core.event_json import event_to_json
+from swiftopt.core.errors import JobCancelled, JobFailed, StoreUnavailable, safe_url
 from swiftopt.core.events import PhaseChanged, Progress, PromptFinished, StateChanged, TaskFinished, TrialsDone
 from swiftopt.core.jobs import Job, Lease
-from swiftopt.core.records import record_to_json
 from swiftopt.core.requests import TuneRequest
 from swiftopt.core.types import Completion, LayerSet, LayerSetRecord, Prompt, Timings, Trial, Verdict
-from swiftopt.core.urls import safe_url
 from swiftopt.store import Store
 from swiftopt.worker.queue import JobService, RedisQueue
 
-FIGURES = {"type": "progress", **event_to_json(Progress("notes", "optimise", 9, 3.2, 0.5, 0.6, 4, 0.9, 2.1, 0.45))}
+FIGURES = {"type": "progress", **Progress("notes", "optimise", 9, 3.2, 0.5, 0.6, 4, 0.9, 2.1, 0.45).to_json()}
 PROMPTS = [Prompt("a", "notes", text="w1 w2"), Prompt("b", "notes", text="w3")]
 LAYERS = LayerSet(30, frozenset({3, 4}), frozenset({5}))
 TRIALS = tuple(Trial(step, LAYERS, "random", 0.5, 0.1 * step) for step in range(3))
@@ -116,7 +113,7 @@ def test_list_and_show_carry_the_layer_sets_of_every_front_door(
     _, out, _ = called(capsys, "jobs", "list", "--json")
     listed = json.loads(out)
     assert listed["schema"] == "swiftopt.jobs-list/1" and [entry["id"] for entry in listed["jobs"]] == [job.id]
-    assert listed["jobs"][0]["layer_sets"] == [record_to_json(store.layer_set("smollm2-135m", "notes", 1))]
+    assert listed["jobs"][0]["layer_sets"] == [store.layer_set("smollm2-135m", "notes", 1).to_json()]
     _, shown, _ = called(capsys, "jobs", "show", job.id, "--json")
     assert json.loads(shown) == listed["jobs"][0]
     assert json.loads(called(capsys, "jobs", "list", "--state", "failed", "--json")[1])["jobs"] == []

@@ -13,7 +13,7 @@ import pytest
 from serving import serving
 
 import swiftopt
-from swiftopt.client import sse
+from swiftopt.client import wire
 from swiftopt.core.errors import (
     Conflict,
     InvalidInput,
@@ -202,7 +202,7 @@ class Quiet:
 
 def test_follow_of_a_quiet_job_outlives_a_restart_of_the_server(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that waits for an hour reports nothing: what counts is how long nobody answers."""
-    monkeypatch.setattr(sse, "AWAY_S", 1.5)
+    monkeypatch.setattr(wire, "AWAY_S", 1.5)
     job, _ = JobService(store, None).submit(REQUEST, PROMPTS)
     app = Quiet(create_app(store, JobService(store, None)), 2.5, lambda: store.jobs.act(job.id, "cancel"))
     with serving(app) as url, swiftopt.Client(url) as client:
@@ -217,7 +217,7 @@ async def empty(scope: Any, receive: Any, send: Any) -> None:
 
 
 def test_follow_gives_up_where_every_stream_ends_without_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "FIRST_S", 0.5)
+    monkeypatch.setattr(wire, "FIRST_S", 0.5)
     with serving(empty) as url, swiftopt.Client(url) as client, pytest.raises(ServiceUnreachable):
         next(client.follow("0123456789ab"))
 
@@ -328,12 +328,11 @@ def test_key_is_sent_and_never_shown(store: Store) -> None:
 
 def test_progress_of_a_followed_job_is_an_event_again(client: swiftopt.Client, store: Store) -> None:
     from swiftopt.cli.backend import event_of
-    from swiftopt.core.event_json import event_to_json
 
     figures = Progress("notes", "optimise", 9, 3.5, 0.5, 0.6, 4, None, None, 0.45)
     job, _ = client.submit(REQUEST, PROMPTS)
     lease = started(store, job.id)
-    store.jobs.show(lease, {"type": "progress", **event_to_json(figures)})
+    store.jobs.show(lease, {"type": "progress", **figures.to_json()})
     store.jobs.end(lease, "succeeded")
     shown = [event for event in client.follow(job.id) if isinstance(event, JobEvent) and event.type == "progress"]
     assert [event_of(event) for event in shown] == [figures]

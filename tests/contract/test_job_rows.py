@@ -7,7 +7,7 @@ from job_table import edit, finished, noop, running, taken, trials_done, tune
 from sqlalchemy import Engine, create_engine
 
 from swiftopt.core.errors import SettingsError, StoreError
-from swiftopt.core.event_json import event_from_json
+from swiftopt.core.events import event_from_json
 from swiftopt.core.jobs import Lease
 from swiftopt.core.requests import TuneRequest
 from swiftopt.store import Jobs, Store
@@ -79,7 +79,7 @@ def test_request_with_unknown_keys_is_shown_and_refused_as_input(jobs: Jobs, eng
     edit(engine, "jobs", """request = '{"model": "m", "stream": "s", "haste": 3}'""")
     claim = jobs.claim(Lease(job.id, 1), "w1")
     assert claim is not None
-    with pytest.raises(SettingsError, match="a tuning job has no 'haste'"):
+    with pytest.raises(SettingsError, match="a tuning job: it has no 'haste'"):
         TuneRequest.from_json(claim.job.request)
 
 

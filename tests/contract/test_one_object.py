@@ -12,7 +12,6 @@ from api import client_of
 from job_table import running, task_finished, tune
 
 from swiftopt.cli.main import run
-from swiftopt.core.records import record_to_json
 from swiftopt.store import Store
 
 
@@ -37,5 +36,5 @@ def test_job_list_look_up_and_export_carry_the_same_layer_set(
     listed = printed(capsys, ["jobs", "list", "--json", "--db", database_url])["jobs"][0]["layer_sets"]
     file = tmp_path / "set.json"
     assert run(["layers", "export", f"{record.model}/{record.task}", "-o", str(file), "--db", database_url]) == 0
-    assert json.loads(file.read_text()) == answered == listed[0] == of_api_list[0] == record_to_json(record)
+    assert json.loads(file.read_text()) == answered == listed[0] == of_api_list[0] == record.to_json()
     assert answered["schema"] == "swiftopt.layer-set/1"

@@ -10,8 +10,7 @@ import pytest
 from sqlalchemy import Engine, event
 
 from swiftopt.core.errors import LayerSetNotFound, LearnedNotFound, StoreError
-from swiftopt.core.learned import LearnedRecord
-from swiftopt.core.types import LayerSet, LayerSetRecord, ModelInfo, Plan
+from swiftopt.core.types import LayerSet, LayerSetRecord, LearnedRecord, ModelInfo, Plan
 from swiftopt.store import Store
 
 MODEL = ModelInfo("f" * 16, "LlamaForCausalLM", 30, 135_000_000, ("smol", "org/smol"))

@@ -14,9 +14,7 @@ from serving import serving
 
 import swiftopt
 from swiftopt.cli.main import run
-from swiftopt.core.learned import LearnedRecord, learned_to_json
-from swiftopt.core.plans import plan_from_json, plan_to_json
-from swiftopt.core.types import LayerSet, LayerSetRecord, ModelInfo, Plan
+from swiftopt.core.types import LayerSet, LayerSetRecord, LearnedRecord, ModelInfo, Plan
 from swiftopt.server.app import create_app
 from swiftopt.store import Store
 from swiftopt.worker.queue import JobService
@@ -75,7 +73,7 @@ def test_lookup_answers_with_the_settings_figures_and_draft_model_of_a_plan(stor
 
 def test_lookup_of_a_version_shows_its_heads_and_its_layer_set(store: Store) -> None:
     values = client_of(store).get("/v1/layer-sets/smol/code", params={"version": 3}).json()
-    assert values["learned"] == learned_to_json(store.learned("smol", "code", "heads"))
+    assert values["learned"] == store.learned("smol", "code", "heads").to_json()
     assert (values["version"], values["layer_set"]["version"], values["draft_model"]) == (3, 1, None)
 
 
@@ -87,13 +85,6 @@ def test_client_reads_a_plan_with_and_without_a_layer_set(store: Store) -> None:
     assert found.plan.layer_set is not None and expected.plan.learned is not None
     assert (found.version, found.plan.layer_set.version) == (3, 1)
     assert found.plan.learned == replace(expected.plan.learned, curve=())
-
-
-def test_plan_of_an_older_server_has_its_layer_sets_settings(store: Store) -> None:
-    plan = store.plan("smol", "code", 1).plan
-    values = {key: plan_to_json(plan)[key] for key in ("method", "verdict", "layer_set")}
-    values["layer_set"]["settings"] = {"seed": 3}
-    assert plan_from_json(values, "a server").settings == {"seed": 3}
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -115,7 +106,7 @@ def test_version_without_a_layer_set_can_be_promoted_and_rolled_back(
     assert json_of(["layers", "rollback", "smol/code"], capsys)["method"] == "swift"
     values = json_of(["layers", "promote", "smol/code", "--version", "2"], capsys)
     assert (values["version"], values["alias"], values["layer_set"]) == (2, "best", None)
-    assert {key: values[key] for key in plan_to_json(SPD)} == json.loads(json.dumps(plan_to_json(SPD)))
+    assert {key: values[key] for key in SPD.to_json()} == json.loads(json.dumps(SPD.to_json()))
     assert run(["layers", "promote", "smol/code", "--version", "3"]) == 0
     assert capsys.readouterr().out == "best of smol/code is now version 3 (adadecode)\n"
 

@@ -12,7 +12,7 @@ from swiftopt.core.costs import CostProfile, FormatCosts
 from swiftopt.core.errors import LayerSetError, LayerSetNotFound, StoreError
 from swiftopt.core.events import TrialsDone
 from swiftopt.core.jobs import JobSpec
-from swiftopt.core.known_sets import KnownSet, packed, unpacked
+from swiftopt.core.prompt_states import KnownSet, packed, unpacked
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, LayerSetRecord, ModelInfo, Trial
 from swiftopt.store import Store

@@ -17,7 +17,6 @@ from starlette.testclient import TestClient
 from swiftopt.core.errors import StoreUnavailable
 from swiftopt.core.events import PhaseChanged, PromptFinished
 from swiftopt.core.jobs import Lease
-from swiftopt.core.records import record_to_json
 from swiftopt.core.types import Completion, Prompt
 from swiftopt.server.cache import Answers, Query
 from swiftopt.store import Store
@@ -56,7 +55,7 @@ def finished(index: int) -> PromptFinished:
 def test_lookup_answers_with_the_object_of_every_front_door(client: TestClient, store: Store) -> None:
     values = client.get(LOOKUP).json()
     stored = store.layer_set(MODEL, TASK, 1)
-    assert values["layer_set"] == json.loads(json.dumps(record_to_json(stored)))
+    assert values["layer_set"] == json.loads(json.dumps(stored.to_json()))
     assert {key: values[key] for key in ("schema", "model", "task", "alias", "version", "method", "fallback")} == {
         "schema": "swiftopt.plan/1", "model": MODEL, "task": TASK, "alias": "best", "version": 1, "method": "swift",
         "fallback": None,

@@ -13,7 +13,7 @@ from api import LOOKUP, client_of, filled, problem, submission
 from starlette.testclient import TestClient
 
 from swiftopt.core.jobs import Lease
-from swiftopt.server.rates import Rates
+from swiftopt.server.middleware import TokenBuckets
 from swiftopt.server.settings import ServerSettings
 from swiftopt.store import Store
 
@@ -186,7 +186,7 @@ def test_rate_is_limited_but_lookups_are_not(store: Store) -> None:
 
 def test_rate_recovers_with_time_and_forgets_silent_callers() -> None:
     now = [0.0]
-    rates = Rates(60, lambda: now[0])
+    rates = TokenBuckets(60, lambda: now[0])
     assert [rates.wait_s("a") for _ in range(61)] == [0] * 60 + [1]
     now[0] = 2.0
     assert [rates.wait_s("a") for _ in range(3)] == [0, 0, 1]

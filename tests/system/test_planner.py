@@ -11,9 +11,8 @@ import torch
 from families import tiny_runtime
 
 from swiftopt.core.errors import LayerSetError, LayerSetNotFound, LearnedNotFound, SettingsError
-from swiftopt.core.learned import LearnedRecord
 from swiftopt.core.requests import GenerateRequest
-from swiftopt.core.types import LayerSet, LayerSetRecord, Plan
+from swiftopt.core.types import LayerSet, LayerSetRecord, LearnedRecord, Plan
 from swiftopt.decoding.methods.lookup import LookupSettings
 from swiftopt.models.costs import device_name
 from swiftopt.models.early_exit import Heads, heads_to_bytes

@@ -29,7 +29,7 @@ from swiftopt.core.events import (
     TaskFinished,
     TrialsDone,
 )
-from swiftopt.core.known_sets import KnownSet, unit
+from swiftopt.core.prompt_states import KnownSet, unit
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, ModelInfo, Prompt, Sampling, Trial
 from swiftopt.models.runtime import Runtime

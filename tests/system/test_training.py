@@ -10,8 +10,7 @@ import torch
 from fakes import worded_runtime
 
 from swiftopt.core.errors import InvalidInput, SettingsError
-from swiftopt.core.learned import LearnedRecord
-from swiftopt.core.types import ModelInfo, Prompt, Sampling
+from swiftopt.core.types import LearnedRecord, ModelInfo, Prompt, Sampling
 from swiftopt.decoding.methods import PLAIN
 from swiftopt.decoding.session import Session
 from swiftopt.models.early_exit import Heads, heads_from_bytes, heads_to_bytes, probe_from_bytes, probe_to_bytes

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftopt.core.completions import completion_from_json, completion_to_json
+from swiftopt.core.errors import InvalidInput
 from swiftopt.core.types import Completion, LayerSet, Timings
 
 COUNT = st.integers(0, 10**6)
@@ -36,13 +36,13 @@ COMPLETIONS = st.builds(
 
 @given(COMPLETIONS)
 def test_completion_survives_json(completion: Completion) -> None:
-    assert completion_from_json(completion_to_json(completion)) == completion
-    assert completion_from_json(json.loads(json.dumps(completion_to_json(completion)))) == completion
+    assert Completion.from_json(completion.to_json()) == completion
+    assert Completion.from_json(json.loads(json.dumps(completion.to_json()))) == completion
 
 
 @pytest.mark.parametrize("key", ["token_ids", "n_prompt_tokens", "verified_widths", "timings", "layer_set"])
 def test_completion_with_a_part_missing_is_not_read(key: str) -> None:
-    values: dict[str, Any] = completion_to_json(Completion((1, 2), "a b", "stop", "plain"))
+    values: dict[str, Any] = Completion((1, 2), "a b", "stop", "plain").to_json()
     del values[key]
-    with pytest.raises(KeyError, match=key):
-        completion_from_json(values)
+    with pytest.raises(InvalidInput, match=f"lacks '{key}'"):
+        Completion.from_json(values)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from swiftopt.core.known_sets import KnownSet, nearest, packed, unit, unpacked
+from swiftopt.core.prompt_states import KnownSet, nearest, packed, unit, unpacked
 from swiftopt.core.types import Completion, LayerSet
 from swiftopt.optimizer.shift import FAR_FOR, AcceptanceChart, ShiftWatch
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swiftopt.core.errors import StoreError
-from swiftopt.core.urls import safe_url
+from swiftopt.core.errors import StoreError, safe_url
 from swiftopt.store import Store
 from swiftopt.store.database import shown
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Annotated, Protocol, cast
 
 from fastapi import Depends, Request
+from prometheus_client import Histogram
 
 from ..core.jobs import JobBoard
 from ..store import Store
 from ..worker.queue import WorkerFacts
 from .cache import Answers
-from .metrics import LookupTimes
 from .settings import ServerSettings
 
 
@@ -32,20 +32,20 @@ class QueueView(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """`queue` None: no Redis was named."""
+class State:
+    """What the routes work with; `queue` None: no Redis was named."""
 
     store: Store
     board: JobBoard
     queue: QueueView | None
     settings: ServerSettings
     answers: Answers
-    lookup_times: LookupTimes
+    lookup_times: Histogram
 
 
-async def parts_of(request: Request) -> Parts:
-    """The parts of the app that serves the request."""
-    return cast(Parts, request.app.state.parts)
+async def state_of(request: Request) -> State:
+    """Return the state of the app that serves the request."""
+    return cast(State, request.app.state.swiftopt)
 
 
-Shared = Annotated[Parts, Depends(parts_of)]
+Shared = Annotated[State, Depends(state_of)]

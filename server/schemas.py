@@ -1,22 +1,21 @@
-"""What requests may hold; the fields and defaults are those of the core's dataclasses."""
+"""What requests hold, and those responses that are no records of the core's."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import types
-from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from ..core.jobs import DEFAULT_QUEUE
-from ..core.requests import MAX_NEW_TOKENS, TUNING, Speed, TuneRequest
-from ..core.types import Sampling
+from ..core.requests import MAX_NEW_TOKENS, Speed, TuneRequest
+from ..core.settings import TuningSettings
+from ..core.types import FoundPlan, Sampling
 from ..models.sources import DTYPES
 from ..optimizer.strategies import STRATEGIES
 
 MAX_QUERIES = 1000
-LARGEST = 2**63 - 1  # what every database can store
 
 # no control characters: PostgreSQL stores no NUL, and a name has no line break
 Word = Annotated[str, StringConstraints(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f]+$")]
@@ -24,8 +23,6 @@ Task = Annotated[str, StringConstraints(min_length=1, max_length=512, pattern=r"
 QueueName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 Depth = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
-Whole = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
-Number = Annotated[float, Field(ge=-1e300, le=1e300, allow_inf_nan=False)]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -33,34 +30,6 @@ class Strict(BaseModel):
     """Unknown keys and values of another type are refused."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
-
-
-def _narrow(hint: Any) -> Any:
-    """The hint with the bounds that storage sets."""
-    if get_origin(hint) in (Union, types.UnionType):
-        return Union[tuple(_narrow(part) for part in get_args(hint))]  # noqa: UP007
-    return {int: Whole, float: Number}.get(hint, hint)
-
-
-def _like(defaults: Any, name: str, doc: str, **instead: Any) -> type[Strict]:
-    """A model with a dataclass's fields, each of them optional, and the values that `defaults` has."""
-    hints = get_type_hints(type(defaults))
-    fields_: dict[str, Any] = {}
-    for field in dataclasses.fields(defaults):
-        hint = instead.get(field.name, _narrow(hints[field.name]))
-        fields_[field.name] = (hint, getattr(defaults, field.name))
-    return create_model(name, __base__=Strict, __doc__=doc, **fields_)
-
-
-Settings = _like(
-    TUNING,
-    "Settings",
-    "How tuning searches and drafts; what is left out takes its default.",
-    strategy=Literal[tuple(STRATEGIES)],
-    branching=list[Annotated[list[Annotated[float, Field(ge=0, le=1e6)]], Field(min_length=2, max_length=2)]],
-    seed=Whole,
-)
-SamplingBody = _like(Sampling(), "Sampling", "How a token is taken; temperature 0 is greedy.")
 
 
 class StreamSource(Strict):
@@ -89,8 +58,8 @@ class JobSubmission(Strict):
     model: Word = Field(description="Alias, hub id, or path on the workers.")
     stream: StreamSource
     task: Task | None = Field(default=None, description="Task of lines that name none; default: the name's stem.")
-    settings: Settings = Field(default_factory=Settings)  # type: ignore[valid-type]
-    sampling: SamplingBody = Field(default_factory=SamplingBody)  # type: ignore[valid-type]
+    settings: TuningSettings = Field(default_factory=TuningSettings)
+    sampling: Sampling = Field(default_factory=Sampling)
     max_new_tokens: Count = MAX_NEW_TOKENS
     dtype: Literal[DTYPES] = "auto"  # type: ignore[valid-type]
     device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:[0-9]{1,4})?|auto-map)$")] = "auto"
@@ -104,24 +73,25 @@ class JobSubmission(Strict):
         _check_storable(values)
         return values
 
-    def tune_request(self, stream: str, task: str) -> TuneRequest:
-        """The request that a worker gets; the prompts travel apart.
+    @model_validator(mode="after")
+    def _known_strategy(self) -> Self:
+        if self.settings.strategy not in STRATEGIES:
+            raise ValueError(f"settings.strategy is {self.settings.strategy!r}: use one of {', '.join(STRATEGIES)}")
+        return self
 
-        Raises: SettingsError: a value is out of its range.
-        """
-        return TuneRequest.from_json(
-            {
-                "model": self.model,
-                "stream": stream,
-                "task": task,
-                "dtype": self.dtype,
-                "device": self.device,
-                "speed": self.speed,
-                "max_new_tokens": self.max_new_tokens,
-                "limit": self.limit,
-                "sampling": dict(self.sampling),
-                "settings": dict(self.settings),
-            }
+    def tune_request(self, stream: str, task: str) -> TuneRequest:
+        """Return the request that a worker gets; the prompts travel apart."""
+        return TuneRequest(
+            model=self.model,
+            stream=stream,
+            task=task,
+            dtype=self.dtype,
+            device=self.device,
+            speed=self.speed,
+            max_new_tokens=self.max_new_tokens,
+            limit=self.limit,
+            sampling=self.sampling,
+            settings=self.settings,
         )
 
 
@@ -140,6 +110,56 @@ class Batch(Strict):
     """Look-ups to answer together."""
 
     queries: list[LookupQuery] = Field(max_length=MAX_QUERIES)
+
+
+class Problem(BaseModel):
+    """An error, as RFC 9457 has it."""
+
+    type: str = Field(description="A stable URN per class of error.")
+    title: str
+    status: int
+    detail: str = Field(description="One sentence: what, where, what to do.")
+
+
+@dataclass(frozen=True, slots=True)
+class PlanAnswer(FoundPlan):
+    """How to decode, under the names that were asked for; `fallback` says in words what differs from them.
+
+    `layer_set` and `learned` are null where the method needs none, `alias` where a version was asked for.
+    """
+
+    model: str = ""
+    task: str = ""
+
+
+class LookupAnswers(BaseModel):
+    """An answer per query, in order."""
+
+    schema_: Literal["swiftopt.lookup/1"] = Field(alias="schema")
+    answers: list[PlanAnswer | Problem]
+
+
+class StreamObject(BaseModel):
+    """A stored stream."""
+
+    schema_: Literal["swiftopt.stream/1"] = Field(alias="schema")
+    sha256: str
+    n_prompts: int
+
+
+class Liveness(BaseModel):
+    """The process answers."""
+
+    status: Literal["ok"]
+
+
+class Readiness(BaseModel):
+    """Whether requests can be served; each part says `ok` or what is wrong."""
+
+    status: Literal["ok", "unavailable"]
+    database: str
+    migrations: str
+    redis: str
 
 
 def _check_storable(value: Any) -> None:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftopt.core.errors import LayerSetError, StoreError
-from swiftopt.core.event_json import TYPES, event_from_json, event_to_json, event_type
+from swiftopt.core.errors import StoreError
 from swiftopt.core.events import (
+    TYPES,
     Adopted,
     DraftingChosen,
     Event,
@@ -26,8 +26,10 @@ from swiftopt.core.events import (
     StreamShifted,
     TaskFinished,
     TrialsDone,
+    event_from_json,
+    event_type,
 )
-from swiftopt.core.jobs import JOB_SCHEMA, STATES, Job, job_from_json, job_to_json
+from swiftopt.core.jobs import STATES, Job
 from swiftopt.core.types import Completion, LayerSet, LayerSetRecord, Prompt, Timings, Trial, Verdict
 
 FIGURE = st.floats(allow_nan=False, allow_infinity=False)
@@ -117,7 +119,7 @@ def test_every_event_is_generated_here_and_has_a_name_of_its_own() -> None:
 def test_event_survives_json(kind: type[Any]) -> None:
     @given(EVENTS[kind])
     def survives(event: Event) -> None:
-        values = json.loads(json.dumps(event_to_json(event), allow_nan=False))
+        values = json.loads(json.dumps(event.to_json(), allow_nan=False))
         assert event_from_json(event_type(event), values) == event
 
     survives()
@@ -126,11 +128,11 @@ def test_event_survives_json(kind: type[Any]) -> None:
 def test_trials_of_a_finished_task_are_not_written_twice() -> None:
     trial = Trial(0, LayerSet(12), "random", 0.5, 0.5)
     event = TaskFinished("t", LayerSetRecord("m", "t", LayerSet(12)), Verdict("use"), "", (), Timings(), 1, 1, 1, 2, 3)
-    assert event_to_json(replace(event, trials=(trial,))) == event_to_json(event)
+    assert replace(event, trials=(trial,)).to_json() == event.to_json()
 
 
 SAMPLES: dict[str, dict[str, Any]] = {
-    event_type(event): event_to_json(event)
+    event_type(event): event.to_json()
     for event in (
         StateChanged("running", 1),
         PhaseChanged("t", "load"),
@@ -174,7 +176,7 @@ def test_event_of_odd_values_is_read_or_refused_in_one_sentence(name: str) -> No
                 n_refused += 1
                 assert "\n" not in str(error) and "changed by hand, or by a newer swiftopt" in str(error)
             else:
-                json.dumps(event_to_json(event))
+                json.dumps(event.to_json())
                 assert event_type(event) == name
     assert n_refused > len(SAMPLES[name])
 
@@ -233,17 +235,17 @@ JOBS = st.builds(
 
 @given(JOBS)
 def test_job_survives_json_with_its_layer_sets(job: Job) -> None:
-    values = json.loads(json.dumps(job_to_json(job), allow_nan=False))
-    assert values["schema"] == JOB_SCHEMA
-    assert job_from_json(values, "here") == job
+    values = json.loads(json.dumps(job.to_json(), allow_nan=False))
+    assert values["schema"] == Job.SCHEMA
+    assert Job.from_json(values, "here") == job
 
 
 def test_job_of_a_newer_service_is_read_without_what_is_new() -> None:
     job = Job("a", "noop", "queued", None, 1, "", {})
-    assert job_from_json({**job_to_json(job), "mood": "good"}, "here") == job
+    assert Job.from_json({**job.to_json(), "mood": "good"}, "here") == job
 
 
 def test_job_whose_layer_set_cannot_be_read_is_refused() -> None:
     job = Job("a", "noop", "queued", None, 1, "", {})
-    with pytest.raises(LayerSetError, match="the answer of the server is no layer set"):
-        job_from_json({**job_to_json(job), "layer_sets": [{"skip_attn": []}]}, "the answer of the server")
+    with pytest.raises(StoreError, match=r"the answer of the server: layer_sets\.0: it lacks 'schema'"):
+        Job.from_json({**job.to_json(), "layer_sets": [{"skip_attn": []}]}, "the answer of the server")

@@ -1,0 +1,296 @@
+"""Records to JSON and back, derived from their annotations by pydantic, which is loaded when a record is first used so.
+
+A record is a frozen dataclass that inherits from `Record`. What its annotations do not say stands in a field's metadata
+(`ge`, `le`, `exclude`, `description`: the arguments of `pydantic.Field`), in one of the forms below, or in the class
+variables of `Record`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast, get_args, get_origin, get_type_hints
+
+from .errors import InvalidInput, SettingsError, SwiftoptError
+
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter, ValidationError
+    from pydantic_core import CoreSchema
+
+LARGEST = 2**63 - 1  # the largest whole number that every database stores
+WORDS = {  # ours for pydantic's
+    "a valid integer": "a whole number",
+    "a valid string": "a text",
+    "a valid boolean": "true or false",
+    "a valid (list|tuple|set|frozenset)": "a list",
+    "a valid dictionary|a dictionary or an instance of .*": "an object",
+    "use (?=greater|less)": "use a number ",
+}
+SCALARS = ("int", "float", "bool", "str")  # of pydantic's core schema
+
+
+class Record:
+    """Base of the dataclasses that files, database rows, command line and HTTP exchange as JSON objects.
+
+    Numbers, texts and booleans are read strictly: nothing is converted but a whole number to a float.
+    """
+
+    __slots__ = ()
+    __pydantic_config__: ClassVar[Any] = {"extra": "ignore"}
+
+    SCHEMA: ClassVar[str] = ""  # written as the key `schema`, and required when read
+    FLAT: ClassVar[str] = ""  # a field whose own keys stand in the record's object
+    COMPUTED: ClassVar[tuple[str, ...]] = ()  # properties that are written, too
+    COMPLETE: ClassVar[bool] = False  # refuse an object that lacks a key, though its field has a default
+    ERROR: ClassVar[type[SwiftoptError]] = InvalidInput  # what `from_json` raises
+    NAME: ClassVar[str] = "the object"  # its place in errors, where the caller names none
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object as plain values."""
+        kind: Any = type(self)
+        values: dict[str, Any] = adapter(kind).dump_python(self, mode="json", by_alias=True, warnings=False)
+        return values
+
+    @classmethod
+    def from_json(cls, values: Any, where: str = "") -> Self:
+        """Return the record of a JSON object; an absent key takes the field's default.
+
+        Raises: `ERROR`: a key is missing or unknown, or a value is of the wrong type or out of range. `where` names the
+            object's origin.
+        """
+        from pydantic import ValidationError
+
+        kind: Any = cls
+        try:
+            record: Self = adapter(kind).validate_python(values)
+            return record
+        except ValidationError as error:
+            raise cls.ERROR(sentence(error, where or cls.NAME, cls)) from error
+
+    @classmethod
+    def adapt(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the object to read in place of `values`; overridden where others may leave more out."""
+        return values
+
+    @classmethod
+    def _read(cls, values: Any) -> Any:
+        """Return an object with the keys of the fields."""
+        if not isinstance(values, Mapping):
+            return values
+        values = cls.adapt(values)
+        if cls.SCHEMA and values.get("schema", cls.SCHEMA) != cls.SCHEMA:
+            raise ValueError(f"its schema is {values['schema']!r}, this version reads {cls.SCHEMA!r}")
+        required = [*(["schema"] if cls.SCHEMA else []), *(_always_written(cls) if cls.COMPLETE else [])]
+        missing = [key for key in required if key not in values]
+        if missing:
+            raise ValueError(f"it lacks {missing[0]!r}")
+        return {**values, cls.FLAT: values} if cls.FLAT else values
+
+    @classmethod
+    def _write(cls, record: Record, fields: Callable[[Record], dict[str, Any]]) -> dict[str, Any]:
+        """Return the JSON object from that of the fields."""
+        values: dict[str, Any] = {"schema": cls.SCHEMA} if cls.SCHEMA else {}
+        for name, value in fields(record).items():
+            values.update(value if name == cls.FLAT else {name: value})
+        return {**values, **{name: getattr(record, name) for name in cls.COMPUTED}}
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        from pydantic_core import core_schema
+
+        schema: Any = handler(source)
+        _make_strict(schema)
+        if not (cls.SCHEMA or cls.FLAT or cls.COMPUTED or cls.COMPLETE):
+            return cast("CoreSchema", schema)
+        written = core_schema.wrap_serializer_function_ser_schema(cls._write)
+        reference = schema.pop("ref", None)
+        return core_schema.no_info_before_validator_function(cls._read, schema, ref=reference, serialization=written)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        reference = handler(schema)
+        found = handler.resolve_ref_schema(reference)
+        found["description"] = (cls.__doc__ or "").partition("\n")[0]
+        if handler.mode == "serialization":
+            flat = handler.resolve_ref_schema(found["properties"].pop(cls.FLAT, {}))
+            added = {name: get_type_hints(getattr(cls, name).fget)["return"] for name in cls.COMPUTED}
+            found["properties"] = {
+                **({"schema": {"const": cls.SCHEMA, "type": "string"}} if cls.SCHEMA else {}),
+                **flat.get("properties", {}),
+                **found["properties"],
+                **{name: adapter(hint).json_schema() for name, hint in added.items()},
+            }
+            found["required"] = [name for name in found["properties"] if name not in _perhaps_written(cls)]
+        return reference
+
+
+class Settings(Record):
+    """Base of records whose values are checked when they are built: words, and numbers with `ranged` fields.
+
+    Raises: SettingsError: a value is out of its range.
+    """
+
+    __slots__ = ()
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
+
+    ERROR: ClassVar[type[SwiftoptError]] = SettingsError
+    NAME: ClassVar[str] = "the settings"
+
+    def __post_init__(self) -> None:
+        kind: Any = type(self)
+        choices = _choices(kind)
+        for field in dataclasses.fields(kind):
+            value, known = getattr(self, field.name), choices.get(field.name)
+            if known is not None and value not in known:
+                raise SettingsError(f"{field.name} {value} is out of range: use {' or '.join(map(str, known))}")
+            if value is not None and not _in_range(value, field.metadata):
+                raise SettingsError(f"{field.name} {value} is out of range: use {_range_words(field.metadata)}")
+
+
+def ranged(default: Any, **bounds: float) -> Any:
+    """Return a field of a `Settings` with bounds `ge`, `gt` and `le`."""
+    return dataclasses.field(default=default, metadata=bounds)
+
+
+def share(default: float | None) -> Any:
+    """Return a field for a number from 0 to 1."""
+    return ranged(default, ge=0, le=1)
+
+
+def count(default: int | None, least: int = 1) -> Any:
+    """Return a field for a whole number of `least` or more."""
+    return ranged(default, ge=least, le=LARGEST)
+
+
+def _in_range(value: Any, bounds: Mapping[str, Any]) -> bool:
+    low, above, high = bounds.get("ge"), bounds.get("gt"), bounds.get("le")
+    return (low is None or value >= low) and (above is None or value > above) and (high is None or value <= high)
+
+
+def _range_words(bounds: Mapping[str, Any]) -> str:
+    high = bounds.get("le", LARGEST)
+    if "gt" in bounds:
+        return f"a number above {bounds['gt']}" + (f", at most {high}" if high != LARGEST else "")
+    return f"{bounds['ge']} or more" if high == LARGEST else f"a number from {bounds['ge']} to {high}"
+
+
+@cache
+def _choices(kind: type[Any]) -> dict[str, tuple[Any, ...]]:
+    """Return the words of each field that is a `Literal`."""
+    hints = get_type_hints(kind)
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+
+
+def unchanged(values: Any) -> Any:
+    """Return the values as they are."""
+    return values
+
+
+@dataclass(frozen=True)
+class Form:
+    """A field's form in JSON where pydantic's own is not it; `written` annotates what `write` returns."""
+
+    write: Callable[[Any], Any]
+    written: Any
+    read: Callable[[Any], Any] = unchanged
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        from pydantic_core import core_schema
+
+        written = core_schema.plain_serializer_function_ser_schema(
+            self.write, return_schema=handler.generate_schema(self.written)
+        )
+        return core_schema.no_info_before_validator_function(self.read, handler(source), serialization=written)
+
+
+class _NullWhereNotFinite:
+    """Reads null: the store writes so what is not finite."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        from pydantic_core import core_schema
+
+        return core_schema.nullable_schema(handler(source))
+
+
+def _with_text_keys(values: Mapping[int, Any]) -> dict[str, Any]:
+    return {str(key): values[key] for key in sorted(values)}
+
+
+def _with_number_keys(values: Any) -> Any:
+    """Return the keys as numbers, ascending: a store may order text its own way."""
+    return {key: values[str(key)] for key in sorted(map(int, values))} if isinstance(values, Mapping) else values
+
+
+Figure = Annotated[float, _NullWhereNotFinite()]
+SORTED = Form(sorted, list[int])
+BY_NUMBER = Form(_with_text_keys, dict[str, Any], _with_number_keys)  # keys are numbers
+
+
+@cache
+def adapter(kind: Any) -> TypeAdapter[Any]:
+    """Return pydantic's adapter of a type, built once."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
+
+
+def sentence(error: ValidationError, where: str, kind: type[Any]) -> str:
+    """Return the first of the errors as a sentence: where, what, what to do."""
+    first = error.errors(include_url=False)[0]
+    place = [str(part) for part in first["loc"] if part != getattr(kind, "FLAT", "")]
+    known = [field.name for field in dataclasses.fields(kind)] if len(place) == 1 else []
+    return f"{where}: {explained(place, first['type'], first['msg'], first['input'], known)}"
+
+
+def explained(place: list[str], kind: str, message: str, value: Any, known: Sequence[str] = ()) -> str:
+    """Return what pydantic found wrong at a place; `known` are the names that there are."""
+    at, outer = ".".join(place), ".".join(place[:-1])
+    if kind == "missing":
+        return f"{outer or 'it'} lacks {place[-1]!r}"
+    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+        nearest = difflib.get_close_matches(place[-1], known, n=1)
+        advice = f"did you mean {nearest[0]!r}?" if nearest else f"known are {', '.join(known)}" if known else "omit it"
+        return f"{outer or 'it'} has no {place[-1]!r}: {advice}"
+    if kind == "value_error":
+        words = message.removeprefix("Value error, ")
+        return f"{at}: {words}" if at else words
+    wanted = message.removeprefix("Input should be ")
+    words = f"use {wanted}" if wanted != message else f"{message[:1].lower()}{message[1:]}"
+    for pattern, ours in WORDS.items():
+        words = re.sub(pattern, ours, words)
+    return f"{at or 'it'} is {_short(value)}: {words}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _make_strict(schema: Any) -> None:
+    """Refuse numbers that are no numbers, texts that are no texts, and numbers that are not finite."""
+    if isinstance(schema, dict):
+        if schema.get("type") in SCALARS:
+            schema["strict"] = True
+        if schema.get("type") == "float":
+            schema["allow_inf_nan"] = False
+        for part in schema.values():
+            _make_strict(part)
+    elif isinstance(schema, list):
+        for part in schema:
+            _make_strict(part)
+
+
+def _key(field: dataclasses.Field[Any]) -> str:
+    return str(field.metadata.get("alias", field.name))
+
+
+def _always_written(kind: Any) -> list[str]:
+    return [_key(each) for each in dataclasses.fields(kind) if not {"exclude", "exclude_if"} & set(each.metadata)]
+
+
+def _perhaps_written(kind: Any) -> list[str]:
+    return [_key(each) for each in dataclasses.fields(kind) if "exclude_if" in each.metadata]
