@@ -293,7 +293,7 @@ class Transactions:
 
 @contextmanager
 def _row_errors(url: str) -> Iterator[None]:
-    """As `store_errors`, and for columns of JSON that hold something else, which SQLite lets in."""
+    """Translate errors as `store_errors` does, and those of JSON columns that hold something else."""
     try:
         with store_errors(url):
             yield
@@ -301,6 +301,9 @@ def _row_errors(url: str) -> Iterator[None]:
         raise StoreError(
             f"the database {shown(url)} has a row that is no JSON ({error}): it was changed by hand, correct it"
         ) from error
+
+
+# --- the clock ---
 
 
 class clock_s(FunctionElement[float]):

@@ -22,7 +22,7 @@ LEASE_S = 20.0  # seconds without a renewal after which an attempt counts as los
 
 
 class InTransactions:
-    """What has methods that read and write one database.
+    """Base of objects whose methods read and write one database.
 
     Raises: StoreError: in every method, in one sentence, when the database cannot be read or written.
     """

@@ -109,7 +109,7 @@ class JobRow(Base):
 
 
 class EventRow(Base):
-    """What a job reported, in order of `id`; `data` is the event as JSON."""
+    """An event of a job, in order of `id`; `data` is the event as JSON."""
 
     __tablename__ = "swiftopt_events"
     __table_args__ = (Index(None, "job_id", "id"),)
@@ -145,7 +145,7 @@ class CounterRow(Base):
 
 
 class LockRow(Base):
-    """Who may do a thing that one process at a time should do, and until when (seconds since 1970, database clock)."""
+    """A lock on what one process at a time may do: its owner, and its end (seconds since 1970, database clock)."""
 
     __tablename__ = "swiftopt_locks"
 
@@ -155,7 +155,7 @@ class LockRow(Base):
 
 
 class OfTask:
-    """What belongs to a model and task."""
+    """Columns of what is stored for a model and task."""
 
     id: Mapped[int] = mapped_column(primary_key=True)
     model_id: Mapped[int] = mapped_column(ForeignKey("swiftopt_models.id"))
@@ -163,7 +163,7 @@ class OfTask:
 
 
 class Measured:
-    """How to decode and what that came to, where: device and dtype null for what was not measured here."""
+    """Columns of settings and of what decoding with them measured; device and dtype are null where nothing was."""
 
     settings: Mapped[dict[str, Any]] = mapped_column(JSON)
     verdict: Mapped[str]
@@ -175,7 +175,7 @@ class Measured:
 
     @property
     def measured_interval(self) -> tuple[float, float] | None:
-        """The interval of the measured speedup."""
+        """Return the interval of the measured speedup; None where nothing was measured."""
         low, high = self.measured_low, self.measured_high
         return None if low is None or high is None else (low, high)
 
