@@ -46,7 +46,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class TextRecord:
     """What a benchmark runs on: texts of a model, and what its passes cost where they were recorded."""
 
     texts: tuple[Text, ...]
@@ -58,7 +58,7 @@ class Record:
         path.write_text(json.dumps(values) + "\n", encoding="utf-8")
 
     @classmethod
-    def read(cls, path: Path, runtime: Runtime) -> Record:
+    def read(cls, path: Path, runtime: Runtime) -> TextRecord:
         """Raises: InvalidInput: the file is no record, or of another model."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
@@ -73,7 +73,9 @@ class Record:
         return record
 
 
-def record(runtime: Runtime, prompts: Sequence[Prompt], max_new_tokens: int, on_step: Callable[[str], None]) -> Record:
+def record(
+    runtime: Runtime, prompts: Sequence[Prompt], max_new_tokens: int, on_step: Callable[[str], None]
+) -> TextRecord:
     """Complete the prompts greedily and measure what passes cost; chats are cut to their first turn."""
     session = Session(runtime, Sampling(), max_new_tokens)
     prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
@@ -84,7 +86,7 @@ def record(runtime: Runtime, prompts: Sequence[Prompt], max_new_tokens: int, on_
         ((_, done),) = session.run(prompt, PLAIN)
         texts.append(Text(prompt.id, (*ids, *done.token_ids), len(ids)))
         on_step(f"record: {prompt.id}, {done.n_tokens} tokens")
-    return Record(tuple(texts), measure_costs(runtime, context_bucket(longest), on_step))
+    return TextRecord(tuple(texts), measure_costs(runtime, context_bucket(longest), on_step))
 
 
 class Bench:
@@ -93,7 +95,7 @@ class Bench:
     Raises: InvalidInput: no completion is as long as a window.
     """
 
-    def __init__(self, runtime: Runtime, record: Record, settings: SwiftSettings, stride: int) -> None:
+    def __init__(self, runtime: Runtime, record: TextRecord, settings: SwiftSettings, stride: int) -> None:
         self.runtime, self.settings, self.costs, self.stride = runtime, settings, record.costs, stride
         self.window = settings.context_window
         self.texts = [text for text in record.texts if len(text.token_ids) - text.n_prompt >= self.window]

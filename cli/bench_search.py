@@ -91,7 +91,7 @@ def search(
 
     runtime = load(request.model, request.dtype, request.device, note_load)
     if path is not None and path.exists():
-        recorded = bench.Record.read(path, runtime)
+        recorded = bench.TextRecord.read(path, runtime)
     else:
         recorded = bench.record(runtime, prompts, request.max_new_tokens, note)
         if path is not None:

@@ -108,9 +108,7 @@ class Client:
         idempotency_key: str | None = None,
     ) -> tuple[Job, bool]:
         """The job for the request on these prompts, and whether it is new; safe to repeat with the same key."""
-        own = {
-            key: value for key, value in request.to_json().items() if key not in ("task", "out", "limit", "concurrency")
-        }
+        own = {key: value for key, value in request.to_json().items() if key not in ("task", "out", "limit")}
         lines = [json.loads(line) for line in stream_lines(prompts).splitlines()]  # each with its task
         body = {**own, "stream": {"prompts": lines}, "queue": queue}
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}  # ours, so that it may be sent again

@@ -46,7 +46,7 @@ ERRORS: dict[int, type[SwiftoptError]] = {
 NAMED = {"layer-set-not-found": LayerSetNotFound, "stream-error": StreamError, "settings-error": SettingsError}
 
 
-class Refused(Exception):
+class RefusedAnswer(Exception):
     """An answer with a status that may pass; kept to ourselves, for the loop that tries again."""
 
     def __init__(self, response: httpx2.Response) -> None:
@@ -93,16 +93,16 @@ def sent(
     def attempt() -> httpx2.Response:
         response = send()
         if response.status_code in PASSING and again:
-            raise Refused(response)
+            raise RefusedAnswer(response)
         return response
 
-    kinds = (httpx2.TransportError, Refused) if again else (httpx2.ConnectError, httpx2.ConnectTimeout)
+    kinds = (httpx2.TransportError, RefusedAnswer) if again else (httpx2.ConnectError, httpx2.ConnectTimeout)
     retrying = Retrying(
         retry=retry_if_exception_type(kinds), stop=stop_after_attempt(ATTEMPTS), wait=_pause, reraise=True
     )
     try:
         response = retrying(attempt)
-    except Refused as refused:
+    except RefusedAnswer as refused:
         response = refused.response
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise unreachable(url, error) from error
@@ -186,7 +186,7 @@ _backoff = wait_exponential_jitter(multiplier=WAIT_S, max=MAX_WAIT_S, jitter=WAI
 def _pause(state: RetryCallState) -> float:
     """Seconds until the next attempt: what the server asks for, if it does so within reason."""
     error = state.outcome.exception() if state.outcome else None
-    if isinstance(error, Refused):
+    if isinstance(error, RefusedAnswer):
         wanted = error.response.headers.get("retry-after", "")
         if wanted.isdigit():
             return min(MAX_WAIT_S, float(wanted))

@@ -26,7 +26,7 @@ WORTH_IT = 1.05  # below this expected speedup copies are not worth their memory
 N_PROMPTS, N_WINDOWS = 2, 2  # texts that are looked at, and windows of each
 
 
-class FormatCosts(Protocol):
+class MeasureFormats(Protocol):
     """Gives the cost profile of the model here with what the named formats cost, whose copies are then made."""
 
     def __call__(self, *formats: str) -> CostProfile: ...
@@ -71,7 +71,7 @@ def prepared(
     session: Session,
     prompts: Sequence[Prompt],
     settings: SwiftSettings,
-    measured: FormatCosts,
+    measured: MeasureFormats,
 ) -> Generator[FormatTried, None, tuple[SwiftSettings, CostProfile]]:
     """The settings with the format that drafts get, chosen here where they leave it open, and what passes cost with it.
 

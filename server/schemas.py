@@ -65,6 +65,7 @@ class JobSubmission(Strict):
     device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:[0-9]{1,4})?|auto-map)$")] = "auto"
     speed: Speed = Field(default="auto", description="How the worker's runtime computes; graphs want CUDA.")
     limit: Depth | None = Field(default=None, description="Take only the first prompts.")
+    concurrency: Depth = Field(default=1, description="How many prompts are decoded at once.")
     queue: QueueName = DEFAULT_QUEUE
 
     @model_validator(mode="before")
@@ -90,6 +91,7 @@ class JobSubmission(Strict):
             speed=self.speed,
             max_new_tokens=self.max_new_tokens,
             limit=self.limit,
+            concurrency=self.concurrency,
             sampling=self.sampling,
             settings=self.settings,
         )

@@ -13,14 +13,14 @@ from typing import Any
 
 from ...core.errors import SettingsError
 from ...core.types import LayerSet
-from .base import Problem, Proposal, Strategy, Study, StudyKind, SubLayerPrices
+from .base import Proposal, SearchProblem, Strategy, Study, StudyKind, SubLayerPrices
 
 __all__ = [
     "SIZE_CHOOSING",
     "STRATEGIES",
     "Proposal",
-    "Recipe",
     "Strategy",
+    "StrategyInfo",
     "Study",
     "StudyKind",
     "SubLayerPrices",
@@ -30,7 +30,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class StrategyInfo:
     """One strategy: `help` says how it proposes, `make` builds it.
 
     `study`: what it looks at in the model; such a strategy chooses how many sub-layers are skipped, given prices, and
@@ -38,7 +38,7 @@ class Recipe:
     """
 
     help: str
-    make: Callable[[Problem], Strategy]
+    make: Callable[[SearchProblem], Strategy]
     study: StudyKind | None = None
     patience: int | None = None
 
@@ -48,27 +48,27 @@ class Recipe:
         return self.study is not None
 
 
-def _drawn(problem: Problem, **how: Any) -> Strategy:
+def _drawn(problem: SearchProblem, **how: Any) -> Strategy:
     from .interval import IntervalStrategy
 
     return IntervalStrategy(problem, **how)
 
 
-def _guided(problem: Problem, study: StudyKind, **how: Any) -> Strategy:
+def _guided(problem: SearchProblem, study: StudyKind, **how: Any) -> Strategy:
     from .guided import GuidedStrategy, SearchPlan
 
     return GuidedStrategy(problem, SearchPlan(study, **how))
 
 
-def _by_study(help: str, study: StudyKind, patience: int, **how: Any) -> Recipe:
-    return Recipe(help, partial(_guided, study=study, **how), study, patience)
+def _by_study(help: str, study: StudyKind, patience: int, **how: Any) -> StrategyInfo:
+    return StrategyInfo(help, partial(_guided, study=study, **how), study, patience)
 
 
-STRATEGIES: dict[str, Recipe] = {
-    "random": Recipe("uniform draws", _drawn),
-    "bayes": Recipe("a Gaussian process at every step", partial(_drawn, engine="gp", interval=1)),
-    "swift": Recipe("draws, and a Gaussian process at every β-th step", partial(_drawn, engine="gp")),
-    "tpe": Recipe("a tree-structured Parzen estimator at every step", partial(_drawn, engine="tpe", interval=1)),
+STRATEGIES: dict[str, StrategyInfo] = {
+    "random": StrategyInfo("uniform draws", _drawn),
+    "bayes": StrategyInfo("a Gaussian process at every step", partial(_drawn, engine="gp", interval=1)),
+    "swift": StrategyInfo("draws, and a Gaussian process at every β-th step", partial(_drawn, engine="gp")),
+    "tpe": StrategyInfo("a tree-structured Parzen estimator at every step", partial(_drawn, engine="tpe", interval=1)),
     "local": _by_study("moves from the best set known", "similarity", 100),
     "knapsack": _by_study("a dynamic program over measured costs, then moves", "knapsack", 60, n_studies=2),
     "clasp": _by_study("the same with whole layers", "clasp", 100, n_studies=8, whole_layers=True),
@@ -77,14 +77,14 @@ SIZE_CHOOSING = tuple(name for name, recipe in STRATEGIES.items() if recipe.choo
 
 
 def make_strategy(name: str, base: LayerSet, n_skipped: int, seed: int, **how: Any) -> Strategy:
-    """Build a strategy by name; the arguments are those of `Problem`.
+    """Build a strategy by name; the arguments are those of `SearchProblem`.
 
     Raises: SettingsError: the name is unknown, or a number is out of its range.
     """
-    return recipe_of(name).make(Problem(base, n_skipped, seed, **how))
+    return recipe_of(name).make(SearchProblem(base, n_skipped, seed, **how))
 
 
-def recipe_of(name: str) -> Recipe:
+def recipe_of(name: str) -> StrategyInfo:
     """Find a strategy's row.
 
     Raises: SettingsError: there is no strategy of that name.

@@ -57,7 +57,7 @@ class SubLayerPrices:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class SearchProblem:
     """What a strategy is asked to search: the sub-layers of `base`, whose formats every proposal keeps.
 
     Args: n_skipped: sub-layers that a candidate skips, where there are no `prices` to choose the number by.
@@ -83,7 +83,7 @@ class Strategy(ABC):
     Raises: SettingsError: the model has fewer searchable sub-layers than are to be skipped.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: SearchProblem) -> None:
         self.problem = problem
         self.size = len(problem.base.bits())  # searchable sub-layers
         self.step = 0

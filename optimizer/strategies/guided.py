@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from ...core.types import LayerSet, Trial
-from .base import Bits, Problem, Proposal, Strategy, Study, StudyKind, draw
+from .base import Bits, Proposal, SearchProblem, Strategy, Study, StudyKind, draw
 from .surrogate import SCORES, Array, Posterior, ScoredSet, SpeedCurve, damage_of, features, fitted_curve, posterior
 
 SWAPPED = 12  # of the sub-layers that may change places, the most promising of each side
@@ -43,7 +43,7 @@ class GuidedStrategy(Strategy):
     "family" (a study's set), "move" and "random".
     """
 
-    def __init__(self, problem: Problem, plan: SearchPlan) -> None:
+    def __init__(self, problem: SearchProblem, plan: SearchPlan) -> None:
         super().__init__(problem)
         self._plan, self._prices = plan, problem.prices
         half = self.size // 2

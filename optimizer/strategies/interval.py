@@ -9,8 +9,8 @@ from typing import Any
 
 from ...core.errors import SettingsError
 from ...core.types import Trial
-from .base import Bits, Problem, Proposal, Strategy, draw
-from .process import DEADLINE_S, Engine, Request, SuggestionProcess
+from .base import Bits, Proposal, SearchProblem, Strategy, draw
+from .process import DEADLINE_S, Engine, PendingPoint, SuggestionProcess
 
 MAX_PENDING = 64  # proposed sets without a score that a suggestion is told of; a caller may drop candidates
 
@@ -28,7 +28,7 @@ class IntervalStrategy(Strategy):
 
     def __init__(
         self,
-        problem: Problem,
+        problem: SearchProblem,
         engine: Engine | None = None,
         interval: int | None = None,
         deadline_s: float = DEADLINE_S,
@@ -79,7 +79,7 @@ class IntervalStrategy(Strategy):
         """Go on from a state; a suggestion that was in progress is asked for again, with the scores it was given."""
         super().restore(state)
         if state["asked"] is not None and self._process is not None:
-            self._process.ask_again(Request(**state["asked"]))
+            self._process.ask_again(PendingPoint(**state["asked"]))
 
     def close(self) -> None:
         """End the suggestion process at once."""

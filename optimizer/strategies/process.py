@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PendingPoint:
     """What a suggestion depends on, besides engine and seed: the first `n_observed` scores and the sets in progress."""
 
     step: int
@@ -54,7 +54,7 @@ class SuggestionProcess:
 
     def __init__(self, engine: Engine, seed: int, deadline_s: float = DEADLINE_S) -> None:
         self.engine = engine
-        self.request: Request | None = None  # the one in flight, known also after `close`
+        self.request: PendingPoint | None = None  # the one in flight, known also after `close`
         self._seed = seed
         self._deadline_s = deadline_s
         self._scores: list[tuple[str, float]] = []
@@ -89,9 +89,9 @@ class SuggestionProcess:
 
         Does nothing while a request is in flight, before the first observation, and after too many failures.
         """
-        self.ask_again(Request(step, n_skipped, len(self._scores), [_text(bits) for bits in pending]))
+        self.ask_again(PendingPoint(step, n_skipped, len(self._scores), [_text(bits) for bits in pending]))
 
-    def ask_again(self, request: Request) -> None:
+    def ask_again(self, request: PendingPoint) -> None:
         """Repeat a request of an earlier process of this search, with the scores it had then; else as `ask`."""
         if self.in_flight or self.gave_up or not self._scores:
             return

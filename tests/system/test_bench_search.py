@@ -10,7 +10,7 @@ import pytest
 from tiny_files import save
 
 from swiftopt.bench.long_search import LongSearch
-from swiftopt.bench.search import Bench, Record, _reached
+from swiftopt.bench.search import Bench, TextRecord, _reached
 from swiftopt.cli.main import run
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, searchable
@@ -81,7 +81,7 @@ def test_long_search_takes_what_helps_however_few_sets_it_may_judge(
     common = ["--model", tiny, "--record", "r.json", "--strategies", "random", "--stream", "notes.jsonl"]
     bench(capsys, *common, "--limit", "3")
     runtime = load(tiny, "float32", "cpu")
-    judge = Bench(runtime, Record.read(home / "r.json", runtime), SwiftSettings(context_window=8, seed=0), 4)
+    judge = Bench(runtime, TextRecord.read(home / "r.json", runtime), SwiftSettings(context_window=8, seed=0), 4)
     start = LayerSet(4, frozenset({1, 2}), frozenset({1, 2}))
     flipped = [[1 - bit if i == unit else bit for i, bit in enumerate(start.bits())] for unit in range(4)]
     singles = [LayerSet.from_bits(4, bits) for bits in flipped]
@@ -103,7 +103,7 @@ def test_long_search_ends_at_a_set_that_no_flip_betters(
     n_searched = len(searchable(4))
     runtime = load(tiny, "float32", "cpu")
     settings = SwiftSettings(context_window=8, seed=0)
-    judge = Bench(runtime, Record.read(home / "r.json", runtime), settings, 4)
+    judge = Bench(runtime, TextRecord.read(home / "r.json", runtime), settings, 4)
     best = LayerSet(4, frozenset(found["skip_attn"]), frozenset(found["skip_mlp"]))
     assert judge.judge(best)[0] == pytest.approx(found["best"])
     for unit in range(n_searched):

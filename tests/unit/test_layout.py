@@ -91,3 +91,44 @@ def test_every_public_name_can_be_imported() -> None:
         assert getattr(swiftopt, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         swiftopt.nothing  # noqa: B018
+
+
+def imports_of(path: Path) -> set[Path]:
+    """Our files that a file imports, anywhere in it, for type checkers only as well."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.ImportFrom) or not node.level:
+            continue
+        folder = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+        for target in (folder.with_suffix(".py"), *(folder / f"{alias.name}.py" for alias in node.names)):
+            if target.is_file():
+                found.add(target)
+        if folder.is_dir() and any(not (folder / f"{alias.name}.py").is_file() for alias in node.names):
+            found.add(folder / "__init__.py")
+    return found - {path}
+
+
+def test_no_file_needs_itself_through_others() -> None:
+    needs = {path: {each for each in imports_of(path) if each.name != "__init__.py"} for path in sources()}
+    circles = []
+    for start in needs:
+        seen, todo = set(), list(needs[start])
+        while todo:
+            path = todo.pop()
+            if path not in seen:
+                seen.add(path)
+                todo += needs.get(path, ())
+        if start in seen:
+            circles.append(str(start.relative_to(ROOT)))
+    assert circles == []
+    assert sum(map(len, needs.values())) > len(needs)
+
+
+def test_no_class_name_means_two_things() -> None:
+    """Private names are a file's own business."""
+    found: dict[str, list[str]] = {}
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
