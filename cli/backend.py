@@ -176,7 +176,7 @@ def backend_options(command: Any) -> Any:
     def call(*args: Any, redis: str | None, server: str | None, db: str | None, **values: Any) -> Any:
         return command(*args, backend=Backend.chosen(server, redis, db), **values)
 
-    return together(options.redis_option, options.server_option, options.db_option)(call)
+    return together(options.redis, options.server, options.db)(call)
 
 
 @dataclass(slots=True)

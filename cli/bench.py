@@ -1,68 +1,67 @@
-"""`swiftopt bench`."""
+"""`swiftopt bench`: measure decoding on this machine; searches and other engines are in files of their own."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import click
+from rich.table import Column, Table
 
+from ..bench.ablation_table import ABLATIONS
 from ..core.errors import SettingsError
 from ..core.requests import GenerateRequest
 from ..core.streams import read_stream
 from ..decoding.methods import METHODS
 from ..tasks.requests import EARLIER_NAMES, PEERS
-from .bench_ablate import ablate
+from . import options
 from .bench_peers import peers
 from .bench_search import search, stream_shift
-from .bench_throughput import throughput
-from .options import (
-    PresetGroup,
-    check_model,
-    check_words,
-    db_option,
-    json_option,
-    machine_options,
-    open_store,
-    pick,
-    positive,
-    read_layer_set,
-    speed_option,
-)
-from .output import emit_json, note_load, note_run, show
+from .options import PresetGroup, check_model, check_words, open_store, pick, positive, read_layer_set
+from .output import answer, note, note_load, note_run, show
+from .render import folding, heading, lined_table, numeric, table
+
+if TYPE_CHECKING:
+    from ..core.types import Prompt
+    from ..decoding.methods import Method
 
 COMPARED = ("plain", "swift", "hf-plain", "hf-lookup")
+HEADINGS = {
+    "mean_generated_length": "M",
+    "acceptance_rate": "α",
+    "ratio": "ratio",
+    "tok_s": "tok/s",
+    "perplexity": "PPL",
+    "optimise_ms": "search ms",
+    "optimise_share": "search %",
+    "early_share": "early %",
+    "rejected_share": "rejected %",
+    "extra_parameters": "new params",
+    "consistency": "same",
+    "joules_per_token": "J/tok",
+}
 
 
 @click.group(cls=PresetGroup, short_help="Measure decoding on this machine.")
+@options.example("bench decode --model smollm2-135m --stream prompts.jsonl --methods plain,swift,hf-plain")
 def bench() -> None:
-    """Measure decoding on this machine.
-
-    \b
-    Example:
-      swiftopt bench decode --model smollm2-135m --stream prompts.jsonl --methods plain,swift,hf-plain
-    """
-
-
-bench.add_command(ablate)
-bench.add_command(peers)
-bench.add_command(throughput)
-bench.add_command(search)
-bench.add_command(stream_shift)
+    """Measure decoding on this machine."""
 
 
 @bench.command(short_help="Methods side by side on the same prompts.")
-@click.option("--model", required=True, help="Alias, hub id, folder or GGUF file; `swiftopt models` lists aliases.")
-@click.option("--stream", required=True, metavar="FILE", help="Prompts, one JSON object per line; - is standard input.")
+@options.model
+@options.stream
 @click.option("--task", help="Whose stored layer set to use.  [default: each prompt's own task]")
 @click.option("--layer-set", "layer_set_file", metavar="FILE", help="Draft with this exported layer set.")
 @click.option("--methods", default=",".join(COMPARED), show_default=True, help="What to compare.")
 @click.option("--assistant", metavar="MODEL", help="The smaller model that drafts for hf-assisted.")
-@click.option("--limit", type=positive, help="Take only the first prompts of the stream.")
+@options.limit
 @click.option("--ignore-eos", is_flag=True, help="Go on behind stop tokens, so that every completion has full length.")
-@machine_options(GenerateRequest)
-@speed_option(GenerateRequest)
-@db_option
-@json_option
+@options.machine(GenerateRequest)
+@options.speed(GenerateRequest)
+@options.db
+@options.json
+@options.example("bench decode --model smollm2-135m --stream prompts.jsonl --limit 8 --max-new-tokens 64 --json")
 def decode(
     stream: str,
     methods: str,
@@ -72,7 +71,7 @@ def decode(
     ignore_eos: bool,
     db: str | None,
     as_json: bool,
-    **options: Any,
+    **values: Any,
 ) -> None:
     """Decode every prompt with every method, interleaved in one process, greedily.
 
@@ -80,14 +79,10 @@ def decode(
     that time counts. `best` is what the task's stored plan says; the other methods of `swiftopt compare` run with what
     is stored for them. `hf-plain`, `hf-lookup` and `hf-assisted` are transformers' own generate: alone, with prompt
     lookup, with --assistant drafting.
-
-    \b
-    Example:
-      swiftopt bench decode --model smollm2-135m --stream prompts.jsonl --limit 8 --max-new-tokens 64 --json
     """
-    prompts = read_stream(stream, options["task"], limit)
+    prompts = read_stream(stream, values["task"], limit)
     record = read_layer_set(layer_set_file) if layer_set_file else None
-    request = pick(GenerateRequest, {**options, "layer_set": record})
+    request = pick(GenerateRequest, {**values, "layer_set": record})
     chosen = [EARLIER_NAMES.get(word.strip(), word.strip()) for word in methods.split(",")]
     check_words("method", chosen, (*METHODS, "best", *PEERS))
     if "hf-assisted" in chosen and assistant is None:
@@ -107,21 +102,173 @@ def decode(
             None if assistant is None else load(assistant, request.dtype, request.device, note_load, request.speed)
         )
         report = run_methods(runtime, prompts, chosen, request, store, note_run, drafting, ignore_eos)
-    if as_json:
-        emit_json(report)
-    else:
-        _show_table(report)
+    answer(as_json, report, lambda: show(methods_table(report)))
 
 
-def _show_table(report: dict[str, Any]) -> None:
-    from rich.table import Table
-
+def methods_table(report: dict[str, Any]) -> Table:
+    """Return a row per method."""
     from ..bench.decode import rows
 
     title = f"{report['model']}, {report['dtype']}, {report['device']}, {report['prompts']} prompts"
-    table = Table(title=title, title_justify="left")
-    for name in ("method", "tok/s", f"ratio to {report['base']}", "95 % interval", "α", "M", "identical"):
-        table.add_column(name, justify="left" if name == "method" else "right")
+    headings = ("tok/s", f"ratio to {report['base']}", "95 % interval", "α", "M", "identical")
+    made = lined_table(Column("method"), headings, title)
     for row in rows(report):
-        table.add_row(*row)
-    show(table)
+        made.add_row(*row)
+    return made
+
+
+@bench.command(short_help="The papers' ablations, on this machine and model.")
+@click.argument("name")
+@options.model
+@options.stream
+@click.option("--task", help="Whose stored layer set, heads and probe to use.  [default: the stream's task]")
+@click.option("--draft-model", metavar="MODEL", help="A smaller model with the same tokenizer, for drafts.")
+@options.limit
+@options.machine(GenerateRequest)
+@options.db
+@options.json
+@options.example("bench ablate swift-parts --model smollm2-135m --stream prompts.jsonl --limit 8")
+def ablate(
+    name: str, stream: str, limit: int | None, draft_model: str | None, db: str | None, as_json: bool, **values: Any
+) -> None:
+    """Run one of the papers' ablations; its variants decode the same prompts by turns.
+
+    NAME is swift-parts, swift-window, swift-schedule, swift-ratio, adadecode-parts, adadecode-threshold,
+    mtad-threshold, mtad-beams, mtad-warp or adaspeed. What is not stored for the task is made briefly and not kept.
+    """
+    check_words("ablation", [name], ABLATIONS)
+    prompts = read_stream(stream, values["task"], limit)
+    request = pick(GenerateRequest, values)
+    check_model(request)
+    if draft_model is not None:
+        check_model(pick(GenerateRequest, {**values, "model": draft_model}))
+
+    from ..bench.ablate import ablate as run
+
+    with open_store(db) as store:
+        report = run(name, request, draft_model, prompts, store, note, note_run)
+    answer(as_json, report, lambda: show_ablation(report))
+    if report["interrupted"]:
+        raise KeyboardInterrupt
+
+
+def show_ablation(report: Mapping[str, Any]) -> None:
+    """Print the variants of an ablation as a table, and why others were not run."""
+    shown = ABLATIONS[report["name"]].shown
+    columns = [folding("variant"), *(numeric(HEADINGS[key]) for key in shown)]
+    rows = [
+        (row["label"], *(_cell(key, row.get(key)) for key in shown))
+        for row in report["rows"]
+        if row["ratio"] is not None
+    ]
+    show(heading(f"{report['title']} ({report['source']})"), table(columns, rows, gap=2))
+    for row in report["rows"]:
+        if row["reason"] is not None:
+            click.echo(f"{row['label']}: not run: {row['reason']}")
+
+
+def _cell(key: str, value: float | None) -> str:
+    if value is None:
+        return "–"
+    if key.endswith("_share"):
+        return f"{100 * value:.1f}"
+    if key == "extra_parameters":
+        return f"{value:,}"
+    return f"{value:.2f}x" if key == "ratio" else f"{value:.2f}"
+
+
+@bench.command(short_help="Several requests at once: drafting beside plain batching.")
+@options.model
+@options.stream
+@options.limit
+@options.from_field(GenerateRequest, "task", "Whose stored plan drafts.  [default: each prompt's own task]")
+@options.from_field(
+    GenerateRequest, "method", "What drafts.  [default: the stored plan, or adaptive where there is none]"
+)
+@click.option("--concurrency", "words", default="1,2,4,8", show_default=True, help="Requests at a time, several runs.")
+@click.option("--rate", type=float, help="Requests that arrive per second.  [default: all at once]")
+@click.option("--rounds", type=positive, default=2, show_default=True, help="Times that both take their turn.")
+@options.machine(GenerateRequest)
+@options.speed(GenerateRequest)
+@options.db
+@options.json
+@options.example("bench throughput --model smollm2-135m --stream prompts.jsonl --limit 8 --concurrency 1,4,8")
+def throughput(
+    stream: str,
+    limit: int | None,
+    words: str,
+    rate: float | None,
+    rounds: int,
+    db: str | None,
+    as_json: bool,
+    **values: Any,
+) -> None:
+    """Decode a stream's prompts several at a time, with plain batching and with drafting by turns.
+
+    Prints tokens per second of all requests together, the time to the first token with the wait for a place, and the
+    time per token after it. `equal` counts requests whose tokens are those of plain batching.
+    """
+    concurrencies = _numbers(words)
+    if rate is not None and rate <= 0:
+        raise SettingsError(f"--rate {rate:g} lets no request arrive: use a number above 0")
+    prompts = read_stream(stream, values["task"], limit)
+    request = pick(GenerateRequest, values)
+
+    from ..bench.throughput import measure
+    from ..core.types import Sampling
+    from ..decoding.session import Session
+    from ..models.loading import load
+    from ..tasks.generate import Planner
+
+    check_model(request)
+    runtime = load(request.model, request.dtype, request.device, note_load, request.speed)
+    session = Session(runtime, Sampling(), request.max_new_tokens, ignore_eos=True)
+    for prompt in prompts:
+        session.check(prompt)
+    with open_store(db) as store:
+        planner = Planner(request, runtime, store, note_load)
+
+        def drafting(prompt: Prompt) -> Method:
+            return planner.drafting_for(request.task or prompt.task)
+
+        report = measure(session, prompts, drafting, concurrencies, rate, rounds, note)
+    report = {"model": request.model, **report}
+    answer(as_json, report, lambda: show(throughput_table(report)))
+
+
+def _numbers(words: str) -> list[int]:
+    try:
+        found = [int(word) for word in words.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise SettingsError(f"--concurrency {words} is no list of numbers from 1 on: use one like 1,4,8")
+    return found
+
+
+def throughput_table(report: dict[str, Any]) -> Table:
+    """Return a table with a row for each way of decoding at each number of requests."""
+    title = f"{report['model']}, {report['device']}, {report['prompts']} prompts of {report['max_new_tokens']} tokens"
+    headings = ("tok/s", "ratio", "first token p50", "p95", "ms/token p50", "p95", "p99", "equal")
+    columns = [Column("at once", justify="right"), Column(""), *(Column(name, justify="right") for name in headings)]
+    rows = []
+    for result in report["results"]:
+        for way in ("plain", "drafting"):
+            own, drafts = result[way], way == "drafting"
+            first, each = own["first_token_s"], own["per_token_s"]
+            cells = (
+                "" if drafts else str(result["concurrency"]),
+                way,
+                f"{own['tok_s']:.1f}",
+                f"{result['ratio']:.2f}x" if drafts else "",
+                f"{first['p50']:.2f} s",
+                f"{first['p95']:.2f} s",
+                *(f"{1000 * each[p]:.0f}" for p in ("p50", "p95", "p99")),
+                f"{result['equal']} of {result['compared']}" if drafts else "",
+            )
+            rows.append(cells)
+    return table(columns, rows, title=title, title_justify="left")
+
+
+for command in (peers, search, stream_shift):
+    bench.add_command(command)

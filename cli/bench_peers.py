@@ -21,10 +21,10 @@ TIMEOUT_S = 600.0  # for one answer, and for loading
 
 
 @click.command(short_help="swiftopt and other engines on the same prompts.")
-@options.model_option
-@options.stream_option
+@options.model
+@options.stream
 @click.option("--task", help="Whose stored plan swiftopt/best uses.  [default: each prompt's own task]")
-@options.limit_option
+@options.limit
 @click.option("--peers", "words", default="all", show_default=True, help="Engines, or rows such as llama-cpp/plain.")
 @click.option(
     "--gguf", "ggufs", multiple=True, metavar="FILE", help="Another file of this model, for llama.cpp; repeatable."
@@ -39,10 +39,10 @@ TIMEOUT_S = 600.0  # for one answer, and for loading
     "auto (as stored) or one of the others, for those that take it.",
     type=click.Choice(DTYPES),
 )
-@options.tokens_option(GenerateRequest)
-@options.speed_option(GenerateRequest)
-@options.db_option
-@options.json_option
+@options.max_new_tokens(GenerateRequest)
+@options.speed(GenerateRequest)
+@options.db
+@options.json
 @options.example("bench peers --model smollm2-135m --stream prompts.jsonl --limit 6 --peers swiftopt,llama-cpp")
 def peers(
     stream: str,

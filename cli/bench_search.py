@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.table import Column, Table
 
 from ..core.costs import CostProfile
 from ..core.errors import NotFound
@@ -20,14 +18,14 @@ from . import options
 from .options import check_model, check_words, default_of, pick, positive
 from .output import note, note_load, present, show, writing
 from .progress import RunState, event_line
-from .render import number
+from .render import fixed, lined_table, number
 
 COMPARED = ("swift", "random", *SIZE_CHOOSING)
 SPENT = {"passes": 0, "seconds": 1}  # what a search takes, with the digits that are shown of it
 
 
 @click.command("search", short_help="Search strategies side by side on recorded text.")
-@options.model_option
+@options.model
 @click.option("--stream", metavar="FILE", help="Prompts to record, one JSON object per line; - is standard input.")
 @click.option("--limit", type=positive, default=8, show_default=True, help="Prompts that are recorded.")
 @click.option("--record", metavar="FILE", help="Recorded texts and costs: read where the file is, else written.")
@@ -41,7 +39,7 @@ SPENT = {"passes": 0, "seconds": 1}  # what a search takes, with the digits that
     help="γ, generated tokens that score a candidate.",
 )
 @click.option("--stride", type=positive, default=4, show_default=True, help="Tokens between two steps of a search.")
-@options.seed_option(SwiftSettings)
+@options.seed(SwiftSettings)
 @click.option(
     "--long-search",
     type=click.IntRange(min=0),
@@ -51,8 +49,8 @@ SPENT = {"passes": 0, "seconds": 1}  # what a search takes, with the digits that
     help="Judge N sets more, up from the best one.",
 )
 @click.option("--png", metavar="FILE", help="Draw the best objective against candidate passes and seconds.")
-@options.machine_options(GenerateRequest)
-@options.json_option
+@options.machine(GenerateRequest)
+@options.json
 @options.example("bench search --model smollm2-135m --stream prompts.jsonl --record texts.json --png search.png")
 def search(
     stream: str | None,
@@ -115,8 +113,8 @@ def _note_gain(strategy: str, passes: float, value: float) -> None:
 def show_search(report: dict[str, Any]) -> None:
     """Print a comparison of strategies as a table."""
     goal = f"to {report['goal']:.3f}x"
-    headings = ("strategy", "objective", "left out", "passes", "seconds", f"passes {goal}", f"seconds {goal}")
-    made = _report_table(f"{_conditions(report)}, {report['windows']} windows", headings)
+    headings = ("objective", "left out", "passes", "seconds", f"passes {goal}", f"seconds {goal}")
+    made = lined_table(fixed("strategy"), headings, f"{_conditions(report)}, {report['windows']} windows")
     for result in report["results"]:
         reached = result["to_goal"] or {"passes": None, "seconds": None}
         made.add_row(
@@ -131,15 +129,15 @@ def show_search(report: dict[str, Any]) -> None:
 
 
 @click.command("stream-shift", short_help="A stream that changes its task, and how acceptance follows.")
-@options.model_option
+@options.model
 @click.option("--stream", required=True, metavar="FILE", help="Prompts that come task by task; - is standard input.")
 @click.option("--prompts", type=positive, default=16, show_default=True, help="Prompts of each task.")
 @click.option("--png", metavar="FILE", help="Draw acceptance along the stream.")
-@options.machine_options(GenerateRequest)
-@options.speed_option(GenerateRequest)
-@options.settings_options
-@options.seed_option(TuningSettings)
-@options.json_option
+@options.machine(GenerateRequest)
+@options.speed(GenerateRequest)
+@options.settings
+@options.seed(TuningSettings)
+@options.json
 @options.example(
     "bench stream-shift --model smollm2-135m --stream five-tasks.jsonl --max-new-tokens 64 --png shift.png"
 )
@@ -192,8 +190,9 @@ def show_shift(report: dict[str, Any]) -> None:
         f"α and expected speedup after the first {report['settled_after']} prompts of each task:"
         " with its own set, with the first task's, and in one stream that adapts"
     )
-    headings = ("task", "left out", "α own", "α first", "α one", "missing", "x own", "x one")
-    made = _report_table(f"{_conditions(report)}; shifts noticed after prompts {noticed}", headings, caption)
+    title = f"{_conditions(report)}; shifts noticed after prompts {noticed}"
+    headings = ("left out", "α own", "α first", "α one", "missing", "x own", "x one")
+    made = lined_table(fixed("task"), headings, title, caption)
     for result in report["results"]:
         rates = (number(result[run]["settled"], 3) for run in ("own", "kept", "adapted"))
         gap = "–" if result["gap"] is None else f"{result['gap']:+.3f}"
@@ -204,9 +203,3 @@ def show_shift(report: dict[str, Any]) -> None:
 
 def _conditions(report: dict[str, Any]) -> str:
     return f"{report['model']}, {report['dtype']}, {report['device']}"
-
-
-def _report_table(title: str, headings: Sequence[str], caption: str | None = None) -> Table:
-    """Make a table with lines, its first column words and the others numbers."""
-    columns = [Column(headings[0], no_wrap=True), *(Column(heading, justify="right") for heading in headings[1:])]
-    return Table(*columns, title=title, title_justify="left", caption=caption)

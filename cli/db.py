@@ -21,8 +21,8 @@ def db() -> None:
 
 
 @db.command(short_help="Bring the database to the newest schema.")
-@options.db_option
-@options.json_option
+@options.db
+@options.json
 @options.example("db upgrade --db postgresql://swiftopt@db.example/swiftopt")
 def upgrade(db: str | None, as_json: bool) -> None:
     """Bring the database to the newest schema; a new one is created. Rows stay."""
@@ -34,8 +34,8 @@ def upgrade(db: str | None, as_json: bool) -> None:
 
 
 @db.command(short_help="Print the schema that the database has.")
-@options.db_option
-@options.json_option
+@options.db
+@options.json
 @options.example("db current")
 def current(db: str | None, as_json: bool) -> None:
     """Print the revision of the database's schema, or `empty`; nothing is changed or created."""
@@ -46,8 +46,8 @@ def current(db: str | None, as_json: bool) -> None:
 
 
 @db.command(short_help="End with 0 if the schema is the newest, else with 1.")
-@options.db_option
-@options.json_option
+@options.db
+@options.json
 @click.pass_context
 @options.example("db check && swiftopt serve")
 def check(context: click.Context, db: str | None, as_json: bool) -> None:

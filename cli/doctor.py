@@ -47,11 +47,11 @@ class Check:
 
 @click.command(short_help="Check versions, devices, memory and database.")
 @click.option("--model", help="Check that this model can be found as well.")
-@options.db_option
-@options.redis_option
-@options.server_option
-@options.queue_option
-@options.json_option
+@options.db
+@options.redis
+@options.server
+@options.queue
+@options.json
 @click.pass_context
 @options.example("doctor --model smollm2-135m")
 def doctor(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 source_options = together(
     click.option("--prompt", help="Raw text to continue."),
     click.option("--stream", metavar="FILE", help="Prompts, one JSON object per line; - is standard input."),
-    options.limit_option,
+    options.limit,
     click.option("-o", "--out", metavar="FILE", help="Write one JSON object per prompt to a file as well."),
 )
 method_options = together(
@@ -39,7 +39,7 @@ method_options = together(
 
 
 @click.command(short_help="Decode with what was tuned for a task.")
-@options.model_option
+@options.model
 @options.from_field(
     GenerateRequest, "task", "Whose stored layer set to use.  [default: the prompt's own task, or default]"
 )
@@ -51,11 +51,11 @@ method_options = together(
     "How many prompts of a stream are decoded at once; each is shown when it is done.",
     type=positive,
 )
-@options.machine_options(GenerateRequest)
-@options.speed_option(GenerateRequest)
-@options.sampling_options
-@options.db_option
-@options.json_option
+@options.machine(GenerateRequest)
+@options.speed(GenerateRequest)
+@options.sampling
+@options.db
+@options.json
 @options.example('generate --model smollm2-135m --task notes --prompt "Once upon a time" --max-new-tokens 64')
 def generate(
     prompt: str | None,

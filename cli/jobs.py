@@ -45,7 +45,7 @@ def jobs() -> None:
 @click.option("--state", type=click.Choice(get_args(JobState)), help="Only jobs in this state.")
 @click.option("--limit", type=positive, default=50, show_default=True, help="How many at most.")
 @backend_options
-@options.json_option
+@options.json
 @options.example("jobs list --state failed")
 def list_(state: JobState | None, limit: int, backend: Backend, as_json: bool) -> None:
     """List the newest jobs first, each with how far it is and what it found."""
@@ -62,7 +62,7 @@ def list_(state: JobState | None, limit: int, backend: Backend, as_json: bool) -
 @jobs.command("show", short_help="Show a job.")
 @job_argument
 @backend_options
-@options.json_option
+@options.json
 @options.example("jobs show 3f2a9c81d04e")
 def show_(job: str, backend: Backend, as_json: bool) -> None:
     """Show everything about a job: state, worker, progress, last error, and the layer sets it stored."""
@@ -80,7 +80,7 @@ def show_(job: str, backend: Backend, as_json: bool) -> None:
 @jobs.command(short_help="Follow a job to its end.")
 @job_argument
 @backend_options
-@options.json_option
+@options.json
 @options.example("jobs watch 3f2a9c81d04e")
 def watch(job: str, backend: Backend, as_json: bool) -> None:
     """Follow a job to its end and print its result, as `tune` does; Ctrl-C leaves the job running.
@@ -129,7 +129,7 @@ def _add_verb(verb: Verb, short: str, words: str) -> None:
     @jobs.command(verb, short_help=short)
     @job_argument
     @backend_options
-    @options.json_option
+    @options.json
     @options.example(f"jobs {verb} 3f2a9c81d04e", words=words)
     def act(job: str, backend: Backend, as_json: bool) -> None:
         with backend.open() as client:
@@ -152,7 +152,7 @@ for verb, (short, words) in VERBS.items():
 @job_argument
 @click.option("-o", "--out", metavar="FILE", default=STDOUT, help="File to write; - is standard output.  [default: -]")
 @backend_options
-@options.json_option
+@options.json
 @options.example("jobs outputs 3f2a9c81d04e --out completions.jsonl")
 def outputs(job: str, out: str, backend: Backend, as_json: bool) -> None:
     """Write the completions that a job has finished, in the order of its stream, one JSON object per line.

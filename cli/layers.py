@@ -34,8 +34,8 @@ def layers() -> None:
 @layers.command("list", short_help="List the stored layer sets.")
 @click.option("--model", "of_model", help="Only this model's.")
 @click.option("--task", "of_task", help="Only this task's.")
-@options.store_option
-@options.json_option
+@options.store
+@options.json
 @options.example("layers list --model smollm2-135m")
 def list_(of_model: str | None, of_task: str | None, store: Store, as_json: bool) -> None:
     """List the stored layer sets, newest first; * marks the best of its model, task, device and dtype."""
@@ -50,12 +50,12 @@ def list_(of_model: str | None, of_task: str | None, store: Store, as_json: bool
 
 
 @layers.command(short_help="Show the best layer set of a task.")
-@options.model_task_argument
+@options.model_task
 @click.option("--device", "device_name", help="As tuned on, for example 'NVIDIA H200'.  [default: any]")
 @click.option("--dtype", "tuned_dtype", help="As tuned with, for example bfloat16.  [default: any]")
-@options.alias_option
-@options.store_option
-@options.json_option
+@options.alias
+@options.store
+@options.json
 @options.example("layers best smollm2-135m/notes --json")
 def best(
     name: ModelTask, device_name: str | None, tuned_dtype: str | None, alias: str, store: Store, as_json: bool
@@ -67,11 +67,11 @@ def best(
 
 
 @layers.command("show", short_help="Show a layer set, its map and its search.")
-@options.model_task_argument
+@options.model_task
 @version_option
 @click.option("--png", metavar="FILE", help="Draw the layer map and the matchness curve to a file as well.")
-@options.store_option
-@options.json_option
+@options.store
+@options.json
 @options.example("layers show smollm2-135m/notes --version 2 --png notes.png")
 def show_(name: ModelTask, version: int | None, png: str | None, store: Store, as_json: bool) -> None:
     """Show a layer set of MODEL/TASK with its map, its figures and the curve of the search that found it."""
@@ -92,16 +92,16 @@ def show_(name: ModelTask, version: int | None, png: str | None, store: Store, a
 
 
 @layers.command(short_help="Self-SD's offline search for a layer set.")
-@options.model_option
-@options.stream_option
+@options.model
+@options.stream
 @click.option("--task", help="Task to store the set under.  [default: the first prompt's own]")
 @click.option("--limit", type=positive, default=4, show_default=True, help="Prompts that each candidate decodes.")
 @click.option("--max-steps", type=positive, default=200, show_default=True, help="Candidates to try at most.")
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="Begin no candidate after this time.")
-@options.machine_options(GenerateRequest)
-@options.seed_option(Sampling)
-@options.db_option
-@options.json_option
+@options.machine(GenerateRequest)
+@options.seed(Sampling)
+@options.db
+@options.json
 @options.example(
     "layers search --model smollm2-135m --stream prompts.jsonl --task notes --minutes 10 --max-new-tokens 32"
 )
@@ -139,11 +139,11 @@ def search(
 
 
 @layers.command(short_help="Write a layer set as JSON.")
-@options.model_task_argument
+@options.model_task
 @version_option
 @click.option("-o", "--out", metavar="FILE", help="Write to a file instead of stdout.")
-@options.store_option
-@options.json_option
+@options.store
+@options.json
 @options.example("layers export smollm2-135m/notes -o notes.json")
 def export(name: ModelTask, version: int | None, out: str | None, store: Store, as_json: bool) -> None:
     """Write a layer set of MODEL/TASK as one JSON object, which `import` and `generate --layer-set` read.
@@ -164,8 +164,8 @@ def export(name: ModelTask, version: int | None, out: str | None, store: Store, 
 @click.option("--model", "as_model", help="Store it under this model; for a file with one set.")
 @click.option("--task", "as_task", help="Store it under this task; for a file with one set.")
 @click.option("--n-layers", type=positive, help="Depth of a model that swiftopt does not know.")
-@options.store_option
-@options.json_option
+@options.store
+@options.json
 @options.example("layers import skip_layers.json")
 def import_(
     file: str, as_model: str | None, as_task: str | None, n_layers: int | None, store: Store, as_json: bool
@@ -186,11 +186,11 @@ def import_(
 
 
 @layers.command(short_help="Choose a version as the best one.")
-@options.model_task_argument
+@options.model_task
 @click.option("--version", type=positive, required=True, help="The version to choose.")
-@options.alias_option
-@options.store_option
-@options.json_option
+@options.alias
+@options.store
+@options.json
 @options.example("layers promote smollm2-135m/notes --version 2")
 def promote(name: ModelTask, version: int, alias: str, store: Store, as_json: bool) -> None:
     """Choose a version of MODEL/TASK as the best one, for the device and dtype it was tuned or compared on."""
@@ -199,10 +199,10 @@ def promote(name: ModelTask, version: int, alias: str, store: Store, as_json: bo
 
 
 @layers.command(short_help="Take back the last choice.")
-@options.model_task_argument
-@options.alias_option
-@options.store_option
-@options.json_option
+@options.model_task
+@options.alias
+@options.store
+@options.json
 @options.example("layers rollback smollm2-135m/notes")
 def rollback(name: ModelTask, alias: str, store: Store, as_json: bool) -> None:
     """Take back the last choice for MODEL/TASK."""

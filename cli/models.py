@@ -22,8 +22,8 @@ Tasks = Mapping[str, Sequence[str]]  # tuned under each name of a model
 
 
 @click.command(short_help="List model names, and what was tuned here.")
-@options.store_option
-@options.json_option
+@options.store
+@options.json
 @options.example("models")
 def models(store: Store, as_json: bool) -> None:
     """List the short names of models, and what was loaded and tuned here.

@@ -81,33 +81,33 @@ class QueueName(click.ParamType[str]):
 
 
 positive = click.IntRange(min=1)
-model_task_argument = click.argument("name", type=ModelTaskType(), metavar="MODEL/TASK")
-model_option = click.option(
+model_task = click.argument("name", type=ModelTaskType(), metavar="MODEL/TASK")
+model = click.option(
     "--model", required=True, help="Alias, hub id, folder or GGUF file; `swiftopt models` lists aliases."
 )
-stream_option = click.option(
+stream = click.option(
     "--stream", required=True, metavar="FILE", help="Prompts, one JSON object per line; - is standard input."
 )
-limit_option = click.option("--limit", type=positive, help="Take only the first prompts of the stream.")
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-db_option = click.option(
+limit = click.option("--limit", type=positive, help="Take only the first prompts of the stream.")
+json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+db = click.option(
     "--db",
     metavar="URL|FILE",
     help="Database of layer sets: a file or an SQLAlchemy URL.  [default: in your data folder]",
 )
-redis_option = click.option("--redis", metavar="URL", help="Redis that delivers jobs.  [env: SWIFTOPT_REDIS_URL]")
-server_option = click.option(
+redis = click.option("--redis", metavar="URL", help="Redis that delivers jobs.  [env: SWIFTOPT_REDIS_URL]")
+server = click.option(
     "--server",
     metavar="URL",
     help="Server of jobs and layer sets; its key: SWIFTOPT_API_KEY.  [env: SWIFTOPT_SERVER_URL]",
 )
-queue_option = click.option(
+queue = click.option(
     "--queue",
     type=QueueName(),
     default=DEFAULT_QUEUE,
     help="Queue of the workers.  [env: SWIFTOPT_QUEUE; default: default]",
 )
-alias_option = click.option("--alias", default="best", show_default=True, help="Name of the choice.")
+alias = click.option("--alias", default="best", show_default=True, help="Name of the choice.")
 
 
 def default_of(values: type[Any], name: str) -> Any:
@@ -115,25 +115,24 @@ def default_of(values: type[Any], name: str) -> Any:
     return next(field.default for field in dataclasses.fields(values) if field.name == name)
 
 
-def from_field(values: Any, name: str, help: str, **more: Any) -> Decorator[Any]:
-    """Make an option for a field, with its type and default; a Literal of words becomes a choice.
+def from_field(values: type[Any], name: str, help: str, **more: Any) -> Decorator[Any]:
+    """Make an option for a dataclass's field, with its type and default; a Literal of words becomes a choice.
 
-    `values` is a dataclass, or an instance of one, whose values are the defaults then. `more` goes to `click.option`.
+    `more` goes to `click.option`.
     """
-    is_class = isinstance(values, type)
-    hint = get_type_hints(values if is_class else type(values))[name]
+    hint = get_type_hints(values)[name]
     kinds = get_args(hint) or (hint,)
     if "type" not in more and all(isinstance(kind, str) for kind in kinds):
         more["type"] = click.Choice(kinds)
     more.setdefault("type", next(kind for kind in kinds if kind is not NoneType))
-    default = default_of(values, name) if is_class else getattr(values, name)
-    return click.option(f"--{name.replace('_', '-')}", name, default=default, show_default=True, help=help, **more)
+    flag, default = f"--{name.replace('_', '-')}", default_of(values, name)
+    return click.option(flag, name, default=default, show_default=True, help=help, **more)
 
 
 def switch_off(name: str, help: str) -> Decorator[Any]:
     """Make `--no-NAME` for a field of the settings that is on by default."""
-    on = default_of(TuningSettings, name)
-    return click.option(f"--no-{name.replace('_', '-')}", name, flag_value=False, default=on, help=help)
+    flag, on = f"--no-{name.replace('_', '-')}", default_of(TuningSettings, name)
+    return click.option(flag, name, flag_value=False, default=on, help=help)
 
 
 def together(*options: Decorator[Any]) -> Decorator[Any]:
@@ -163,13 +162,13 @@ def _set_threads(context: click.Context, parameter: click.Parameter, value: int 
         os.environ[THREADS] = str(value)
 
 
-def tokens_option(values: type[Any]) -> Decorator[Any]:
+def max_new_tokens(values: type[Any]) -> Decorator[Any]:
     """Make `--max-new-tokens`; `values` has the default."""
     words = "Tokens per completion, where the stream's line says nothing."
     return from_field(values, "max_new_tokens", words, type=positive)
 
 
-def machine_options(values: type[Any]) -> Decorator[Any]:
+def machine(values: type[Any]) -> Decorator[Any]:
     """Make the options for where the model runs and how long its completions get; `values` has the defaults."""
     return together(
         click.option(
@@ -181,29 +180,29 @@ def machine_options(values: type[Any]) -> Decorator[Any]:
         ),
         from_field(values, "dtype", "auto (as stored), float32, bfloat16 or float16."),
         from_field(values, "device", "auto, cpu, cuda, cuda:N, or auto-map for several GPUs."),
-        tokens_option(values),
+        max_new_tokens(values),
     )
 
 
-def speed_option(values: type[Any]) -> Decorator[Any]:
+def speed(values: type[Any]) -> Decorator[Any]:
     """Make `--speed`; `values` has the default."""
     words = "auto is native (our CPU kernels) where they work, else eager; the others are torch's."
     return from_field(values, "speed", words)
 
 
-def seed_option(values: type[Any]) -> Decorator[Any]:
+def seed(values: type[Any]) -> Decorator[Any]:
     """Make `--seed`; `values` has the default."""
     return from_field(values, "seed", "Seed of every random choice.")
 
 
-sampling_options = together(
+sampling = together(
     from_field(Sampling, "temperature", "0 takes the most probable token."),
     from_field(Sampling, "top_p", "Draw from the most probable tokens that reach this mass."),
     from_field(Sampling, "top_k", "Draw from the k most probable tokens; 0 is off."),
-    seed_option(Sampling),
+    seed(Sampling),
 )
 
-settings_options = together(
+settings = together(
     from_field(TuningSettings, "method", "What the layer set is to draft for; adaptive decides by measured time."),
     from_field(
         TuningSettings,
@@ -292,7 +291,7 @@ def open_store(db: str | None) -> Store:
     return Store.open(db or None)
 
 
-def store_option(command: Any) -> Any:
+def store(command: Any) -> Any:
     """Add --db to a command, which gets the opened database as `store`."""
 
     @functools.wraps(command)
@@ -300,7 +299,7 @@ def store_option(command: Any) -> Any:
         with open_store(db) as store:
             return command(*args, store=store, **values)
 
-    return db_option(call)
+    return db(call)
 
 
 def read_layer_set(file: str) -> LayerSetRecord:

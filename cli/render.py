@@ -90,6 +90,12 @@ def table(columns: Iterable[Column], rows: Iterable[Sequence[RenderableType]], g
     return made
 
 
+def lined_table(first: Column, headings: Iterable[str], title: str, caption: str | None = None) -> Table:
+    """Make a table with lines: a first column, and others of numbers under `headings`."""
+    columns = [first, *(Column(heading, justify="right") for heading in headings)]
+    return Table(*columns, title=title, title_justify="left", caption=caption)
+
+
 def figures_table(rows: Iterable[tuple[str, str]]) -> Table:
     """Make two columns of names and values."""
     return table([fixed("", style="dim"), folding("")], rows, gap=2, show_header=False, pad_edge=False)

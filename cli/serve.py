@@ -39,9 +39,9 @@ from .output import emit_json, note
     help="Requests a minute per key, or address where there are no keys; 0 is no limit.",
 )
 @click.option("--new-key", metavar="NAME", help="Print a new API key and its entry, and do nothing else.")
-@options.redis_option
-@options.db_option
-@options.json_option
+@options.redis
+@options.db
+@options.json
 @options.example("serve --port 8000 --stream-folder prompts", "serve --new-key ci")
 def serve(new_key: str | None, as_json: bool, **values: Any) -> None:
     """Answer look-ups of layer sets, and take jobs, over HTTP.

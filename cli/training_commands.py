@@ -63,7 +63,7 @@ class Layers(click.ParamType[tuple[int, ...]]):
 def training_options(settings: type[HeadSettings] | type[ProbeSettings]) -> Decorator[Any]:
     """Make the options of both `train` commands, with the defaults of `settings`."""
     return together(
-        options.model_option,
+        options.model,
         click.option(
             "--stream",
             "streams",
@@ -78,10 +78,10 @@ def training_options(settings: type[HeadSettings] | type[ProbeSettings]) -> Deco
         options.from_field(settings, "minutes", "End training after so long; completing the prompts is extra."),
         options.from_field(settings, "learning_rate", "Adam's, at its highest."),
         options.from_field(settings, "seed", "Seed of the order and of every draw."),
-        options.machine_options(TuneRequest),
+        options.machine(TuneRequest),
         click.option("--png", metavar="FILE", help="Draw the loss curve to a file."),
-        options.db_option,
-        options.json_option,
+        options.db,
+        options.json,
     )
 
 
@@ -184,8 +184,8 @@ def _add_list(group: click.Group, kind: LearnedKind) -> None:
     @group.command("list", short_help=f"List the stored {kind}.")
     @click.option("--model", "of_model", help="Only this model's.")
     @click.option("--task", "of_task", help="Only this task's.")
-    @options.store_option
-    @options.json_option
+    @options.store
+    @options.json
     @options.example(f"{kind} list", words=f"List the stored {kind}, newest first.")
     def list_(of_model: str | None, of_task: str | None, store: Store, as_json: bool) -> None:
         records = store.learned_list(of_model, of_task, kind)
@@ -199,11 +199,11 @@ def _add_list(group: click.Group, kind: LearnedKind) -> None:
 
 def _add_show(group: click.Group, kind: LearnedKind) -> None:
     @group.command("show", short_help=f"Show the figures of stored {kind}.")
-    @options.model_task_argument
+    @options.model_task
     @version_option
     @click.option("--png", metavar="FILE", help="Draw the loss curve to a file as well.")
-    @options.store_option
-    @options.json_option
+    @options.store
+    @options.json
     @options.example(
         f"{kind} show smollm2-135m/code", words=f"Show the figures of stored {kind}, and the curve of the loss."
     )
@@ -218,11 +218,11 @@ def _add_export(group: click.Group, kind: LearnedKind) -> None:
     words = f"Write stored {kind} to a safetensors file, which names the model that it was trained on."
 
     @group.command("export", short_help=f"Write stored {kind} to a file.")
-    @options.model_task_argument
+    @options.model_task
     @version_option
     @click.option("-o", "--out", required=True, metavar="FILE", help="Where to write them.")
-    @options.store_option
-    @options.json_option
+    @options.store
+    @options.json
     @options.example(f"{kind} export smollm2-135m/code -o {kind}.safetensors", words=words)
     def export(name: ModelTask, version: int | None, out: str, store: Store, as_json: bool) -> None:
         record = store.learned(name.model, name.task, kind, version)

@@ -28,23 +28,23 @@ from .render import tune_summary
 
 
 @click.command(short_help="Find the layer set that decodes a stream fastest.")
-@options.model_option
-@options.stream_option
+@options.model
+@options.stream
 @options.from_field(TuneRequest, "task", "Task of lines that name none.  [default: the file's stem]")
 @options.from_field(TuneRequest, "out", "File for the completions.  [default: in your data folder]", metavar="FILE")
 @options.from_field(TuneRequest, "limit", "Take only the first prompts.", type=positive)
 @options.from_field(TuneRequest, "concurrency", "How many prompts are decoded at once.", type=positive)
-@options.machine_options(TuneRequest)
-@options.speed_option(TuneRequest)
-@options.sampling_options
-@options.settings_options
-@options.redis_option
-@options.server_option
-@options.queue_option
+@options.machine(TuneRequest)
+@options.speed(TuneRequest)
+@options.sampling
+@options.settings
+@options.redis
+@options.server
+@options.queue
 @click.option("--detach", is_flag=True, help="Submit the job and return at once.")
 @click.option("--local", is_flag=True, help="Run in this process, although a Redis or server is configured.")
-@options.db_option
-@options.json_option
+@options.db
+@options.json
 @options.example(
     "tune --model smollm2-135m --stream prompts.jsonl --task notes --max-new-tokens 128",
     "tune --model smollm2-135m --stream prompts.jsonl --redis redis://127.0.0.1:6379 --detach",

@@ -38,14 +38,14 @@ except SwiftoptError as error:
 
 
 @click.command(short_help="Run the jobs of a queue.")
-@options.queue_option
+@options.queue
 @click.option("--device", default="auto", show_default=True, help="Where jobs that name no device run, e.g. cuda:0.")
 @click.option("--burst", is_flag=True, help="End when the queue is empty.")
 @click.option("--name", help="Name of this worker, its own in the whole service.  [default: host, process, letters]")
 @click.option("--check", is_flag=True, help="Only check that a worker could run, and that one does on this machine.")
-@options.redis_option
-@options.db_option
-@options.json_option
+@options.redis
+@options.db
+@options.json
 @click.pass_context
 @options.example("worker --redis redis://127.0.0.1:6379 --device cuda:0", "worker --check")
 def worker(

@@ -10,7 +10,7 @@ import pytest
 
 from swiftopt.bench.ablation_table import ABLATIONS
 from swiftopt.bench.ablations import _VARIANTS
-from swiftopt.cli.bench_ablate import HEADINGS
+from swiftopt.cli.bench import HEADINGS
 from swiftopt.cli.main import run
 
 COMPARE = ["compare", "--model", "smollm2-135m", "--stream", "good.jsonl"]

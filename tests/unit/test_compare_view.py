@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from swiftopt.cli.charts import draw_comparison
-from swiftopt.cli.compare_view import comparison_view, plan_words
+from swiftopt.cli.compare import comparison_view, plan_words
 from swiftopt.decoding.methods import METHODS
 from swiftopt.tasks.report import Figures
 
