@@ -310,7 +310,7 @@ def read_layer_set(file: str) -> LayerSetRecord:
     from ..models.catalog import find_alias
     from ..store import import_file
 
-    records = import_file(file, lambda name: alias.n_layers if (alias := find_alias(name)) else None)
+    records = import_file(file, lambda name: known.n_layers if (known := find_alias(name)) else None)
     if len(records) != 1:
         raise LayerSetError(f"{file} holds {len(records)} layer sets: import it, then choose one with --task")
     return records[0]
