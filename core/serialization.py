@@ -40,7 +40,7 @@ class Record:
     """
 
     __slots__ = ()
-    __pydantic_config__: ClassVar[Any] = {"extra": "ignore"}
+    __pydantic_config__: ClassVar[Any] = {"extra": "ignore", "serialize_by_alias": True}
 
     SCHEMA: ClassVar[str] = ""  # written as the key `schema`, and required when read
     FLAT: ClassVar[str] = ""  # a field whose own keys stand in the record's object
@@ -52,7 +52,7 @@ class Record:
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object as plain values."""
         kind: Any = type(self)
-        values: dict[str, Any] = adapter(kind).dump_python(self, mode="json", by_alias=True, warnings=False)
+        values: dict[str, Any] = adapter(kind).dump_python(self, mode="json", warnings=False)
         return values
 
     @classmethod

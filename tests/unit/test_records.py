@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from swiftopt.core.errors import LayerSetError, NotFound
 from swiftopt.core.formats import FORMATS
@@ -68,6 +69,15 @@ records = st.builds(
 def test_record_survives_its_json_but_for_its_job(record: LayerSetRecord) -> None:
     text = json.dumps(record.to_json(), allow_nan=False)
     assert LayerSetRecord.from_json(json.loads(text), "x.json") == dataclasses.replace(record, job=None)
+
+
+@given(layer_set=layer_sets())
+@settings(max_examples=20, deadline=None)
+def test_layer_set_survives_the_json_of_what_holds_it(layer_set: LayerSet) -> None:
+    """A checkpoint is written by an adapter of its own, whose settings are not those of records."""
+    holder = TypeAdapter(dict[str, LayerSet])
+    assert holder.validate_python(json.loads(holder.dump_json({"kept": layer_set}))) == {"kept": layer_set}
+    assert LayerSet.from_json(layer_set.to_json()) == layer_set
 
 
 def test_record_json_names_the_schema_first_and_the_version_only_where_there_is_one() -> None:
