@@ -331,7 +331,9 @@ def _run(runtime: PassRunner, some: list[tuple[Request[Any], Pass]]) -> Iterator
             for each in some:  # one after the other, so that whose pass it was fails and no other
                 yield from _run(runtime, [each])
         return
-    if not some[0][1].drafts:
+    if some[0][1].drafts:
+        runtime.sharing = len(some)
+    else:
         runtime.load = len(some)
     for (request, wanted), own in zip(some, logits, strict=True):
         if request.wanted is wanted:  # not cancelled meanwhile

@@ -19,6 +19,7 @@ class PassRunner(Protocol):
     """What passes need of a model; `models.runtime.Runtime` has it."""
 
     load: int
+    sharing: int
 
     @property
     def n_layers(self) -> int: ...

@@ -88,6 +88,7 @@ class Runtime:
         self.one_device = len({block.device for block in self.blocks} | ends) == 1
         self.rotation = RotaryTables(submodule(hf_model, family.rotary), self.dtype, self.max_positions).of
         self.load = 1  # sequences that its latest pass of the whole model served
+        self.sharing = 1  # sequences that its latest draft pass served
         self.speed = "eager"
         self.graphs: CapturedPasses | None = None  # what passes are replayed by, see models.loading.at_speed
         self.native: KernelPasses | None = None  # what passes are computed by in place of torch, likewise

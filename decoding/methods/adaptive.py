@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ..engine import PassGenerator
 
 PROBE_LENGTH = 4  # draft steps of a round that is only made to learn
+CROWD_TOLL = 0.1  # on time, per sequence beside: rounds of different lengths end apart, which no pass's cost says
 MOST_GUESSES = 3  # that a draft pass checks at once: quantised passes cost more with every row
 
 
@@ -93,13 +94,15 @@ class Learned:
 class _Chain:
     """A chain as it grows: tokens, the confidence of those that the model gave (None: text's), and second candidates.
 
-    `alive` is the chance that the whole chain is accepted; `spent` the cost of the draft's passes so far.
+    `alive` is the chance that the whole chain is accepted; `drafting` is the cost of the draft's passes so far, `spent`
+    that with the time of sequences that waited for them.
     """
 
     token_ids: list[int] = field(default_factory=list)
     confidences: list[float | None] = field(default_factory=list)
     seconds: dict[int, int] = field(default_factory=dict)
     alive: float = 1.0
+    drafting: float = 0.0
     spent: float = 0.0
 
     def add(self, token_id: int, chance: float, confidence: float | None = None) -> None:
@@ -182,11 +185,12 @@ class AdaptiveDrafter(Drafter):
         learned.throughput.add(len(outcome.walk.token_ids), self.estimated)
         n_modelled = sum(confidence is not None for confidence in chain.confidences)
         if n_modelled:
-            learned.step_cost += 0.1 * (chain.spent / n_modelled - learned.step_cost)
+            learned.step_cost += 0.1 * (chain.drafting / n_modelled - learned.step_cost)
 
     def _fill(self, chain: _Chain, most: int) -> PassGenerator[None]:
         """Choose the kind of round and make its chain."""
-        learned, rate = self.learned, self.learned.throughput.rate
+        learned = self.learned
+        rate = learned.throughput.rate * (1 + CROWD_TOLL * (self.context.runtime.load - 1))
         cursor = self.matches.at_end()
         by_text = self._text_worth(cursor, most, rate)
         if self.passes is not None:
@@ -224,14 +228,17 @@ class AdaptiveDrafter(Drafter):
         learned = self.learned
         self.passes.restart()
         last, n_run = self.context.token_ids[-1], 0
+        crowd = 1.0  # sequences that wait for each that drafts; that the others begin is taken for granted
         while len(chain.token_ids) < most:
             expected = chain.alive * learned.acceptance.overall.value
-            if expected < rate * (learned.step_cost + self._row(chain)):
+            if expected < rate * (crowd * learned.step_cost + self._row(chain)):
                 break
             guesses = self._guesses(cursor, most - len(chain.token_ids) - 1)
             rows = [last, *guesses]
             logits = yield from self.passes.extend(rows, range(n_run - 1, n_run + len(rows) - 1))
-            chain.spent += self.costs.draft(len(rows))
+            crowd = max(1.0, self.context.runtime.load / self.context.runtime.sharing)
+            chain.drafting += self.costs.draft(len(rows))
+            chain.spent += crowd * self.costs.draft(len(rows))
             n_right = self._take(chain, cursor, logits, guesses, rate)
             self.passes.drop(len(guesses) - n_right)
             last, n_run = chain.token_ids[-1], n_run + 1 + n_right
