@@ -27,7 +27,7 @@ from swiftopt.decoding.context import Ending
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, Method, swift
 from swiftopt.decoding.rule import TokenRule
-from swiftopt.models import compiled
+from swiftopt.models import loading
 from swiftopt.models.blocks import EAGER
 from swiftopt.models.costs import device_name
 from swiftopt.models.graphs import RECORD_AT, GraphPasses, StaticPass
@@ -219,7 +219,7 @@ def test_a_compiler_that_fails_leaves_the_runtime_eager(monkeypatch: pytest.Monk
 
         return broken
 
-    monkeypatch.setattr(compiled, "_compiled", fail)
+    monkeypatch.setattr(loading, "_compiled", fail)
     runtime = tiny_runtime("llama")
     with pytest.raises(SettingsError, match="use the eager runtime"):
         at_speed(runtime, "compiled")
