@@ -26,10 +26,9 @@ from ..decoding.loop import Began, Round
 from ..decoding.session import Session, Turn, n_turns
 from ..models.runtime import Runtime
 from .drafting import drafting_with, expected_of, learn_again, learnt_by
-from .reports import progress_of, record_of, result_of
 from .search import Search
 from .shift import ShiftWatch
-from .snapshot import VERSION, Flight, TaskState, check, reading
+from .task_state import VERSION, Flight, TaskState, check, progress_of, reading, record_of, result_of
 from .verdict import Pair, faster, hold_out, in_pairs, is_open, judge, timed_pairs, turns_done
 
 Place = tuple[int, Prompt]  # a prompt and where it is in the stream

@@ -1,4 +1,4 @@
-"""What a tuning run knows of its tasks and of the prompt in flight, and all of it as the JSON of a checkpoint."""
+"""The state of a tuning run's tasks and of its prompts in flight: as JSON of a checkpoint, as progress, as a result."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from ..core.costs import CostProfile
 from ..core.errors import LayerSetError, SettingsError
-from ..core.types import Completion, Prompt, Timings, Trial
-from ..decoding.context import Begun, Context, Tally
+from ..core.events import Progress, TaskFinished
+from ..core.types import Completion, LayerSetRecord, Prompt, Timings, Trial, Verdict
+from ..decoding.context import Begun, Context
 from ..decoding.loop import Round
 from ..decoding.session import n_turns
+from ..models.runtime import Runtime
 from .search import Search
 from .shift import ShiftWatch
-from .verdict import Pair, turns_done
+from .verdict import Pair, Timed, speed, turns_done
 
 VERSION = 2
 COUNTERS = ("tokens", "seconds", "drafted", "accepted", "rounds", "n_prompts", "n_tokens")
-TALLIED = ("rounds", "drafted", "accepted", "optimise_s", "draft_s", "verify_s", "prefill_s", "elapsed_s")
+
+_BEGUN: TypeAdapter[Begun | None] = TypeAdapter(Begun | None)
 
 
 @dataclass(slots=True)
@@ -60,17 +66,20 @@ class TaskState:
         self.n_tokens += completion.n_tokens
 
     def to_json(self) -> dict[str, Any]:
-        """Inverse of `restore`. Texts are kept only of the turns that a later turn of their prompt will see."""
+        """Return plain values for `restore`; texts only of turns that a later turn of their prompt will see."""
         prompts = [prompt for _, prompt in self.held_out]
-        n_with_text = turns_done(prompts * 2, len(self.pairs))[1]
-        first = len(self.pairs) - n_with_text
+        n_without_text = len(self.pairs) - turns_done(prompts * 2, len(self.pairs))[1]
+        pairs = [[pair.plain.to_json(), pair.tuned.to_json()] for pair in self.pairs]
+        for pair in pairs[:n_without_text]:
+            for run in pair:
+                run["text"] = ""
         return {
             **{name: getattr(self, name) for name in COUNTERS},
             "timings": self.timings.to_json(),
             "search": self.search.state(),
             "shift": self.shift.to_json(),
             "learnt": self.learnt,
-            "pairs": [_pair_to_json(pair, number >= first) for number, pair in enumerate(self.pairs)],
+            "pairs": pairs,
         }
 
     def restore(self, values: Mapping[str, Any], trials: Sequence[Trial]) -> None:
@@ -88,7 +97,7 @@ class TaskState:
 class Flight:
     """The prompt that is being decoded: the answers of its finished turns, and where the turn after them is.
 
-    `begun` is where that turn was cut in an earlier life, `context` the turn as it goes on now.
+    `begun` is where that turn was cut in an earlier process, `context` the turn as it goes on now.
     """
 
     answers: list[str] = field(default_factory=list)
@@ -96,22 +105,25 @@ class Flight:
     context: Context | None = None
 
     def answered(self, text: str) -> None:
-        """A turn is finished."""
+        """Count a finished turn."""
         self.answers.append(text)
         self.begun = self.context = None
 
     def to_json(self) -> dict[str, Any]:
-        """Inverse of `from_json`."""
+        """Return plain values for `from_json`."""
         begun = self.context.begun() if self.context is not None else self.begun
-        return {"answers": list(self.answers), "begun": None if begun is None else _begun_to_json(begun)}
+        without_clock = {"tally": {"started"}}
+        return {"answers": self.answers[:], "begun": _BEGUN.dump_python(begun, mode="json", exclude=without_clock)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], prompt: Prompt) -> Flight:
-        """Where another life of this run left `prompt`."""
-        answers, begun = list(values["answers"]), values["begun"]
+        """Restore the state in which an earlier process of this run left `prompt`."""
+        answers, begun = list(values["answers"]), _BEGUN.validate_python(values["begun"])
         if len(answers) >= n_turns(prompt):
             raise ValueError("the prompt in flight has no turn left")
-        return cls(answers, None if begun is None else _begun_from_json(begun))
+        if begun is not None and not begun.token_ids:
+            raise ValueError("a prompt that was begun has no tokens")
+        return cls(answers, begun)
 
 
 @contextmanager
@@ -122,7 +134,8 @@ def reading() -> Iterator[None]:
     except SettingsError:
         raise
     except (AttributeError, IndexError, KeyError, LayerSetError, TypeError, ValueError) as error:
-        raise SettingsError(f"the checkpoint of this run cannot be read ({error!r}): start the run anew") from error
+        words = " ".join(repr(error).split())
+        raise SettingsError(f"the checkpoint of this run cannot be read ({words}): start the run anew") from error
 
 
 def check(start: Mapping[str, Any], n_layers: int, n_prompts: int, tasks: Collection[str]) -> None:
@@ -145,36 +158,76 @@ def check(start: Mapping[str, Any], n_layers: int, n_prompts: int, tasks: Collec
         )
 
 
-def _pair_to_json(pair: Pair, with_text: bool) -> list[dict[str, Any]]:
-    runs = [pair.plain.to_json(), pair.tuned.to_json()]
-    return runs if with_text else [{**run, "text": ""} for run in runs]
-
-
-def _begun_to_json(begun: Begun) -> dict[str, Any]:
-    tally = begun.tally
-    return {
-        "token_ids": list(begun.token_ids),
-        "searched": begun.searched,
-        "finish": begun.finish,
-        "tally": {
-            **{name: getattr(tally, name) for name in TALLIED},
-            "widths": {str(n_rows): count for n_rows, count in tally.widths.items()},
-            "per_position": list(tally.per_position),
-            "refused": tally.refused,
-            "reckoned": tally.reckoned,
-        },
-    }
-
-
-def _begun_from_json(values: Mapping[str, Any]) -> Begun:
-    if not values["token_ids"]:
-        raise ValueError("a prompt that was begun has no tokens")
-    counts = values["tally"]
-    tally = Tally(
-        **{name: counts[name] for name in TALLIED},
-        widths={int(n_rows): count for n_rows, count in counts["widths"].items()},
-        per_position=list(counts["per_position"]),
-        refused=counts["refused"],
-        reckoned=counts["reckoned"],
+def progress_of(task: TaskState) -> Progress:
+    """Return the state of a task after a round."""
+    trials = task.search.trials
+    return Progress(
+        task=task.name,
+        phase=task.phase,
+        tokens=task.tokens,
+        tok_s=task.tokens / max(1e-9, task.seconds),
+        matchness=trials[-1].matchness if trials else None,
+        best_matchness=task.search.matchness,
+        n_trials=len(trials),
+        acceptance_rate=task.accepted / task.drafted if task.drafted else None,
+        mean_generated_length=task.tokens / task.rounds if task.rounds else None,
+        skip_ratio=task.search.skip_ratio,
     )
-    return Begun(tuple(values["token_ids"]), tally, values["searched"], values["finish"])
+
+
+def result_of(
+    task: TaskState,
+    record: LayerSetRecord,
+    verdict: Verdict,
+    costs: CostProfile,
+    plain: Sequence[Timed],
+    tuned: Sequence[Timed],
+) -> TaskFinished:
+    """Return the task's result, with the runs that its verdict was made of."""
+    return TaskFinished(
+        task=task.name,
+        record=record,
+        verdict=verdict,
+        stopped_because=task.search.stopped_because or verdict.reason,
+        trials=tuple(task.search.trials),
+        timings=task.timings,
+        n_prompts=task.n_prompts,
+        n_tokens=task.n_tokens,
+        draft_cost=costs.draft_cost(task.search.layer_set),
+        plain_tok_s=speed(plain) if plain else None,
+        tuned_tok_s=speed(tuned) if tuned else None,
+    )
+
+
+def record_of(
+    task: TaskState, tuned: Sequence[Completion], verdict: Verdict, model: str, runtime: Runtime, costs: CostProfile
+) -> LayerSetRecord:
+    """Return the set in use with the figures of the `tuned` runs, else of the prompts served so far."""
+    drafted, passes = sum(done.drafted for done in tuned), sum(done.target_passes for done in tuned)
+    if not tuned:
+        drafted, accepted, passes, tokens = task.drafted, task.accepted, task.rounds, task.tokens
+    else:
+        accepted = sum(done.accepted for done in tuned)
+        tokens = sum(done.n_tokens - done.first_tokens for done in tuned)
+    interval = verdict.interval
+    return LayerSetRecord(
+        model=model,
+        task=task.name,
+        layer_set=task.search.layer_set,
+        fingerprint=runtime.info.fingerprint,
+        matchness=_rounded(task.search.matchness),
+        acceptance_rate=_rounded(accepted / drafted if drafted else None),
+        mean_generated_length=_rounded(tokens / passes if passes else None),
+        expected_speedup=_rounded(verdict.expected),
+        measured_speedup=_rounded(verdict.ratio),
+        measured_interval=None if interval is None else (round(interval[0], 4), round(interval[1], 4)),
+        verdict=verdict.word,
+        device=costs.device,
+        dtype=costs.dtype,
+        settings=task.search.settings.to_json(),
+        prompt_state=task.shift.state,
+    )
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
