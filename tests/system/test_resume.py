@@ -328,8 +328,8 @@ def timeless(pair: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_seconds_of_an_earlier_life_are_not_lost() -> None:
     reference = whole("batches")
     found = [(n, json.loads(text)) for n, text in reference.history]
-    n_events, start = next((n, s) for n, s in found if s["flights"].get("1", {}).get("begun"))
-    tally, task = start["flights"]["1"]["begun"]["tally"], start["tasks"]["t"]
+    n_events, start = next((n, s) for n, s in found if s["flights"].get("0", {}).get("begun"))
+    tally, task = start["flights"]["0"]["begun"]["tally"], start["tasks"]["t"]
     for values in (tally, task):
         for key in values:
             if key.endswith("_s") or key == "seconds":
