@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from pydantic import TypeAdapter
-
+from ..core.serialization import Record
 from ..core.types import LayerSet, Trial, n_skipped_for
 from ..decoding.loop import Round
 
@@ -120,7 +118,7 @@ class Finals:
 
 
 @dataclass(slots=True)
-class Standing:
+class Standing(Record):
     """Where a search stands: the set in use and its challengers.
 
     `first` are sets to be scored before any that is proposed; `looked` is the window of the latest pass. `opened_at`
@@ -178,22 +176,6 @@ class Standing:
         self.incumbent.add(score, decided.matchness)
         self.n_at_gain = decided.step + 1
         return replace(decided, adopted=True)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values, for a snapshot."""
-        values: dict[str, Any] = _STANDING.dump_python(self, mode="json")
-        return values
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Standing:
-        """Invert `to_json`.
-
-        Raises: ValueError: that is no standing.
-        """
-        return _STANDING.validate_python(values)
-
-
-_STANDING = TypeAdapter(Standing)
 
 
 def lowered_ratio(n_layers: int, skip_ratio: float, n_skipped: int, step: float) -> float:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from ...core.costs import CostProfile
 from ...core.errors import LayerSetError, SettingsError
+from ...core.serialization import Record
 from ...core.types import LayerSet, Trial
 
 Bits = tuple[int, ...]  # per searchable sub-layer: 1 if it is skipped
@@ -27,7 +28,7 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True)
-class Study:
+class Study(Record):
     """What one analysis of the model's own pass over a window says of its sub-layers.
 
     `turns`: per searchable sub-layer, 1 - cosine of the residual stream before and after it, averaged over the window.

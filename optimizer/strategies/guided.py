@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from pydantic import TypeAdapter
 
 from ...core.types import LayerSet, Trial
 from .base import Bits, Proposal, SearchProblem, Strategy, Study, StudyKind, draw
@@ -16,8 +15,6 @@ from .surrogate import SCORES, Array, Posterior, ScoredSet, SpeedCurve, damage_o
 
 SWAPPED = 12  # of the sub-layers that may change places, the most promising of each side
 SPREAD = 0.5  # of the posterior that a move's damages are drawn from
-
-_STUDIES = TypeAdapter(dict[str, Study])
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +83,12 @@ class GuidedStrategy(Strategy):
 
     def state(self) -> dict[str, Any]:
         """Return the position and the studies."""
-        return {**super().state(), "studies": _STUDIES.dump_python(self._studies, mode="json")}
+        return {**super().state(), "studies": {own: study.to_json() for own, study in self._studies.items()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
         super().restore(state)
-        self._studies = _STUDIES.validate_python(state["studies"])
+        self._studies = {own: Study.from_json(study) for own, study in state["studies"].items()}
         self._fitted = None
 
     def _ideas(self, rng: random.Random) -> Iterator[tuple[Bits, str]]:

@@ -12,6 +12,7 @@ from swiftopt.optimizer.challengers import FINAL_WINDOWS, FINALISTS, Finals, Inc
 WINDOW = 8
 SETS = [LayerSet(12, frozenset({i})) for i in range(1, 11)]
 HELD = LayerSet(12)
+INT4 = LayerSet(12, frozenset({3}), formats=(("mlp", "int4"),))
 
 
 def place(number: int) -> Place:
@@ -107,7 +108,7 @@ def test_winner_takes_over_the_score_of_the_set_it_beat_and_its_lead() -> None:
 
 
 def test_standing_survives_json() -> None:
-    standing = Standing(Incumbent(HELD, 2, 1.5, 0.75, [(3, 2)]), entered(1.0, 2.0), SETS[4:6], place(2), 3, 5)
+    standing = Standing(Incumbent(HELD, 2, 1.5, 0.75, [(3, 2)]), entered(1.0, 2.0), [SETS[4], INT4], place(2), 3, 5)
     standing.finals.settle(place(1), {SETS[0]: 0.1})
     assert Standing.from_json(json.loads(json.dumps(standing.to_json()))) == standing
 
