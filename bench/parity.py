@@ -69,7 +69,7 @@ def adaptive_drafts(runtime: Runtime, formats: Sequence[str]) -> dict[str, Metho
     costs = with_formats(runtime, measure_costs(runtime, SMALLEST_BUCKET), formats)
     parts = Resources(runtime, costs=costs)
     return {
-        f"adaptive, {name}": build("adaptive", parts, AdaptiveSettings(draft_format=name))
+        f"adaptive, {name}": build("adaptive", parts, AdaptiveSettings.from_json({"draft_format": name}))
         for name in dict.fromkeys(formats)
     }
 

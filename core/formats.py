@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from typing import Final
 
 from .errors import LayerSetError
 
 FORMATS = ("int8", "int4", "int4-64", "int4-32")
 GROUP = 128  # weights that share a scale in "int4"; "int4-64" and "int4-32" name their own
 AUTO = "auto"  # in settings: the one that measured time and agreement with the model speak for
-STORED = "stored"  # the model's own weights, where a wider entry of `LayerSet.formats` says otherwise
+STORED: Final = "stored"  # the model's own weights, where a wider entry of `LayerSet.formats` says otherwise
 
 _PART = re.compile(r"(attn|mlp)(:\d+)?|head")
 

@@ -27,7 +27,7 @@ class Tally:
     widths: dict[int, int] = field(default_factory=dict)
     per_position: list[int] = field(default_factory=list)
     refused: int = 0
-    reckoned: float | None = None
+    estimated: float | None = None  # cost of the rounds by the drafter's own estimate, in plain passes
     optimise_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0

@@ -136,7 +136,7 @@ def _completion(context: Context, method: Method, ending: EndRule, finish: Finis
         accepted=tally.accepted,
         accepted_per_position=tuple(tally.per_position),
         refused=tally.refused,
-        reckoned_cost=tally.reckoned,
+        reckoned_cost=tally.estimated,
         verified_widths=tally.widths,
         timings=Timings(tally.optimise_s, tally.draft_s, tally.verify_s, max(0.0, total - spent)),
         prefill_s=tally.prefill_s,
@@ -171,7 +171,7 @@ def _round(context: Context, verifier: Verifier, drafting: Drafter, ending: EndR
     tally = context.tally
     tally.add(draft.n_steps, draft.n_rows, n_accepted, draft.n_passes)
     if draft.estimated is not None:
-        tally.reckoned = (tally.reckoned or 0.0) + draft.estimated
+        tally.estimated = (tally.estimated or 0.0) + draft.estimated
     tally.refused += len(walked.path) < draft.n_steps
     tally.draft_s += drafted - clock
     tally.verify_s += verified - drafted

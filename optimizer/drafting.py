@@ -63,9 +63,9 @@ def expected_of(costs: CostProfile | None, completions: Sequence[Completion]) ->
     None where neither is known.
     """
     decoded = [done for done in completions if done.verified_widths]  # others ended with the token that prefill gave
-    reckoned = [done.reckoned_cost for done in decoded if done.reckoned_cost is not None]
-    if reckoned and len(reckoned) == len(decoded):
-        return sum(done.n_tokens - done.first_tokens for done in decoded) / sum(reckoned)
+    estimated = [done.reckoned_cost for done in decoded if done.reckoned_cost is not None]
+    if estimated and len(estimated) == len(decoded):
+        return sum(done.n_tokens - done.first_tokens for done in decoded) / sum(estimated)
     return None if costs is None else costs.expected_of(decoded)
 
 

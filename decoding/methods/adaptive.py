@@ -16,17 +16,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ...core.errors import SettingsError
-from ...core.formats import FORMATS, STORED
+from ...core.serialization import Settings, adapter, count
 from ...core.types import LayerSet
 from ..cost_model import Acceptance, PassCosts, Probing, Rate, Throughput, chain_worth
 from ..draft import Draft, Drafter, Outcome, Verifier
 from ..text_matches import Cursor, HitRates, Matches
 from ..tree import DraftTree
 from ..verify import TargetWalk
-from .registry import Method, MethodSettings, Resources, choice, count, method
+from .registry import Method, Resources, method
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,10 +42,11 @@ MOST_GUESSES = 3  # that a draft pass checks at once: quantised passes cost more
 
 
 @dataclass(frozen=True, slots=True)
-class AdaptiveSettings(MethodSettings):
+class AdaptiveSettings(Settings):
     """Adaptive drafts: from earlier text and from a cheaper model, as measured time says."""
 
-    draft_format: str = choice("int4", *FORMATS, STORED)  # of all that the layer set names no format for
+    # of all that the layer set names no format for
+    draft_format: Literal["int8", "int4", "int4-64", "int4-32", "stored"] = "int4"
     max_draft_length: int = count(24)
     lookup: bool = True
     second_candidates: bool = True
@@ -157,9 +158,7 @@ class AdaptiveDrafter(Drafter):
 
         Raises: KeyError, TypeError, ValueError: that is no such state.
         """
-        from pydantic import TypeAdapter
-
-        self.learned = TypeAdapter(Learned).validate_python(state["learned"])
+        self.learned = adapter(Learned).validate_python(state["learned"])
         self._n_known = int(state["n_read"])
 
     def draft(self, room: int) -> PassGenerator[Draft]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ...core.serialization import Settings, count, share
 from ...core.types import LayerSet
 from ..draft import Draft, Drafter, Verifier
 from ..lossy import JointRatio, KeepAll, most_probable
 from ..tree import DraftTree
-from .registry import MethodSettings, Resources, count, method, share
+from .registry import Resources, method
 from .sequences import draw_apart
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class BeamSettings(MethodSettings):
+class BeamSettings(Settings):
     """MTJD (MTAD 3.1): beams over the target itself, each block kept whole."""
 
     beam_width: int = count(4)  # the paper's grid: 4, 8

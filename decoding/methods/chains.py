@@ -11,13 +11,14 @@ from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ...core.serialization import Settings, count, ranged, share
 from ...core.settings import Branching, SwiftSettings, candidates_at
 from ..draft import Draft, Drafter, Offer, Outcome, Verifier
 from ..lossy import Rollback, Typical
 from ..ratio import BlockRatio, ChainRatio
 from ..tree import DraftTree
 from ..verify import TargetWalk
-from .registry import Method, MethodSettings, Resources, bounded, count, method, share
+from .registry import Method, Resources, method
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class AdaptiveThreshold(MethodSettings):
+class AdaptiveThreshold(Settings):
     """A chain's length and a threshold that follows the acceptance rate (Draft & Verify; AdaSPEED appendix A).
 
     After every round: rate ← β1 · rate + (1 - β1) · accepted / drafted; wanted = threshold + step where the rate is
@@ -56,7 +57,7 @@ class SelfSdSettings(AdaptiveThreshold):
 
 
 @dataclass(frozen=True, slots=True)
-class SpdSettings(MethodSettings):
+class SpdSettings(Settings):
     """Speculative decoding with a draft model (arXiv:2211.17192, 2302.01318)."""
 
     max_draft_length: int = count(5)
@@ -65,7 +66,7 @@ class SpdSettings(MethodSettings):
 
 
 @dataclass(frozen=True, slots=True)
-class TypicalSettings(MethodSettings):
+class TypicalSettings(Settings):
     """Typical acceptance (Medusa, arXiv:2401.10774): a token is kept if its probability exceeds min(ε, δ · exp(-H))."""
 
     epsilon: float = share(0.09)  # Medusa's posterior_threshold
@@ -74,11 +75,11 @@ class TypicalSettings(MethodSettings):
 
 
 @dataclass(frozen=True, slots=True)
-class BildSettings(MethodSettings):
+class BildSettings(Settings):
     """BiLD (arXiv:2302.07863)."""
 
     fallback_threshold: float = share(0.6)  # the draft hands over where its confidence is below
-    rollback_threshold: float = bounded(3.0, 0.0, float("inf"), "0 or more")  # most -log target prob. of a kept token
+    rollback_threshold: float = ranged(3.0, ge=0)  # most -log target prob. of a kept token
     max_draft_length: int = count(10)
 
 

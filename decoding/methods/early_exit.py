@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import SettingsError
+from ...core.serialization import Settings, count, share
 from ..draft import Draft, Drafter, Offer, Verifier
 from ..ratio import ChainRatio
 from ..tree import DraftTree
 from ..verify import TargetWalk
 from .chains import AdaptiveThreshold, ChainDrafter, StopRule
-from .registry import MethodSettings, Resources, count, method, share
+from .registry import Resources, method
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerSkipSettings(MethodSettings):
+class LayerSkipSettings(Settings):
     """LayerSkip (arXiv:2404.16710); its examples leave after 8 of 32 layers and draft 6 tokens."""
 
     exit_layer: int | None = count(None)  # layers run; None: a quarter of the depth
@@ -49,7 +50,7 @@ class AdaSpeedSettings(AdaptiveThreshold):
 
 
 @dataclass(frozen=True, slots=True)
-class AdaDecodeSettings(MethodSettings):
+class AdaDecodeSettings(Settings):
     """AdaDecode, appendix D."""
 
     early_threshold: float = share(0.75)  # γ
@@ -57,7 +58,7 @@ class AdaDecodeSettings(MethodSettings):
 
 
 @dataclass(frozen=True, slots=True)
-class ParaDecodeSettings(MethodSettings):
+class ParaDecodeSettings(Settings):
     """ParaDecode 4.3: γ = 0, every token is predicted early."""
 
     early_threshold: float = share(0.0)

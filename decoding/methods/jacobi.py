@@ -8,17 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ...core.serialization import Settings, count
 from ..draft import Draft, Drafter, Outcome, Verifier
 from ..tree import DraftTree
 from ..verify import TargetWalk
-from .registry import MethodSettings, Resources, count, method
+from .registry import Resources, method
 
 if TYPE_CHECKING:
     from ..engine import PassGenerator
 
 
 @dataclass(frozen=True, slots=True)
-class JacobiSettings(MethodSettings):
+class JacobiSettings(Settings):
     """Parallel (Jacobi) decoding (arXiv:2305.10427): guesses refined together."""
 
     window: int = count(8)

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from ...core.serialization import Settings, count
 from ..draft import Draft, Drafter, Outcome, Riders, Verifier
 from ..tree import DraftTree
 from ..verify import TargetWalk
-from .registry import MethodSettings, Resources, count, method
+from .registry import Resources, method
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class LookaheadSettings(MethodSettings):
+class LookaheadSettings(Settings):
     """Lookahead decoding (arXiv:2402.02057)."""
 
     ngram: int = count(5, least=2)  # N

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ...core.serialization import Settings, count
 from ..draft import Draft, Drafter, Verifier
 from ..text_matches import Matches
 from ..tree import DraftTree
 from ..verify import TargetWalk
-from .registry import MethodSettings, Resources, count, method
+from .registry import Resources, method
 
 if TYPE_CHECKING:
     from ..engine import PassGenerator
@@ -18,7 +19,7 @@ WORTH = 0.1  # chance of acceptance from which on a token is drafted; about a ro
 
 
 @dataclass(frozen=True, slots=True)
-class LookupSettings(MethodSettings):
+class LookupSettings(Settings):
     """Prompt lookup: what followed the longest earlier occurrence of the text's end."""
 
     max_draft_length: int = count(10)

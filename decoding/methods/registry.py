@@ -7,12 +7,12 @@ of this package import torch, and modules that do, for type checking or inside f
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Self, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal
 
 from ...core.errors import SettingsError
+from ...core.serialization import Settings
 from ..verify import TargetWalk
 
 if TYPE_CHECKING:
@@ -27,72 +27,8 @@ Need = Literal["layer_set", "heads", "probe", "costs"]
 
 
 @dataclass(frozen=True, slots=True)
-class MethodSettings:
-    """Base of all settings of methods; a method without settings has this one.
-
-    Raises: SettingsError: a value is out of its range.
-    """
-
-    def __post_init__(self) -> None:
-        for each in dataclasses.fields(self):
-            value, choices = getattr(self, each.name), each.metadata.get("choices")
-            if choices is not None and value not in choices:
-                raise SettingsError(f"{each.name} {value!r} is unknown: use one of {', '.join(choices)}")
-            low, high, words = each.metadata.get("range", (None, None, ""))
-            if low is not None and value is not None and not low <= value <= high:
-                raise SettingsError(f"{each.name} {value} is out of range: use {words}")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values, for the store and for `--json`."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read what `to_json` gives; a missing key takes its default.
-
-        Raises: SettingsError: a key is unknown, or a value is out of range or of the wrong type.
-        """
-        hints = get_type_hints(cls)
-        known = [each.name for each in dataclasses.fields(cls)]
-        for name, value in values.items():
-            if name not in known:
-                raise SettingsError(f"there is no setting {name!r} here: known are {', '.join(known) or 'none'}")
-            if not _fits(value, hints[name]):
-                words = {bool: "true or false", str: "a word"}.get(hints[name], "a number")
-                raise SettingsError(f"{name} is {value!r}: use {'a whole number' if hints[name] in _WHOLE else words}")
-        return cls(**values)
-
-
-_WHOLE = (int, int | None)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a plain value is of a setting's type; true and false are no numbers, whole numbers are."""
-    if hint is str or isinstance(value, str):
-        return hint is str and isinstance(value, str)
-    if value is None or hint is bool or isinstance(value, bool):
-        return (value is None and hint in (int | None, float | None)) or (hint is bool and isinstance(value, bool))
-    return isinstance(value, int if hint in _WHOLE else int | float)
-
-
-def bounded(default: float | None, low: float, high: float, words: str) -> Any:
-    """Declare a setting from `low` to `high`; `words` says so in error messages."""
-    return field(default=default, metadata={"range": (low, high, words)})
-
-
-def share(default: float | None) -> Any:
-    """Declare a setting from 0 to 1."""
-    return bounded(default, 0.0, 1.0, "a number from 0 to 1")
-
-
-def count(default: int | None, least: int = 1) -> Any:
-    """Declare a setting of at least `least`."""
-    return bounded(default, least, float("inf"), f"{least} or more")
-
-
-def choice(default: str, *choices: str) -> Any:
-    """Declare a setting that is one of several words."""
-    return field(default=default, metadata={"choices": choices})
+class NoSettings(Settings):
+    """The settings of a method that has none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,7 +101,7 @@ class MethodInfo:
     title: str
     source: str
     builder: Builder
-    settings: type[Any] = MethodSettings  # with `from_json` and `to_json`
+    settings: type[Settings] = NoSettings
     needs: frozenset[Need] = frozenset()
     drafts_with_model: bool = False
     lossy: bool = False
@@ -175,10 +111,7 @@ class MethodInfo:
 
         Raises: SettingsError: one is unknown or out of range.
         """
-        try:
-            return self.settings.from_json(values)
-        except SettingsError as error:
-            raise SettingsError(f"method {self.name}: {error}") from error
+        return self.settings.from_json(values, f"method {self.name}")
 
 
 REGISTERED: list[MethodInfo] = []
@@ -188,7 +121,7 @@ def method(
     name: str,
     title: str,
     source: str,
-    settings: type[Any] = MethodSettings,
+    settings: type[Settings] = NoSettings,
     needs: Iterable[Need] = (),
     *,
     drafts_with_model: bool = False,

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ...core.serialization import Settings, count
 from ..draft import Draft, Drafter, Offer, Verifier
 from ..ratio import SeveralRatio, remaining
 from ..tree import DraftTree
-from .registry import MethodSettings, Resources, count, method
+from .registry import Resources, method
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class SequencesSettings(MethodSettings):
+class SequencesSettings(Settings):
     """How many sequences are drafted, and how long."""
 
     sequences: int = count(4)

@@ -186,9 +186,9 @@ def test_settings_are_read_by_method() -> None:
         ("mtad=8", "sets nothing"),
         ("mtadd.beam_width=8", "nearest: mtad"),
         ("spd.max_draft_length=3", "not compared"),
-        ("mtad.beams=8", "no setting 'beams'"),
+        ("mtad.beams=8", "no 'beams'"),
         ("mtad.beam_width=many", "use a whole number"),
-        ("mtad.beam_width=0", "out of range"),
+        ("mtad.beam_width=0", "use a number greater than or equal to 1"),
     ],
 )
 def test_settings_are_refused_in_a_sentence(words: str, said: str) -> None:
