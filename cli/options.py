@@ -202,33 +202,26 @@ sampling = together(
     seed(Sampling),
 )
 
+_setting = functools.partial(from_field, TuningSettings)
 settings = together(
-    from_field(TuningSettings, "method", "What the layer set is to draft for; adaptive decides by measured time."),
-    from_field(
-        TuningSettings,
+    _setting("method", "What the layer set is to draft for; adaptive decides by measured time."),
+    _setting(
         "draft_format",
         "Weights of what a draft keeps; auto: those that pay most here.",
         type=click.Choice([AUTO, *FORMATS, STORED]),
     ),
-    from_field(
-        TuningSettings,
+    _setting(
         "strategy",
         f"Who proposes layer sets: {'; '.join(f'{name} ({recipe.help})' for name, recipe in STRATEGIES.items())}.",
     ),
-    from_field(TuningSettings, "objective", "What a layer set is scored by."),
-    from_field(
-        TuningSettings,
-        "skip_ratio",
-        "r, from 0 to 1, where the strategy leaves the size to it.  [default: 0.45, 0.5 from 34B on]",
+    _setting("objective", "What a layer set is scored by."),
+    _setting(
+        "skip_ratio", "r, from 0 to 1, where the strategy leaves the size to it.  [default: 0.45, 0.5 from 34B on]"
     ),
-    from_field(TuningSettings, "context_window", "γ, generated tokens that score a layer set."),
-    from_field(
-        TuningSettings,
-        "max_steps",
-        f"S, candidates to try at most; {', '.join(SIZE_CHOOSING)} stop at 96 for themselves.",
-    ),
-    from_field(TuningSettings, "stop_threshold", "ε, confidence below which a SWIFT draft stops."),
-    from_field(TuningSettings, "max_draft_length", "N_D, steps of a SWIFT draft."),
+    _setting("context_window", "γ, generated tokens that score a layer set."),
+    _setting("max_steps", f"S, candidates to try at most; {', '.join(SIZE_CHOOSING)} stop at 96 for themselves."),
+    _setting("stop_threshold", "ε, confidence below which a SWIFT draft stops."),
+    _setting("max_draft_length", "N_D, steps of a SWIFT draft."),
     switch_off("early_stop", "SWIFT drafts always have N_D tokens."),
     switch_off("dynamic_verification", "SWIFT drafts are chains, not trees."),
     switch_off("search_drafting", "Keep ε, N_D and k of SWIFT's drafts as given, instead of choosing them by time."),
