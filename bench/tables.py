@@ -27,6 +27,7 @@ from .peers import SCHEMA as PEERS_SCHEMA
 from .peers import equal_to
 from .search import SCHEMA as SEARCH_SCHEMA
 from .stream_shift import SCHEMA as SHIFT_SCHEMA
+from .throughput import SCHEMA as THROUGHPUT_SCHEMA
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -210,6 +211,18 @@ def _shifted(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         yield (report["model"], drafts, row["task"], *rates, missing, *speeds, where)
 
 
+def _served(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of `bench throughput`."""
+    report = result["report"]
+    text = f"{report['model']}, {report['prompts']} prompts, {report['max_new_tokens']} tokens"
+    for row in sorted(report["results"], key=lambda row: int(row["concurrency"])):
+        plain, drafting = row["plain"], row["drafting"]
+        per_token = (f"{1000 * own['per_token_s'][p]:.0f}" for own in (plain, drafting) for p in ("p50", "p95"))
+        speeds = f"{plain['tok_s']:.1f}", f"{drafting['tok_s']:.1f}", f"{row['ratio']:.2f}x"
+        equal = f"{row['equal']}/{row['compared']}"
+        yield (text, str(row["concurrency"]), *speeds, *per_token, equal, f"{report['device']}, {report['dtype']}")
+
+
 @dataclass(frozen=True)
 class Kind:
     """A table of its own: title, header, and the rows of a file."""
@@ -240,6 +253,23 @@ KINDS = {
             "device, dtype",
         ),
         _searched,
+    ),
+    THROUGHPUT_SCHEMA: Kind(
+        "Several requests at once: drafting beside plain batching",
+        (
+            "model, text",
+            "at once",
+            "plain tok/s",
+            "drafting tok/s",
+            "ratio",
+            "plain ms/token p50",
+            "p95",
+            "drafting p50",
+            "p95",
+            "equal",
+            "device, dtype",
+        ),
+        _served,
     ),
     SHIFT_SCHEMA: Kind(
         "Streams that change: acceptance after the first ten prompts of each task",

@@ -1,0 +1,53 @@
+"""`bench throughput`: requests that arrive together or at a rate, plain batching and drafting by turns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_files import save
+
+from swiftopt.cli.main import run
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> list[str]:
+    lines = "".join(f'{{"prompt": "w{i} w{i + 1} w{i}", "id": "p{i}"}}\n' for i in range(2, 7))
+    (tmp_path / "s.jsonl").write_text(lines)
+    model = ["--model", str(save(tmp_path / "model")), "--dtype", "float32"]
+    return ["bench", "throughput", *model, "--stream", str(tmp_path / "s.jsonl"), "--db", str(tmp_path / "a.db")]
+
+
+def test_every_number_of_requests_gets_both_ways(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--concurrency", "1,3", "--rounds", "2", "--max-new-tokens", "6", "--method", "prompt-lookup", "--json"]
+    assert run([*command, *options]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["schema"] == "swiftopt.bench-throughput/1" and report["rate"] is None
+    assert [row["concurrency"] for row in report["results"]] == [1, 3]
+    for row in report["results"]:
+        assert row["equal"] == row["compared"] == 2 * 5 and len(row["ratios"]) == 2
+        for way in (row["plain"], row["drafting"]):
+            assert way["tok_s"] > 0
+            assert 0 < way["first_token_s"]["p50"] <= way["first_token_s"]["p95"] <= way["first_token_s"]["p99"]
+            assert 0 < way["per_token_s"]["p50"] <= way["per_token_s"]["p99"]
+    alone, together = (row["plain"]["first_token_s"]["p95"] for row in report["results"])
+    assert together < alone  # who comes last waits for fewer before it
+
+
+def test_requests_arrive_at_a_rate_and_the_table_fits_a_terminal(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run([*command, "--concurrency", "2", "--rate", "50", "--rounds", "1", "--max-new-tokens", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "plain" in out and "drafting" in out and "5 of 5" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(("option", "words"), [("--concurrency=0,2", "no list of numbers"), ("--rate=0", "no request")])
+def test_numbers_that_make_no_sense_are_refused_in_a_sentence(
+    command: list[str], option: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*command, option]) == 2
+    assert words in capsys.readouterr().err
