@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from swiftopt.core.types import LayerSet, Trial
-from swiftopt.optimizer.strategies.base import Problem, draw, exchanged
+from swiftopt.optimizer.strategies.base import SearchProblem, draw, exchanged
 from swiftopt.optimizer.strategies.interval import IntervalStrategy
 from swiftopt.optimizer.strategies.process import MAX_FAILURES, MODULE, SuggestionProcess
 from swiftopt.optimizer.strategies.suggest import points_of
@@ -55,7 +55,7 @@ def play(strategy: IntervalStrategy, step: int) -> str:
 
 def test_propose_is_late_and_quick_when_the_suggestion_is_not_there() -> None:
     """The process needs more than a second to load its library; 20 steps of at most 50 ms do not wait for it."""
-    with closing(IntervalStrategy(Problem(LayerSet(30), 25, 0), engine="gp", interval=1)) as strategy:
+    with closing(IntervalStrategy(SearchProblem(LayerSet(30), 25, 0), engine="gp", interval=1)) as strategy:
         assert [play(strategy, step) for step in (1, 2)] == ["random", "random"]
         seconds, origins = [], []
         for step in range(3, 23):
@@ -67,7 +67,7 @@ def test_propose_is_late_and_quick_when_the_suggestion_is_not_there() -> None:
 
 
 def test_propose_uses_a_late_suggestion_at_the_next_due_step() -> None:
-    with closing(IntervalStrategy(Problem(LayerSet(8), 4, 0), engine="tpe", interval=2)) as strategy:
+    with closing(IntervalStrategy(SearchProblem(LayerSet(8), 4, 0), engine="tpe", interval=2)) as strategy:
         origins = [play(strategy, step) for step in range(1, 5)]
         give_up = time.monotonic() + WAIT_S
         while origins[-1] != "tpe" and time.monotonic() < give_up:
@@ -81,8 +81,8 @@ def test_propose_uses_a_late_suggestion_at_the_next_due_step() -> None:
 
 def test_propose_leaves_other_steps_alone_when_one_is_suggested() -> None:
     with (
-        closing(IntervalStrategy(Problem(LayerSet(12), 8, 7, deterministic=True), "tpe", interval=3)) as learning,
-        closing(IntervalStrategy(Problem(LayerSet(12), 8, 7))) as drawing,
+        closing(IntervalStrategy(SearchProblem(LayerSet(12), 8, 7, deterministic=True), "tpe", interval=3)) as learning,
+        closing(IntervalStrategy(SearchProblem(LayerSet(12), 8, 7))) as drawing,
     ):
         pairs = []
         for step in range(1, 10):
@@ -197,7 +197,7 @@ def test_process_reports_why_it_failed(caplog: pytest.LogCaptureFixture, process
 
 
 def test_strategy_draws_when_its_process_has_given_up() -> None:
-    late = IntervalStrategy(Problem(LayerSet(8), 4, 0, deterministic=True), "gp", interval=1, deadline_s=0.01)
+    late = IntervalStrategy(SearchProblem(LayerSet(8), 4, 0, deterministic=True), "gp", interval=1, deadline_s=0.01)
     with closing(late) as strategy:
         origins = [play(strategy, step) for step in range(1, 9)]
     assert origins == ["random"] * 2 + ["late"] * MAX_FAILURES + ["random"] * 3
