@@ -107,7 +107,7 @@ def _is_own(transforms: Any) -> bool:
 def _contender(made: BuiltVariant, runtime: Runtime, max_new_tokens: int) -> Contender:
     assert made.method is not None
     session = Session(runtime, made.variant.sampling, max_new_tokens)
-    return Contender(made.variant.label, decoding_with(session, made.method, made.search))
+    return Contender(made.variant.label, decoding_with(session, made.search or made.method))
 
 
 def _row(made: BuiltVariant, runs: Interleaved, session: Session, prompts: Sequence[Prompt]) -> dict[str, Any]:

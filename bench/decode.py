@@ -66,7 +66,7 @@ def run_methods(
 
         def run(prompt: Prompt) -> Decoded:
             if name == "swift":
-                return decoding_with(session, *searching(prompt))(prompt)
+                return decoding_with(session, searching(prompt))(prompt)
             return decoding_with(session, planner.plan_for(request.task or prompt.task)[0])(prompt)
 
         return Contender(name, run)
@@ -141,20 +141,17 @@ class _SwiftPlans:
         self, runtime: Runtime, request: GenerateRequest, store: Store | None, costs: CostProfile | None
     ) -> None:
         self.runtime, self.request, self.store, self.costs = runtime, request, store, costs
-        self._stored: dict[str, Method] = {}
-        self._searches: dict[str, Search] = {}
+        self._by_task: dict[str, Method | Search] = {}
 
-    def __call__(self, prompt: Prompt) -> tuple[Method, Search | None]:
+    def __call__(self, prompt: Prompt) -> Method | Search:
         task = self.request.task or prompt.task
-        if task not in self._stored and task not in self._searches:
+        if task not in self._by_task:
             try:
                 insisted = replace(self.request, method="swift")
-                self._stored[task] = Planner(insisted, self.runtime, self.store).plan_for(task)[0]
+                self._by_task[task] = Planner(insisted, self.runtime, self.store).plan_for(task)[0]
             except LayerSetNotFound:
-                self._searches[task] = self._start(task)
-        if task in self._stored:
-            return self._stored[task], None
-        return self._searches[task].method, self._searches[task]
+                self._by_task[task] = self._start(task)
+        return self._by_task[task]
 
     def _start(self, task: str) -> Search:
         settings = self.request.settings or SwiftSettings()

@@ -13,6 +13,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
+from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -185,18 +186,11 @@ class _Kept:
     buffer: KVBuffer
     token_ids: tuple[int, ...]
 
-    def is_part_of(self, other: _Kept) -> bool:
-        """Whether all of it is in the other one, too."""
-        ours, theirs = self.slots, other.slots
-        if ours.runtime is not theirs.runtime or ours.salt != theirs.salt:
-            return False
-        return self.token_ids == other.token_ids[: len(self.token_ids)]
-
-    def common(self, wanted: Slots) -> int:
-        """How many of its slots a request can go on from that wants those; its last token is always read."""
-        if self.slots.runtime is not wanted.runtime or self.slots.salt != wanted.salt:
+    def common(self, slots: Slots, token_ids: Sequence[int]) -> int:
+        """How many of its slots a text of those tokens can go on from."""
+        if self.slots.runtime is not slots.runtime or self.slots.salt != slots.salt:
             return 0
-        pairs = zip(self.token_ids, wanted.token_ids[:-1], strict=False)
+        pairs = zip(self.token_ids, token_ids, strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
@@ -284,24 +278,27 @@ class Engine:
 
     def _buffer(self, wanted: Slots) -> tuple[KVBuffer, int]:
         """A buffer with as much of the text as some finished request has read, and how much that is."""
-        best = max(self._kept, key=lambda kept: kept.common(wanted), default=None)
-        n_filled = 0 if best is None else best.common(wanted)
-        if best is not None and n_filled:
-            self._kept.remove(best)  # to its end: it was used
-            self._kept.append(best)
-        self._make_room(wanted.n_bytes, keep=1 if n_filled else 0)
-        buffer = wanted.runtime.new_buffer(wanted.capacity)
-        if best is not None and n_filled:
-            buffer.copy_from(best.buffer, n_filled)
+        tokens = wanted.token_ids[:-1]  # the last one is always read
+        n_filled, best = max(
+            ((kept.common(wanted, tokens), kept) for kept in self._kept), key=itemgetter(0), default=(0, None)
+        )
+        if best is None or not n_filled:
             self._make_room(wanted.n_bytes)
+            return wanted.runtime.new_buffer(wanted.capacity), 0
+        self._kept.remove(best)  # to its end: it was used
+        self._kept.append(best)
+        self._make_room(wanted.n_bytes, keep=1)
+        buffer = wanted.runtime.new_buffer(wanted.capacity)
+        buffer.copy_from(best.buffer, n_filled)
+        self._make_room(wanted.n_bytes)
         return buffer, n_filled
 
     def _keep(self, freed: Free, buffer: KVBuffer) -> None:
-        """Keep what a request read for others to go on from."""
+        """Keep what a request read for others to go on from, in place of what it holds as well."""
         if self.memory is None or freed.slots.runtime.graphs is not None:  # captured passes have buffers of their own
             return
         new = _Kept(freed.slots, buffer, tuple(freed.token_ids))
-        self._kept = [kept for kept in self._kept if not kept.is_part_of(new)]
+        self._kept = [kept for kept in self._kept if kept.common(new.slots, new.token_ids) < len(kept.token_ids)]
         self._kept.append(new)
         self._make_room(0)
 

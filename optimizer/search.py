@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 from ..core.costs import CostProfile
 from ..core.events import Adopted, DraftingChosen, Event, SkipRatioLowered, TrialsDone
 from ..core.settings import SwiftSettings
-from ..core.types import LayerSet, Trial, n_skipped_for
-from ..decoding.context import Context
+from ..core.types import LayerSet, Prompt, Trial, n_skipped_for
+from ..decoding.context import Begun, Context
 from ..decoding.draft_models import SkippedTarget
 from ..decoding.engine import Work, intercept
 from ..decoding.loop import Began, Round
+from ..decoding.session import Session, Turn
 from .challengers import FINALISTS, Finals, Incumbent, Place, Standing, lowered_ratio, trimmed
 from .drafting import (
     FEWEST_WINDOWS,
@@ -96,6 +97,13 @@ class Search:
     def rows_run(self) -> float:
         """Rows of the full model that the search has cost, a study's counted by the share of the model they ran."""
         return self._candidate_rows + (0.0 if self._proposer is None else self._proposer.rows_run)
+
+    def request(
+        self, session: Session, prompt: Prompt, answers: Sequence[str] = (), begun: Begun | None = None, **options: Any
+    ) -> Work[list[Turn]]:
+        """Decode a prompt with the set in use, and search meanwhile; arguments as for `Session.request`."""
+        options["scratch_rows"] = self.scratch_rows
+        return self.during(session.request(prompt, self.method, answers, begun, **options), prompt.id)
 
     def during(self, request: Work[T], prompt_id: str) -> Work[T]:
         """Decode a request, and search after its prefill and after its rounds; yields its events and the search's.

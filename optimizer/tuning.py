@@ -170,8 +170,8 @@ class Tuner:
     def _serve_all(self, held: Collection[int] = ()) -> Iterator[Event]:
         """Decode all prompts but those held out, from where the run stands; the searches are over then."""
         places = [*self._flights, *range(self._next, len(self._prompts))]
-        todo = [at for at in places if at not in held and self._prompts[at].task in self._running]
-        yield from side_by_side((self._serve(at) for at in todo), self.concurrency)
+        wanted = [at for at in places if at not in held and self._prompts[at].task in self._running]
+        yield from side_by_side(map(self._serve, wanted), self.concurrency)
         for task in self._running.values():
             task.search.finish("the stream ended")
             yield from task.search.choose_drafting()
@@ -186,8 +186,7 @@ class Tuner:
         flight = self._flights.setdefault(index, Flight())
         self._next = max(self._next, index + 1)
         yield PromptStarted(task.name, prompt.id, index, len(self._prompts))
-        options = {"scratch_rows": search.scratch_rows, "with_state": True}
-        request = self.session.request(prompt, search.method, flight.answers, flight.begun, **options)
+        request = search.request(self.session, prompt, flight.answers, flight.begun, with_state=True)
 
         def handle(event: Any) -> Iterator[Event]:
             if isinstance(event, Began):
@@ -204,7 +203,7 @@ class Tuner:
                     task.seconds += sum(trial.seconds for trial in event.trials)
                 yield event
 
-        yield from intercept(search.during(request, prompt.id), handle)
+        yield from intercept(request, handle)
 
     def _after_turn(self, task: TaskState, index: int, flight: Flight, turn: Turn) -> Iterator[Event]:
         """Count a completion, and search anew where the text has become another kind."""

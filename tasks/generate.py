@@ -10,7 +10,6 @@ from ..core.errors import InvalidInput, LayerSetNotFound, NotFound
 from ..core.requests import GenerateRequest
 from ..core.types import Completion, FoundPlan, LayerSetRecord, Plan, Prompt, VerdictWord
 from ..decoding.engine import Work, intercept, side_by_side
-from ..decoding.loop import Began, Round
 from ..decoding.methods import PLAIN, Method, build, method_info
 from ..decoding.session import Session, Turn
 from ..models.buffer import free_bytes
@@ -87,10 +86,7 @@ def as_planned(session: Session, planner: Planner, prompt: Prompt) -> Work[None]
     text = GrowingText(session)
 
     def handle(event: Any) -> Iterator[TextAdded | Generated]:
-        if isinstance(event, Turn):
-            added = text.rest(event.completion)
-        elif isinstance(event, Began | Round):
-            added = text.add(event.token_ids)
+        added = text.rest(event.completion) if isinstance(event, Turn) else text.add(event.token_ids)
         if added:
             yield TextAdded(prompt, added)
         if isinstance(event, Turn):

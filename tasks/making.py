@@ -18,9 +18,9 @@ from ..core.errors import LayerSetNotFound, LearnedNotFound
 from ..core.requests import GenerateRequest
 from ..core.settings import SwiftSettings
 from ..core.types import LayerSet, LayerSetRecord, LearnedKind, LearnedRecord, Prompt, now
-from ..decoding.engine import Work, side_by_side
+from ..decoding.engine import side_by_side
 from ..decoding.loop import Round
-from ..decoding.session import Session, Turn
+from ..decoding.session import Session
 from ..models.costs import machine_name
 from ..models.loading import load
 from ..models.runtime import Runtime
@@ -194,12 +194,8 @@ def searched(session: Session, prompts: Sequence[Prompt], settings: SwiftSetting
     runtime, started = session.runtime, perf_counter()
     ratio = settings.start_skip_ratio(runtime.info.n_parameters)
     search = Search("", runtime.n_layers, settings, ratio, None)
-
-    def work(prompt: Prompt) -> Work[list[Turn]]:
-        return search.during(session.request(prompt, search.method, scratch_rows=search.scratch_rows), prompt.id)
-
     try:
-        with closing(side_by_side(map(work, prompts))) as events:
+        with closing(side_by_side(search.request(session, prompt) for prompt in prompts)) as events:
             for event in events:
                 if isinstance(event, Round) and (not search.optimising or perf_counter() - started > budget_s):
                     break

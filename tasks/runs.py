@@ -60,23 +60,15 @@ class Runs:
         return sum(run.seconds for run in self.by_prompt.values())
 
 
-def decoding_with(session: Session, method: Method, search: Search | None = None) -> Callable[[Prompt], Decoded]:
-    """Decode first turns with that method, going on with the search meanwhile."""
+def decoding_with(session: Session, by: Method | Search) -> Callable[[Prompt], Decoded]:
+    """Decode prompts of one turn with that method, or with what a search drafts with while it goes on."""
 
     def run(prompt: Prompt) -> Decoded:
-        completion = first_turn(session, prompt, method, search)
+        work = by.request(session, prompt) if isinstance(by, Search) else session.request(prompt, by)
+        completion = alone(work)[0].completion
         return completion.token_ids, completion
 
     return run
-
-
-def first_turn(session: Session, prompt: Prompt, method: Method, search: Search | None = None) -> Completion:
-    """Decode a prompt's first turn, going on with the search meanwhile."""
-    prompt = replace(prompt, turns=prompt.turns[:1])
-    if search is None:
-        return session.run(prompt, method)[0].completion
-    work = search.during(session.request(prompt, method, scratch_rows=search.scratch_rows), prompt.id)
-    return alone(work)[0].completion
 
 
 class Interleaved:
