@@ -30,7 +30,7 @@ source_options = together(
     click.option("-o", "--out", metavar="FILE", help="Write one JSON object per prompt to a file as well."),
 )
 method_options = together(
-    click.option("--method", metavar="NAME", help="Overrule the stored plan; docs/methods.md lists the methods."),
+    options.method,
     click.option("--draft-model", metavar="NAME", help="Smaller model that drafts, for methods that draft with one."),
     click.option("--layer-set", "layer_set_file", metavar="FILE", help="Draft with this exported layer set."),
     click.option("--stop", multiple=True, metavar="STR", help="End before this text; may be repeated."),

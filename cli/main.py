@@ -20,6 +20,7 @@ from .output import INTERRUPTED, note, silence
 COMMANDS = (
     "tune",
     "generate",
+    "chat",
     "compare",
     "layers",
     "heads",

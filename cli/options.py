@@ -88,6 +88,7 @@ model = click.option(
 stream = click.option(
     "--stream", required=True, metavar="FILE", help="Prompts, one JSON object per line; - is standard input."
 )
+method = click.option("--method", metavar="NAME", help="Overrule the stored plan; docs/methods.md lists the methods.")
 limit = click.option("--limit", type=positive, help="Take only the first prompts of the stream.")
 json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 db = click.option(
@@ -170,6 +171,11 @@ def max_new_tokens(values: type[Any]) -> Decorator[Any]:
 
 def machine(values: type[Any]) -> Decorator[Any]:
     """Make the options for where the model runs and how long its completions get; `values` has the defaults."""
+    return together(placement(values), max_new_tokens(values))
+
+
+def placement(values: type[Any]) -> Decorator[Any]:
+    """Make the options for where the model runs; `values` has the defaults."""
     return together(
         click.option(
             "--threads",
@@ -180,7 +186,6 @@ def machine(values: type[Any]) -> Decorator[Any]:
         ),
         from_field(values, "dtype", "auto (as stored), float32, bfloat16 or float16."),
         from_field(values, "device", "auto, cpu, cuda, cuda:N, or auto-map for several GPUs."),
-        max_new_tokens(values),
     )
 
 

@@ -1,4 +1,4 @@
-"""The client of a swiftopt server: jobs and layer sets over HTTP."""
+"""The clients: jobs and layer sets of a swiftopt server, and chats with any OpenAI-compatible one."""
 
 from .http import Client
 

@@ -134,16 +134,16 @@ def complain(response: httpx2.Response, url: str) -> NoReturn:
             if "authorization" in response.request.headers
             else f"the server {place} wants an API key: set SWIFTOPT_API_KEY"
         )
-    detail = _detail(response)
-    if detail is None:
+    problem = _problem(response)
+    if problem is None:
         raise ServiceUnreachable(
             f"what answers at {place} is no swiftopt server (status {status}): check the URL and proxies in between"
         )
     if status == 429:
-        raise ServiceUnreachable(f"the server {place} gets too many requests: {detail}")
+        raise ServiceUnreachable(f"the server {place} gets too many requests: {_sentence(problem)}")
     if status in PASSING:
-        raise ServiceUnreachable(f"the server {place} is not ready: {detail}")
-    raise error_of(json.loads(response.content))
+        raise ServiceUnreachable(f"the server {place} is not ready: {_sentence(problem)}")
+    raise error_of(problem)
 
 
 def error_of(problem: Mapping[str, Any]) -> SwiftoptError:
@@ -165,15 +165,29 @@ def parsed(response: httpx2.Response, url: str) -> Any:
         ) from error
 
 
-def _detail(response: httpx2.Response) -> str | None:
-    """The sentence of a problem object; None if the answer is none."""
+def _problem(response: httpx2.Response) -> Mapping[str, Any] | None:
+    """The problem object of an answer, made of an error in OpenAI's form as well; None if it holds neither."""
     try:
-        problem = json.loads(response.content)
+        found = json.loads(response.content)
     except ValueError:
         return None
-    if not isinstance(problem, Mapping) or "problem+json" not in response.headers.get("content-type", ""):
+    if not isinstance(found, Mapping):
         return None
-    return _sentence(problem)
+    if "problem+json" in response.headers.get("content-type", ""):
+        return found
+    return openai_problem(found, response.status_code)
+
+
+def openai_problem(found: Mapping[str, Any], status: int) -> Mapping[str, Any] | None:
+    """The problem object for an answer, or a part of a stream, in which OpenAI's form reports an error; else None.
+
+    `status` stands in where the error has no number of its own.
+    """
+    error = found.get("error")
+    if not isinstance(error, Mapping):
+        return None
+    code = error.get("code")
+    return {"status": code if isinstance(code, int) else status, "detail": error.get("message")}
 
 
 def _sentence(problem: Mapping[str, Any]) -> str:

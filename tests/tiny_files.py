@@ -15,13 +15,23 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+# w94, w95 and w96 stand before what the system, the user and the assistant say.
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ {'system': 'w94', 'user': 'w95', 'assistant': 'w96'}[m['role']] }}"
+    " {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w96{% endif %}"
+)
 
-def save(folder: Path, family: str = "llama", dtype: torch.dtype = torch.float32) -> Path:
+
+def save(
+    folder: Path, family: str = "llama", dtype: torch.dtype = torch.float32, chat_template: str | None = None
+) -> Path:
     """A tiny model with a word-level tokenizer, as a folder."""
     tiny_model(family, dtype).save_pretrained(folder)
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
     words.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(folder)
     return folder
 
 
