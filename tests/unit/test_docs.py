@@ -132,7 +132,7 @@ def test_readme_explains_every_word_of_the_types() -> None:
 def test_readme_maps_every_folder_of_the_package() -> None:
     known = re.findall(r"^([a-z]+)/ ", text_of("README.md"), re.MULTILINE)
     packages = [path.parent.name for path in ROOT.glob("*/__init__.py")]
-    assert sorted(known) == sorted([*packages, "docker", "examples", "docs", "tests"])
+    assert sorted(known) == sorted([*packages, "deploy", "docker", "examples", "docs", "tests"])
 
 
 # --- the page of the methods

@@ -1,0 +1,321 @@
+"""The files under deploy/kubernetes/ are held to laws by reading them, and to what Docker files, CLI and server say."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import kubernetes_validate
+import pytest
+import yaml
+from rq import Queue
+from rq.registry import StartedJobRegistry
+
+import swiftopt
+from swiftopt.cli.config import LONG_NAMES, OTHERS, PREFIX, ProgramSettings, misspelt
+from swiftopt.cli.main import swiftopt as program
+from swiftopt.core.errors import SettingsError
+from swiftopt.server.app import bare_app
+from swiftopt.server.serving import DRAIN_S, listen
+from swiftopt.server.settings import KeyRing, ServerSettings
+
+ROOT = Path(swiftopt.__file__).parent
+FOLDER = ROOT / "deploy" / "kubernetes"
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+COMPOSE: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "docker/compose.yaml").read_text(encoding="utf-8"))[
+    "services"
+]
+DOCKERFILE = (ROOT / "docker/Dockerfile.cpu").read_text(encoding="utf-8")
+CUSTOM = {"keda.sh/v1alpha1": "ScaledObject", "monitoring.coreos.com/v1": "PodMonitor"}  # which no schema here knows
+KNOWN = {*LONG_NAMES.values(), *(PREFIX + name for name in (*OTHERS, *map(str.upper, ProgramSettings.model_fields)))}
+Object = dict[str, Any]
+
+
+def objects(path: Path) -> list[Object]:
+    return list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+
+
+def files() -> list[Path]:
+    return sorted(path for path in FOLDER.rglob("*.yaml") if path.name != "kustomization.yaml")
+
+
+def every_object() -> list[Object]:
+    return [each for path in files() for each in objects(path)]
+
+
+def named(kind: str, name: str) -> Object:
+    (found,) = (each for each in every_object() if (each["kind"], each["metadata"]["name"]) == (kind, name))
+    return found
+
+
+def of_kind(kind: str) -> list[Object]:
+    return [each for each in every_object() if each["kind"] == kind]
+
+
+def pods() -> list[Any]:
+    """The pod of each Deployment and StatefulSet, by its name."""
+    found = [*of_kind("Deployment"), *of_kind("StatefulSet")]
+    return [pytest.param(each["spec"]["template"], id=each["metadata"]["name"]) for each in found]
+
+
+def pod(name: str) -> Object:
+    (found,) = (each for each in [*of_kind("Deployment"), *of_kind("StatefulSet")] if each["metadata"]["name"] == name)
+    template: Object = found["spec"]["template"]
+    return template
+
+
+def container(template: Object) -> Object:
+    (found,) = template["spec"]["containers"]
+    return dict(found)
+
+
+def ours() -> list[Any]:
+    return [pytest.param(pod(name), id=name) for name in ("swiftopt-server", "swiftopt-worker")]
+
+
+def environment(template: Object) -> dict[str, str]:
+    """The variables of a pod's one container."""
+    entry = container(template)
+    own = {each["name"]: each["value"] for each in entry.get("env", ())}
+    names = [each["configMapRef"]["name"] for each in entry.get("envFrom", ())]
+    shared = [named("ConfigMap", name)["data"] for name in names]
+    return {**{key: value for values in shared for key, value in values.items()}, **own}
+
+
+def mounted(template: Object) -> Iterator[str]:
+    """Paths of the files that the pod's secrets put into its container."""
+    secrets = {each["name"]: each["secret"]["secretName"] for each in template["spec"]["volumes"] if "secret" in each}
+    for mount in container(template)["volumeMounts"]:
+        if mount["name"] in secrets:
+            for key in named("Secret", secrets[mount["name"]])["stringData"]:
+                yield f"{mount['mountPath']}/{key}"
+
+
+# --- what schemas say
+
+
+def validate(value: Object) -> None:
+    kubernetes_validate.validate(value, kubernetes_validate.latest_version(), strict=True)
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(FOLDER)))
+def test_objects_fit_the_kubernetes_schemas(path: Path) -> None:
+    for each in objects(path):
+        if CUSTOM.get(each["apiVersion"]) != each["kind"]:
+            validate(each)
+
+
+def test_schema_would_find_a_mistake() -> None:
+    wrong = named("Deployment", "swiftopt-server")
+    wrong["spec"]["template"]["spec"]["containers"][0]["livenesProbe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError, match="livenesProbe"):
+        validate(wrong)
+
+
+def test_custom_objects_have_what_their_operators_require() -> None:
+    (monitor,) = of_kind("PodMonitor")
+    assert monitor["spec"]["selector"] and monitor["spec"]["podMetricsEndpoints"]
+    scaled = of_kind("ScaledObject")
+    assert {each["spec"]["scaleTargetRef"]["name"] for each in scaled} == {
+        each["metadata"]["name"] for each in of_kind("Deployment")
+    }
+    required = {"prometheus": {"serverAddress", "query", "threshold"}, "redis": {"address", "listName", "listLength"}}
+    for each in scaled:
+        assert each["spec"]["minReplicaCount"] < each["spec"]["maxReplicaCount"] and each["spec"]["triggers"]
+        for trigger in each["spec"]["triggers"]:
+            assert required[trigger["type"]] == set(trigger["metadata"])
+            assert all(isinstance(value, str) for value in trigger["metadata"].values())
+
+
+@pytest.mark.parametrize("folder", ["base", "scaled"])
+def test_kustomization_names_every_file_beside_it(folder: str) -> None:
+    (found,) = objects(FOLDER / folder / "kustomization.yaml")
+    assert (found["apiVersion"], found["kind"]) == ("kustomize.config.k8s.io/v1beta1", "Kustomization")
+    assert found["namespace"] == named("Namespace", "swiftopt")["metadata"]["name"]
+    resources = found["resources"]
+    assert all((FOLDER / folder / name).exists() for name in resources)
+    beside = {path.name for path in (FOLDER / folder).glob("*.yaml")} - {"kustomization.yaml"}
+    assert {name for name in resources if name.endswith(".yaml")} == beside
+    assert folder == "base" or "../base" in resources
+
+
+def test_images_are_those_of_compose() -> None:
+    (base,) = objects(FOLDER / "base" / "kustomization.yaml")
+    (image,) = base["images"]
+    assert image["newTag"] == f"{VERSION}-cpu"
+    ours = {container(pod(name))["image"] for name in ("swiftopt-server", "swiftopt-worker")}
+    assert ours == {f"{image['name']}:{VERSION}-cpu"}
+    assert container(pod("swiftopt-redis"))["image"] == COMPOSE["valkey"]["image"]
+
+
+# --- what runs
+
+
+def parsed(words: list[str]) -> dict[str, Any]:
+    """The options that a command line of ours sets; it must be one."""
+    context = click.Context(program, **program.context_settings)  # click keeps what a first context says of --help
+    command = program.get_command(context, words[0])
+    assert command is not None
+    own = click.Context(command, parent=context)
+    command.parse_args(own, words[1:])
+    return own.params
+
+
+def test_server_listens_where_its_service_and_probes_look() -> None:
+    template = pod("swiftopt-server")
+    entry = container(template)
+    values = dict(environment(template))
+    words = [re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], word) for word in entry["args"]]
+    at = words.index("--model")
+    assert words[at + 1] == values["MODEL"]
+    options = parsed(words[:at] + words[at + 2 :])
+    (port,) = entry["ports"]
+    assert (options["host"], options["port"]) == ("0.0.0.0", port["containerPort"])
+    assert f"EXPOSE {port['containerPort']}" in DOCKERFILE
+    (service,) = named("Service", "swiftopt")["spec"]["ports"]
+    (endpoint,) = of_kind("PodMonitor")[0]["spec"]["podMetricsEndpoints"]
+    assert service["targetPort"] == endpoint["port"] == port["name"]
+    routes = bare_app().openapi()["paths"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        looked = entry[probe]["httpGet"]
+        assert looked["path"] in routes and looked["port"] == port["name"]
+    assert endpoint["path"] in routes
+    assert entry["startupProbe"]["periodSeconds"] * entry["startupProbe"]["failureThreshold"] >= 1800
+
+
+def test_worker_runs_what_compose_runs() -> None:
+    entry = container(pod("swiftopt-worker"))
+    queue = environment(pod("swiftopt-worker"))["SWIFTOPT_QUEUE"]
+    told = [re.sub(r"\$\{\w+:-(\w+)\}", r"\1", word) for word in COMPOSE["worker"]["command"]]
+    assert parsed([*entry["args"], "--queue", queue]) == parsed(told)
+    assert entry["readinessProbe"]["exec"]["command"] == COMPOSE["worker"]["healthcheck"]["test"][1:]
+    assert "livenessProbe" not in entry
+
+
+def test_redis_runs_what_compose_runs() -> None:
+    entry = container(pod("swiftopt-redis"))
+    told = [re.sub(r"\$\{\w+:-(\w+)\}", r"\1", word) for word in COMPOSE["valkey"]["command"]]
+    assert entry["args"] == told
+    assert entry["readinessProbe"]["exec"]["command"][-1] == COMPOSE["valkey"]["healthcheck"]["test"][-1]
+    most = entry["args"][entry["args"].index("--maxmemory") + 1]
+    assert 2 * int(most.removesuffix("mb")) < int(entry["resources"]["limits"]["memory"].removesuffix("Mi"))
+
+
+@pytest.mark.parametrize("template", ours())
+def test_variables_are_read_and_secrets_lie_where_they_point(template: Object) -> None:
+    found = environment(template)
+    assert list(misspelt(found)) == []
+    assert template["spec"]["enableServiceLinks"] is False  # else SWIFTOPT_PORT and others would come beside them
+    files = {value for name, value in found.items() if name.endswith("_FILE")}
+    assert files == set(mounted(template))
+    assert set(found) - {"MODEL"} <= KNOWN
+    assert found["SWIFTOPT_REDIS_URL"] == f"redis://{named('Service', 'swiftopt-redis')['metadata']['name']}:6379/0"
+
+
+def test_server_does_not_start_on_the_examples_keys(tmp_path: Path) -> None:
+    """The example has no key in it that somebody could forget to replace."""
+    file = tmp_path / "api_keys"
+    file.write_text(named("Secret", "swiftopt-keys")["stringData"]["api_keys"], encoding="utf-8")
+    with pytest.raises(SettingsError, match="no API key is set"):
+        listen("0.0.0.0", 0, ServerSettings(keys=KeyRing(file=file)))
+    assert "://swiftopt:PASSWORD@" in named("Secret", "swiftopt-database")["stringData"]["database_url"]
+
+
+# --- how it ends and scales
+
+
+def test_requests_in_flight_get_time_to_end() -> None:
+    spec = pod("swiftopt-server")["spec"]
+    command, seconds = container(pod("swiftopt-server"))["lifecycle"]["preStop"]["exec"]["command"]
+    assert command == "sleep" and spec["terminationGracePeriodSeconds"] > int(seconds) + DRAIN_S
+    rollout = named("Deployment", "swiftopt-server")["spec"]["strategy"]["rollingUpdate"]
+    assert rollout == {"maxSurge": 1, "maxUnavailable": 0}
+
+
+def test_worker_gets_the_time_that_compose_gives_it() -> None:
+    minutes = int(COMPOSE["worker"]["stop_grace_period"].removesuffix("m"))
+    assert pod("swiftopt-worker")["spec"]["terminationGracePeriodSeconds"] == 60 * minutes
+
+
+def test_workers_are_scaled_by_the_lists_that_rq_keeps() -> None:
+    name = named("ConfigMap", "swiftopt")["data"]["SWIFTOPT_QUEUE"]
+    scaled = named("ScaledObject", "swiftopt-worker")["spec"]
+    triggers = {each["name"]: each["metadata"] for each in scaled["triggers"]}
+    assert triggers["waiting"]["listName"] == Queue.redis_queue_namespace_prefix + name
+    assert triggers["running"]["listName"] == StartedJobRegistry.key_template.format(name)
+    formula = scaled["advanced"]["scalingModifiers"]["formula"]
+    assert set(formula.split(" + ")) == set(triggers)
+    service, namespace = (
+        named(*each)["metadata"]["name"] for each in (("Service", "swiftopt-redis"), ("Namespace", "swiftopt"))
+    )
+    assert {each["address"] for each in triggers.values()} == {f"{service}.{namespace}.svc:6379"}
+
+
+def test_scaled_deployments_leave_the_number_of_replicas_to_keda() -> None:
+    (overlay,) = objects(FOLDER / "scaled" / "kustomization.yaml")
+    (patch,) = overlay["patches"]
+    assert patch["target"] == {"kind": "Deployment"}
+    assert yaml.safe_load(patch["patch"]) == [{"op": "remove", "path": "/spec/replicas"}]
+    assert {each["spec"]["scaleTargetRef"]["name"] for each in of_kind("ScaledObject")} == {
+        each["metadata"]["name"] for each in of_kind("Deployment") if "replicas" in each["spec"]
+    }
+
+
+def test_selectors_choose_the_pods_that_they_are_for() -> None:
+    labels = {each.id: each.values[0]["metadata"]["labels"] for each in pods()}
+    chosen = {
+        "swiftopt": named("Service", "swiftopt")["spec"]["selector"],
+        "swiftopt-redis": named("Service", "swiftopt-redis")["spec"]["selector"],
+        **{each["metadata"]["name"]: each["spec"]["selector"]["matchLabels"] for each in of_kind("Deployment")},
+    }
+    assert {
+        name: [pod for pod, own in labels.items() if wanted.items() <= own.items()] for name, wanted in chosen.items()
+    } == {
+        "swiftopt": ["swiftopt-server"],
+        "swiftopt-redis": ["swiftopt-redis"],
+        "swiftopt-server": ["swiftopt-server"],
+        "swiftopt-worker": ["swiftopt-worker"],
+    }
+    for kind in ("PodDisruptionBudget", "PodMonitor"):
+        (found,) = of_kind(kind)
+        assert found["spec"]["selector"]["matchLabels"] == labels["swiftopt-server"]
+    for policy in of_kind("NetworkPolicy"):
+        assert policy["spec"]["podSelector"]["matchLabels"] == labels["swiftopt-redis"]
+
+
+# --- safety
+
+
+@pytest.mark.parametrize("template", pods())
+def test_pods_are_hardened(template: Object) -> None:
+    spec, entry = template["spec"], container(template)
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["securityContext"]["runAsNonRoot"] is True and spec["securityContext"]["runAsUser"] > 0
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert entry["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert "memory" in entry["resources"]["limits"] and set(entry["resources"]["requests"]) == {"cpu", "memory"}
+
+
+@pytest.mark.parametrize("template", ours())
+def test_our_pods_run_as_the_images_user_and_may_write_where_it_writes(template: Object) -> None:
+    user = template["spec"]["securityContext"]
+    assert f"USER {user['runAsUser']}:{user['runAsGroup']}" in DOCKERFILE and user["fsGroup"] == user["runAsGroup"]
+    writable = {each["name"] for each in template["spec"]["volumes"] if "emptyDir" in each}
+    paths = {mount["mountPath"] for mount in container(template)["volumeMounts"] if mount["name"] in writable}
+    (cache,) = re.findall(r"SWIFTOPT_CACHE_DIR=(\S+)", DOCKERFILE)
+    assert paths == {cache, "/tmp"}
+
+
+def test_no_object_that_is_applied_holds_a_secret() -> None:
+    applied = [path for path in files() if path.parent != FOLDER]
+    assert not any(each["kind"] == "Secret" for path in applied for each in objects(path))
+    for path in applied:
+        assert re.findall(r"://[^\s/]*:[^\s/]*@", path.read_text(encoding="utf-8")) == []
