@@ -18,6 +18,7 @@ from rq.registry import StartedJobRegistry
 import swiftopt
 from swiftopt.cli.config import LONG_NAMES, OTHERS, PREFIX, ProgramSettings, misspelt
 from swiftopt.cli.main import swiftopt as program
+from swiftopt.client.chat import SESSION
 from swiftopt.core.errors import SettingsError
 from swiftopt.server.app import bare_app
 from swiftopt.server.serving import DRAIN_S, listen
@@ -107,6 +108,17 @@ def test_objects_fit_the_kubernetes_schemas(path: Path) -> None:
     for each in objects(path):
         if CUSTOM.get(each["apiVersion"]) != each["kind"]:
             validate(each)
+
+
+def test_ingress_of_the_manual_fits_the_schema_and_leads_to_the_service() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    (found,) = (yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    validate(found)
+    (rule,) = found["spec"]["rules"]
+    service = named("Service", rule["http"]["paths"][0]["backend"]["service"]["name"])
+    assert [port["name"] for port in service["spec"]["ports"]] == ["http"]
+    assert found["metadata"]["namespace"] == named("Namespace", "swiftopt")["metadata"]["name"]
+    assert f"$http_{SESSION.lower().replace('-', '_')}" in found["metadata"]["annotations"]["nginx.org/lb-method"]
 
 
 def test_schema_would_find_a_mistake() -> None:
