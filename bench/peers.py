@@ -141,20 +141,36 @@ class PeersBench:
         self._children: dict[str, Child] = {}  # the one used last at the end
         self._needs: dict[str, float] = {}
         self._logs = cache_root() / "peers" / "logs"
+        self.interrupted = False
         self._n_ctx = -(-max(len(q.token_ids) + q.max_new_tokens + 2 * DRAFT_TOKENS for q in questions) // 256) * 256
 
     def run(self) -> None:
-        """Fill in every row's turns, or the reason why it has none."""
+        """Fill in every row's turns, or the reason why it has none.
+
+        What is interrupted keeps the prompts that all rows have answered. Raises: KeyboardInterrupt: there is none.
+        """
         self._logs.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             stack.callback(self._close_all)
             for runs in self.runs:  # installations and weights before the first clock starts
                 self._attempt(runs, self._prepare)
-            for number, question in enumerate(self.questions):
-                turn = number % len(self.runs)
-                for runs in [*self.runs[turn:], *self.runs[:turn]]:
-                    if not runs.reason:
-                        self._attempt(runs, partial(self._turn, question))
+            try:
+                for number, question in enumerate(self.questions):
+                    turn = number % len(self.runs)
+                    for runs in [*self.runs[turn:], *self.runs[:turn]]:
+                        if not runs.reason:
+                            self._attempt(runs, partial(self._turn, question))
+            except KeyboardInterrupt:
+                self._keep_whole_prompts()
+                if not self.questions:
+                    raise
+
+    def _keep_whole_prompts(self) -> None:
+        self.interrupted = True
+        n_done = min((len(runs.turns) for runs in self.runs if not runs.reason), default=0)
+        self.questions = self.questions[:n_done]
+        for runs in self.runs:
+            del runs.turns[n_done:]
 
     def _attempt(self, runs: RowRuns, act: Callable[[RowRuns], None]) -> None:
         try:
@@ -287,7 +303,12 @@ def _weights_word(row: Row, stored: str) -> str:
 
 
 def report_of(
-    request: PeersRequest, runs: Sequence[RowRuns], questions: Sequence[Question], machine: str, base: str | None = None
+    request: PeersRequest,
+    runs: Sequence[RowRuns],
+    questions: Sequence[Question],
+    machine: str,
+    base: str | None = None,
+    interrupted: bool = False,
 ) -> dict[str, Any]:
     """The object that `swiftopt bench peers --json` prints; where `base` was not measured, the default takes its place.
 
@@ -306,6 +327,7 @@ def report_of(
         "max_new_tokens": max(question.max_new_tokens for question in questions),
         "ignore_eos": True,
         "base": compared.row.name if compared else None,
+        "interrupted": interrupted,
         "results": [_result(own, compared, measured) for own in runs],
     }
 

@@ -63,7 +63,7 @@ def peers(
     cannot be installed or fails is a row that says why. All rows get the same token ids, threads and number of new
     tokens; stop tokens end nothing. `equal to` counts the prompts on which a row that drafts gives its own engine's
     plain tokens, and other rows those of swiftopt/plain. `swiftopt/best` is the stored plan; where there is none,
-    adaptive drafts.
+    adaptive drafts. Ctrl-C shows the prompts that all rows have answered.
     """
     prompts = read_stream(stream, values["task"], limit)
     request = pick(GenerateRequest, {**values, "device": "cpu"})
@@ -102,8 +102,10 @@ def peers(
     rows = chosen_rows(names, all_rows(paths, drafting))
     bench = PeersBench(common, questions, rows, note)
     bench.run()
-    report = report_of(common, bench.runs, questions, device_name(torch.device("cpu")), base)
+    report = report_of(common, bench.runs, bench.questions, device_name(torch.device("cpu")), base, bench.interrupted)
     answer(as_json, report, lambda: show(*table_of(report)))
+    if bench.interrupted:
+        raise KeyboardInterrupt
 
 
 def table_of(report: dict[str, Any]) -> list[RenderableType]:

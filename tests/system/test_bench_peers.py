@@ -26,7 +26,7 @@ from swiftopt.bench.gguf_weights import gguf_of, write_gguf
 from swiftopt.bench.peer_children import Child
 from swiftopt.bench.peer_environments import PROGRAMS, Launch, PeerFailed, prepared
 from swiftopt.bench.peer_rows import RIVALS, Rival, Row
-from swiftopt.bench.peers import PeersBench, PeersRequest, questions_of
+from swiftopt.bench.peers import PeersBench, PeersRequest, questions_of, report_of
 from swiftopt.cli.main import run
 from swiftopt.core.errors import ContextOverflow, UnsupportedModel
 from swiftopt.core.types import Prompt
@@ -197,6 +197,29 @@ def test_processes_that_memory_does_not_hold_start_again_at_their_next_turn(
     starts = [step for step in steps if step.startswith("starting")]
     assert starts == [f"starting counting/{name}" for name in started]
     assert [turn.token_ids for runs in bench.runs for turn in runs.turns] == [(0, 1, 2, 3)] * 4
+
+
+def test_interrupted_run_keeps_the_prompts_that_all_rows_have_answered(
+    counting: Rival, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path / "cache"))
+    questions = questions_of(folder, [Prompt(id=str(i), task="code", text="w1 w2") for i in range(3)], 4)
+    rows = [Row(counting, name, "folder") for name in ("plain", "other")]
+
+    def bench_until(step: str) -> PeersBench:
+        def on_step(line: str) -> None:
+            if line.startswith(step):
+                raise KeyboardInterrupt
+
+        return PeersBench(PeersRequest("tiny", folder, "float32", threads=1), questions, rows, on_step)
+
+    bench = bench_until("prompt 2 of 3, counting/other")  # the one that is asked first for the second prompt
+    bench.run()
+    assert bench.interrupted and [len(runs.turns) for runs in bench.runs] == [1, 1]
+    report = report_of(bench.request, bench.runs, bench.questions, "a machine", interrupted=bench.interrupted)
+    assert report["interrupted"] and report["prompts"] == 1 and [row["of"] for row in report["results"]] == [1, 1]
+    with pytest.raises(KeyboardInterrupt):
+        bench_until("prompt 1 of 3").run()
 
 
 # --- the whole
