@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from .formats import STORED
 from .serialization import BY_NUMBER, Record
 from .types import Completion, LayerSet
+
+PROFILED_PASSES = 64  # of decoding, that weigh as much as the measurement before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,10 @@ class FormatCosts(Record):
     head_s: float
     fixed_s: float = 0.0
     wider: Annotated[Mapping[int, float], BY_NUMBER] = field(default_factory=dict)
+
+    def scaled(self, by: float) -> FormatCosts:
+        """All seconds times `by`."""
+        return FormatCosts(self.attn_s * by, self.mlp_s * by, self.head_s * by, self.fixed_s * by, self.wider)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +120,47 @@ class CostProfile(Record):
                 spent += self._spent(done.layer_set, done.drafted, done.verified_widths)
         return tokens / spent if spent else None
 
+    def refined(self, plain: Sequence[Completion], drafted: Sequence[Completion]) -> CostProfile:
+        """Costs nearer to what decoding took, of the same prompts plainly and with drafts, interleaved, one at a time.
+
+        What a pass over several rows, and a draft in a format, cost beside a plain pass moves from the profile's figure
+        towards the one seen, the further the more passes were seen.
+        """
+        done = [each for each in drafted if each.verified_widths and each.layer_set is not None]
+        n_plain, plain_s = sum(each.target_passes for each in plain), sum(each.timings.verify_s for each in plain)
+        if not done or not plain_s:
+            return self
+        pass_s = plain_s / n_plain
+        checks = sum(sum(each.verified_widths.values()) for each in done)
+        checked = sum(self._verified(each.verified_widths) for each in done)
+        drafts = sum(self._drafted(each) for each in done)
+        wider = _towards(sum(each.timings.verify_s for each in done) / pass_s / checked, checks)
+        one = self.target_pass_s(1)
+        widths = {n: seconds if n == 1 else max(one, seconds * wider) for n, seconds in self.pass_s.items()}
+        seen = _towards(sum(each.timings.draft_s for each in done) / pass_s / drafts, drafts) if drafts else 1.0
+        used = {name for each in done if each.layer_set for _, name in each.layer_set.formats}
+        formats = {name: costs.scaled(seen) if name in used else costs for name, costs in self.formats.items()}
+        return replace(self, pass_s=widths, formats=formats)
+
+    def _drafted(self, done: Completion) -> float:
+        """Plain passes' times of a completion's drafts: as its drafter estimated, or each step a pass of its set."""
+        if done.reckoned_cost is not None:
+            return max(0.0, done.reckoned_cost - self._verified(done.verified_widths))
+        return 0.0 if done.layer_set is None else done.drafted * self.draft_cost(done.layer_set)
+
+    def _verified(self, widths: Mapping[int, float]) -> float:
+        """Plain passes' times of target passes, so many per width."""
+        return sum(count * self.verify_cost(n_rows) for n_rows, count in widths.items())
+
     def _spent(self, layer_set: LayerSet, draft_steps: float, widths: Mapping[int, float]) -> float:
         """Plain passes' times of that many draft steps and target passes per width."""
-        verified = sum(count * self.verify_cost(n_rows) for n_rows, count in widths.items())
-        return draft_steps * self.draft_cost(layer_set) + verified
+        return draft_steps * self.draft_cost(layer_set) + self._verified(widths)
+
+
+def _towards(ratio: float, n_passes: float) -> float:
+    """From 1 towards the ratio that so many passes gave; a ratio beyond a half or 2 is the machine's doing."""
+    share = n_passes / (n_passes + PROFILED_PASSES)
+    return 1 + share * (min(2.0, max(0.5, ratio)) - 1)
 
 
 def _between(known: Mapping[int, float], n: int) -> float:

@@ -101,7 +101,7 @@ def measure_format(
     scale = profile.target_pass_s(1) / seconds["target"]  # to the profile's own seconds, which may be of another day
     rest = max(0.0, one - head - runtime.n_layers * (attn + mlp))
     wider = dict(zip(widths, accumulate((seconds[f"rows {n}"] / one for n in widths), max), strict=True))
-    costs = FormatCosts(attn * scale, mlp * scale, head * scale, rest * scale, wider)
+    costs = FormatCosts(attn, mlp, head, rest, wider).scaled(scale)
     return replace(profile, formats={**profile.formats, name: costs})
 
 

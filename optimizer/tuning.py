@@ -68,6 +68,12 @@ class Tuner:
         self._next = 0  # place in the stream of the first prompt that was not begun
         self._flights: dict[int, Flight] = {}  # by their places, of the prompts that were begun and are not done
         self._next_beat = 0.0
+        self._pairs: list[Pair] = []  # of all verdicts
+
+    @property
+    def refined_costs(self) -> CostProfile:
+        """The costs as the verdicts' pairs make them; for runs to come, for this one goes on as it would have."""
+        return self.costs.refined([pair.plain for pair in self._pairs], [pair.tuned for pair in self._pairs])
 
     def run(
         self,
@@ -124,6 +130,7 @@ class Tuner:
             "n_layers": self.runtime.n_layers,
             "n_prompts": len(self._prompts),
             "draft_format": self.settings.draft_format,  # chosen once, where the request leaves it open
+            "costs": self.costs.to_json(),  # the stored ones may have been refined meanwhile
             "next": self._next,
             "flights": {str(index): flight.to_json() for index, flight in self._flights.items()},
             "tasks": {name: task.to_json() for name, task in self._running.items()},
@@ -247,6 +254,7 @@ class Tuner:
             again = timed_pairs(task.pairs[n_turns_held:])
             slow, fast = (faster(runs, more) for runs, more in zip((slow, fast), again, strict=True))
             verdict = judge(fast, slow, expected)
+        self._pairs += task.pairs
         return result_of(task, self._record(task, first, verdict), verdict, self.costs, slow, fast)
 
     def _look(self, task: TaskState, n_before: int) -> Iterator[Event]:

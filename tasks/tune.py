@@ -24,8 +24,10 @@ from ..core.streams import read_stream
 from ..core.types import LayerSetRecord, Prompt, now
 from ..decoding.engine import exhaust
 from ..decoding.session import Session
+from ..models.costs import machine_name
 from ..models.loading import load
 from ..optimizer.draft_format import prepared
+from ..optimizer.task_state import reading
 from ..optimizer.tuning import MID_STEP, Tuner
 from ..store import Claim, Store
 from .job import HandedBack, LeaseKeeper, Paused, patiently, tune_spec
@@ -143,6 +145,8 @@ class TuningRun:
                     break
         if self._is_stopped:
             finished += [self._finish(task, "if none") for task in self.tuner.unfinished("stopped on request")]
+        if (refined := self.tuner.refined_costs) != costs:
+            patiently(lambda: self.store.save_cost_profile(refined))
         self._note()
         return finished
 
@@ -151,15 +155,18 @@ class TuningRun:
 
     def _drafts(self, session: Session, n_positions: int) -> tuple[SwiftSettings, CostProfile]:
         """Return the settings with the format that drafts have, and the costs with it; make its copies."""
-        settings = self.request.settings
-        chosen = (self.claim.snapshot or {}).get("draft_format")
-        if settings.draft_format == AUTO and chosen:
+        settings, begun = self.request.settings, self.claim.snapshot or {}
+        if settings.draft_format == AUTO and (chosen := begun.get("draft_format")):
             settings = replace(settings, draft_format=chosen)
+        with reading():
+            kept = CostProfile.from_json(begun["costs"]) if "costs" in begun else None
 
         def on_step(step: str) -> None:
             self.handle(PhaseChanged("", "profile", step))
 
         def measured(*formats: str) -> CostProfile:
+            if kept is not None and kept.device == machine_name(session.runtime):
+                return kept
             return stored_costs(session.runtime, self.store, n_positions, on_step, formats)
 
         return exhaust(prepared(session, self.prompts, settings, measured), self.handle)
