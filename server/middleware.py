@@ -6,9 +6,11 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
 from urllib.parse import urlsplit
 
+from limits import RateLimitItemPerMinute
+from limits.storage import MemoryStorage
+from limits.strategies import MovingWindowRateLimiter
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,41 +25,21 @@ JSON = ("application/json",)
 LINES = ("application/jsonl", "application/x-ndjson", "application/octet-stream", "multipart/form-data")
 BODIES = {"/v1/jobs": JSON, "/v1/layer-sets:lookup": JSON, "/v1/streams": LINES}
 
-MAX_CALLERS = 10_000  # buckets kept; beyond it those that are full again are forgotten
-
 access = logging.getLogger("swiftopt.access")
 
 
-class TokenBuckets:
-    """At most `per_min` requests a minute for each caller, all of them at once if it was silent; 0: no limit."""
+class RateLimit:
+    """At most `per_min` requests of each caller in any minute; 0: no limit."""
 
-    def __init__(self, per_min: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._size, self._per_s, self._clock = float(per_min), per_min / 60, clock
-        self._buckets: dict[str, tuple[float, float]] = {}  # caller -> tokens, and when they were counted
+    def __init__(self, per_min: int) -> None:
+        self._limit = RateLimitItemPerMinute(per_min) if per_min else None
+        self._calls = MovingWindowRateLimiter(MemoryStorage())
 
     def wait_s(self, caller: str) -> int:
         """0 if the caller may go on, else after how many seconds it may."""
-        if not self._size:
+        if self._limit is None or self._calls.hit(self._limit, caller):
             return 0
-        now = self._clock()
-        tokens = self._tokens(caller, now)
-        if tokens < 1:
-            return max(1, math.ceil((1 - tokens) / self._per_s))
-        self._buckets[caller] = (tokens - 1, now)
-        if len(self._buckets) > MAX_CALLERS:
-            self._forget(now)
-        return 0
-
-    def _tokens(self, caller: str, now: float) -> float:
-        tokens, counted = self._buckets.get(caller, (self._size, now))
-        return min(self._size, tokens + (now - counted) * self._per_s)
-
-    def _forget(self, now: float) -> None:
-        self._buckets = {
-            caller: bucket for caller, bucket in self._buckets.items() if self._tokens(caller, now) < self._size
-        }
-        while len(self._buckets) > MAX_CALLERS:  # the oldest first
-            del self._buckets[next(iter(self._buckets))]
+        return max(1, math.ceil(self._calls.get_window_stats(self._limit, caller).reset_time - time.time()))
 
 
 class Gate:
@@ -65,7 +47,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app, self._settings = app, settings
-        self._buckets = TokenBuckets(settings.requests_per_min)
+        self._rate = RateLimit(settings.requests_per_min)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -107,7 +89,7 @@ class Gate:
             return None
         if self._settings.keys.required and key_owner is None:
             return _unauthorised("authorization" in headers)
-        wait_s = 0 if method == "GET" and path.startswith(LOOKUPS) else self._buckets.wait_s(caller)
+        wait_s = 0 if method == "GET" and path.startswith(LOOKUPS) else self._rate.wait_s(caller)
         if wait_s:
             detail = f"more than {self._settings.requests_per_min} requests a minute: wait {wait_s} s, then go on"
             return problem(429, "too-many-requests", detail, {"Retry-After": str(wait_s)})
