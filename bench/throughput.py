@@ -53,10 +53,10 @@ def serve(
         at += rng.expovariate(rate) if rate else 0.0
         waiting.append((prompt, Served(at)))
     served = [own for _, own in waiting]
-    engine, requests, started = Engine(), list[Request[Any]](), perf_counter()
+    engine, requests, started = Engine(at_once=concurrency), list[Request[Any]](), perf_counter()
     while waiting or engine.requests:
         now = perf_counter() - started
-        while waiting and len(engine.requests) < concurrency and waiting[0][1].arrived <= now:
+        while waiting and waiting[0][1].arrived <= now:
             prompt, own = waiting.pop(0)
             work = session.request(prompt, method_of(prompt))
             requests.append(engine.add(intercept(work, partial(own.note, started))))

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from ..core.types import FinishReason
 from ..models.buffer import KVBuffer
+from ..models.rows import Load
 from ..models.runtime import Runtime
 from .rule import TokenRule
 
@@ -95,6 +96,7 @@ class Context:
     tally: Tally = field(default_factory=Tally)
     searched: bool = False
     finish: FinishReason | None = None
+    load: Load = field(default_factory=Load)  # of the engine that it runs in
 
     @property
     def root_slot(self) -> int:

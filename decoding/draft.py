@@ -56,7 +56,7 @@ class Riders:
 class Deferred(Protocol):
     """Rows that a drafter has run part of the way through the target."""
 
-    def finish(self) -> Tensor:
+    def finish(self) -> PassGenerator[Tensor]:
         """Run what is left; return the target's logits (n_checked, vocab)."""
         ...
 
@@ -125,6 +125,11 @@ class Drafter(ABC):
     def layer_set(self) -> LayerSet | None:
         """The sub-layers that it leaves out of the target, if that is how it drafts."""
         return None if self.model is None else self.model.layer_set
+
+    @property
+    def slot_bytes(self) -> int:
+        """Memory that drafting takes per slot of a request, beside the target's."""
+        return 0 if self.model is None else self.model.slot_bytes
 
     @abstractmethod
     def max_rows(self, room: int) -> int:

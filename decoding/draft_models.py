@@ -68,6 +68,11 @@ class DraftModel(Protocol):
         """Raises: InvalidInput: it cannot draft for that target."""
         ...
 
+    @property
+    def slot_bytes(self) -> int:
+        """Memory that it takes per slot of a request, beside the target's."""
+        ...
+
 
 class _Nodes:
     """The tree of a round while it grows, and the rows of a pass over its newest nodes."""
@@ -102,6 +107,8 @@ class SkippedTarget:
     It reads the target's keys and values and writes its own behind them, where verification overwrites them. An empty
     layer set is the target itself.
     """
+
+    slot_bytes = 0  # it writes to the target's slots
 
     def __init__(self, layer_set: LayerSet) -> None:
         self.layer_set: LayerSet | None = layer_set
@@ -142,6 +149,7 @@ class EarlyExit:
     """
 
     layer_set: LayerSet | None = None
+    slot_bytes = 0
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
@@ -161,11 +169,11 @@ class _EarlyPasses(DraftPasses):
         self.staged = StagedPass(self.context.runtime, self.context.buffer, self.context.root_slot)
 
     def extend(self, token_ids: Sequence[int], parents: Sequence[int]) -> PassGenerator[Tensor]:
-        yield from ()  # what it runs is a part of the target's own layers
         assert self.staged is not None and len(token_ids) == 1 and parents[0] == self.staged.n_rows - 1
         self.staged.add(token_ids[0])
-        self.hidden = self.staged.advance(self.depth)
-        return self.context.runtime.logits(self.hidden)
+        logits = yield from self.staged.advance(self.depth, with_logits=True)
+        self.hidden = self.staged.newest
+        return logits
 
     def drop(self, n_nodes: int) -> None:
         assert n_nodes == 0, "an early exit drafts single tokens, and all of them stay"
@@ -178,6 +186,10 @@ class OtherModel:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.runtime.slot_bytes
 
     def begin(self, context: Context) -> DraftPasses:
         return _OtherPasses(self.runtime, context)
@@ -229,7 +241,7 @@ class _OtherPasses(DraftPasses):
         self._held, self._n_same = list(committed), same
         last = self.runtime.vocab_size - 1  # a head padded further can give tokens that the draft model has no row for
         token_ids = [min(token_id, last) for token_id in committed[same:]]
-        for each in self.runtime.prefill_passes(token_ids, self.buffer, same):
+        for each in self.runtime.prefill_passes(token_ids, self.buffer, same, load=self.context.load):
             logits = yield replace(each, drafts=True)
         return logits
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..core.errors import ContextOverflow
 from ..models.buffer import KVBuffer
-from ..models.rows import Pass, PassRunner
+from ..models.rows import Load, Pass
 from ..models.runtime import Runtime
 
 T = TypeVar("T")
@@ -33,18 +33,27 @@ PassGenerator = Generator[Pass, Tensor, T]  # yields passes only; is sent the wa
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slots:
-    """A buffer of `capacity` slots for a text that begins with `token_ids`; is sent the buffer and how many slots of it
-    are filled with that text's keys and values, fewer than there are tokens. Only texts of one `salt` share any."""
+    """A buffer of `capacity` slots for a text that begins with `token_ids`.
+
+    Is sent the buffer, how many slots of it are filled with that text's keys and values, fewer than there are tokens,
+    and the engine's load. Only texts of one `salt` share any. `beside`: bytes that its drafts take for themselves.
+    """
 
     runtime: Runtime
     capacity: int
     token_ids: Sequence[int]
     salt: str = ""
+    beside: int = 0
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory of the buffer."""
+        return self.capacity * self.runtime.slot_bytes
 
     @property
     def n_bytes(self) -> int:
-        """Memory of the buffer."""
-        return self.capacity * self.runtime.slot_bytes
+        """Memory of the buffer and of what drafts take."""
+        return self.buffer_bytes + self.beside
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,24 +81,22 @@ def alone(work: Work[T]) -> T:
 def side_by_side(
     works: Iterable[Work[Any]], at_once: int = 1, memory: int | None = None
 ) -> Generator[Event, None, None]:
-    """Run generators, up to `at_once` together, each begun when there is room for it; yield their events as they come.
+    """Run generators in an engine; yield their events as they come.
 
     When one fails no other is begun, those in flight go on to their ends, and its error is raised.
 
-    Args: memory: see `Engine`.
+    Args: at_once, memory: see `Engine`.
     """
-    engine, waiting, errors = Engine(memory), iter(works), list[Exception]()
-    with closing(engine):
-        while True:
-            while not errors and len(engine.requests) < at_once and (work := next(waiting, None)) is not None:
-                engine.add(work)
-            if not engine.requests:
-                break
-            running = list(engine.requests)
+    with closing(Engine(memory, at_once)) as engine:
+        requests = [engine.add(work) for work in works]
+        while engine.requests:
             yield from engine.step()
-            errors += (request.error for request in running if request.error is not None)
-    if errors:
-        raise errors[0]
+            if any(request.error for request in requests):
+                for request in [each for each in engine.requests if each.is_new]:
+                    engine.cancel(request)
+    for request in requests:
+        if request.error is not None:
+            raise request.error
 
 
 def exhaust(events: Generator[E, None, T], on_event: Callable[[E], None] = lambda event: None) -> T:
@@ -200,11 +207,13 @@ class Engine:
     Args: memory: most bytes that buffers may take. Requests wait for theirs in the order of arrival. What finished ones
           read is kept until its memory is wanted, and one that begins with the same tokens goes on from there: with the
           same bits where kernels are row-invariant. None: no limit, and nothing is kept.
+          at_once: most requests that run together, begun in the order of arrival; None: all.
     """
 
-    def __init__(self, memory: int | None = None) -> None:
+    def __init__(self, memory: int | None = None, at_once: int | None = None) -> None:
         self.requests: list[Request[Any]] = []
-        self.memory = memory
+        self.memory, self.at_once = memory, at_once
+        self.load = Load()
         self._kept: list[_Kept] = []  # the latest used last
 
     @property
@@ -215,10 +224,10 @@ class Engine:
     @property
     def kept_bytes(self) -> int:
         """Memory of what is kept of finished requests."""
-        return sum(kept.slots.n_bytes for kept in self._kept)
+        return sum(kept.slots.buffer_bytes for kept in self._kept)
 
     def add(self, work: Work[T]) -> Request[T]:
-        """Take a generator in; it begins with the next step."""
+        """Take a generator in; it begins with the next step that has a place for it."""
         request = Request(work)
         self.requests.append(request)
         return request
@@ -235,19 +244,32 @@ class Engine:
 
         Yields the events that arise; to be run to its end before the next step.
         """
-        for request in list(self.requests):
-            if request.is_new:
-                yield from request.send(None)
+        yield from self._begin()
         yield from self._serve_slots()
         waiting = [(request, request.wanted) for request in self.requests if isinstance(request.wanted, Pass)]
-        chosen = [(request, wanted) for request, wanted in waiting if wanted.drafts] or waiting
-        for runtime in dict.fromkeys(wanted.runtime for _, wanted in chosen):
-            yield from _run(runtime, [(request, wanted) for request, wanted in chosen if wanted.runtime is runtime])
+        drafting = [(request, wanted) for request, wanted in waiting if wanted.drafts]
+        if drafting:
+            self.load.drafted = len(drafting)
+        else:
+            self.load.checked = max(1, len(waiting))
+        together: dict[Any, list[tuple[Request[Any], Pass]]] = {}
+        for request, wanted in drafting or waiting:
+            together.setdefault((wanted.runtime, wanted.layers), []).append((request, wanted))
+        for some in together.values():
+            yield from _run(some)
         yield from self._serve_slots()
         self.requests = [request for request in self.requests if not request.is_done]
         if not self.requests:
-            for _, wanted in chosen:
-                wanted.runtime.load = 1
+            self.load.checked = 1
+
+    def _begin(self) -> Iterator[Event]:
+        """Start requests in the order of arrival while there are places."""
+        n_running = sum(not request.is_new for request in self.requests)
+        for request in [each for each in self.requests if each.is_new]:
+            if self.at_once is not None and n_running >= self.at_once:
+                break
+            yield from request.send(None)
+            n_running += not request.is_done
 
     def close(self) -> None:
         """Give all requests up."""
@@ -274,7 +296,7 @@ class Engine:
                         yield from request.throw(error)
                         continue
                     request.held[wanted] = buffer
-                    yield from request.send((buffer, n_filled))
+                    yield from request.send((buffer, n_filled, self.load))
 
     def _buffer(self, wanted: Slots) -> tuple[KVBuffer, int]:
         """A buffer with as much of the text as some finished request has read, and how much that is."""
@@ -318,20 +340,16 @@ def _too_long(wanted: Slots, memory: int) -> ContextOverflow:
     )
 
 
-def _run(runtime: PassRunner, some: list[tuple[Request[Any], Pass]]) -> Iterator[Event]:
+def _run(some: list[tuple[Request[Any], Pass]]) -> Iterator[Event]:
     try:
-        logits = runtime.forward_together([wanted for _, wanted in some])
+        logits = some[0][1].runtime.forward_together([wanted for _, wanted in some])
     except Exception as error:
         if len(some) == 1:
             yield from some[0][0].throw(error)
         else:
             for each in some:  # one after the other, so that whose pass it was fails and no other
-                yield from _run(runtime, [each])
+                yield from _run([each])
         return
-    if some[0][1].drafts:
-        runtime.sharing = len(some)
-    else:
-        runtime.load = len(some)
     for (request, wanted), own in zip(some, logits, strict=True):
         if request.wanted is wanted:  # not cancelled meanwhile
             yield from request.send(own)

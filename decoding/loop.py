@@ -78,10 +78,11 @@ def decoding(
         runtime.check_layer_set(method.layer_set)
     behind = max(method.drafter.max_rows(ending.max_new_tokens), scratch_rows)
     token_ids = [*prompt_ids, *(() if begun is None else begun.token_ids[:-1])]
-    slots = Slots(runtime, len(prompt_ids) + ending.max_new_tokens + behind, token_ids, salt)
-    buffer, n_read = yield slots
+    capacity = len(prompt_ids) + ending.max_new_tokens + behind
+    slots = Slots(runtime, capacity, token_ids, salt, capacity * method.drafter.slot_bytes)
+    buffer, n_read, load = yield slots
     tally = Tally() if begun is None else begun.tally.resumed()
-    context = Context(runtime, buffer, rule, list(prompt_ids), len(prompt_ids), tally)
+    context = Context(runtime, buffer, rule, list(prompt_ids), len(prompt_ids), tally, load=load)
     if begun is None:
         yield from _begin(context, n_read, ending, with_state)
     else:
@@ -100,7 +101,7 @@ def _begin(context: Context, n_read: int, ending: EndRule, with_state: bool) -> 
     """Prefill what is not in the buffer yet of the prompt; the pass gives the first token."""
     runtime, states = context.runtime, list[Tensor]()
     capture = {runtime.n_layers: states} if with_state else None
-    for each in runtime.prefill_passes(context.token_ids[n_read:], context.buffer, n_read, capture):
+    for each in runtime.prefill_passes(context.token_ids[n_read:], context.buffer, n_read, capture, context.load):
         logits = yield each
     first = context.rule.choose(context.token_ids, logits[0])
     context.tally.prefill_s = context.tally.total_s
@@ -114,7 +115,9 @@ def _take_up(context: Context, n_read: int, begun: Begun) -> Work[None]:
     context.token_ids += begun.token_ids
     context.searched, context.finish = begun.searched, begun.finish
     if begun.finish is None:
-        yield from context.runtime.prefill_passes(context.token_ids[n_read:-1], context.buffer, n_read)
+        yield from context.runtime.prefill_passes(
+            context.token_ids[n_read:-1], context.buffer, n_read, load=context.load
+        )
         context.rule.skip(len(begun.token_ids))
         context.tally.prefill_s += perf_counter() - clock
         yield Began(context, ())
@@ -183,7 +186,7 @@ def _check(context: Context, draft: Draft) -> PassGenerator[Tensor | None]:
     if draft.n_checked == 0:
         return None
     if draft.staged is not None:
-        return draft.staged.finish()
+        return (yield from draft.staged.finish())
     tree, root = draft.tree, context.root_slot
     if tree.is_chain and draft.riders is None:
         return (yield Pass(context.runtime, Rows(tree.token_ids[: draft.n_checked], root), context.buffer))

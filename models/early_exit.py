@@ -7,7 +7,7 @@ writes.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from ..core.errors import InvalidInput
 from ..core.types import LearnedKind, LearnedRecord
 from .buffer import KVBuffer
+from .rows import Pass, Rows
 from .runtime import Runtime
 
 SCHEMA = "swiftopt.learned-weights/1"
@@ -92,7 +93,7 @@ class StagedPass:
     Early exit reads a row at an intermediate layer and starts the next one. The row's deeper layers are deferred until
     a later row needs their keys and values, and then run for every waiting row in one pass over the weights; nothing is
     run twice. A later row is never deeper than an earlier one: advancing the newest row to a layer brings the waiting
-    ones along from wherever they stopped.
+    ones along from wherever they stopped. What runs is yielded as passes over some of the layers.
 
     Source: AdaDecode 2.2, Algorithm 1; LayerSkip's verification is the case of one depth for all.
     """
@@ -107,30 +108,47 @@ class StagedPass:
         """Rows added so far."""
         return len(self.depths)
 
+    @property
+    def newest(self) -> Tensor:
+        """State (1, hidden_size) of the newest row, after as many layers as it has run."""
+        return self._hidden[-1]
+
     def add(self, token_id: int) -> None:
         """Append a row of which no layer has run."""
         self._hidden.append(self.runtime.embed([token_id], self.first_slot + self.n_rows))
         self.depths.append(0)
 
-    @torch.inference_mode()
-    def advance(self, depth: int) -> Tensor:
-        """Run every row to at least `depth` layers; return the newest row's state (1, hidden_size)."""
+    def advance(self, depth: int, with_logits: bool = False, drafts: bool = True) -> Generator[Pass, Tensor, Tensor]:
+        """Run every row to at least `depth` layers; returns the logits (1, vocab) read from the newest row there.
+
+        Args: with_logits: False: return logits of no row. drafts: see `Pass`.
+        """
+        logits = self.newest[:0]
         while self.depths[-1] < depth:
             # Rows that stand where the newest one stands: a run of rows at the end, which go on together.
-            at = self.depths[-1]
-            first = next(row for row, own in enumerate(self.depths) if own == at)
+            first = self.depths.index(self.depths[-1])
             until = min(depth, self.depths[first - 1]) if first else depth
-            hidden = self._hidden[first] if first == self.n_rows - 1 else torch.cat(self._hidden[first:])
-            hidden = self.runtime.run_layers(hidden, self.first_slot + first, self.buffer, at, until)
-            self._hidden[first:] = torch.split(hidden, 1)
-            self.depths[first:] = [until] * (self.n_rows - first)
-        return self._hidden[-1]
+            wanted = (self.n_rows - first - 1,) if with_logits and until == depth else ()
+            logits = yield from self._run(first, until, wanted, drafts)
+        return logits
 
-    @torch.inference_mode()
-    def finish(self) -> Tensor:
-        """Run what is left of every row; return the logits (rows, vocab) after all layers."""
-        self.advance(self.runtime.n_layers)
-        return self.runtime.logits(torch.cat(self._hidden))
+    def finish(self) -> Generator[Pass, Tensor, Tensor]:
+        """Run what is left of every row; returns the logits (rows, vocab) after all layers."""
+        yield from self.advance(self.depths[0], drafts=False)  # where they all stand then
+        return (yield from self._run(0, self.runtime.n_layers, None, drafts=False))
+
+    def _run(
+        self, first: int, until: int, wanted: Sequence[int] | None, drafts: bool
+    ) -> Generator[Pass, Tensor, Tensor]:
+        """Bring the rows from `first` on, which stand alike, to `until` layers."""
+        hidden = self._hidden[first] if first == self.n_rows - 1 else torch.cat(self._hidden[first:])
+        states: list[Tensor] = []
+        rows = Rows([0] * hidden.shape[0], self.first_slot + first)
+        span = (self.depths[first], until)
+        logits = yield Pass(self.runtime, rows, self.buffer, wanted, {until: states}, drafts, hidden, span)
+        self._hidden[first:] = torch.split(states[0], 1)
+        self.depths[first:] = [until] * (self.n_rows - first)
+        return logits
 
 
 def heads_to_bytes(heads: Heads, record: LearnedRecord) -> bytes:

@@ -15,11 +15,16 @@ from .blocks import Block, RowGroup
 from .buffer import KVBuffer
 
 
+@dataclass(slots=True)
+class Load:
+    """How many sequences the latest passes of an engine served: of the whole target, and of drafts."""
+
+    checked: int = 1
+    drafted: int = 1
+
+
 class PassRunner(Protocol):
     """What passes need of a model; `models.runtime.Runtime` has it."""
-
-    load: int
-    sharing: int
 
     @property
     def n_layers(self) -> int: ...
@@ -57,7 +62,9 @@ class Pass:
     """Rows of one sequence that are to be run through a model.
 
     `buffer` holds the sequence's keys and values; `wanted` are the rows that logits are wanted of (None: all);
-    `capture` is as in `Runtime.forward`. `drafts` says that the sequence is still drafting.
+    `capture` is as in `Runtime.forward`. `drafts` says that the sequence is still drafting. `layers` (first, last): the
+    rows, whose states (rows, hidden_size) after `first` layers are `hidden`, run up to `last` layers only, and logits
+    are read there.
     """
 
     runtime: PassRunner
@@ -66,6 +73,8 @@ class Pass:
     wanted: Sequence[int] | None = None
     capture: Mapping[int, list[Tensor]] | None = None
     drafts: bool = False
+    hidden: Tensor | None = None
+    layers: tuple[int, int] | None = None
 
 
 Groups = tuple[tuple[str | None, frozenset[int]], ...]

@@ -18,7 +18,7 @@ from .blocks import Block, RotaryTables, submodule
 from .buffer import KVBuffer
 from .copies import QuantisedCopies
 from .families import context_limit, family_of, windows_of
-from .rows import Pass, PassPlan, Rows
+from .rows import Load, Pass, PassPlan, Rows
 
 PREFILL_ROWS = 512  # rows per prefill pass, so that its mask stays small
 PREFILL_ROWS_BESIDE = 128  # where other sequences wait for the pass to end
@@ -87,8 +87,6 @@ class Runtime:
         ends = {self.device, self.final_norm.weight.device, self._head_device}
         self.one_device = len({block.device for block in self.blocks} | ends) == 1
         self.rotation = RotaryTables(submodule(hf_model, family.rotary), self.dtype, self.max_positions).of
-        self.load = 1  # sequences that its latest pass of the whole model served
-        self.sharing = 1  # sequences that its latest draft pass served
         self.speed = "eager"
         self.graphs: CapturedPasses | None = None  # what passes are replayed by, see models.loading.at_speed
         self.native: KernelPasses | None = None  # what passes are computed by in place of torch, likewise
@@ -187,11 +185,16 @@ class Runtime:
         buffer: KVBuffer,
         first_slot: int = 0,
         capture: Mapping[int, list[Tensor]] | None = None,
+        load: Load | None = None,
     ) -> Iterator[Pass]:
-        """The passes that `prefill` makes; the last one gives the logits (1, vocab) after the text."""
+        """The passes that `prefill` makes; the last one gives the logits (1, vocab) after the text.
+
+        Args: load: the engine's; None: nobody waits for these passes.
+        """
         start = 0
         while start < len(token_ids):
-            chunk = token_ids[start : start + (PREFILL_ROWS if self.load == 1 else PREFILL_ROWS_BESIDE)]
+            n_rows = PREFILL_ROWS if load is None or load.checked == 1 else PREFILL_ROWS_BESIDE
+            chunk = token_ids[start : start + n_rows]
             wanted = (len(chunk) - 1,) if start + len(chunk) == len(token_ids) else ()
             yield Pass(self, Rows(chunk, first_slot + start), buffer, wanted, capture)
             start += len(chunk)
@@ -212,7 +215,7 @@ class Runtime:
 
     @torch.inference_mode()
     def forward_together(self, passes: Sequence[Pass]) -> list[Tensor]:
-        """One pass over the rows of several sequences; the wanted logits (rows, vocab) of each.
+        """One pass over the rows of several sequences, all of the same `layers`; the wanted logits (rows, vocab) of each.
 
         Weights are read once for all rows, and attention goes over each sequence's own buffer. With our kernels the
         bits are those of passes of their own. Captured CUDA graphs are replayed one after the other.
@@ -223,7 +226,7 @@ class Runtime:
 
     def _replayed(self, graphs: CapturedPasses, one: Pass) -> Tensor:
         index = None if one.wanted is None else torch.tensor(one.wanted, device=self.device, dtype=torch.int64)
-        if one.capture is None and (index is None or index.numel()):
+        if one.capture is None and one.layers is None and (index is None or index.numel()):
             logits = graphs.forward(one.rows, one.buffer)
             if logits is not None:
                 return logits if index is None else logits[index]
@@ -241,12 +244,13 @@ class Runtime:
         of_all = rows == list(range(plans[-1].first + plans[-1].n))
         at = {name: [i for i, own in enumerate(formats) if own == name] for name in dict.fromkeys(formats)}
         indices = {name: self._index([rows[i] for i in own]) for name, own in at.items()}
-        embedded = [self._embedded(each.rows.token_ids, plan) for each, plan in zip(passes, plans, strict=True)]
-        hidden = embedded[0] if len(embedded) == 1 else torch.cat(embedded)
+        begun = [self._begun(each, plan) for each, plan in zip(passes, plans, strict=True)]
+        hidden = begun[0] if len(begun) == 1 else torch.cat(begun)
+        first, last = passes[0].layers or (0, self.n_layers)
         if self.native is None:
-            hidden = self._through(hidden, plans, self.blocks, [each.capture for each in passes])
+            hidden = self._through(hidden, plans, self.blocks[first:last], [each.capture for each in passes])
         else:
-            self._native_layers(self.native, hidden, passes, 0, self.n_layers)
+            self._native_layers(self.native, hidden, passes, first, last)
         if not rows:
             return [hidden[:0]] * len(passes)
         if len(at) == 1:
@@ -257,6 +261,12 @@ class Runtime:
             for name, index in indices.items():
                 logits[at[name]] = self._logits(hidden, name, index)
         return list(torch.split(logits, [len(own) for own, _ in wanted]))
+
+    def _begun(self, one: Pass, plan: PassPlan) -> Tensor:
+        """The states (rows, hidden_size) that a pass begins with; our kernels write over them."""
+        if one.hidden is None:
+            return self._embedded(one.rows.token_ids, plan)
+        return one.hidden if self.native is None else one.hidden.clone()
 
     def _wanted(self, one: Pass) -> tuple[Sequence[int], list[str | None]]:
         """The rows of a pass that logits are wanted of, and the format of the head for each."""
@@ -309,12 +319,10 @@ class Runtime:
     @torch.inference_mode()
     def run_layers(self, hidden: Tensor, first_slot: int, buffer: KVBuffer, first: int, last: int) -> Tensor:
         """Run a chain of rows at `first_slot` … through layers first … last - 1; `hidden` is (rows, hidden_size)."""
+        states: list[Tensor] = []
         rows = Rows([0] * hidden.shape[0], first_slot)
-        if self.native is not None:
-            hidden = hidden.clone()
-            self._native_layers(self.native, hidden, [Pass(self, rows, buffer)], first, last)
-            return hidden
-        return self._through(hidden, [PassPlan(self, rows, buffer)], self.blocks[first:last], [None])
+        self._computed([Pass(self, rows, buffer, (), {last: states}, hidden=hidden, layers=(first, last))])
+        return states[0]
 
     def _embedded(self, token_ids: Sequence[int] | Tensor, plan: PassPlan) -> Tensor:
         hidden = cast(Tensor, self._embed(torch.as_tensor(token_ids, device=self.device)))  # (rows, hidden_size)

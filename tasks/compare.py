@@ -220,7 +220,7 @@ def about(entry: Entry, session: Session, draft: Runtime | None, n_positions: in
     parts, runtime = entry.recipe.parts, session.runtime
     trained = [part.n_parameters for part in (parts.heads, parts.probe) if part is not None]
     drafting = parts.draft_runtime
-    extra = buffer_bytes(entry.method, runtime, drafting, n_positions, session.max_new_tokens)
+    extra = buffer_bytes(entry.method, runtime, n_positions, session.max_new_tokens)
     return replace(
         known,
         extra_parameters=sum(trained) + (0 if drafting is None else drafting.info.n_parameters),

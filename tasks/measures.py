@@ -110,17 +110,13 @@ def held_bytes(method: Method, runtime: Runtime) -> int:
     return sum(found.values()) + copies
 
 
-def buffer_bytes(method: Method, runtime: Runtime, draft: Runtime | None, n_positions: int, room: int) -> int:
+def buffer_bytes(method: Method, runtime: Runtime, n_positions: int, room: int) -> int:
     """Return the bytes of key/value slots beyond plain decoding's: draft rows, and all of a draft model's.
 
     Args: n_positions: prompt and completion together; room: tokens of the completion.
     """
-    slot = runtime.new_buffer(1).n_bytes
     n_rows = method.drafter.max_rows(room)
-    extra = (n_rows - 1) * slot
-    if draft is not None:
-        extra += (n_positions + n_rows) * draft.new_buffer(1).n_bytes
-    return extra
+    return (n_rows - 1) * runtime.slot_bytes + (n_positions + n_rows) * method.drafter.slot_bytes
 
 
 def _of_module(module: nn.Module) -> Iterator[Tensor]:

@@ -175,12 +175,11 @@ class LiveEngine:
     """Decodes requests of any threads side by side, in a thread of its own that alone uses the model."""
 
     def __init__(self, model: Model, concurrency: int, memory: int) -> None:
-        self.model, self.concurrency = model, concurrency
-        self._engine = Engine(memory)
+        self.model = model
+        self._engine = Engine(memory, concurrency)
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock, self._closed = threading.Lock(), False
-        self._waiting: list[tuple[Ticket, Work[None]]] = []
-        self._running: dict[Ticket, Request[None]] = {}
+        self._requests: dict[Ticket, Request[None]] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -194,7 +193,7 @@ class LiveEngine:
         with self._lock:
             if self._closed:
                 raise Cancelled("this engine is closed: start another one")
-            self._inbox.put(lambda: self._waiting.append((ticket, work)))
+            self._inbox.put(lambda: self._add(ticket, work))
         return ticket
 
     def close(self) -> None:
@@ -224,31 +223,29 @@ class LiveEngine:
                 self._closed = True
             while not self._inbox.empty():
                 self._inbox.get()()
-            for ticket in [*self._running, *(ticket for ticket, _ in self._waiting)]:
+            for ticket in list(self._requests):
                 self._drop(ticket)
 
     def _obey(self) -> None:
         """Do what was asked of this thread, waiting while there is nothing to decode."""
-        while not self._inbox.empty() or not (self._running or self._waiting or self._closed):
+        while not self._inbox.empty() or not (self._requests or self._closed):
             self._inbox.get()()
 
+    def _add(self, ticket: Ticket, work: Work[None]) -> None:
+        self._requests[ticket] = self._engine.add(intercept(work, _handing_to(ticket)))
+
     def _step(self) -> None:
-        while self._waiting and len(self._running) < self.concurrency:
-            ticket, work = self._waiting.pop(0)
-            self._running[ticket] = self._engine.add(intercept(work, _handing_to(ticket)))
         for _ in self._engine.step():
             pass
-        for ticket, request in list(self._running.items()):
+        for ticket, request in list(self._requests.items()):
             if request.is_done:
-                del self._running[ticket]
+                del self._requests[ticket]
                 ticket.end(request.error)
 
     def _drop(self, ticket: Ticket) -> None:
         if ticket.is_done:
             return
-        self._waiting = [each for each in self._waiting if each[0] is not ticket]
-        if ticket in self._running:
-            self._engine.cancel(self._running.pop(ticket))
+        self._engine.cancel(self._requests.pop(ticket))
         ticket.end(Cancelled("the request was cancelled, or its engine closed: submit it again"))
 
 

@@ -163,7 +163,7 @@ class AdaptiveDrafter(Drafter):
 
     def draft(self, room: int) -> PassGenerator[Draft]:
         """Read what was committed, at the first call the prompt, so that this counts as drafting, and draft."""
-        self.costs.load = self.context.runtime.load
+        self.costs.load = self.context.load.checked
         self.matches.read(self.context.token_ids)
         most = min(room, self.settings.max_draft_length)
         self.chain = chain = _Chain()
@@ -189,7 +189,7 @@ class AdaptiveDrafter(Drafter):
     def _fill(self, chain: _Chain, most: int) -> PassGenerator[None]:
         """Choose the kind of round and make its chain."""
         learned = self.learned
-        rate = learned.throughput.rate * (1 + CROWD_TOLL * (self.context.runtime.load - 1))
+        rate = learned.throughput.rate * (1 + CROWD_TOLL * (self.context.load.checked - 1))
         cursor = self.matches.at_end()
         by_text = self._text_worth(cursor, most, rate)
         if self.passes is not None:
@@ -201,7 +201,7 @@ class AdaptiveDrafter(Drafter):
                 yield from self._by_model(chain, cursor, most_modelled, rate)
                 self._by_text(chain, cursor, most, rate)
                 return
-            if learned.probing.due(self.context.runtime.load):
+            if learned.probing.due(self.context.load.checked):
                 yield from self._by_model(chain, cursor, min(most_modelled, PROBE_LENGTH), 0.0)
                 return
         self._by_text(chain, cursor, most, rate)
@@ -235,7 +235,7 @@ class AdaptiveDrafter(Drafter):
             guesses = self._guesses(cursor, most - len(chain.token_ids) - 1)
             rows = [last, *guesses]
             logits = yield from self.passes.extend(rows, range(n_run - 1, n_run + len(rows) - 1))
-            crowd = max(1.0, self.context.runtime.load / self.context.runtime.sharing)
+            crowd = max(1.0, self.context.load.checked / self.context.load.drafted)
             chain.drafting += self.costs.draft(len(rows))
             chain.spent += crowd * self.costs.draft(len(rows))
             n_right = self._take(chain, cursor, logits, guesses, rate)

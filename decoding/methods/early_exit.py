@@ -140,7 +140,6 @@ class EarlyDrafter(Drafter):
         return 1 + min(room, self.max_early)
 
     def draft(self, room: int) -> PassGenerator[Draft]:
-        yield from ()  # what it runs is a part of the target's own layers
         from ...models.early_exit import StagedPass
 
         context = self.context
@@ -148,7 +147,7 @@ class EarlyDrafter(Drafter):
         tokens, offers = [context.token_ids[-1]], {}  # type: list[int], dict[int, Offer]
         staged.add(tokens[0])
         while len(tokens) <= min(room, self.max_early):
-            early = self._predict(staged, tokens[1:])
+            early = yield from self._predict(staged, tokens[1:])
             if early is None:
                 break
             token_id, offer = early
@@ -158,12 +157,13 @@ class EarlyDrafter(Drafter):
             staged.add(token_id)
         return Draft(DraftTree.chain(tokens), offers, staged=staged)
 
-    def _predict(self, staged: StagedPass, drafted: list[int]) -> tuple[int, Offer | None] | None:
+    def _predict(self, staged: StagedPass, drafted: list[int]) -> PassGenerator[tuple[int, Offer | None] | None]:
         """Return the token that the first sure head gives behind the newest row, and what it was drawn from, if so."""
         context, heads = self.context, self.heads
         rule = context.rule
         for depth in heads.depths:
-            logits = heads.logits(context.runtime, depth, staged.advance(depth))[0]
+            yield from staged.advance(depth)
+            logits = heads.logits(context.runtime, depth, staged.newest)[0]
             scores = rule.scores([*context.token_ids, *drafted] if rule.processors else (), logits)
             token_id, confidence = rule.confidence(scores)
             if confidence > self.threshold:
@@ -193,7 +193,8 @@ class _Arrived:
     context: Context
     hidden: Tensor
 
-    def finish(self) -> Tensor:
+    def finish(self) -> PassGenerator[Tensor]:
+        yield from ()
         return self.context.runtime.logits(self.hidden)
 
 
@@ -217,7 +218,7 @@ class PipelineDrafter(Drafter):
         self._flights: list[_Flight] = []  # oldest, deepest, first
 
     def draft(self, room: int) -> PassGenerator[Draft]:
-        yield from ()  # what it runs is a part of the target's own layers
+        yield from ()  # each layer reads its own weights, so that there is nothing to share with other requests
         context = self.context
         root, slot = context.token_ids[-1], context.root_slot
         if not self._flights or (self._flights[0].token_id, self._flights[0].slot) != (root, slot):

@@ -12,6 +12,7 @@ from families import CONFIGS, VOCAB, tiny_runtime
 from swiftopt.core.types import Completion, Sampling
 from swiftopt.decoding.context import Ending
 from swiftopt.decoding.draft_models import EarlyExit
+from swiftopt.decoding.engine import alone
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, Method
 from swiftopt.decoding.methods.chains import ChainDrafter, StopRule
@@ -50,9 +51,9 @@ def test_rows_of_any_depths_finish_to_the_logits_of_one_pass(family: str) -> Non
     for token_id, depth in zip(ids[15:], (3, 1, 1, 2, 0), strict=True):
         staged.add(token_id)
         if depth:
-            staged.advance(depth)
+            alone(staged.advance(depth))
     assert staged.depths == [3, 2, 2, 2, 0]  # the fourth row took those that waited below it along
-    torch.testing.assert_close(staged.finish(), whole)
+    torch.testing.assert_close(alone(staged.finish()), whole)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -87,8 +88,8 @@ def test_stacked_layers_are_the_layers(family: str, dtype: torch.dtype) -> None:
     for row, (layer, slot) in enumerate(((0, 21), (2, 20))):
         buffer.keys[layer][:, 20] = again.keys[layer][:, 20]
         buffer.values[layer][:, 20] = again.values[layer][:, 20]
-        alone = runtime.run_layers(states[row : row + 1], slot, buffer, layer, layer + 1)
-        torch.testing.assert_close(both[row : row + 1], alone, rtol=1e-4, atol=1e-4)
+        own = runtime.run_layers(states[row : row + 1], slot, buffer, layer, layer + 1)
+        torch.testing.assert_close(both[row : row + 1], own, rtol=1e-4, atol=1e-4)
 
 
 def test_stacking_changes_no_weight_and_holds_none_twice() -> None:
