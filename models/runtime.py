@@ -215,7 +215,7 @@ class Runtime:
 
     @torch.inference_mode()
     def forward_together(self, passes: Sequence[Pass]) -> list[Tensor]:
-        """One pass over the rows of several sequences, all of the same `layers`; the wanted logits (rows, vocab) of each.
+        """One pass over rows of several sequences, all of the same `layers`; the wanted logits (rows, vocab) of each.
 
         Weights are read once for all rows, and attention goes over each sequence's own buffer. With our kernels the
         bits are those of passes of their own. Captured CUDA graphs are replayed one after the other.
