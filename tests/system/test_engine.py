@@ -261,9 +261,12 @@ def test_failed_request_lets_those_in_flight_end_and_none_begin() -> None:
 
     def works() -> Iterator[Work[Completion]]:
         for i in range(9):
-            begun.append(i)
             method = Method("failing", _Failing(bad_pass=False)) if i == 1 else PLAIN
-            yield request(own, method, words(3, 4), SAMPLINGS[0], n_new=12)
+            yield noting(i, request(own, method, words(3, 4), SAMPLINGS[0], n_new=12))
+
+    def noting(number: int, work: Work[Completion]) -> Work[Completion]:
+        begun.append(number)
+        return (yield from work)
 
     lengths: dict[int, int] = {}
     with pytest.raises(RuntimeError, match="no more ideas"):
