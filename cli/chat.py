@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..core.errors import InvalidInput, StreamError, SwiftoptError
+from ..core.errors import StreamError, SwiftoptError
 from ..core.requests import GenerateRequest
 from ..core.streams import raw_prompt
-from ..core.types import Prompt, Sampling, check_task
-from ..decoding.methods import method_info
+from ..core.types import Sampling, check_task
 from . import options
-from .backend import Backend, on_command_line
-from .generate import remarks
-from .options import check_model, pick, positive
-from .output import emit_json, note, note_load
+from .backend import Backend
+from .options import pick, positive
+from .output import emit_json, note
+from .partners import DEFAULT_TASK, Message, Partner, loaded_partner, served_partner
 from .render import number
 
 if TYPE_CHECKING:
-    from ..client.chat import Answered, ChatClient
-    from ..tasks.model import LiveEngine
-
-Message = Mapping[str, str]
+    from ..client.chat import Answered
 
 ANSWER_TOKENS = 512  # of one answer at most, unless the caller says otherwise
-PLACEMENT = ("dtype", "device", "speed")  # options that a server decides for itself
-DEFAULT_TASK = "default"
 COMMANDS = """\
 /system TEXT  say how to answer from now on; without TEXT, take that back
 /clear        forget what was said until now
@@ -73,7 +67,7 @@ def chat(
         check_task(values["task"], "--task")
     instruction = None if system is None else _checked(system, "--system")
     question = None if message is None else _checked(message, "--message")
-    opened = _served(chosen.server, values) if chosen.server else _loaded(chosen.db, values)
+    opened = served_partner(chosen.server, values) if chosen.server else loaded_partner(chosen.db, values)
     with opened as partner:
         conversation = Conversation(partner, instruction, as_json)
         if question is not None:
@@ -92,106 +86,6 @@ def _checked(text: str, where: str) -> str:
     Raises: StreamError: it is empty, or no text.
     """
     return raw_prompt(text, DEFAULT_TASK, where).text or ""
-
-
-# --- who answers
-
-
-class Partner(Protocol):
-    """Who answers: the model's name, and the answer to messages as it grows, with what it came to at its end."""
-
-    name: str
-
-    def answer(self, messages: Sequence[Message]) -> Iterator[str | Answered]: ...
-
-
-@contextmanager
-def _served(url: str, values: Mapping[str, Any]) -> Iterator[Partner]:
-    from ..client.chat import ChatClient
-
-    for name in PLACEMENT:
-        if on_command_line(name):
-            raise click.UsageError(f"--{name} is for a model that is loaded here: leave it out, or --server")
-    with ChatClient(url) as client:
-        served = client.models()
-        fields = _fields(values)
-        if served.is_swiftopt:  # others may refuse what is not OpenAI's
-            fields["return_metrics"] = True
-        yield _Served(client, values["model"] or _only(served.names), fields)
-
-
-def _only(names: Sequence[str]) -> str:
-    if not names:
-        raise InvalidInput("the server decodes with no model: start it with `swiftopt serve --model NAME`")
-    if len(names) > 1:
-        raise InvalidInput(f"the server has {len(names)} models: choose one with --model ({', '.join(names)})")
-    return names[0]
-
-
-def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options as fields of a request; those beyond OpenAI's only where they are used."""
-    sampling: Sampling = values["sampling"]
-    fields: dict[str, Any] = {"max_tokens": values["max_new_tokens"], "temperature": sampling.temperature}
-    fields |= {"top_p": sampling.top_p, "seed": sampling.seed}
-    if sampling.top_k:
-        fields["top_k"] = sampling.top_k
-    own = {name: values[name] for name in ("task", "method") if values[name] is not None}
-    return {**fields, "swiftopt": own} if own else fields
-
-
-class _Served:
-    """A server's model."""
-
-    def __init__(self, client: ChatClient, name: str, fields: Mapping[str, Any]) -> None:
-        self.name = name
-        self._client, self._fields = client, fields
-
-    def answer(self, messages: Sequence[Message]) -> Iterator[str | Answered]:
-        return self._client.answer(self.name, messages, **self._fields)
-
-
-@contextmanager
-def _loaded(db: str | None, values: Mapping[str, Any]) -> Iterator[Partner]:
-    if not values["model"]:
-        raise click.UsageError("nobody answers: name a model with --model, or a server with --server")
-    if values["method"] is not None:
-        method_info(values["method"])
-    check_model(pick(GenerateRequest, dict(values)))
-    from ..tasks.model import load
-
-    model = load(values["model"], values["dtype"], values["device"], note_load, values["speed"], db)
-    with ExitStack() as stack:
-        if model.store is not None:
-            stack.callback(model.store.close)
-        if getattr(model.runtime.tokenizer, "chat_template", None) is None:
-            raise InvalidInput(f"{model.name} has no chat template: use an instruct model, or `swiftopt generate`")
-        yield _Loaded(stack.enter_context(model.engine(concurrency=1)), values)
-
-
-class _Loaded:
-    """A model of this process; its engine keeps what was read and said, so that each turn goes on behind the last."""
-
-    def __init__(self, engine: LiveEngine, values: Mapping[str, Any]) -> None:
-        self.name = engine.model.name
-        self._engine, self._task = engine, values["task"] or DEFAULT_TASK
-        self._options = {name: values[name] for name in ("method", "max_new_tokens", "sampling")}
-        self._noted: set[str] = set()
-
-    def answer(self, messages: Sequence[Message]) -> Iterator[str | Answered]:
-        from ..client.chat import Answered
-
-        ticket = self._engine.submit(Prompt("chat", self._task, messages=tuple(messages)), **self._options)
-        try:
-            yield from ticket
-        finally:
-            ticket.cancel()
-        _, done, info = ticket.generated[-1]
-        for text in remarks(done, info):
-            if text not in self._noted:
-                self._noted.add(text)
-                note(f"note: {text}")
-        speed = done.n_tokens / done.timings.total_s if done.timings.total_s else None
-        yield Answered(done.finish_reason, done.n_tokens, speed, done.acceptance_rate)
 
 
 # --- the chat
