@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import redis
+import yaml
 from servers import Postgres, Valkey, flush, server_folder
 from workers import Site, gone, site, until
 
+import swiftopt
 from swiftopt.core.jobs import JobSpec
 
 LEASE_S = 4.0
@@ -53,6 +55,19 @@ def test_burst_ends_when_the_queue_is_empty_and_the_parent_never_imports_torch(a
     assert anywhere.queue.depth() == 0
     with redis.Redis.from_url(anywhere.redis) as client:
         assert not client.keys("rq:job:*"), "rq keeps no record of attempts that are over"
+
+
+def test_jobs_that_wait_and_run_are_what_workers_are_scaled_by(here: Site) -> None:
+    """KEDA counts the entries of the keys that its triggers name: a list, and a sorted set."""
+    scaled = yaml.safe_load((Path(swiftopt.__file__).parent / "deploy/kubernetes/scaled/worker.yaml").read_text())
+    keys = {trigger["name"]: trigger["metadata"]["listName"] for trigger in scaled["spec"]["triggers"]}
+    jobs = [here.noop(60, n) for n in range(3)]
+    worker = here.start()
+    here.running(jobs[0])
+    with redis.Redis.from_url(here.redis) as client:
+        assert (client.llen(keys["waiting"]), client.zcard(keys["running"])) == (2, 1)
+        assert worker.end() == 0
+        assert (client.llen(keys["waiting"]), client.zcard(keys["running"])) == (3, 0)
 
 
 def test_killed_worker_takes_its_child_along_and_its_job_runs_elsewhere(anywhere: Site) -> None:
