@@ -47,6 +47,7 @@ class ProgramSettings(BaseSettings):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
     strategy: str | None = None
     objective: str | None = None
     skip_ratio: float | None = None

@@ -80,6 +80,21 @@ class QueueName(click.ParamType[str]):
         return str(value)
 
 
+class TokenBias(click.ParamType[tuple[int, float]]):
+    """Splits ID=BIAS into a token id and a number."""
+
+    name = "ID=BIAS"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, float]:
+        if isinstance(value, tuple):
+            return value
+        token_id, _, bias = str(value).partition("=")
+        try:
+            return int(token_id), float(bias)
+        except ValueError:
+            self.fail(f"{value!r} is no bias: give a token id and a number, for example 50=-2.5", param, ctx)
+
+
 positive = click.IntRange(min=1)
 model_task = click.argument("name", type=ModelTaskType(), metavar="MODEL/TASK")
 model = click.option(
@@ -204,6 +219,12 @@ sampling = together(
     from_field(Sampling, "temperature", "0 takes the most probable token."),
     from_field(Sampling, "top_p", "Draw from the most probable tokens that reach this mass."),
     from_field(Sampling, "top_k", "Draw from the k most probable tokens; 0 is off."),
+    from_field(Sampling, "min_p", "Draw from tokens of at least this share of the most probable one's chance."),
+    from_field(Sampling, "presence_penalty", "Taken off the logit of every token generated before; -2 to 2."),
+    from_field(Sampling, "frequency_penalty", "Likewise, for each time that it was generated; -2 to 2."),
+    click.option(
+        "--logit-bias", multiple=True, type=TokenBias(), help="Added to a token's logit, -100 to 100; may be repeated."
+    ),
     seed(Sampling),
 )
 

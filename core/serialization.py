@@ -206,6 +206,11 @@ class Form:
         )
         return core_schema.no_info_before_validator_function(self.read, handler(source), serialization=written)
 
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        if handler.mode == "validation" and self.read is not unchanged:
+            return adapter(self.written).json_schema()  # what is written is what can be read
+        return handler(schema)
+
 
 class _NullWhereNotFinite:
     """Reads null: the store writes so what is not finite."""

@@ -29,9 +29,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from .errors import FileNotFound, LayerSetError, StoreError
+from .errors import FileNotFound, LayerSetError, SettingsError, StoreError
 from .formats import STORED, check_formats
-from .serialization import BY_NUMBER, LARGEST, SORTED, Figure, Form, Record, Settings, count, ranged
+from .serialization import BY_NUMBER, LARGEST, SORTED, Figure, Form, Record, Settings, count, ranged, share
 
 SubLayer = tuple[Literal["attn", "mlp"], int]
 FinishReason = Literal["stop", "length", "stop_string"]
@@ -55,7 +55,19 @@ def _as_pairs(values: Any) -> Any:
     return tuple(values.items()) if isinstance(values, Mapping) else values
 
 
+def _biases_as_object(biases: Sequence[tuple[int, float]]) -> dict[str, float]:
+    return {str(token_id): bias for token_id, bias in biases}
+
+
+def _biases_as_pairs(values: Any) -> Any:
+    if not isinstance(values, Mapping):
+        raise ValueError("use an object of numbers by token id")
+    return tuple((int(key) if str(key).isdecimal() else key, bias) for key, bias in values.items())
+
+
 AS_OBJECT = Form(_as_object, dict[str, str], _as_pairs)  # of pairs
+BY_TOKEN = Form(_biases_as_object, dict[str, float], _biases_as_pairs)  # of pairs, the first of each a token id
+MOST_BIAS = 100.0  # of a token's logit, either way
 
 
 def searchable(n_layers: int) -> tuple[SubLayer, ...]:
@@ -189,7 +201,12 @@ class Prompt(Record):
 class Sampling(Settings):
     """How a token is taken from the target's distribution; temperature 0 is greedy.
 
-    `repetition_penalty` None means what the model's own generation config says.
+    `min_p` leaves out tokens that are less probable than this share of the most probable one. `repetition_penalty` None
+    means what the model's own generation config says. `presence_penalty` is taken off the logits of the tokens that
+    were generated so far, `frequency_penalty` once for each time; the prompt does not count. `logit_bias` are pairs of a
+    token id and what is added to its logit.
+
+    Raises: SettingsError: a value is out of its range.
     """
 
     NAME: ClassVar = "the sampling"
@@ -197,8 +214,22 @@ class Sampling(Settings):
     temperature: float = ranged(0.0, ge=0)
     top_p: float = ranged(1.0, gt=0, le=1)
     top_k: int = count(0, least=0)  # 0: off
+    min_p: float = share(0.0)  # 0: off
     repetition_penalty: float | None = ranged(None, gt=0)
+    presence_penalty: float = ranged(0.0, ge=-2, le=2)
+    frequency_penalty: float = ranged(0.0, ge=-2, le=2)
+    logit_bias: Annotated[tuple[tuple[int, float], ...], BY_TOKEN] = field(default_factory=tuple)
     seed: int = ranged(0, ge=-LARGEST, le=LARGEST)
+
+    def __post_init__(self) -> None:
+        Settings.__post_init__(self)
+        for token_id, bias in self.logit_bias:
+            if token_id < 0 or not abs(bias) <= MOST_BIAS:
+                raise SettingsError(
+                    f"logit_bias {bias} of token {token_id} is out of range: use token ids of 0 or more and numbers from"
+                    f" {-MOST_BIAS:g} to {MOST_BIAS:g}"
+                )
+        object.__setattr__(self, "logit_bias", tuple(sorted(dict(self.logit_bias).items())))
 
     @property
     def greedy(self) -> bool:

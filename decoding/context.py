@@ -125,38 +125,54 @@ class EndRule(Protocol):
         """As much of `block` as belongs to the completion, and why it ended there; None if it goes on."""
         ...
 
-    def cut(self, text: str) -> int | None:
-        """Where the text of the completion ends early, None if nowhere."""
+    def cut(self, text: str, token_ids: Sequence[int]) -> int | None:
+        """Where the completion's text, that of `token_ids`, ends early; None if nowhere."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """When a completion is over: a stop token, a stop string, or the length."""
+    """When a completion is over: a stop token, a stop string, or the length.
+
+    Neither stop tokens nor stop strings count before they end behind the first `min_new_tokens` tokens.
+    """
 
     max_new_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
     to_text: Callable[[Sequence[int]], str] | None = field(default=None, repr=False)
+    min_new_tokens: int = 0
 
     def crop(self, generated: Sequence[int], block: Sequence[int]) -> tuple[list[int], FinishReason | None]:
         """As much of `block` as belongs to the completion, and why it ended there; None if it goes on."""
         room = self.max_new_tokens - len(generated)
         for n, token_id in enumerate(block[:room], 1):
+            if len(generated) + n <= self.min_new_tokens:
+                continue
             if token_id in self.stop_token_ids:
                 return list(block[:n]), "stop"
-            if self.stop_strings and self.cut(self._tail(generated, block[:n])) is not None:
+            if self.stop_strings and self._has_stop([*generated, *block[:n]]):
                 return list(block[:n]), "stop_string"
         return list(block[:room]), "length" if len(block) >= room else None
 
-    def cut(self, text: str) -> int | None:
-        """Where the first stop string begins in `text`, None if there is none."""
-        found = [at for at in (text.find(stop) for stop in self.stop_strings) if at >= 0]
-        return min(found, default=None)
+    def cut(self, text: str, token_ids: Sequence[int]) -> int | None:
+        """Where the first stop string that counts begins in `text`, that of `token_ids`; None if there is none."""
+        return self._find(text, token_ids[: self.min_new_tokens])
 
-    def _tail(self, generated: Sequence[int], block: Sequence[int]) -> str:
-        """The end of the text, long enough for a stop string that the last token completes."""
+    def _find(self, text: str, free: Sequence[int]) -> int | None:
+        """Where the first stop string begins that does not end within the text of the tokens `free`."""
+        n_free = 0
+        if self.stop_strings and free:
+            assert self.to_text is not None  # built together with stop_strings
+            n_free = len(self.to_text(free))
+        found = [text.find(stop, max(0, n_free - len(stop) + 1)) for stop in self.stop_strings]
+        return min((at for at in found if at >= 0), default=None)
+
+    def _has_stop(self, token_ids: Sequence[int]) -> bool:
+        """Whether the end of the text holds a stop string that counts, which its last token has completed."""
         assert self.to_text is not None  # built together with stop_strings
         # A token that shows is at least a byte of UTF-8; 8 more for special tokens and characters cut at the start.
         reach = max(len(stop.encode(errors="surrogatepass")) for stop in self.stop_strings) + 8
-        return self.to_text([*generated, *block][-reach:])
+        tail = token_ids[-reach:]
+        n_free = max(0, self.min_new_tokens - (len(token_ids) - len(tail)))
+        return self._find(self.to_text(tail), tail[:n_free]) is not None

@@ -138,7 +138,7 @@ class CriteriaEnding:
                 return list(block[:n]), reason
         return list(block), None
 
-    def cut(self, text: str) -> int | None:
+    def cut(self, text: str, token_ids: Sequence[int]) -> int | None:
         """Nothing is cut: `generate` returns token ids."""
         return None
 

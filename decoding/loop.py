@@ -154,7 +154,7 @@ def completion_text(runtime: Runtime, token_ids: Sequence[int], ending: EndRule)
     if runtime.tokenizer is None:
         return ""
     text = str(runtime.tokenizer.decode(list(token_ids), skip_special_tokens=True))
-    cut = ending.cut(text)
+    cut = ending.cut(text, token_ids)
     return text if cut is None else text[:cut]
 
 

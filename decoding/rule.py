@@ -1,4 +1,4 @@
-"""How scores become a token: penalties, temperature, top-k and top-p, applied once, to draft and target alike."""
+"""How scores become a token: biases, penalties, temperature and cuts, applied once, to draft and target alike."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import (
+    LogitsProcessor,
     LogitsProcessorList,
+    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -18,8 +21,21 @@ from transformers import (
 
 from ..core.types import Sampling
 
-_BLIND = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)  # they look at scores alone
+_BLIND = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)  # they look at scores alone
 _COLDEST = 1e-30  # below, float32 scores overflow; long before, the argmax has all of the probability
+
+
+class GeneratedPenalty(LogitsProcessor):
+    """Takes `presence` off the scores of tokens that stand behind the prompt, and `frequency` for each time they do."""
+
+    def __init__(self, n_prompt: int, presence: float, frequency: float) -> None:
+        self.n_prompt, self.presence, self.frequency = n_prompt, presence, frequency
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the scores (1, vocab) after `input_ids` (1, tokens)."""
+        vocab = scores.shape[-1]
+        counts = torch.bincount(input_ids[0, self.n_prompt :], minlength=vocab)[:vocab]  # embeddings may be padded further
+        return scores - self.presence * (counts > 0) - self.frequency * counts
 
 
 class TokenRule:
@@ -32,7 +48,7 @@ class TokenRule:
     def __init__(self, sampling: Sampling, processors: LogitsProcessorList) -> None:
         self.greedy = sampling.greedy
         self.processors = processors
-        self._reads_text = any(not isinstance(each, _BLIND) for each in processors)
+        self._reads_text = any(not _is_blind(each) for each in processors)
         # Three streams, so that what a draft draws or a test decides never shifts the target's own draws. They differ
         # in their low 32 bits: a CPU generator reads no others of its seed.
         self._generator, self._draft_generator, self._accept_generator = (
@@ -40,14 +56,30 @@ class TokenRule:
         )
 
     @classmethod
-    def of(cls, sampling: Sampling, generation_config: Any) -> TokenRule:
-        """Build the rule of a request on a model whose `generation_config` may ask for a repetition penalty."""
+    def of(
+        cls,
+        sampling: Sampling,
+        generation_config: Any,
+        n_prompt: int = 0,
+        constraints: Sequence[LogitsProcessor] = (),
+    ) -> TokenRule:
+        """Build the rule of a request on a model whose `generation_config` may ask for a repetition penalty.
+
+        Args: n_prompt: tokens of the prompt, which do not count as generated. constraints: what forbids tokens, applied
+              behind biases and penalties.
+        """
         processors = LogitsProcessorList()
+        if sampling.logit_bias:
+            biases = {(token_id,): float(bias) for token_id, bias in sampling.logit_bias}
+            processors.append(SequenceBiasLogitsProcessor(cast(Any, biases)))
         penalty = sampling.repetition_penalty
         if penalty is None:
             penalty = getattr(generation_config, "repetition_penalty", None)
         if penalty not in (None, 1.0):
             processors.append(RepetitionPenaltyLogitsProcessor(float(penalty)))
+        if sampling.presence_penalty or sampling.frequency_penalty:
+            processors.append(GeneratedPenalty(n_prompt, sampling.presence_penalty, sampling.frequency_penalty))
+        processors.extend(constraints)
         if not sampling.greedy:
             if sampling.temperature != 1.0:
                 processors.append(TemperatureLogitsWarper(max(float(sampling.temperature), _COLDEST)))
@@ -55,6 +87,8 @@ class TokenRule:
                 processors.append(TopKLogitsWarper(sampling.top_k))
             if sampling.top_p < 1.0:
                 processors.append(TopPLogitsWarper(sampling.top_p))
+            if sampling.min_p:
+                processors.append(MinPLogitsWarper(sampling.min_p))
         return cls(sampling, processors)
 
     @property
@@ -119,6 +153,13 @@ class TokenRule:
         values, tokens = torch.stack([part.double() for part in scores.topk(min(n, scores.shape[-1]))]).tolist()
         offered = [int(t) for t, v in zip(tokens, values, strict=True) if v > float("-inf") and t != token_id]
         return (token_id, *offered[: n - 1])
+
+
+def _is_blind(processor: LogitsProcessor) -> bool:
+    """Whether a processor gives the same scores whatever the text is."""
+    if isinstance(processor, SequenceBiasLogitsProcessor):
+        return all(len(token_ids) == 1 for token_ids in processor.sequence_bias)
+    return isinstance(processor, _BLIND)
 
 
 def _invert(probs: Tensor, generator: torch.Generator) -> int:

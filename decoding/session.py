@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
+from transformers import LogitsProcessor, MinNewTokensLengthLogitsProcessor
 
 from ..core.errors import ContextOverflow, InvalidInput, SettingsError
 from ..core.types import Completion, Prompt, Sampling
@@ -29,9 +30,9 @@ class Turn(NamedTuple):
 class Session:
     """Decodes prompts on one runtime with one way of sampling; every completion starts from the request's seed.
 
-    With `ignore_eos` no token ends a completion.
-
-    Raises: SettingsError: a stop string is empty.
+    Args:   stop_token_ids: tokens that end a completion beside the model's own. ignore_eos: the model's own do not end
+            it. min_new_tokens: before so many no stop token is chosen, and no stop string ends it.
+    Raises: SettingsError: a stop string is empty, or the model has no such token.
     """
 
     def __init__(
@@ -41,6 +42,8 @@ class Session:
         max_new_tokens: int,
         stop_strings: Sequence[str] = (),
         ignore_eos: bool = False,
+        stop_token_ids: Sequence[int] = (),
+        min_new_tokens: int = 0,
     ) -> None:
         self.runtime = runtime
         self.sampling = sampling
@@ -48,6 +51,11 @@ class Session:
         self.stop_strings, self.ignore_eos = tuple(stop_strings), ignore_eos
         if "" in self.stop_strings:
             raise SettingsError("a stop string is empty, and would end every completion at once: leave it out")
+        self.stop_token_ids, self.min_new_tokens = tuple(stop_token_ids), min_new_tokens
+        if min_new_tokens < 0:
+            raise SettingsError(f"min_new_tokens {min_new_tokens} is out of range: use 0 or more")
+        self._check_tokens("stop_token_ids", self.stop_token_ids)
+        self._check_tokens("logit_bias", [token_id for token_id, _ in sampling.logit_bias])
         self.generation_config: Any = getattr(runtime.hf_model, "generation_config", None)
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -88,20 +96,25 @@ class Session:
             ids = self._encode(turn, self._messages(prompt, said))
             with _naming(turn.id):
                 ending = self.ending(self.room(turn))
-                done = yield from decoding(self.runtime, ids, method, self.rule(), ending, begun, **options)
+                done = yield from decoding(self.runtime, ids, method, self.rule(len(ids)), ending, begun, **options)
             said.append(done.text)
             begun = None
             turns.append(Turn(turn, done))
             yield turns[-1]
         return turns
 
-    def rule(self) -> TokenRule:
-        """A fresh rule, its draws starting from the seed."""
-        return TokenRule.of(self.sampling, self.generation_config)
+    def rule(self, n_prompt: int = 0) -> TokenRule:
+        """A fresh rule for a prompt of so many tokens, its draws starting from the seed."""
+        stops, constraints = sorted(self._stop_token_ids()), list[LogitsProcessor]()
+        if self.min_new_tokens and stops:
+            device = str(self.runtime.device)
+            constraints.append(MinNewTokensLengthLogitsProcessor(n_prompt, self.min_new_tokens, stops, device))
+        return TokenRule.of(self.sampling, self.generation_config, n_prompt, constraints)
 
     def ending(self, max_new_tokens: int) -> Ending:
         """When a completion of this session ends."""
-        return Ending(max_new_tokens, self._stop_token_ids(), self.stop_strings, self._to_text)
+        stops = self._stop_token_ids()
+        return Ending(max_new_tokens, stops, self.stop_strings, self._to_text, self.min_new_tokens)
 
     def room(self, prompt: Prompt) -> int:
         """Most tokens of each of the prompt's completions."""
@@ -144,10 +157,20 @@ class Session:
             raise InvalidInput(f"prompt {prompt.id!r} has no tokens: write at least one word")
         return ids
 
+    def _check_tokens(self, what: str, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            if not 0 <= token_id < self.runtime.vocab_size:
+                raise SettingsError(
+                    f"{what} names token {token_id}, but this model has tokens 0 to {self.runtime.vocab_size - 1}: use"
+                    " ids of its own tokenizer"
+                )
+
     def _stop_token_ids(self) -> frozenset[int]:
+        """The tokens that end a completion."""
+        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else self._own_stop_token_ids())
+
+    def _own_stop_token_ids(self) -> frozenset[int]:
         """The generation config's stop tokens, else the tokenizer's."""
-        if self.ignore_eos:
-            return frozenset()
         stops = getattr(self.generation_config, "eos_token_id", None)
         if stops is None:
             stops = getattr(self.runtime.tokenizer, "eos_token_id", None)

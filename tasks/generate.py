@@ -193,6 +193,7 @@ class GrowingText:
 
     def __init__(self, session: Session) -> None:
         self._tokenizer, self._stop = session.runtime.tokenizer, session.stop_strings
+        self._min_new_tokens = session.min_new_tokens
         self._start()
 
     def _start(self) -> None:
@@ -209,7 +210,8 @@ class GrowingText:
             return ""
         self._text += text[len(known) :]
         self._from, self._read = self._read, len(self._token_ids)
-        return self._new(self._text[: settled(self._text, self._stop)])
+        free = self._token_ids[: self._min_new_tokens] if self._stop else []
+        return self._new(self._text[: settled(self._text, self._stop, len(self._decoded(free)) if free else 0)])
 
     def rest(self, completion: Completion) -> str:
         """The rest of the completion's text; the next tokens begin another one."""
@@ -225,11 +227,14 @@ class GrowingText:
         return new
 
 
-def settled(text: str, stop_strings: Sequence[str]) -> int:
-    """Return the length of the part of `text` that no stop string, found or begun at its end, can cut."""
+def settled(text: str, stop_strings: Sequence[str], n_free: int = 0) -> int:
+    """Return the length of the part of `text` that no stop string, found or begun at its end, can cut.
+
+    Args: n_free: characters within which a stop string may end without cutting anything.
+    """
     length = len(text)
     for stop in stop_strings:
-        found = text.find(stop)
+        found = text.find(stop, max(0, n_free - len(stop) + 1))
         begun = next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)
         length = min(length, found if found >= 0 else len(text) - begun)
     return length

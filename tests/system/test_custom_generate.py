@@ -74,8 +74,9 @@ def test_tokens_are_streamed_by_callback() -> None:
     assert ours.sequences[0, 9:].tolist() == seen
 
 
-def test_sampling_preserves_the_target_distribution() -> None:
-    """The whole pipeline at temperature 1.3 with top-k: 600 seeded samples of two tokens against exact probabilities.
+@pytest.mark.parametrize("min_p", [0.0, 0.3])
+def test_sampling_preserves_the_target_distribution(min_p: float) -> None:
+    """The whole pipeline at temperature 1.3 with top-k, and min-p: 600 seeded samples of two tokens against exact probabilities.
 
     Chi-square over the joint of both tokens, bins below 5 expected counts merged; the bound is the 1 - 1e-4 quantile,
     so a correct sampler fails one seed in 10,000, and the seeds are fixed.
@@ -84,12 +85,14 @@ def test_sampling_preserves_the_target_distribution() -> None:
 
     model = tiny_model("llama", seed=3)
     inputs = prompt(5)
-    warp = {"do_sample": True, "temperature": 1.3, "top_k": 5}
+    warp = {"do_sample": True, "temperature": 1.3, "top_k": 5, "min_p": min_p or None}
 
     def next_probs(ids: torch.Tensor) -> torch.Tensor:
         scores = model(ids).logits[0, -1] / 1.3
         scores[scores < scores.topk(5).values[-1]] = float("-inf")
-        return torch.softmax(scores, dim=-1)
+        probs = torch.softmax(scores, dim=-1)
+        probs[probs < min_p * probs.max()] = 0.0
+        return probs / probs.sum()
 
     expected: dict[tuple[int, int], float] = {}
     first = next_probs(inputs)

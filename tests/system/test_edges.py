@@ -151,19 +151,67 @@ def test_stop_string_is_found_when_each_character_is_several_tokens() -> None:
     assert reason == "stop_string" and bytes(kept).decode() == f"well: {stop}"
 
 
-def test_streamed_text_is_the_completion_text_with_stop_strings() -> None:
+@pytest.mark.parametrize("least", [0, 4, 10, 24])
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_streamed_text_is_the_completion_text_with_stop_strings(least: int, at_once: int) -> None:
     runtime = worded_runtime()
     prompt = Prompt("1", "t", text=words(5, 9, 11))
     full = next(iter(Session(runtime, Sampling(), 24).run(prompt, PLAIN)))[1].text
     halfway = full.split()[9]
     for stop in (halfway, f"{halfway} no such word"):
-        session = Session(runtime, Sampling(), 24, [stop])
+        session = Session(runtime, Sampling(), 24, [stop], min_new_tokens=least)
         completion = session.run(prompt, PLAIN)[0].completion
+        free = " ".join(full.split()[:least])
         shown, text = "", GrowingText(session)
-        for token_id in completion.token_ids:
-            shown += text.add([token_id])
-            assert stop not in shown
+        for start in range(0, completion.n_tokens, at_once):
+            shown += text.add(completion.token_ids[start : start + at_once])
+            assert stop not in shown[len(free) :]
         assert shown + text.rest(completion) == completion.text
+
+
+def test_stop_string_counts_from_the_least_length_on() -> None:
+    """Text that the tokens before it complete is kept, one that a token behind it completes is cut where it begins."""
+    ids = list(b"end of the end, and END")
+    for least, kept in ((0, ""), (2, ""), (3, "end of the "), (13, "end of the "), (14, "end of the end, and END")):
+        ending = Ending(200, stop_strings=("end",), to_text=ByteTokenizer().decode, min_new_tokens=least)
+        found, reason = ending.crop([], ids)
+        text = bytes(found).decode()
+        assert text[: ending.cut(text, found)] == kept
+        assert (reason == "stop_string") == (least < 14)
+        one_by_one: list[int] = []
+        while len(one_by_one) < len(found):
+            block, _ = ending.crop(one_by_one, [ids[len(one_by_one)]])
+            one_by_one += block
+        assert one_by_one == found
+
+
+def test_stop_tokens_of_a_request_stand_beside_the_models_own() -> None:
+    runtime = worded_runtime()
+    (prompt,) = stream(1)
+    full = Session(runtime, Sampling(), 24).run(prompt, PLAIN)[0].completion.token_ids
+    stop, own = full[5], next(token_id for token_id in full[6:] if token_id not in full[:6])
+    runtime.hf_model.generation_config.eos_token_id = own  # type: ignore[union-attr]
+    options: dict[str, Any] = {"stop_token_ids": [stop]}
+    for ignore_eos in (False, True):
+        session = Session(runtime, Sampling(), 24, ignore_eos=ignore_eos, **options)
+        assert session.run(prompt, PLAIN)[0].completion.token_ids == full[: full.index(stop) + 1]
+        again = Session(runtime, Sampling(), 24, ignore_eos=ignore_eos, min_new_tokens=24, **options)
+        longest = again.run(prompt, PLAIN)[0].completion
+        assert longest.n_tokens == 24 and stop not in longest.token_ids
+        assert (own in longest.token_ids) <= ignore_eos
+    assert Session(runtime, Sampling(), 24).run(prompt, PLAIN)[0].completion.finish_reason == "stop"
+
+
+def test_tokens_that_the_model_does_not_have_are_refused() -> None:
+    for sampling, options in (
+        (Sampling(logit_bias=((VOCAB, 1.0),)), {}),
+        (Sampling(), {"stop_token_ids": [VOCAB]}),
+        (Sampling(), {"stop_token_ids": [-1]}),
+    ):
+        with pytest.raises(SettingsError, match=f"this model has tokens 0 to {VOCAB - 1}"):
+            Session(worded_runtime(), sampling, 8, **options)  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match="min_new_tokens -1"):
+        Session(worded_runtime(), Sampling(), 8, min_new_tokens=-1)
 
 
 def test_streamed_text_shows_a_character_that_the_length_cut_in_half() -> None:

@@ -33,7 +33,11 @@ from swiftopt.models.rows import Pass, Rows
 from swiftopt.models.runtime import Runtime
 
 N_NEW = 20
-SAMPLINGS = [Sampling(), Sampling(temperature=0.9, top_p=0.9, seed=5), Sampling(temperature=0.8, seed=11)]
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=0.9, top_p=0.9, seed=5),
+    Sampling(temperature=0.8, min_p=0.02, presence_penalty=0.5, frequency_penalty=0.1, seed=11),
+]
 FAMILIES = ("llama", "gemma3", "gpt2", "phi3-window")
 
 
@@ -51,7 +55,7 @@ def methods_of(own: Resources, names: Sequence[str]) -> list[Method]:
 
 
 def request(own: Resources, method: Method, ids: list[int], sampling: Sampling, n_new: int = N_NEW) -> Work[Completion]:
-    return decoding(own.runtime, ids, method, TokenRule.of(sampling, None), Ending(n_new))
+    return decoding(own.runtime, ids, method, TokenRule.of(sampling, None, len(ids)), Ending(n_new))
 
 
 def by_itself(

@@ -38,6 +38,14 @@ from swiftopt.models.runtime import Runtime
 N_NEW = 32
 GREEDY = Sampling()
 WARM = Sampling(temperature=0.9, top_p=0.9, seed=5)
+SHAPED = Sampling(
+    temperature=0.9,
+    min_p=0.05,
+    presence_penalty=0.8,
+    frequency_penalty=0.4,
+    logit_bias=((5, 3.0), (7, -100.0)),
+    seed=5,
+)
 EXAMPLES = Path(__file__).parents[2] / "examples" / "stream.jsonl"
 LOSSLESS = [info.name for info in METHODS.values() if not info.lossy]
 WITH_A_MODEL = [info.name for info in METHODS.values() if info.drafts_with_model and not info.lossy]
@@ -357,7 +365,7 @@ def plain_tokens(family: str, ids: tuple[int, ...], sampling: Sampling) -> tuple
 
 
 def tokens(runtime: Runtime, ids: list[int], method: Method, sampling: Sampling = GREEDY) -> tuple[int, ...]:
-    return decode(runtime, ids, method, TokenRule.of(sampling, None), Ending(N_NEW)).token_ids
+    return decode(runtime, ids, method, TokenRule.of(sampling, None, len(ids)), Ending(N_NEW)).token_ids
 
 
 METHOD_CASES = [
@@ -382,7 +390,7 @@ def test_every_method_gives_plain_tokens_in_bfloat16(name: str, with_model: bool
 
 
 @each_family
-@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [GREEDY, WARM, SHAPED], ids=["greedy", "sampled", "shaped"])
 def test_any_draft_in_any_format_gives_plain_tokens_in_bfloat16(family: str, sampling: Sampling) -> None:
     runtime, drafted = native(family), 0
     for seed, formats in enumerate(FORMATS):
@@ -390,7 +398,7 @@ def test_any_draft_in_any_format_gives_plain_tokens_in_bfloat16(family: str, sam
         draft = random_set(seed, formats)
         runtime.copies.prepare(draft)
         method = swift(draft, SETTINGS[seed % len(SETTINGS)])
-        done = decode(runtime, ids, method, TokenRule.of(sampling, None), Ending(N_NEW))
+        done = decode(runtime, ids, method, TokenRule.of(sampling, None, len(ids)), Ending(N_NEW))
         assert done.token_ids == plain_tokens(family, tuple(ids), sampling)
         drafted += done.drafted
     assert drafted > 0

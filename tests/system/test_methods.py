@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 from fakes import cheap_draft_costs
 from families import VOCAB, tiny_model, tiny_runtime
+from transformers import MinNewTokensLengthLogitsProcessor
 
 from swiftopt.core.errors import InvalidInput, LayerSetError, SettingsError
 from swiftopt.core.types import Completion, LayerSet, ModelInfo, Sampling
@@ -18,6 +20,7 @@ from swiftopt.decoding.context import Ending
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import METHODS, PLAIN, Method, Resources, build
 from swiftopt.decoding.rule import TokenRule
+from swiftopt.decoding.verify import TargetWalk
 from swiftopt.models.early_exit import Heads, Probe
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
@@ -48,7 +51,7 @@ def prompt(seed: int) -> list[int]:
 
 
 def run(method: Method, runtime: Runtime, ids: list[int], sampling: Sampling, n_new: int = N_NEW) -> Completion:
-    return decode(runtime, ids, method, TokenRule.of(sampling, None), Ending(n_new))
+    return decode(runtime, ids, method, TokenRule.of(sampling, None, len(ids)), Ending(n_new))
 
 
 def cases(names: list[str]) -> list[tuple[str, bool]]:
@@ -68,17 +71,25 @@ def test_greedy_output_is_that_of_plain_decoding(name: str, with_model: bool, fa
         assert done.target_passes <= plain.target_passes
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(repetition_penalty=1.5),
+        Sampling(presence_penalty=1.0, frequency_penalty=0.7, logit_bias=((5, 1.5), (7, -100.0))),
+    ],
+    ids=["repetition", "presence, frequency and bias"],
+)
 @pytest.mark.parametrize("name", LOSSLESS)
-def test_a_repetition_penalty_holds_for_drafts_too(name: str) -> None:
-    own, sampling = parts(), Sampling(repetition_penalty=1.5)
+def test_penalties_and_biases_hold_for_drafts_too(name: str, sampling: Sampling) -> None:
+    own = parts()
     done, plain = (run(m, own.runtime, prompt(4), sampling) for m in (build(name, own), PLAIN))
-    assert done.token_ids == plain.token_ids
+    assert done.token_ids == plain.token_ids != run(PLAIN, own.runtime, prompt(4), Sampling()).token_ids
 
 
 @cache
 def exact(runtime: Runtime, ids: tuple[int, ...], sampling: Sampling, length: int) -> dict[tuple[int, ...], float]:
     """Probability of every continuation of that length, pass by pass."""
-    rule = TokenRule.of(sampling, None)
+    rule = TokenRule.of(sampling, None, len(ids))
     found: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(length):
         grown = {}
@@ -91,18 +102,27 @@ def exact(runtime: Runtime, ids: tuple[int, ...], sampling: Sampling, length: in
     return found
 
 
-@pytest.mark.parametrize(("name", "with_model"), cases(LOSSLESS))
-def test_sampled_output_has_the_target_distribution(name: str, with_model: bool) -> None:
-    """300 seeded requests of 3 tokens under top-k 3: chi-square over the merged outcomes below the 1 - 1e-5 quantile.
+TOP_3 = Sampling(temperature=1.3, top_k=3)
+MIN_P = Sampling(
+    temperature=2.0, min_p=0.4, presence_penalty=1.5, frequency_penalty=0.5, logit_bias=((5, 4.0), (7, 4.0), (9, 3.5))
+)
 
-    The seeds are fixed, so a pass stays a pass; of 23 right implementations one fails by chance in 4,000 choices.
+
+@pytest.mark.parametrize(
+    ("name", "with_model", "sampling"),
+    [(*case, TOP_3) for case in cases(LOSSLESS)] + [(name, False, MIN_P) for name in LOSSLESS],
+)
+def test_sampled_output_has_the_target_distribution(name: str, with_model: bool, sampling: Sampling) -> None:
+    """300 seeded requests of 3 tokens: chi-square over the merged outcomes below the 1 - 1e-5 quantile.
+
+    The seeds are fixed, so a pass stays a pass; of 39 right implementations one fails by chance in 2,500 choices.
     """
     own, ids, length = parts("llama", with_model), prompt(1), 3
     method, n = build(name, own), 300
-    expected = exact(own.runtime, tuple(ids), Sampling(temperature=1.3, top_k=3), length)
+    expected = exact(own.runtime, tuple(ids), sampling, length)
     counts: dict[tuple[int, ...], int] = {}
     for seed in range(n):
-        done = run(method, own.runtime, ids, Sampling(temperature=1.3, top_k=3, seed=seed), length)
+        done = run(method, own.runtime, ids, replace(sampling, seed=seed), length)
         counts[done.token_ids] = counts.get(done.token_ids, 0) + 1
     assert set(counts) <= set(expected)
     merged: list[list[float]] = [[0.0, 0.0]]
@@ -145,6 +165,25 @@ def test_a_stop_token_ends_the_text_whoever_drafts(name: str) -> None:
     assert stop not in done.token_ids[:-1] and (done.finish_reason == "stop") == (done.token_ids[-1] == stop)
     if name in LOSSLESS:
         assert done.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, seed=4)], ids=["greedy", "sampled"])
+def test_no_stop_token_ends_the_text_before_its_least_length(name: str, sampling: Sampling) -> None:
+    own, ids, least = parts(), prompt(0), 9
+    stops = sorted(set(run(PLAIN, own.runtime, ids, sampling).token_ids[:6]))
+
+    def under_constraint(method: Method) -> Completion:
+        constraint = MinNewTokensLengthLogitsProcessor(len(ids), least, stops, "cpu")
+        rule = TokenRule.of(sampling, None, len(ids), [constraint])
+        return decode(own.runtime, ids, method, rule, Ending(N_NEW, frozenset(stops), min_new_tokens=least))
+
+    done = under_constraint(build(name, own))
+    assert done.n_tokens > least
+    if name in LOSSLESS:
+        assert not set(done.token_ids[:least]) & set(stops)
+    if name in LOSSLESS and (sampling.greedy or isinstance(build(name, own).verifier, TargetWalk)):
+        assert done.token_ids == under_constraint(PLAIN).token_ids
 
 
 def test_a_method_without_its_pieces_says_which_command_makes_them() -> None:

@@ -72,7 +72,7 @@ def repetitive(seed: int, length: int = 24) -> list[int]:
 
 
 def run(runtime: Runtime, ids: list[int], method: Method, sampling: Sampling, n_new: int = N_NEW) -> Completion:
-    return decode(runtime, ids, method, TokenRule.of(sampling, None), Ending(n_new))
+    return decode(runtime, ids, method, TokenRule.of(sampling, None, len(ids)), Ending(n_new))
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -124,8 +124,16 @@ def test_text_drafters_fill_the_context_to_its_last_position(family: str, name: 
     assert run(runtime, ids, Method(name, DRAFTERS[name]), GREEDY, 20).token_ids == plain.token_ids
 
 
-def test_a_repetition_penalty_leaves_text_drafters_exact() -> None:
-    runtime, sampling = tiny_runtime("llama"), Sampling(repetition_penalty=1.3)
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(repetition_penalty=1.3),
+        Sampling(presence_penalty=0.6, frequency_penalty=0.2, logit_bias=((5, 2.0),)),
+        Sampling(temperature=0.5, min_p=0.1, frequency_penalty=0.3, seed=3),
+    ],
+)
+def test_penalties_and_biases_leave_text_drafters_exact(sampling: Sampling) -> None:
+    runtime = tiny_runtime("llama")
     plain = run(runtime, repetitive(1), PLAIN, sampling)
     for name, drafter in DRAFTERS.items():
         assert run(runtime, repetitive(1), Method(name, drafter), sampling).token_ids == plain.token_ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -56,10 +57,33 @@ def test_settings_survive_json_and_unknown_keys_are_named() -> None:
         SwiftSettings.from_json({"speed": 1})
 
 
-@pytest.mark.parametrize("values", [{"temperature": -1}, {"top_p": 0}, {"top_k": -1}, {"repetition_penalty": 0}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"temperature": -1},
+        {"top_p": 0},
+        {"top_k": -1},
+        {"min_p": 1.1},
+        {"repetition_penalty": 0},
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": -2.1},
+        {"logit_bias": ((5, 100.5),)},
+        {"logit_bias": ((5, math.nan),)},
+        {"logit_bias": ((-1, 1.0),)},
+    ],
+)
 def test_sampling_out_of_range_is_refused(values: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match="is out of range"):
         Sampling(**values)
+
+
+def test_biases_are_an_object_by_token_in_json() -> None:
+    sampling = Sampling(logit_bias=((40, -2.0), (5, 1.5)))
+    assert sampling.to_json()["logit_bias"] == {"5": 1.5, "40": -2.0}
+    assert Sampling.from_json(sampling.to_json()) == sampling == Sampling.from_json({"logit_bias": {"5": 1.5, "40": -2}})
+    for wrong in ({"a": 1.0}, {"5": "1"}, [[5, 1.0]], {"5": 200.0}):
+        with pytest.raises(SettingsError, match=r"the sampling: .*logit_bias"):
+            Sampling.from_json({"logit_bias": wrong})
 
 
 def test_only_layers_of_the_model_can_be_skipped() -> None:
