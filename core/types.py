@@ -238,6 +238,15 @@ class Sampling(Settings):
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob(Record):
+    """A token's log probability (nats) by the model itself, before any processor; `top`: the most probable tokens'."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Timings(Record):
     """Where the seconds of a completion went (SWIFT Figure 6); prefill counts as `other_s`."""
 

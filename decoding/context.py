@@ -85,7 +85,8 @@ class Context:
 
     Slots 0 … n-2 of `buffer` hold the target's keys and values of `token_ids`; the last token, the root of the next
     draft, is not in it yet and will go to slot n-1, behind which drafts and scratch rows are written. `searched` and
-    `finish` are as in `Begun`.
+    `finish` are as in `Begun`. `logprobs` says how many alternatives are wanted beside each token's log probability;
+    None: not even that.
     """
 
     runtime: Runtime
@@ -97,6 +98,7 @@ class Context:
     searched: bool = False
     finish: FinishReason | None = None
     load: Load = field(default_factory=Load)  # of the engine that it runs in
+    logprobs: int | None = None
 
     @property
     def root_slot(self) -> int:

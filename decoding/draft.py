@@ -119,6 +119,7 @@ class Drafter(ABC):
     """
 
     model: DraftModel | None = None  # what it drafts with, if that is a model
+    runs_target = False  # whether it runs the target itself, so that nobody sees what its tokens were drawn from
     context: Context  # of the request, in a copy that `begin` made
 
     @property

@@ -9,7 +9,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from ..core.types import Completion, FinishReason, Timings
+from ..core.errors import SettingsError
+from ..core.types import Completion, FinishReason, Timings, TokenLogprob
 from ..models.rows import Pass, Rows
 from ..models.runtime import Runtime
 from .context import Begun, Context, EndRule, Tally
@@ -18,7 +19,7 @@ from .engine import Free, PassGenerator, Slots, Work, alone
 from .methods import Method
 from .rule import TokenRule
 from .tree import ancestor_mask
-from .verify import PassTarget
+from .verify import PassTarget, token_logprob
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,16 +27,20 @@ class Began:
     """The prompt was read, and the tokens (one, or none of a request that is taken up again) came of it.
 
     `state` is the mean state (hidden_size,) behind the final norm, in float32, of the tokens that were read for it.
+    `logprobs` are those of `token_ids`, `prompt_logprobs` those of the prompt's tokens after the first; empty where
+    nobody wants them.
     """
 
     context: Context
     token_ids: Sequence[int]
     state: Tensor | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Round:
-    """One draft and its verification, and the tokens that they committed."""
+    """One draft and its verification, and the tokens that they committed, with their `logprobs` where wanted."""
 
     context: Context
     token_ids: Sequence[int]
@@ -44,6 +49,7 @@ class Round:
     n_rows: int
     draft_s: float
     verify_s: float
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 def decode(runtime: Runtime, prompt_ids: Sequence[int], method: Method, rule: TokenRule, ending: EndRule) -> Completion:
@@ -61,6 +67,8 @@ def decoding(
     scratch_rows: int = 0,
     with_state: bool = False,
     salt: str = "",
+    logprobs: int | None = None,
+    prompt_logprobs: bool = False,
 ) -> Work[Completion]:
     """Decode one prompt, pass by pass; unless the method is lossy, the output is plain decoding's with the same rule.
 
@@ -69,22 +77,32 @@ def decoding(
 
     Args:   prompt_ids: at least one token. begun: where the same request was cut; its tokens are not told again. What
             was drawn is then drawn again for verifiers that draw once per token, `TargetWalk`, and for no others.
-            with_state: have `Began` carry the prompt's state. salt: see `Slots`.
+            with_state: have `Began` carry the prompt's state. salt: see `Slots`. logprobs: have events carry the log
+            probabilities of their tokens, and of so many alternatives. prompt_logprobs: have `Began` carry those of the
+            prompt, all of which is read for it.
     Raises: ContextOverflow: prompt and completion do not fit the model's context.
             LayerSetError: the drafter's layer set was made for another depth.
+            SettingsError: log probabilities are wanted of a method that has none to give.
     """
     runtime.check_context(len(prompt_ids), ending.max_new_tokens)
     if method.layer_set is not None:
         runtime.check_layer_set(method.layer_set)
+    if logprobs is not None and method.drafter.runs_target:
+        raise SettingsError(
+            f"method {method.name} keeps what it searched with the model itself, and has no log probabilities of it:"
+            " leave logprobs out, or decode by another method"
+        )
     behind = max(method.drafter.max_rows(ending.max_new_tokens), scratch_rows)
     token_ids = [*prompt_ids, *(() if begun is None else begun.token_ids[:-1])]
     capacity = len(prompt_ids) + ending.max_new_tokens + behind
-    slots = Slots(runtime, capacity, token_ids, salt, capacity * method.drafter.slot_bytes)
+    # Logits of what another request has read are gone: a prompt whose own are wanted is read from its first token on.
+    told = () if prompt_logprobs else token_ids
+    slots = Slots(runtime, capacity, told, salt, capacity * method.drafter.slot_bytes)
     buffer, n_read, load = yield slots
     tally = Tally() if begun is None else begun.tally.resumed()
-    context = Context(runtime, buffer, rule, list(prompt_ids), len(prompt_ids), tally, load=load)
+    context = Context(runtime, buffer, rule, list(prompt_ids), len(prompt_ids), tally, load=load, logprobs=logprobs)
     if begun is None:
-        yield from _begin(context, n_read, ending, with_state)
+        yield from _begin(context, n_read, ending, with_state, prompt_logprobs)
     else:
         yield from _take_up(context, n_read, begun)
     if context.finish is None:
@@ -97,16 +115,24 @@ def decoding(
     return completion
 
 
-def _begin(context: Context, n_read: int, ending: EndRule, with_state: bool) -> Work[None]:
+def _begin(context: Context, n_read: int, ending: EndRule, with_state: bool, prompt_logprobs: bool) -> Work[None]:
     """Prefill what is not in the buffer yet of the prompt; the pass gives the first token."""
-    runtime, states = context.runtime, list[Tensor]()
+    runtime, prompt_ids, states = context.runtime, context.token_ids[n_read:], list[Tensor]()
     capture = {runtime.n_layers: states} if with_state else None
-    for each in runtime.prefill_passes(context.token_ids[n_read:], context.buffer, n_read, capture, context.load):
+    of_prompt: list[TokenLogprob] = []
+    for each in runtime.prefill_passes(
+        prompt_ids, context.buffer, n_read, capture, context.load, every_row=prompt_logprobs
+    ):
         logits = yield each
-    first = context.rule.choose(context.token_ids, logits[0])
+        if prompt_logprobs:
+            following = prompt_ids[len(of_prompt) + 1 :]
+            rows = zip(logits, following, strict=False)
+            of_prompt += [token_logprob(row, token_id, context.logprobs or 0) for row, token_id in rows]
+    first = context.rule.choose(context.token_ids, logits[-1])
     context.tally.prefill_s = context.tally.total_s
     state = runtime.normed(torch.cat(states)).float().mean(dim=0) if with_state else None
-    yield Began(context, _commit(context, (first,), ending), state)
+    own = () if context.logprobs is None else (token_logprob(logits[-1], first, context.logprobs),)
+    yield Began(context, _commit(context, (first,), ending), state, own, tuple(of_prompt))
 
 
 def _take_up(context: Context, n_read: int, begun: Begun) -> Work[None]:
@@ -164,7 +190,8 @@ def _round(context: Context, verifier: Verifier, drafting: Drafter, ending: EndR
     draft = yield from drafting.draft(ending.max_new_tokens - len(context.generated) - 1)
     drafted = perf_counter()
     logits = yield from _check(context, draft)
-    walked = verifier.verify(draft, PassTarget(context, draft, logits))
+    target = PassTarget(context, draft, logits)
+    walked = verifier.verify(draft, target)
     _keep(context, walked)
     drafting.observe(Outcome(draft, walked, logits))
     verified = perf_counter()
@@ -178,7 +205,8 @@ def _round(context: Context, verifier: Verifier, drafting: Drafter, ending: EndR
     tally.refused += len(walked.path) < draft.n_steps
     tally.draft_s += drafted - clock
     tally.verify_s += verified - drafted
-    yield Round(context, kept, draft.n_steps, n_accepted, draft.n_rows, drafted - clock, verified - drafted)
+    told = () if context.logprobs is None else target.logprobs(walked.path, kept, context.logprobs)
+    yield Round(context, kept, draft.n_steps, n_accepted, draft.n_rows, drafted - clock, verified - drafted, told)
 
 
 def _check(context: Context, draft: Draft) -> PassGenerator[Tensor | None]:

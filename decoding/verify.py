@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from ..core.types import TokenLogprob
 from .draft import Draft, Target, Walk
 from .tree import DraftTree
 
@@ -73,6 +74,11 @@ class PassTarget:
     def raw_probs(self, node: int) -> Tensor:
         return self._row(node).double().softmax(dim=-1).cpu()
 
+    def logprobs(self, path: Sequence[int], token_ids: Sequence[int], n_top: int) -> tuple[TokenLogprob, ...]:
+        """Return the log probabilities of tokens that were read from the root and then from the nodes of `path`."""
+        pairs = zip((0, *path), token_ids, strict=False)
+        return tuple(token_logprob(self._row(node), token_id, n_top) for node, token_id in pairs)
+
     def draw(self, probs: Tensor) -> int:
         return self.rule.draw(probs)
 
@@ -82,3 +88,13 @@ class PassTarget:
     def _row(self, node: int) -> Tensor:
         assert self._logits is not None and node < self.n_checked
         return self._logits[node]
+
+
+def token_logprob(logits: Tensor, token_id: int, n_top: int) -> TokenLogprob:
+    """Return a token's log probability, and those of the `n_top` most probable ones, by the model's own logits (vocab,).
+
+    It takes one row, so that no bit depends on how many others there are.
+    """
+    scores = logits.float().log_softmax(dim=-1)
+    values, tokens = scores.topk(min(n_top, scores.shape[-1]))
+    return TokenLogprob(token_id, float(scores[token_id]), tuple(zip(tokens.tolist(), values.tolist(), strict=True)))

@@ -186,17 +186,18 @@ class Runtime:
         first_slot: int = 0,
         capture: Mapping[int, list[Tensor]] | None = None,
         load: Load | None = None,
+        every_row: bool = False,
     ) -> Iterator[Pass]:
         """The passes that `prefill` makes; the last one gives the logits (1, vocab) after the text.
 
-        Args: load: the engine's; None: nobody waits for these passes.
+        Args: load: the engine's; None: nobody waits for these passes. every_row: each pass gives those of all its rows.
         """
         start = 0
         while start < len(token_ids):
             n_rows = PREFILL_ROWS if load is None or load.checked == 1 else PREFILL_ROWS_BESIDE
             chunk = token_ids[start : start + n_rows]
             wanted = (len(chunk) - 1,) if start + len(chunk) == len(token_ids) else ()
-            yield Pass(self, Rows(chunk, first_slot + start), buffer, wanted, capture)
+            yield Pass(self, Rows(chunk, first_slot + start), buffer, None if every_row else wanted, capture)
             start += len(chunk)
 
     def forward(

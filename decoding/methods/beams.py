@@ -80,6 +80,7 @@ class BeamDrafter(Drafter):
 
     def __init__(self, model: DraftModel, settings: BeamSettings, sampled: bool, keep: bool = False) -> None:
         self.model, self.settings, self.sampled, self.keep = model, settings, sampled, keep
+        self.runs_target = keep
 
     @property
     def layer_set(self) -> LayerSet | None:

@@ -10,6 +10,7 @@ from functools import cache
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,14 +23,16 @@ from swiftopt.bench.parity import adaptive_drafts
 from swiftopt.core.errors import SettingsError
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.streams import read_stream
-from swiftopt.core.types import LayerSet, ModelInfo, Sampling, searchable
+from swiftopt.core.types import LayerSet, ModelInfo, Sampling, TokenLogprob, searchable
 from swiftopt.decoding.context import Ending
-from swiftopt.decoding.loop import decode
+from swiftopt.decoding.engine import Engine, intercept, side_by_side
+from swiftopt.decoding.loop import Began, decode, decoding
 from swiftopt.decoding.methods import METHODS, PLAIN, Method, build, swift
 from swiftopt.decoding.methods.adaptive import AdaptiveSettings
 from swiftopt.decoding.rule import TokenRule
 from swiftopt.decoding.session import Session
 from swiftopt.decoding.tree import ancestor_mask
+from swiftopt.decoding.verify import token_logprob
 from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.loading import at_speed, load
 from swiftopt.models.rows import Pass, Rows
@@ -405,6 +408,72 @@ def test_any_draft_in_any_format_gives_plain_tokens_in_bfloat16(family: str, sam
     method = build("adaptive", parts(family), AdaptiveSettings(draft_format="int4"))
     ids = repeating(6)
     assert tokens(runtime, ids, method, sampling) == plain_tokens(family, tuple(ids), sampling)
+
+
+def logprobs_anew(runtime: Runtime, text: list[int], first: int, n_top: int) -> list[TokenLogprob]:
+    """Those of the tokens from `first` on, of one pass over the whole text."""
+    logits = runtime.forward(Rows(text, 0), runtime.new_buffer(len(text)))
+    return [token_logprob(logits[at - 1], text[at], n_top) for at in range(first, len(text))]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SHAPED], ids=["greedy", "shaped"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "mtjd"])
+def test_log_probabilities_are_the_bits_of_one_pass_over_the_text(name: str, family: str, sampling: Sampling) -> None:
+    """Lossy methods too; those of plain decoding are then those of every lossless method."""
+    own = parts(family, with_model=True)
+    for seed in range(2):
+        ids = repeating(seed)
+        rule = TokenRule.of(sampling, None, len(ids))
+        work = decoding(own.runtime, ids, build(name, own), rule, Ending(N_NEW), logprobs=seed * 3, prompt_logprobs=True)
+        events = list(side_by_side([work]))
+        text = [*ids, *(token_id for event in events for token_id in event.token_ids)]
+        told = [each for event in events for each in event.logprobs]
+        assert [*events[0].prompt_logprobs, *told] == logprobs_anew(own.runtime, text, 1, seed * 3)
+        assert len(told) == N_NEW and all(len(each.top) == seed * 3 for each in told)
+
+
+def test_log_probabilities_are_the_models_own() -> None:
+    """Of the logits before any processor; the most probable tokens come in order."""
+    runtime, ids = tiny_runtime("llama"), repeating(1)
+    rule, ending = TokenRule.of(SHAPED, None, len(ids)), Ending(8)
+    work = decoding(runtime, ids, PLAIN, rule, ending, logprobs=5, prompt_logprobs=True)
+    began, *rounds = side_by_side([work])
+    told = [*began.prompt_logprobs, *began.logprobs, *(each for event in rounds for each in event.logprobs)]
+    text = [*ids, *(each.token_id for each in told[len(ids) - 1 :])]
+    logits = runtime.hf_model(torch.tensor([text])).logits[0, :-1]  # type: ignore[operator]
+    expected = logits.float().log_softmax(dim=-1)
+    assert [each.token_id for each in told] == text[1:]
+    torch.testing.assert_close(torch.tensor([e.logprob for e in told]), expected[range(len(told)), text[1:]])
+    assert [[token_id for token_id, _ in each.top] for each in told] == expected.topk(5).indices.tolist()
+
+
+def test_log_probabilities_of_a_prompt_cross_its_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what another request has read of it is read again."""
+    runtime, ids = native("gemma3"), words(4, 50)
+    expected = logprobs_anew(runtime, ids, 1, 2)
+    monkeypatch.setattr("swiftopt.models.runtime.PREFILL_ROWS", 16)
+    engine = Engine(memory=1 << 30)
+    for _ in range(2):
+        found: list[TokenLogprob] = []
+
+        def note(event: Any, found: list[TokenLogprob] = found) -> Iterator[Any]:
+            found += event.prompt_logprobs if isinstance(event, Began) else ()
+            yield event
+
+        rule = TokenRule.of(GREEDY, None)
+        work = decoding(runtime, ids, PLAIN, rule, Ending(3), logprobs=2, prompt_logprobs=True)
+        request = engine.add(intercept(work, note))
+        while engine.requests:
+            list(engine.step())
+        assert request.result.n_tokens == 3 and found == expected
+
+
+def test_method_that_has_no_log_probabilities_is_refused_before_it_begins() -> None:
+    own, ids = parts("llama"), repeating(1)
+    work = decoding(own.runtime, ids, build("mtjd", own), TokenRule.of(GREEDY, None), Ending(4), logprobs=0)
+    with pytest.raises(SettingsError, match="mtjd.*no log probabilities"):
+        next(work)
 
 
 @pytest.mark.model
