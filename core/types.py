@@ -40,6 +40,7 @@ LearnedKind = Literal["heads", "probe"]
 
 NOT_WRITTEN: Any = {"exclude": True}  # metadata of a field that JSON leaves out
 A_NAME: Any = {"min_length": 1}
+WHERE_ANY: Any = {"exclude_if": lambda n: not n}  # of a count that JSON leaves out where it is 0
 
 
 def now() -> str:
@@ -292,7 +293,8 @@ class Completion(Record):
     passes per number of rows that the target checked. `prefill_s` is part of `timings.other_s`. `reckoned_cost` is what
     the rounds cost by measured prices, in plain passes, where the drafter decides by such. `lossy` says that the
     method does not promise the target's own output; `exact` that the output is plain decoding's bit by bit: the method
-    is lossless, and the kernels compute a row alike whatever rows are beside it.
+    is lossless, and the kernels compute a row alike whatever rows are beside it. `accepted_prediction` and
+    `rejected_prediction` count the drafted tokens that came from the request's prediction.
     """
 
     COMPUTED: ClassVar = ("n_tokens", "acceptance_rate", "mean_generated_length")
@@ -316,6 +318,8 @@ class Completion(Record):
     exact: bool = False
     refused: int = 0
     reckoned_cost: float | None = None
+    accepted_prediction: int = field(default=0, metadata=WHERE_ANY)
+    rejected_prediction: int = field(default=0, metadata=WHERE_ANY)
 
     @property
     def n_tokens(self) -> int:

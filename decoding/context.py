@@ -33,6 +33,8 @@ class Tally:
     draft_s: float = 0.0
     verify_s: float = 0.0
     prefill_s: float = 0.0
+    accepted_prediction: int = 0  # of the drafted tokens that came from the request's prediction
+    rejected_prediction: int = 0
     elapsed_s: float = 0.0
     started: float = field(default_factory=perf_counter)
 
@@ -86,7 +88,7 @@ class Context:
     Slots 0 … n-2 of `buffer` hold the target's keys and values of `token_ids`; the last token, the root of the next
     draft, is not in it yet and will go to slot n-1, behind which drafts and scratch rows are written. `searched` and
     `finish` are as in `Begun`. `logprobs` says how many alternatives are wanted beside each token's log probability;
-    None: not even that.
+    None: not even that. `prediction` are tokens that the caller expects behind the prompt.
     """
 
     runtime: Runtime
@@ -99,6 +101,7 @@ class Context:
     finish: FinishReason | None = None
     load: Load = field(default_factory=Load)  # of the engine that it runs in
     logprobs: int | None = None
+    prediction: Sequence[int] = ()
 
     @property
     def root_slot(self) -> int:

@@ -70,6 +70,7 @@ class Draft:
     verifier asks for it. `staged` holds the tree's rows, run part of the way: verification runs the rest.
     `n_checked` is how many of the tree's nodes, from the root on, the target gives logits for (None: all); 0 says that
     no pass is needed, for the drafter itself ran the target (`n_passes` times) and left keys and values in place.
+    `predicted` are the nodes whose tokens come from the request's prediction.
     """
 
     tree: DraftTree
@@ -81,6 +82,7 @@ class Draft:
     n_passes: int = 1
     n_drafted: int | None = None  # draft steps that α counts; None: the tree's
     estimated: float | None = None  # what the round costs by measured costs of passes, in plain passes
+    predicted: frozenset[int] = frozenset()
 
     @property
     def n_steps(self) -> int:

@@ -69,6 +69,7 @@ def decoding(
     salt: str = "",
     logprobs: int | None = None,
     prompt_logprobs: bool = False,
+    prediction: Sequence[int] = (),
 ) -> Work[Completion]:
     """Decode one prompt, pass by pass; unless the method is lossy, the output is plain decoding's with the same rule.
 
@@ -79,7 +80,8 @@ def decoding(
             was drawn is then drawn again for verifiers that draw once per token, `TargetWalk`, and for no others.
             with_state: have `Began` carry the prompt's state. salt: see `Slots`. logprobs: have events carry the log
             probabilities of their tokens, and of so many alternatives. prompt_logprobs: have `Began` carry those of the
-            prompt, all of which is read for it.
+            prompt, all of which is read for it. prediction: tokens that are expected behind the prompt; methods that
+            draft from earlier text draft from them, too.
     Raises: ContextOverflow: prompt and completion do not fit the model's context.
             LayerSetError: the drafter's layer set was made for another depth.
             SettingsError: log probabilities are wanted of a method that has none to give.
@@ -100,7 +102,17 @@ def decoding(
     slots = Slots(runtime, capacity, told, salt, capacity * method.drafter.slot_bytes)
     buffer, n_read, load = yield slots
     tally = Tally() if begun is None else begun.tally.resumed()
-    context = Context(runtime, buffer, rule, list(prompt_ids), len(prompt_ids), tally, load=load, logprobs=logprobs)
+    context = Context(
+        runtime,
+        buffer,
+        rule,
+        list(prompt_ids),
+        len(prompt_ids),
+        tally,
+        load=load,
+        logprobs=logprobs,
+        prediction=tuple(prediction),
+    )
     if begun is None:
         yield from _begin(context, n_read, ending, with_state, prompt_logprobs)
     else:
@@ -166,6 +178,8 @@ def _completion(context: Context, method: Method, ending: EndRule, finish: Finis
         accepted_per_position=tuple(tally.per_position),
         refused=tally.refused,
         reckoned_cost=tally.estimated,
+        accepted_prediction=tally.accepted_prediction,
+        rejected_prediction=tally.rejected_prediction,
         verified_widths=tally.widths,
         timings=Timings(tally.optimise_s, tally.draft_s, tally.verify_s, max(0.0, total - spent)),
         prefill_s=tally.prefill_s,
@@ -203,6 +217,9 @@ def _round(context: Context, verifier: Verifier, drafting: Drafter, ending: EndR
     if draft.estimated is not None:
         tally.estimated = (tally.estimated or 0.0) + draft.estimated
     tally.refused += len(walked.path) < draft.n_steps
+    n_predicted = len(draft.predicted.intersection(walked.path[: len(kept)]))
+    tally.accepted_prediction += n_predicted
+    tally.rejected_prediction += len(draft.predicted) - n_predicted
     tally.draft_s += drafted - clock
     tally.verify_s += verified - drafted
     told = () if context.logprobs is None else target.logprobs(walked.path, kept, context.logprobs)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 LONGEST = 8  # match lengths from here on are counted together
 PRIOR_TOKENS = 2  # how many observed tokens the prior weighs
@@ -142,13 +143,37 @@ class HitRates:
         return (self.hits[length] + weight * prior) / (self.seen[length] + weight)
 
 
-class Matches:
-    """The committed text with all its matches, and how often a match of which length was right."""
+class Guess(NamedTuple):
+    """What came next at an earlier place, the chance that it does here too, and whether that place is a prediction's."""
 
-    def __init__(self, earlier: HitRates | None = None) -> None:
+    token_id: int
+    chance: float
+    predicted: bool
+
+
+class Matches:
+    """The committed text with all its matches, and how often a match of which length was right.
+
+    Args: prediction: what the caller expects behind the prompt. It is read as if it had stood there before, behind the
+          prompt's last tokens; other texts' rates learn nothing from it.
+    """
+
+    def __init__(
+        self, earlier: HitRates | None = None, prompt_ids: Sequence[int] = (), prediction: Sequence[int] = ()
+    ) -> None:
         self.text = SuffixAutomaton()
         self.rates = HitRates(earlier)
         self._pairs: dict[tuple[int, int], int] = {}  # two tokens -> where the latest occurrence of both ended
+        before = [*prompt_ids[-LONGEST:], *prediction] if prediction else []
+        self.predicted = range(len(before) - len(prediction), len(before))  # places of the prediction's tokens
+        self._n_before = 0
+        self.read(before, known=True)
+        self._n_before = len(before)
+
+    @property
+    def n_read(self) -> int:
+        """Committed tokens that were read."""
+        return len(self.text.token_ids) - self._n_before
 
     def read(self, token_ids: Sequence[int], known: bool = False) -> None:
         """Read what was committed since the last call; the prompt at the first.
@@ -156,7 +181,7 @@ class Matches:
         Args: known: what an earlier life of this text has read, so that earlier texts' rates have learnt it.
         """
         text, rates = self.text, self.rates.alone() if known else self.rates
-        for token_id in token_ids[len(text.token_ids) :]:
+        for token_id in token_ids[self.n_read :]:
             if text.match_length:
                 rates.learn(text.match_length, text.token_ids[text.match_end] == token_id)
             text.extend(token_id)
@@ -204,19 +229,19 @@ class Cursor:
             self._place, self.length = (0, 0) if found is None else (found, 2)
         self.last = token_id
 
-    def ahead(self) -> Iterator[tuple[int, float]]:
+    def ahead(self) -> Iterator[Guess]:
         """Yield what comes next, token by token, each with its chance given those before it."""
         cursor = self.copy()
         while (token_id := cursor.token_id) is not None:
-            yield token_id, cursor.chance
+            yield Guess(token_id, cursor.chance, cursor._place in cursor._matches.predicted)
             cursor.move(token_id)
 
-    def guesses(self, most: int, worth: float) -> list[int]:
+    def guesses(self, most: int, worth: float) -> list[Guess]:
         """Return what comes next, up to `most` tokens, while the chance that all of them do is at least `worth`."""
-        chance, found = 1.0, list[int]()
-        for token_id, own in islice(self.ahead(), most):
-            chance *= own
+        chance, found = 1.0, list[Guess]()
+        for guess in islice(self.ahead(), most):
+            chance *= guess.chance
             if chance < worth:
                 break
-            found.append(token_id)
+            found.append(guess)
         return found

@@ -96,7 +96,7 @@ class _Chain:
     """A chain as it grows: tokens, the confidence of those that the model gave (None: text's), and second candidates.
 
     `alive` is the chance that the whole chain is accepted; `drafting` is the cost of the draft's passes so far, `spent`
-    that with the time of sequences that waited for them.
+    that with the time of sequences that waited for them. `predicted` are the nodes whose tokens a prediction gave.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -105,6 +105,7 @@ class _Chain:
     alive: float = 1.0
     drafting: float = 0.0
     spent: float = 0.0
+    predicted: list[int] = field(default_factory=list)
 
     def add(self, token_id: int, chance: float, confidence: float | None = None) -> None:
         self.token_ids.append(token_id)
@@ -144,13 +145,14 @@ class AdaptiveDrafter(Drafter):
         return own
 
     def start(self) -> None:
-        self.matches = Matches(self.learned.matched)
+        context = self.context
+        self.matches = Matches(self.learned.matched, context.token_ids[: context.n_prompt], context.prediction)
         self.passes = None if self.model is None else self.model.begin(self.context)
         self.chain, self.estimated = _Chain(), 0.0
 
     def state(self) -> dict[str, Any]:
         """Return what was learnt so far, as JSON values, between two rounds."""
-        n_read = 0 if self._text is None else len(self._text.text.token_ids)
+        n_read = 0 if self._text is None else self._text.n_read
         return {"learned": asdict(self.learned), "n_read": n_read}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -170,7 +172,8 @@ class AdaptiveDrafter(Drafter):
         if most > 0:
             yield from self._fill(chain, most)
         self.estimated = chain.spent + self.costs.verify(chain.n_rows)
-        return Draft(chain.tree(self.context.token_ids[-1]), estimated=self.estimated)
+        predicted = frozenset(chain.predicted)
+        return Draft(chain.tree(self.context.token_ids[-1]), estimated=self.estimated, predicted=predicted)
 
     def observe(self, outcome: Outcome) -> None:
         """Learn from every token that the target judged."""
@@ -209,17 +212,19 @@ class AdaptiveDrafter(Drafter):
     def _text_worth(self, cursor: Cursor, most: int, rate: float) -> float:
         if not self.settings.lookup:
             return float("-inf")
-        chances = [chance for _, chance in islice(cursor.ahead(), most)]
+        chances = [guess.chance for guess in islice(cursor.ahead(), most)]
         return chain_worth(chances, 0.0, rate, self.costs)[1]
 
     def _by_text(self, chain: _Chain, cursor: Cursor, most: int, rate: float) -> None:
         """Add what earlier text says while a further row is worth its time."""
         if not self.settings.lookup:
             return
-        for token_id, chance in islice(cursor.ahead(), most - len(chain.token_ids)):
-            if chain.alive * chance < rate * self._row(chain):
+        for guess in islice(cursor.ahead(), most - len(chain.token_ids)):
+            if chain.alive * guess.chance < rate * self._row(chain):
                 break
-            chain.add(token_id, chance)
+            chain.add(guess.token_id, guess.chance)
+            if guess.predicted:
+                chain.predicted.append(len(chain.token_ids))
 
     def _by_model(self, chain: _Chain, cursor: Cursor, most: int, rate: float) -> PassGenerator[None]:
         """Add the draft model's tokens while a further pass is worth its time; rate 0: up to `most`."""
@@ -269,11 +274,11 @@ class AdaptiveDrafter(Drafter):
         guesses, alive, draft = list[int](), 1.0, self.costs.draft
         if not self.settings.lookup:
             return guesses
-        for n, (token_id, chance) in enumerate(islice(cursor.ahead(), min(most, MOST_GUESSES)), 1):
-            alive *= chance
+        for n, guess in enumerate(islice(cursor.ahead(), min(most, MOST_GUESSES)), 1):
+            alive *= guess.chance
             if alive * draft(1) < draft(n + 1) - draft(n):
                 break
-            guesses.append(token_id)
+            guesses.append(guess.token_id)
         return guesses
 
     def _row(self, chain: _Chain) -> float:

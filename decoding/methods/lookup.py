@@ -45,7 +45,8 @@ class LookupDrafter(Drafter):
         return 1 + min(room, self.settings.max_draft_length)
 
     def start(self) -> None:
-        self.matches = Matches()
+        context = self.context
+        self.matches = Matches(prompt_ids=context.token_ids[: context.n_prompt], prediction=context.prediction)
 
     def draft(self, room: int) -> PassGenerator[Draft]:
         """Read the tokens that are new, at the first call the prompt, so that this counts as drafting."""
@@ -54,4 +55,5 @@ class LookupDrafter(Drafter):
         cursor = self.matches.at_end()
         enough = cursor.length >= self.settings.min_match
         followed = cursor.guesses(min(room, self.settings.max_draft_length), WORTH) if enough else []
-        return Draft(DraftTree.chain([cursor.last, *followed]))
+        tree = DraftTree.chain([cursor.last, *(guess.token_id for guess in followed)])
+        return Draft(tree, predicted=frozenset(node for node, guess in enumerate(followed, 1) if guess.predicted))

@@ -8,14 +8,16 @@ from itertools import pairwise
 
 import pytest
 import torch
+from fakes import cheap_draft_costs
 from families import CONFIGS, VOCAB, tiny_runtime
 
 from swiftopt.core.types import Completion, Sampling
 from swiftopt.decoding.context import Context, Ending
 from swiftopt.decoding.draft import Draft, Drafter, Outcome, Walk
 from swiftopt.decoding.engine import PassGenerator, alone
-from swiftopt.decoding.loop import decode
-from swiftopt.decoding.methods import PLAIN, Method
+from swiftopt.decoding.loop import decode, decoding
+from swiftopt.decoding.methods import PLAIN, Method, Resources, build
+from swiftopt.decoding.methods.adaptive import AdaptiveSettings
 from swiftopt.decoding.methods.jacobi import JacobiDrafter, JacobiSettings
 from swiftopt.decoding.methods.lookahead import LookaheadDrafter, LookaheadSettings, NgramPool, Window, merged
 from swiftopt.decoding.methods.lookup import LookupDrafter, LookupSettings
@@ -137,6 +139,37 @@ def test_penalties_and_biases_leave_text_drafters_exact(sampling: Sampling) -> N
     plain = run(runtime, repetitive(1), PLAIN, sampling)
     for name, drafter in DRAFTERS.items():
         assert run(runtime, repetitive(1), Method(name, drafter), sampling).token_ids == plain.token_ids
+
+
+FREE = Sampling(temperature=1.5, seed=2)  # hot enough that the text does not repeat itself
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, FREE], ids=["greedy", "sampled", "free"])
+@pytest.mark.parametrize("name", ["prompt-lookup", "adaptive", "adaptive, no model"])
+def test_prediction_saves_passes_and_changes_no_token(name: str, family: str, sampling: Sampling) -> None:
+    """A right one is accepted from its first token on, one with an edit is found again behind it, a wrong one refused."""
+    runtime, rng = tiny_runtime(family), random.Random(3)
+    ids, wrong = ([rng.randrange(2, VOCAB) for _ in range(n)] for n in (12, N_NEW))
+    settings = {"adaptive": AdaptiveSettings(), "adaptive, no model": AdaptiveSettings(draft_format="stored")}
+    expected = run(runtime, ids, PLAIN, sampling).token_ids
+    edited = [*expected[:20], (expected[20] + 1) % VOCAB, *expected[21:]]
+    done = []
+    for prediction in (expected, edited, wrong, ()):
+        method = build(name.partition(",")[0], Resources(runtime, costs=cheap_draft_costs()), settings.get(name))
+        rule = TokenRule.of(sampling, None, len(ids))
+        done.append(alone(decoding(runtime, ids, method, rule, Ending(N_NEW), prediction=prediction)))
+        assert done[-1].token_ids == expected
+        assert done[-1].accepted_prediction <= done[-1].accepted
+        assert done[-1].accepted_prediction + done[-1].rejected_prediction <= done[-1].drafted
+    right, close, useless, none = done
+    assert useless.rejected_prediction > 0
+    assert (none.accepted_prediction, none.rejected_prediction) == (0, 0)
+    assert right.accepted_prediction > 0 and right.accepted_per_position[0] > 0
+    if sampling == FREE:
+        assert right.accepted_prediction > 0.6 * N_NEW and right.rejected_prediction == 0
+        assert close.accepted_prediction > 0.5 * N_NEW and close.rejected_prediction > 0
+        assert right.target_passes <= close.target_passes < 0.6 * none.target_passes
 
 
 def begun(runtime: Runtime, ids: list[int], drafter: Drafter) -> tuple[Context, Drafter]:
