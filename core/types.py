@@ -204,8 +204,8 @@ class Sampling(Settings):
 
     `min_p` leaves out tokens that are less probable than this share of the most probable one. `repetition_penalty` None
     means what the model's own generation config says. `presence_penalty` is taken off the logits of the tokens that
-    were generated so far, `frequency_penalty` once for each time; the prompt does not count. `logit_bias` are pairs of a
-    token id and what is added to its logit.
+    were generated so far, `frequency_penalty` once for each time; the prompt does not count. `logit_bias` are pairs of
+    a token id and what is added to its logit.
 
     Raises: SettingsError: a value is out of its range.
     """
@@ -227,8 +227,8 @@ class Sampling(Settings):
         for token_id, bias in self.logit_bias:
             if token_id < 0 or not abs(bias) <= MOST_BIAS:
                 raise SettingsError(
-                    f"logit_bias {bias} of token {token_id} is out of range: use token ids of 0 or more and numbers from"
-                    f" {-MOST_BIAS:g} to {MOST_BIAS:g}"
+                    f"logit_bias {bias} of token {token_id} is out of range: use token ids of 0 or more and numbers"
+                    f" from {-MOST_BIAS:g} to {MOST_BIAS:g}"
                 )
         object.__setattr__(self, "logit_bias", tuple(sorted(dict(self.logit_bias).items())))
 
@@ -240,7 +240,7 @@ class Sampling(Settings):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob(Record):
-    """A token's log probability (nats) by the model itself, before any processor; `top`: the most probable tokens'."""
+    """A token's log probability (nats) by the model itself, before any processor; `top`: those of the likeliest."""
 
     token_id: int
     logprob: float

@@ -34,7 +34,9 @@ class GeneratedPenalty(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return the scores (1, vocab) after `input_ids` (1, tokens)."""
         vocab = scores.shape[-1]
-        counts = torch.bincount(input_ids[0, self.n_prompt :], minlength=vocab)[:vocab]  # embeddings may be padded further
+        counts = torch.bincount(input_ids[0, self.n_prompt :], minlength=vocab)[
+            :vocab
+        ]  # embeddings may be padded further
         return scores - self.presence * (counts > 0) - self.frequency * counts
 
 

@@ -15,6 +15,7 @@ from ..core.types import Completion, Prompt, Sampling
 from ..models.runtime import Runtime
 from .context import Begun, Ending
 from .engine import Work, alone
+from .grammar import Grammar
 from .loop import decoding
 from .methods import Method
 from .rule import TokenRule
@@ -31,8 +32,10 @@ class Session:
     """Decodes prompts on one runtime with one way of sampling; every completion starts from the request's seed.
 
     Args:   stop_token_ids: tokens that end a completion beside the model's own. ignore_eos: the model's own do not end
-            it. min_new_tokens: before so many no stop token is chosen, and no stop string ends it.
+            it. min_new_tokens: before so many no stop token is chosen, and no stop string ends it. grammar: what
+            completions keep to, by lossless methods only; where it allows nothing more, they end.
     Raises: SettingsError: a stop string is empty, or the model has no such token.
+            InvalidInput: the grammar cannot be read with the model's tokenizer.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Session:
         ignore_eos: bool = False,
         stop_token_ids: Sequence[int] = (),
         min_new_tokens: int = 0,
+        grammar: Grammar | None = None,
     ) -> None:
         self.runtime = runtime
         self.sampling = sampling
@@ -57,6 +61,9 @@ class Session:
         self._check_tokens("stop_token_ids", self.stop_token_ids)
         self._check_tokens("logit_bias", [token_id for token_id, _ in sampling.logit_bias])
         self.generation_config: Any = getattr(runtime.hf_model, "generation_config", None)
+        self.grammar = grammar
+        if grammar is not None:
+            self.rule()  # one that cannot be read with this tokenizer is refused here
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, up to its first turn.
@@ -89,7 +96,10 @@ class Session:
         Args:   answers: texts of the turns that are done, which are not decoded again. begun: the turn after them,
                 where it was cut.
         Raises: ContextOverflow: a turn with all before it does not fit; the turns before it were yielded.
+                SettingsError: there is a grammar, which a lossy method would not keep to.
         """
+        if self.grammar is not None and method.lossy:
+            raise SettingsError(f"method {method.name} is lossy and keeps to no grammar: use a lossless one")
         said, turns = list(answers), list[Turn]()
         while len(said) < n_turns(prompt):
             turn = turn_of(prompt, len(said))
@@ -109,6 +119,9 @@ class Session:
         if self.min_new_tokens and stops:
             device = str(self.runtime.device)
             constraints.append(MinNewTokensLengthLogitsProcessor(n_prompt, self.min_new_tokens, stops, device))
+        if self.grammar is not None:
+            tokenizer, own_stops = self.runtime.tokenizer, sorted(self._own_stop_token_ids())
+            constraints.append(self.grammar.mask(tokenizer, self.runtime.vocab_size, n_prompt, own_stops))
         return TokenRule.of(self.sampling, self.generation_config, n_prompt, constraints)
 
     def ending(self, max_new_tokens: int) -> Ending:

@@ -144,7 +144,7 @@ class HitRates:
 
 
 class Guess(NamedTuple):
-    """What came next at an earlier place, the chance that it does here too, and whether that place is a prediction's."""
+    """What came next at an earlier place, the chance that it does here, and whether a prediction holds that place."""
 
     token_id: int
     chance: float

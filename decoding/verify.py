@@ -91,7 +91,7 @@ class PassTarget:
 
 
 def token_logprob(logits: Tensor, token_id: int, n_top: int) -> TokenLogprob:
-    """Return a token's log probability, and those of the `n_top` most probable ones, by the model's own logits (vocab,).
+    """Return a token's log probability and those of the `n_top` likeliest ones, by the model's own logits (vocab,).
 
     It takes one row, so that no bit depends on how many others there are.
     """

@@ -190,7 +190,7 @@ class Runtime:
     ) -> Iterator[Pass]:
         """The passes that `prefill` makes; the last one gives the logits (1, vocab) after the text.
 
-        Args: load: the engine's; None: nobody waits for these passes. every_row: each pass gives those of all its rows.
+        Args: load: the engine's; None: nobody waits for these passes. every_row: each pass gives all its rows' logits.
         """
         start = 0
         while start < len(token_ids):

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 from families import VOCAB, tiny_runtime
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
 
 from swiftopt.core.costs import CostProfile, FormatCosts
 from swiftopt.models.runtime import Runtime
@@ -41,6 +47,19 @@ def worded_runtime(family: str = "llama", dtype: torch.dtype = torch.float64) ->
     tokenizer.eos_token_id = None
     runtime.tokenizer = tokenizer
     return runtime
+
+
+@cache
+def letter_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of transformers with 97 tokens: letters, digits, signs, and some merged; token 1 ends a text."""
+    letters = [chr(code) for code in range(33, 127) if chr(code) not in "~^`@$|;"]
+    pairs = ['{"', '":', '",', '"}', "tr", "ue"]
+    tokens = ["<pad>", "<eos>", *letters, "Ġ", *pairs, "true"]
+    assert len(tokens) == VOCAB
+    merges = [*((pair[0], pair[1]) for pair in pairs), ("tr", "ue")]
+    backend = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, merges))
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
 
 
 def flat_costs(attn_s: float = 1.0, mlp_s: float = 1.0, n_layers: int = N_LAYERS) -> CostProfile:

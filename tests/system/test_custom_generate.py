@@ -76,10 +76,10 @@ def test_tokens_are_streamed_by_callback() -> None:
 
 @pytest.mark.parametrize("min_p", [0.0, 0.3])
 def test_sampling_preserves_the_target_distribution(min_p: float) -> None:
-    """The whole pipeline at temperature 1.3 with top-k, and min-p: 600 seeded samples of two tokens against exact probabilities.
+    """The whole pipeline at temperature 1.3 with top-k, and min-p: 600 seeded samples against exact probabilities.
 
-    Chi-square over the joint of both tokens, bins below 5 expected counts merged; the bound is the 1 - 1e-4 quantile,
-    so a correct sampler fails one seed in 10,000, and the seeds are fixed.
+    Two tokens each; chi-square over their joint, bins below 5 expected counts merged; the bound is the 1 - 1e-4
+    quantile, so a correct sampler fails one seed in 10,000, and the seeds are fixed.
     """
     from scipy.stats import chi2
 

@@ -425,7 +425,9 @@ def test_log_probabilities_are_the_bits_of_one_pass_over_the_text(name: str, fam
     for seed in range(2):
         ids = repeating(seed)
         rule = TokenRule.of(sampling, None, len(ids))
-        work = decoding(own.runtime, ids, build(name, own), rule, Ending(N_NEW), logprobs=seed * 3, prompt_logprobs=True)
+        work = decoding(
+            own.runtime, ids, build(name, own), rule, Ending(N_NEW), logprobs=seed * 3, prompt_logprobs=True
+        )
         events = list(side_by_side([work]))
         text = [*ids, *(token_id for event in events for token_id in event.token_ids)]
         told = [each for event in events for each in event.logprobs]
@@ -472,7 +474,7 @@ def test_log_probabilities_of_a_prompt_cross_its_passes(monkeypatch: pytest.Monk
 def test_method_that_has_no_log_probabilities_is_refused_before_it_begins() -> None:
     own, ids = parts("llama"), repeating(1)
     work = decoding(own.runtime, ids, build("mtjd", own), TokenRule.of(GREEDY, None), Ending(4), logprobs=0)
-    with pytest.raises(SettingsError, match="mtjd.*no log probabilities"):
+    with pytest.raises(SettingsError, match=r"mtjd.*no log probabilities"):
         next(work)
 
 

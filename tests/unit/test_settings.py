@@ -80,7 +80,9 @@ def test_sampling_out_of_range_is_refused(values: dict[str, Any]) -> None:
 def test_biases_are_an_object_by_token_in_json() -> None:
     sampling = Sampling(logit_bias=((40, -2.0), (5, 1.5)))
     assert sampling.to_json()["logit_bias"] == {"5": 1.5, "40": -2.0}
-    assert Sampling.from_json(sampling.to_json()) == sampling == Sampling.from_json({"logit_bias": {"5": 1.5, "40": -2}})
+    assert (
+        Sampling.from_json(sampling.to_json()) == sampling == Sampling.from_json({"logit_bias": {"5": 1.5, "40": -2}})
+    )
     for wrong in ({"a": 1.0}, {"5": "1"}, [[5, 1.0]], {"5": 200.0}):
         with pytest.raises(SettingsError, match=r"the sampling: .*logit_bias"):
             Sampling.from_json({"logit_bias": wrong})

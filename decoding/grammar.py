@@ -1,0 +1,185 @@
+"""What a completion may say: languages of llguidance, and the processor that keeps a rule's scores to one.
+
+Source: llguidance (https://github.com/guidance-ai/llguidance).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.hf import from_tokenizer
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from ..core.errors import InvalidInput
+
+MOST_VOCABULARIES = 4  # tokenizers that are kept as llguidance reads them
+MOST_GRAMMARS = 256  # that are kept compiled
+DEFINITIONS = ("$defs", "definitions")
+BY_NAME = (*DEFINITIONS, "properties", "patternProperties")  # keys of schemas by name
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A language that completions keep to: `source` as llguidance reads it; `words` name it in messages."""
+
+    source: str
+    words: str
+
+    @classmethod
+    def json_object(cls) -> Grammar:
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"})
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any]) -> Grammar:
+        """JSON values of a schema.
+
+        Raises: InvalidInput: it cannot be compiled; the message names the part.
+        """
+        source = LLMatcher.grammar_from_json_schema(dict(schema))
+        if problem := _problem(source):
+            raise InvalidInput(f"the JSON schema cannot be used, at {_place(schema, problem)}: {problem}")
+        return cls(source, "the JSON schema")
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """Texts that a regular expression, in the syntax of Rust's `regex`, matches as a whole.
+
+        Raises: InvalidInput: it cannot be compiled.
+        """
+        source = LLMatcher.grammar_from_regex(pattern)
+        if problem := _problem(source):
+            raise InvalidInput(f"the regular expression cannot be used: {problem}")
+        return cls(source, "the regular expression")
+
+    def mask(self, tokenizer: Any, n_vocab: int, n_prompt: int, stop_token_ids: Sequence[int]) -> GrammarMask:
+        """Return the processor of a request.
+
+        Args:   n_vocab: logits of a row. n_prompt: tokens of the prompt, which the grammar says nothing of.
+                stop_token_ids: what ends a text of the language, at least one.
+        Raises: InvalidInput: there is none, or llguidance cannot read the tokenizer.
+        """
+        if not stop_token_ids:
+            raise InvalidInput("this model has no stop token to end a text with: decode without a grammar")
+        vocabulary = _vocabulary(tokenizer, n_vocab, tuple(sorted(stop_token_ids)))
+        return GrammarMask(_matcher(vocabulary, self.source, self.words).deep_copy(), n_prompt, stop_token_ids)
+
+
+class GrammarMask(LogitsProcessor):
+    """Forbids every token that cannot go on with what was generated; where nothing can, all but the stop tokens.
+
+    Its one matcher is moved back and forward to the text that it is asked about, so that drafts, every node of a tree
+    and the target get the masks that plain decoding would.
+    """
+
+    def __init__(self, matcher: LLMatcher, n_prompt: int, stop_token_ids: Sequence[int]) -> None:
+        self.matcher, self.n_prompt = matcher, n_prompt
+        self.stop_token_ids = sorted(stop_token_ids)
+        self._read: list[int] = []  # tokens that the matcher has consumed
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the scores (1, vocab) after `input_ids` (1, tokens), minus infinity where a token is forbidden."""
+        allowed = self.allowed(input_ids[0, self.n_prompt :].tolist(), scores.shape[-1]).to(scores.device)
+        masked = scores.masked_fill(~allowed, float("-inf"))
+        if bool(masked.isneginf().all()):  # other processors, or a narrower draft model, have ruled out all the rest
+            masked = torch.where(allowed, 0.0, masked)
+        return masked
+
+    def allowed(self, generated: Sequence[int], n_vocab: int) -> Tensor:
+        """Return which tokens may come next: bool (vocab,); all of them behind a text that is not of the language.
+
+        Raises: InvalidInput: the grammar takes too much work here.
+        """
+        ended = torch.zeros(n_vocab, dtype=torch.bool)
+        ended[self.stop_token_ids] = True
+        if not set(self.stop_token_ids).isdisjoint(generated):
+            return ended
+        if not self._move(generated):  # no lossless verifier gets here
+            return torch.ones_like(ended)
+        found = torch.frombuffer(bytearray(self.matcher.compute_logit_bias()), dtype=torch.uint8)[:n_vocab] != 0
+        if self.matcher.is_error():
+            raise InvalidInput(f"the grammar cannot be followed any further: {_line(self.matcher.get_error())}")
+        if self.matcher.is_stopped():
+            return ended
+        return found | ended if self.matcher.is_accepting() else found & ~ended
+
+    def _move(self, generated: Sequence[int]) -> bool:
+        """Bring the matcher behind those tokens; return whether it could follow them all."""
+        pairs = zip(self._read, generated, strict=False)
+        n_same = next((n for n, (own, other) in enumerate(pairs) if own != other), min(len(self._read), len(generated)))
+        if n_same < len(self._read):
+            self.matcher.rollback(len(self._read) - n_same)
+        n_more = self.matcher.try_consume_tokens(list(generated[n_same:]))
+        self._read = list(generated[: n_same + n_more])
+        return n_same + n_more == len(generated)
+
+
+@lru_cache(maxsize=MOST_GRAMMARS)
+def _problem(source: str) -> str:
+    """Return why a grammar cannot be compiled, "" if it can."""
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(source)
+    return _line(messages[0]) if is_error else ""
+
+
+@lru_cache(maxsize=MOST_GRAMMARS)
+def _matcher(vocabulary: LLTokenizer, source: str, words: str) -> LLMatcher:
+    """Return a grammar's matcher at its start; not to be moved.
+
+    Raises: InvalidInput: it cannot be compiled for that vocabulary.
+    """
+    matcher = LLMatcher(vocabulary, source, log_level=0)
+    if matcher.is_error():
+        raise InvalidInput(f"{words} cannot be used with this model's tokens: {_line(matcher.get_error())}")
+    return matcher
+
+
+@lru_cache(maxsize=MOST_VOCABULARIES)
+def _vocabulary(tokenizer: Any, n_vocab: int, stop_token_ids: tuple[int, ...]) -> LLTokenizer:
+    """Return a tokenizer's tokens as llguidance reads them.
+
+    Raises: InvalidInput: it cannot.
+    """
+    try:
+        n_tokens = max(n_vocab, tokenizer.backend_tokenizer.get_vocab_size(with_added_tokens=True))
+        return from_tokenizer(tokenizer, n_tokens, list(stop_token_ids))
+    except (AttributeError, ValueError) as error:
+        raise InvalidInput(
+            f"llguidance cannot read this model's tokenizer ({_line(str(error))}): decode without a grammar"
+        ) from error
+
+
+def _place(schema: Mapping[str, Any], problem: str) -> str:
+    """Return the innermost part of a schema that has the problem by itself, as a JSON pointer."""
+    definitions = {key: schema[key] for key in DEFINITIONS if key in schema}
+    place, here = "#", schema
+    while True:
+        for name, part in _parts(here):
+            if _problem(LLMatcher.grammar_from_json_schema({**definitions, **part})) == problem:
+                place, here = f"{place}/{name}", part
+                break
+        else:
+            return place
+
+
+def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the schemas directly within a schema, by their places; definitions first."""
+    for key in sorted(schema, key=lambda key: key not in DEFINITIONS):
+        value = schema[key]
+        if key in BY_NAME and isinstance(value, Mapping):
+            within = [(f"{key}/{name}", part) for name, part in value.items()]
+        elif isinstance(value, list):
+            within = [(f"{key}/{number}", part) for number, part in enumerate(value)]
+        else:
+            within = [(key, value)]
+        yield from ((name, part) for name, part in within if isinstance(part, Mapping))
+
+
+def _line(message: str) -> str:
+    """Return a message of llguidance on one line."""
+    return " ".join(message.split())

@@ -1,0 +1,229 @@
+"""Completions keep to their grammar, and drafting changes no token of them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from fakes import WordTokenizer, letter_tokenizer, worded_runtime
+from families import VOCAB, tiny_runtime
+from hypothesis import given
+from hypothesis import strategies as st
+from native import native_runtime, parts
+
+from swiftopt.core.errors import InvalidInput, SettingsError
+from swiftopt.core.types import Completion, Prompt, Sampling
+from swiftopt.decoding.grammar import Grammar, GrammarMask
+from swiftopt.decoding.methods import METHODS, PLAIN, Resources, build
+from swiftopt.decoding.session import Session
+from swiftopt.decoding.verify import TargetWalk
+from swiftopt.models.loading import load
+from swiftopt.models.rows import Rows
+
+N_NEW = 60
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["true", "a", "tea"]},
+        "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
+        "ok": {"type": "boolean"},
+    },
+    "required": ["name", "sizes", "ok"],
+    "additionalProperties": False,
+}
+DATE = r"[0-9]{4}-[0-9]{2}(-[0-9]{2})?"
+GRAMMARS = {
+    "schema": Grammar.json_schema(SCHEMA),
+    "object": Grammar.json_object(),
+    "regex": Grammar.regex(DATE),
+    "endless": Grammar.regex("(true|tree|[a-c])*"),
+}
+LOSSLESS = [name for name, info in METHODS.items() if not info.lossy]
+PROMPT = Prompt("1", "t", text='sizes of "tea": {"name": "tea", "sizes": [1, 22], "ok": true} and 2026-11')
+
+
+@cache
+def lettered(family: str = "llama") -> Resources:
+    """What methods are made of, on our kernels, with a tokenizer that grammars can be read with."""
+    runtime, draft = native_runtime(family), native_runtime(family, seed=1)
+    runtime.tokenizer = draft.tokenizer = letter_tokenizer()
+    return replace(parts(family), runtime=runtime, draft_runtime=draft)
+
+
+def run(name: str, grammar: Grammar | None, sampling: Sampling, n_new: int = N_NEW, **options: Any) -> Completion:
+    own = lettered()
+    session = Session(own.runtime, sampling, n_new, grammar=grammar, **options)
+    return session.run(PROMPT, build(name, own))[0].completion
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS)
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(), Sampling(temperature=1.2, top_p=0.95, seed=3), Sampling(temperature=2.0, min_p=0.01, seed=4)],
+    ids=["greedy", "sampled", "hot"],
+)
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_drafted_text_is_plain_decodings_under_a_grammar(name: str, sampling: Sampling, grammar: str) -> None:
+    """Methods that draw their drafts give other tokens for a seed; those keep to the grammar, too."""
+    done = run(name, GRAMMARS[grammar], sampling)
+    if sampling.greedy or isinstance(build(name, lettered()).verifier, TargetWalk):
+        assert done.token_ids == token_by_token(grammar, sampling)
+    if done.finish_reason == "stop":
+        assert keeps[grammar](done.text)
+    assert 1 not in done.token_ids[:-1] and (done.finish_reason == "stop") == (done.token_ids[-1] == 1)
+
+
+@cache
+def token_by_token(grammar: str, sampling: Sampling) -> tuple[int, ...]:
+    """What the rule chooses of whole passes over the text, its grammar asked anew for every token."""
+    runtime = lettered().runtime
+    session = Session(runtime, sampling, N_NEW, grammar=GRAMMARS[grammar])
+    prompt_ids = session.encode(PROMPT)
+    text, rule = list(prompt_ids), session.rule(len(prompt_ids))
+    while len(text) < len(prompt_ids) + N_NEW and text[-1] != 1:
+        logits = runtime.forward(Rows(text, 0), runtime.new_buffer(len(text)))[-1]
+        anew = session.rule(len(prompt_ids))
+        scores = anew.scores(text, logits)
+        text.append(int(scores.argmax()) if sampling.greedy else rule.draw(torch.softmax(scores.double(), dim=-1)))
+    return tuple(text[len(prompt_ids) :])
+
+
+def of_schema(text: str) -> bool:
+    found = json.loads(text)
+    in_range = all(isinstance(size, int) and 0 <= size <= 99 for size in found["sizes"])
+    known = found["name"] in ("true", "a", "tea") and isinstance(found["ok"], bool)
+    return set(found) == {"name", "sizes", "ok"} and in_range and len(found["sizes"]) <= 3 and known
+
+
+keeps: dict[str, Callable[[str], bool]] = {
+    "schema": of_schema,
+    "object": lambda text: isinstance(json.loads(text), dict),
+    "regex": lambda text: re.fullmatch(DATE, text) is not None,
+    "endless": lambda text: re.fullmatch("(true|tree|[a-c])*", text) is not None,
+}
+
+
+def test_grammars_are_finished_and_drafts_accepted_under_them() -> None:
+    """Guards the law above: it must cross ends and accepted tokens."""
+    finished, accepted = set(), 0
+    for grammar in GRAMMARS:
+        for seed in range(4):
+            done = run("spd", GRAMMARS[grammar], Sampling(temperature=1.0, seed=seed), 180)
+            accepted += done.accepted
+            finished |= {grammar} if done.finish_reason == "stop" else set()
+    assert finished >= {"schema", "regex", "endless"} and accepted > 0
+
+
+def test_only_the_stop_token_follows_a_finished_text() -> None:
+    done = run("plain", Grammar.regex("[a-c]{2}"), Sampling(temperature=1.0))
+    assert re.fullmatch("[a-c]{2}", done.text) and done.n_tokens == 3 and done.finish_reason == "stop"
+    longer = run("plain", Grammar.regex("[a-c]{2}"), Sampling(temperature=1.0), min_new_tokens=5)
+    assert longer.text == done.text  # there is nothing else to say, whatever the least length
+
+
+def test_text_of_a_grammar_can_end_early_by_a_stop_of_the_request() -> None:
+    stop = lettered().runtime.tokenizer.convert_tokens_to_ids("-")
+    done = run("plain", GRAMMARS["regex"], Sampling(temperature=1.0), stop_token_ids=[stop])
+    assert re.fullmatch("[0-9]{4}-", done.text)
+    assert re.fullmatch("[0-9]{4}", run("plain", GRAMMARS["regex"], Sampling(temperature=1.0), stop_strings=["-"]).text)
+
+
+def fresh(grammar: Grammar) -> GrammarMask:
+    return grammar.mask(lettered().runtime.tokenizer, VOCAB, 0, [1])
+
+
+@given(st.data())
+def test_masks_do_not_depend_on_what_was_asked_before(data: st.DataObject) -> None:
+    """Texts of a tree, drawn under their own masks, in any order; some leave the language at their end."""
+    grammar = GRAMMARS[data.draw(st.sampled_from(sorted(GRAMMARS)))]
+    asked, texts = fresh(grammar), [[]]  # type: GrammarMask, list[list[int]]
+    for _ in range(data.draw(st.integers(1, 12))):
+        text = data.draw(st.sampled_from(texts))
+        expected = fresh(grammar).allowed(text, VOCAB)
+        assert torch.equal(asked.allowed(text, VOCAB), expected)
+        texts.append([*text, data.draw(st.sampled_from(expected.nonzero()[:, 0].tolist()))])
+        if data.draw(st.booleans()):
+            asked.allowed([*text, data.draw(st.integers(0, VOCAB - 1)), 5], VOCAB)
+
+
+def test_scores_that_are_all_ruled_out_leave_what_the_grammar_allows() -> None:
+    mask, digits = fresh(Grammar.regex("[0-9]")), lettered().runtime.tokenizer.convert_tokens_to_ids(list("0123456789"))
+    scores = torch.zeros(1, VOCAB)
+    assert mask(torch.tensor([[]], dtype=torch.long), scores)[0].isfinite().nonzero()[:, 0].tolist() == sorted(digits)
+    scores[0, digits] = float("-inf")
+    assert mask(torch.tensor([[]], dtype=torch.long), scores)[0].isfinite().nonzero()[:, 0].tolist() == sorted(digits)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Grammar.json_schema({"type": "objekt"}), "the JSON schema cannot be used, at #: .*objekt"),
+        (
+            lambda: Grammar.json_schema({"type": "object", "properties": {"a": {"type": "string", "format": "odd"}}}),
+            "the JSON schema cannot be used, at #/properties/a: .*odd",
+        ),
+        (
+            lambda: Grammar.json_schema(
+                {"$defs": {"b": {"anyOf": [{"type": "null"}, {"uniqueItems": True}]}}, "items": {"$ref": "#/$defs/b"}}
+            ),
+            r"the JSON schema cannot be used, at #/\$defs/b/anyOf/1: .*uniqueItems",
+        ),
+        (lambda: Grammar.json_schema({"$ref": "#/nowhere"}), "the JSON schema cannot be used, at #: .*nowhere"),
+        (lambda: Grammar.regex("[a-"), "the regular expression cannot be used"),
+    ],
+)
+def test_grammar_that_cannot_be_compiled_is_refused_in_one_sentence(make: Callable[[], Grammar], words: str) -> None:
+    with pytest.raises(InvalidInput, match=words) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+def test_grammar_is_refused_where_it_cannot_hold() -> None:
+    grammar = GRAMMARS["regex"]
+    worded: Any = worded_runtime()
+    worded.tokenizer = WordTokenizer()
+    with pytest.raises(InvalidInput, match="llguidance cannot read"):
+        Session(worded, Sampling(), 8, grammar=grammar)
+    endless = tiny_runtime("llama")
+    tokenizer = copy.deepcopy(letter_tokenizer())
+    tokenizer.eos_token = None
+    endless.tokenizer = tokenizer
+    with pytest.raises(InvalidInput, match="no stop token"):
+        Session(endless, Sampling(), 8, grammar=grammar)
+    for name in METHODS:
+        if METHODS[name].lossy:
+            with pytest.raises(SettingsError, match=f"method {name} is lossy"):
+                run(name, grammar, Sampling())
+
+
+def test_grammar_is_compiled_once_for_a_tokenizer() -> None:
+    from swiftopt.decoding import grammar
+
+    before = grammar._matcher.cache_info().misses
+    for _ in range(3):
+        fresh(Grammar.json_schema({"type": "object", "properties": {"once": {"type": "null"}}}))
+    assert grammar._matcher.cache_info().misses == before + 1
+
+
+@pytest.mark.model
+def test_real_model_writes_what_a_schema_says_whoever_drafts() -> None:
+    runtime = load("smollm2-135m", "bfloat16", "cpu", speed="auto")
+    own = replace(lettered(), runtime=runtime, layer_set=None, draft_runtime=None)
+    prompt = Prompt("1", "t", text="A person as JSON: ")
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "maximum": 120}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    session = Session(runtime, Sampling(), 80, grammar=Grammar.json_schema(schema))
+    plain, fast = (session.run(prompt, method)[0].completion for method in (PLAIN, build("prompt-lookup", own)))
+    assert plain.token_ids == fast.token_ids and plain.finish_reason == "stop"
+    assert set(json.loads(plain.text)) == {"name", "age"}
