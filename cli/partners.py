@@ -68,8 +68,9 @@ def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
     sampling: Sampling = values["sampling"]
     fields: dict[str, Any] = {"max_tokens": values["max_new_tokens"], "temperature": sampling.temperature}
     fields |= {"top_p": sampling.top_p, "seed": sampling.seed}
-    if sampling.top_k:
-        fields["top_k"] = sampling.top_k
+    written = sampling.to_json()
+    names = ("top_k", "min_p", "presence_penalty", "frequency_penalty", "logit_bias")
+    fields |= {name: written[name] for name in names if written[name]}
     own = {name: values[name] for name in ("task", "method") if values[name] is not None}
     return {**fields, "swiftopt": own} if own else fields
 

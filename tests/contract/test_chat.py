@@ -109,7 +109,7 @@ def test_message_is_asked_and_its_answer_shown(capsys: pytest.CaptureFixture[str
     assert (body["model"], body["messages"]) == ("tiny", said("Why?"))
     assert body["stream"] is True and body["stream_options"] == {"include_usage": True}
     assert (body["max_tokens"], body["temperature"]) == (9, 0.0)
-    assert not {"return_metrics", "swiftopt", "top_k"} & set(body)  # which others may refuse
+    assert not {"return_metrics", "swiftopt", "top_k", "min_p", "logit_bias"} & set(body)  # which others may refuse
 
 
 def test_our_server_is_asked_for_its_measurements(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,6 +117,7 @@ def test_our_server_is_asked_for_its_measurements(capsys: pytest.CaptureFixture[
     models = {"schema": "swiftopt.stored-models/1", "data": [{"id": "a"}, {"id": "b"}]}
     server = Answering(["Yes"], models=models, metrics=metrics)
     options = ["--model", "b", "--task", "notes", "--method", "swift", "--top-k", "3", "--temperature", "0.5"]
+    options += ["--min-p", "0.1", "--presence-penalty", "-1", "--logit-bias", "50=-2.5"]
     with serving(server.app) as url:
         assert run(["chat", "--server", url, "--message", "Why?", *options]) == 0
     assert capsys.readouterr().err == "[1 tokens, 12.5 tok/s, α 0.75]\n"
@@ -124,6 +125,7 @@ def test_our_server_is_asked_for_its_measurements(capsys: pytest.CaptureFixture[
     assert body["model"] == "b" and body["return_metrics"] is True
     assert body["swiftopt"] == {"task": "notes", "method": "swift"}
     assert (body["top_k"], body["temperature"], body["seed"]) == (3, 0.5, 0)
+    assert (body["min_p"], body["presence_penalty"], body["logit_bias"]) == (0.1, -1.0, {"50": -2.5})
 
 
 def test_every_turn_is_sent_with_those_before_it(
