@@ -109,6 +109,16 @@ class GrammarMask(LogitsProcessor):
             return ended
         return found | ended if self.matcher.is_accepting() else found & ~ended
 
+    def forced(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the tokens of what the grammar leaves no choice about behind `token_ids`, prompt included.
+
+        They are as the tokenizer would split that text; the model may split it another way.
+        """
+        generated = token_ids[self.n_prompt :]
+        if not set(self.stop_token_ids).isdisjoint(generated) or not self._move(generated):
+            return []
+        return [] if self.matcher.is_stopped() else list(self.matcher.compute_ff_tokens())
+
     def _move(self, generated: Sequence[int]) -> bool:
         """Bring the matcher behind those tokens; return whether it could follow them all."""
         pairs = zip(self._read, generated, strict=False)

@@ -18,8 +18,11 @@ from .draft import Draft, Drafter, Outcome, Verifier, Walk
 from .engine import Free, PassGenerator, Slots, Work, alone
 from .methods import Method
 from .rule import TokenRule
-from .tree import ancestor_mask
+from .tree import DraftTree, ancestor_mask
 from .verify import PassTarget, token_logprob
+
+MOST_FORCED = 15  # tokens that a grammar drafts at once: with the root, 16 rows of the target
+FEWEST_FORCED = 2  # below, the method's own draft may go further
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,6 +98,8 @@ def decoding(
             " leave logprobs out, or decode by another method"
         )
     behind = max(method.drafter.max_rows(ending.max_new_tokens), scratch_rows)
+    if rule.grammar is not None:
+        behind = max(behind, 1 + MOST_FORCED)
     token_ids = [*prompt_ids, *(() if begun is None else begun.token_ids[:-1])]
     capacity = len(prompt_ids) + ending.max_new_tokens + behind
     # Logits of what another request has read are gone: a prompt whose own are wanted is read from its first token on.
@@ -201,13 +206,16 @@ def completion_text(runtime: Runtime, token_ids: Sequence[int], ending: EndRule)
 def _round(context: Context, verifier: Verifier, drafting: Drafter, ending: EndRule) -> Work[None]:
     clock = perf_counter()
     # The last token of the completion needs no draft: it comes with the pass that verifies the one before it.
-    draft = yield from drafting.draft(ending.max_new_tokens - len(context.generated) - 1)
+    room = ending.max_new_tokens - len(context.generated) - 1
+    forced = _forced(context, room)
+    draft = (yield from drafting.draft(room)) if forced is None else forced
     drafted = perf_counter()
     logits = yield from _check(context, draft)
     target = PassTarget(context, draft, logits)
     walked = verifier.verify(draft, target)
     _keep(context, walked)
-    drafting.observe(Outcome(draft, walked, logits))
+    if forced is None:
+        drafting.observe(Outcome(draft, walked, logits))
     verified = perf_counter()
     kept = _commit(context, walked.token_ids, ending)
     context.searched = False
@@ -224,6 +232,15 @@ def _round(context: Context, verifier: Verifier, drafting: Drafter, ending: EndR
     tally.verify_s += verified - drafted
     told = () if context.logprobs is None else target.logprobs(walked.path, kept, context.logprobs)
     yield Round(context, kept, draft.n_steps, n_accepted, draft.n_rows, drafted - clock, verified - drafted, told)
+
+
+def _forced(context: Context, room: int) -> Draft | None:
+    """Return a draft of what the request's grammar leaves no choice about, if that is enough to go on with."""
+    grammar = context.rule.grammar
+    token_ids = [] if grammar is None else grammar.forced(context.token_ids)[: min(room, MOST_FORCED)]
+    if len(token_ids) < FEWEST_FORCED:
+        return None
+    return Draft(DraftTree.chain([context.token_ids[-1], *token_ids]))
 
 
 def _check(context: Context, draft: Draft) -> PassGenerator[Tensor | None]:

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from ..core.types import Sampling
+from .grammar import GrammarMask
 
 _BLIND = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)  # they look at scores alone
 _COLDEST = 1e-30  # below, float32 scores overflow; long before, the argmax has all of the probability
@@ -50,6 +51,7 @@ class TokenRule:
     def __init__(self, sampling: Sampling, processors: LogitsProcessorList) -> None:
         self.greedy = sampling.greedy
         self.processors = processors
+        self.grammar = next((each for each in processors if isinstance(each, GrammarMask)), None)
         self._reads_text = any(not _is_blind(each) for each in processors)
         # Three streams, so that what a draft draws or a test decides never shifts the target's own draws. They differ
         # in their low 32 bits: a CPU generator reads no others of its seed.

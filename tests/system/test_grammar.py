@@ -121,6 +121,19 @@ def test_grammars_are_finished_and_drafts_accepted_under_them() -> None:
     assert finished >= {"schema", "regex", "endless"} and accepted > 0
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=2)], ids=["greedy", "sampled"])
+def test_what_a_grammar_leaves_no_choice_about_is_drafted_for_nothing(sampling: Sampling) -> None:
+    """Letters of names that a schema gives, also in plain decoding; no draw is spent on a letter more or less."""
+    names = {f"{name}_of_it": {"type": "null"} for name in ("length", "colour")}
+    grammar = Grammar.json_schema(
+        {"type": "object", "properties": names, "required": [*names], "additionalProperties": False}
+    )
+    done = run("plain", grammar, sampling, 100)
+    assert done.accepted > 12 and done.accepted == done.drafted
+    assert done.target_passes == done.n_tokens - 1 - done.accepted
+    assert run("plain", grammar, sampling, done.n_tokens - 1).token_ids == done.token_ids[:-1]
+
+
 def test_only_the_stop_token_follows_a_finished_text() -> None:
     done = run("plain", Grammar.regex("[a-c]{2}"), Sampling(temperature=1.0))
     assert re.fullmatch("[a-c]{2}", done.text) and done.n_tokens == 3 and done.finish_reason == "stop"
