@@ -5,6 +5,7 @@ Source: llguidance (https://github.com/guidance-ai/llguidance).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +22,7 @@ from ..core.errors import InvalidInput
 MOST_VOCABULARIES = 4  # tokenizers that are kept as llguidance reads them
 MOST_GRAMMARS = 256  # that are kept compiled
 DEFINITIONS = ("$defs", "definitions")
+EXCERPT = re.compile(r"^ *\d+ \|.*", re.MULTILINE | re.DOTALL)
 BY_NAME = (*DEFINITIONS, "properties", "patternProperties")  # keys of schemas by name
 
 
@@ -191,5 +193,5 @@ def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]
 
 
 def _line(message: str) -> str:
-    """Return a message of llguidance on one line."""
-    return " ".join(message.split())
+    """Return a message of llguidance on one line, without the excerpt of its own form of the grammar."""
+    return " ".join(EXCERPT.sub("", message).split())

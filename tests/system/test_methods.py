@@ -10,13 +10,14 @@ from functools import cache
 
 import pytest
 import torch
-from fakes import cheap_draft_costs
+from fakes import cheap_draft_costs, letter_tokenizer
 from families import VOCAB, tiny_model, tiny_runtime
 from transformers import MinNewTokensLengthLogitsProcessor
 
 from swiftopt.core.errors import InvalidInput, LayerSetError, SettingsError
 from swiftopt.core.types import Completion, LayerSet, ModelInfo, Sampling
 from swiftopt.decoding.context import Ending
+from swiftopt.decoding.grammar import Grammar
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import METHODS, PLAIN, Method, Resources, build
 from swiftopt.decoding.rule import TokenRule
@@ -50,8 +51,20 @@ def prompt(seed: int) -> list[int]:
     return words * 3
 
 
-def run(method: Method, runtime: Runtime, ids: list[int], sampling: Sampling, n_new: int = N_NEW) -> Completion:
-    return decode(runtime, ids, method, TokenRule.of(sampling, None, len(ids)), Ending(n_new))
+def rule_of(sampling: Sampling, n_prompt: int, grammar: Grammar | None = None) -> TokenRule:
+    masks = [] if grammar is None else [grammar.mask(letter_tokenizer(), VOCAB, n_prompt, [1])]
+    return TokenRule.of(sampling, None, n_prompt, masks)
+
+
+def run(
+    method: Method,
+    runtime: Runtime,
+    ids: list[int],
+    sampling: Sampling,
+    n_new: int = N_NEW,
+    grammar: Grammar | None = None,
+) -> Completion:
+    return decode(runtime, ids, method, rule_of(sampling, len(ids), grammar), Ending(n_new))
 
 
 def cases(names: list[str]) -> list[tuple[str, bool]]:
@@ -87,9 +100,11 @@ def test_penalties_and_biases_hold_for_drafts_too(name: str, sampling: Sampling)
 
 
 @cache
-def exact(runtime: Runtime, ids: tuple[int, ...], sampling: Sampling, length: int) -> dict[tuple[int, ...], float]:
+def exact(
+    runtime: Runtime, ids: tuple[int, ...], sampling: Sampling, length: int, grammar: Grammar | None
+) -> dict[tuple[int, ...], float]:
     """Probability of every continuation of that length, pass by pass."""
-    rule = TokenRule.of(sampling, None, len(ids))
+    rule = rule_of(sampling, len(ids), grammar)
     found: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(length):
         grown = {}
@@ -108,21 +123,29 @@ MIN_P = Sampling(
 )
 
 
+WARM = Sampling(temperature=1.3)
+LETTERS = Grammar.regex("[ab][cd][a-e]*")
+
+
 @pytest.mark.parametrize(
-    ("name", "with_model", "sampling"),
-    [(*case, TOP_3) for case in cases(LOSSLESS)] + [(name, False, MIN_P) for name in LOSSLESS],
+    ("name", "with_model", "sampling", "grammar"),
+    [(*case, TOP_3, None) for case in cases(LOSSLESS)]
+    + [(name, False, MIN_P, None) for name in LOSSLESS]
+    + [(name, False, WARM, LETTERS) for name in LOSSLESS],
 )
-def test_sampled_output_has_the_target_distribution(name: str, with_model: bool, sampling: Sampling) -> None:
+def test_sampled_output_has_the_target_distribution(
+    name: str, with_model: bool, sampling: Sampling, grammar: Grammar | None
+) -> None:
     """300 seeded requests of 3 tokens: chi-square over the merged outcomes below the 1 - 1e-5 quantile.
 
-    The seeds are fixed, so a pass stays a pass; of 39 right implementations one fails by chance in 2,500 choices.
+    The seeds are fixed, so a pass stays a pass; of 55 right implementations one fails by chance in 1,800 choices.
     """
     own, ids, length = parts("llama", with_model), prompt(1), 3
     method, n = build(name, own), 300
-    expected = exact(own.runtime, tuple(ids), sampling, length)
+    expected = exact(own.runtime, tuple(ids), sampling, length, grammar)
     counts: dict[tuple[int, ...], int] = {}
     for seed in range(n):
-        done = run(method, own.runtime, ids, replace(sampling, seed=seed), length)
+        done = run(method, own.runtime, ids, replace(sampling, seed=seed), length, grammar)
         counts[done.token_ids] = counts.get(done.token_ids, 0) + 1
     assert set(counts) <= set(expected)
     merged: list[list[float]] = [[0.0, 0.0]]
