@@ -20,7 +20,8 @@ from transformers import LogitsProcessor
 from ..core.errors import InvalidInput
 
 MOST_VOCABULARIES = 4  # tokenizers that are kept as llguidance reads them
-MOST_GRAMMARS = 256  # that are kept compiled
+MOST_GRAMMARS = 64  # that are kept compiled
+MOST_PARTS = 200  # of a schema that are compiled by themselves to find where it is wrong
 DEFINITIONS = ("$defs", "definitions")
 EXCERPT = re.compile(r"^ *\d+ \|.*", re.MULTILINE | re.DOTALL)
 BY_NAME = (*DEFINITIONS, "properties", "patternProperties")  # keys of schemas by name
@@ -167,16 +168,19 @@ def _vocabulary(tokenizer: Any, n_vocab: int, stop_token_ids: tuple[int, ...]) -
 
 
 def _place(schema: Mapping[str, Any], problem: str) -> str:
-    """Return the innermost part of a schema that has the problem by itself, as a JSON pointer."""
+    """Return the innermost part of a schema that has the problem by itself, as a JSON pointer.
+
+    In a schema of many parts it may be one further out.
+    """
     definitions = {key: schema[key] for key in DEFINITIONS if key in schema}
-    place, here = "#", schema
-    while True:
-        for name, part in _parts(here):
-            if _problem(LLMatcher.grammar_from_json_schema({**definitions, **part})) == problem:
-                place, here = f"{place}/{name}", part
-                break
-        else:
-            return place
+    place, parts = "#", _parts(schema)
+    for _ in range(MOST_PARTS):
+        name, part = next(parts, ("", None))
+        if part is None:
+            break
+        if _problem(LLMatcher.grammar_from_json_schema({**definitions, **part})) == problem:
+            place, parts = f"{place}/{name}", _parts(part)
+    return place
 
 
 def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
