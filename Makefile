@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO := demo-output
 
-.PHONY: setup lint test demo redis bench clean
+.PHONY: setup lint test demo demo-tune redis bench clean
 
 setup: $(VENV)/.ready
 
@@ -33,7 +33,13 @@ test: setup
 chaos: setup
 	cd tests && $(abspath $(BIN))/python -m chaos $(ONLY)
 
+# A server that learns from the requests it serves: its speed by request, plain decoding beside it.
 demo: setup
+	mkdir -p $(DEMO) && rm -f $(DEMO)/served.db
+	$(BIN)/swiftopt bench serve --model smollm2-135m --stream examples/stream.jsonl --max-new-tokens 64 \
+	    --db $(DEMO)/served.db --png $(DEMO)/served.png
+
+demo-tune: setup
 	mkdir -p $(DEMO)
 	$(BIN)/swiftopt tune --model smollm2-135m --stream examples/stream.jsonl --max-new-tokens 64 \
 	    --db $(DEMO)/swiftopt.db --out $(DEMO)/completions.jsonl

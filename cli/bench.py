@@ -10,7 +10,7 @@ from rich.table import Column, Table
 
 from ..bench.ablation_table import ABLATIONS
 from ..core.errors import SettingsError
-from ..core.requests import GenerateRequest
+from ..core.requests import GenerateRequest, ServedModel
 from ..core.streams import read_stream
 from ..decoding.methods import METHODS
 from ..tasks.requests import EARLIER_NAMES, PEERS
@@ -18,7 +18,7 @@ from . import options
 from .bench_peers import peers
 from .bench_search import search, stream_shift
 from .options import PresetGroup, check_model, check_words, open_store, pick, positive, read_layer_set
-from .output import answer, note, note_load, note_run, show
+from .output import answer, note, note_load, note_run, present, show
 from .render import folding, heading, lined_table, numeric, table
 
 if TYPE_CHECKING:
@@ -268,6 +268,61 @@ def throughput_table(report: dict[str, Any]) -> Table:
             )
             rows.append(cells)
     return table(columns, rows, title=title, title_justify="left")
+
+
+@bench.command(short_help="A served stream: a server that learns beside plain decoding.")
+@options.model
+@options.stream
+@options.limit
+@click.option("--task", help="Task of all lines.  [default: each prompt's own]")
+@click.option("--concurrency", type=positive, default=1, show_default=True, help="Clients that ask at once.")
+@options.max_new_tokens(GenerateRequest)
+@options.placement(ServedModel)
+@options.speed(ServedModel)
+@click.option("--png", metavar="FILE", help="Draw the speed by request.")
+@options.db
+@options.json
+@options.example("bench serve --model smollm2-135m --stream prompts.jsonl --limit 40 --db new.db --png speed.png")
+def serve(
+    model: str,
+    stream: str,
+    limit: int | None,
+    task: str | None,
+    concurrency: int,
+    png: str | None,
+    db: str | None,
+    as_json: bool,
+    **values: Any,
+) -> None:
+    """Start a server and ask it for every prompt of a stream twice, by turns: as it serves, learning, and plainly.
+
+    Prints the ratio of each ten requests, from the first to the last. Where --db is a new file, the server begins with
+    nothing.
+    """
+    prompts = read_stream(stream, task, limit)
+    check_model(pick(GenerateRequest, {**values, "model": model}))
+
+    from ..bench.serving import measure, served
+    from .charts import draw_serving
+
+    given = [f"--{name}={values[name]}" for name in ("dtype", "device", "speed")]
+    more = ["--concurrency", str(concurrency), *(["--db", db] if db else [])]
+    with served(model, [*given, *more], note) as client:
+        report = {"model": model, **measure(client, prompts, values["max_new_tokens"], concurrency, note)}
+    present(report, as_json, lambda found: show(serving_table(found)), png, draw_serving)
+
+
+def serving_table(report: dict[str, Any]) -> Table:
+    """Return a row for each ten requests."""
+    what = f"{report['prompts']} requests of {report['max_new_tokens']} tokens, {report['concurrency']} at once"
+    title = f"{report['model']}, {what}"
+    rows, most = [], max(report["windows"])
+    for number, ratio in enumerate(report["windows"]):
+        first = number * 10 + 1
+        rows.append((f"{first}-{min(first + 9, report['prompts'])}", f"{ratio:.2f}x", "█" * round(30 * ratio / most)))
+    columns = [Column("requests", justify="right"), Column("to plain", justify="right"), Column("")]
+    caption = f"equal to plain decoding: {report['equal']} of {report['prompts']}"
+    return table(columns, rows, title=title, title_justify="left", caption=caption)
 
 
 for command in (peers, search, stream_shift):

@@ -220,7 +220,23 @@ def draw_stream_shift(report: Report, path: Path) -> None:
         pale_grid(axes, colors=PALE, labelcolor=INK)
 
 
-def _moving_means(values: list[float | None]) -> list[float]:
+def draw_serving(report: Report, path: Path) -> None:
+    """Draw the speed of a served stream by request, plain decoding beside it."""
+    title = f"{report['model']} · {report['prompts']} requests of {report['max_new_tokens']} tokens"
+    with picture(path, 4.4, title, 12) as figure:
+        axes = figure.subplots()
+        ends = list(accumulate(result["requests"] for result in report["results"]))
+        for key, label, colour in (("plain_s", "plain decoding", PALE), ("served_s", "as served, learning", TEAL)):
+            speeds = [result["tokens"] / result[key] for result in report["results"]]
+            axes.plot(ends, speeds, color=colour, lw=0, marker="o", ms=3, alpha=0.5)
+            axes.plot(ends, _moving_means(speeds), color=colour, lw=2, label=label)
+        axes.set(xlabel=f"request; {report['concurrency']} at a time", ylabel=f"tokens per second, mean of {MEAN_OF}")
+        axes.set_ylim(bottom=0)
+        legend(axes)
+        pale_grid(axes, colors=PALE, labelcolor=INK)
+
+
+def _moving_means(values: Sequence[float | None]) -> list[float]:
     """Return means over the latest prompts up to each; prompts without a draft (None) are left out."""
     means = []
     for end in range(1, len(values) + 1):

@@ -22,6 +22,8 @@ SwiftoptError                         exit 1
 ├── JobFailed                         exit 4   a job that was followed ended without a result
 ├── JobCancelled                      exit 5   a job that was followed was cancelled
 ├── ServiceUnreachable                exit 6   Redis or the API does not answer
+│   └── EngineGone                             a model's engine loads or has died
+├── Busy                              exit 6   more requests wait than the server lets wait
 ├── Conflict                          exit 7   the job is not in a state for that
 └── LeaseLost                         exit 1   a job's attempt was replaced by a newer one, or its job has ended
 """
@@ -128,6 +130,16 @@ class JobCancelled(SwiftoptError):
 
 class ServiceUnreachable(SwiftoptError):
     """Redis or the API does not answer."""
+
+    exit_code = 6
+
+
+class EngineGone(ServiceUnreachable):
+    """The process that decodes with a model is not there: it loads, or it has died."""
+
+
+class Busy(SwiftoptError):
+    """More requests wait than the server lets wait: ask again later."""
 
     exit_code = 6
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from .serialization import Settings, count
+from .serialization import Record, Settings, count
 from .settings import SwiftSettings, TuningSettings
 from .types import LayerSetRecord, Sampling
 
@@ -63,3 +64,47 @@ class GenerateRequest:
     stop: tuple[str, ...] = ()
     settings: SwiftSettings | None = None
     concurrency: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest(Settings):
+    """One completion of a served model, as the HTTP process asks the model's engine for it.
+
+    The prompt is `token_ids`, else `messages` for the chat template, with `tools` and the template's own `template`
+    values, else `text`. `task` None: the one whose prompts lie nearest; `method` overrules the plan; `max_new_tokens`
+    None: as many as the context has room for. Only requests of one `salt` share what was read of a prompt.
+    """
+
+    NAME: ClassVar = "the request"
+
+    text: str = ""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    token_ids: tuple[int, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
+    template: Mapping[str, Any] = field(default_factory=dict)
+    task: str | None = None
+    method: str | None = None
+    max_new_tokens: int | None = count(None)
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel(Record):
+    """A model that a server decodes with, and how its engine runs it.
+
+    `path` is what is loaded, `name` what clients call it; `concurrency` requests run at once, their keys and values in
+    `memory` bytes (None: half of what is free); with `tune` the engine learns from what it serves.
+    """
+
+    name: str
+    path: str
+    dtype: str = "auto"
+    device: str = "auto"
+    speed: Speed = "auto"
+    db: str | None = None
+    concurrency: int = 8
+    memory: int | None = None
+    tune: bool = True

@@ -188,7 +188,10 @@ def n_skipped_for(n_layers: int, skip_ratio: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Prompt(Record):
-    """One line of a stream: raw `text`, or chat `turns` of the user (or whole `messages`) for the chat template."""
+    """One line of a stream: raw `text`, or chat `turns` of the user (or whole `messages`) for the chat template.
+
+    `token_ids` take the place of all three where the prompt was encoded already.
+    """
 
     id: str
     task: str
@@ -196,6 +199,7 @@ class Prompt(Record):
     messages: tuple[Mapping[str, str], ...] = ()
     turns: tuple[str, ...] = ()
     max_new_tokens: int | None = None
+    token_ids: tuple[int, ...] = field(default=(), metadata=NOT_WRITTEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +295,8 @@ class Completion(Record):
     one), `accepted_per_position[i]` the rounds in which draft step i was, `refused` the rounds in which the target
     contradicted a draft (what was drafted behind that token is thrown away unjudged). `verified_widths` counts the
     passes per number of rows that the target checked. `prefill_s` is part of `timings.other_s`. `reckoned_cost` is what
-    the rounds cost by measured prices, in plain passes, where the drafter decides by such. `lossy` says that the
+    the rounds cost by measured prices, in plain passes, where the drafter decides by such. `n_cached` tokens of the
+    prompt had been read by an earlier request. `lossy` says that the
     method does not promise the target's own output; `exact` that the output is plain decoding's bit by bit: the method
     is lossless, and the kernels compute a row alike whatever rows are beside it. `accepted_prediction` and
     `rejected_prediction` count the drafted tokens that came from the request's prediction.
@@ -320,6 +325,7 @@ class Completion(Record):
     reckoned_cost: float | None = None
     accepted_prediction: int = field(default=0, metadata=WHERE_ANY)
     rejected_prediction: int = field(default=0, metadata=WHERE_ANY)
+    n_cached: int = field(default=0, metadata=WHERE_ANY)
 
     @property
     def n_tokens(self) -> int:

@@ -35,6 +35,7 @@ class Tally:
     prefill_s: float = 0.0
     accepted_prediction: int = 0  # of the drafted tokens that came from the request's prediction
     rejected_prediction: int = 0
+    n_cached: int = 0  # tokens of the prompt that an earlier request had read
     elapsed_s: float = 0.0
     started: float = field(default_factory=perf_counter)
 

@@ -119,6 +119,7 @@ def decoding(
         prediction=tuple(prediction),
     )
     if begun is None:
+        tally.n_cached = n_read
         yield from _begin(context, n_read, ending, with_state, prompt_logprobs)
     else:
         yield from _take_up(context, n_read, begun)
@@ -185,6 +186,7 @@ def _completion(context: Context, method: Method, ending: EndRule, finish: Finis
         reckoned_cost=tally.estimated,
         accepted_prediction=tally.accepted_prediction,
         rejected_prediction=tally.rejected_prediction,
+        n_cached=tally.n_cached,
         verified_widths=tally.widths,
         timings=Timings(tally.optimise_s, tally.draft_s, tally.verify_s, max(0.0, total - spent)),
         prefill_s=tally.prefill_s,

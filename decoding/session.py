@@ -72,6 +72,15 @@ class Session:
         """
         return self._encode(prompt, self._opening(prompt))
 
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **template: Any
+    ) -> list[int]:
+        """Token ids of a chat by the model's template, which gets the `tools` and the values of `template`.
+
+        Raises: InvalidInput: there is none, or it refuses the messages.
+        """
+        return self._templated("prompt", messages, tools=list(tools) or None, **template)
+
     def check(self, prompt: Prompt) -> int:
         """Positions that the prompt's first turn needs, completion included.
 
@@ -151,21 +160,12 @@ class Session:
         tokenizer = self.runtime.tokenizer
         if tokenizer is None:
             raise InvalidInput("this model has no tokenizer: put its tokenizer's files next to its weights")
-        if messages is None:
+        if prompt.token_ids:
+            ids = list(prompt.token_ids)
+        elif messages is None:
             ids = list(tokenizer(prompt.text)["input_ids"])
-        elif getattr(tokenizer, "chat_template", None) is None:
-            raise InvalidInput(
-                f"prompt {prompt.id!r} is a chat, but this model's tokenizer has no chat template:"
-                ' give it as {"prompt": …} or use an instruct model'
-            )
         else:
-            try:
-                encoded = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
-            except TemplateError as error:  # templates raise it for roles that their model was not trained on
-                raise InvalidInput(
-                    f"prompt {prompt.id!r} does not suit this model's chat template ({error}): change its messages"
-                ) from error
-            ids = list(encoded["input_ids"])
+            ids = self._templated(f"prompt {prompt.id!r}", messages)
         if not ids:
             raise InvalidInput(f"prompt {prompt.id!r} has no tokens: write at least one word")
         return ids
@@ -177,6 +177,22 @@ class Session:
                     f"{what} names token {token_id}, but this model has tokens 0 to {self.runtime.vocab_size - 1}: use"
                     " ids of its own tokenizer"
                 )
+
+    def _templated(self, name: str, messages: Sequence[Mapping[str, Any]], **values: Any) -> list[int]:
+        tokenizer = self.runtime.tokenizer
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise InvalidInput(
+                f"{name} is a chat, but this model's tokenizer has no chat template:"
+                ' give it as {"prompt": …} or use an instruct model'
+            )
+        values = {"add_generation_prompt": True, **values}
+        try:
+            encoded = tokenizer.apply_chat_template(list(messages), return_dict=True, **values)
+        except (TemplateError, ValueError) as error:  # templates raise it for roles that their model was not trained on
+            raise InvalidInput(
+                f"{name} does not suit this model's chat template ({error}): change its messages"
+            ) from error
+        return list(encoded["input_ids"])
 
     def _stop_token_ids(self) -> frozenset[int]:
         """The tokens that end a completion."""

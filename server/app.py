@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -12,14 +14,23 @@ from .. import __version__
 from ..core.jobs import JobBoard
 from ..optimizer.strategies import STRATEGIES
 from ..store import Store
-from . import health, jobs, lookups, problems, streams
+from . import completions, health, jobs, lookups, problems, responses, streams, tuning
 from .cache import Answers
+from .engines import Engines
 from .middleware import GUARDED, Gate
 from .schemas import Problem
 from .settings import ServerSettings
 from .state import QueueView, State
 
-ROUTERS = (lookups.router, streams.router, jobs.router, health.router)
+ROUTERS = (
+    lookups.router,
+    streams.router,
+    jobs.router,
+    completions.router,
+    responses.router,
+    tuning.router,
+    health.router,
+)
 PROBLEM = {
     "description": "What was wrong, in one sentence.",
     "content": {problems.MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
@@ -43,15 +54,33 @@ def bare_app() -> FastAPI:
 
 
 def create_app(
-    store: Store, board: JobBoard, settings: ServerSettings | None = None, queue: QueueView | None = None
+    store: Store,
+    board: JobBoard,
+    settings: ServerSettings | None = None,
+    queue: QueueView | None = None,
+    engines: Engines | None = None,
 ) -> FastAPI:
-    """An app over the store; `queue` None: no Redis, so jobs only wait."""
+    """An app over the store; `queue` None: no Redis, so jobs only wait; `engines` live as long as the app."""
     settings = settings or ServerSettings()
     app = bare_app()
     answers = Answers(partial(lookups.find_plan, store))
-    app.state.swiftopt = State(store, board, queue, settings, answers, health.lookup_times())
+    app.state.swiftopt = State(store, board, queue, settings, answers, health.lookup_times(), engines)
+    app.router.lifespan_context = partial(_living, engines)
     app.add_middleware(Gate, settings=settings)
     return app
+
+
+@asynccontextmanager
+async def _living(engines: Engines | None, app: FastAPI) -> AsyncIterator[None]:
+    """Run the engines' processes while the app is served."""
+    if engines is None:
+        yield
+        return
+    engines.start()
+    try:
+        yield
+    finally:
+        await engines.close()
 
 
 def document(app: FastAPI) -> dict[str, Any]:

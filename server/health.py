@@ -22,7 +22,9 @@ from .schemas import Liveness, Readiness
 from .state import QueueView, Shared, State
 
 router = APIRouter(tags=["operation"])
-_UNREADY: dict[int | str, dict[str, Any]] = {503: {"model": Readiness, "description": "The database cannot be used."}}
+_UNREADY: dict[int | str, dict[str, Any]] = {
+    503: {"model": Readiness, "description": "The database or an engine is away."}
+}
 
 BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 
@@ -53,7 +55,10 @@ async def livez() -> Response:
 
 @router.get("/readyz", operation_id="readyz", response_model=Readiness, responses=_UNREADY)
 def readyz(app: Shared) -> Response:
-    """Database, migrations, Redis; 503 when the database is away. Without Redis look-ups and submissions work."""
+    """Database, migrations, Redis, engines; 503 when the database is away or an engine not there.
+
+    Without Redis look-ups and submissions work.
+    """
     return _ready(app)
 
 
@@ -72,18 +77,22 @@ def health(app: Shared) -> Response:
 def metrics(app: Shared) -> Response:
     """Prometheus metrics."""
     own = registry(app.store, app.queue, app.lookup_times)
+    if app.engines is not None:
+        own.register(app.engines.metrics)
     return Response(generate_latest(own), media_type=CONTENT_TYPE_LATEST)
 
 
 def _ready(app: State) -> Response:
-    found = {"status": "ok", "database": "ok", "migrations": "ok", "redis": _redis(app)}
+    engines = {} if app.engines is None else {name: own.state for name, own in app.engines.of.items()}
+    found: dict[str, Any] = {"status": "ok", "database": "ok", "migrations": "ok", "redis": _redis(app)}
+    found["engines"] = engines
     try:
         state = app.store.schema()
         if not state.ok:
             found["migrations"] = f"at {state.revision}, this server needs {state.head}: run `swiftopt db upgrade`"
     except StoreError as error:
         found["database"], found["migrations"] = str(error), "unknown"
-    if found["database"] != "ok" or found["migrations"] != "ok":
+    if any(part != "ok" for part in (found["database"], found["migrations"], *engines.values())):
         found["status"] = "unavailable"
     return JSONResponse(found, 200 if found["status"] == "ok" else 503)
 

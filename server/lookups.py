@@ -8,7 +8,7 @@ import time
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Path, Query
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from ..core.serialization import Record
 from ..core.types import LayerSetList, ModelList
@@ -16,7 +16,7 @@ from ..store import Store
 from .cache import Answer
 from .cache import Query as Question
 from .schemas import Batch, Depth, LookupAnswers, PlanAnswer, Word
-from .state import Shared
+from .state import Shared, engines_of
 
 CACHE_CONTROL = "max-age=1"
 
@@ -94,8 +94,16 @@ def layer_sets(app: Shared, model: ModelQuery = None, task: TaskQuery = None) ->
 
 @router.get("/models", operation_id="models", response_model=ModelList)
 def models(app: Shared) -> Response:
-    """The models that were loaded once, and every name that a look-up knows."""
-    return _json(ModelList(tuple(app.store.models()), tuple(app.store.model_names())))
+    """OpenAI's list of the models that are served; beside it those that were loaded once, and names look-ups know."""
+    known = ModelList(tuple(app.store.models()), tuple(app.store.model_names())).to_json()
+    served = [] if app.engines is None else [engine.card() for engine in app.engines.of.values()]
+    return JSONResponse({**known, "object": "list", "data": served})
+
+
+@router.get("/models/{model:path}", operation_id="model", response_class=Response)
+def model(app: Shared, model: Annotated[Word, Path(description="A model that is served.")]) -> Response:
+    """One model that is served, in OpenAI's form."""
+    return JSONResponse(engines_of(app).find(model).card())
 
 
 def _json(record: Record) -> Response:

@@ -19,11 +19,17 @@ from .problems import Refused, problem
 from .settings import MIB, ServerSettings
 
 BODY_WAIT_S = 30.0  # of silence while a body is being sent
-GUARDED = "/v1/"  # everything below needs a key, where keys are set
+GUARDED = ("/v1/", "/tokenize", "/detokenize")  # what begins so needs a key, where keys are set
 LOOKUPS = "/v1/layer-sets/"  # single look-ups, cached, do not count against the rate
 JSON = ("application/json",)
 LINES = ("application/jsonl", "application/x-ndjson", "application/octet-stream", "multipart/form-data")
-BODIES = {"/v1/jobs": JSON, "/v1/layer-sets:lookup": JSON, "/v1/streams": LINES}
+BODIES = {
+    "/v1/streams": LINES,
+    **dict.fromkeys(
+        ("/v1/jobs", "/v1/layer-sets:lookup", "/v1/chat/completions", "/v1/completions", "/v1/responses"), JSON
+    ),
+    **dict.fromkeys(("/tokenize", "/detokenize", *(f"/v1/tuning:{verb}" for verb in ("pause", "resume", "pin"))), JSON),
+}
 
 access = logging.getLogger("swiftopt.access")
 
@@ -66,6 +72,7 @@ class Gate:
         try:
             key_owner = self._key_owner(headers)
             caller = key_owner or caller
+            scope.setdefault("state", {})["key_owner"] = key_owner
             refusal = self._refusal(scope, headers, key_owner, caller)
             if refusal is not None:
                 await refusal(scope, receive, sending)
@@ -88,12 +95,12 @@ class Gate:
         if not path.startswith(GUARDED):
             return None
         if self._settings.keys.required and key_owner is None:
-            return _unauthorised("authorization" in headers)
+            return _unauthorised("authorization" in headers, path)
         wait_s = 0 if method == "GET" and path.startswith(LOOKUPS) else self._rate.wait_s(caller)
         if wait_s:
             detail = f"more than {self._settings.requests_per_min} requests a minute: wait {wait_s} s, then go on"
-            return problem(429, "too-many-requests", detail, {"Retry-After": str(wait_s)})
-        return _foreign(headers) or self._bad_body(path, headers) if method == "POST" else None
+            return problem(429, "too-many-requests", detail, {"Retry-After": str(wait_s)}, path)
+        return _foreign(headers, path) or self._bad_body(path, headers) if method == "POST" else None
 
     def _bad_body(self, path: str, headers: Headers) -> Response | None:
         """What can be said of the body before it comes."""
@@ -101,11 +108,11 @@ class Gate:
         if path in BODIES and given not in BODIES[path]:
             words = f"the body is {given[:100]!r}" if given else "the body has no Content-Type"
             detail = f"{words}: send it as {' or '.join(BODIES[path])}"
-            return problem(415, "unsupported-media-type", detail, {"Accept-Post": ", ".join(BODIES[path])})
+            return problem(415, "unsupported-media-type", detail, {"Accept-Post": ", ".join(BODIES[path])}, path)
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > self._settings.max_body_bytes:
             refused = _too_large(self._settings.max_body_bytes)
-            return problem(413, refused.kind, str(refused.detail), refused.headers)
+            return problem(413, refused.kind, str(refused.detail), refused.headers, path)
         return None
 
 
@@ -135,19 +142,20 @@ def _too_large(max_bytes: int) -> Refused:
     return Refused(413, "too-large", detail, {"Connection": "close"})
 
 
-def _unauthorised(given: bool) -> Response:
+def _unauthorised(given: bool, path: str) -> Response:
     why = "the key is not one of this server's" if given else "this server wants a key"
     how = 'Bearer realm="swiftopt"' + (', error="invalid_token"' if given else "")
     detail = f"{why}: send it as `Authorization: Bearer KEY`"
-    return problem(401, "unauthorised", detail, {"WWW-Authenticate": how})
+    return problem(401, "unauthorised", detail, {"WWW-Authenticate": how}, path)
 
 
-def _foreign(headers: Headers) -> Response | None:
+def _foreign(headers: Headers, path: str) -> Response | None:
     """A web page of another site, which a browser would let post to a server on the user's own machine."""
     origin = headers.get("origin")
     if origin is None or urlsplit(origin).netloc == headers.get("host"):
         return None
-    return problem(403, "foreign-origin", "a page of another site may not do that: call the API from a program")
+    words = "a page of another site may not do that: call the API from a program"
+    return problem(403, "foreign-origin", words, path=path)
 
 
 def _address(scope: Scope) -> str:

@@ -162,6 +162,7 @@ class Readiness(BaseModel):
     database: str
     migrations: str
     redis: str
+    engines: dict[str, str] = Field(description="By model that is served.")
 
 
 def _check_storable(value: Any) -> None:

@@ -11,17 +11,19 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
 
 from ..core.errors import SettingsError
+from ..core.requests import ServedModel
 from ..store import Store
 from ..worker.queue import JobService, RedisQueue
 from ..worker.reconciler import Reconciler
 from .app import create_app
+from .engines import Engines
 from .settings import ServerSettings
 
 BACKLOG = 1024
@@ -66,20 +68,22 @@ def serve(
     redis_url: str | None,
     settings: ServerSettings,
     on_ready: Callable[[], None] = lambda: None,
+    served: Sequence[ServedModel] = (),
 ) -> None:
-    """Answer requests until SIGTERM or SIGINT.
+    """Answer requests until SIGTERM or SIGINT; with models, requests in progress then get `settings.drain_s` to end.
 
     Raises: SettingsError: the Redis URL is none.
     """
     queue = RedisQueue(redis_url) if redis_url else None
-    app = create_app(store, JobService(store, queue), settings, queue)
+    engines = Engines(served, settings.max_waiting) if served else None
+    app = create_app(store, JobService(store, queue), settings, queue, engines)
     config = uvicorn.Config(
         app,
         log_config=None,
         access_log=False,  # the gate writes one
         server_header=False,
-        lifespan="off",
-        timeout_graceful_shutdown=DRAIN_S,
+        lifespan="on" if engines else "off",
+        timeout_graceful_shutdown=settings.drain_s if engines else DRAIN_S,
     )
     sys.setswitchinterval(SWITCH_S)
     gc.collect()

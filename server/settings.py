@@ -125,7 +125,8 @@ def _hash(key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """`stream_folders` hold the streams that a job may name; `requests_per_min` 0 means no limit.
+    """`stream_folders` hold the streams that a job may name; `requests_per_min` 0 means no limit; `max_waiting`
+    completions may wait per model, beside those that run; at its end the server waits `drain_s` seconds for them.
 
     Look-ups of single layer sets, health and metrics are not counted against the limit.
     """
@@ -134,6 +135,8 @@ class ServerSettings:
     stream_folders: tuple[Path, ...] = ()
     max_body_bytes: int = 32 * MIB
     requests_per_min: int = 600
+    max_waiting: int = 64
+    drain_s: int = 30
 
 
 def stream_folders(named: Sequence[str] = ()) -> tuple[Path, ...]:

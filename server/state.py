@@ -8,10 +8,12 @@ from typing import Annotated, Protocol, cast
 from fastapi import Depends, Request
 from prometheus_client import Histogram
 
+from ..core.errors import ModelNotFound
 from ..core.jobs import JobBoard
 from ..store import Store
 from ..worker.queue import WorkerFacts
 from .cache import Answers
+from .engines import Engines
 from .settings import ServerSettings
 
 
@@ -33,7 +35,7 @@ class QueueView(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What the routes work with; `queue` None: no Redis was named."""
+    """What the routes work with; `queue` None: no Redis was named; `engines` None: the server decodes nothing."""
 
     store: Store
     board: JobBoard
@@ -41,6 +43,17 @@ class State:
     settings: ServerSettings
     answers: Answers
     lookup_times: Histogram
+    engines: Engines | None = None
+
+
+def engines_of(state: State) -> Engines:
+    """Return the engines.
+
+    Raises: ModelNotFound: this server decodes nothing.
+    """
+    if state.engines is None:
+        raise ModelNotFound("this server decodes nothing: start it with `swiftopt serve --model MODEL`")
+    return state.engines
 
 
 async def state_of(request: Request) -> State:

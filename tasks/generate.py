@@ -20,6 +20,7 @@ from ..models.saved import no_step
 from ..store import Store
 from .recipes import Recipe, Recipes
 
+DEFAULT_TASK = "default"
 MEMORY_SHARE = 0.5  # of what is free, that keys and values may take
 
 
@@ -45,10 +46,11 @@ class Generated(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TextAdded:
-    """Text that a completion has grown by, and that nothing can change any more."""
+    """Text that a completion has grown by, and that nothing can change any more; `n_tokens` tokens brought it."""
 
     prompt: Prompt
     text: str
+    n_tokens: int = 0
 
 
 def generate(
@@ -80,19 +82,19 @@ def memory_for_texts(runtime: Runtime) -> int:
     return int(MEMORY_SHARE * free_bytes(runtime.device))
 
 
-def as_planned(session: Session, planner: Planner, prompt: Prompt) -> Work[None]:
+def as_planned(session: Session, planner: Planner, prompt: Prompt, **options: Any) -> Work[None]:
     """Decode one prompt as its task's plan says; yields `TextAdded` and, per turn, `Generated`."""
     method, info = planner.plan_for(planner.request.task or prompt.task)
-    text = GrowingText(session)
+    text = GrowingText(session, prompt)
 
     def handle(event: Any) -> Iterator[TextAdded | Generated]:
-        added = text.rest(event.completion) if isinstance(event, Turn) else text.add(event.token_ids)
-        if added:
-            yield TextAdded(prompt, added)
         if isinstance(event, Turn):
+            yield from text.ended(event.completion)
             yield Generated(event.prompt, event.completion, info)
+        else:
+            yield from text.grown(event.token_ids)
 
-    yield from intercept(session.request(prompt, method), handle)
+    yield from intercept(session.request(prompt, method, **options), handle)
 
 
 class Planner:
@@ -191,18 +193,31 @@ class Planner:
 class GrowingText:
     """Turn tokens into text as they come; hold back what a later token could change or a stop string cut."""
 
-    def __init__(self, session: Session) -> None:
-        self._tokenizer, self._stop = session.runtime.tokenizer, session.stop_strings
+    def __init__(self, session: Session, prompt: Prompt) -> None:
+        self._tokenizer, self._stop, self._prompt = session.runtime.tokenizer, session.stop_strings, prompt
         self._min_new_tokens = session.min_new_tokens
         self._start()
 
     def _start(self) -> None:
         self._token_ids: list[int] = []
         self._text = ""
-        self._from = self._read = self._shown = 0
+        self._from = self._read = self._shown = self._n_told = 0
 
-    def add(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete."""
+    def grown(self, token_ids: Sequence[int]) -> Iterator[TextAdded]:
+        """Yield the text that these tokens complete, if they do."""
+        yield from self._told(self._added(token_ids))
+
+    def ended(self, completion: Completion) -> Iterator[TextAdded]:
+        """Yield the rest of the completion's text, if there is any; the next tokens begin another one."""
+        yield from self._told(self._new(completion.text))
+        self._start()
+
+    def _told(self, text: str) -> Iterator[TextAdded]:
+        if text:
+            n_tokens, self._n_told = len(self._token_ids) - self._n_told, len(self._token_ids)
+            yield TextAdded(self._prompt, text, n_tokens)
+
+    def _added(self, token_ids: Sequence[int]) -> str:
         self._token_ids += token_ids
         # Only the newest tokens are decoded, behind some that were before: a token's text can depend on its neighbour.
         known, text = (self._decoded(self._token_ids[self._from : end]) for end in (self._read, None))
@@ -212,12 +227,6 @@ class GrowingText:
         self._from, self._read = self._read, len(self._token_ids)
         free = self._token_ids[: self._min_new_tokens] if self._stop else []
         return self._new(self._text[: settled(self._text, self._stop, len(self._decoded(free)) if free else 0)])
-
-    def rest(self, completion: Completion) -> str:
-        """The rest of the completion's text; the next tokens begin another one."""
-        rest = self._new(completion.text)
-        self._start()
-        return rest
 
     def _decoded(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))

@@ -23,10 +23,8 @@ from ..models import loading
 from ..models.runtime import Runtime
 from ..models.saved import no_step
 from ..store import Store
-from .generate import Generated, Planner, TextAdded, as_planned, memory_for_texts
+from .generate import DEFAULT_TASK, Generated, Planner, TextAdded, as_planned, memory_for_texts
 from .tune import TuneResult, run_tuning
-
-DEFAULT_TASK = "default"
 
 
 def load(
@@ -108,20 +106,24 @@ class Model:
         """
         if isinstance(prompt, str):
             prompt = Prompt("1", task, text=prompt)
+        session = Session(self.runtime, sampling or Sampling(), max_new_tokens, stop)
+        return self.decoding(session, prompt, method)
+
+    def decoding(self, session: Session, prompt: Prompt, method: str | None, **options: Any) -> Work[None]:
+        """`work` of a session; options as for `Session.request`."""
         if method not in self._planners:
             request = GenerateRequest(self.name, method=method)
             self._planners[method] = Planner(request, self.runtime, self.store)
-        session = Session(self.runtime, sampling or Sampling(), max_new_tokens, stop)
-        return as_planned(session, self._planners[method], prompt)
+        return as_planned(session, self._planners[method], prompt, **options)
 
 
 class Ticket:
     """A request of a live engine, as its caller sees it. Iterating gives the text as it grows."""
 
-    def __init__(self, cancel: Callable[[Ticket], None]) -> None:
+    def __init__(self) -> None:
         self._events: SimpleQueue[TextAdded | Generated | None] = SimpleQueue()  # ends with None
         self._done = threading.Event()
-        self._cancel = cancel
+        self.give_up: Callable[[], None] = lambda: None
         self.generated: list[Generated] = []
         self.error: BaseException | None = None
 
@@ -148,7 +150,7 @@ class Ticket:
 
     def cancel(self) -> None:
         """Give the request up; its slots are free before the next pass."""
-        self._cancel(self)
+        self.give_up()
 
     def put(self, event: TextAdded | Generated) -> None:
         """Hand over an event, in the engine's thread."""
@@ -188,13 +190,29 @@ class LiveEngine:
 
         Raises: Cancelled: the engine is closed.
         """
-        ticket = Ticket(lambda ticket: self._inbox.put(lambda: self._drop(ticket)))
-        work = self.model.work(prompt, **options)
+        ticket = Ticket()
+        self.run(self.model.work(prompt, **options), ticket)
+        return ticket
+
+    def run(self, work: Work[None], ticket: Ticket) -> None:
+        """Decode beside the others; the ticket gets the events.
+
+        Raises: Cancelled: the engine is closed.
+        """
+        ticket.give_up = lambda: self.call(lambda: self._drop(ticket))
         with self._lock:
             if self._closed:
                 raise Cancelled("this engine is closed: start another one")
-            self._inbox.put(lambda: self._add(ticket, work))
-        return ticket
+            self.call(lambda: self._add(ticket, work))
+
+    def call(self, act: Callable[[], None]) -> None:
+        """Do something in the engine's thread, between two steps."""
+        self._inbox.put(act)
+
+    @property
+    def n_waiting(self) -> int:
+        """Requests that were not begun yet."""
+        return sum(request.is_new for request in self._engine.requests)
 
     def close(self) -> None:
         """Give all requests up and end the thread."""

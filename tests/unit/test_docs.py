@@ -6,11 +6,13 @@ import ast
 import json
 import re
 import shlex
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import click
+import httpx2
 import pytest
 from serving import serving
 from tiny_files import save
@@ -22,9 +24,11 @@ from swiftopt.cli.main import swiftopt as program
 from swiftopt.cli.output import INTERRUPTED
 from swiftopt.cli.reference import EXIT_CODES, page
 from swiftopt.core.errors import InvalidInput, SwiftoptError
+from swiftopt.core.requests import ServedModel
 from swiftopt.decoding.methods import METHODS
 from swiftopt.models.families import FAMILIES
 from swiftopt.server.app import create_app
+from swiftopt.server.engines import Engines
 from swiftopt.training.settings import HeadSettings, ProbeSettings, TrainingSettings
 from swiftopt.worker.queue import JobService
 
@@ -204,9 +208,14 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server_url(tiny_folder: Path) -> Iterator[str]:
-    """A server over the same database."""
-    with swiftopt.Store.open() as store, serving(create_app(store, JobService(store, None))) as url:
-        yield url
+    """A server over the same database that decodes with the tiny model."""
+    model = ServedModel(str(tiny_folder), str(tiny_folder), dtype="float32", tune=False)
+    with swiftopt.Store.open() as store:
+        app = create_app(store, JobService(store, None), engines=Engines([model], most_waiting=8))
+        with serving(app) as url:
+            while httpx2.get(f"{url}/health").status_code != 200:
+                time.sleep(0.1)
+            yield url
 
 
 @pytest.mark.parametrize("example", examples())

@@ -1,0 +1,142 @@
+"""A served stream: each block of requests learning and plainly, by turns, asked of a real server over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import httpx2
+
+from ..core.errors import ServiceUnreachable
+from ..core.types import Prompt
+
+SCHEMA = "swiftopt.bench-serve/1"
+WINDOW = 10  # requests of a ratio
+BLOCK = 10  # requests that both ways decode by turns, where several clients ask at once
+LOAD_S = 600.0
+ANSWER_S = 1800.0
+
+T = TypeVar("T")
+
+
+@contextmanager
+def served(model: str, options: Sequence[str], on_step: Callable[[str], None]) -> Iterator[httpx2.Client]:
+    """`swiftopt serve` of a model called "model" on a free port, as a client of it, once its engine is there.
+
+    Raises: ServiceUnreachable: it does not start.
+    """
+    command = [sys.executable, "-m", "swiftopt", "serve", "--port", "0", "--json", "--rate", "0", "--model"]
+    with subprocess.Popen(
+        [*command, f"model={model}", *options], stdout=subprocess.PIPE, text=True, env=os.environ.copy()
+    ) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                raise ServiceUnreachable("the server did not start: its words are above")
+            with httpx2.Client(base_url=json.loads(line)["url"], timeout=ANSWER_S) as client:
+                _wait(client, process, on_step)
+                yield client
+        finally:
+            process.terminate()
+
+
+def _wait(client: httpx2.Client, process: subprocess.Popen[str], on_step: Callable[[str], None]) -> None:
+    until, told = time.monotonic() + LOAD_S, ""
+    while True:
+        found = client.get("/health").json()["engines"]["model"]
+        if found == "ok":
+            return
+        if found != told:
+            on_step(found)
+            told = found
+        if process.poll() is not None or time.monotonic() > until:
+            raise ServiceUnreachable(f"the engine does not come up ({found}): try `swiftopt doctor`")
+        time.sleep(0.1)
+
+
+def measure(
+    client: httpx2.Client,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+    concurrency: int,
+    on_run: Callable[[str], None],
+) -> dict[str, Any]:
+    """Ask for every prompt both ways; returns the seconds and texts of all, and the ratio of each window.
+
+    Both ways read every prompt anew: each has a salt of its own.
+    """
+    results: list[dict[str, Any]] = []
+    with ThreadPoolExecutor(concurrency) as pool:
+        for number, block in enumerate(_blocks(prompts, 1 if concurrency == 1 else BLOCK)):
+            walls, texts = {}, {}
+            for way in ("best", "plain")[:: 1 if number % 2 == 0 else -1]:
+                clock = time.perf_counter()
+                texts[way] = list(pool.map(partial(_ask, client, max_new_tokens, way), block))
+                walls[way] = time.perf_counter() - clock
+            results.append(
+                {
+                    "requests": len(block),
+                    "served_s": round(walls["best"], 4),
+                    "plain_s": round(walls["plain"], 4),
+                    "tokens": sum(n for _, n in texts["best"]),
+                    "equal": sum(a == b for a, b in zip(texts["best"], texts["plain"], strict=True)),
+                }
+            )
+            n_done = sum(each["requests"] for each in results)
+            speeds = " and ".join(f"{results[-1]['tokens'] / walls[way]:.1f} {way}" for way in walls)
+            on_run(f"request {n_done} of {len(prompts)}: tok/s {speeds}")
+    return {
+        "schema": SCHEMA,
+        "concurrency": concurrency,
+        "prompts": len(prompts),
+        "max_new_tokens": max_new_tokens,
+        "results": results,
+        "windows": windows(results),
+        "equal": sum(each["equal"] for each in results),
+        "tuning": client.get("/v1/tuning").json()["models"]["model"],
+    }
+
+
+def windows(results: Sequence[dict[str, Any]]) -> list[float]:
+    """Plain seconds / served seconds of each ten requests, one after the other."""
+    size = max(1, WINDOW // results[0]["requests"]) if results else 1
+    return [
+        round(sum(each["plain_s"] for each in own) / sum(each["served_s"] for each in own), 4)
+        for own in _blocks(results, size)
+    ]
+
+
+def _blocks(values: Sequence[T], size: int) -> list[Sequence[T]]:
+    return [values[start : start + size] for start in range(0, len(values), size)]
+
+
+def _ask(client: httpx2.Client, max_new_tokens: int, way: str, prompt: Prompt) -> tuple[str, int]:
+    """Text and number of tokens of one completion; chats are asked for their first turn."""
+    common: dict[str, Any] = {
+        "model": "model",
+        "max_tokens": prompt.max_new_tokens or max_new_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "cache_salt": f"{way} {time.perf_counter_ns()}",
+        "swiftopt": {"task": prompt.task, "plan": way},
+    }
+    if prompt.text is not None:
+        done = client.post("/v1/completions", json={**common, "prompt": prompt.text})
+    else:
+        messages = prompt.messages or [{"role": "user", "content": prompt.turns[0]}]
+        done = client.post("/v1/chat/completions", json={**common, "messages": list(messages)})
+    if done.status_code != 200:
+        raise ServiceUnreachable(f"the server refused prompt {prompt.id!r}: {done.json()['error']['message']}")
+    found = done.json()
+    choice = found["choices"][0]
+    text = choice["text"] if prompt.text is not None else choice["message"]["content"]
+    return text, found["usage"]["completion_tokens"]

@@ -1,0 +1,201 @@
+"""One model's engine in a process of its own: requests come as JSON lines, and their events go back as JSON lines.
+
+Standard input brings `{"op": "decode", "id": …, "request": CompletionRequest}`, `cancel`, `tokenize`, `detokenize` and
+`close`; standard output carries `{"id": …, "event": …}`, and `{"id": null, "event": "ready"}` once the model is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, TextIO
+
+from ..core.errors import InvalidInput, SwiftoptError
+from ..core.requests import CompletionRequest, ServedModel
+from ..core.types import Prompt
+from ..decoding.session import Session
+from . import model as models
+from .generate import DEFAULT_TASK, Generated, TextAdded
+from .model import Cancelled, Model, Ticket
+from .traffic import Traffic, Way
+
+
+class Wire:
+    """Writes events as lines; any thread may."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out, self._lock = out, threading.Lock()
+
+    def send(self, number: int | None, event: str, **values: Any) -> None:
+        """Write one event of a request, or of the engine (None)."""
+        line = json.dumps({"id": number, "event": event, **values})
+        with self._lock:
+            self._out.write(line + "\n")
+            self._out.flush()
+
+    def fail(self, number: int | None, error: BaseException) -> None:
+        """Write why a request failed, or the engine (None); what is nobody's input goes to the log as it is."""
+        known = isinstance(error, SwiftoptError)
+        if not known:
+            traceback.print_exception(error)
+        words = str(error) if known else f"the engine failed at this request ({type(error).__name__}): see its log"
+        self.send(number, "failed", kind=type(error).__name__ if known else "SwiftoptError", message=words)
+
+
+class _Sent(Ticket):
+    """A request whose events go over the wire."""
+
+    def __init__(self, wire: Wire, number: int) -> None:
+        super().__init__()
+        self._wire, self._number = wire, number
+
+    def put(self, event: TextAdded | Generated) -> None:
+        """Write an event."""
+        if isinstance(event, TextAdded):
+            self._wire.send(self._number, "text", text=event.text, n_tokens=event.n_tokens)
+        else:
+            self._wire.send(
+                self._number,
+                "done",
+                completion=event.completion.to_json(),
+                decoded_with=event.info.method,
+                version=event.info.version,
+            )
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Write why it failed, if it did."""
+        super().end(error)
+        if error is not None:
+            self._wire.fail(self._number, error)
+
+
+class EngineHost:
+    """Serves one model to whoever writes the lines."""
+
+    def __init__(self, served: ServedModel, wire: Wire) -> None:
+        self.served, self._wire = served, wire
+        self.model = models.load(served.path, served.dtype, served.device, self._loading, served.speed, served.db)
+        self.traffic: Traffic | None = None
+        if served.tune:
+            runtime, store = self.model.runtime, self.model.store
+            self.traffic = Traffic(served.name, runtime, store, on_step=self._loading, is_busy=self._is_busy)
+        self.engine = self.model.engine(served.concurrency, served.memory)
+        self._tickets: dict[int, _Sent] = {}
+
+    def _loading(self, step: str) -> None:
+        self._wire.send(None, "loading", step=step)
+
+    def _is_busy(self) -> bool:
+        return self.engine.n_waiting > 0
+
+    def about(self) -> dict[str, Any]:
+        """What others ask of the model."""
+        runtime = self.model.runtime
+        return {
+            "max_positions": runtime.max_positions,
+            "fingerprint": runtime.info.fingerprint,
+            "exact": runtime.exact,
+            "dtype": runtime.dtype_name,
+        }
+
+    def run(self, lines: Iterator[str]) -> None:
+        """Obey line by line, until there are none."""
+        self._wire.send(None, "ready", **self.about())
+        try:
+            for line in lines:
+                self._obey(json.loads(line))
+        finally:
+            self.engine.close()
+            if self.traffic is not None:
+                self.traffic.close()
+
+    def _obey(self, asked: Mapping[str, Any]) -> None:
+        number = asked["id"]
+        try:
+            if asked["op"] == "decode":
+                self._decode(number, CompletionRequest.from_json(asked["request"]))
+            elif asked["op"] == "cancel":
+                if (ticket := self._tickets.pop(number, None)) is not None:
+                    ticket.cancel()
+            elif asked["op"] == "tokenize":
+                ids = session_of(self.model, CompletionRequest.from_json(asked["request"]))[1].token_ids
+                self._wire.send(number, "tokens", token_ids=list(ids))
+            elif asked["op"] == "tuning":
+                steered = (asked.get("verb"), asked.get("task"), asked.get("way"))
+                self.engine.call(partial(self._tell_tuning, number, *steered))
+            elif asked["op"] == "detokenize":
+                text = self.model.runtime.tokenizer.decode(asked["token_ids"])
+                self._wire.send(number, "detokenized", text=text)
+        except Cancelled:  # the engine's thread has failed: a new process is what helps
+            raise SystemExit(1) from None
+        except Exception as error:
+            self._wire.fail(number, error)
+
+    def _tell_tuning(self, number: int, verb: str | None, task: str | None, way: Way | None) -> None:
+        """Obey a verb, if there is one, and say what is in use and being tried; in the engine's thread."""
+        found: dict[str, Any] = {"paused": True, "tasks": []}
+        if self.traffic is not None:
+            if verb is not None:
+                self.traffic.steer(verb, task, way)
+            found = self.traffic.to_json()
+        self._wire.send(number, "tuning", **found)
+
+    def _decode(self, number: int, request: CompletionRequest) -> None:
+        self._tickets = {own: ticket for own, ticket in self._tickets.items() if not ticket.is_done}
+        session, prompt = session_of(self.model, request)
+        ticket = self._tickets[number] = _Sent(self._wire, number)
+        if self.traffic is None or request.method is not None:
+            work = self.model.decoding(session, prompt, request.method, salt=request.salt)
+        else:
+            work = self.traffic.work(session, prompt, request.task, salt=request.salt)
+        self.engine.run(work, ticket)
+
+
+def session_of(model: Model, request: CompletionRequest) -> tuple[Session, Prompt]:
+    """Return how a request is decoded, and its prompt as token ids.
+
+    Raises: InvalidInput: the prompt cannot be encoded. ContextOverflow: it does not fit the model's context.
+    """
+    session = Session(
+        model.runtime,
+        request.sampling,
+        1,
+        request.stop,
+        request.ignore_eos,
+    )
+    if request.token_ids:
+        ids = list(request.token_ids)
+        if not all(0 <= token_id < model.runtime.vocab_size for token_id in ids):
+            raise InvalidInput(
+                f"prompt: a token id is outside the vocabulary of {model.runtime.vocab_size}: leave it out"
+            )
+    elif request.messages:
+        ids = session.encode_chat(request.messages, request.tools, **request.template)
+    else:
+        ids = session.encode(Prompt("prompt", request.task or DEFAULT_TASK, text=request.text))
+    room = model.runtime.max_positions - len(ids)
+    session.max_new_tokens = room if request.max_new_tokens is None else request.max_new_tokens
+    model.runtime.check_context(len(ids), max(1, session.max_new_tokens))
+    return session, Prompt("prompt", request.task or DEFAULT_TASK, token_ids=tuple(ids))
+
+
+def main() -> None:
+    """Serve the model that the first argument describes; what others print goes to standard error."""
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    wire = Wire(out)
+    try:
+        host = EngineHost(ServedModel.from_json(json.loads(sys.argv[1])), wire)
+    except SwiftoptError as error:
+        wire.fail(None, error)
+        sys.exit(2)
+    host.run(iter(sys.stdin.readline, ""))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,362 @@
+"""Learn from the requests that a model serves: search beside them, try what was found on them, keep what pays.
+
+A request's output is plain decoding's however it is decoded. So each begins with a few rounds of the way that is not in
+use, plain or drafted, and goes on with the other: a pair of timings of one text, as many as there are requests, which
+the verdict's own statistics judge. The surer they are, the fewer such rounds; there are always some, so that drafts
+that stop paying are left, and are taken up again when they pay.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import mul
+from typing import Any, Literal
+
+from .. import __version__
+from ..core.costs import CostProfile
+from ..core.errors import LayerSetNotFound, StoreError
+from ..core.events import TrialsDone
+from ..core.prompt_states import KnownSet, single, unit
+from ..core.settings import SwiftSettings, TuningSettings
+from ..core.types import FoundPlan, LayerSet, LayerSetRecord, Prompt, Verdict, now
+from ..decoding.context import Context
+from ..decoding.draft import Draft, Drafter, Outcome
+from ..decoding.engine import PassGenerator, Work, intercept
+from ..decoding.loop import Began, Round
+from ..decoding.methods import PLAIN, Method
+from ..decoding.session import Session, Turn
+from ..models.costs import machine_name
+from ..models.runtime import Runtime
+from ..models.saved import OnStep, no_step
+from ..optimizer.search import Search
+from ..optimizer.shift import ShiftWatch
+from ..optimizer.verdict import Timed, judge
+from ..store import Store
+from .generate import DEFAULT_TASK, Generated, GenerateInfo, GrowingText
+from .recipes import TYPICAL_POSITIONS, stored_costs
+
+DRAFT_FORMAT = "int4"
+SEARCH_SHARE = 0.03  # of the time spent decoding, that searches may take
+LATEST = 20  # pairs that a verdict is made of
+FEWEST = 6  # below, there is none
+JUDGED_EVERY = 2  # pairs, while it is open
+OTHER_ROUNDS = {"unmeasured": 8, "use": 2, "plain": 4}  # that a request begins with, of the way that is not in use
+REFRESH_S = 5.0  # between two looks for what other replicas stored
+NEAREST = 0.8  # least cosine of a text's state and a task's, to be taken for that task
+
+Way = Literal["best", "plain"]
+
+logger = logging.getLogger(__name__)
+
+
+class Alternating(Drafter):
+    """Drafts in all rounds of a request but its first `n_first`, or in these only.
+
+    What drafts is chosen when the request begins, after its prefill: `choose` is called by whoever gets its `Began`.
+    """
+
+    def __init__(self, typical: Method) -> None:
+        self._chosen, self._n_first, self._drafts_first = typical, 0, False
+        self._round = 0
+
+    @property
+    def layer_set(self) -> LayerSet | None:
+        return self._chosen.layer_set
+
+    def choose(self, method: Method, n_first: int, drafts_first: bool) -> None:
+        """Draft with that method."""
+        self._chosen, self._n_first, self._drafts_first = method, n_first, drafts_first
+
+    def max_rows(self, room: int) -> int:
+        return self._chosen.drafter.max_rows(room)
+
+    def start(self) -> None:
+        self._drafter, self._plain = (own.drafter.begin(self.context) for own in (self._chosen, PLAIN))
+        self._now = self._plain
+
+    def draft(self, room: int) -> PassGenerator[Draft]:
+        """Draft, or not, by the number of the round."""
+        first = self._round < self._n_first
+        self._round += 1
+        self._now = self._drafter if first == self._drafts_first else self._plain
+        return (yield from self._now.draft(room))
+
+    def observe(self, outcome: Outcome) -> None:
+        self._now.observe(outcome)
+
+
+@dataclass(slots=True)
+class Rounds:
+    """Tokens and seconds of one request's rounds: its first ones, and the others."""
+
+    n_first: int
+    rounds: int = 0
+    spent: list[list[float]] = field(default_factory=lambda: [[0, 0.0], [0, 0.0]])
+
+    def add(self, round_: Round) -> None:
+        """Count a round."""
+        way = self.spent[0 if self.rounds < self.n_first else 1]
+        way[0] += len(round_.token_ids)
+        way[1] += round_.draft_s + round_.verify_s
+        self.rounds += 1
+
+    @property
+    def pair(self) -> tuple[Timed, Timed] | None:
+        """The first rounds and the others, where there were both."""
+        first, rest = (Timed(int(tokens), seconds) for tokens, seconds in self.spent)
+        return (first, rest) if first.tokens and rest.tokens else None
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request in flight: its task, whether drafts are in use for it, and its rounds; set when its prompt was read."""
+
+    task: Any = None
+    drafts: bool = False
+    rounds: Rounds = field(default_factory=lambda: Rounds(0))
+
+
+class TaskTraffic:
+    """One task: its search, what is known of its drafts, and which way is in use."""
+
+    def __init__(self, name: str, search: Search, shift: ShiftWatch, stored: FoundPlan | None) -> None:
+        self.name, self.search, self.shift = name, search, shift
+        self.version = None if stored is None else stored.version
+        self.word = "unmeasured" if stored is None else stored.plan.verdict  # of the drafts that are in use
+        self.verdict: Verdict | None = None
+        self.pairs: deque[tuple[Timed, Timed]] = deque(maxlen=LATEST)  # plain, drafted
+        self.pinned: Way | None = None
+        self.n_requests = self.n_tokens = 0
+        self.seconds = self.search_s = 0.0
+        self.stored_for: LayerSet | None = None if stored is None else search.layer_set
+
+    @property
+    def drafts(self) -> bool:
+        """Whether drafts are in use: until they are known not to pay."""
+        return self.pinned == "best" or (self.pinned is None and self.word != "plain")
+
+    @property
+    def n_other_rounds(self) -> int:
+        """Rounds that the next request begins with of the way that is not in use."""
+        return 0 if self.pinned is not None else OTHER_ROUNDS[self.word]
+
+    def may_search(self) -> bool:
+        """Whether the search has not had its share of the time."""
+        return self.pinned is None and self.search_s <= SEARCH_SHARE * self.seconds
+
+    def add(self, rounds: Rounds, drafts: bool) -> bool:
+        """Count a request's rounds, `drafts` being in use for it or not; returns whether that is news to be stored."""
+        pair = rounds.pair
+        self.n_requests += 1
+        self.n_tokens += sum(int(tokens) for tokens, _ in rounds.spent)
+        self.seconds += sum(seconds for _, seconds in rounds.spent)
+        if pair is None or not rounds.n_first:
+            return False
+        self.pairs.append(pair if drafts else (pair[1], pair[0]))
+        if len(self.pairs) < FEWEST or self.n_requests % JUDGED_EVERY:
+            return False
+        self.verdict = judge([drafted for _, drafted in self.pairs], [plain for plain, _ in self.pairs], None)
+        assert self.verdict.interval is not None
+        low, high = self.verdict.interval
+        before, self.word = self.word, "use" if low > 1 else "plain" if high < 1 else self.word
+        return self.word != before or (self.word == "use" and self.stored_for != self.search.layer_set)
+
+    def forget(self) -> None:
+        """Judge anew: what drafts is another set, or the text another kind."""
+        self.pairs.clear()
+        self.verdict = None
+
+    def to_json(self) -> dict[str, Any]:
+        """What `GET /v1/tuning` says of it."""
+        found, layer_set = self.verdict, self.search.layer_set
+        return {
+            "task": self.name,
+            "in_use": "drafts" if self.drafts else "plain",
+            "verdict": self.word,
+            "version": self.version,
+            "pinned": self.pinned,
+            "layer_set": layer_set.to_json(),
+            "pairs": len(self.pairs),
+            "ratio": None if found is None or found.ratio is None else round(found.ratio, 4),
+            "interval": None if found is None or found.interval is None else [round(end, 4) for end in found.interval],
+            "requests": self.n_requests,
+            "tokens": self.n_tokens,
+            "seconds": round(self.seconds, 3),
+            "search": {
+                "trials": len(self.search.trials),
+                "seconds": round(self.search_s, 3),
+                "matchness": self.search.matchness,
+                "ended": self.search.stopped_because or None,
+            },
+        }
+
+
+class Traffic:
+    """All tasks of one model, and how their requests are decoded."""
+
+    def __init__(
+        self,
+        model: str,
+        runtime: Runtime,
+        store: Store | None,
+        settings: SwiftSettings | None = None,
+        on_step: OnStep = no_step,
+        is_busy: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.model, self.runtime, self.store = model, runtime, store
+        self.settings = settings or TuningSettings(draft_format=DRAFT_FORMAT)
+        self.costs: CostProfile = stored_costs(runtime, store, TYPICAL_POSITIONS, on_step, [self.settings.draft_format])
+        runtime.copies.prepare(LayerSet(runtime.n_layers).filled(self.settings.draft_format), on_step)
+        self.paused = False
+        self._is_busy = is_busy
+        self._known: tuple[KnownSet, ...] = ()
+        self._tasks: dict[str, TaskTraffic] = {}
+        self._looked: dict[str, float] = {}
+        if store is not None:
+            self._known = tuple(store.known_sets(runtime.info.fingerprint))
+
+    def work(self, session: Session, prompt: Prompt, task: str | None, **options: Any) -> Work[None]:
+        """Decode one request; yields `TextAdded` and `Generated`.
+
+        Args: task: whose drafts; None: the task whose prompts lie nearest to this one.
+        """
+        drafter = Alternating(self._task(task or DEFAULT_TASK).search.method)
+        scratch = max(own.search.scratch_rows for own in self._tasks.values())
+        text, request = GrowingText(session, prompt), _Request()
+
+        def handle(event: Any) -> Iterator[Any]:
+            if isinstance(event, Began):
+                self._begin(request, task, event, drafter)
+            elif isinstance(event, Round):
+                request.rounds.add(event)
+            elif isinstance(event, TrialsDone):
+                request.task.search_s += sum(trial.seconds for trial in event.trials)
+            elif isinstance(event, Turn):
+                yield from text.ended(event.completion)
+                self._end(request, event)
+                info = GenerateInfo("adaptive" if request.drafts else "plain", version=request.task.version)
+                yield Generated(event.prompt, event.completion, info)
+            if isinstance(event, Began | Round):
+                yield from text.grown(event.token_ids)
+                if self._may_search(request.task) and request.task.search.scratch_rows <= scratch:
+                    yield from intercept(_unless_done(request.task, event.context, prompt.id), handle)
+
+        method = Method("adaptive", drafter)
+        yield from intercept(session.request(prompt, method, scratch_rows=scratch, with_state=True, **options), handle)
+
+    def _may_search(self, task: TaskTraffic) -> bool:
+        return not self.paused and not self._is_busy() and task.may_search()
+
+    def _begin(self, request: _Request, name: str | None, event: Began, drafter: Alternating) -> None:
+        """Choose the way of a request whose prompt has been read."""
+        assert event.state is not None
+        state = event.state.tolist()
+        task = request.task = self._task(name or self._nearest(state))
+        task.shift.saw(state, settled=not task.search.optimising, goes_on=False)
+        request.drafts = task.drafts
+        request.rounds = Rounds(0 if self.paused else task.n_other_rounds)
+        drafter.choose(task.search.method, request.rounds.n_first, drafts_first=not task.drafts)
+
+    def _nearest(self, values: Sequence[float]) -> str:
+        """The task whose prompts lie nearest to a prompt of that state, if one is near."""
+        own = single(unit(values))
+        near = {task.name: sum(map(mul, own, task.shift.state)) for task in self._tasks.values() if task.shift.state}
+        best = max(near, key=lambda name: near[name], default=DEFAULT_TASK)
+        return best if near.get(best, 0.0) >= NEAREST else DEFAULT_TASK
+
+    def _end(self, request: _Request, turn: Turn) -> None:
+        """Learn from a request that has ended."""
+        task, search = request.task, request.task.search
+        if task.shift.add(turn.completion) and search.reopen(task.shift.moved(search.layer_set)):
+            task.forget()
+        if task.add(request.rounds, request.drafts):
+            self._keep(task)
+
+    def _keep(self, task: TaskTraffic) -> None:
+        """Store the drafts with their evidence as a new version; a database that is away costs nothing but that."""
+        found = task.verdict
+        if self.store is None or found is None or task.word != "use":
+            return
+        record = LayerSetRecord(
+            self.model,
+            task.name,
+            task.search.layer_set,
+            self.runtime.info.fingerprint,
+            matchness=task.search.matchness,
+            measured_speedup=found.ratio,
+            measured_interval=found.interval,
+            verdict="use",
+            device=machine_name(self.runtime),
+            dtype=self.runtime.dtype_name,
+            settings=task.search.settings.to_json(),
+            prompt_state=task.shift.state or None,
+            swiftopt_version=__version__,
+            created_at=now(),
+        )
+        try:
+            task.version = self.store.add_layer_set(record).version
+            task.stored_for = record.layer_set
+        except StoreError as error:
+            logger.warning("tuning=unstored task=%s reason=%r", task.name, str(error))
+
+    def _task(self, name: str) -> TaskTraffic:
+        """The task, with what any replica has stored for it."""
+        known, at = self._tasks.get(name), time.monotonic()
+        if known is not None and (self.store is None or at - self._looked[name] < REFRESH_S):
+            return known
+        self._looked[name] = at
+        stored = self._stored(name)
+        if known is None or (stored is not None and (known.version or 0) < stored.version):
+            self._tasks[name] = self._begun(name, stored)
+            if known is not None:
+                known.search.close()
+                self._tasks[name].pinned = known.pinned
+        return self._tasks[name]
+
+    def _stored(self, name: str) -> FoundPlan | None:
+        """What `best` means for a task here, if that is a layer set for adaptive drafts in our format."""
+        if self.store is None:
+            return None
+        runtime = self.runtime
+        try:
+            found = self.store.lookup(runtime.info.fingerprint, name, machine_name(runtime), runtime.dtype_name)
+        except (LayerSetNotFound, StoreError):
+            return None
+        own = found.plan.layer_set
+        fits = own is not None and found.plan.method == "adaptive" and found.fallback is None
+        return found if fits and own is not None and not self.costs.missing(own.layer_set) else None
+
+    def _begun(self, name: str, stored: FoundPlan | None) -> TaskTraffic:
+        runtime, start = self.runtime, None
+        if stored is not None and stored.plan.layer_set is not None:
+            start = stored.plan.layer_set.layer_set
+        ratio = self.settings.start_skip_ratio(runtime.info.n_parameters)
+        search = Search(name, runtime.n_layers, self.settings, ratio, self.costs, start)
+        if stored is not None:
+            search.finish("a stored plan is in use")
+        return TaskTraffic(name, search, ShiftWatch(self._known), stored)
+
+    def steer(self, verb: str, task: str | None = None, way: Way | None = None) -> None:
+        """Pause or resume searches and comparisons, or pin a task to one way (None: let it be judged again)."""
+        if verb == "pin":
+            self._task(task or DEFAULT_TASK).pinned = way
+        else:
+            self.paused = verb == "pause"
+
+    def to_json(self) -> dict[str, Any]:
+        """What is in use, what is being tried, what it costs and what it brings."""
+        return {"paused": self.paused, "tasks": [task.to_json() for task in self._tasks.values()]}
+
+    def close(self) -> None:
+        """End all searches."""
+        for task in self._tasks.values():
+            task.search.close()
+
+
+def _unless_done(task: TaskTraffic, context: Context, prompt_id: str) -> Work[None]:
+    if context.finish is None:
+        yield from task.search.score(context, prompt_id)

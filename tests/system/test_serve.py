@@ -1,0 +1,248 @@
+"""`swiftopt serve --model`: a real server and its engine's process, asked by OpenAI's own client and by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+from api import Served, serving
+from tiny_files import save
+from transformers import PreTrainedTokenizerFast
+
+import swiftopt
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role not in ['user', 'assistant', 'system'] %}"
+    "{{ raise_exception('no role ' + m.role) }}{% endif %}w1 {{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}w2{% endif %}"
+)
+TEXT = "w3 w5 w3 w5 w7"
+START_S = 60
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save(tmp_path_factory.mktemp("model") / "tiny")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    where = tmp_path_factory.mktemp("served")
+    options = ["--model", f"tiny={folder}", "--dtype", "float32", "--rate", "0", "--concurrency", "4", "--threads", "1"]
+    with serving(str(where / "a.db"), where / "log", *options) as served:
+        until_ready(served)
+        yield served
+
+
+@pytest.fixture
+def client(server: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> swiftopt.Model:
+    return swiftopt.Model("tiny", swiftopt.load(str(folder), dtype="float32").runtime, None)
+
+
+def until_ready(served: Served) -> None:
+    """Wait until the engine takes requests."""
+    until = time.monotonic() + START_S
+    while served.client.get("/health").status_code != 200:
+        assert time.monotonic() < until, served.log.read_text()
+        time.sleep(0.1)
+
+
+def engine_of(served: Served) -> psutil.Process:
+    """The process that decodes."""
+    children = psutil.Process(served.process.pid).children(recursive=True)
+    return next(child for child in children if "swiftopt.tasks.serving" in child.cmdline())
+
+
+def refused(response: Any, status: int, param: str | None = None) -> str:
+    """The sentence of an error in OpenAI's form."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and (error["code"], error["param"]) == (status, param)
+    assert "\n" not in error["message"] and "Traceback" not in error["message"]
+    return str(error["message"])
+
+
+def chunks_of(lines: Iterator[str]) -> list[Any]:
+    """The objects of a stream, `[DONE]` as text."""
+    found = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    return [text if text == "[DONE]" else json.loads(text) for text in found]
+
+
+def test_completion_is_plain_decoding_of_the_same_prompt(client: openai.OpenAI, model: swiftopt.Model) -> None:
+    expected = model.generate(TEXT, max_new_tokens=24)
+    for extra in ({}, {"swiftopt": {"plan": "plain"}}, {"swiftopt": {"task": "notes"}}):
+        done = client.completions.create(model="tiny", prompt=TEXT, max_tokens=24, temperature=0, extra_body=extra)
+        assert done.choices[0].text == expected.text and done.choices[0].finish_reason == "length"
+        assert done.usage is not None and done.usage.completion_tokens == 24
+        assert done.usage.prompt_tokens == expected.n_prompt_tokens == done.usage.total_tokens - 24
+
+
+def test_stream_is_the_whole_in_pieces_and_ends_as_clients_expect(client: openai.OpenAI, server: Served) -> None:
+    messages: Any = [{"role": "system", "content": "w9"}, {"role": "user", "content": TEXT}]
+    whole = client.chat.completions.create(model="tiny", messages=messages, max_tokens=24, temperature=0)
+    stream = client.chat.completions.create(
+        model="tiny",
+        messages=messages,
+        max_tokens=24,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    assert "".join(c.choices[0].delta.content or "" for c in stream if c.choices) == whole.choices[0].message.content
+    body = {"model": "tiny", "messages": messages, "max_tokens": 24, "temperature": 0, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    with server.client.stream("POST", "/v1/chat/completions", json=body) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        first, *content, last, usage, done = chunks_of(response.iter_lines())
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert all(list(chunk["choices"][0]["delta"]) == ["content"] and chunk["usage"] is None for chunk in content)
+    assert last["choices"][0]["delta"] == {} and last["choices"][0]["finish_reason"] == "length"
+    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 24 and done == "[DONE]"
+    assert {chunk["object"] for chunk in (first, *content, last, usage)} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in (first, *content, last, usage)}) == 1
+
+
+def test_prompts_as_lists_and_ids_choices_seeds_and_stops(client: openai.OpenAI, model: swiftopt.Model) -> None:
+    ids = model.runtime.tokenizer(TEXT)["input_ids"]
+    ask = client.completions.create
+    one = ask(model="tiny", prompt=TEXT, max_tokens=12, temperature=0).choices[0].text
+    for prompt, n in ((ids, 1), ([TEXT, TEXT], 2), ([ids, ids, ids], 3)):
+        done = ask(model="tiny", prompt=prompt, max_tokens=12, temperature=0)
+        assert [choice.text for choice in done.choices] == [one] * n
+        assert [choice.index for choice in done.choices] == list(range(n)) and done.usage is not None
+        assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (n * len(ids), 12 * n)
+    assert ask(model="tiny", prompt=TEXT, max_tokens=12, temperature=0, echo=True).choices[0].text == TEXT + one
+    drawn = ask(model="tiny", prompt=TEXT, max_tokens=12, temperature=1, n=3, seed=7)
+    again = ask(model="tiny", prompt=TEXT, max_tokens=12, temperature=1, n=3, seed=7)
+    texts = [choice.text for choice in drawn.choices]
+    assert texts == [choice.text for choice in again.choices] and len(set(texts)) == 3
+    assert drawn.usage is not None and drawn.usage.prompt_tokens == len(ids)
+    word = one.split()[4]
+    cut = ask(model="tiny", prompt=TEXT, max_tokens=12, temperature=0, stop=word)
+    assert cut.choices[0].finish_reason == "stop" and cut.choices[0].text == one[: one.index(word)]
+
+
+def test_requests_at_once_get_what_each_gets_alone(client: openai.OpenAI, model: swiftopt.Model) -> None:
+    texts = [f"w{i + 1} w{i + 2} w{i + 1}" for i in range(12)]
+    expected = [model.generate(text, max_new_tokens=16).text for text in texts]
+
+    def ask(text: str) -> str:
+        done = client.completions.create(model="tiny", prompt=text, max_tokens=16, temperature=0)
+        return done.choices[0].text
+
+    with ThreadPoolExecutor(12) as pool:
+        assert list(pool.map(ask, texts)) == expected
+
+
+def test_bad_requests_are_refused_in_openais_form(server: Served) -> None:
+    post = server.client.post
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": TEXT}]}
+    assert "did you mean 'tiny'?" in refused(post("/v1/chat/completions", json={**chat, "model": "tinny"}), 404)
+    assert "256" in refused(post("/v1/completions", json={"model": "tiny", "prompt": TEXT, "max_tokens": 4000}), 400)
+    refused(post("/v1/chat/completions", json={**chat, "temperature": 3}), 400, "temperature")
+    refused(post("/v1/chat/completions", json={**chat, "suffix": "x"}), 400, "suffix")
+    refused(post("/v1/chat/completions", json={**chat, "stream_options": {}}), 400, "stream_options")
+    refused(post("/v1/chat/completions", json={"model": "tiny"}), 400, "messages")
+    words = refused(post("/v1/chat/completions", json={**chat, "messages": [{"role": "robot", "content": "w1"}]}), 400)
+    assert "no role robot" in words
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    refused(post("/v1/chat/completions", json={**chat, "messages": image}), 400, "messages[0].content")
+    refused(post("/v1/completions", json={"model": "tiny", "prompt": [10**6], "max_tokens": 1}), 400)
+    refused(post("/v1/completions", json={"model": "tiny", "prompt": []}), 400, "prompt")
+    refused(post("/v1/completions", content=b"{", headers={"content-type": "application/json"}), 400)
+    streamed = post("/v1/completions", json={"model": "tiny", "prompt": TEXT, "max_tokens": 4000, "stream": True})
+    refused(streamed, 400)
+    ignored = post("/v1/chat/completions", json={**chat, "max_tokens": 1, "verbosity": "low"})
+    assert ignored.status_code == 200 and ignored.headers["x-swiftopt-ignored"] == "verbosity"
+
+
+def test_models_tokens_health_and_metrics(server: Served, client: openai.OpenAI, model: swiftopt.Model) -> None:
+    assert [card.id for card in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
+    ids = model.runtime.tokenizer(TEXT)["input_ids"]
+    tokens = server.client.post("/tokenize", json={"model": "tiny", "prompt": TEXT}).json()
+    assert (tokens["tokens"], tokens["count"]) == (ids, len(ids))
+    text = server.client.post("/detokenize", json={"model": "tiny", "tokens": ids}).json()
+    assert text["prompt"] == TEXT
+    client.completions.create(model="tiny", prompt=TEXT, max_tokens=8)
+    found = server.client.get("/metrics").text
+    assert 'vllm:num_requests_running{model_name="tiny"} 0.0' in found
+    assert 'vllm:generation_tokens_total{model_name="tiny"}' in found
+
+
+def test_statistics_come_on_request_in_vllms_form(client: openai.OpenAI) -> None:
+    done = client.completions.create(
+        model="tiny", prompt=TEXT, max_tokens=32, temperature=0, extra_body={"return_metrics": True}
+    )
+    found = done.model_extra["metrics"] if done.model_extra else {}
+    drafts = found["speculative_decoding"]
+    assert found["tokens_per_second"] > 0 and drafts["num_spec_steps"] > 0
+    assert drafts["mean_acceptance_length"] == pytest.approx(31 / drafts["num_spec_steps"])
+
+
+def test_client_that_goes_away_leaves_no_request_behind(server: Served) -> None:
+    body = {"model": "tiny", "prompt": TEXT, "max_tokens": 240, "temperature": 0, "stream": True, "ignore_eos": True}
+    for _ in range(6):
+        with server.client.stream("POST", "/v1/completions", json=body) as response:
+            next(response.iter_lines())
+    until = time.monotonic() + 10
+    while 'num_requests_running{model_name="tiny"} 0.0' not in server.client.get("/metrics").text:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_server_without_models_says_so(tmp_path: Path) -> None:
+    with serving(str(tmp_path / "a.db"), tmp_path / "log") as served:
+        asked = {"model": "tiny", "prompt": "w1"}
+        assert "swiftopt serve --model" in refused(served.client.post("/v1/completions", json=asked), 404)
+        assert served.client.get("/health").status_code == 200
+
+
+def test_engine_that_is_killed_comes_back_and_who_had_got_nothing_gets_an_answer(
+    folder: Path, tmp_path: Path, model: swiftopt.Model
+) -> None:
+    options = ["--model", f"tiny={folder}", "--dtype", "float32", "--rate", "0", "--concurrency", "1", "--threads", "1"]
+    with serving(str(tmp_path / "a.db"), tmp_path / "log", *options) as served:
+        until_ready(served)
+        expected = model.generate(TEXT, max_new_tokens=8).text
+        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60)
+        stopped = engine_of(served)
+        body = {
+            "model": "tiny",
+            "prompt": TEXT,
+            "max_tokens": 240,
+            "temperature": 0,
+            "stream": True,
+            "ignore_eos": True,
+        }
+        with ThreadPoolExecutor(3) as pool, served.client.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            stopped.suspend()
+            waiting = [
+                pool.submit(client.completions.create, model="tiny", prompt=TEXT, max_tokens=8, temperature=0)
+                for _ in range(3)
+            ]
+            time.sleep(0.5)
+            os.kill(stopped.pid, signal.SIGKILL)
+            *_, error, done = chunks_of(lines)
+            assert "died" in error["error"]["message"] and done == "[DONE]"
+            assert [each.result().choices[0].text for each in waiting] == [expected] * 3
+        assert engine_of(served).pid != stopped.pid

@@ -1,0 +1,131 @@
+"""What a served model learns from its requests: nothing changes their output, and drafts are in use while they pay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tiny_files import save
+
+import swiftopt
+from swiftopt.core.settings import TuningSettings
+from swiftopt.core.types import LayerSet, Prompt, Sampling
+from swiftopt.decoding.engine import side_by_side
+from swiftopt.decoding.session import Session
+from swiftopt.models.runtime import Runtime
+from swiftopt.optimizer.search import Search
+from swiftopt.optimizer.shift import ShiftWatch
+from swiftopt.store import Store
+from swiftopt.tasks.generate import Generated
+from swiftopt.tasks.traffic import FEWEST, LATEST, OTHER_ROUNDS, Rounds, TaskTraffic, Traffic
+
+TEXTS = [f"w{i + 1} w{i + 2} w{i + 1} w{i + 2}" for i in range(10)]
+SETTINGS = TuningSettings(draft_format="int4", context_window=8, max_steps=6)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> swiftopt.Model:
+    folder = save(tmp_path_factory.mktemp("model"))
+    return swiftopt.Model("tiny", swiftopt.load(str(folder), dtype="float32").runtime, None)
+
+
+@pytest.fixture
+def store(tmp_path: Path, model: swiftopt.Model) -> Iterator[Store]:
+    with Store.open(str(tmp_path / "a.db")) as opened:
+        opened.remember_model(model.runtime.info)
+        yield opened
+
+
+def answers(traffic: Traffic, runtime: Runtime, task: str | None, at_once: int = 1, n_new: int = 40) -> list[Generated]:
+    session = Session(runtime, Sampling(), n_new, ignore_eos=True)
+    works = (traffic.work(session, Prompt(str(i), "x", text=text), task) for i, text in enumerate(TEXTS))
+    return [event for event in side_by_side(works, at_once) if isinstance(event, Generated)]
+
+
+def rounds(n_first: int, first_s: float, rest_s: float) -> Rounds:
+    """As many first rounds, and ten others; a token and so many seconds each."""
+    found = Rounds(n_first)
+    found.spent = [[n_first, n_first * first_s], [10, 10 * rest_s]]
+    return found
+
+
+def task_of(model: swiftopt.Model) -> TaskTraffic:
+    n_layers = model.runtime.n_layers
+    return TaskTraffic("code", Search("code", n_layers, SETTINGS, 0.4, None), ShiftWatch(), None)
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_learning_changes_no_token(model: swiftopt.Model, store: Store, at_once: int) -> None:
+    expected = {text: model.generate(text, max_new_tokens=40).token_ids for text in TEXTS}
+    traffic = Traffic("tiny", model.runtime, store, SETTINGS)
+    for task in ("code", None):
+        done = answers(traffic, model.runtime, task, at_once)
+        assert {each.prompt.text: each.completion.token_ids[:40] for each in done} == expected
+    found = {own["task"]: own for own in traffic.to_json()["tasks"]}
+    assert found["code"]["requests"] >= len(TEXTS) and found["code"]["pairs"] > 0
+    assert sum(own["requests"] for own in found.values()) == 2 * len(TEXTS)
+    assert any(own["search"]["trials"] for own in found.values())
+    traffic.close()
+
+
+def test_drafts_are_in_use_until_they_are_known_not_to_pay_and_again_when_they_do(model: swiftopt.Model) -> None:
+    task = task_of(model)
+    assert task.drafts and task.n_other_rounds == OTHER_ROUNDS["unmeasured"]
+    while task.word == "unmeasured":
+        task.add(rounds(task.n_other_rounds, 1.0, 0.4), task.drafts)  # plain first: a second per token
+        assert task.n_requests <= FEWEST + 1
+    assert task.word == "use" and task.n_other_rounds == OTHER_ROUNDS["use"]
+    n_before = task.n_requests
+    while task.word == "use":
+        task.add(rounds(task.n_other_rounds, 1.0, 1.6), task.drafts)
+        assert task.n_requests - n_before <= LATEST
+    assert task.word == "plain" and not task.drafts
+    n_before = task.n_requests
+    while task.word == "plain":
+        task.add(rounds(task.n_other_rounds, 0.4, 1.0), task.drafts)  # drafts first
+        assert task.n_requests - n_before <= LATEST
+    assert task.drafts
+
+
+def test_pinned_task_has_no_other_rounds(model: swiftopt.Model) -> None:
+    task = task_of(model)
+    task.pinned = "plain"
+    assert not task.drafts and task.n_other_rounds == 0 and not task.may_search()
+    assert not task.add(rounds(0, 1.0, 1.0), task.drafts) and not task.pairs
+
+
+def test_what_pays_is_stored_with_its_evidence_and_others_begin_with_it(model: swiftopt.Model, store: Store) -> None:
+    traffic = Traffic("tiny", model.runtime, store, SETTINGS)
+    task = traffic._task("code")
+    for _ in range(FEWEST + 2):
+        if task.add(rounds(8, 1.0, 0.4), task.drafts):
+            traffic._keep(task)
+    [record] = store.layer_sets("tiny", "code")
+    assert record.verdict == "use" and record.measured_speedup == pytest.approx(2.5) and task.version == record.version
+    other = Traffic("tiny", model.runtime, store, SETTINGS)._task("code")
+    assert (other.version, other.word, other.search.layer_set) == (record.version, "use", record.layer_set)
+    assert not other.search.optimising
+    with_more = Traffic("tiny", model.runtime, store, SETTINGS)
+    first = with_more._task("code")
+    store.add_layer_set(swiftopt.LayerSetRecord(**{**_fields(record), "measured_speedup": 9.0}))
+    assert with_more._task("code") is first  # it was looked up a moment ago
+    with_more._looked["code"] -= 10
+    assert with_more._task("code").version == 2
+
+
+def _fields(record: swiftopt.LayerSetRecord) -> dict[str, object]:
+    names = ("model", "task", "layer_set", "fingerprint", "verdict", "device", "dtype", "settings", "measured_interval")
+    return {name: getattr(record, name) for name in names}
+
+
+def test_paused_traffic_neither_searches_nor_compares(model: swiftopt.Model, store: Store) -> None:
+    traffic = Traffic("tiny", model.runtime, store, SETTINGS)
+    traffic.steer("pause")
+    answers(traffic, model.runtime, "code")
+    [found] = traffic.to_json()["tasks"]
+    assert found["pairs"] == 0 and found["search"]["trials"] == 0 and traffic.to_json()["paused"]
+    traffic.steer("resume")
+    answers(traffic, model.runtime, "code")
+    assert traffic.to_json()["tasks"][0]["pairs"] > 0
+    assert LayerSet.from_json(traffic.to_json()["tasks"][0]["layer_set"]).n_layers == model.runtime.n_layers
