@@ -25,7 +25,7 @@ from ..core.errors import SwiftoptError
 from ..core.requests import CompletionRequest
 from ..core.types import Completion, Sampling
 from .engines import EngineProcess, Engines, Reply
-from .problems import Unsupported, openai_error, status_of
+from .problems import UnusableField, openai_error, status_of
 from .schemas import Task
 from .state import Shared, State, engines_of
 from .tools import ToolText, names_of
@@ -88,12 +88,12 @@ class Asked(BaseModel):
     swiftopt: Options = Field(default_factory=Options)
 
     def check(self) -> None:
-        """Raises: Unsupported: a field is known and has no effect here."""
+        """Raises: UnusableField: a field is known and has no effect here."""
         for name in self.UNSUPPORTED:
             if (self.model_extra or {}).get(name) is not None:
-                raise Unsupported(name, f"{name} is not supported: leave it out")
+                raise UnusableField(name, f"{name} is not supported: leave it out")
         if self.stream_options is not None and not self.stream:
-            raise Unsupported("stream_options", "stream_options needs stream: set stream to true, or leave it out")
+            raise UnusableField("stream_options", "stream_options needs stream: set stream to true, or leave it out")
 
     @property
     def ignored(self) -> list[str]:
@@ -146,7 +146,7 @@ class Message(BaseModel):
             return self.content or ""
         for part in self.content:
             if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise Unsupported(place, f"{place}: only parts of type text are supported here")
+                raise UnusableField(place, f"{place}: only parts of type text are supported here")
         return "".join(part["text"] for part in self.content)
 
 
@@ -170,14 +170,14 @@ class AskedChat(Asked):
             and self.add_generation_prompt
             and "add_generation_prompt" in self.model_fields_set
         ):
-            raise Unsupported(
+            raise UnusableField(
                 "continue_final_message",
                 "continue_final_message and add_generation_prompt exclude each other: choose one",
             )
         template = {**self.chat_template_kwargs}
         for name in sorted(RESERVED & set(template)):
             place = f"chat_template_kwargs.{name}"
-            raise Unsupported(place, f"{place} is no value of a template: leave it out")
+            raise UnusableField(place, f"{place} is no value of a template: leave it out")
         if self.continue_final_message:
             template |= {"continue_final_message": True, "add_generation_prompt": False}
         elif not self.add_generation_prompt:
@@ -204,7 +204,7 @@ class AskedText(Asked):
         is_one = isinstance(self.prompt, str) or (bool(self.prompt) and isinstance(self.prompt[0], int))
         prompts: Any = [self.prompt] if is_one else self.prompt
         if not prompts:
-            raise Unsupported("prompt", "prompt is an empty list: give at least one prompt")
+            raise UnusableField("prompt", "prompt is an empty list: give at least one prompt")
         common = replace(self.common(salt), max_new_tokens=self.max_tokens or TEXT_TOKENS)
         return [
             replace(common, text=each) if isinstance(each, str) else replace(common, token_ids=tuple(each))
@@ -433,7 +433,7 @@ async def _answer(app: State, request: Request, asked: AskedChat | AskedText) ->
 def begin(app: State, request: Request, asked: AskedChat | AskedText, word: str) -> tuple[Exchange, dict[str, str]]:
     """Ask the engine for all choices; returns the exchange, and the headers of its answer.
 
-    Raises: Unsupported: a field cannot be used. ModelNotFound, EngineGone, Busy: as the engines raise it.
+    Raises: UnusableField: a field cannot be used. ModelNotFound, EngineGone, Busy: as the engines raise it.
     """
     asked.check()
     salt = str(request.scope.get("state", {}).get("key_owner") or "")  # prefixes are shared within a key
@@ -578,7 +578,7 @@ class AskedDetokenized(BaseModel):
 async def tokenize(app: Shared, asked: AskedTokens) -> Response:
     """The token ids of a prompt, as the model gets it."""
     if (asked.prompt is None) == (asked.messages is None):
-        raise Unsupported("prompt", "give exactly one of prompt and messages")
+        raise UnusableField("prompt", "give exactly one of prompt and messages")
     messages = tuple(each.plain(f"messages[{i}].content") for i, each in enumerate(asked.messages or ()))
     request = CompletionRequest(text=asked.prompt or "", messages=messages, max_new_tokens=1)
     engine = engines_of(app).find(asked.model)

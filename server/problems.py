@@ -43,7 +43,7 @@ OPENAI = ("/v1/chat/", "/v1/completions", "/v1/responses", "/tokenize", "/detoke
 OPENAI_TYPES = {404: "NotFoundError", 422: "BadRequestError", 429: "RateLimitError", 503: "ServiceUnavailableError"}
 
 
-class Unsupported(InvalidInput):
+class UnusableField(InvalidInput):
     """A field of a request that cannot be used; `param` names it."""
 
     def __init__(self, param: str, message: str) -> None:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from ..core.errors import SwiftoptError
 from .completions import PING_S, AskedChat, Exchange, Options, Piece, answered, begin
-from .problems import Unsupported, openai_error, status_of
+from .problems import UnusableField, openai_error, status_of
 from .state import Shared
 
 router = APIRouter(prefix="/v1", tags=["completions"])
@@ -41,11 +41,11 @@ class AskedResponse(BaseModel):
     def chat(self) -> AskedChat:
         """The chat that it asks for.
 
-        Raises: Unsupported: a part of it cannot be asked for here.
+        Raises: UnusableField: a part of it cannot be asked for here.
         """
         for name in STORED:
             if (self.model_extra or {}).get(name):
-                raise Unsupported(
+                raise UnusableField(
                     name, f"{name} is not supported, for no response is stored here: send the whole input"
                 )
         messages: list[dict[str, Any]] = [{"role": "system", "content": self.instructions}] if self.instructions else []
@@ -54,7 +54,7 @@ class AskedResponse(BaseModel):
         else:
             messages += [_message(item, f"input[{i}]") for i, item in enumerate(self.input)]
         if not messages:
-            raise Unsupported("input", "input is an empty list: send at least one item")
+            raise UnusableField("input", "input is an empty list: send at least one item")
         return AskedChat(
             model=self.model,
             messages=messages,  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ def _message(item: Mapping[str, Any], place: str) -> dict[str, Any]:
                 part["text"] for part in content if isinstance(part, Mapping) and isinstance(part.get("text"), str)
             ]
             if len(texts) < len(content):
-                raise Unsupported(place, f"{place}: only parts of text are supported here")
+                raise UnusableField(place, f"{place}: only parts of text are supported here")
             content = "".join(texts)
         role = {"developer": "system"}.get(str(item.get("role")), item.get("role"))
         return {"role": role, "content": content}
@@ -86,7 +86,7 @@ def _message(item: Mapping[str, Any], place: str) -> dict[str, Any]:
         return {"role": "assistant", "content": "", "tool_calls": [call]}
     if kind == "function_call_output":
         return {"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")}
-    raise Unsupported(place, f"{place}: items of type {kind!r} are not supported here")
+    raise UnusableField(place, f"{place}: items of type {kind!r} are not supported here")
 
 
 def _arguments(item: Mapping[str, Any], place: str) -> Any:
@@ -94,12 +94,12 @@ def _arguments(item: Mapping[str, Any], place: str) -> Any:
     try:
         return json.loads(item.get("arguments") or "{}")
     except (TypeError, ValueError):
-        raise Unsupported(place, f"{place}: the arguments are no JSON: send them as the call had them") from None
+        raise UnusableField(place, f"{place}: the arguments are no JSON: send them as the call had them") from None
 
 
 def _tool(tool: Mapping[str, Any], number: int) -> dict[str, Any]:
     if tool.get("type") != "function":
-        raise Unsupported(f"tools[{number}]", f"tools[{number}]: only functions are supported here")
+        raise UnusableField(f"tools[{number}]", f"tools[{number}]: only functions are supported here")
     return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
 
 
