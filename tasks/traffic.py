@@ -144,9 +144,9 @@ class TaskTraffic:
         """Rounds that the next request begins with of the way that is not in use."""
         return 0 if self.pinned is not None else OTHER_ROUNDS[self.word]
 
-    def may_search(self) -> bool:
-        """Whether the search has not had its share of the time."""
-        return self.pinned is None and self.search_s <= SEARCH_SHARE * self.seconds
+    def may_search(self, pass_s: float) -> bool:
+        """Whether the search's share of the time has room for a pass of so many seconds."""
+        return self.pinned is None and self.search_s + pass_s <= SEARCH_SHARE * self.seconds
 
     def add(self, rounds: Rounds, drafts: bool) -> bool:
         """Count a request's rounds, `drafts` being in use for it or not; returns whether that is news to be stored."""
@@ -249,7 +249,8 @@ class Traffic:
         yield from intercept(session.request(prompt, method, scratch_rows=scratch, with_state=True, **options), handle)
 
     def _may_search(self, task: TaskTraffic) -> bool:
-        return not self.paused and not self._is_busy() and task.may_search()
+        rows = self.settings.context_window * (1 + task.search.batch)
+        return not self.paused and not self._is_busy() and task.may_search(self.costs.target_pass_s(rows))
 
     def _begin(self, request: _Request, name: str | None, event: Began, drafter: Alternating) -> None:
         """Choose the way of a request whose prompt has been read."""

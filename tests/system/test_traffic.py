@@ -56,9 +56,12 @@ def task_of(model: swiftopt.Model) -> TaskTraffic:
 
 
 @pytest.mark.parametrize("at_once", [1, 3])
-def test_learning_changes_no_token(model: swiftopt.Model, store: Store, at_once: int) -> None:
+def test_learning_changes_no_token(
+    model: swiftopt.Model, store: Store, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = {text: model.generate(text, max_new_tokens=40).token_ids for text in TEXTS}
     traffic = Traffic("tiny", model.runtime, store, SETTINGS)
+    monkeypatch.setattr("swiftopt.tasks.traffic.SEARCH_SHARE", 1.0)
     for task in ("code", None):
         done = answers(traffic, model.runtime, task, at_once)
         assert {each.prompt.text: each.completion.token_ids[:40] for each in done} == expected
@@ -91,7 +94,7 @@ def test_drafts_are_in_use_until_they_are_known_not_to_pay_and_again_when_they_d
 def test_pinned_task_has_no_other_rounds(model: swiftopt.Model) -> None:
     task = task_of(model)
     task.pinned = "plain"
-    assert not task.drafts and task.n_other_rounds == 0 and not task.may_search()
+    assert not task.drafts and task.n_other_rounds == 0 and not task.may_search(0.0)
     assert not task.add(rounds(0, 1.0, 1.0), task.drafts) and not task.pairs
 
 
@@ -117,6 +120,15 @@ def test_what_pays_is_stored_with_its_evidence_and_others_begin_with_it(model: s
 def _fields(record: swiftopt.LayerSetRecord) -> dict[str, object]:
     names = ("model", "task", "layer_set", "fingerprint", "verdict", "device", "dtype", "settings", "measured_interval")
     return {name: getattr(record, name) for name in names}
+
+
+def test_search_keeps_to_its_share_of_the_time(model: swiftopt.Model) -> None:
+    task = task_of(model)
+    assert not task.may_search(0.1)  # nothing was decoded yet
+    task.add(rounds(8, 1.0, 0.4), task.drafts)  # 12 seconds
+    assert task.may_search(0.3) and not task.may_search(0.4)
+    task.search_s = 0.3
+    assert not task.may_search(0.1)
 
 
 def test_paused_traffic_neither_searches_nor_compares(model: swiftopt.Model, store: Store) -> None:

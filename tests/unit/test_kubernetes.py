@@ -182,9 +182,8 @@ def test_server_listens_where_its_service_and_probes_look() -> None:
     entry = container(template)
     values = dict(environment(template))
     words = [re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], word) for word in entry["args"]]
-    at = words.index("--model")
-    assert words[at + 1] == values["MODEL"]
-    options = parsed(words[:at] + words[at + 2 :])
+    options = parsed(words)
+    assert options["models"] == (values["MODEL"],)
     (port,) = entry["ports"]
     assert (options["host"], options["port"]) == ("0.0.0.0", port["containerPort"])
     assert f"EXPOSE {port['containerPort']}" in DOCKERFILE
