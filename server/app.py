@@ -18,7 +18,7 @@ from . import completions, health, jobs, lookups, problems, responses, streams, 
 from .cache import Answers
 from .engines import Engines
 from .middleware import GUARDED, Gate
-from .schemas import Problem
+from .schemas import OpenAIError, Problem
 from .settings import ServerSettings
 from .state import QueueView, State
 
@@ -34,6 +34,10 @@ ROUTERS = (
 PROBLEM = {
     "description": "What was wrong, in one sentence.",
     "content": {problems.MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+}
+OPENAI_ERROR = {
+    "description": "What was wrong, in OpenAI's form.",
+    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/OpenAIError"}}},
 }
 
 
@@ -92,6 +96,9 @@ def document(app: FastAPI) -> dict[str, Any]:
                 _amend(path, operation)
         schemas = found["components"]["schemas"]
         schemas["Problem"] = Problem.model_json_schema()
+        schemas["OpenAIError"] = OpenAIError.model_json_schema(
+            ref_template="#/components/schemas/OpenAIError/$defs/{model}"
+        )
         schemas["TuningSettings"]["properties"]["strategy"]["enum"] = list(STRATEGIES)
         for unused in ("HTTPValidationError", "ValidationError", "LayerSet", "Plan"):
             schemas.pop(unused, None)
@@ -103,7 +110,7 @@ def document(app: FastAPI) -> dict[str, Any]:
 def _amend(path: str, operation: dict[str, Any]) -> None:
     responses = operation["responses"]
     responses.pop("422", None)  # FastAPI's own shape of errors, which is never sent
-    responses["4XX"] = responses["5XX"] = PROBLEM
+    responses["4XX"] = responses["5XX"] = OPENAI_ERROR if path.startswith(problems.OPENAI) else PROBLEM
     if path.startswith(GUARDED):
         operation["security"] = [{"key": []}, {}]
     ok = responses.get("200", {})

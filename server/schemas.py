@@ -123,6 +123,20 @@ class Problem(BaseModel):
     detail: str = Field(description="One sentence: what, where, what to do.")
 
 
+class OpenAIError(BaseModel):
+    """An error, as OpenAI has it."""
+
+    class Told(BaseModel):
+        """What was wrong; `code` is the HTTP status, `param` the field."""
+
+        message: str
+        type: str
+        param: str | None
+        code: int
+
+    error: Told
+
+
 @dataclass(frozen=True, slots=True)
 class PlanAnswer(FoundPlan):
     """How to decode, under the names that were asked for; `fallback` says in words what differs from them.

@@ -234,7 +234,7 @@ def test_events_can_be_read_as_pages(client: TestClient, store: Store) -> None:
 
 def test_health_tells_database_migrations_and_redis(client: TestClient) -> None:
     assert client.get("/livez").json() == {"status": "ok"}
-    ready = {"status": "ok", "database": "ok", "migrations": "ok", "redis": "not configured"}
+    ready = {"status": "ok", "database": "ok", "migrations": "ok", "redis": "not configured", "engines": {}}
     assert client.get("/readyz").json() == client.get("/health").json() == ready
 
 

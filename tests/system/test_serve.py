@@ -197,6 +197,49 @@ def test_statistics_come_on_request_in_vllms_form(client: openai.OpenAI) -> None
     assert drafts["mean_acceptance_length"] == pytest.approx(31 / drafts["num_spec_steps"])
 
 
+def test_responses_are_the_same_chats(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "system", "content": "w9"}, {"role": "user", "content": TEXT}]
+    chat = client.chat.completions.create(model="tiny", messages=messages, max_tokens=12, temperature=0)
+    asked: Any = {"model": "tiny", "instructions": "w9", "max_output_tokens": 12, "temperature": 0}
+    done = client.responses.create(**asked, input=TEXT)
+    assert done.output_text == chat.choices[0].message.content and done.status == "incomplete"
+    assert done.usage is not None and chat.usage is not None
+    assert (done.usage.input_tokens, done.usage.output_tokens) == (chat.usage.prompt_tokens, 12)
+    events = list(client.responses.create(**asked, input=[{"role": "user", "content": TEXT}], stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        f"response.{word}" for word in ("created", "in_progress", "output_item.added", "content_part.added")
+    ]
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == done.output_text
+    assert events[-1].type == "response.incomplete" and events[-1].response.output_text == done.output_text
+    with pytest.raises(openai.BadRequestError, match="previous_response_id is not supported"):
+        client.responses.create(**asked, input=TEXT, previous_response_id="resp-1")
+
+
+def test_tuning_can_be_seen_paused_and_pinned(server: Served, client: openai.OpenAI) -> None:
+    def ask() -> str:
+        more = {"swiftopt": {"task": "pinned"}, "return_metrics": True}
+        done = client.completions.create(model="tiny", prompt=TEXT, max_tokens=16, temperature=0, extra_body=more)
+        assert done.model_extra is not None
+        return str(done.model_extra["metrics"]["decoded_with"])
+
+    def seen() -> dict[str, Any]:
+        tasks = server.client.get("/v1/tuning").json()["models"]["tiny"]["tasks"]
+        return next(task for task in tasks if task["task"] == "pinned")
+
+    ask()
+    assert seen()["requests"] == 1 and seen()["pairs"] == 1
+    pinned = server.client.post("/v1/tuning:pin", json={"task": "pinned", "way": "plain"})
+    assert pinned.status_code == 200 and seen()["in_use"] == "plain" and ask() == "plain"
+    server.client.post("/v1/tuning:pin", json={"task": "pinned"})
+    assert seen()["pinned"] is None and ask() == "adaptive"
+    assert server.client.post("/v1/tuning:pause", json={}).json()["models"]["tiny"]["paused"]
+    assert not server.client.post("/v1/tuning:resume", json={"model": "tiny"}).json()["models"]["tiny"]["paused"]
+    assert server.client.post("/v1/tuning:pin", json={}).status_code == 422
+    assert server.client.post("/v1/tuning:pause", json={"model": "other"}).status_code == 404
+
+
 def test_client_that_goes_away_leaves_no_request_behind(server: Served) -> None:
     body = {"model": "tiny", "prompt": TEXT, "max_tokens": 240, "temperature": 0, "stream": True, "ignore_eos": True}
     for _ in range(6):
