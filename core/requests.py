@@ -71,8 +71,10 @@ class CompletionRequest(Settings):
     """One completion of a served model, as the HTTP process asks the model's engine for it.
 
     The prompt is `token_ids`, else `messages` for the chat template, with `tools` and the template's own `template`
-    values, else `text`. `task` None: the one whose prompts lie nearest; `method` overrules the plan; `max_new_tokens`
-    None: as many as the context has room for. Only requests of one `salt` share what was read of a prompt.
+    values, else `text`; `echo` has it told as well. `task` None: the one whose prompts lie nearest; `method` overrules
+    the plan; `max_new_tokens` None: as many as the context has room for; `logprobs`: of each token, with so many
+    alternatives, None: not wanted; `json_schema` is what the text keeps to; `prediction` is text that is expected. Only
+    requests of one `salt` share what was read of a prompt.
     """
 
     NAME: ClassVar = "the request"
@@ -87,7 +89,13 @@ class CompletionRequest(Settings):
     max_new_tokens: int | None = count(None)
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_new_tokens: int = count(0, least=0)
+    logprobs: int | None = count(None, least=0)
+    echo: bool = False
+    json_schema: Mapping[str, Any] | None = None
+    prediction: str = ""
     salt: str = ""
 
 

@@ -11,9 +11,10 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, ClassVar, Literal, TypeVar
 
 from fastapi import APIRouter, Request
@@ -31,6 +32,7 @@ from .state import Shared, State, engines_of
 from .tools import ToolText, names_of
 
 MOST_CHOICES = 128
+MOST_LOGPROBS = 20
 TEXT_TOKENS = 16  # of a completion of text whose length nobody names
 RESERVED = frozenset(  # arguments of the tokenizer, which are not the template's
     [
@@ -63,6 +65,42 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
+class JsonSchema(BaseModel):
+    """A schema by name, as OpenAI wraps it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = ""
+    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """What the text is to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def schema_of_text(self) -> dict[str, Any] | None:
+        """The JSON schema that the text keeps to.
+
+        Raises: UnusableField: it is missing.
+        """
+        if self.type == "json_object":
+            return {"type": "object"}
+        if self.type == "json_schema" and self.json_schema is None:
+            raise UnusableField(
+                "response_format.json_schema", "response_format.json_schema is missing: give the schema"
+            )
+        return None if self.json_schema is None or self.type == "text" else self.json_schema.schema_
+
+
+class Prediction(BaseModel):
+    """Text that the completion is expected to repeat: it drafts."""
+
+    type: Literal["content"]
+    content: str | list[dict[str, Any]]
+
+
 class Asked(BaseModel):
     """The fields that chats and completions share."""
 
@@ -74,12 +112,20 @@ class Asked(BaseModel):
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, gt=0)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    logit_bias: dict[int, float] | None = None
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
     max_tokens: int | None = Field(default=None, ge=1)
     n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
     stop: str | list[str] | None = None
+    stop_token_ids: list[int] = Field(default_factory=list)
+    min_tokens: int = Field(default=0, ge=0)
     ignore_eos: bool = False
+    response_format: ResponseFormat | None = None
+    prediction: Prediction | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -94,6 +140,11 @@ class Asked(BaseModel):
                 raise UnusableField(name, f"{name} is not supported: leave it out")
         if self.stream_options is not None and not self.stream:
             raise UnusableField("stream_options", "stream_options needs stream: set stream to true, or leave it out")
+
+    @property
+    def n_logprobs(self) -> int | None:
+        """Alternatives of each token whose log probabilities are wanted; None: none are."""
+        return None
 
     @property
     def ignored(self) -> list[str]:
@@ -111,7 +162,11 @@ class Asked(BaseModel):
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=max(0, self.top_k or 0),
+            min_p=self.min_p or 0.0,
             repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=tuple((self.logit_bias or {}).items()),
             seed=secrets.randbits(62) if self.seed is None else self.seed,
         )
 
@@ -123,7 +178,12 @@ class Asked(BaseModel):
             max_new_tokens=self.max_tokens,
             sampling=self.sampling(),
             stop=self.stops,
+            stop_token_ids=tuple(self.stop_token_ids),
+            min_new_tokens=self.min_tokens,
             ignore_eos=self.ignore_eos,
+            logprobs=self.n_logprobs,
+            json_schema=None if self.response_format is None else self.response_format.schema_of_text(),
+            prediction="" if self.prediction is None else joined(self.prediction.content, "prediction.content"),
             salt=f"{salt}:{self.cache_salt or ''}",
         )
 
@@ -139,15 +199,20 @@ class Message(BaseModel):
     def plain(self, place: str) -> dict[str, Any]:
         """The message as templates read it."""
         more = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
-        return {"role": self.role, "content": self._text(place), **more}
+        return {"role": self.role, "content": joined(self.content or "", place), **more}
 
-    def _text(self, place: str) -> str:
-        if self.content is None or isinstance(self.content, str):
-            return self.content or ""
-        for part in self.content:
-            if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise UnusableField(place, f"{place}: only parts of type text are supported here")
-        return "".join(part["text"] for part in self.content)
+
+def joined(content: str | Sequence[Mapping[str, Any]], place: str) -> str:
+    """The text of a content.
+
+    Raises: UnusableField: a part of it is no text.
+    """
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise UnusableField(place, f"{place}: only parts of type text are supported here")
+    return "".join(part["text"] for part in content)
 
 
 class AskedChat(Asked):
@@ -162,6 +227,17 @@ class AskedChat(Asked):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise UnusableField("top_logprobs", "top_logprobs needs logprobs: set logprobs to true, or leave it out")
+
+    @property
+    def n_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     def requests(self, salt: str) -> list[CompletionRequest]:
         """The one prompt."""
@@ -198,6 +274,11 @@ class AskedText(Asked):
 
     prompt: str | list[str] | list[int] | list[list[int]]
     echo: bool = False
+    logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+
+    @property
+    def n_logprobs(self) -> int | None:
+        return self.logprobs
 
     def requests(self, salt: str) -> list[CompletionRequest]:
         """A request per prompt."""
@@ -205,11 +286,18 @@ class AskedText(Asked):
         prompts: Any = [self.prompt] if is_one else self.prompt
         if not prompts:
             raise UnusableField("prompt", "prompt is an empty list: give at least one prompt")
-        common = replace(self.common(salt), max_new_tokens=self.max_tokens or TEXT_TOKENS)
+        common = replace(self.common(salt), max_new_tokens=self.max_tokens or TEXT_TOKENS, echo=self.echo)
         return [
             replace(common, text=each) if isinstance(each, str) else replace(common, token_ids=tuple(each))
             for each in prompts
         ]
+
+
+Told = list[Any]  # a token's text, its log probability (None: it has none), and both of its alternatives
+
+
+def _logprob(token: str, value: float) -> dict[str, Any]:
+    return {"token": token, "logprob": value, "bytes": list(token.encode())}
 
 
 @dataclass(slots=True)
@@ -218,12 +306,15 @@ class Choice:
 
     index: int
     reply: Reply
-    prefix: str = ""  # what a completion of text echoes
+    prefix: str = ""  # the prompt, where it is echoed
+    first: str = ""  # its first token, which has no log probability
     text: str = ""
     n_tokens: int = 0
     first_text_s: float = 0.0  # that its client has waited for its first text
     tools: ToolText | None = None  # where it may call some
     done: dict[str, Any] | None = None
+    logprobs: list[Told] = field(default_factory=list)  # of the tokens whose text was not handed on yet
+    n_characters: int = 0  # of the tokens that were, for their offsets
 
     @property
     def waited_s(self) -> float:
@@ -235,6 +326,9 @@ class Choice:
         if not self.n_tokens:
             self.first_text_s = self.waited_s
         self.n_tokens += event["n_tokens"]
+        if of_prompt := event.get("prompt_logprobs"):
+            self.logprobs += [[self.first, None, []], *of_prompt]
+        self.logprobs += event.get("logprobs", ())
         return self._show(event["text"] if self.tools is None else self.tools.add(event["text"]))
 
     def end(self, event: dict[str, Any]) -> str:
@@ -244,6 +338,27 @@ class Choice:
             self.first_text_s = self.waited_s
         self.n_tokens = self.completion.n_tokens
         return self._show("" if self.tools is None else self.tools.end())
+
+    def chat_logprobs(self) -> dict[str, Any]:
+        """Those that are waiting, in the form of chats."""
+        waiting, self.logprobs = self.logprobs, []
+        content = [
+            {**_logprob(token, value), "top_logprobs": [_logprob(*each) for each in top]}
+            for token, value, top in waiting
+        ]
+        return {"content": content, "refusal": None}
+
+    def text_logprobs(self) -> dict[str, Any]:
+        """Those that are waiting, in the form of completions."""
+        waiting, self.logprobs = self.logprobs, []
+        offsets = list(accumulate((len(token) for token, _, _ in waiting), initial=self.n_characters))
+        self.n_characters = offsets[-1]
+        return {
+            "tokens": [token for token, _, _ in waiting],
+            "token_logprobs": [value for _, value, _ in waiting],
+            "top_logprobs": [None if value is None else dict(top) for _, value, top in waiting],
+            "text_offset": offsets[:-1],
+        }
 
     def _show(self, text: str) -> str:
         self.text += text
@@ -304,7 +419,11 @@ class Exchange:
             "completion_tokens": n_tokens,
             "total_tokens": n_prompt + n_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(each.n_cached for each in done)},
-            "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
+            "completion_tokens_details": {
+                "reasoning_tokens": 0,
+                "accepted_prediction_tokens": sum(each.accepted_prediction for each in done),
+                "rejected_prediction_tokens": sum(each.rejected_prediction for each in done),
+            },
         }
 
     async def pieces(self) -> AsyncGenerator[Piece]:
@@ -325,7 +444,9 @@ class Exchange:
                 choice, event = await merged.get()
                 if isinstance(event, Exception):
                     raise event
-                if event["event"] == "text":
+                if event["event"] == "prompt":
+                    choice.prefix, choice.first = event["text"], event["first"]
+                elif event["event"] == "text":
                     yield choice, choice.add(event)
                 else:
                     open_choices -= 1
@@ -344,7 +465,7 @@ class Exchange:
         return {**found, **self.metrics(), "system_fingerprint": (self.engine.about or {}).get("fingerprint")}
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
-        ended = {"finish_reason": choice.finish_reason, "logprobs": None}
+        ended = {"finish_reason": choice.finish_reason, "logprobs": self._logprobs(choice)}
         if not self.chat:
             return {"index": choice.index, "text": choice.prefix + choice.text, **ended}
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
@@ -352,9 +473,15 @@ class Exchange:
             message |= {"content": choice.text or None, "tool_calls": choice.calls}
         return {"index": choice.index, "message": message, **ended}
 
+    def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
+        """Those that were not handed on yet, where they are wanted."""
+        if self.asked.n_logprobs is None:
+            return None
+        return choice.chat_logprobs() if self.chat else choice.text_logprobs()
+
     def chunk(self, choice: Choice, text: str | None, finish_reason: str | None = None) -> dict[str, Any]:
         """A piece of a stream; `text` None: the last one of its choice."""
-        ended = {"finish_reason": finish_reason, "logprobs": None}
+        ended = {"finish_reason": finish_reason, "logprobs": self._logprobs(choice)}
         if self.chat:
             delta: dict[str, Any] = {} if text is None else {"content": text}
             if text is None and choice.calls:
@@ -445,7 +572,6 @@ def begin(app: State, request: Request, asked: AskedChat | AskedText, word: str)
     try:
         for i, one in enumerate(each for own in requests for each in _choices_of(own, asked.n or 1)):
             choice = Choice(i, engine.ask("decode", request=one.to_json()))
-            choice.prefix = one.text if isinstance(asked, AskedText) and asked.echo else ""
             choice.tools = ToolText(list(names_of(one.tools))) if one.tools else None
             exchange.choices.append(choice)
     except SwiftoptError:

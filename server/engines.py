@@ -72,7 +72,7 @@ class Reply:
             if event["event"] == "failed":
                 raise _error(event["kind"], event["message"])
             yield event
-            if event["event"] != "text":
+            if event["event"] not in ("prompt", "text"):
                 return
 
 

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from ..core.errors import InvalidInput, LayerSetNotFound, NotFound
 from ..core.requests import GenerateRequest
-from ..core.types import Completion, FoundPlan, LayerSetRecord, Plan, Prompt, VerdictWord
+from ..core.types import Completion, FoundPlan, LayerSetRecord, Plan, Prompt, TokenLogprob, VerdictWord
 from ..decoding.engine import Work, intercept, side_by_side
+from ..decoding.loop import Began, Round
 from ..decoding.methods import PLAIN, Method, build, method_info
 from ..decoding.session import Session, Turn
 from ..models.buffer import free_bytes
@@ -46,11 +47,17 @@ class Generated(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TextAdded:
-    """Text that a completion has grown by, and that nothing can change any more; `n_tokens` tokens brought it."""
+    """Text that a completion has grown by, and that nothing can change any more.
+
+    `n_tokens` tokens brought it, whose `logprobs` these are where they are wanted; `prompt_logprobs` those of the
+    prompt's tokens after the first one.
+    """
 
     prompt: Prompt
     text: str
     n_tokens: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 def generate(
@@ -92,7 +99,7 @@ def as_planned(session: Session, planner: Planner, prompt: Prompt, **options: An
             yield from text.ended(event.completion)
             yield Generated(event.prompt, event.completion, info)
         else:
-            yield from text.grown(event.token_ids)
+            yield from text.grown(event)
 
     yield from intercept(session.request(prompt, method, **options), handle)
 
@@ -202,22 +209,28 @@ class GrowingText:
         self._token_ids: list[int] = []
         self._text = ""
         self._from = self._read = self._shown = self._n_told = 0
+        self._logprobs: tuple[TokenLogprob, ...] = ()
 
-    def grown(self, token_ids: Sequence[int]) -> Iterator[TextAdded]:
-        """Yield the text that these tokens complete, if they do."""
-        yield from self._told(self._added(token_ids))
+    def grown(self, event: Began | Round) -> Iterator[TextAdded]:
+        """Yield the text that an event's tokens complete, if they do."""
+        self._logprobs += event.logprobs
+        of_prompt = event.prompt_logprobs if isinstance(event, Began) else ()
+        if (text := self.add(event.token_ids)) or of_prompt:
+            yield self._told(text, of_prompt)
 
     def ended(self, completion: Completion) -> Iterator[TextAdded]:
         """Yield the rest of the completion's text, if there is any; the next tokens begin another one."""
-        yield from self._told(self._new(completion.text))
+        if text := self._new(completion.text):
+            yield self._told(text)
         self._start()
 
-    def _told(self, text: str) -> Iterator[TextAdded]:
-        if text:
-            n_tokens, self._n_told = len(self._token_ids) - self._n_told, len(self._token_ids)
-            yield TextAdded(self._prompt, text, n_tokens)
+    def _told(self, text: str, prompt_logprobs: tuple[TokenLogprob, ...] = ()) -> TextAdded:
+        n_tokens, self._n_told = len(self._token_ids) - self._n_told, len(self._token_ids)
+        logprobs, self._logprobs = self._logprobs, ()
+        return TextAdded(self._prompt, text, n_tokens, logprobs, prompt_logprobs)
 
-    def _added(self, token_ids: Sequence[int]) -> str:
+    def add(self, token_ids: Sequence[int]) -> str:
+        """Take tokens in; returns the text that they complete."""
         self._token_ids += token_ids
         # Only the newest tokens are decoded, behind some that were before: a token's text can depend on its neighbour.
         known, text = (self._decoded(self._token_ids[self._from : end]) for end in (self._read, None))

@@ -11,13 +11,14 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, TextIO
 
 from ..core.errors import InvalidInput, SwiftoptError
 from ..core.requests import CompletionRequest, ServedModel
-from ..core.types import Prompt
+from ..core.types import Prompt, TokenLogprob
+from ..decoding.grammar import Grammar
 from ..decoding.session import Session
 from . import model as models
 from .generate import DEFAULT_TASK, Generated, TextAdded
@@ -50,14 +51,18 @@ class Wire:
 class _Sent(Ticket):
     """A request whose events go over the wire."""
 
-    def __init__(self, wire: Wire, number: int) -> None:
+    def __init__(self, wire: Wire, number: int, text_of: Callable[[int], str]) -> None:
         super().__init__()
-        self._wire, self._number = wire, number
+        self._wire, self._number, self._text_of = wire, number, text_of
 
     def put(self, event: TextAdded | Generated) -> None:
         """Write an event."""
         if isinstance(event, TextAdded):
-            self._wire.send(self._number, "text", text=event.text, n_tokens=event.n_tokens)
+            told: dict[str, Any] = {"text": event.text, "n_tokens": event.n_tokens}
+            if event.logprobs or event.prompt_logprobs:
+                told["logprobs"] = [self._told(each) for each in event.logprobs]
+                told["prompt_logprobs"] = [self._told(each) for each in event.prompt_logprobs]
+            self._wire.send(self._number, "text", **told)
         else:
             self._wire.send(
                 self._number,
@@ -66,6 +71,10 @@ class _Sent(Ticket):
                 decoded_with=event.info.method,
                 version=event.info.version,
             )
+
+    def _told(self, token: TokenLogprob) -> list[Any]:
+        """A token's text, its log probability, and both of its alternatives."""
+        return [self._text_of(token.token_id), token.logprob, [(self._text_of(own), value) for own, value in token.top]]
 
     def end(self, error: BaseException | None = None) -> None:
         """Write why it failed, if it did."""
@@ -148,12 +157,28 @@ class EngineHost:
     def _decode(self, number: int, request: CompletionRequest) -> None:
         self._tickets = {own: ticket for own, ticket in self._tickets.items() if not ticket.is_done}
         session, prompt = session_of(self.model, request)
-        ticket = self._tickets[number] = _Sent(self._wire, number)
+        ticket = self._tickets[number] = _Sent(self._wire, number, self._text_of)
+        if request.echo:
+            text = request.text or self.model.runtime.tokenizer.decode(prompt.token_ids)
+            self._wire.send(number, "prompt", text=text, first=self._text_of(prompt.token_ids[0]))
+        options = {
+            "salt": request.salt,
+            "logprobs": request.logprobs,
+            "prompt_logprobs": request.echo and request.logprobs is not None,
+            "prediction": self._predicted(request.prediction),
+        }
         if self.traffic is None or request.method is not None:
-            work = self.model.decoding(session, prompt, request.method, salt=request.salt)
+            work = self.model.decoding(session, prompt, request.method, **options)
         else:
-            work = self.traffic.work(session, prompt, request.task, salt=request.salt)
+            work = self.traffic.work(session, prompt, request.task, **options)
         self.engine.run(work, ticket)
+
+    def _text_of(self, token_id: int) -> str:
+        return str(self.model.runtime.tokenizer.decode([token_id]))
+
+    def _predicted(self, text: str) -> list[int]:
+        tokenizer = self.model.runtime.tokenizer
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
 
 def session_of(model: Model, request: CompletionRequest) -> tuple[Session, Prompt]:
@@ -167,6 +192,9 @@ def session_of(model: Model, request: CompletionRequest) -> tuple[Session, Promp
         1,
         request.stop,
         request.ignore_eos,
+        request.stop_token_ids,
+        request.min_new_tokens,
+        None if request.json_schema is None else Grammar.json_schema(request.json_schema),
     )
     if request.token_ids:
         ids = list(request.token_ids)

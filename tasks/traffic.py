@@ -241,7 +241,7 @@ class Traffic:
                 info = GenerateInfo("adaptive" if request.drafts else "plain", version=request.task.version)
                 yield Generated(event.prompt, event.completion, info)
             if isinstance(event, Began | Round):
-                yield from text.grown(event.token_ids)
+                yield from text.grown(event)
                 if self._may_search(request.task) and request.task.search.scratch_rows <= scratch:
                     yield from intercept(_unless_done(request.task, event.context, prompt.id), handle)
 

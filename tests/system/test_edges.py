@@ -36,7 +36,7 @@ from swiftopt.optimizer.evaluation import score_window
 from swiftopt.optimizer.tuning import Tuner
 from swiftopt.optimizer.verdict import Timed, judge
 from swiftopt.store import Store
-from swiftopt.tasks.generate import GrowingText, TextAdded
+from swiftopt.tasks.generate import GrowingText
 from swiftopt.tasks.tune import run_tuning
 
 WIDE = SwiftSettings(early_stop=False, max_draft_length=25, branching=((1.0, 10),))
@@ -162,13 +162,11 @@ def test_streamed_text_is_the_completion_text_with_stop_strings(least: int, at_o
         session = Session(runtime, Sampling(), 24, [stop], min_new_tokens=least)
         completion = session.run(prompt, PLAIN)[0].completion
         free, text = " ".join(full.split()[:least]), GrowingText(session, prompt)
-        shown: list[TextAdded] = []
+        shown = ""
         for start in range(0, completion.n_tokens, at_once):
-            shown += text.grown(completion.token_ids[start : start + at_once])
-            assert stop not in "".join(added.text for added in shown)[len(free) :]
-        shown += text.ended(completion)
-        assert "".join(added.text for added in shown) == completion.text
-        assert sum(added.n_tokens for added in shown) <= completion.n_tokens
+            shown += text.add(completion.token_ids[start : start + at_once])
+            assert stop not in shown[len(free) :]
+        assert shown + "".join(added.text for added in text.ended(completion)) == completion.text
 
 
 def test_stop_string_counts_from_the_least_length_on() -> None:
@@ -224,8 +222,7 @@ def test_streamed_text_shows_a_character_that_the_length_cut_in_half() -> None:
     completion = next(iter(Session(worded_runtime(), Sampling(), 3).run(stream(1)[0], PLAIN)))[1]
     completion = dataclasses.replace(completion, token_ids=half, text=tokenizer.decode(half))
     text = GrowingText(Session(runtime, Sampling(), 3), stream(1)[0])
-    shown = [*text.grown(half), *text.ended(completion)]
-    assert "".join(added.text for added in shown) == "n\ufffd" and sum(added.n_tokens for added in shown) == 2
+    assert text.add(half) + "".join(added.text for added in text.ended(completion)) == "n\ufffd"
 
 
 def test_an_empty_stop_string_is_refused() -> None:

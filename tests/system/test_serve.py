@@ -19,6 +19,7 @@ from tiny_files import save
 from transformers import PreTrainedTokenizerFast
 
 import swiftopt
+from swiftopt.models.rows import Pass, Rows
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ['user', 'assistant', 'system'] %}"
@@ -195,6 +196,63 @@ def test_statistics_come_on_request_in_vllms_form(client: openai.OpenAI) -> None
     drafts = found["speculative_decoding"]
     assert found["tokens_per_second"] > 0 and drafts["num_spec_steps"] > 0
     assert drafts["mean_acceptance_length"] == pytest.approx(31 / drafts["num_spec_steps"])
+
+
+def test_log_probabilities_are_the_models_own_in_both_forms(client: openai.OpenAI, model: swiftopt.Model) -> None:
+    common: Any = {"model": "tiny", "temperature": 0, "max_tokens": 6}
+    done = client.completions.create(**common, prompt=TEXT, logprobs=2, echo=True).choices[0]
+    assert done.logprobs is not None and done.text.startswith(TEXT)
+    told, ids = done.logprobs, model.runtime.tokenizer(TEXT)["input_ids"]
+    assert told.tokens is not None and told.token_logprobs is not None and told.top_logprobs is not None
+    assert len(told.tokens) == len(told.token_logprobs) == len(ids) + 6
+    buffer = model.runtime.new_buffer(len(ids))
+    rows = Pass(model.runtime, Rows(ids, 0), buffer)
+    expected = model.runtime.forward_together([rows])[0].float().log_softmax(-1)
+    assert told.token_logprobs[0] is None
+    own = [float(expected[i, token_id]) for i, token_id in enumerate(ids[1:])]
+    assert told.token_logprobs[1 : len(ids)] == pytest.approx(own, abs=1e-5)
+    assert all(
+        max(top.values()) == value
+        for value, top in zip(told.token_logprobs[len(ids) :], told.top_logprobs[len(ids) :], strict=True)
+    )
+    messages: Any = [{"role": "user", "content": TEXT}]
+    chat = client.chat.completions.create(**common, messages=messages, logprobs=True, top_logprobs=3).choices[0]
+    assert chat.logprobs is not None and chat.logprobs.content is not None and len(chat.logprobs.content) == 6
+    assert all(
+        len(token.top_logprobs) == 3 and token.top_logprobs[0].logprob == token.logprob
+        for token in chat.logprobs.content
+    )
+    stream = client.chat.completions.create(**common, messages=messages, logprobs=True, top_logprobs=3, stream=True)
+    pieces = [piece.choices[0].logprobs for piece in stream if piece.choices[0].logprobs is not None]
+    assert [token.logprob for piece in pieces for token in piece.content or ()] == [
+        token.logprob for token in chat.logprobs.content
+    ]
+
+
+def test_prediction_drafts_and_changes_nothing(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": TEXT}]
+    common: Any = {"model": "tiny", "temperature": 0, "max_tokens": 24, "messages": messages}
+    plain = client.chat.completions.create(**common, extra_body={"swiftopt": {"plan": "plain"}})
+    text = plain.choices[0].message.content
+    done = client.chat.completions.create(**common, prediction={"type": "content", "content": text or ""})
+    assert done.choices[0].message.content == text and done.usage is not None
+    details = done.usage.completion_tokens_details
+    assert details is not None and details.accepted_prediction_tokens and details.accepted_prediction_tokens > 4
+
+
+def test_sampling_fields_reach_the_model(client: openai.OpenAI, server: Served) -> None:
+    common: Any = {"model": "tiny", "prompt": TEXT, "max_tokens": 8}
+    first = client.completions.create(**common, temperature=0).choices[0].text.split()[0]
+    banned = client.completions.create(**common, temperature=0, logit_bias={first[1:]: -100})
+    assert first not in banned.choices[0].text.split()
+    narrow = client.completions.create(**common, temperature=2, seed=3, extra_body={"min_p": 1.0})
+    assert narrow.choices[0].text == client.completions.create(**common, temperature=0).choices[0].text
+    ended = client.completions.create(**common, temperature=0, extra_body={"stop_token_ids": [int(first[1:])]})
+    assert ended.choices[0].finish_reason == "stop" and ended.usage is not None and ended.usage.completion_tokens == 1
+    nonsense = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
+    words = refused(server.client.post("/v1/completions", json={**common, "response_format": nonsense}), 400)
+    assert "JSON schema" in words
+    refused(server.client.post("/v1/completions", json={**common, "logit_bias": {"9999": 1}}), 400)
 
 
 def test_responses_are_the_same_chats(client: openai.OpenAI) -> None:
