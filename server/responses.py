@@ -8,11 +8,12 @@ from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.responses import Response
 
 from ..core.errors import SwiftoptError
+from ..core.serialization import explained
 from .completions import PING_S, AskedChat, Exchange, Options, Piece, answered, begin
 from .problems import UnusableField, openai_error, status_of
 from .state import Shared
@@ -55,15 +56,17 @@ class AskedResponse(BaseModel):
             messages += [_message(item, f"input[{i}]") for i, item in enumerate(self.input)]
         if not messages:
             raise UnusableField("input", "input is an empty list: send at least one item")
-        return AskedChat(
-            model=self.model,
-            messages=messages,  # type: ignore[arg-type]
-            max_tokens=self.max_output_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            tools=[_tool(each, i) for i, each in enumerate(self.tools)] or None,
-            swiftopt=self.swiftopt,
-        )
+        tools = [_tool(each, i) for i, each in enumerate(self.tools)] or None
+        values = {
+            **self.model_dump(include={"model", "temperature", "top_p", "user"}),
+            **{"messages": messages, "max_tokens": self.max_output_tokens, "tools": tools, "swiftopt": self.swiftopt},
+        }
+        try:
+            return AskedChat.model_validate(values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            words = explained([str(part) for part in first["loc"]], first["type"], first["msg"], first["input"])
+            raise UnusableField("input", f"input, as a chat: {words}") from error
 
 
 def _message(item: Mapping[str, Any], place: str) -> dict[str, Any]:
