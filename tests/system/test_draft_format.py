@@ -16,7 +16,7 @@ from swiftopt.core.formats import STORED
 from swiftopt.core.requests import TuneRequest
 from swiftopt.core.types import LayerSet, Prompt, Sampling
 from swiftopt.decoding.context import Context, Ending
-from swiftopt.decoding.draft import Draft, Outcome
+from swiftopt.decoding.draft import Draft, Drafter
 from swiftopt.decoding.engine import PassGenerator
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, Method
@@ -32,10 +32,8 @@ from swiftopt.tasks.tune import run_tuning
 WINDOW = 8
 
 
-class Knowing:
+class Knowing(Drafter):
     """Drafts what the model is going to say, so many tokens at a time."""
-
-    layer_set = None
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -51,9 +49,6 @@ class Knowing:
         done = len(self.context.generated)
         ahead = self.said[done : done + min(self.n, room)]
         return Draft(DraftTree.grow(self.context.token_ids[-1], [(token_id,) for token_id in ahead]))
-
-    def observe(self, outcome: Outcome) -> None:
-        pass
 
     def max_rows(self, room: int) -> int:
         return 1 + room
