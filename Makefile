@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO := demo-output
 
-.PHONY: setup lint test demo demo-tune redis bench clean
+.PHONY: setup lint test demo demo-tune conformance redis bench clean
 
 setup: $(VENV)/.ready
 
@@ -32,6 +32,10 @@ test: setup
 # Long crash runs with servers of their own; ONLY="--only recovery,random" chooses some.
 chaos: setup
 	cd tests && $(abspath $(BIN))/python -m chaos $(ONLY)
+
+# Clients that no one here wrote, against a real server; each in an environment of its own.
+conformance: setup
+	cd tests && $(abspath $(BIN))/python conformance.py
 
 # A server that learns from the requests it serves: its speed by request, plain decoding beside it.
 demo: setup

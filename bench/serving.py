@@ -94,8 +94,11 @@ def measure(
             n_done = sum(each["requests"] for each in results)
             speeds = " and ".join(f"{results[-1]['tokens'] / walls[way]:.1f} {way}" for way in walls)
             on_run(f"request {n_done} of {len(prompts)}: tok/s {speeds}")
+    (card,) = client.get("/v1/models").json()["data"]
     return {
         "schema": SCHEMA,
+        "device": card["device"],
+        "dtype": card["dtype"],
         "concurrency": concurrency,
         "prompts": len(prompts),
         "max_new_tokens": max_new_tokens,

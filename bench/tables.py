@@ -26,6 +26,7 @@ from .decode import SCHEMA, rows
 from .peers import SCHEMA as PEERS_SCHEMA
 from .peers import equal_to
 from .search import SCHEMA as SEARCH_SCHEMA
+from .serving import SCHEMA as SERVE_SCHEMA
 from .stream_shift import SCHEMA as SHIFT_SCHEMA
 from .throughput import SCHEMA as THROUGHPUT_SCHEMA
 
@@ -223,6 +224,18 @@ def _served(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         yield (text, str(row["concurrency"]), *speeds, *per_token, equal, f"{report['device']}, {report['dtype']}")
 
 
+def _learnt(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """The row of `bench serve`."""
+    report = result["report"]
+    text = f"{report['model']}, {report['prompts']} requests, {report['max_new_tokens']} tokens"
+    runs, (task, *_) = report["results"], report["tuning"]["tasks"]
+    speeds = (sum(run["tokens"] for run in runs) / sum(run[key] for run in runs) for key in ("plain_s", "served_s"))
+    search = f"{task['search']['trials']} trials, {task['search']['seconds']:.1f} s"
+    equal, ratios = f"{report['equal']}/{report['prompts']}", " ".join(f"{ratio:.2f}" for ratio in report["windows"])
+    device = f"{report['device']}, {report['dtype']}"
+    yield (text, str(report["concurrency"]), *(f"{speed:.1f}" for speed in speeds), ratios, search, equal, device)
+
+
 @dataclass(frozen=True)
 class Kind:
     """A table of its own: title, header, and the rows of a file."""
@@ -253,6 +266,11 @@ KINDS = {
             "device, dtype",
         ),
         _searched,
+    ),
+    SERVE_SCHEMA: Kind(
+        "A server that learns, from an empty database: plain seconds / served seconds of each ten requests, over HTTP",
+        ("model, text", "at once", "plain tok/s", "served", "of each ten", "search", "equal", "device, dtype"),
+        _learnt,
     ),
     THROUGHPUT_SCHEMA: Kind(
         "Several requests at once: drafting beside plain batching",

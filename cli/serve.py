@@ -56,6 +56,7 @@ from .output import emit_json, note
 @click.option(
     "--memory-gb", type=click.FloatRange(min=0.01), help="For keys and values.  [default: half of what is free]"
 )
+@click.option("--timeout", default=600, show_default=True, type=positive, help="Seconds for one completion.")
 @click.option("--drain", default=30, show_default=True, type=positive, help="Seconds for completions at the end.")
 @click.option("--tune/--no-tune", default=True, show_default=True, help="Learn from the requests that are served.")
 @options.placement(ServedModel)
@@ -88,6 +89,7 @@ def serve(new_key: str | None, as_json: bool, models: tuple[str, ...], **values:
         requests_per_min=values["rate"],
         max_waiting=values["max_waiting"],
         drain_s=values["drain"],
+        timeout_s=values["timeout"],
     )
     served = _served(models, values)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(message)s")

@@ -22,14 +22,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.responses import JSONResponse, Response
 
-from ..core.errors import SwiftoptError
+from ..core.errors import ServiceUnreachable, SwiftoptError
 from ..core.requests import CompletionRequest
 from ..core.types import Completion, Sampling
 from .engines import EngineProcess, Engines, Reply
 from .problems import UnusableField, openai_error, status_of
 from .schemas import Task
 from .state import Shared, State, engines_of
-from .tools import ToolText, names_of
+from .tools import ToolText, call_schema, names_of
 
 MOST_CHOICES = 128
 MOST_LOGPROBS = 20
@@ -215,6 +215,13 @@ def joined(content: str | Sequence[Mapping[str, Any]], place: str) -> str:
     return "".join(part["text"] for part in content)
 
 
+class NamedTool(BaseModel):
+    """The one tool that is to be called."""
+
+    type: Literal["function"]
+    function: dict[str, Any]
+
+
 class AskedChat(Asked):
     """A chat."""
 
@@ -223,7 +230,7 @@ class AskedChat(Asked):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -258,15 +265,35 @@ class AskedChat(Asked):
             template |= {"continue_final_message": True, "add_generation_prompt": False}
         elif not self.add_generation_prompt:
             template["add_generation_prompt"] = False
+        schema = self._forced_call()
+        if schema is not None and self.response_format is not None and self.response_format.type != "text":
+            raise UnusableField("tool_choice", "tool_choice that forces a call and response_format exclude each other")
+        common = self.common(salt)
         messages = tuple(each.plain(f"messages[{i}].content") for i, each in enumerate(self.messages))
         request = replace(
-            self.common(salt),
+            common,
+            json_schema=schema or common.json_schema,
             messages=messages,
             tools=tuple(self.tools or ()) if self.tool_choice != "none" else (),
             template=template,
             max_new_tokens=self.max_completion_tokens or self.max_tokens,
         )
         return [request]
+
+    def _forced_call(self) -> dict[str, Any] | None:
+        """The schema of the call that must be made; None: none must be.
+
+        Raises: UnusableField: there is no such tool.
+        """
+        if self.tool_choice in (None, "none", "auto"):
+            return None
+        wanted = self.tool_choice.function.get("name") if isinstance(self.tool_choice, NamedTool) else None
+        functions = [each.get("function", {}) for each in self.tools or ()]
+        calls = [call_schema(each) for each in functions if wanted is None or each.get("name") == wanted]
+        if not calls:
+            words = "a tool is to be called, but none is given" if wanted is None else f"there is no tool {wanted!r}"
+            raise UnusableField("tool_choice", f"{words}: add it to tools, or leave tool_choice out")
+        return {"anyOf": calls}
 
 
 class AskedText(Asked):
@@ -395,7 +422,8 @@ class Exchange:
     engine: EngineProcess
     chat: bool
     choices: list[Choice]
-    id: str = ""
+    id: str
+    until: float  # on the monotonic clock, when it is given up
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -441,7 +469,11 @@ class Exchange:
         try:
             open_choices = len(self.choices)
             while open_choices:
-                choice, event = await merged.get()
+                try:
+                    choice, event = await asyncio.wait_for(merged.get(), self.until - time.monotonic())
+                except TimeoutError:
+                    words = "the completion took longer than this server lets one take: ask for fewer tokens, or later"
+                    raise ServiceUnreachable(words) from None
                 if isinstance(event, Exception):
                     raise event
                 if event["event"] == "prompt":
@@ -568,7 +600,8 @@ def begin(app: State, request: Request, asked: AskedChat | AskedText, word: str)
     engines = engines_of(app)
     engine = engines.find(asked.model)
     is_chat = isinstance(asked, AskedChat)
-    exchange = Exchange(asked, engines, engine, is_chat, [], f"{word}-{secrets.token_hex(12)}")
+    until = time.monotonic() + app.settings.timeout_s
+    exchange = Exchange(asked, engines, engine, is_chat, [], f"{word}-{secrets.token_hex(12)}", until)
     try:
         for i, one in enumerate(each for own in requests for each in _choices_of(own, asked.n or 1)):
             choice = Choice(i, engine.ask("decode", request=one.to_json()))

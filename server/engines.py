@@ -28,6 +28,7 @@ from ..core.types import Completion
 
 LONGEST_LINE = 1 << 28  # bytes of one event
 BACKOFF_S = (0.5, 30.0)  # after the first death, and at most
+ANSWER_S = 30.0  # to a question that needs no decoding
 STEADY_S = 60.0  # a process that lived so long begins with the shortest wait again
 
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -109,7 +110,7 @@ class EngineProcess:
             "owned_by": "swiftopt",
             "root": self.served.path,
             "max_model_len": about.get("max_positions"),
-            "fingerprint": about.get("fingerprint"),
+            **{key: about.get(key) for key in ("fingerprint", "device", "dtype")},
         }
 
     @property
@@ -155,11 +156,13 @@ class EngineProcess:
     async def tell(self, op: str, **values: Any) -> dict[str, Any]:
         """Ask what has a single event as its reply.
 
-        Raises: as `ask`, and what the engine refuses it with.
+        Raises: as `ask`, and what the engine refuses it with; EngineGone: it does not answer in time.
         """
         reply = self.ask(op, **values)
         try:
-            return await anext(aiter(reply))
+            return await asyncio.wait_for(anext(aiter(reply)), ANSWER_S)
+        except TimeoutError:
+            raise EngineGone(f"the engine of {self.served.name} does not answer: try again soon") from None
         finally:
             self.drop(reply)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -35,6 +35,7 @@ class AskedResponse(BaseModel):
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     tools: list[dict[str, Any]] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     stream: bool = False
     user: str | None = None
     swiftopt: Options = Field(default_factory=Options)
@@ -57,7 +58,11 @@ class AskedResponse(BaseModel):
         if not messages:
             raise UnusableField("input", "input is an empty list: send at least one item")
         tools = [_tool(each, i) for i, each in enumerate(self.tools)] or None
+        choice: Any = self.tool_choice
+        if isinstance(choice, dict):
+            choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
         values = {
+            "tool_choice": choice,
             **self.model_dump(include={"model", "temperature", "top_p", "user"}),
             **{"messages": messages, "max_tokens": self.max_output_tokens, "tools": tools, "swiftopt": self.swiftopt},
         }

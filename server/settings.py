@@ -137,6 +137,7 @@ class ServerSettings:
     requests_per_min: int = 600
     max_waiting: int = 64
     drain_s: int = 30
+    timeout_s: float = 600.0  # of a completion, waiting included
 
 
 def stream_folders(named: Sequence[str] = ()) -> tuple[Path, ...]:

@@ -67,6 +67,17 @@ class ToolText:
         return True
 
 
+def call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON schema of a call of a function."""
+    arguments = function.get("parameters") or {"type": "object"}
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function.get("name")}, "arguments": arguments},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
 def names_of(tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """The names of the functions that a request offers."""
     for tool in tools:

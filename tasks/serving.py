@@ -20,6 +20,7 @@ from ..core.requests import CompletionRequest, ServedModel
 from ..core.types import Prompt, TokenLogprob
 from ..decoding.grammar import Grammar
 from ..decoding.session import Session
+from ..models.costs import machine_name
 from . import model as models
 from .generate import DEFAULT_TASK, Generated, TextAdded
 from .model import Cancelled, Model, Ticket
@@ -109,6 +110,7 @@ class EngineHost:
             "max_positions": runtime.max_positions,
             "fingerprint": runtime.info.fingerprint,
             "exact": runtime.exact,
+            "device": machine_name(runtime),
             "dtype": runtime.dtype_name,
         }
 

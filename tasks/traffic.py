@@ -46,6 +46,7 @@ FEWEST = 6  # below, there is none
 JUDGED_EVERY = 2  # pairs, while it is open
 OTHER_ROUNDS = {"unmeasured": 8, "use": 2, "plain": 4}  # that a request begins with, of the way that is not in use
 REFRESH_S = 5.0  # between two looks for what other replicas stored
+MOST_TASKS = 64  # of one model; requests of further names count as the default's
 NEAREST = 0.8  # least cosine of a text's state and a task's, to be taken for that task
 
 Way = Literal["best", "plain"]
@@ -306,6 +307,8 @@ class Traffic:
 
     def _task(self, name: str) -> TaskTraffic:
         """The task, with what any replica has stored for it."""
+        if name not in self._tasks and len(self._tasks) >= MOST_TASKS:
+            name = DEFAULT_TASK
         known, at = self._tasks.get(name), time.monotonic()
         if known is not None and (self.store is None or at - self._looked[name] < REFRESH_S):
             return known

@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import torch
+from api import serving
 
 from swiftopt.bench.parity import adaptive_drafts, compare, margin_and_noise, random_sets
 from swiftopt.core.settings import SwiftSettings
@@ -189,3 +191,31 @@ def test_peak_rows_of_a_draft_cost_little_memory(runtime32: Runtime) -> None:
     weights = sum(p.numel() * p.element_size() for p in runtime32.hf_model.parameters())
     extra = runtime32.new_buffer(drafter.drafter.max_rows(128)).n_bytes
     assert isinstance(runtime32.device, torch.device) and extra < 0.05 * weights
+
+
+def test_served_model_keeps_to_schemas_and_calls_the_tool_it_must(tmp_path: Path) -> None:
+    parameters = {"type": "object", "properties": {"town": {"enum": ["Rome", "Oslo"]}}, "required": ["town"]}
+    closed = {**parameters, "additionalProperties": False}
+    with serving(str(tmp_path / "a.db"), tmp_path / "log", "--model", MODEL, "--rate", "0", "--threads", "1") as served:
+        while served.client.get("/health").status_code != 200:
+            assert served.process.poll() is None, served.log.read_text()
+            time.sleep(0.2)
+        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+        asked: Any = {"model": MODEL, "temperature": 0, "max_tokens": 60}
+        messages: Any = [{"role": "user", "content": "How warm is it in Rome?"}]
+        schema: Any = {"type": "json_schema", "json_schema": {"name": "town", "schema": closed}}
+        done = client.chat.completions.create(**asked, messages=messages, response_format=schema)
+        assert json.loads(done.choices[0].message.content or "")["town"] in ("Rome", "Oslo")
+        assert done.choices[0].finish_reason == "stop"
+        tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": closed}}]
+        for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+            called = client.chat.completions.create(
+                **asked, messages=messages, tools=tools, tool_choice=choice
+            ).choices[0]
+            assert called.finish_reason == "tool_calls" and called.message.tool_calls is not None
+            assert called.message.content is None
+            function: Any = called.message.tool_calls[0]
+            assert function.function.name == "weather" and json.loads(function.function.arguments)["town"] == "Rome"
+        with pytest.raises(openai.BadRequestError, match="there is no tool 'other'"):
+            other: Any = {"type": "function", "function": {"name": "other"}}
+            client.chat.completions.create(**asked, messages=messages, tools=tools, tool_choice=other)

@@ -309,6 +309,18 @@ def test_client_that_goes_away_leaves_no_request_behind(server: Served) -> None:
         time.sleep(0.05)
 
 
+def test_completion_that_takes_too_long_is_given_up(folder: Path, tmp_path: Path) -> None:
+    options = ["--model", f"tiny={folder}", "--dtype", "float32", "--timeout", "1", "--threads", "1", "--no-tune"]
+    with serving(str(tmp_path / "a.db"), tmp_path / "log", *options) as served:
+        until_ready(served)
+        engine = engine_of(served)
+        engine.suspend()
+        asked = {"model": "tiny", "prompt": TEXT, "max_tokens": 4}
+        assert "fewer tokens" in refused(served.client.post("/v1/completions", json=asked), 503)
+        engine.resume()
+        assert served.client.post("/v1/completions", json=asked).status_code == 200
+
+
 def test_server_without_models_says_so(tmp_path: Path) -> None:
     with serving(str(tmp_path / "a.db"), tmp_path / "log") as served:
         asked = {"model": "tiny", "prompt": "w1"}

@@ -131,6 +131,13 @@ def test_search_keeps_to_its_share_of_the_time(model: swiftopt.Model) -> None:
     assert not task.may_search(0.1)
 
 
+def test_names_of_tasks_cannot_fill_the_memory(model: swiftopt.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swiftopt.tasks.traffic.MOST_TASKS", 3)
+    traffic = Traffic("tiny", model.runtime, None, SETTINGS)
+    assert [traffic._task(name).name for name in ("a", "b", "c", "d", "a")] == ["a", "b", "c", "default", "a"]
+    assert len(traffic.to_json()["tasks"]) == 4
+
+
 def test_paused_traffic_neither_searches_nor_compares(model: swiftopt.Model, store: Store) -> None:
     traffic = Traffic("tiny", model.runtime, store, SETTINGS)
     traffic.steer("pause")
