@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -14,12 +16,17 @@ from starlette.responses import Response
 
 from ..core.errors import SwiftoptError
 from ..core.serialization import explained
-from .completions import PING_S, AskedChat, Exchange, Options, Piece, answered, begin
+from .completions import PING_S, AskedChat, Exchange, Options, answered, begin
 from .problems import UnusableField, openai_error, status_of
 from .state import Shared
 
 router = APIRouter(prefix="/v1", tags=["completions"])
 
+NOT_HERE = ("previous_response_id", "reasoning", "max_tool_calls", "safety_identifier", "prompt_cache_key")
+FIXED = {  # what there is no choice about
+    **{"presence_penalty": 0.0, "frequency_penalty": 0.0, "top_logprobs": 0, "parallel_tool_calls": True},
+    **{"truncation": "disabled", "store": False, "background": False, "service_tier": "default"},
+}
 STORED = ("previous_response_id", "conversation", "background", "prompt")  # what would need stored responses
 
 
@@ -39,6 +46,22 @@ class AskedResponse(BaseModel):
     stream: bool = False
     user: str | None = None
     swiftopt: Options = Field(default_factory=Options)
+
+    def told(self) -> dict[str, Any]:
+        """What a response repeats of its request, with the defaults of what it did not say."""
+        own = self.model_dump(include={"instructions", "max_output_tokens"})
+        blank = {"description": None, "parameters": None, "strict": None}
+        return {
+            **dict.fromkeys(NOT_HERE),
+            **own,
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "tools": [{**blank, **tool} for tool in self.tools],
+            "tool_choice": self.tool_choice or "auto",
+            "text": {"format": {"type": "text"}},
+            "metadata": (self.model_extra or {}).get("metadata") or {},
+            **FIXED,
+        }
 
     def chat(self) -> AskedChat:
         """The chat that it asks for.
@@ -115,13 +138,14 @@ def _tool(tool: Mapping[str, Any], number: int) -> dict[str, Any]:
 async def responses(app: Shared, request: Request, asked: AskedResponse) -> Response:
     """Answer in the form of Responses."""
     exchange, headers = begin(app, request, asked.chat(), "resp")
+    whole = partial(_whole, asked.told(), exchange)
     if not asked.stream:
-        return await answered(request, exchange, headers, lambda: whole(exchange, "completed"))
-    return EventSourceResponse(_events(exchange, exchange.pieces()), headers=headers, ping=PING_S, sep="\n")
+        return await answered(request, exchange, headers, partial(whole, "completed"))
+    return EventSourceResponse(_events(exchange, whole), headers=headers, ping=PING_S, sep="\n")
 
 
-def whole(exchange: Exchange, status: str) -> dict[str, Any]:
-    """The response as it is now."""
+def _whole(told: Mapping[str, Any], exchange: Exchange, status: str) -> dict[str, Any]:
+    """The response as it is now, beside what the request said."""
     usage = exchange.usage()
     is_cut = status == "completed" and exchange.choices[0].finish_reason == "length"
     return {
@@ -133,9 +157,8 @@ def whole(exchange: Exchange, status: str) -> dict[str, Any]:
         "output": [] if status == "in_progress" else _output(exchange),
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "error": None,
-        "parallel_tool_calls": True,
-        "tool_choice": "auto",
-        "tools": [],
+        "completed_at": None if status == "in_progress" else int(time.time()),
+        **told,
         "usage": None
         if status == "in_progress"
         else {
@@ -171,7 +194,7 @@ def _call_item(call: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-async def _events(exchange: Exchange, pieces: AsyncGenerator[Piece]) -> AsyncIterator[ServerSentEvent]:
+async def _events(exchange: Exchange, whole: Callable[[str], dict[str, Any]]) -> AsyncIterator[ServerSentEvent]:
     """The stream's events, numbered."""
     number = 0
 
@@ -180,14 +203,14 @@ async def _events(exchange: Exchange, pieces: AsyncGenerator[Piece]) -> AsyncIte
         number += 1
         return ServerSentEvent(json.dumps({"type": kind, "sequence_number": number - 1, **values}), event=kind)
 
-    yield event("response.created", response=whole(exchange, "in_progress"))
-    yield event("response.in_progress", response=whole(exchange, "in_progress"))
+    yield event("response.created", response=whole("in_progress"))
+    yield event("response.in_progress", response=whole("in_progress"))
     choice, where = exchange.choices[0], {"output_index": 0}
     part = {**where, "item_id": _text_item(exchange, None, "")["id"], "content_index": 0}
     empty = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
     is_open = False
     try:
-        async with aclosing(pieces):
+        async with aclosing(exchange.pieces()) as pieces:
             async for _, text in pieces:
                 if text and not is_open:
                     is_open = True
@@ -208,5 +231,5 @@ async def _events(exchange: Exchange, pieces: AsyncGenerator[Piece]) -> AsyncIte
         yield event("response.function_call_arguments.delta", **at, item_id=item["id"], delta=item["arguments"])
         yield event("response.function_call_arguments.done", **at, item_id=item["id"], arguments=item["arguments"])
         yield event("response.output_item.done", **at, item=item)
-    done = whole(exchange, "completed")
+    done = whole("completed")
     yield event(f"response.{done['status']}", response=done)
