@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Literal, TypeVar
 
 from fastapi import APIRouter, Request
@@ -339,7 +339,8 @@ class Choice:
     n_tokens: int = 0
     first_text_s: float = 0.0  # that its client has waited for its first text
     tools: ToolText | None = None  # where it may call some
-    done: dict[str, Any] | None = None
+    done: dict[str, Any] | None = None  # the engine's last event
+    completion: Completion = field(default_factory=lambda: Completion((), "", "length", ""))  # what it came to, then
     logprobs: list[Told] = field(default_factory=list)  # of the tokens whose text was not handed on yet
     n_characters: int = 0  # of the tokens that were, for their offsets
 
@@ -360,7 +361,7 @@ class Choice:
 
     def end(self, event: dict[str, Any]) -> str:
         """Take the end in; returns the rest of the text."""
-        self.done = event
+        self.done, self.completion = event, Completion.from_json(event["completion"])
         if not self.n_tokens:  # it has no text
             self.first_text_s = self.waited_s
         self.n_tokens = self.completion.n_tokens
@@ -395,12 +396,6 @@ class Choice:
     def calls(self) -> list[dict[str, Any]]:
         """The calls of tools that it makes."""
         return [] if self.tools is None else self.tools.calls
-
-    @property
-    def completion(self) -> Completion:
-        """What it came to."""
-        assert self.done is not None
-        return Completion.from_json(self.done["completion"])
 
     @property
     def finish_reason(self) -> str | None:
@@ -548,15 +543,15 @@ class Exchange:
         done = self.choices[0].completion
         seconds = done.timings.total_s
         first_s = self.choices[0].first_text_s
-        rounds = done.target_passes
+        at_least = [done.target_passes, *done.accepted_per_position, 0]  # rounds that accepted so many tokens or more
         speculative = {
             "mean_acceptance_length": done.mean_generated_length,
             "draft_acceptance_rate": done.acceptance_rate,
-            "num_spec_steps": rounds,
+            "num_spec_steps": done.target_passes,
             "num_draft_tokens": done.drafted,
             "num_accepted_draft_tokens": done.accepted,
             "num_spec_tokens": done.drafted,
-            "acceptance_histogram": list(done.accepted_per_position),
+            "acceptance_histogram": [more - fewer for more, fewer in pairwise(at_least)],
         }
         return {
             "metrics": {

@@ -196,6 +196,9 @@ def test_statistics_come_on_request_in_vllms_form(client: openai.OpenAI) -> None
     drafts = found["speculative_decoding"]
     assert found["tokens_per_second"] > 0 and drafts["num_spec_steps"] > 0
     assert drafts["mean_acceptance_length"] == pytest.approx(31 / drafts["num_spec_steps"])
+    counts = drafts["acceptance_histogram"]  # rounds by the number of draft tokens that they accepted
+    assert sum(counts) == drafts["num_spec_steps"]
+    assert sum(n * rounds for n, rounds in enumerate(counts)) == drafts["num_accepted_draft_tokens"]
 
 
 def test_log_probabilities_are_the_models_own_in_both_forms(client: openai.OpenAI, model: swiftopt.Model) -> None:
