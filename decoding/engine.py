@@ -81,22 +81,24 @@ def alone(work: Work[T]) -> T:
 def side_by_side(
     works: Iterable[Work[Any]], at_once: int = 1, memory: int | None = None
 ) -> Generator[Event, None, None]:
-    """Run generators in an engine; yield their events as they come.
+    """Run generators in an engine, each taken in when there is a place for it; yield their events as they come.
 
     When one fails no other is begun, those in flight go on to their ends, and its error is raised.
 
     Args: at_once, memory: see `Engine`.
     """
+    waiting, errors = iter(works), list[Exception]()
     with closing(Engine(memory, at_once)) as engine:
-        requests = [engine.add(work) for work in works]
-        while engine.requests:
+        while True:
+            while not errors and engine.has_place and (work := next(waiting, None)) is not None:
+                engine.add(work)
+            if not engine.requests:
+                break
+            running = list(engine.requests)
             yield from engine.step()
-            if any(request.error for request in requests):
-                for request in [each for each in engine.requests if each.is_new]:
-                    engine.cancel(request)
-    for request in requests:
-        if request.error is not None:
-            raise request.error
+            errors += (request.error for request in running if request.error is not None)
+    if errors:
+        raise errors[0]
 
 
 def exhaust(events: Generator[E, None, T], on_event: Callable[[E], None] = lambda event: None) -> T:
@@ -225,6 +227,11 @@ class Engine:
     def kept_bytes(self) -> int:
         """Memory of what is kept of finished requests."""
         return sum(kept.slots.buffer_bytes for kept in self._kept)
+
+    @property
+    def has_place(self) -> bool:
+        """Whether one more would begin with the next step."""
+        return self.at_once is None or len(self.requests) < self.at_once
 
     def add(self, work: Work[T]) -> Request[T]:
         """Take a generator in; it begins with the next step that has a place for it."""

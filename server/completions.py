@@ -225,7 +225,7 @@ class NamedTool(BaseModel):
 class AskedChat(Asked):
     """A chat."""
 
-    UNSUPPORTED = (*Asked.UNSUPPORTED, "functions", "function_call", "audio")
+    UNSUPPORTED = (*Asked.UNSUPPORTED, "functions", "function_call")
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -421,21 +421,16 @@ class Exchange:
     until: float  # on the monotonic clock, when it is given up
     created: int = field(default_factory=lambda: int(time.time()))
 
-    @property
-    def form(self) -> str:
-        """The name of its objects."""
-        return "chat.completion" if self.chat else "text_completion"
-
     def head(self, chunk: bool = False) -> dict[str, Any]:
         """What stands in each of its objects."""
-        form = self.form + (".chunk" if chunk and self.chat else "")
+        of_chat = "chat.completion.chunk" if chunk else "chat.completion"
+        form = of_chat if self.chat else "text_completion"
         return {"id": self.id, "object": form, "created": self.created, "model": self.asked.model}
 
     def usage(self) -> dict[str, Any]:
         """Tokens so far; a prompt of several choices counts once."""
         done = [choice.completion for choice in self.choices if choice.done is not None]
-        per_prompt = len(self.choices) // max(1, self.asked.n or 1)
-        n_prompt = sum(each.n_prompt_tokens for each in done[:: max(1, self.asked.n or 1)][:per_prompt])
+        n_prompt = sum(each.n_prompt_tokens for each in done[:: self.asked.n or 1])
         n_tokens = sum(choice.n_tokens for choice in self.choices)
         return {
             "prompt_tokens": n_prompt,
