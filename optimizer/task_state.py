@@ -1,21 +1,24 @@
-"""The state of a tuning run's tasks and of its prompts in flight: as JSON of a checkpoint, as progress, as a result."""
+"""A task that is tuned, in a stream or in served traffic, and the state of a run's tasks and prompts in flight."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from pydantic import TypeAdapter
 
 from ..core.costs import CostProfile
 from ..core.errors import LayerSetError, SettingsError
-from ..core.events import Progress, TaskFinished
-from ..core.types import Completion, LayerSetRecord, Prompt, Timings, Trial, Verdict
+from ..core.events import Progress, StreamShifted, TaskFinished
+from ..core.prompt_states import KnownSet
+from ..core.settings import SwiftSettings
+from ..core.types import Completion, LayerSet, LayerSetRecord, Prompt, Timings, Trial, Verdict
 from ..decoding.context import Begun, Context
-from ..decoding.loop import Round
+from ..decoding.loop import Began, Round
 from ..decoding.session import n_turns
+from ..models.costs import machine_name
 from ..models.runtime import Runtime
 from .search import Search
 from .shift import ShiftWatch
@@ -28,17 +31,72 @@ _BEGUN: TypeAdapter[Begun | None] = TypeAdapter(Begun | None)
 
 
 @dataclass(slots=True)
-class TaskState:
-    """One task of the stream: its search, the sums over its completions, its phase, and its verdict's pairs so far.
-
-    `shift` watches whether its text becomes another kind; `learnt` is what the verdict's drafts had learnt with its
-    latest pair.
-    """
+class TunedTask:
+    """One task: its search, and the watch that tells when its text has become another kind."""
 
     name: str
     search: Search
-    held_out: list[tuple[int, Prompt]]  # with their places in the stream
     shift: ShiftWatch = field(default_factory=ShiftWatch)
+
+    @classmethod
+    def begin(
+        cls,
+        name: str,
+        runtime: Runtime,
+        settings: SwiftSettings,
+        costs: CostProfile,
+        known: Sequence[KnownSet],
+        start: LayerSet | None = None,
+        n_tokens: int | None = None,
+    ) -> Self:
+        """Begin to search; arguments as for `Search` and `ShiftWatch`."""
+        ratio = settings.start_skip_ratio(runtime.info.n_parameters)
+        search = Search(name, runtime.n_layers, settings, ratio, costs, start, n_tokens)
+        return cls(name, search, ShiftWatch(known))
+
+    def saw(self, began: Began, goes_on: bool = False) -> None:
+        """Take in where a prompt lies that was just read, if that is known; `goes_on` as for `ShiftWatch.saw`."""
+        if began.state is not None:
+            self.shift.saw(began.state.tolist(), settled=not self.search.optimising, goes_on=goes_on)
+
+    def shifted_by(self, completion: Completion) -> StreamShifted | None:
+        """Take in a completion; where its text has become another kind, search anew and say so."""
+        reason = self.shift.add(completion)
+        if not reason:
+            return None
+        first = self.shift.moved(self.search.layer_set)
+        return StreamShifted(self.name, reason, len(first)) if self.search.reopen(first) else None
+
+    def record(self, model: str, runtime: Runtime, verdict: Verdict, **figures: float | None) -> LayerSetRecord:
+        """Describe the set in use, with the verdict on it and more figures; `model` is the name the caller used."""
+        interval = verdict.interval
+        return LayerSetRecord(
+            model=model,
+            task=self.name,
+            layer_set=self.search.layer_set,
+            fingerprint=runtime.info.fingerprint,
+            matchness=_rounded(self.search.matchness),
+            expected_speedup=_rounded(verdict.expected),
+            measured_speedup=_rounded(verdict.ratio),
+            measured_interval=None if interval is None else (round(interval[0], 4), round(interval[1], 4)),
+            verdict=verdict.word,
+            device=machine_name(runtime),
+            dtype=runtime.dtype_name,
+            settings=self.search.settings.to_json(),
+            prompt_state=self.shift.state,
+            **{name: _rounded(value) for name, value in figures.items()},
+        )
+
+
+@dataclass(slots=True)
+class TaskState(TunedTask):
+    """One task of a run: the sums over its completions, its phase, and its verdict's pairs so far.
+
+    `held_out` are prompts with their places in the stream; `learnt` is what the verdict's drafts had learnt with its
+    latest pair.
+    """
+
+    held_out: list[tuple[int, Prompt]] = field(default_factory=list)
     phase: Any = ""
     tokens: int = 0
     seconds: float = 0.0
@@ -64,6 +122,62 @@ class TaskState:
         self.timings += completion.timings
         self.n_prompts += 1
         self.n_tokens += completion.n_tokens
+
+    def progress(self) -> Progress:
+        """Return where the task stands after a round."""
+        trials = self.search.trials
+        return Progress(
+            task=self.name,
+            phase=self.phase,
+            tokens=self.tokens,
+            tok_s=self.tokens / max(1e-9, self.seconds),
+            matchness=trials[-1].matchness if trials else None,
+            best_matchness=self.search.matchness,
+            n_trials=len(trials),
+            acceptance_rate=self.accepted / self.drafted if self.drafted else None,
+            mean_generated_length=self.tokens / self.rounds if self.rounds else None,
+            skip_ratio=self.search.skip_ratio,
+        )
+
+    def result(
+        self,
+        model: str,
+        runtime: Runtime,
+        costs: CostProfile,
+        verdict: Verdict,
+        tuned: Sequence[Completion] = (),
+        plain_runs: Sequence[Timed] = (),
+        tuned_runs: Sequence[Timed] = (),
+    ) -> TaskFinished:
+        """Return the task's result: figures of the `tuned` completions, else of the prompts served so far.
+
+        Args: plain_runs, tuned_runs: what the verdict was made of.
+        """
+        drafted, accepted, passes, tokens = self.drafted, self.accepted, self.rounds, self.tokens
+        if tuned:
+            drafted, accepted = sum(done.drafted for done in tuned), sum(done.accepted for done in tuned)
+            passes = sum(done.target_passes for done in tuned)
+            tokens = sum(done.n_tokens - done.first_tokens for done in tuned)
+        record = self.record(
+            model,
+            runtime,
+            verdict,
+            acceptance_rate=accepted / drafted if drafted else None,
+            mean_generated_length=tokens / passes if passes else None,
+        )
+        return TaskFinished(
+            task=self.name,
+            record=record,
+            verdict=verdict,
+            stopped_because=self.search.stopped_because or verdict.reason,
+            trials=tuple(self.search.trials),
+            timings=self.timings,
+            n_prompts=self.n_prompts,
+            n_tokens=self.n_tokens,
+            draft_cost=costs.draft_cost(self.search.layer_set),
+            plain_tok_s=speed(plain_runs) if plain_runs else None,
+            tuned_tok_s=speed(tuned_runs) if tuned_runs else None,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for `restore`; texts only of turns that a later turn of their prompt will see."""
@@ -156,77 +270,6 @@ def check(start: Mapping[str, Any], n_layers: int, n_prompts: int, tasks: Collec
             f"the checkpoint of this run is of a stream of {start['n_prompts']} prompts in the tasks {sorted(names)},"
             f" but this one has {n_prompts} in {sorted(tasks)}: go on with the stream that the run began with"
         )
-
-
-def progress_of(task: TaskState) -> Progress:
-    """Return the state of a task after a round."""
-    trials = task.search.trials
-    return Progress(
-        task=task.name,
-        phase=task.phase,
-        tokens=task.tokens,
-        tok_s=task.tokens / max(1e-9, task.seconds),
-        matchness=trials[-1].matchness if trials else None,
-        best_matchness=task.search.matchness,
-        n_trials=len(trials),
-        acceptance_rate=task.accepted / task.drafted if task.drafted else None,
-        mean_generated_length=task.tokens / task.rounds if task.rounds else None,
-        skip_ratio=task.search.skip_ratio,
-    )
-
-
-def result_of(
-    task: TaskState,
-    record: LayerSetRecord,
-    verdict: Verdict,
-    costs: CostProfile,
-    plain: Sequence[Timed],
-    tuned: Sequence[Timed],
-) -> TaskFinished:
-    """Return the task's result, with the runs that its verdict was made of."""
-    return TaskFinished(
-        task=task.name,
-        record=record,
-        verdict=verdict,
-        stopped_because=task.search.stopped_because or verdict.reason,
-        trials=tuple(task.search.trials),
-        timings=task.timings,
-        n_prompts=task.n_prompts,
-        n_tokens=task.n_tokens,
-        draft_cost=costs.draft_cost(task.search.layer_set),
-        plain_tok_s=speed(plain) if plain else None,
-        tuned_tok_s=speed(tuned) if tuned else None,
-    )
-
-
-def record_of(
-    task: TaskState, tuned: Sequence[Completion], verdict: Verdict, model: str, runtime: Runtime, costs: CostProfile
-) -> LayerSetRecord:
-    """Return the set in use with the figures of the `tuned` runs, else of the prompts served so far."""
-    drafted, passes = sum(done.drafted for done in tuned), sum(done.target_passes for done in tuned)
-    if not tuned:
-        drafted, accepted, passes, tokens = task.drafted, task.accepted, task.rounds, task.tokens
-    else:
-        accepted = sum(done.accepted for done in tuned)
-        tokens = sum(done.n_tokens - done.first_tokens for done in tuned)
-    interval = verdict.interval
-    return LayerSetRecord(
-        model=model,
-        task=task.name,
-        layer_set=task.search.layer_set,
-        fingerprint=runtime.info.fingerprint,
-        matchness=_rounded(task.search.matchness),
-        acceptance_rate=_rounded(accepted / drafted if drafted else None),
-        mean_generated_length=_rounded(tokens / passes if passes else None),
-        expected_speedup=_rounded(verdict.expected),
-        measured_speedup=_rounded(verdict.ratio),
-        measured_interval=None if interval is None else (round(interval[0], 4), round(interval[1], 4)),
-        verdict=verdict.word,
-        device=costs.device,
-        dtype=costs.dtype,
-        settings=task.search.settings.to_json(),
-        prompt_state=task.shift.state,
-    )
 
 
 def _rounded(value: float | None) -> float | None:

@@ -19,16 +19,14 @@ from ..core.events import (
 )
 from ..core.prompt_states import KnownSet
 from ..core.settings import SwiftSettings
-from ..core.types import LayerSet, LayerSetRecord, Prompt, Sampling, Trial, Verdict
+from ..core.types import LayerSet, Prompt, Sampling, Trial, Verdict
 from ..decoding.draft_models import SkippedTarget
 from ..decoding.engine import Work, intercept, side_by_side
 from ..decoding.loop import Began, Round
 from ..decoding.session import Session, Turn, n_turns
 from ..models.runtime import Runtime
 from .drafting import drafting_with, expected_of, learn_again, learnt_by
-from .search import Search
-from .shift import ShiftWatch
-from .task_state import VERSION, Flight, TaskState, check, progress_of, reading, record_of, result_of
+from .task_state import VERSION, Flight, TaskState, check, reading
 from .verdict import Pair, faster, hold_out, in_pairs, is_open, judge, timed_pairs, turns_done
 
 Place = tuple[int, Prompt]  # a prompt and where it is in the stream
@@ -144,7 +142,7 @@ class Tuner:
         """
         verdict = Verdict("unmeasured", reason=reason)
         for task in [task for task in self._running.values() if task.search.trials]:
-            result = result_of(task, self._record(task, [], verdict), verdict, self.costs, [], [])
+            result = task.result(self.model, self.runtime, self.costs, verdict)
             del self._running[task.name]
             self._concluded.append(task.name)
             yield result
@@ -165,13 +163,12 @@ class Tuner:
         for index, prompt in enumerate(prompts):
             by_task.setdefault(prompt.task, []).append((index, prompt))
         tasks: dict[str, TaskState] = {}
-        ratio = self.settings.start_skip_ratio(self.runtime.info.n_parameters)
         for name, own in by_task.items():
             tuned_on, held_out = divide(own)
-            n_tokens = sum(n_turns(each) * self.session.room(each) for _, each in tuned_on)
-            n_layers, budget = self.runtime.n_layers, n_tokens if sparing else None
-            search = Search(name, n_layers, self.settings, ratio, self.costs, n_tokens=budget)
-            tasks[name] = TaskState(name, search, held_out, ShiftWatch(self.known))
+            n_tokens = sum(n_turns(each) * self.session.room(each) for _, each in tuned_on) if sparing else None
+            task = TaskState.begin(name, self.runtime, self.settings, self.costs, self.known, n_tokens=n_tokens)
+            task.held_out = held_out
+            tasks[name] = task
         return tasks
 
     def _serve_all(self, held: Collection[int] = ()) -> Iterator[Event]:
@@ -198,9 +195,7 @@ class Tuner:
         def handle(event: Any) -> Iterator[Event]:
             if isinstance(event, Began):
                 flight.context = event.context
-                if event.state is not None:
-                    settled = not search.optimising
-                    task.shift.saw(event.state.tolist(), settled=settled, goes_on=bool(flight.answers))
+                task.saw(event, goes_on=bool(flight.answers))
             elif isinstance(event, Round):
                 yield from self._after_round(task, event)
             elif isinstance(event, Turn):
@@ -215,11 +210,7 @@ class Tuner:
     def _after_turn(self, task: TaskState, index: int, flight: Flight, turn: Turn) -> Iterator[Event]:
         """Count a completion, and search anew where the text has become another kind."""
         task.count_completion(turn.completion)
-        shifted = None
-        if reason := task.shift.add(turn.completion):
-            first = task.shift.moved(task.search.layer_set)
-            if task.search.reopen(first):
-                shifted = StreamShifted(task.name, reason, len(first))
+        shifted = task.shifted_by(turn.completion)
         flight.answered(turn.completion.text)
         if len(flight.answers) == n_turns(self._prompts[index]):
             del self._flights[index]
@@ -235,7 +226,7 @@ class Tuner:
         if phase != task.phase:
             task.phase = phase
             yield PhaseChanged(task.name, phase, search.stopped_because)  # type: ignore[arg-type]
-        yield progress_of(task)
+        yield task.progress()
 
     def _conclude(self, task: TaskState) -> Generator[Event, None, TaskFinished]:
         """Run the held-out prompts plain and tuned, interleaved, and put the task's result together."""
@@ -246,7 +237,8 @@ class Tuner:
         yield from self._look(task, 0)
         first = task.pairs[:n_turns_held]
         slow, fast = timed_pairs(first)
-        expected = expected_of(self.costs, [pair.tuned for pair in first])
+        tuned = [pair.tuned for pair in first]
+        expected = expected_of(self.costs, tuned)
         verdict = judge(fast, slow, expected)
         if is_open(verdict):
             # One slow moment of the machine in four prompts is enough to hide a gain: look again, keep the faster runs.
@@ -255,7 +247,7 @@ class Tuner:
             slow, fast = (faster(runs, more) for runs, more in zip((slow, fast), again, strict=True))
             verdict = judge(fast, slow, expected)
         self._pairs += task.pairs
-        return result_of(task, self._record(task, first, verdict), verdict, self.costs, slow, fast)
+        return task.result(self.model, self.runtime, self.costs, verdict, tuned, slow, fast)
 
     def _look(self, task: TaskState, n_before: int) -> Iterator[Event]:
         """Make the pairs behind the first `n_before`: all held-out prompts, the order of plain and tuned changing.
@@ -280,14 +272,11 @@ class Tuner:
                 task.pairs.append(pair)
                 task.learnt = learnt_by(method)
                 # A second look's progress lets what was timed be kept.
-                yield PromptFinished(turn, index, pair.plain, held_out=True) if is_first else progress_of(task)
+                yield PromptFinished(turn, index, pair.plain, held_out=True) if is_first else task.progress()
 
     def _beat(self, task: TaskState) -> Iterator[Event]:
         """Progress now and then, at which the run can be stopped; seldom, for these rounds are timed."""
         now = perf_counter()
         if now >= self._next_beat:
             self._next_beat = now + BEAT_S
-            yield progress_of(task)
-
-    def _record(self, task: TaskState, pairs: Sequence[Pair], verdict: Verdict) -> LayerSetRecord:
-        return record_of(task, [pair.tuned for pair in pairs], verdict, self.model, self.runtime, self.costs)
+            yield task.progress()

@@ -13,11 +13,10 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from .. import __version__
 from ..core.errors import LayerSetNotFound, LearnedNotFound
 from ..core.requests import GenerateRequest
 from ..core.settings import SwiftSettings
-from ..core.types import LayerSet, LayerSetRecord, LearnedKind, LearnedRecord, Prompt, now
+from ..core.types import LayerSet, LayerSetRecord, LearnedKind, LearnedRecord, Prompt
 from ..decoding.engine import side_by_side
 from ..decoding.loop import Round
 from ..decoding.session import Session
@@ -32,7 +31,7 @@ from ..store import Store
 from ..training.heads import train_heads
 from ..training.probe import train_probe
 from ..training.settings import HeadSettings, ProbeSettings
-from .recipes import Recipes, searched_by, weights_key
+from .recipes import Recipes, searched_by, stamped, weights_key
 from .train import record_of, store_trained
 
 SWIFT_S, SELF_SD_S, HEADS_S, PROBE_S = 10.0, 15.0, 22.0, 8.0
@@ -176,17 +175,8 @@ def typical_ratio(found: SelfSdSearch) -> float:
 
 def set_record(runtime: Runtime, model: str, task: str, layer_set: LayerSet, **known: Any) -> LayerSetRecord:
     """Describe a layer set that was found on this machine; `known` are further fields."""
-    return LayerSetRecord(
-        model=model,
-        task=task,
-        layer_set=layer_set,
-        fingerprint=runtime.info.fingerprint,
-        device=machine_name(runtime),
-        dtype=runtime.dtype_name,
-        swiftopt_version=__version__,
-        created_at=now(),
-        **known,
-    )
+    where = {"device": machine_name(runtime), "dtype": runtime.dtype_name}
+    return stamped(LayerSetRecord(model, task, layer_set, runtime.info.fingerprint, **where), **known)
 
 
 def searched(session: Session, prompts: Sequence[Prompt], settings: SwiftSettings, budget_s: float) -> Search:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .. import __version__
 from ..core.costs import CostProfile
 from ..core.errors import LayerSetError, LayerSetNotFound, LearnedNotFound
-from ..core.types import AS_FOUND, LayerSet, LayerSetRecord, LearnedKind, LearnedRecord
+from ..core.types import AS_FOUND, LayerSet, LayerSetRecord, LearnedKind, LearnedRecord, now
 from ..decoding.methods import Resources, method_info
 from ..decoding.methods.adaptive import AdaptiveSettings
 from ..models.costs import context_bucket, machine_name, measure_costs, with_formats
@@ -157,6 +158,11 @@ def weights_key(record: LearnedRecord) -> tuple[str, str, int | None]:
 def searched_by(method: str) -> str:
     """Return the method whose search finds layer sets for `method`: Self-SD has its own, all others take SWIFT's."""
     return "self-sd" if method == "self-sd" else "swift"
+
+
+def stamped(record: LayerSetRecord, **known: Any) -> LayerSetRecord:
+    """Return the record with this version of swiftopt and the time; `known` are further fields."""
+    return replace(record, swiftopt_version=__version__, created_at=now(), **known)
 
 
 def stored_costs(

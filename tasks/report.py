@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from ..core.errors import LayerSetNotFound
 from ..core.types import Completion, FoundPlan, Plan
 from ..decoding.methods import METHODS
-from ..optimizer.verdict import bootstrap_interval, resampled, speed, speed_ratio
+from ..optimizer.verdict import Array, bootstrap_interval, resampled, speed, speed_ratio
 from ..store import Store
 from .recipes import Recipe
 from .requests import BASE
@@ -109,22 +111,29 @@ def figures(
 
 def _perplexities(shared: Sequence[int], own: Runs, base: Runs, nll: Callable[[int, Run], float]) -> dict[str, Any]:
     """Return the perplexity of the output and its ratio to plain decoding's, with an interval over prompts."""
-    pairs = [[(nll(i, run), run.timed.tokens) for run in (own.by_prompt[i], base.by_prompt[i])] for i in shared]
+    rows = np.array(
+        [
+            [value for run in (own.by_prompt[i], base.by_prompt[i]) for value in (nll(i, run), run.timed.tokens)]
+            for i in shared
+        ]
+    )
 
-    def perplexity(picks: Sequence[int], side: int) -> float:
-        nats, tokens = (sum(pairs[i][side][part] for i in picks) for part in (0, 1))
-        return math.exp(nats / tokens) if tokens else math.nan
+    def perplexities(sums: Array) -> Array:
+        """Return those of the method and of plain decoding, (..., 2), for sums of nats and tokens of each, (..., 4)."""
+        with np.errstate(invalid="ignore"):  # a resample without a token
+            return np.asarray(np.exp(sums[..., ::2] / sums[..., 1::2]))
 
-    def ratio(picks: Sequence[int]) -> float:
-        return perplexity(picks, 0) / perplexity(picks, 1)
+    def ratio(sums: Array) -> Array:
+        found = perplexities(sums)
+        return np.asarray(found[..., 0] / found[..., 1])
 
-    everyone = range(len(pairs))
-    if not all(sum(pairs[i][side][1] for i in everyone) for side in (0, 1)):
+    whole = rows.sum(axis=0)
+    if not whole[1::2].all():
         return {}
     return {
-        "perplexity": perplexity(everyone, 0),
-        "perplexity_ratio": ratio(everyone),
-        "perplexity_interval": resampled(len(pairs), ratio) if len(pairs) > 1 else None,
+        "perplexity": float(perplexities(whole)[0]),
+        "perplexity_ratio": float(ratio(whole)),
+        "perplexity_interval": resampled(rows, ratio) if len(rows) > 1 else None,
     }
 
 

@@ -11,18 +11,17 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import mul
 from typing import Any, Literal
 
-from .. import __version__
 from ..core.costs import CostProfile
 from ..core.errors import LayerSetNotFound, StoreError
 from ..core.events import TrialsDone
 from ..core.prompt_states import KnownSet, single, unit
 from ..core.settings import SwiftSettings, TuningSettings
-from ..core.types import FoundPlan, LayerSet, LayerSetRecord, Prompt, Verdict, now
+from ..core.types import Completion, FoundPlan, LayerSet, Prompt, Verdict, VerdictWord
 from ..decoding.context import Context
 from ..decoding.draft import Draft, Drafter, Outcome
 from ..decoding.engine import PassGenerator, Work, intercept
@@ -32,19 +31,22 @@ from ..decoding.session import Session, Turn
 from ..models.costs import machine_name
 from ..models.runtime import Runtime
 from ..models.saved import OnStep, no_step
-from ..optimizer.search import Search
-from ..optimizer.shift import ShiftWatch
+from ..optimizer.task_state import TunedTask
 from ..optimizer.verdict import Timed, judge
 from ..store import Store
 from .generate import DEFAULT_TASK, Generated, GenerateInfo, GrowingText
-from .recipes import TYPICAL_POSITIONS, stored_costs
+from .recipes import TYPICAL_POSITIONS, stamped, stored_costs
 
 DRAFT_FORMAT = "int4"
 SEARCH_SHARE = 0.03  # of the time spent decoding, that searches may take
 LATEST = 20  # pairs that a verdict is made of
 FEWEST = 6  # below, there is none
 JUDGED_EVERY = 2  # requests from one verdict to the next
-OTHER_ROUNDS = {"unmeasured": 8, "use": 2, "plain": 4}  # that a request begins with, of the way that is not in use
+OTHER_ROUNDS: Mapping[VerdictWord, int] = {
+    "unmeasured": 8,
+    "use": 2,
+    "plain": 4,
+}  # that a request begins with, of the way that is not in use
 REFRESH_S = 5.0  # between two looks for what other replicas stored
 MOST_TASKS = 64  # of one model; requests of further names count as the default's
 NEAREST = 0.8  # least cosine of a text's state and a task's, to be taken for that task
@@ -92,9 +94,10 @@ class Alternating(Drafter):
 
 @dataclass(slots=True)
 class Rounds:
-    """Tokens and seconds of one request's rounds: its first ones, and the others."""
+    """Tokens and seconds of one request's rounds: its first ones, and the others; `layer_set` is of their drafts."""
 
     n_first: int
+    layer_set: LayerSet
     rounds: int = 0
     spent: list[list[float]] = field(default_factory=lambda: [[0, 0.0], [0, 0.0]])
 
@@ -113,27 +116,23 @@ class Rounds:
 
 
 @dataclass(slots=True)
-class _Request:
-    """A request in flight: its task, whether drafts are in use for it, and its rounds; set when its prompt was read."""
+class TaskTraffic(TunedTask):
+    """One task of a served model: what is known of its drafts, and which way is in use.
 
-    task: Any = None
-    drafts: bool = False
-    rounds: Rounds = field(default_factory=lambda: Rounds(0))
+    `word` is the verdict on the drafts in use, `pairs` what it is made of: plain and drafted rounds of one request.
+    """
 
-
-class TaskTraffic:
-    """One task: its search, what is known of its drafts, and which way is in use."""
-
-    def __init__(self, name: str, search: Search, shift: ShiftWatch, stored: FoundPlan | None) -> None:
-        self.name, self.search, self.shift = name, search, shift
-        self.version = None if stored is None else stored.version
-        self.word = "unmeasured" if stored is None else stored.plan.verdict  # of the drafts that are in use
-        self.verdict: Verdict | None = None
-        self.pairs: deque[tuple[Timed, Timed]] = deque(maxlen=LATEST)  # plain, drafted
-        self.pinned: Way | None = None
-        self.n_requests = self.n_tokens = 0
-        self.seconds = self.search_s = 0.0
-        self.stored_for: LayerSet | None = None if stored is None else search.layer_set
+    version: int | None = None  # of the stored plan in use
+    word: VerdictWord = "unmeasured"
+    verdict: Verdict | None = None
+    pairs: deque[tuple[Timed, Timed]] = field(default_factory=lambda: deque(maxlen=LATEST))
+    paired: LayerSet | None = None  # whose drafts the pairs are of
+    pinned: Way | None = None
+    n_requests: int = 0
+    n_tokens: int = 0
+    seconds: float = 0.0
+    search_s: float = 0.0
+    stored_for: LayerSet | None = None
 
     @property
     def drafts(self) -> bool:
@@ -151,20 +150,23 @@ class TaskTraffic:
 
     def add(self, rounds: Rounds, drafts: bool) -> bool:
         """Count a request's rounds, `drafts` being in use for it or not; returns whether that is news to be stored."""
-        pair = rounds.pair
+        layer_set, pair = self.search.layer_set, rounds.pair
         self.n_requests += 1
         self.n_tokens += sum(int(tokens) for tokens, _ in rounds.spent)
         self.seconds += sum(seconds for _, seconds in rounds.spent)
-        if pair is None or not rounds.n_first:
+        if self.paired != layer_set:
+            self.forget()
+            self.paired = layer_set
+        if pair is None or not rounds.n_first or rounds.layer_set != layer_set:
             return False
         self.pairs.append(pair if drafts else (pair[1], pair[0]))
         if len(self.pairs) < FEWEST or self.n_requests % JUDGED_EVERY:
             return False
         self.verdict = judge([drafted for _, drafted in self.pairs], [plain for plain, _ in self.pairs], None)
         assert self.verdict.interval is not None
-        low, high = self.verdict.interval
-        before, self.word = self.word, "use" if low > 1 else "plain" if high < 1 else self.word
-        return self.word != before or (self.word == "use" and self.stored_for != self.search.layer_set)
+        pays, before = self.verdict.word == "use", self.word
+        self.word = "use" if pays else "plain" if self.verdict.interval[1] < 1 else before
+        return pays and (before != "use" or self.stored_for != layer_set)
 
     def forget(self) -> None:
         """Judge anew: what drafts is another set, or the text another kind."""
@@ -227,24 +229,31 @@ class Traffic:
         """
         drafter = Alternating(self._task(task or DEFAULT_TASK).search.method)
         scratch = max(own.search.scratch_rows for own in self._tasks.values())
-        text, request = GrowingText(session, prompt), _Request()
+        text = GrowingText(session, prompt)
+        own: TaskTraffic  # and what follows is known once the prompt was read
+        drafts: bool
+        rounds: Rounds
 
         def handle(event: Any) -> Iterator[Any]:
+            nonlocal own, drafts, rounds
             if isinstance(event, Began):
-                self._begin(request, task, event, drafter)
+                own = self._task(task or self._nearest(event))
+                own.saw(event)
+                drafts, rounds = own.drafts, Rounds(0 if self.paused else own.n_other_rounds, own.search.layer_set)
+                drafter.choose(own.search.method, rounds.n_first, drafts_first=not drafts)
             elif isinstance(event, Round):
-                request.rounds.add(event)
+                rounds.add(event)
             elif isinstance(event, TrialsDone):
-                request.task.search_s += sum(trial.seconds for trial in event.trials)
+                own.search_s += sum(trial.seconds for trial in event.trials)
             elif isinstance(event, Turn):
                 yield from text.ended(event.completion)
-                self._end(request, event)
-                info = GenerateInfo("adaptive" if request.drafts else "plain", version=request.task.version)
+                self._learn(own, rounds, drafts, event.completion)
+                info = GenerateInfo("adaptive" if drafts else "plain", version=own.version)
                 yield Generated(event.prompt, event.completion, info)
             if isinstance(event, Began | Round):
                 yield from text.grown(event)
-                if self._may_search(request.task) and request.task.search.scratch_rows <= scratch:
-                    yield from intercept(_unless_done(request.task, event.context, prompt.id), handle)
+                if self._may_search(own) and own.search.scratch_rows <= scratch:
+                    yield from intercept(_unless_done(own, event.context, prompt.id), handle)
 
         method = Method("adaptive", drafter)
         yield from intercept(session.request(prompt, method, scratch_rows=scratch, with_state=True, **options), handle)
@@ -253,55 +262,28 @@ class Traffic:
         rows = self.settings.context_window * (1 + task.search.batch)
         return not self.paused and not self._is_busy() and task.may_search(self.costs.target_pass_s(rows))
 
-    def _begin(self, request: _Request, name: str | None, event: Began, drafter: Alternating) -> None:
-        """Choose the way of a request whose prompt has been read."""
-        assert event.state is not None
-        state = event.state.tolist()
-        task = request.task = self._task(name or self._nearest(state))
-        task.shift.saw(state, settled=not task.search.optimising, goes_on=False)
-        request.drafts = task.drafts
-        request.rounds = Rounds(0 if self.paused else task.n_other_rounds)
-        drafter.choose(task.search.method, request.rounds.n_first, drafts_first=not task.drafts)
-
-    def _nearest(self, values: Sequence[float]) -> str:
-        """The task whose prompts lie nearest to a prompt of that state, if one is near."""
-        own = single(unit(values))
-        near = {task.name: sum(map(mul, own, task.shift.state)) for task in self._tasks.values() if task.shift.state}
+    def _nearest(self, began: Began) -> str:
+        """The task whose prompts lie nearest to a prompt that was just read, if one is near."""
+        assert began.state is not None
+        state = single(unit(began.state.tolist()))
+        near = {task.name: sum(map(mul, state, task.shift.state)) for task in self._tasks.values() if task.shift.state}
         best = max(near, key=lambda name: near[name], default=DEFAULT_TASK)
         return best if near.get(best, 0.0) >= NEAREST else DEFAULT_TASK
 
-    def _end(self, request: _Request, turn: Turn) -> None:
+    def _learn(self, task: TaskTraffic, rounds: Rounds, drafts: bool, completion: Completion) -> None:
         """Learn from a request that has ended."""
-        task, search = request.task, request.task.search
-        if task.shift.add(turn.completion) and search.reopen(task.shift.moved(search.layer_set)):
+        if task.shifted_by(completion) is not None:
             task.forget()
-        if task.add(request.rounds, request.drafts):
+        if task.add(rounds, drafts):
             self._keep(task)
 
     def _keep(self, task: TaskTraffic) -> None:
         """Store the drafts with their evidence as a new version; a database that is away costs nothing but that."""
-        found = task.verdict
-        if self.store is None or found is None or task.word != "use":
+        if self.store is None or task.verdict is None:
             return
-        record = LayerSetRecord(
-            self.model,
-            task.name,
-            task.search.layer_set,
-            self.runtime.info.fingerprint,
-            matchness=task.search.matchness,
-            measured_speedup=found.ratio,
-            measured_interval=found.interval,
-            verdict="use",
-            device=machine_name(self.runtime),
-            dtype=self.runtime.dtype_name,
-            settings=task.search.settings.to_json(),
-            prompt_state=task.shift.state or None,
-            swiftopt_version=__version__,
-            created_at=now(),
-        )
         try:
-            task.version = self.store.add_layer_set(record).version
-            task.stored_for = record.layer_set
+            record = self.store.add_layer_set(stamped(task.record(self.model, self.runtime, task.verdict)))
+            task.version, task.stored_for = record.version, record.layer_set
         except StoreError as error:
             logger.warning("tuning=unstored task=%s reason=%r", task.name, str(error))
 
@@ -331,18 +313,18 @@ class Traffic:
         except (LayerSetNotFound, StoreError):
             return None
         own = found.plan.layer_set
-        fits = own is not None and found.plan.method == "adaptive" and found.fallback is None
-        return found if fits and own is not None and not self.costs.missing(own.layer_set) else None
+        if own is None or found.plan.method != "adaptive" or found.fallback is not None:
+            return None
+        return None if self.costs.missing(own.layer_set) else found
 
     def _begun(self, name: str, stored: FoundPlan | None) -> TaskTraffic:
-        runtime, start = self.runtime, None
-        if stored is not None and stored.plan.layer_set is not None:
-            start = stored.plan.layer_set.layer_set
-        ratio = self.settings.start_skip_ratio(runtime.info.n_parameters)
-        search = Search(name, runtime.n_layers, self.settings, ratio, self.costs, start)
+        record = None if stored is None else stored.plan.layer_set
+        start = None if record is None else record.layer_set
+        task = TaskTraffic.begin(name, self.runtime, self.settings, self.costs, self._known, start)
         if stored is not None:
-            search.finish("a stored plan is in use")
-        return TaskTraffic(name, search, ShiftWatch(self._known), stored)
+            task.search.finish("a stored plan is in use")
+            task.version, task.word, task.stored_for = stored.version, stored.plan.verdict, start
+        return task
 
     def steer(self, verb: str, task: str | None = None, way: Way | None = None) -> None:
         """Pause or resume searches and comparisons, or pin a task to one way (None: let it be judged again)."""

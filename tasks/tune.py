@@ -12,7 +12,6 @@ from statistics import median
 from time import monotonic
 from typing import Any
 
-from .. import __version__
 from ..core.costs import CostProfile
 from ..core.errors import JobCancelled, JobFailed, LeaseLost, SettingsError, SwiftoptError
 from ..core.events import Event, PhaseChanged, Progress, PromptFinished, TaskFinished, TrialsDone
@@ -21,7 +20,7 @@ from ..core.jobs import Promotion, Wanted
 from ..core.requests import TuneRequest
 from ..core.settings import SwiftSettings
 from ..core.streams import read_stream
-from ..core.types import LayerSetRecord, Prompt, now
+from ..core.types import Prompt
 from ..decoding.engine import exhaust
 from ..decoding.session import Session
 from ..models.costs import machine_name
@@ -32,7 +31,7 @@ from ..optimizer.tuning import MID_STEP, Tuner
 from ..store import Claim, Store
 from .job import HandedBack, LeaseKeeper, Paused, patiently, tune_spec
 from .outputs import LineWriter, default_output
-from .recipes import stored_costs
+from .recipes import stamped, stored_costs
 
 SHOW_S = 1.0  # between two updates of the figures that others read
 CHECKPOINT_S = 5.0  # between two checkpoints while neither a pass of candidates nor a prompt ends
@@ -244,22 +243,13 @@ class TuningRun:
         """Store a task's layer set, the event, and the snapshot in which the task is finished."""
         assert self.tuner is not None
         self._note()
-        stamped = replace(task, record=self._stamped(task.record))
+        own = replace(task, record=stamped(task.record, stream_sha256=self.claim.job.stream, job=self._lease.job))
         method = self.request.settings.method if task.verdict.word == "use" else "plain"
         snapshot, number = self.tuner.snapshot(), self._n_checkpoints + 1
-        stored = patiently(lambda: self._jobs.finish_task(self._lease, number, stamped, method, promotion, snapshot))
+        stored = patiently(lambda: self._jobs.finish_task(self._lease, number, own, method, promotion, snapshot))
         self._n_checkpoints, self._snapshot = number, snapshot
         self._on_event(stored)
         return stored
-
-    def _stamped(self, record: LayerSetRecord) -> LayerSetRecord:
-        return replace(
-            record,
-            stream_sha256=self.claim.job.stream,
-            swiftopt_version=__version__,
-            created_at=now(),
-            job=self._lease.job,
-        )
 
 
 def _figures(progress: Progress) -> Mapping[str, Any]:

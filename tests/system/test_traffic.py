@@ -14,8 +14,8 @@ from swiftopt.core.types import LayerSet, Prompt, Sampling
 from swiftopt.decoding.engine import side_by_side
 from swiftopt.decoding.session import Session
 from swiftopt.models.runtime import Runtime
+from swiftopt.optimizer.challengers import Incumbent
 from swiftopt.optimizer.search import Search
-from swiftopt.optimizer.shift import ShiftWatch
 from swiftopt.store import Store
 from swiftopt.tasks.generate import Generated
 from swiftopt.tasks.traffic import FEWEST, LATEST, OTHER_ROUNDS, Rounds, TaskTraffic, Traffic
@@ -43,16 +43,17 @@ def answers(traffic: Traffic, runtime: Runtime, task: str | None, at_once: int =
     return [event for event in side_by_side(works, at_once) if isinstance(event, Generated)]
 
 
-def rounds(n_first: int, first_s: float, rest_s: float) -> Rounds:
-    """As many first rounds, and ten others; a token and so many seconds each."""
-    found = Rounds(n_first)
+def rounds(task: TaskTraffic, first_s: float, rest_s: float) -> Rounds:
+    """As many first rounds as the task wants, and ten others; a token and so many seconds each."""
+    n_first = task.n_other_rounds
+    found = Rounds(n_first, task.search.layer_set)
     found.spent = [[n_first, n_first * first_s], [10, 10 * rest_s]]
     return found
 
 
 def task_of(model: swiftopt.Model) -> TaskTraffic:
     n_layers = model.runtime.n_layers
-    return TaskTraffic("code", Search("code", n_layers, SETTINGS, 0.4, None), ShiftWatch(), None)
+    return TaskTraffic("code", Search("code", n_layers, SETTINGS, 0.4, None))
 
 
 @pytest.mark.parametrize("at_once", [1, 3])
@@ -76,33 +77,54 @@ def test_drafts_are_in_use_until_they_are_known_not_to_pay_and_again_when_they_d
     task = task_of(model)
     assert task.drafts and task.n_other_rounds == OTHER_ROUNDS["unmeasured"]
     while task.word == "unmeasured":
-        task.add(rounds(task.n_other_rounds, 1.0, 0.4), task.drafts)  # plain first: a second per token
+        task.add(rounds(task, 1.0, 0.4), task.drafts)  # plain first: a second per token
         assert task.n_requests <= FEWEST + 1
     assert task.word == "use" and task.n_other_rounds == OTHER_ROUNDS["use"]
     n_before = task.n_requests
     while task.word == "use":
-        task.add(rounds(task.n_other_rounds, 1.0, 1.6), task.drafts)
+        task.add(rounds(task, 1.0, 1.6), task.drafts)
         assert task.n_requests - n_before <= LATEST
     assert task.word == "plain" and not task.drafts
     n_before = task.n_requests
     while task.word == "plain":
-        task.add(rounds(task.n_other_rounds, 0.4, 1.0), task.drafts)  # drafts first
+        task.add(rounds(task, 0.4, 1.0), task.drafts)  # drafts first
         assert task.n_requests - n_before <= LATEST
     assert task.drafts
+
+
+def test_a_verdict_is_made_of_the_drafts_in_use_alone(model: swiftopt.Model) -> None:
+    """Pairs that were timed with an earlier set say nothing of the one adopted, nor does a request that saw both."""
+    task = task_of(model)
+    for _ in range(FEWEST + 2):
+        task.add(rounds(task, 1.0, 0.4), task.drafts)
+    first, mixed = task.search.layer_set, rounds(task, 1.0, 0.4)
+    task.search._standing.incumbent = Incumbent(LayerSet(first.n_layers, frozenset({1}), formats=first.formats))
+    assert task.search.layer_set != first and len(task.pairs) == FEWEST + 2
+    assert not task.add(mixed, task.drafts)
+    assert not task.pairs and task.verdict is None and task.word == "use"
+    news = [task.add(rounds(task, 1.0, 0.4), task.drafts) for _ in range(FEWEST + 2)]
+    assert news.index(True) + 1 >= FEWEST and len(task.pairs) == FEWEST + 2
+
+
+def test_a_set_whose_gain_is_not_sure_is_not_stored(model: swiftopt.Model) -> None:
+    task = task_of(model)
+    task.word = "use"  # of an earlier set
+    assert not any(task.add(rounds(task, 1.0, 0.4 if i % 2 else 2.0), task.drafts) for i in range(LATEST))
+    assert task.word == "use" and task.verdict is not None and task.verdict.word == "plain"
 
 
 def test_pinned_task_has_no_other_rounds(model: swiftopt.Model) -> None:
     task = task_of(model)
     task.pinned = "plain"
     assert not task.drafts and task.n_other_rounds == 0 and not task.may_search(0.0)
-    assert not task.add(rounds(0, 1.0, 1.0), task.drafts) and not task.pairs
+    assert not task.add(rounds(task, 1.0, 1.0), task.drafts) and not task.pairs
 
 
 def test_what_pays_is_stored_with_its_evidence_and_others_begin_with_it(model: swiftopt.Model, store: Store) -> None:
     traffic = Traffic("tiny", model.runtime, store, SETTINGS)
     task = traffic._task("code")
     for _ in range(FEWEST + 2):
-        if task.add(rounds(8, 1.0, 0.4), task.drafts):
+        if task.add(rounds(task, 1.0, 0.4), task.drafts):
             traffic._keep(task)
     [record] = store.layer_sets("tiny", "code")
     assert record.verdict == "use" and record.measured_speedup == pytest.approx(2.5) and task.version == record.version
@@ -125,7 +147,7 @@ def _fields(record: swiftopt.LayerSetRecord) -> dict[str, object]:
 def test_search_keeps_to_its_share_of_the_time(model: swiftopt.Model) -> None:
     task = task_of(model)
     assert not task.may_search(0.1)  # nothing was decoded yet
-    task.add(rounds(8, 1.0, 0.4), task.drafts)  # 12 seconds
+    task.add(rounds(task, 1.0, 0.4), task.drafts)  # 12 seconds
     assert task.may_search(0.3) and not task.may_search(0.4)
     task.search_s = 0.3
     assert not task.may_search(0.1)
