@@ -6,14 +6,15 @@ After a shift, known sets of similar text are tried first.
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import sqrt
 from operator import mul
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 from ..core.prompt_states import KnownSet, State, nearest, packed, single, unit, unpacked
-from ..core.types import Completion, LayerSet
+from ..core.serialization import Form, Record
+from ..core.types import NOT_WRITTEN, Completion, LayerSet
 
 N_LEARN = 3  # completions that say what acceptance is usual
 ALARM = 4.0  # height of a sum, in standard deviations, that means a shift
@@ -25,7 +26,26 @@ SLACK = 0.5  # deviations per completion that are no news
 LARGEST = 4.0  # deviations that one completion counts at most: one odd text is no shift
 USUAL_SPREAD, USUAL_WEIGHT = 0.1, 4  # how much acceptance varies from text to text, before the texts have said so
 N_STORED = 3  # known sets that are tried after a shift
-STATES = ("latest", "elsewhere", "total")  # of a watch
+
+
+def _text(state: State) -> str:
+    return b64encode(packed(state)).decode()
+
+
+def _state(text: str) -> State:
+    return unpacked(b64decode(text))
+
+
+def _as_pairs(known: Sequence[KnownSet]) -> list[list[Any]]:
+    return [[own.layer_set.to_json(), _text(own.state)] for own in known]
+
+
+def _known(pairs: Sequence[tuple[Any, str]]) -> list[KnownSet]:
+    return [KnownSet(LayerSet.from_json(own), _state(state)) for own, state in pairs]
+
+
+PackedState = Annotated[State, Form(_text, str, _state)]  # in base64
+PackedSets = Annotated[list[KnownSet], Form(_as_pairs, list[Any], _known)]
 
 
 @dataclass(slots=True)
@@ -90,24 +110,27 @@ class Nearness(Usual):
 
 
 @dataclass(slots=True)
-class ShiftWatch:
+class ShiftWatch(Record):
     """One task's stream: the chart of its acceptance since the search ended, and the sets of its earlier kinds of text.
 
     A lasting change of acceptance is a shift; where prompts lie elsewhere among the hidden states than those before,
     less of a change will do, and several such prompts in a row are a shift by themselves: a search that is still going
     on would mix the kinds, and a set whose acceptance holds may yet not be the fastest for the new one.
-    `known` are sets from elsewhere, such as the store's. A set's state is the mean of its prompts' states.
+    `known` are sets from elsewhere, such as the store's, and no part of the JSON object. A set's state is the mean of
+    its prompts' states.
     """
 
-    known: Sequence[KnownSet] = ()
+    COMPLETE: ClassVar = True
+
+    known: Sequence[KnownSet] = field(default=(), metadata=NOT_WRITTEN)
     chart: AcceptanceChart = field(default_factory=AcceptanceChart)
-    left: list[KnownSet] = field(default_factory=list)  # of this stream, before the latest shift
-    latest: State = ()  # of the prompt that was read last
+    left: PackedSets = field(default_factory=list)  # of this stream, before the latest shift
+    latest: PackedState = ()  # of the prompt that was read last
     settled: bool = False  # whether the search had ended by then
     nearness: Nearness = field(default_factory=Nearness)
     n_far: int = 0  # prompts up to that one that lie elsewhere, one after the other
-    elsewhere: State = ()  # of those prompts, summed
-    total: State = ()  # of the others since the latest shift, summed
+    elsewhere: PackedState = ()  # of those prompts, summed
+    total: PackedState = ()  # of the others since the latest shift, summed
 
     @property
     def state(self) -> State | None:
@@ -154,36 +177,6 @@ class ShiftWatch:
         self.total, self.elsewhere, self.n_far, self.settled = come, (), 0, False
         return found
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values, for a snapshot; `known` is not among them."""
-        left = [[own.layer_set.to_json(), _text(own.state)] for own in self.left]
-        states = {name: _text(getattr(self, name)) for name in STATES}
-        return {
-            "chart": asdict(self.chart),
-            "nearness": asdict(self.nearness),
-            "left": left,
-            "settled": self.settled,
-            "n_far": self.n_far,
-            **states,
-        }
-
-    def restore(self, values: Mapping[str, Any]) -> None:
-        """Go on from `to_json`."""
-        self.chart = AcceptanceChart(**values["chart"])
-        self.left = [KnownSet(LayerSet.from_json(own), _state(state)) for own, state in values["left"]]
-        self.nearness = Nearness(**values["nearness"])
-        self.settled, self.n_far = bool(values["settled"]), int(values["n_far"])
-        for name in STATES:
-            setattr(self, name, _state(values[name]))
-
 
 def _sum(total: State, state: State) -> State:
     return single([a + b for a, b in zip(total or (0.0,) * len(state), state, strict=True)])
-
-
-def _text(state: State) -> str:
-    return b64encode(packed(state)).decode()
-
-
-def _state(text: str) -> State:
-    return unpacked(b64decode(text))

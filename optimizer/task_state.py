@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from pydantic import TypeAdapter
@@ -204,7 +204,7 @@ class TaskState(TunedTask):
         self.pairs = [Pair(*map(Completion.from_json, pair)) for pair in values["pairs"]]
         self.learnt = values["learnt"]
         self.search.restore(values["search"], trials)
-        self.shift.restore(values["shift"])
+        self.shift = replace(ShiftWatch.from_json(values["shift"]), known=self.shift.known)
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -88,8 +89,7 @@ def test_watch_remembers_the_set_of_the_text_that_is_over() -> None:
     assert reason.startswith("acceptance fell from 0.90") and reason.endswith("to 0.40")
     assert watch.moved(prose) == [code]
     assert [own.layer_set for own in watch.left] == [prose]
-    again = ShiftWatch(watch.known)
-    again.restore(json.loads(json.dumps(watch.to_json())))
+    again = replace(ShiftWatch.from_json(json.loads(json.dumps(watch.to_json()))), known=watch.known)
     assert again == watch and again.state == pytest.approx((0.0, 1.0))
     watch.saw([4.0, 0.1], settled=True)
     assert watch.moved(code) == [prose, code]
