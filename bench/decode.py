@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..core.costs import CostProfile
+from ..core.costs import CostProfile, expected_of
 from ..core.errors import LayerSetNotFound, SettingsError
 from ..core.requests import GenerateRequest
 from ..core.settings import SwiftSettings
@@ -17,7 +17,6 @@ from ..decoding.methods import Method
 from ..decoding.session import Session
 from ..models.costs import machine_name
 from ..models.runtime import Runtime
-from ..optimizer.drafting import expected_of
 from ..optimizer.search import Search
 from ..store import Store
 from ..tasks.compare import first_turns, peer

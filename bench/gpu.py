@@ -20,7 +20,7 @@ from typing import Any, get_args
 
 import torch
 
-from ..core.costs import CostProfile
+from ..core.costs import CostProfile, expected_of
 from ..core.errors import SwiftoptError
 from ..core.requests import Speed
 from ..core.types import Completion, LayerSet, n_skipped_for
@@ -115,7 +115,7 @@ def measure(shape: ModelShape, device: str, wanted: float, speed: Speed, n_new: 
     plain_speed = median(map(speed_of, plain))
     limit = 1e9 * max(read.values()) / bytes_per_token(runtime)
     ratio = median(speed_of(fast) / speed_of(slow) for slow, fast in zip(plain, drafted, strict=True))
-    expected = profile.expected_of(drafted) or 0.0
+    expected = expected_of(profile, drafted) or 0.0
     return {
         "device": device_name(runtime.device),
         "dtype": runtime.dtype_name,

@@ -25,7 +25,7 @@ from ..decoding.methods import PLAIN
 from ..decoding.session import Session
 from ..models.costs import context_bucket, machine_name, measure_costs
 from ..models.runtime import Runtime
-from ..optimizer.evaluation import Replay, WindowScore, replay_all, score_window
+from ..optimizer.evaluation import Replay, WindowScore, replay, score_window
 from ..optimizer.search import Search
 
 SCHEMA = "swiftopt.bench-search/1"
@@ -158,7 +158,7 @@ class Bench:
     def _worth(self, layer_set: LayerSet, n: int) -> tuple[float, Replay]:
         """The objective over the first `n` windows, which the set was scored on."""
         if (layer_set, n) not in self._worths:
-            played = replay_all(self._seen[layer_set][:n], self.settings)
+            played = replay(self._seen[layer_set][:n], self.settings)
             value = self.costs.expected_speedup(layer_set, played.tokens, played.draft_steps, played.widths)
             self._worths[layer_set, n] = value, played
         return self._worths[layer_set, n]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..core.costs import CostProfile
+from ..core.costs import CostProfile, expected_of
 from ..core.errors import InvalidInput
 from ..core.events import PromptFinished, StreamShifted, TrialsDone
 from ..core.settings import SwiftSettings
@@ -16,7 +16,7 @@ from ..decoding.engine import exhaust
 from ..decoding.session import Session
 from ..models.costs import machine_name
 from ..models.runtime import Runtime
-from ..optimizer.drafting import drafting_with, expected_of
+from ..optimizer.drafting import drafting_with
 from ..optimizer.tuning import Tuner
 
 SCHEMA = "swiftopt.bench-stream-shift/1"

@@ -161,7 +161,7 @@ def stream_shift(stream: str, prompts: int, png: str | None, as_json: bool, **va
     from ..decoding.session import Session
     from ..models.costs import with_formats
     from ..models.loading import load
-    from ..optimizer.draft_format import prepared
+    from ..optimizer.drafting import prepared
     from ..tasks.recipes import stored_costs
     from .charts import draw_stream_shift
 

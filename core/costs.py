@@ -104,21 +104,7 @@ class CostProfile(Record):
         Source: SWIFT Eq. 6. DEVIATION: c is measured instead of 1 - r, and a verification costs what its rows cost
         instead of one plain pass.
         """
-        return tokens / self._spent(layer_set, draft_steps, widths)
-
-    def expected_of(self, completions: Iterable[Completion]) -> float | None:
-        """E(Spd.) of real runs, each with the set it ended with, from their own counts, without prefill.
-
-        None without a target pass, or where a run had no layer set.
-        """
-        tokens, spent = 0, 0.0
-        for done in completions:
-            if done.layer_set is None:
-                return None
-            if done.verified_widths:
-                tokens += done.n_tokens - done.first_tokens
-                spent += self._spent(done.layer_set, done.drafted, done.verified_widths)
-        return tokens / spent if spent else None
+        return tokens / self.passes_of(layer_set, draft_steps, widths)
 
     def refined(self, plain: Sequence[Completion], drafted: Sequence[Completion]) -> CostProfile:
         """Costs nearer to what decoding took, of the same prompts plainly and with drafts, interleaved, one at a time.
@@ -152,9 +138,28 @@ class CostProfile(Record):
         """Plain passes' times of target passes, so many per width."""
         return sum(count * self.verify_cost(n_rows) for n_rows, count in widths.items())
 
-    def _spent(self, layer_set: LayerSet, draft_steps: float, widths: Mapping[int, float]) -> float:
+    def passes_of(self, layer_set: LayerSet, draft_steps: float, widths: Mapping[int, float]) -> float:
         """Plain passes' times of that many draft steps and target passes per width."""
         return draft_steps * self.draft_cost(layer_set) + self._verified(widths)
+
+
+def expected_of(costs: CostProfile | None, completions: Iterable[Completion]) -> float | None:
+    """E(Spd.) of real runs without prefill: as their drafters estimated, else by Eq. 6 with the sets they ended with.
+
+    None without a target pass, or where neither is known of a run.
+    """
+    tokens, spent = 0, 0.0
+    for done in completions:
+        if not done.verified_widths:  # it ended with the token that the prefill gave
+            continue
+        cost = done.reckoned_cost
+        if cost is None and costs is not None and done.layer_set is not None:
+            cost = costs.passes_of(done.layer_set, done.drafted, done.verified_widths)
+        if cost is None:
+            return None
+        tokens += done.n_tokens - done.first_tokens
+        spent += cost
+    return tokens / spent if spent else None
 
 
 def _towards(ratio: float, n_passes: float) -> float:

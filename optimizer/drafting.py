@@ -1,20 +1,25 @@
-"""The method that a search finds layer sets for, and the search of when SWIFT's drafts end and how they branch."""
+"""How a task's drafts are made: their method, the format of their weights, when SWIFT's end and how they branch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..core.costs import CostProfile
-from ..core.formats import STORED
+from ..core.events import FormatTried
+from ..core.formats import AUTO, STORED
 from ..core.settings import Branching, SwiftSettings
-from ..core.types import Completion, LayerSet, n_skipped_for
+from ..core.types import LayerSet, Prompt, n_skipped_for
 from ..decoding.draft_models import SkippedTarget
+from ..decoding.engine import alone, side_by_side
+from ..decoding.loop import Began, Round
 from ..decoding.methods import Method, swift
 from ..decoding.methods.adaptive import AdaptiveDrafter, AdaptiveSettings, adaptive
-from .evaluation import WindowScore, replay_all
+from ..decoding.session import Session
+from .evaluation import WindowScore, adaptive_speedup, score_window, swift_speedup
 
 if TYPE_CHECKING:
     from optuna.trial import BaseTrial
@@ -27,6 +32,11 @@ FEWEST_WINDOWS = 2  # below it the settings stay as they are
 GAIN = 1.01  # by which other settings must be better than those in use
 MOST_WINDOWS = 12  # of the set in use, the latest, that are kept for it
 WIDTHS = (1, 2, 3, 5, 10)  # candidates that the least certain position offers
+
+CANDIDATES = ("int4", "int8")  # formats, the cheaper one first
+ENOUGH = 2.0  # what int8 can hardly come to, however well it agrees: it reads half of the weights
+WORTH_IT = 1.05  # below this expected speedup copies are not worth their memory
+N_PROMPTS, N_WINDOWS = 2, 2  # texts that are looked at, and windows of each
 
 
 def drafting_with(draft: SkippedTarget, settings: SwiftSettings, costs: CostProfile | None) -> Method:
@@ -57,27 +67,9 @@ def starting_set(n_layers: int, settings: SwiftSettings, skip_ratio: float, choo
     return LayerSet.uniform(n_layers, n_skipped_for(n_layers, skip_ratio)).filled(settings.draft_format)
 
 
-def expected_of(costs: CostProfile | None, completions: Sequence[Completion]) -> float | None:
-    """Return E(Spd.) of real runs by measured costs: as their drafter estimated, or by Eq. 6 with their last sets.
-
-    None where neither is known.
-    """
-    decoded = [done for done in completions if done.verified_widths]  # others ended with the token that prefill gave
-    estimated = [done.reckoned_cost for done in decoded if done.reckoned_cost is not None]
-    if estimated and len(estimated) == len(decoded):
-        return sum(done.n_tokens - done.first_tokens for done in decoded) / sum(estimated)
-    return None if costs is None else costs.expected_of(decoded)
-
-
 def branching_of(widest: int) -> Branching:
     """Return the candidates by confidence in the paper's proportions, `widest` at the least; the paper has 10."""
     return ((0.5, widest), (0.8, math.ceil(widest / 2)), (0.95, math.ceil(widest * 0.3)), (1.0, 1))
-
-
-def expected(scores: Sequence[WindowScore], layer_set: LayerSet, settings: SwiftSettings, costs: CostProfile) -> float:
-    """Return the expected speedup of rounds replayed over all the windows."""
-    played = replay_all(scores, settings)
-    return costs.expected_speedup(layer_set, played.tokens, played.draft_steps, played.widths)
 
 
 def search_drafting(
@@ -91,12 +83,12 @@ def search_drafting(
     """
     import optuna  # takes most of a second
 
-    held = expected(scores, layer_set, settings, costs)
+    held = swift_speedup(scores, layer_set, settings, costs)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=settings.seed))
 
     def told(trial: BaseTrial) -> float:
-        return expected(scores, layer_set, _settings_of(trial, settings, longest), costs)
+        return swift_speedup(scores, layer_set, _settings_of(trial, settings, longest), costs)
 
     study.optimize(told, n_trials=N_TRIALS)
     best = _settings_of(study.best_trial, settings, longest)
@@ -113,3 +105,90 @@ def _settings_of(trial: BaseTrial, settings: SwiftSettings, longest: int) -> Swi
         max_draft_length=trial.suggest_int("max_draft_length", 1, longest),
         branching=branching_of(int(trial.suggest_categorical("widest", WIDTHS) or 1)),
     )
+
+
+class MeasureFormats(Protocol):
+    """Gives the cost profile of the model here with what the named formats cost, whose copies are then made."""
+
+    def __call__(self, *formats: str) -> CostProfile: ...
+
+
+def choose_format(
+    session: Session,
+    prompts: Sequence[Prompt],
+    window: int,
+    costs: CostProfile,
+    measured: MeasureFormats,
+) -> Generator[FormatTried, None, tuple[str, CostProfile]]:
+    """The format in which drafts of all sub-layers promise most tokens per measured time, and the costs with it.
+
+    "stored" where none promises anything. Copies that are not chosen are dropped.
+
+    Args: window: tokens of a window. measured: the costs with those of a format, its copies made.
+    """
+    runtime = session.runtime
+    best, most = STORED, WORTH_IT
+    for name in CANDIDATES:
+        draft = LayerSet(runtime.n_layers).filled(name)
+        try:
+            known = measured(name)
+            score = _scored(session, prompts[:N_PROMPTS], window, draft, known)
+        except (RuntimeError, MemoryError) as error:  # a device without such a kernel, or without room
+            yield FormatTried(name, None, None, (str(error) or type(error).__name__).splitlines()[0])
+            runtime.drop_copies(name)
+            continue
+        worth = adaptive_speedup(score, draft, known)
+        yield FormatTried(name, worth, score.matchness)
+        worse = name
+        if worth > most:
+            best, most, costs, worse = name, worth, known, best
+        runtime.drop_copies(worse)
+        if most >= ENOUGH:
+            break
+    return best, costs
+
+
+def prepared(
+    session: Session,
+    prompts: Sequence[Prompt],
+    settings: SwiftSettings,
+    measured: MeasureFormats,
+) -> Generator[FormatTried, None, tuple[SwiftSettings, CostProfile]]:
+    """The settings with the format that drafts get, chosen here where they leave it open, and what passes cost with it.
+
+    Its copies are made.
+    """
+    name = settings.draft_format
+    if name == AUTO:
+        name, costs = yield from choose_format(session, prompts, settings.context_window, measured(), measured)
+    else:
+        costs = measured(name)
+    session.runtime.copies.prepare(LayerSet(session.runtime.n_layers).filled(name))
+    return replace(settings, draft_format=name), costs
+
+
+def _scored(
+    session: Session, prompts: Sequence[Prompt], window: int, draft: LayerSet, costs: CostProfile
+) -> WindowScore:
+    """What the draft predicts over windows of the model's own completions, which it drafts itself; as one window."""
+    scores: list[WindowScore] = []
+    for prompt in prompts:
+        # A look comes after a round, which may have gone beyond the window's end by a whole draft.
+        enough = N_WINDOWS * (window + ADAPTIVE.max_draft_length) + 1
+        short = replace(prompt, turns=prompt.turns[:1], max_new_tokens=min(session.room(prompt), enough))
+        method = adaptive(SkippedTarget(draft), costs, ADAPTIVE)
+        looked, own = 0, list[WindowScore]()
+        with closing(side_by_side([session.request(short, method, scratch_rows=window)])) as run:
+            for event in run:
+                if isinstance(event, Began | Round) and event.context.finish is None:
+                    if len(event.context.generated) - looked >= window:
+                        looked = len(event.context.generated)
+                        own += alone(score_window(event.context, [draft], window))
+                    if len(own) == N_WINDOWS:
+                        break
+        scores += own
+    ranks = [rank for score in scores for rank in score.ranks]
+    confidences = [confidence for score in scores for confidence in score.confidences]
+    if not ranks:  # answers shorter than a window say nothing against the draft
+        return WindowScore((0,), (1.0,))
+    return WindowScore(tuple(ranks), tuple(confidences))

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from ..core.costs import CostProfile
 from ..core.settings import SwiftSettings
-from ..core.types import LayerSet, Trial
+from ..core.types import LayerSet
 from ..decoding.context import Context
 from ..decoding.cost_model import Acceptance, PassCosts
 from ..decoding.engine import PassGenerator
 from ..models.rows import Pass, Rows
-from .challengers import Place
 
 LONGEST_CHAIN = 24  # tokens of an adaptive draft
 LAMBDA_ROUNDS = 4
@@ -96,8 +95,8 @@ class Replay:
     widths: dict[int, int] = field(default_factory=dict)
 
 
-def replay(score: WindowScore, settings: SwiftSettings) -> Replay:
-    """Replay SWIFT's rounds over a window, one from every position, the window taken as a ring.
+def replay(scores: Iterable[WindowScore], settings: SwiftSettings) -> Replay:
+    """Replay SWIFT's rounds over windows, one from every position of each, a window taken as a ring.
 
     A position is accepted if the generated token is the draft's argmax, or, as a side leaf that ends the round, among
     the candidates its confidence offers. Starting everywhere instead of where the last round ended makes one window
@@ -106,36 +105,33 @@ def replay(score: WindowScore, settings: SwiftSettings) -> Replay:
     DEVIATION: after a miss the draft goes on with the confidences it had on the true text; its own wrong
     continuation was never computed.
     """
-    n = len(score.ranks)
-    total = Replay()
-    for start in range(n):
-        steps, accepted, rows, on_path = 0, 0, 1, True
-        while True:
-            at = (start + steps) % n
-            offered = settings.candidates_at(score.confidences[at])
-            steps += 1
-            rows += offered
-            if on_path and score.ranks[at] < offered:
-                accepted += 1
-            on_path = on_path and score.ranks[at] == 0
-            if settings.stops_after(score.confidences[at], steps):
-                break
-        total.tokens += accepted + 1
-        total.draft_steps += steps
-        total.widths[rows] = total.widths.get(rows, 0) + 1
-    return total
-
-
-def replay_all(scores: Iterable[WindowScore], settings: SwiftSettings) -> Replay:
-    """Replay several windows and return their totals."""
     total = Replay()
     for score in scores:
-        played = replay(score, settings)
-        total.tokens += played.tokens
-        total.draft_steps += played.draft_steps
-        for width, count in played.widths.items():
-            total.widths[width] = total.widths.get(width, 0) + count
+        n = len(score.ranks)
+        for start in range(n):
+            steps, accepted, rows, on_path = 0, 0, 1, True
+            while True:
+                at = (start + steps) % n
+                offered = settings.candidates_at(score.confidences[at])
+                steps += 1
+                rows += offered
+                if on_path and score.ranks[at] < offered:
+                    accepted += 1
+                on_path = on_path and score.ranks[at] == 0
+                if settings.stops_after(score.confidences[at], steps):
+                    break
+            total.tokens += accepted + 1
+            total.draft_steps += steps
+            total.widths[rows] = total.widths.get(rows, 0) + 1
     return total
+
+
+def swift_speedup(
+    scores: Iterable[WindowScore], layer_set: LayerSet, settings: SwiftSettings, costs: CostProfile
+) -> float:
+    """Return the expected speedup of SWIFT's rounds, replayed over all the windows."""
+    played = replay(scores, settings)
+    return costs.expected_speedup(layer_set, played.tokens, played.draft_steps, played.widths)
 
 
 def adaptive_speedup(score: WindowScore, layer_set: LayerSet, costs: CostProfile) -> float:
@@ -175,8 +171,7 @@ def objective(score: WindowScore, layer_set: LayerSet, settings: SwiftSettings, 
         return score.matchness
     if settings.method == "adaptive":
         return adaptive_speedup(score, layer_set, costs)
-    played = replay(score, settings)
-    return costs.expected_speedup(layer_set, played.tokens, played.draft_steps, played.widths)
+    return swift_speedup([score], layer_set, settings, costs)
 
 
 def candidates_per_pass(costs: CostProfile | None, window: int) -> int:
@@ -203,32 +198,3 @@ def affordable(costs: CostProfile | None, layer_set: LayerSet, window: int, n_to
         return FEWEST
     candidate = 1.5 * costs.draft_cost(layer_set, window)
     return max(FEWEST, min(MOST, int(SEARCH_SHARE * n_tokens / USUAL_SPEEDUP / candidate)))
-
-
-def scored(
-    context: Context,
-    sets: Sequence[tuple[LayerSet, str]],
-    place: Place,
-    settings: SwiftSettings,
-    costs: CostProfile | None,
-    first_step: int,
-) -> PassGenerator[tuple[list[Trial], list[WindowScore]]]:
-    """Score layer sets with their origins on the latest window, `first_step` being the first trial's number.
-
-    Returns: the trials, their seconds 0, and what each set predicted.
-    """
-    scores = yield from score_window(context, [layer_set for layer_set, _ in sets], settings.context_window)
-    trials = [
-        Trial(
-            step=first_step + i,
-            layer_set=layer_set,
-            origin=origin,
-            matchness=score.matchness,
-            score=objective(score, layer_set, settings, costs),
-            prompt_id=place.prompt_id,
-            position=place.position,
-            seed=settings.seed,
-        )
-        for i, ((layer_set, origin), score) in enumerate(zip(sets, scores, strict=True))
-    ]
-    return trials, scores

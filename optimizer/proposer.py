@@ -20,7 +20,7 @@ from ..core.settings import SwiftSettings
 from ..core.types import LayerSet, SubLayer, n_skipped_for, searchable
 from ..decoding.context import Context
 from ..models.rows import PassPlan, Rows
-from .strategies import Strategy, Study, StudyKind, SubLayerPrices, make_strategy, recipe_of
+from .strategies import Proposal, Strategy, Study, StudyKind, SubLayerPrices, make_strategy, recipe_of
 from .strategies.base import Bits
 
 PAIRED = 2  # candidates that are scored beside the set in use, where every pass scores that, too
@@ -72,15 +72,14 @@ class Proposer:
             return max(1, max(batch, PAIRED) - n_finalists)
         return 0 if n_finalists else batch
 
-    def proposed(self, context: Context, prompt_id: str, n: int) -> list[tuple[LayerSet, str]]:
-        """Return the next candidates with their origins, after a study of the model where the strategy wants one."""
+    def proposed(self, context: Context, prompt_id: str, n: int) -> list[Proposal]:
+        """Return the next candidates, after a study of the model where the strategy wants one."""
         kind = self.strategy.wants(prompt_id) if n else None
         if kind is not None:
             found = study(context, kind, self._window, self._saved, self._ratio)
             self.rows_run += found.rows
             self.strategy.study(prompt_id, found)
-        proposals = [self.strategy.propose() for _ in range(n)]
-        return [(proposal.layer_set, proposal.origin) for proposal in proposals]
+        return [self.strategy.propose() for _ in range(n)]
 
 
 @dataclass(frozen=True, slots=True)

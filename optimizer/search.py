@@ -26,9 +26,9 @@ from .drafting import (
     search_drafting,
     starting_set,
 )
-from .evaluation import WindowScore, affordable, candidates_per_pass, scored
+from .evaluation import WindowScore, affordable, candidates_per_pass, objective, score_window
 from .proposer import Proposer, chooses_size
-from .strategies import recipe_of
+from .strategies import Proposal, recipe_of
 
 T = TypeVar("T")
 
@@ -136,15 +136,13 @@ class Search:
         try:
             self._standing.looked = place
             sets = self._sets(context, place)
-            trials, scores = yield from scored(context, sets, place, self.settings, self.costs, len(self.trials))
+            scores = yield from score_window(context, [layer_set for layer_set, _ in sets], window)
         finally:
             self._scoring = False
         if self.stopped_because:  # meanwhile
             return
         self._candidate_rows += window * len(sets)
-        share = (perf_counter() - clock) / len(sets)
-        seen = {own: score for (own, _), score in zip(sets, scores, strict=True)}
-        events = self._settle(place, [replace(trial, seconds=share) for trial in trials], seen)
+        events = self._settle(place, self._trials_of(place, sets, scores, clock), scores)
         context.tally.optimise_s += perf_counter() - clock
         yield from events
 
@@ -261,29 +259,52 @@ class Search:
     def _new_proposer(self) -> Proposer:
         return Proposer(self.settings, self.costs, self.layer_set, self.skip_ratio)
 
-    def _sets(self, context: Context, place: Place) -> list[tuple[LayerSet, str]]:
+    def _sets(self, context: Context, place: Place) -> list[Proposal]:
         """What the next pass scores, each with its origin: what must be scored now comes before what is proposed."""
         assert self._proposer is not None
         standing, n_tried = self._standing, len(self.trials) - self._standing.opened_at
         room = self._most - n_tried
-        held = (self.layer_set, "in use" if self.trials else "uniform")
+        held = Proposal(self.layer_set, "in use" if self.trials else "uniform")
         due = standing.finals.due(place, self.settings.context_window)
         if standing.incumbent.n == 0:
-            due, sets = [], [(self.layer_set, "trimmed") if n_tried else held]
+            due, sets = [], [Proposal(self.layer_set, "trimmed") if n_tried else held]
         elif (due or self._proposer.paired) and len(due) + 1 < room:
-            sets = [held, *((layer_set, "final") for layer_set in due)]
+            sets = [held, *(Proposal(layer_set, "final") for layer_set in due)]
         else:
             due, sets = [], []
         room -= len(sets)
         n = min(self._proposer.n_beside(len(due), self.batch), room)
         stored = standing.take_first(n)
-        sets += [(layer_set, "uniform" if layer_set == self._start else "stored") for layer_set in stored]
+        sets += [Proposal(own, "uniform" if own == self._start else "stored") for own in stored]
         return sets + self._proposer.proposed(context, place.prompt_id, n - len(stored))
 
-    def _settle(self, place: Place, trials: list[Trial], seen: Mapping[LayerSet, WindowScore]) -> list[Event]:
+    def _trials_of(
+        self, place: Place, sets: Sequence[Proposal], scores: Sequence[WindowScore], began: float
+    ) -> list[Trial]:
+        """Describe the sets that one pass scored, which `began` at that time, and what their predictions are worth."""
+        worths = [
+            objective(score, own, self.settings, self.costs) for (own, _), score in zip(sets, scores, strict=True)
+        ]
+        share = (perf_counter() - began) / len(sets)
+        return [
+            Trial(
+                step=len(self.trials) + i,
+                layer_set=layer_set,
+                origin=origin,
+                matchness=scores[i].matchness,
+                score=worths[i],
+                prompt_id=place.prompt_id,
+                position=place.position,
+                seed=self.settings.seed,
+                seconds=share,
+            )
+            for i, (layer_set, origin) in enumerate(sets)
+        ]
+
+    def _settle(self, place: Place, trials: list[Trial], scores: Sequence[WindowScore]) -> list[Event]:
         """Judge a final or admit challengers, show the strategy the trials, and see whether the search is over.
 
-        `seen` is what each of the trials' sets predicted. Returns the events, `TrialsDone` last.
+        `scores` are what the trials' sets predicted. Returns the events, `TrialsDone` last.
         """
         events: list[Event] = []
         assert self._proposer is not None
@@ -298,8 +319,9 @@ class Search:
             self._draft.layer_set = self.layer_set
             self._windows = []
             events.append(Adopted(self.task, self.layer_set, self.matchness, decided.step))
-        if self.settings.search_drafting and self.layer_set in seen:
-            self._windows = [*self._windows, seen[self.layer_set]][-MOST_WINDOWS:]
+        if self.settings.search_drafting:
+            seen = [score for trial, score in zip(trials, scores, strict=True) if trial.layer_set == self.layer_set]
+            self._windows = [*self._windows, *seen[:1]][-MOST_WINDOWS:]
         self.trials += trials
         for trial in trials:
             strategy.observe(trial)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping, 
 from time import perf_counter
 from typing import Any
 
-from ..core.costs import CostProfile
+from ..core.costs import CostProfile, expected_of
 from ..core.events import (
     Adopted,
     Event,
@@ -25,7 +25,7 @@ from ..decoding.engine import Work, intercept, side_by_side
 from ..decoding.loop import Began, Round
 from ..decoding.session import Session, Turn, n_turns
 from ..models.runtime import Runtime
-from .drafting import drafting_with, expected_of, learn_again, learnt_by
+from .drafting import drafting_with, learn_again, learnt_by
 from .task_state import VERSION, Flight, TaskState, check, reading
 from .verdict import Pair, faster, hold_out, in_pairs, is_open, judge, timed_pairs, turns_done
 

@@ -25,7 +25,7 @@ from ..decoding.engine import exhaust
 from ..decoding.session import Session
 from ..models.costs import machine_name
 from ..models.loading import load
-from ..optimizer.draft_format import prepared
+from ..optimizer.drafting import prepared
 from ..optimizer.task_state import reading
 from ..optimizer.tuning import MID_STEP, Tuner
 from ..store import Claim, Store

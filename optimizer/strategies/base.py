@@ -6,7 +6,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ...core.costs import CostProfile
 from ...core.errors import LayerSetError, SettingsError
@@ -19,8 +19,7 @@ StudyKind = Literal["similarity", "knapsack", "clasp"]
 MAX_REDRAWS = 64  # exchanges tried to get away from a set proposed before; spaces of a few sets run dry
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
+class Proposal(NamedTuple):
     """The next candidate; `origin` is stored as `Trial.origin`: "random" for a draw, else the strategy's own word."""
 
     layer_set: LayerSet

@@ -23,8 +23,8 @@ from swiftopt.decoding.methods import PLAIN, Method
 from swiftopt.decoding.session import Session
 from swiftopt.decoding.tree import DraftTree
 from swiftopt.models.runtime import Runtime
-from swiftopt.optimizer import draft_format
-from swiftopt.optimizer.draft_format import choose_format
+from swiftopt.optimizer import drafting
+from swiftopt.optimizer.drafting import choose_format
 from swiftopt.optimizer.evaluation import WindowScore
 from swiftopt.store import Store
 from swiftopt.tasks.tune import run_tuning
@@ -82,7 +82,7 @@ def chosen(
 
 
 def test_cheap_format_is_chosen_and_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_format, "ENOUGH", 1.06)
+    monkeypatch.setattr(drafting, "ENOUGH", 1.06)
     name, costs, told, runtime = chosen(with_shares(int4=0.01, int8=0.01))
     assert name == "int4" and set(costs.formats) == {"int4"}
     (tried,) = told  # int8 was not looked at, for int4 is enough
@@ -115,8 +115,8 @@ def test_every_text_is_looked_at_twice_however_far_a_round_goes(
         seen.append(len(context.generated))
         return [WindowScore((0,) * window, (0.99,) * window)]
 
-    monkeypatch.setattr(draft_format, "score_window", scored)
-    monkeypatch.setattr(draft_format, "adaptive", lambda *_: Method("knowing", Knowing(n_drafted)))
+    monkeypatch.setattr(drafting, "score_window", scored)
+    monkeypatch.setattr(drafting, "adaptive", lambda *_: Method("knowing", Knowing(n_drafted)))
     chosen(with_shares(int4=0.01))
     assert len(seen) == 2 * 2  # prompts and windows
     assert all(later - earlier >= WINDOW for earlier, later in zip(seen[::2], seen[1::2], strict=True))

@@ -10,8 +10,8 @@ import pytest
 from swiftopt.core.costs import CostProfile
 from swiftopt.core.settings import PAPER_BRANCHING, SwiftSettings
 from swiftopt.core.types import LayerSet
-from swiftopt.optimizer.drafting import branching_of, expected, search_drafting
-from swiftopt.optimizer.evaluation import WindowScore
+from swiftopt.optimizer.drafting import branching_of, search_drafting
+from swiftopt.optimizer.evaluation import WindowScore, swift_speedup
 
 SET = LayerSet.uniform(8, 6)
 SETTINGS = SwiftSettings()
@@ -45,8 +45,8 @@ def test_branching_keeps_the_papers_proportions() -> None:
 def test_found_settings_promise_more_on_those_windows(draft: float, row: float) -> None:
     scores, measured = windows(0.8), costs(draft, row)
     found, promised, before = search_drafting(scores, SET, SETTINGS, measured, LONGEST)
-    assert before == pytest.approx(expected(scores, SET, SETTINGS, measured))
-    assert promised == pytest.approx(expected(scores, SET, found, measured))
+    assert before == pytest.approx(swift_speedup(scores, SET, SETTINGS, measured))
+    assert promised == pytest.approx(swift_speedup(scores, SET, found, measured))
     assert promised >= before and (found == SETTINGS) == (promised == before)
     kept = {"stop_threshold", "max_draft_length", "branching"}
     other = {f.name for f in dataclasses.fields(SETTINGS)} - kept

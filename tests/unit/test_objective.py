@@ -9,10 +9,9 @@ from fakes import flat_costs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftopt.core.costs import CostProfile, FormatCosts
+from swiftopt.core.costs import CostProfile, FormatCosts, expected_of
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import Completion, LayerSet, Timings
-from swiftopt.optimizer.drafting import expected_of
 from swiftopt.optimizer.evaluation import WindowScore, objective, replay
 
 CHAIN = SwiftSettings(dynamic_verification=False)
@@ -25,29 +24,29 @@ def test_matchness_is_the_share_of_argmax_hits() -> None:
 def test_replay_counts_a_perfect_confident_window_by_hand() -> None:
     """Ten positions, all right, all sure: every round drafts N_D = 4 tokens and gains the bonus token."""
     score = WindowScore((0,) * 10, (0.99,) * 10)
-    played = replay(score, SwiftSettings(max_draft_length=4, dynamic_verification=False))
+    played = replay([score], SwiftSettings(max_draft_length=4, dynamic_verification=False))
     assert (played.tokens, played.draft_steps, played.widths) == (50, 40, {5: 10})
 
 
 def test_replay_stops_after_the_first_unsure_token_which_stays() -> None:
     score = WindowScore((0, 0), (0.99, 0.1))
-    played = replay(score, CHAIN)
+    played = replay([score], CHAIN)
     # from position 0: sure, unsure -> 2 steps, 3 tokens; from position 1: unsure -> 1 step, 2 tokens
     assert (played.tokens, played.draft_steps, played.widths) == (5, 3, {3: 1, 2: 1})
 
 
 def test_replay_credits_a_side_leaf_once_and_nothing_behind_it() -> None:
     score = WindowScore((4, 0), (0.6, 0.6))  # five candidates at confidence 0.6: rank 4 is the last of them
-    played = replay(score, SwiftSettings())
+    played = replay([score], SwiftSettings())
     assert played.tokens == 2 + 2 and played.draft_steps == 2 and played.widths == {6: 2}
-    missed = replay(WindowScore((5, 0), (0.6, 0.6)), SwiftSettings())
+    missed = replay([WindowScore((5, 0), (0.6, 0.6))], SwiftSettings())
     assert missed.tokens == 1 + 2
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.floats(0.01, 1.0)), min_size=1, max_size=40))
 def test_replay_never_accepts_more_than_it_drafts(window: list[tuple[int, float]]) -> None:
     score = WindowScore(tuple(rank for rank, _ in window), tuple(confidence for _, confidence in window))
-    played = replay(score, SwiftSettings())
+    played = replay([score], SwiftSettings())
     rounds = sum(played.widths.values())
     assert rounds == len(window) <= played.tokens <= rounds + played.draft_steps
     assert all(n_rows <= 1 + 10 * SwiftSettings().max_draft_length for n_rows in played.widths)
