@@ -67,8 +67,8 @@ class TunedTask:
         first = self.shift.moved(self.search.layer_set)
         return StreamShifted(self.name, reason, len(first)) if self.search.reopen(first) else None
 
-    def record(self, model: str, runtime: Runtime, verdict: Verdict, **figures: float | None) -> LayerSetRecord:
-        """Describe the set in use, with the verdict on it and more figures; `model` is the name the caller used."""
+    def record(self, model: str, runtime: Runtime, verdict: Verdict) -> LayerSetRecord:
+        """Describe the set in use, with the verdict on it; `model` is the name the caller used."""
         interval = verdict.interval
         return LayerSetRecord(
             model=model,
@@ -84,7 +84,6 @@ class TunedTask:
             dtype=runtime.dtype_name,
             settings=self.search.settings.to_json(),
             prompt_state=self.shift.state,
-            **{name: _rounded(value) for name, value in figures.items()},
         )
 
 
@@ -158,12 +157,10 @@ class TaskState(TunedTask):
             drafted, accepted = sum(done.drafted for done in tuned), sum(done.accepted for done in tuned)
             passes = sum(done.target_passes for done in tuned)
             tokens = sum(done.n_tokens - done.first_tokens for done in tuned)
-        record = self.record(
-            model,
-            runtime,
-            verdict,
-            acceptance_rate=accepted / drafted if drafted else None,
-            mean_generated_length=tokens / passes if passes else None,
+        record = replace(
+            self.record(model, runtime, verdict),
+            acceptance_rate=_rounded(accepted / drafted if drafted else None),
+            mean_generated_length=_rounded(tokens / passes if passes else None),
         )
         return TaskFinished(
             task=self.name,

@@ -110,7 +110,7 @@ def bootstrap_interval(fast: Sequence[Timed], slow: Sequence[Timed], seed: int =
 
     def ratio(sums: Array) -> Array:
         tokens, seconds, base_tokens, base_seconds = sums.T
-        return tokens / np.maximum(LEAST_S, seconds) / (base_tokens / np.maximum(LEAST_S, base_seconds))
+        return np.asarray(tokens / np.maximum(LEAST_S, seconds) / (base_tokens / np.maximum(LEAST_S, base_seconds)))
 
     return resampled(pairs, ratio, seed)
 

@@ -175,8 +175,8 @@ def typical_ratio(found: SelfSdSearch) -> float:
 
 def set_record(runtime: Runtime, model: str, task: str, layer_set: LayerSet, **known: Any) -> LayerSetRecord:
     """Describe a layer set that was found on this machine; `known` are further fields."""
-    where = {"device": machine_name(runtime), "dtype": runtime.dtype_name}
-    return stamped(LayerSetRecord(model, task, layer_set, runtime.info.fingerprint, **where), **known)
+    found = LayerSetRecord(model, task, layer_set, runtime.info.fingerprint)
+    return stamped(found, device=machine_name(runtime), dtype=runtime.dtype_name, **known)
 
 
 def searched(session: Session, prompts: Sequence[Prompt], settings: SwiftSettings, budget_s: float) -> Search:
