@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..core.errors import SwiftoptError
-from ..core.requests import GenerateRequest
+from ..core.requests import BASE, GenerateRequest
 from ..core.types import Prompt, Sampling
 from ..decoding.methods import PLAIN, Method
 from ..decoding.session import Session
@@ -20,7 +20,6 @@ from ..store import Store
 from ..tasks.compare import first_turns, load_models, task_of
 from ..tasks.measures import EnergyMeter, nll
 from ..tasks.report import Figures, figures
-from ..tasks.requests import BASE
 from ..tasks.runs import Contender, Interleaved, OnRun, Run, decoding_with
 from .ablation_table import ABLATIONS, SCHEMA
 from .ablations import AblationRecipes, Variant, variants

@@ -10,7 +10,7 @@ import torch
 
 from ..core.costs import CostProfile, expected_of
 from ..core.errors import LayerSetNotFound, SettingsError
-from ..core.requests import GenerateRequest
+from ..core.requests import BASE, EARLIER_NAMES, PEERS, GenerateRequest
 from ..core.settings import SwiftSettings
 from ..core.types import Completion, Prompt
 from ..decoding.methods import Method
@@ -23,7 +23,6 @@ from ..tasks.compare import first_turns, peer
 from ..tasks.generate import Planner
 from ..tasks.recipes import stored_costs
 from ..tasks.report import Figures, figures
-from ..tasks.requests import BASE, EARLIER_NAMES, PEERS
 from ..tasks.runs import Contender, Decoded, Interleaved, OnRun, Runs, decoding_with
 
 SCHEMA = "swiftopt.bench-decode/1"

@@ -10,10 +10,9 @@ from rich.table import Column, Table
 
 from ..bench.ablation_table import ABLATIONS
 from ..core.errors import SettingsError
-from ..core.requests import GenerateRequest, ServedModel
+from ..core.requests import EARLIER_NAMES, PEERS, GenerateRequest, ServedModel
 from ..core.streams import read_stream
 from ..decoding.methods import METHODS
-from ..tasks.requests import EARLIER_NAMES, PEERS
 from . import options
 from .bench_peers import peers
 from .bench_search import search, stream_shift

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import click
@@ -10,18 +11,18 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..core.errors import StreamError
-from ..core.requests import GenerateRequest
+from ..core.errors import SettingsError, StreamError
+from ..core.requests import BASE, PEERS, CompareRequest, GenerateRequest
 from ..core.streams import STDIN, read_stream
 from ..core.types import Prompt, Sampling
-from ..decoding.methods import METHODS
-from ..tasks.requests import PEERS, CompareRequest, chosen_methods, parse_settings
+from ..decoding.methods import METHODS, method_info
 from . import options
 from .options import check_model, open_store, pick, positive, together
 from .output import console, note, note_run, present, show
 from .render import fixed, heading, number, numeric, percent, ratio, size, table
 
 Row = Mapping[str, Any]
+ALL = "all"
 LOSSY = "≈"
 ROOMY = 116  # columns of a terminal that shows all but one column of the table
 OTHERS = 32  # prompts behind --limit that brief searches and trainings look at
@@ -102,6 +103,54 @@ def _prompts(stream: str, task: str | None, limit: int | None) -> tuple[list[Pro
         return prompts, read_stream(stream, task, limit + OTHERS)[len(prompts) :]
     except StreamError:  # in a line that nobody asked for
         return prompts, []
+
+
+def chosen_methods(words: str, lossless: bool = False) -> tuple[str, ...]:
+    """Parse a list of methods such as "swift,spd" or "all"; `plain` comes first, and each once.
+
+    With `lossless`, "all" means those that keep the target's own output.
+
+    Raises: SettingsError: one is unknown (it names the nearest), or lossy where lossless ones were asked for.
+    """
+    named = list(dict.fromkeys(word.strip() for word in words.split(",") if word.strip()))
+    chosen = [BASE]
+    for word in named:
+        if word == ALL:
+            chosen += [name for name, info in METHODS.items() if not (lossless and info.lossy)]
+        elif word not in PEERS and method_info(word).lossy and lossless:
+            raise SettingsError(f"{word} is lossy, and --lossless was asked for: leave one of the two out")
+        else:
+            chosen.append(word)
+    if not named:
+        raise SettingsError(f"no method is named: use {ALL}, or some of {', '.join((*METHODS, *PEERS))}")
+    return tuple(dict.fromkeys(chosen))
+
+
+def parse_settings(assignments: Iterable[str], methods: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Parse settings such as "mtad.beam_width=8" into values by method and name.
+
+    Raises: SettingsError: a word has another form, its method is not compared, or the method refuses the value.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for words in assignments:
+        where, equals, text = words.partition("=")
+        name, dot, key = where.strip().partition(".")
+        if not (equals and dot and key):
+            raise SettingsError(f"{words!r} sets nothing: use METHOD.KEY=VALUE, such as spd.max_draft_length=8")
+        info = method_info(name)
+        if name not in methods:
+            raise SettingsError(f"{words!r} is for a method that is not compared: add {name} to --methods")
+        found.setdefault(name, {})[key.strip().replace("-", "_")] = _setting(text.strip())
+        info.settings_from(found[name])
+    return found
+
+
+def _setting(text: str) -> Any:
+    """Parse a number, true, false or null (also "none"); anything else stays text."""
+    try:
+        return None if text.lower() == "none" else json.loads(text)
+    except json.JSONDecodeError:
+        return text
 
 
 # --- text for a person

@@ -146,7 +146,7 @@ def check_devices() -> Iterator[Check]:
 
 def check_cores() -> Result:
     """Check the cores that may be used, the threads that will compute, and what else runs on them."""
-    from ..core.processors import n_threads, usable_cores
+    from ..core.settings import n_threads, usable_cores
 
     usable, load = usable_cores(), os.getloadavg()[0]
     text = f"{usable} of {os.cpu_count()} usable, {n_threads()} threads, load {load:.1f}"
@@ -160,7 +160,7 @@ def check_kernels() -> Result:
     try:
         import torch
 
-        from ..core.processors import n_threads
+        from ..core.settings import n_threads
         from ..models.kernels.build import at_rows, kernels
         from ..models.kernels.measure import READ, measured
     except (ImportError, OSError):

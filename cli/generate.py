@@ -11,7 +11,7 @@ import click
 
 from ..core.errors import StreamError
 from ..core.requests import GenerateRequest
-from ..core.streams import raw_prompt, read_stream
+from ..core.streams import LineWriter, raw_prompt, read_stream
 from ..core.types import Completion, Prompt, Sampling
 from ..decoding.methods import method_info
 from . import options
@@ -21,7 +21,6 @@ from .render import number
 
 if TYPE_CHECKING:
     from ..tasks.generate import Generated, GenerateInfo, TextAdded
-    from ..tasks.outputs import LineWriter
 
 source_options = together(
     click.option("--prompt", help="Raw text to continue."),
@@ -79,7 +78,6 @@ def generate(
     check_model(request)
 
     from ..tasks.generate import generate as decode
-    from ..tasks.outputs import LineWriter
 
     with ExitStack() as stack:
         store = stack.enter_context(open_store(db))

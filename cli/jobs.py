@@ -13,9 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core.errors import InvalidInput
-from ..core.events import JobState, Progress, output_line
+from ..core.events import JobState, Progress
 from ..core.jobs import Job, JobEvent, JobList, Verb
 from ..core.requests import TuneRequest
+from ..core.streams import output_line
 from ..core.types import LayerSetRecord
 from . import options
 from .backend import Backend, Ended, JobClient, backend_options, event_of, result_of

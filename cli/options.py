@@ -18,11 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_h
 import click
 
 from ..core.errors import LayerSetError, SettingsError
-from ..core.formats import AUTO, FORMATS, STORED
 from ..core.jobs import DEFAULT_QUEUE
-from ..core.processors import THREADS
 from ..core.requests import GenerateRequest, TuneRequest
-from ..core.settings import TuningSettings
+from ..core.settings import AUTO, FORMATS, STORED, THREADS, TuningSettings
 from ..core.types import LayerSetRecord, Sampling
 from ..optimizer.strategies import SIZE_CHOOSING, STRATEGIES
 

@@ -16,7 +16,7 @@ from ..core.errors import InvalidInput, safe_url
 from ..core.events import TaskFinished
 from ..core.requests import TuneRequest
 from ..core.settings import TuningSettings
-from ..core.streams import STDIN, read_stream
+from ..core.streams import STDIN, LineWriter, default_output, read_stream
 from ..core.types import Prompt, Sampling, seconds_by_part
 from ..optimizer.strategies import STRATEGIES
 from . import options
@@ -81,8 +81,6 @@ def tune(as_json: bool, **values: Any) -> None:
 
 def _tune_here(request: TuneRequest, db: str | None, as_json: bool) -> None:
     """Tune in this process."""
-    from ..tasks.outputs import default_output
-
     check_model(request)
     if request.out is None:  # decided here, so that a run cut short can tell where its completions are
         request = replace(request, out=str(default_output(request.stream)))
@@ -109,8 +107,6 @@ def _tune_through_queue(
     request: TuneRequest, prompts: Sequence[Prompt], backend: Backend, queue: str, detach: bool, as_json: bool
 ) -> None:
     """Submit the job, and follow it to its end unless it is to be left alone."""
-    from ..tasks.outputs import LineWriter, default_output
-
     out = Path(request.out) if request.out is not None else default_output(request.stream)
     if request.out is not None:
         with LineWriter(out):  # a file that cannot be written is reported before the job begins

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from .formats import STORED
 from .serialization import BY_NUMBER, Record
+from .settings import STORED
 from .types import Completion, LayerSet
 
 PROFILED_PASSES = 64  # of decoding, that weigh as much as the measurement before it

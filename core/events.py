@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -225,9 +224,3 @@ def event_from_json(name: str, values: Mapping[str, Any]) -> Event:
         raise StoreError(
             f"an event {name!r} of the job cannot be read ({error}): it was changed by hand, or by a newer swiftopt"
         ) from error
-
-
-def output_line(prompt: Prompt, completion: Completion) -> str:
-    """Return a completion as a line of an output file, without the line's end."""
-    values = {"id": prompt.id, "task": prompt.task, **completion.to_json()}
-    return json.dumps(values, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""What a caller asks for: the values behind `swiftopt tune` and `swiftopt generate`, whoever runs them."""
+"""What a caller asks for: the values behind `swiftopt tune`, `generate`, `compare` and `serve`, whoever runs them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from .errors import SettingsError
 from .serialization import Record, Settings, count
 from .settings import SwiftSettings, TuningSettings
 from .types import LayerSetRecord, Sampling
@@ -15,9 +16,35 @@ Speed = Literal[
 ]  # how a runtime computes: models.loading.at_speed
 MAX_NEW_TOKENS = 128  # tokens per completion, unless the caller or the stream's line says otherwise
 
+BASE = "plain"  # the method that a comparison measures the others against
+PEERS: Mapping[str, str] = {
+    "hf-plain": "transformers, greedy",
+    "hf-lookup": "transformers, prompt lookup",
+    "hf-assisted": "transformers, draft model",
+}
+EARLIER_NAMES = {"hf-assistant": "hf-assisted"}  # as the result files of earlier versions have them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRequest(Settings):
+    """What every request says: the model, how it is loaded (`models.loading.load`), and how tokens are taken from it.
+
+    `task` chooses the stored plan, or is what a new one is stored under.
+    """
+
+    NAME: ClassVar = "the request"
+
+    model: str = field(kw_only=False)
+    task: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    speed: Speed = "auto"
+    max_new_tokens: int = count(MAX_NEW_TOKENS)
+    sampling: Sampling = field(default_factory=Sampling)
+
 
 @dataclass(frozen=True, slots=True)
-class TuneRequest(Settings):
+class TuneRequest(ModelRequest):
     """Tune `model` on the prompts of `stream` (a path, or "-" for standard input).
 
     `task` names the task of lines that have none (default: the file's stem); `out` is where completions go, one JSON
@@ -27,43 +54,52 @@ class TuneRequest(Settings):
 
     NAME: ClassVar = "a tuning job"
 
-    model: str
     stream: str
-    task: str | None = None
     out: str | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    speed: Speed = "auto"
-    max_new_tokens: int = count(MAX_NEW_TOKENS)
     limit: int | None = count(None)
-    sampling: Sampling = field(default_factory=Sampling)
     settings: TuningSettings = field(default_factory=TuningSettings)
     concurrency: int = count(1)
 
 
 @dataclass(frozen=True, slots=True)
-class GenerateRequest:
+class GenerateRequest(ModelRequest):
     """Decode with `model`: the values behind `swiftopt generate`.
 
-    `task` chooses the stored plan (None: the prompt's own task); `method`, a name of `decoding.methods`, overrules it
-    (None: what the plan says); `layer_set` takes the place of the stored set, `draft_model` of the plan's; a completion
-    ends before the first of the `stop` strings; `settings` None means those stored with the plan, or the defaults where
-    there is none; `concurrency` prompts are decoded at once.
+    `task` None: the prompt's own task; `method`, a name of `decoding.methods`, overrules the stored plan (None: what
+    the plan says); `layer_set` takes the place of the stored set, `draft_model` of the plan's; a completion ends before
+    the first of the `stop` strings; `settings` None means those stored with the plan, or the defaults where there is
+    none; `concurrency` prompts are decoded at once.
     """
 
-    model: str
-    task: str | None = None
     method: str | None = None
     layer_set: LayerSetRecord | None = None
     draft_model: str | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    speed: Speed = "auto"
-    max_new_tokens: int = MAX_NEW_TOKENS
-    sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     settings: SwiftSettings | None = None
-    concurrency: int = 1
+    concurrency: int = count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class CompareRequest(ModelRequest):
+    """Compare `methods` on the same prompts; `plain`, which the others are measured against, always runs.
+
+    `methods` are names of `decoding.methods` or PEERS; `settings`, by method, replace defaults; `task` names the plan
+    (None: the stream's task, or "default" where it holds several). `keep` stores the report, the plan and what had to
+    be made.
+    """
+
+    methods: tuple[str, ...]
+    draft_model: str | None = None
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    keep: bool = True
+
+    def __post_init__(self) -> None:
+        Settings.__post_init__(self)
+        peers = [name for name in self.methods if name in PEERS]
+        if peers and not self.sampling.greedy:
+            raise SettingsError(f"{peers[0]} runs greedily only: leave it out, or drop --temperature")
+        if "hf-assisted" in peers and self.draft_model is None:
+            raise SettingsError("hf-assisted drafts with a smaller model: name one with --draft-model, or leave it out")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,26 @@
-"""The settings of SWIFT, each default once (SWIFT appendix B.2), and where the program's own settings come from."""
+"""What can be set: SWIFT's settings, each default once (SWIFT appendix B.2), the weight formats of drafts, threads."""
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Final, Literal
 
-from .errors import SettingsError
-from .formats import AUTO, FORMATS, STORED
+from .errors import LayerSetError, SettingsError
 from .serialization import LARGEST, Settings, count, ranged, share
+
+# weight formats that parts of a draft can have beside the model's own; activations stay as they are
+FORMATS = ("int8", "int4", "int4-64", "int4-32")
+GROUP = 128  # weights that share a scale in "int4"; "int4-64" and "int4-32" name their own
+AUTO = "auto"  # in settings: the one that measured time and agreement with the model speak for
+STORED: Final = "stored"  # the model's own weights, where a wider entry of `LayerSet.formats` says otherwise
+
+_PART = re.compile(r"(attn|mlp)(:\d+)?|head")
+
+THREADS = "SWIFTOPT_THREADS"  # environment: overrules what is found
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of the container: "max 100000" or microseconds per period
 
 Branching = tuple[tuple[float, int], ...]
 
@@ -28,7 +41,7 @@ class SwiftSettings(Settings):
 
     # what the layer set drafts for: SWIFT's own trees, or adaptive drafts with quantised copies (docs/methods.md)
     method: Literal["swift", "adaptive"] = "swift"
-    draft_format: str = STORED  # of the sub-layers that a draft keeps, and of its head: one of core.formats, or "auto"
+    draft_format: str = STORED  # of the sub-layers that a draft keeps, and of its head: one of FORMATS, or "auto"
     # drafting and verification (4.2)
     stop_threshold: float = share(0.8)  # ε; B.2 gives none, this is the published code's
     max_draft_length: int = count(25)  # N_D, draft steps per round
@@ -93,3 +106,50 @@ class TuningSettings(SwiftSettings):
 def candidates_at(branching: Branching, confidence: float) -> int:
     """k: how many top candidates a draft position of that confidence offers (SWIFT 4.2)."""
     return next((k for bound, k in branching if confidence <= bound), branching[-1][1])
+
+
+def group_size(name: str, width: int) -> int | None:
+    """Weights of a row of `width` that share a scale; None where the whole row does (int8).
+
+    A width that the format's group does not divide takes the next smaller group that does; one that 32 does not divide
+    is int8.
+    """
+    if name == "int8":
+        return None
+    wanted = int(name.partition("-")[2] or GROUP)
+    return next((group for group in (128, 64, 32) if group <= wanted and width % group == 0), None)
+
+
+def check_formats(formats: tuple[tuple[str, str], ...], n_layers: int) -> None:
+    """Raises: LayerSetError: a part or a format is not known."""
+    for part, name in formats:
+        if not _PART.fullmatch(part) or int(part.partition(":")[2] or 0) >= n_layers:
+            raise LayerSetError(
+                f"there is no {part!r} to quantise in {n_layers} layers: use attn, mlp, attn:3, mlp:3 or head"
+            )
+        if name not in (*FORMATS, STORED):
+            raise LayerSetError(f"{part} cannot be {name!r}: known formats are {', '.join(FORMATS)} and {STORED}")
+
+
+def usable_cores() -> int:
+    """Processors that this process may use, a container's quota counted in."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = QUOTA.read_text(encoding="ascii").split()
+        return max(1, min(affinity, -(-int(quota) // int(period))))
+    except (OSError, ValueError):  # no such file, or no quota
+        return affinity
+
+
+def n_threads() -> int:
+    """SWIFTOPT_THREADS, else OMP_NUM_THREADS, else one per usable core.
+
+    Raises: SettingsError: SWIFTOPT_THREADS is no number from 1 to 255.
+    """
+    given = os.environ.get(THREADS)
+    if given is None:
+        usual = os.environ.get("OMP_NUM_THREADS", "")
+        return min(int(usual) if usual.isdecimal() and int(usual) > 0 else usable_cores(), 255)
+    if not given.isdecimal() or not 1 <= int(given) <= 255:
+        raise SettingsError(f"{THREADS} is {given!r}: give a number of threads from 1 to 255")
+    return int(given)

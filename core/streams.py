@@ -1,4 +1,7 @@
-"""A stream of prompts: JSON Lines in a file or on standard input, checked line by line before any model is loaded."""
+"""Streams of prompts and files of completions: JSON Lines, one object per line.
+
+Prompts are checked line by line before any model is loaded; every completion is flushed when it is written.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,15 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .errors import SettingsError, StreamError, StreamNotFound
-from .types import Prompt
+import platformdirs
+
+from .errors import OutputError, SettingsError, StreamError, StreamNotFound
+from .types import Completion, Prompt
 
 STDIN = "-"
 FIELDS = ("prompt", "messages", "question", "turns")  # a line has exactly one of them
@@ -252,3 +258,66 @@ def _kind(value: Any) -> str:
 
 def _example() -> str:
     return '{"prompt": "..."}'
+
+
+# --- files of completions
+
+
+def output_line(prompt: Prompt, completion: Completion) -> str:
+    """Return a completion as a line of an output file, without the line's end."""
+    values = {"id": prompt.id, "task": prompt.task, **completion.to_json()}
+    return json.dumps(values, ensure_ascii=False)
+
+
+def default_output(stream: str) -> Path:
+    """Return where completions go by default: the user's data folder, named by stream and time."""
+    stem = "stdin" if stream == "-" else Path(stream).stem
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
+    folder = Path(platformdirs.user_data_dir("swiftopt")) / "completions"
+    return folder / f"{stem}-{stamp}-{os.getpid()}.jsonl"
+
+
+class LineWriter(AbstractContextManager["LineWriter"]):
+    """Append whole lines to a file, unbuffered.
+
+    Without `append` the old content is dropped when the first line comes: a run that ends before that keeps it.
+
+    Raises: OutputError: the file cannot be opened or written; earlier lines stay, and no partial line follows them.
+    """
+
+    def __init__(self, path: Path, append: bool = True) -> None:
+        self.path = path
+        self.n_written = 0
+        self._drop_old = not append and path.is_file()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab", buffering=0)  # unbuffered, so that closing has nothing left to fail with
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise OutputError(f"cannot write completions to {path}: {reason}; choose another --out") from error
+
+    def write(self, line: str) -> None:
+        """Append one line."""
+        size = os.fstat(self._file.fileno()).st_size
+        rest = memoryview(f"{line}\n".encode())
+        try:
+            if self._drop_old:
+                self._file.truncate(0)
+                self._drop_old, size = False, 0
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(size)
+            raise OutputError(
+                f"cannot write to {self.path}: {(error.strerror or str(error)).lower()}; the {self.n_written}"
+                " completions before this one are there, free some space and run again"
+            ) from error
+        self.n_written += 1
+
+    def write_completion(self, prompt: Prompt, completion: Completion) -> None:
+        """Append a completion as one JSON object."""
+        self.write(output_line(prompt, completion))
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()

@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from .errors import FileNotFound, LayerSetError, SettingsError, StoreError
-from .formats import STORED, check_formats
 from .serialization import BY_NUMBER, LARGEST, SORTED, Figure, Form, Record, Settings, count, ranged, share
+from .settings import STORED, check_formats
 
 SubLayer = tuple[Literal["attn", "mlp"], int]
 FinishReason = Literal["stop", "length", "stop_string"]
@@ -82,7 +82,7 @@ class LayerSet(Record):
     """Sub-layers the draft pass leaves out; 0-based. SWIFT keeps the first and last layer, Self-SD need not.
 
     `formats` are (part, format) pairs of what the draft runs quantised: a part is `attn` or `mlp` (of all layers),
-    `attn:3` or `mlp:3` (of one, which comes before) or `head`; a format is one of `core.formats`.
+    `attn:3` or `mlp:3` (of one, which comes before) or `head`; a format is one of `core.settings`.
 
     Raises: LayerSetError: a layer is named that the model does not have, or a format that there is not.
     """

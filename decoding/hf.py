@@ -19,8 +19,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..core.costs import CostProfile
 from ..core.errors import InvalidInput, SettingsError
-from ..core.formats import STORED
-from ..core.settings import SwiftSettings
+from ..core.settings import STORED, SwiftSettings
 from ..core.types import FinishReason, LayerSet, LayerSetRecord, ModelInfo, Sampling
 from ..models.copies import QuantisedCopies
 from ..models.costs import SMALLEST_BUCKET, measure_costs, with_formats

@@ -12,7 +12,7 @@ from time import perf_counter
 import torch
 
 from ..core.costs import CostProfile, FormatCosts
-from ..core.formats import STORED
+from ..core.settings import STORED
 from ..core.types import LayerSet
 from .buffer import KVBuffer
 from .rows import Rows

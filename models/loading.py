@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import ModelNotFound, SettingsError
-from ..core.processors import n_threads
 from ..core.requests import Speed
+from ..core.settings import n_threads
 from ..core.types import ModelInfo
 from .blocks import EAGER, Block, LayerFunctions
 from .fingerprint import fingerprint, n_layers_of, weight_files

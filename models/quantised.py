@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..core.formats import group_size
+from ..core.settings import group_size
 
 LEVELS = 15  # steps of a 4-bit code
 ROWS = 16  # the kernels want outputs in multiples of it; missing ones are zeros
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 class QuantisedLinear(nn.Module):
     """Linear maps of the same input, one behind the other, with quantised weights; their biases are added as they are.
 
-    Args: weights: (out, in) each. biases: (out,) or None each. name: a format of `core.formats`.
+    Args: weights: (out, in) each. biases: (out,) or None each. name: a format of `core.settings`.
           made: codes and scales of the same maps, from an earlier time. packed: for our kernels alone.
     """
 

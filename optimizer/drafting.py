@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..core.costs import CostProfile
 from ..core.events import FormatTried
-from ..core.formats import AUTO, STORED
-from ..core.settings import Branching, SwiftSettings
+from ..core.settings import AUTO, STORED, Branching, SwiftSettings
 from ..core.types import LayerSet, Prompt, n_skipped_for
 from ..decoding.draft_models import SkippedTarget
 from ..decoding.engine import alone, side_by_side

@@ -13,9 +13,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from ..core.errors import StoreUnavailable
-from ..core.events import JobState, PromptFinished, output_line
+from ..core.events import JobState, PromptFinished
 from ..core.jobs import EventPage, Job, JobBoard, JobEvent, JobList, Verb
 from ..core.serialization import LARGEST
+from ..core.streams import output_line
 from .schemas import JobSubmission
 from .state import Shared
 from .streams import prompts_of

@@ -10,7 +10,7 @@ import torch
 
 from .. import __version__
 from ..core.errors import SwiftoptError
-from ..core.requests import GenerateRequest
+from ..core.requests import BASE, PEERS, CompareRequest, GenerateRequest
 from ..core.types import Prompt, now
 from ..decoding.draft_models import OtherModel
 from ..decoding.hf import hf_generate
@@ -25,7 +25,6 @@ from .making import MakingRecipes
 from .measures import EnergyMeter, buffer_bytes, held_bytes, nll
 from .recipes import DEFAULT_TASK, Recipe
 from .report import SCHEMA, Figures, by_ratio, figures, with_plan
-from .requests import BASE, PEERS, CompareRequest
 from .runs import Contender, Decoded, Interleaved, OnRun, Run, decoding_with
 
 LOOKUP_TOKENS = 10  # prompt_lookup_num_tokens of hf-lookup, the value of transformers' documentation

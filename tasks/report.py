@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import LayerSetNotFound
+from ..core.requests import BASE
 from ..core.types import Completion, FoundPlan, Plan
 from ..decoding.methods import METHODS
 from ..optimizer.verdict import Array, bootstrap_interval, resampled, speed, speed_ratio
 from ..store import Store
 from .recipes import Recipe
-from .requests import BASE
 from .runs import Run, Runs
 
 SCHEMA = "swiftopt.compare/1"

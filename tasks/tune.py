@@ -15,11 +15,10 @@ from typing import Any
 from ..core.costs import CostProfile
 from ..core.errors import JobCancelled, JobFailed, LeaseLost, SettingsError, SwiftoptError
 from ..core.events import Event, PhaseChanged, Progress, PromptFinished, TaskFinished, TrialsDone
-from ..core.formats import AUTO
 from ..core.jobs import Promotion, Wanted
 from ..core.requests import TuneRequest
-from ..core.settings import SwiftSettings
-from ..core.streams import read_stream
+from ..core.settings import AUTO, SwiftSettings
+from ..core.streams import LineWriter, default_output, read_stream
 from ..core.types import Prompt
 from ..decoding.engine import exhaust
 from ..decoding.session import Session
@@ -30,7 +29,6 @@ from ..optimizer.task_state import reading
 from ..optimizer.tuning import MID_STEP, Tuner
 from ..store import Claim, Store
 from .job import HandedBack, LeaseKeeper, Paused, patiently, tune_spec
-from .outputs import LineWriter, default_output
 from .recipes import stamped, stored_costs
 
 SHOW_S = 1.0  # between two updates of the figures that others read

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ...core.errors import SettingsError
-from ...core.processors import THREADS
+from ...core.settings import THREADS
 from ...core.types import LayerSet
 from ..blocks import Block, LayerModules
 from ..quantised import ROWS, QuantisedLinear

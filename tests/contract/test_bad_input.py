@@ -220,7 +220,7 @@ def test_lines_before_a_full_disk_stay_whole(home: Path) -> None:
 import resource, sys
 from pathlib import Path
 from swiftopt.core.errors import OutputError
-from swiftopt.tasks.outputs import LineWriter
+from swiftopt.core.streams import LineWriter
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 try:
     with LineWriter(Path("out.jsonl")) as lines:

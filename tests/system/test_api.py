@@ -169,7 +169,7 @@ def test_unknown_job_names_the_nearest(client: TestClient) -> None:
 
 
 def test_outputs_are_the_lines_of_the_output_file(client: TestClient, store: Store, tmp_path: Path) -> None:
-    from swiftopt.tasks.outputs import LineWriter
+    from swiftopt.core.streams import LineWriter
 
     job = client.post("/v1/jobs", json=submission()).json()["id"]
     done = [finished(index) for index in range(70)]

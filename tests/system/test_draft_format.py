@@ -12,8 +12,8 @@ from tiny_files import save
 
 from swiftopt.core.costs import CostProfile
 from swiftopt.core.events import Event, FormatTried, TaskFinished
-from swiftopt.core.formats import STORED
 from swiftopt.core.requests import TuneRequest
+from swiftopt.core.settings import STORED
 from swiftopt.core.types import LayerSet, Prompt, Sampling
 from swiftopt.decoding.context import Context, Ending
 from swiftopt.decoding.draft import Draft, Drafter

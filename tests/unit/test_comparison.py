@@ -11,12 +11,13 @@ import pytest
 import torch
 from families import tiny_runtime
 
+from swiftopt.cli.compare import chosen_methods, parse_settings
 from swiftopt.core.errors import SettingsError, UnsupportedModel
+from swiftopt.core.requests import CompareRequest
 from swiftopt.core.types import Completion, Prompt, Sampling
 from swiftopt.decoding.methods import METHODS
 from swiftopt.tasks.measures import ROWS, Counter, EnergyMeter, nll, rapl
 from swiftopt.tasks.report import Figures, best_of, by_ratio, figures, plan_of
-from swiftopt.tasks.requests import CompareRequest, chosen_methods, parse_settings
 from swiftopt.tasks.runs import FEWEST, Contender, Decoded, Interleaved, Run, Runs
 
 PROMPTS = [Prompt(f"p{i}", "t", text="w1") for i in range(8)]

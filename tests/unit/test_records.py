@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from swiftopt.core.errors import LayerSetError, NotFound
-from swiftopt.core.formats import FORMATS
+from swiftopt.core.settings import FORMATS
 from swiftopt.core.types import LayerSet, LayerSetRecord
 from swiftopt.store import import_file
 
