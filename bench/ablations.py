@@ -20,8 +20,7 @@ from ..decoding.methods.early_exit import AdaDecodeSettings, AdaSpeedSettings, E
 from ..decoding.ratio import ChainRatio
 from ..models.early_exit import Heads
 from ..optimizer.search import Search
-from ..tasks.making import BRIEF_EPOCHS, HEADS_S, MakingRecipes
-from ..tasks.recipes import Recipes
+from ..tasks.recipes import BRIEF_EPOCHS, HEADS_S, MakingRecipes, Recipes
 from ..training.heads import train_heads
 from ..training.settings import HeadSettings
 

@@ -116,7 +116,7 @@ def search(
     request = pick(GenerateRequest, {**values, "sampling": pick(Sampling, values)})
     check_model(request)
 
-    from ..tasks.making import search_offline, typical_ratio
+    from ..tasks.recipes import search_offline
 
     def show_candidate(number: int, candidate: Any) -> None:
         skipped = candidate.layer_set.n_skipped
@@ -125,7 +125,7 @@ def search(
     max_s = float("inf") if minutes is None else 60 * minutes
     with open_store(db) as store:
         record, found = search_offline(request, prompts, store, max_steps, max_s, note_load, show_candidate)
-    ratio, median, n_tried = found.best.ratio, typical_ratio(found), len(found.candidates)
+    ratio, median, n_tried = found.best.ratio, found.typical_ratio, len(found.candidates)
 
     def show_text() -> None:
         show(layer_map(record.layer_set, console().width))

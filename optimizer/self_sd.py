@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from time import perf_counter
 
 import numpy as np
-from bayes_opt.acquisition import UpperConfidenceBound
 
 from ..core.errors import InvalidInput
 from ..core.types import LayerSet, Prompt
 from ..decoding.methods import Method, Resources, build
 from ..decoding.methods.chains import SelfSdSettings
 from ..decoding.session import Session
-from .strategies.gp import Array, next_point
+from .strategies.surrogate import Array
 
 MAX_STEPS = 200  # AdaDecode, appendix C; Draft & Verify itself takes 1,000
 N_PROMPTS = 4  # evaluation prompts, as there
@@ -48,6 +48,11 @@ class SelfSdSearch:
     best: Candidate
     candidates: tuple[Candidate, ...]
     seconds: float
+
+    @property
+    def typical_ratio(self) -> float:
+        """Median ratio of all candidates to plain decoding, an estimate for a random one."""
+        return median(candidate.ratio for candidate in self.candidates)
 
 
 def search(
@@ -119,6 +124,10 @@ class _Chooser:
         self._points.append((self._asked, candidate.ratio))
 
     def _suggest(self) -> Array:
+        from bayes_opt.acquisition import UpperConfidenceBound  # seconds, that only a search is worth
+
+        from .strategies.gp import next_point
+
         best = sorted(self._points, key=lambda point: -point[1])[: MAX_POINTS // 2]
         latest = self._points[-MAX_POINTS // 2 :]
         points = {id(kept): kept for kept in (*best, *latest)}.values()

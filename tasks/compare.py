@@ -21,9 +21,8 @@ from ..models.costs import machine_name
 from ..models.loading import load
 from ..models.runtime import Runtime
 from ..store import Store
-from .making import MakingRecipes
 from .measures import EnergyMeter, buffer_bytes, held_bytes, nll
-from .recipes import DEFAULT_TASK, Recipe
+from .recipes import DEFAULT_TASK, MakingRecipes, Recipe
 from .report import SCHEMA, Figures, by_ratio, figures, with_plan
 from .runs import Contender, Decoded, Interleaved, OnRun, Run, decoding_with
 

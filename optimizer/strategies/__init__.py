@@ -55,9 +55,9 @@ def _drawn(problem: SearchProblem, **how: Any) -> Strategy:
 
 
 def _guided(problem: SearchProblem, study: StudyKind, **how: Any) -> Strategy:
-    from .guided import GuidedStrategy, SearchPlan
+    from .guided import GuidedStrategy
 
-    return GuidedStrategy(problem, SearchPlan(study, **how))
+    return GuidedStrategy(problem, study, **how)
 
 
 def _by_study(help: str, study: StudyKind, patience: int, **how: Any) -> StrategyInfo:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,23 +12,10 @@ from ...core.types import LayerSet, Trial
 from .base import Bits, Proposal, SearchProblem, Strategy, Study, StudyKind, draw
 from .surrogate import SCORES, Array, Posterior, ScoredSet, SpeedCurve, damage_of, features, fitted_curve, posterior
 
+FAMILY = 8  # sets of each study that are tried before any move
+REACH = 3  # moves between the set in use and a candidate
 SWAPPED = 12  # of the sub-layers that may change places, the most promising of each side
 SPREAD = 0.5  # of the posterior that a move's damages are drawn from
-
-
-@dataclass(frozen=True, slots=True)
-class SearchPlan:
-    """How a strategy searches: what it studies, on how many prompts, and how it goes on from there.
-
-    `family`: sets of each study that are tried before any move. `whole_layers`: attention and MLP of a layer go
-    together. `reach`: moves between the set in use and a candidate.
-    """
-
-    study: StudyKind
-    n_studies: int = 1
-    family: int = 8
-    whole_layers: bool = False
-    reach: int = 3
 
 
 class GuidedStrategy(Strategy):
@@ -38,14 +24,19 @@ class GuidedStrategy(Strategy):
     A move skips one sub-layer more or fewer, or exchanges two. Given prices it chooses how many are skipped, by the
     speed that damage and cost give; without, it keeps to n_skipped and maximises the score alone. Its origins are
     "family" (a study's set), "move" and "random".
+
+    Args: study: what it looks at in the model, on `n_studies` prompts. whole_layers: attention and MLP of a layer go
+          together.
     """
 
-    def __init__(self, problem: SearchProblem, plan: SearchPlan) -> None:
+    def __init__(
+        self, problem: SearchProblem, study: StudyKind, n_studies: int = 1, whole_layers: bool = False
+    ) -> None:
         super().__init__(problem)
-        self._plan, self._prices = plan, problem.prices
+        self._study, self._n_studies, self._prices = study, n_studies, problem.prices
         half = self.size // 2
         layers = [(i, half + i) for i in range(half)]
-        self._units = layers if plan.whole_layers else [*((i,) for i in range(self.size)), *layers]
+        self._units = layers if whole_layers else [*((i,) for i in range(self.size)), *layers]
         self._studies: dict[str, Study] = {}
         self._trials: list[tuple[Bits, float, float, str]] = []  # bits, matchness, score, window
         self._in_use: Bits | None = None
@@ -66,9 +57,9 @@ class GuidedStrategy(Strategy):
         self._fitted = None
 
     def wants(self, prompt_id: str) -> StudyKind | None:
-        """Ask for a study of each new prompt's window, as many as the plan says."""
-        again = self.size and prompt_id not in self._studies and len(self._studies) < self._plan.n_studies
-        return self._plan.study if again else None
+        """Ask for a study of each new prompt's window, as many as were wanted."""
+        again = self.size and prompt_id not in self._studies and len(self._studies) < self._n_studies
+        return self._study if again else None
 
     def study(self, prompt_id: str, study: Study) -> None:
         """Take in a study: its sets to try, and how far each sub-layer turns the residual stream."""
@@ -97,7 +88,7 @@ class GuidedStrategy(Strategy):
             return
         damage, curve = self._model()
         family = [bits for bits in self._family(damage.mean) if self._fits(bits)]
-        if sum(bits in self.seen for bits in family) < self._plan.family * max(1, len(self._studies)):
+        if sum(bits in self.seen for bits in family) < FAMILY * max(1, len(self._studies)):
             yield from ((bits, "family") for bits in self._unseen(family, damage.mean, curve))
         drawn = damage.draw(rng.getrandbits(32), SPREAD)
         yield from ((bits, "move") for bits in self._climbed(drawn, damage.mean, curve))
@@ -133,7 +124,7 @@ class GuidedStrategy(Strategy):
             return []
         value = float(self._worth(np.array([top], dtype=float), drawn, curve)[0])
         looked: dict[Bits, float] = {}
-        for _ in range(self._plan.reach):
+        for _ in range(REACH):
             near = self._neighbours(top, drawn)
             if not near:
                 break

@@ -1,8 +1,12 @@
-"""The near end of the suggestion process: one request at a time, never waited for unless asked to.
+"""The suggestion process: `python -m swiftopt.optimizer.strategies.process`, and who asks it; never waited for.
 
 A Gaussian process takes from a tenth of a second to minutes per suggestion, and decoding must not wait for it, nor
 share its interpreter lock. It therefore runs in a Python process of its own; a plain one, not multiprocessing's, which
 would run the caller's script a second time.
+
+One JSON object per line goes each way. A request names the `engine` and holds its `seed`, `n_skipped`, all `scores` so
+far (pairs of a 0/1 string and a score) and the sets being scored (`pending`: 0/1 strings); the answer is
+`{"bits": [0, 1, …]}` or `{"error": "…"}`. It depends on the request and on nothing else.
 """
 
 from __future__ import annotations
@@ -16,20 +20,24 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from importlib import import_module
+from typing import Any, Literal
 
 from .base import Bits
 
+Point = tuple[Bits, float]
 Engine = Literal["gp", "tpe"]  # a module of this package with MAX_POINTS and suggest()
 
 DEADLINE_S = 60.0  # seconds that one suggestion may take, the start of the process included
 MAX_FAILURES = 3  # crashes or missed deadlines in a row, after which nothing is asked any more
-MODULE = "swiftopt.optimizer.strategies.suggest"
+MODULE = "swiftopt.optimizer.strategies.process"
+NICENESS = 10  # added to the priority value of the process: decoding goes first
 
 logger = logging.getLogger(__name__)
 
@@ -170,6 +178,10 @@ def _text(bits: Bits) -> str:
     return "".join(map(str, bits))
 
 
+def _bits(text: str) -> Bits:
+    return tuple(map(int, text))
+
+
 def _exchange(child: subprocess.Popen[bytes], line: bytes, answer: Future[Bits]) -> None:
     """Send one request and wait for its answer; a ValueError says in its text why there is none."""
     assert child.stdin is not None and child.stdout is not None
@@ -195,3 +207,50 @@ def _kill(child: subprocess.Popen[bytes], owner_pid: int) -> None:
         child.kill()
         with suppress(OSError), child:  # closes its pipes; what was still to be written has no reader
             pass
+
+
+def answer(request: Mapping[str, Any]) -> Bits:
+    """Suggest a layer set; the far end's work."""
+    # Each engine loads its own library, seconds of start-up that the other need not pay.
+    library = import_module(f"{__package__}.{request['engine']}")
+    points = points_of(((_bits(text), score) for text, score in request["scores"]), library.MAX_POINTS)
+    pending = [_bits(text) for text in request["pending"]]
+    suggestion: Bits = library.suggest(points, pending, request["n_skipped"], request["seed"])
+    return suggestion
+
+
+def points_of(scores: Iterable[Point], limit: int) -> list[Point]:
+    """Return at most `limit` sets with their mean scores: the best of the older ones, then the latest (two thirds).
+
+    A set scored twice saw two windows of text; its mean is the better estimate, and bayesian-optimization takes no
+    point twice. It counts as scored when it was last scored.
+    """
+    by_set: dict[Bits, list[float]] = {}
+    for bits, score in scores:
+        by_set[bits] = [*by_set.pop(bits, []), score]
+    points = [(bits, sum(own) / len(own)) for bits, own in by_set.items()]
+    if len(points) <= limit:
+        return points
+    n_latest = limit * 2 // 3
+    older, latest = points[:-n_latest], points[-n_latest:]
+    best = sorted(older, key=lambda point: point[1], reverse=True)[: limit - n_latest]
+    return best + latest
+
+
+def main() -> None:
+    """Answer requests until the standard input ends."""
+    os.nice(NICENESS)
+    warnings.simplefilter("ignore")  # scikit-learn warns of each fit that ends at a bound; nobody reads it here
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints must not end up between two answers
+    for line in sys.stdin:
+        try:
+            reply: dict[str, Any] = {"bits": answer(json.loads(line))}
+        except Exception as error:  # whatever it is, the near end logs it and goes on without
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+
+if __name__ == "__main__":
+    main()

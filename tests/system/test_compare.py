@@ -15,7 +15,7 @@ from swiftopt.core.types import Plan
 from swiftopt.decoding.methods import METHODS
 from swiftopt.models.loading import load
 from swiftopt.store import Store
-from swiftopt.tasks import making
+from swiftopt.tasks import recipes
 
 TOKENS = ("--max-new-tokens", "24", "--dtype", "float32")
 
@@ -29,7 +29,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with a database and a stream; what is missing is made very briefly."""
     for name in ("SWIFT_S", "SELF_SD_S", "HEADS_S", "PROBE_S"):
-        monkeypatch.setattr(making, name, 0.5)
+        monkeypatch.setattr(recipes, name, 0.5)
     monkeypatch.setenv("SWIFTOPT_DATABASE_URL", str(tmp_path / "home.db"))
     monkeypatch.chdir(tmp_path)
     lines = [json.dumps({"id": f"p{i}", "prompt": f"w{i} w{i + 1} w{i + 2}"}) for i in range(6)]

@@ -28,8 +28,7 @@ from swiftopt.optimizer.tuning import Tuner
 from swiftopt.store import Store
 from swiftopt.tasks.compare import enter
 from swiftopt.tasks.generate import Planner
-from swiftopt.tasks.making import MakingRecipes
-from swiftopt.tasks.recipes import Recipes
+from swiftopt.tasks.recipes import MakingRecipes, Recipes
 
 INT4 = (("attn", "int4"), ("head", "int4"), ("mlp", "int4"))
 TUNED = LayerSet(4, frozenset({1}), formats=INT4)

@@ -19,8 +19,7 @@ import pytest
 from swiftopt.core.types import LayerSet, Trial
 from swiftopt.optimizer.strategies.base import SearchProblem, draw, exchanged
 from swiftopt.optimizer.strategies.interval import IntervalStrategy
-from swiftopt.optimizer.strategies.process import MAX_FAILURES, MODULE, SuggestionProcess
-from swiftopt.optimizer.strategies.suggest import points_of
+from swiftopt.optimizer.strategies.process import MAX_FAILURES, MODULE, SuggestionProcess, points_of
 from swiftopt.optimizer.strategies.tpe import repaired
 
 SIZE, N_SKIPPED = 12, 5
