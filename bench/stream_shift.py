@@ -145,7 +145,7 @@ class StreamShift:
         }
 
     def _tuner(self) -> Tuner:
-        return Tuner(self.runtime, self.settings, Sampling(), self.max_new_tokens, self.costs, "")
+        return Tuner(Session(self.runtime, Sampling(), self.max_new_tokens), self.settings, self.costs, "")
 
 
 def _gap(optimum: Sequence[Completion], adapted: Sequence[Completion]) -> dict[str, float | bool | None]:

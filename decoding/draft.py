@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from .tree import DraftTree
 
@@ -154,6 +154,16 @@ class Drafter(ABC):
 
     def observe(self, outcome: Outcome) -> None:  # noqa: B027 - a hook
         """Learn what became of the latest draft, whose tokens are not committed yet; most drafters learn nothing."""
+
+    def state(self) -> dict[str, Any] | None:
+        """Return what was learnt so far, as JSON values, between two rounds; None: such a drafter learns nothing."""
+        return None
+
+    def restore(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - a hook
+        """Go on from the `state` of a drafter of the same settings.
+
+        Raises: KeyError, TypeError, ValueError: that is no such state.
+        """
 
 
 class Target(Protocol):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ..core.costs import CostProfile
 from ..core.events import FormatTried
@@ -16,7 +16,7 @@ from ..decoding.draft_models import SkippedTarget
 from ..decoding.engine import alone, side_by_side
 from ..decoding.loop import Began, Round
 from ..decoding.methods import Method, swift
-from ..decoding.methods.adaptive import AdaptiveDrafter, AdaptiveSettings, adaptive
+from ..decoding.methods.adaptive import AdaptiveSettings, adaptive
 from ..decoding.session import Session
 from .evaluation import WindowScore, adaptive_speedup, score_window, swift_speedup
 
@@ -43,20 +43,6 @@ def drafting_with(draft: SkippedTarget, settings: SwiftSettings, costs: CostProf
     if settings.method == "adaptive" and costs is not None:
         return adaptive(draft, costs, ADAPTIVE)
     return swift(draft, settings)
-
-
-def learnt_by(method: Method) -> dict[str, Any] | None:
-    """Return what a method's drafts have learnt in use, as JSON values; None: they learn nothing."""
-    return method.drafter.state() if isinstance(method.drafter, AdaptiveDrafter) else None
-
-
-def learn_again(method: Method, learnt: Mapping[str, Any] | None) -> None:
-    """Go on from what `learnt_by` said of a method of the same settings.
-
-    Raises: KeyError, TypeError, ValueError: that is no such state.
-    """
-    if isinstance(method.drafter, AdaptiveDrafter) and learnt is not None:
-        method.drafter.restore(learnt)
 
 
 def starting_set(n_layers: int, settings: SwiftSettings, skip_ratio: float, chooses_size: bool) -> LayerSet:

@@ -21,8 +21,6 @@ from .drafting import (
     FEWEST_WINDOWS,
     MOST_WINDOWS,
     drafting_with,
-    learn_again,
-    learnt_by,
     search_drafting,
     starting_set,
 )
@@ -224,7 +222,7 @@ class Search:
             "stopped_because": self.stopped_because,
             "windows": [[list(score.ranks), list(score.confidences)] for score in self._windows],
             "drafting": [self.settings.stop_threshold, self.settings.max_draft_length, list(self.settings.branching)],
-            "learnt": learnt_by(self.method),
+            "learnt": self.method.drafter.state(),
             "strategy": None if self._proposer is None or not self.optimising else self._proposer.strategy.state(),
         }
 
@@ -241,7 +239,8 @@ class Search:
         threshold, length, branching = state["drafting"]
         pairs = tuple((bound, k) for bound, k in branching)
         self._draft_by(replace(self.settings, stop_threshold=threshold, max_draft_length=length, branching=pairs))
-        learn_again(self.method, state["learnt"])
+        if state["learnt"] is not None:
+            self.method.drafter.restore(state["learnt"])
         self._draft.layer_set = self.layer_set
         self.stopped_because = state["stopped_because"]
         if self._proposer is not None and self.optimising:

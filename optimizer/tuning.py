@@ -19,13 +19,12 @@ from ..core.events import (
 )
 from ..core.prompt_states import KnownSet
 from ..core.settings import SwiftSettings
-from ..core.types import LayerSet, Prompt, Sampling, Trial, Verdict
+from ..core.types import LayerSet, Prompt, Trial, Verdict
 from ..decoding.draft_models import SkippedTarget
 from ..decoding.engine import Work, intercept, side_by_side
 from ..decoding.loop import Began, Round
 from ..decoding.session import Session, Turn, n_turns
-from ..models.runtime import Runtime
-from .drafting import drafting_with, learn_again, learnt_by
+from .drafting import drafting_with
 from .task_state import VERSION, Flight, TaskState, check, reading
 from .verdict import Pair, faster, hold_out, in_pairs, is_open, judge, timed_pairs, turns_done
 
@@ -39,26 +38,23 @@ MID_STEP = (Adopted, StreamShifted)  # events whose trials, or whose prompt's co
 class Tuner:
     """Tunes every task of a stream on one model.
 
-    Args: model: the name the caller used, for the record. costs: the measured profile that scores are made of.
-          known: sets of this model from elsewhere, those of similar text being tried first where a task's text becomes
-          another kind. concurrency: prompts that are decoded side by side.
+    Args: session: how prompts are decoded. costs: the measured profile that scores are made of. model: the name the
+          caller used, for the record. known: sets of this model from elsewhere, those of similar text being tried
+          first where a task's text becomes another kind. concurrency: prompts that are decoded side by side.
     """
 
     def __init__(
         self,
-        runtime: Runtime,
+        session: Session,
         settings: SwiftSettings,
-        sampling: Sampling,
-        max_new_tokens: int,
         costs: CostProfile,
         model: str,
         known: Sequence[KnownSet] = (),
         concurrency: int = 1,
     ) -> None:
-        self.runtime, self.settings, self.costs, self.model = runtime, settings, costs, model
-        self.session = Session(runtime, sampling, max_new_tokens)
-        self.concurrency = concurrency
-        formats = LayerSet(runtime.n_layers).filled(settings.draft_format).formats
+        self.session, self.runtime, self.settings, self.costs = session, session.runtime, settings, costs
+        self.model, self.concurrency = model, concurrency
+        formats = LayerSet(self.runtime.n_layers).filled(settings.draft_format).formats
         self.known = tuple(own for own in known if own.layer_set.formats == formats)
         self._running: dict[str, TaskState] = {}
         self._concluded: list[str] = []
@@ -257,8 +253,8 @@ class Tuner:
         is_first = not n_before
         n_done, n_turns_done = turns_done([prompt for _, prompt in task.held_out], len(task.pairs) - n_before)
         method = drafting_with(SkippedTarget(task.search.layer_set), task.search.settings, self.costs)
-        if len(task.pairs) > n_before:
-            learn_again(method, task.learnt)
+        if len(task.pairs) > n_before and task.learnt is not None:
+            method.drafter.restore(task.learnt)
         for number, (index, prompt) in list(enumerate(task.held_out))[n_done:]:
             yield PromptStarted(task.name, prompt.id, index, len(self._prompts))
             earlier = task.pairs[len(task.pairs) - n_turns_done :]
@@ -270,7 +266,7 @@ class Tuner:
                     continue
                 turn, pair = event
                 task.pairs.append(pair)
-                task.learnt = learnt_by(method)
+                task.learnt = method.drafter.state()
                 # A second look's progress lets what was timed be kept.
                 yield PromptFinished(turn, index, pair.plain, held_out=True) if is_first else task.progress()
 

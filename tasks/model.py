@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from queue import SimpleQueue
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from ..core.errors import SwiftoptError
 from ..core.events import Event
@@ -173,7 +173,7 @@ class Cancelled(SwiftoptError):
     """The request was cancelled, or its engine closed."""
 
 
-class LiveEngine:
+class LiveEngine(AbstractContextManager["LiveEngine"]):
     """Decodes requests of any threads side by side, in a thread of its own that alone uses the model."""
 
     def __init__(self, model: Model, concurrency: int, memory: int) -> None:
@@ -221,12 +221,7 @@ class LiveEngine:
         self._inbox.put(lambda: None)
         self._thread.join()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ import numpy as np
 
 from ..core.errors import LayerSetNotFound
 from ..core.requests import BASE
+from ..core.serialization import Record
 from ..core.types import Completion, FoundPlan, Plan
 from ..decoding.methods import METHODS
 from ..optimizer.verdict import Array, bootstrap_interval, resampled, speed, speed_ratio
@@ -23,7 +23,7 @@ SCHEMA = "swiftopt.compare/1"
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class Figures(Record):
     """One row of the comparison; None where nothing was measured.
 
     `prompts` of `of` were decoded; `ratio` and `identical` are against plain decoding of the same prompts. α, M and
@@ -58,10 +58,6 @@ class Figures:
     joules_per_token: float | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     reason: str | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return dataclasses.asdict(self)
 
     def missing(self, n_prompts: int, reason: str) -> Figures:
         """Return the row without any figures."""

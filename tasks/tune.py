@@ -121,16 +121,8 @@ class TuningRun:
         session = Session(runtime, request.sampling, request.max_new_tokens)
         n_positions = int(median(session.check(prompt) for prompt in self.prompts))
         settings, costs = self._drafts(session, n_positions)
-        self.tuner = Tuner(
-            runtime,
-            settings,
-            request.sampling,
-            request.max_new_tokens,
-            costs,
-            request.model,
-            patiently(lambda: self.store.known_sets(runtime.info.fingerprint)),
-            request.concurrency,
-        )
+        known = patiently(lambda: self.store.known_sets(runtime.info.fingerprint))
+        self.tuner = Tuner(session, settings, costs, request.model, known, request.concurrency)
         finished: list[TaskFinished] = []
         with closing(self.tuner.run(self.prompts, self.claim.snapshot, self.claim.trials)) as events:
             for event in events:

@@ -65,7 +65,7 @@ def stream(n: int, task: str = "t") -> list[Prompt]:
 def tuned(prompts: list[Prompt], costs: CostProfile | None = None, **settings: Any) -> tuple[TaskFinished, list[Event]]:
     """The result of the stream's only task, and all events."""
     values = SwiftSettings(**{**SMALL, **settings})
-    events = list(Tuner(worded_runtime(), values, Sampling(), 24, costs or flat_costs(), "tiny").run(prompts))
+    events = list(Tuner(Session(worded_runtime(), Sampling(), 24), values, costs or flat_costs(), "tiny").run(prompts))
     (result,) = (event for event in events if isinstance(event, TaskFinished))
     return result, events
 
@@ -274,7 +274,7 @@ def test_held_out_turns_are_reported_before_a_later_one_overflows(tmp_path: Path
     prompts = [Prompt("short", "t", turns=(words(3, 4),)), Prompt("long", "t", turns=(words(3), words(4), words(5)))]
     events: list[Event] = []
     settings = SwiftSettings(**SMALL)
-    run = Tuner(runtime, settings, Sampling(), 15, flat_costs(), "tiny").run(prompts)
+    run = Tuner(Session(runtime, Sampling(), 15), settings, flat_costs(), "tiny").run(prompts)
     with pytest.raises(ContextOverflow, match="'long#3'"):
         for event in run:
             events.append(event)
@@ -325,7 +325,7 @@ def test_a_model_with_nothing_to_skip_is_tuned_to_nothing(n_layers: int) -> None
     runtime = runtime_of(changed("llama", num_hidden_layers=n_layers))
     runtime.tokenizer = worded_runtime().tokenizer
     costs = flat_costs(n_layers=n_layers)
-    *_, result = Tuner(runtime, SwiftSettings(**SMALL), Sampling(), 24, costs, "tiny").run(stream(3))
+    *_, result = Tuner(Session(runtime, Sampling(), 24), SwiftSettings(**SMALL), costs, "tiny").run(stream(3))
     assert isinstance(result, TaskFinished)
     assert result.record.layer_set.n_skipped == 0 and result.record.matchness == 1.0
 

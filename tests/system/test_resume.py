@@ -32,6 +32,7 @@ from swiftopt.core.events import (
 from swiftopt.core.prompt_states import KnownSet, unit
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, ModelInfo, Prompt, Sampling, Trial
+from swiftopt.decoding.session import Session
 from swiftopt.models.runtime import Runtime
 from swiftopt.optimizer import shift, tuning
 from swiftopt.optimizer.tuning import MID_STEP, Tuner
@@ -108,9 +109,8 @@ class Case:
         tuning.is_open = lambda verdict: self.looks_twice
         tuning.BEAT_S = math.inf  # signs of life come by the clock: on a slow machine no life would get further
         settings = SwiftSettings(**{**SMALL, "deterministic": True, **self.settings})
-        return Tuner(
-            runtime(), settings, self.sampling, self.max_new_tokens, self.costs, "tiny", self.known, self.concurrency
-        )
+        session = Session(runtime(), self.sampling, self.max_new_tokens)
+        return Tuner(session, settings, self.costs, "tiny", self.known, self.concurrency)
 
 
 @dataclasses.dataclass

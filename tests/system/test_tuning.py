@@ -31,6 +31,7 @@ from swiftopt.decoding.engine import side_by_side
 from swiftopt.decoding.loop import Began, Round, decode, decoding
 from swiftopt.decoding.methods import PLAIN
 from swiftopt.decoding.rule import TokenRule
+from swiftopt.decoding.session import Session
 from swiftopt.models.rows import Pass
 from swiftopt.models.runtime import Runtime
 from swiftopt.optimizer.challengers import Incumbent, Standing, trimmed
@@ -48,7 +49,7 @@ def stream(n: int, task: str = "t") -> list[Prompt]:
 
 def tune(prompts: list[Prompt], max_new_tokens: int = 24, **settings: Any) -> tuple[list[Any], list[Event]]:
     runtime, values = worded_runtime(), SwiftSettings(**{**SMALL, **settings})
-    events = list(Tuner(runtime, values, Sampling(), max_new_tokens, flat_costs(), "tiny").run(prompts))
+    events = list(Tuner(Session(runtime, Sampling(), max_new_tokens), values, flat_costs(), "tiny").run(prompts))
     return [event for event in events if isinstance(event, TaskFinished)], events
 
 
@@ -107,7 +108,7 @@ def test_prompts_are_tuned_on_side_by_side(strategy: str) -> None:
             return super().forward_together(passes_)
 
     runtime.__class__ = Noting
-    tuner = Tuner(runtime, settings, Sampling(), 24, flat_costs(), "tiny", concurrency=3)
+    tuner = Tuner(Session(runtime, Sampling(), 24), settings, flat_costs(), "tiny", concurrency=3)
     running, most, serving = set[int](), 0, True
     results = {}
     for event in tuner.run(prompts):

@@ -41,7 +41,7 @@ def stream(n: int) -> list[Prompt]:
 
 def tune(**settings: Any) -> tuple[list[Any], list[Event]]:
     given = SwiftSettings(method="adaptive", draft_format="int4", context_window=8, max_steps=30, **settings)
-    events = list(Tuner(worded_runtime(), given, Sampling(), 24, cheap_draft_costs(), "tiny").run(stream(6)))
+    events = list(Tuner(Session(worded_runtime(), Sampling(), 24), given, cheap_draft_costs(), "tiny").run(stream(6)))
     return [event for event in events if isinstance(event, TaskFinished)], events
 
 
