@@ -240,18 +240,14 @@ def check_clock(url: str) -> Result:
     """Check how far this machine's clock is from the database's, which decides when leases end."""
     from sqlalchemy import select
 
-    from ..store.database import clock_s, connect, exists, store_errors
+    from ..store.database import clock_s, connected, exists
 
     if not exists(url):
         return "ok", "the database's clock will be this machine's"
-    engine = connect(url)
-    try:
-        with store_errors(url), engine.connect() as connection:
-            before = time.time()
-            theirs = connection.execute(select(clock_s())).scalar_one()
-            after = time.time()
-    finally:
-        engine.dispose()
+    with connected(url) as connection:
+        before = time.time()
+        theirs = connection.execute(select(clock_s())).scalar_one()
+        after = time.time()
     apart = max(before - theirs, theirs - after, 0.0)  # the time that the question took counts for neither
     if apart > CLOCK_S:
         return "warn", f"{apart:.1f} s from the database's: let both machines keep time with NTP"

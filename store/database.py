@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from platformdirs import user_data_dir
 from sqlalchemy import URL, Connection, Double, Engine, create_engine, event, make_url
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError, SAWarning, SQLAlchemyError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session
@@ -109,7 +110,7 @@ def shown(url: str) -> str:
 
 @contextmanager
 def store_errors(url: str) -> Iterator[None]:
-    """Turn what the database driver raises into one sentence.
+    """Turn what the database driver raises, and a row that is no JSON, into one sentence.
 
     Raises: StoreUnavailable: the database cannot be reached or is locked just now. StoreError: it cannot be used.
     """
@@ -117,6 +118,10 @@ def store_errors(url: str) -> Iterator[None]:
         yield
     except SQLAlchemyError as error:
         raise _translated(error, url) from error
+    except json.JSONDecodeError as error:
+        raise StoreError(
+            f"the database {shown(url)} has a row that is no JSON ({error}): it was changed by hand, correct it"
+        ) from error
 
 
 def _translated(error: SQLAlchemyError, url: str) -> StoreError:
@@ -140,9 +145,8 @@ def connect(url: str) -> Engine:
     try:
         parsed = make_url(url)
         if parsed.get_backend_name() != "sqlite":
-            return create_engine(
-                parsed, pool_pre_ping=True, connect_args=_server_options(parsed), json_serializer=json_text
-            )
+            options = _server_options(parsed)
+            return create_engine(parsed, pool_pre_ping=True, connect_args=options, json_serializer=json_text)
         _make_folder(parsed)
         wait = {} if "timeout" in parsed.query else {"timeout": LOCK_WAIT_S}
         with warnings.catch_warnings():
@@ -160,6 +164,20 @@ def connect(url: str) -> Engine:
     event.listen(engine, "connect", _set_pragmas)
     event.listen(engine, "begin", _begin)
     return engine
+
+
+@contextmanager
+def connected(url: str) -> Iterator[Connection]:
+    """Open one connection, for a question or two, and close it again.
+
+    Raises: StoreError: as `connect` and `store_errors` do.
+    """
+    engine = connect(url)
+    try:
+        with store_errors(url), engine.connect() as connection:
+            yield connection
+    finally:
+        engine.dispose()
 
 
 def exists(url: str) -> bool:
@@ -277,12 +295,12 @@ class Transactions:
 
     def read(self, work: Callable[[Session], T]) -> T:
         """Run `work` in a transaction that writes nothing."""
-        with _row_errors(self.url), Session(self.engine) as session:
+        with store_errors(self.url), Session(self.engine) as session:
             return work(session)
 
     def write(self, work: Callable[[Session], T]) -> T:
         """Run `work` in one transaction, again if another one created the same row meanwhile (PostgreSQL only)."""
-        with _row_errors(self.url):
+        with store_errors(self.url):
             answer: T = WRITE_TRIES(self._write_once, work)
             return answer
 
@@ -291,16 +309,10 @@ class Transactions:
             return work(session)
 
 
-@contextmanager
-def _row_errors(url: str) -> Iterator[None]:
-    """Translate errors as `store_errors` does, and those of JSON columns that hold something else."""
-    try:
-        with store_errors(url):
-            yield
-    except json.JSONDecodeError as error:
-        raise StoreError(
-            f"the database {shown(url)} has a row that is no JSON ({error}): it was changed by hand, correct it"
-        ) from error
+def insert(session: Session, table: type[Any]) -> Any:
+    """Return an INSERT that may say what to do ON CONFLICT, which each kind of database has as its own."""
+    dialect = sqlite if session.get_bind().dialect.name == "sqlite" else postgresql
+    return dialect.insert(table)
 
 
 # --- the clock ---

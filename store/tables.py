@@ -29,6 +29,14 @@ class Base(DeclarativeBase):
     type_annotation_map = {float: Double}  # noqa: RUF012  (SQLAlchemy reads it)
 
 
+class SchemaRow(Base):
+    """The name of the database's schema, in one row; Optuna would take a table `alembic_version` for its own."""
+
+    __tablename__ = "swiftopt_alembic_version"
+
+    version_num: Mapped[str] = mapped_column(primary_key=True)
+
+
 class ModelRow(Base):
     """A model. `fingerprint` is null while the model is known only from an imported set."""
 

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from first_schema import create
 from sqlalchemy import create_engine, make_url, text
 
 from swiftopt.cli.main import run
 from swiftopt.store import Store
 from swiftopt.store.database import connect, shown, writing
-from swiftopt.store.migrations import HEAD, VERSION_TABLE
-from swiftopt.store.schema import known_revisions, upgrade
+from swiftopt.store.migrations import HEAD, REVISIONS
+from swiftopt.store.tables import SchemaRow
 
 
 @pytest.fixture
@@ -44,10 +45,10 @@ def test_empty_database_is_behind_until_it_is_upgraded(call: Any, database_url: 
 
 
 def test_older_schema_is_said_to_be_behind_and_upgraded(call: Any, database_url: str) -> None:
-    oldest = known_revisions()[-1]
+    oldest = REVISIONS[0]
     engine = writing(connect(database_url))
     with engine.begin() as connection:
-        upgrade(connection, oldest)
+        create(connection, oldest)
     engine.dispose()
     assert call("current")[1] == f"{oldest}\n"
     code, _, told = call("check")
@@ -60,7 +61,7 @@ def test_newer_schema_is_named_and_never_touched(call: Any, database_url: str) -
     Store.open(database_url).close()
     engine = create_engine(database_url)
     with engine.begin() as connection:
-        connection.execute(text(f"UPDATE {VERSION_TABLE} SET version_num = '9999_future'"))
+        connection.execute(text(f"UPDATE {SchemaRow.__tablename__} SET version_num = '9999_future'"))
     engine.dispose()
     for command, ends_with in (("current", 0), ("check", 1), ("upgrade", 1)):
         code, _, told = call(command)

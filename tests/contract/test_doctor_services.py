@@ -65,18 +65,20 @@ def test_doctor_warns_of_a_redis_that_evicts(redis_url: str, capsys: pytest.Capt
 
 
 def test_doctor_changes_no_schema(database_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from first_schema import create
+
     from swiftopt.store.database import connect, writing
-    from swiftopt.store.schema import downgrade, known_revisions, look
+    from swiftopt.store.migrations import REVISIONS
+    from swiftopt.store.schema import look
 
     assert "empty" in checks(capsys)["database"]["text"] and look(database_url).revision is None
-    Store.open(database_url).close()
     engine = connect(database_url)
     with writing(engine).begin() as connection:
-        downgrade(connection, known_revisions()[1])
+        create(connection, REVISIONS[-2])
     engine.dispose()
     found = checks(capsys)["database"]
     assert found["status"] == "warn" and "swiftopt db upgrade" in found["text"]
-    assert look(database_url).revision == known_revisions()[1]
+    assert look(database_url).revision == REVISIONS[-2]
 
 
 def test_doctor_fails_for_servers_that_are_away(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Every step of the schema, up and down, over rows that were there before."""
+"""Every step of the schema, over rows that were there before."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from first_schema import create
 from sqlalchemy import (
     JSON,
     BigInteger,
@@ -19,18 +20,17 @@ from sqlalchemy import (
     LargeBinary,
     MetaData,
     Table,
-    func,
+    inspect,
     select,
 )
 
-from swiftopt.core.errors import LayerSetNotFound
-from swiftopt.core.types import LayerSet, LayerSetRecord, Plan
 from swiftopt.store import Store
 from swiftopt.store.database import connect, writing
-from swiftopt.store.schema import downgrade, known_revisions, revision, upgrade
+from swiftopt.store.migrations import HEAD, REVISIONS, upgrade
+from swiftopt.store.schema import revision
+from swiftopt.store.tables import Base
 
-OLDEST_FIRST = known_revisions()[::-1]
-STEPS = list(pairwise(OLDEST_FIRST))
+STEPS = list(pairwise(REVISIONS))
 VALUES = {"state": "succeeded", "created_at": "2026-11-21T00:00:00Z", "skip_attn": [7, 10], "request": {"model": "µ"}}
 
 Rows = dict[str, list[dict[str, Any]]]  # by table
@@ -92,100 +92,91 @@ def read(engine: Engine, like: Rows | None = None) -> Rows:
     return rows
 
 
-def move(engine: Engine, to: str, *, up: bool) -> None:
+def begin(engine: Engine, at: str) -> None:
+    """An empty database of that schema."""
     with engine.begin() as connection:
-        (upgrade if up else downgrade)(connection, to)
-        assert revision(connection) == to
+        create(connection, at)
+        assert revision(connection) == at
+
+
+def move(engine: Engine, old: str, new: str) -> None:
+    with engine.begin() as connection:
+        upgrade(connection, old, new)
+        assert revision(connection) == new
 
 
 @pytest.mark.parametrize(("old", "new"), STEPS)
-def test_rows_of_the_older_schema_survive_the_way_up_and_down(engine: Engine, old: str, new: str) -> None:
-    move(engine, old, up=True)
+def test_rows_of_the_older_schema_survive_the_step(engine: Engine, old: str, new: str) -> None:
+    begin(engine, old)
     fill(engine, range(1, 4))
     before = read(engine)
     assert all(len(rows) == 3 for rows in before.values()) and len(before) >= 8
-    move(engine, new, up=True)
+    move(engine, old, new)
     assert read(engine, before) == before
     fill(engine, range(4, 6))
-    both = read(engine, before)
-    move(engine, old, up=False)
-    assert read(engine) == both
-    move(engine, new, up=True)
-    assert read(engine, before) == both
+    assert {name: len(rows) for name, rows in read(engine, before).items()} == dict.fromkeys(before, 5)
 
 
 @pytest.mark.parametrize("state", ["running", "succeeded", "failed", "cancelled"])
-def test_jobs_end_survives_the_way_up_and_down(engine: Engine, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+def test_jobs_end_survives_all_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
     monkeypatch.setitem(VALUES, "state", state)
-    move(engine, OLDEST_FIRST[0], up=True)
+    begin(engine, REVISIONS[0])
     fill(engine, range(1, 2))
-    move(engine, OLDEST_FIRST[-1], up=True)
-    assert read(engine)["swiftopt_jobs"][0]["state"] == state
-    move(engine, OLDEST_FIRST[0], up=False)
-    after = read(engine)["swiftopt_jobs"][0]["state"]
-    assert after == ("cancelled" if state == "running" else state)  # nothing goes on with it there
+    move(engine, REVISIONS[0], HEAD)
+    (job,) = read(engine)["swiftopt_jobs"]
+    assert (job["state"], job["lease_until"]) == (state, 0 if state == "running" else None)
+    assert (job["kind"], job["attempt"], job["n_checkpoints"]) == ("tune", 1, 0)
 
 
-def test_way_down_to_nothing_and_up_again_leaves_an_empty_database_that_works(engine: Engine) -> None:
-    move(engine, OLDEST_FIRST[-1], up=True)
-    fill(engine, range(1, 3))
-    with engine.begin() as connection:
-        downgrade(connection, "base")
-    assert tables(engine) == []
-    move(engine, OLDEST_FIRST[-1], up=True)
-    with engine.connect() as connection:
-        assert {connection.scalar(select(func.count()).select_from(table)) for table in tables(connection)} == {0}
-    fill(engine, range(1, 2))
-
-
-@pytest.mark.parametrize("new", OLDEST_FIRST[1:])
+@pytest.mark.parametrize("new", REVISIONS[1:])
 def test_step_that_fails_leaves_the_database_as_it_was(engine: Engine, new: str) -> None:
-    old = OLDEST_FIRST[OLDEST_FIRST.index(new) - 1]
-    move(engine, old, up=True)
+    old = REVISIONS[REVISIONS.index(new) - 1]
+    begin(engine, old)
     fill(engine, range(1, 3))
     before = read(engine)
     with pytest.raises(ZeroDivisionError), engine.begin() as connection:
-        upgrade(connection, new)
+        upgrade(connection, old, new)
         raise ZeroDivisionError
     with engine.connect() as connection:
         assert revision(connection) == old
     assert read(engine) == before
 
 
+def shape(engine: Engine) -> dict[str, dict[str, Any]]:
+    """What the database says of each of our tables, in an order of its own."""
+    seen = inspect(engine)
+    found = {}
+    for name in [table.name for table in tables(engine)]:
+        parts = {
+            "columns": seen.get_columns(name),
+            "key": [seen.get_pk_constraint(name)],
+            "unique": seen.get_unique_constraints(name),
+            "foreign": seen.get_foreign_keys(name),
+            "indexes": seen.get_indexes(name),
+        }
+        found[name] = {part: sorted(map(repr, values)) for part, values in parts.items()}
+    return found
+
+
+@pytest.mark.parametrize("old", REVISIONS[:-1])
+def test_older_database_becomes_what_a_new_one_is(engine: Engine, database_url: str, old: str) -> None:
+    begin(engine, old)
+    move(engine, old, HEAD)
+    migrated = shape(engine)
+    Base.metadata.drop_all(engine)
+    Store.open(database_url).close()
+    assert shape(engine) == migrated and len(migrated) == len(Base.metadata.tables) - 1  # but the schema's own
+
+
 BEFORE_PLANS, WITH_PLANS = "0002_queued_jobs", "0003_plans_of_any_method"
-SET = LayerSetRecord("m", "t", LayerSet(8, frozenset({3}), frozenset({4})), "f", device="cpu", dtype="float32")
 
 
 def test_plan_of_a_layer_set_gets_its_version_figures_and_hardware_on_the_way_up(engine: Engine) -> None:
-    move(engine, BEFORE_PLANS, up=True)
+    begin(engine, BEFORE_PLANS)
     fill(engine, range(1, 3))
-    move(engine, WITH_PLANS, up=True)
+    move(engine, BEFORE_PLANS, WITH_PLANS)
     after = read(engine)
     for plan, layer_set in zip(after["swiftopt_plans"], after["swiftopt_layer_sets"], strict=True):
         same = ("model_id", "task", "version", "measured_speedup", "measured_low", "measured_high", "device", "dtype")
         assert [plan[name] for name in same] == [layer_set[name] for name in same]
         assert (plan["learned_id"], plan["draft_model"]) == (None, None)
-
-
-def test_way_down_drops_comparisons_plans_and_best_means_what_was_chosen_without_them(
-    engine: Engine, database_url: str
-) -> None:
-    move(engine, WITH_PLANS, up=True)
-    with Store.open(database_url) as store:
-        stored = [store.add_layer_set(SET) for _ in range(2)]  # 1, 2
-        store.rollback("m", "t")  # 1
-        store.add_plan("m", "t", Plan("spd", device="cpu", dtype="float32"))  # 3
-        store.add_plan("m", "t", Plan("self-sd", stored[0], device="cpu", dtype="float32"))  # 4
-        store.rollback("m", "t")  # 3
-        store.promote("m", "t", 2)
-        store.rollback("m", "t")  # 3 again
-    with engine.begin() as connection:
-        downgrade(connection, BEFORE_PLANS)
-        upgrade(connection, WITH_PLANS)
-    with Store.open(database_url) as store:
-        assert store.layer_sets() == stored[::-1]
-        assert (store.lookup("m", "t").version, store.lookup("m", "t").plan.layer_set) == (1, stored[0])
-        with pytest.raises(LayerSetNotFound, match="stored are 1, 2"):
-            store.plan("m", "t", 3)
-        with pytest.raises(LayerSetNotFound, match="version 1 is the first"):
-            store.rollback("m", "t")

@@ -16,6 +16,7 @@ from threading import Barrier
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+from first_schema import create
 from servers import Postgres, new_database, server_folder
 from sqlalchemy import URL, Engine, NullPool, create_engine, inspect, make_url, text
 from sqlalchemy.orm import Session
@@ -25,10 +26,10 @@ from swiftopt.core.events import TrialsDone
 from swiftopt.core.jobs import JobSpec
 from swiftopt.core.types import LayerSet, LayerSetRecord, Trial
 from swiftopt.store import Store, as_url, default_url
-from swiftopt.store.database import Transactions
-from swiftopt.store.migrations import HEAD, VERSION_TABLE
-from swiftopt.store.schema import downgrade, known_revisions, revision, upgrade
-from swiftopt.store.tables import Base
+from swiftopt.store.database import Transactions, connect, writing
+from swiftopt.store.migrations import HEAD, REVISIONS
+from swiftopt.store.schema import revision
+from swiftopt.store.tables import Base, SchemaRow
 
 RECORD = LayerSetRecord("m", "t", LayerSet(40, frozenset({7}), frozenset({8})))
 
@@ -50,31 +51,35 @@ def engine(database_url: str) -> Iterator[Engine]:
 # --- schema -----------------------------------------------------------------------------------------------------------
 
 
-def test_migrations_build_the_tables_that_the_code_uses(store: Store, engine: Engine) -> None:
+def test_older_database_gets_the_tables_that_the_code_uses(database_url: str, engine: Engine) -> None:
+    opened = connect(database_url)
+    with writing(opened).begin() as connection:
+        create(connection, REVISIONS[0])
+    opened.dispose()
+    Store.open(database_url).close()
     options = {
         "compare_type": True,
         "include_object": lambda _o, name, kind, *_: kind != "table" or "version" not in name,
     }
     with engine.connect() as connection:
-        assert compare_metadata(MigrationContext.configure(connection, opts=options), Base.metadata) == []
-        assert revision(connection) == HEAD == known_revisions()[0]
+        context = MigrationContext.configure(connection, opts=options)
+        assert compare_metadata(context, Base.metadata) == []
+        assert revision(connection) == HEAD
 
 
-def test_downgrade_drops_our_tables_only_and_upgrade_brings_them_back(store: Store, engine: Engine) -> None:
-    lease = store.jobs.begin_here(JobSpec("tune", None), "here").lease
-    trials = TrialsDone("t", (Trial(0, RECORD.layer_set, "random", 0.5, 0.5),))
-    store.jobs.checkpoint(lease, 1, [trials], None)
-    store.add_layer_set(dataclasses.replace(RECORD, job=lease.job))
+def test_database_may_hold_tables_of_others(database_url: str, engine: Engine) -> None:
+    connect(database_url).dispose()  # which creates the file's folder
     with engine.begin() as connection:
         connection.execute(text("CREATE TABLE trials (id INTEGER)"))  # as Optuna has one
         connection.execute(text("INSERT INTO trials VALUES (3)"))
-        downgrade(connection, "base")
-    assert set(inspect(engine).get_table_names()) == {"trials", VERSION_TABLE}
-    with engine.begin() as connection:
-        upgrade(connection)
+    with Store.open(database_url) as store:
+        lease = store.jobs.begin_here(JobSpec("tune", None), "here").lease
+        trials = TrialsDone("t", (Trial(0, RECORD.layer_set, "random", 0.5, 0.5),))
+        store.jobs.checkpoint(lease, 1, [trials], None)
+        assert store.add_layer_set(dataclasses.replace(RECORD, job=lease.job)).version == 1
+    with engine.connect() as connection:
         assert connection.execute(text("SELECT id FROM trials")).scalar() == 3
-    assert store.layer_sets() == []
-    assert store.add_layer_set(RECORD).version == 1
+    assert all(name == "trials" or name.startswith("swiftopt_") for name in inspect(engine).get_table_names())
 
 
 def test_rows_stay_when_the_store_is_opened_again(database_url: str) -> None:
@@ -104,7 +109,7 @@ def test_databases_can_be_created_by_several_threads_at_once(tmp_path: Path) -> 
 
 def test_database_of_a_newer_swiftopt_is_refused(database_url: str, store: Store, engine: Engine) -> None:
     with engine.begin() as connection:
-        connection.execute(text(f"UPDATE {VERSION_TABLE} SET version_num = '9999_future'"))
+        connection.execute(text(f"UPDATE {SchemaRow.__tablename__} SET version_num = '9999_future'"))
     with pytest.raises(SchemaTooNew, match=f"newer swiftopt .*9999_future, .*up to {HEAD}.*install that version"):
         Store.open(database_url)
 

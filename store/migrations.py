@@ -1,0 +1,117 @@
+"""The steps that bring an older database to the newest schema, each named after the schema that it leads to.
+
+A new database is made from `tables` alone, and a step takes from there what it adds. So where a later step changes a
+table or column that an earlier one adds, the earlier one must then spell out what it adds. Tests hold every older
+database, brought here, against a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from sqlalchemy import Column, Connection, Table, update
+
+from .tables import Base, SchemaRow
+
+if TYPE_CHECKING:
+    from alembic.operations import BatchOperations, Operations
+
+# What plans had from their layer set alone.
+OWN = ("model_id", "task", "version")
+COPIED = (*OWN, "measured_speedup", "measured_low", "measured_high", "device", "dtype")
+
+
+def upgrade(connection: Connection, found: str, to: str) -> None:
+    """Run the steps between two schemas in the connection's transaction; loads alembic, which few databases need."""
+    from alembic.migration import MigrationContext
+    from alembic.operations import Operations
+
+    op = Operations(MigrationContext.configure(connection, opts={"target_metadata": Base.metadata}))
+    for name in REVISIONS[REVISIONS.index(found) + 1 : REVISIONS.index(to) + 1]:
+        STEPS[name](op)
+    connection.execute(update(SchemaRow).values(version_num=to))
+
+
+def _queued_jobs(op: Operations) -> None:
+    """Let a queue deliver jobs; a run that was going on under the old schema has no lease and counts as lost."""
+    _create(op, "streams", "events", "outputs", "counters", "locks")
+    _add(op, "jobs", "kind", "queue", "fingerprint", "idempotency_key", "stream", "n_prompts", "attempt", "worker")
+    _add(op, "jobs", "wanted", "lease_until", "due_at", "n_checkpoints", "n_checkpoints_before", "n_fruitless")
+    _add(op, "jobs", "snapshot", "progress", "started_at")
+    op.execute("UPDATE swiftopt_jobs SET lease_until = 0 WHERE state = 'running'")
+    op.drop_index("ix_swiftopt_trials_job_id", "swiftopt_trials")
+    op.execute(
+        "DELETE FROM swiftopt_trials WHERE id NOT IN (SELECT MIN(id) FROM swiftopt_trials GROUP BY job_id, task, step)"
+    )
+    for index in (*_table("jobs").indexes, *_table("trials").indexes):
+        index.create(op.get_bind())
+
+
+def _plans_of_any_method(op: Operations) -> None:
+    """Let plans need no layer set: they take over what theirs say. Add heads, probes and comparisons."""
+    _create(op, "learned", "learned_weights", "comparisons")
+    _add(op, "plans", *COPIED, "learned_id", "draft_model")
+    of_its_set = "(SELECT {0} FROM swiftopt_layer_sets WHERE swiftopt_layer_sets.id = swiftopt_plans.layer_set_id)"
+    op.execute("UPDATE swiftopt_plans SET " + ", ".join(f"{name} = {of_its_set.format(name)}" for name in COPIED))
+    with _plans(op) as plans:
+        for name in OWN:
+            plans.alter_column(name, nullable=False)
+        plans.alter_column("layer_set_id", nullable=True)
+        plans.drop_constraint(op.f("uq_swiftopt_plans_layer_set_id"), type_="unique")
+        plans.create_unique_constraint(op.f("uq_swiftopt_plans_model_id"), list(OWN))
+        plans.create_foreign_key(op.f("fk_swiftopt_plans_model_id"), "swiftopt_models", ["model_id"], ["id"])
+        plans.create_foreign_key(op.f("fk_swiftopt_plans_learned_id"), "swiftopt_learned", ["learned_id"], ["id"])
+
+
+def _quantised_drafts(op: Operations) -> None:
+    """Add what a quantised part of a draft costs, and which parts of a candidate were; earlier rows know of none."""
+    _add(op, "cost_profiles", "formats")
+    _add(op, "trials", "quantised")
+
+
+def _prompt_states(op: Operations) -> None:
+    """Add where the prompts of a layer set lie; of earlier sets nothing is known."""
+    _add(op, "layer_sets", "prompt_state")
+
+
+@contextmanager
+def _plans(op: Operations) -> Iterator[BatchOperations]:
+    """Change the plans. SQLite builds the table anew, and what points at it must not be there meanwhile."""
+    on_sqlite = op.get_bind().dialect.name == "sqlite"
+    if on_sqlite:
+        op.execute("CREATE TEMPORARY TABLE swiftopt_aside AS SELECT * FROM swiftopt_alias_moves")
+        op.execute("DELETE FROM swiftopt_alias_moves")
+    with op.batch_alter_table("swiftopt_plans") as plans:
+        yield plans
+    if on_sqlite:
+        op.execute("INSERT INTO swiftopt_alias_moves SELECT * FROM swiftopt_aside")
+        op.execute("DROP TABLE swiftopt_aside")
+
+
+def _create(op: Operations, *tables: str) -> None:
+    Base.metadata.create_all(op.get_bind(), [_table(name) for name in tables])
+
+
+def _add(op: Operations, table: str, *columns: str) -> None:
+    """Add columns in place, for a table built anew would delete what points at it; rows get their default, or null."""
+    for name in columns:
+        made = _table(table).c[name]
+        default = made.server_default
+        op.add_column(f"swiftopt_{table}", Column(name, made.type, nullable=default is None, server_default=default))
+
+
+def _table(name: str) -> Table:
+    return Base.metadata.tables[f"swiftopt_{name}"]
+
+
+# Oldest first. The first has no step: databases of it exist, but none is made any more.
+STEPS: dict[str, Callable[[Operations], None]] = {
+    "0002_queued_jobs": _queued_jobs,
+    "0003_plans_of_any_method": _plans_of_any_method,
+    "0004_quantised_drafts": _quantised_drafts,
+    "0005_prompt_states": _prompt_states,
+}
+REVISIONS = ("0001_layer_sets", *STEPS)
+HEAD = REVISIONS[-1]
