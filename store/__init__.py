@@ -2,7 +2,7 @@
 
 from .database import as_url, default_url
 from .published import import_file
-from .queueing import Claim
 from .store import LEASE_S, Jobs, Store
+from .transitions import Claim
 
 __all__ = ["LEASE_S", "Claim", "Jobs", "Store", "as_url", "default_url", "import_file"]

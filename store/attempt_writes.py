@@ -23,19 +23,18 @@ from .rows import layer_set_record, trial_row
 from .tables import JobRow, LayerSetRow, OutputRow
 
 
-def renew(session: Session, lease_s: float, lease: Lease) -> Wanted | None:
-    """Show that the attempt is alive, and return what the job is asked to do."""
-    return _hold(session, lease_s, lease)
+def renew(
+    session: Session,
+    lease_s: float,
+    lease: Lease,
+    events: Sequence[Event] = (),
+    progress: Mapping[str, Any] | None = None,
+) -> Wanted | None:
+    """Show that the attempt is alive, and return what the job is asked to do.
 
-
-def show(session: Session, lease_s: float, lease: Lease, progress: Mapping[str, Any]) -> Wanted | None:
-    """Renew, and let others see how far it is."""
-    return _hold(session, lease_s, lease, progress=dict(progress))
-
-
-def note(session: Session, lease_s: float, lease: Lease, events: Sequence[Event]) -> Wanted | None:
-    """Renew, and add events that bring nothing to go on from, such as the loading of a model."""
-    wanted = _hold(session, lease_s, lease)
+    `events` that bring nothing to go on from, such as the loading of a model, are added; others see `progress`.
+    """
+    wanted = _hold(session, lease_s, lease, progress)
     for event in events:
         report(session, lease.job, event)
     return wanted
@@ -63,9 +62,8 @@ def checkpoint(
     row = _mine(session, lease, locked=True)
     if row.n_checkpoints >= number:
         return cast("Wanted | None", row.wanted)
-    more = {} if progress is None else {"progress": dict(progress)}
     kept = None if snapshot is None else dict(snapshot)
-    wanted = _hold(session, lease_s, lease, n_checkpoints=number, n_fruitless=0, snapshot=kept, **more)
+    wanted = _hold(session, lease_s, lease, progress, n_checkpoints=number, n_fruitless=0, snapshot=kept)
     model = storable(str(row.request.get("model", ""))) if isinstance(row.request, Mapping) else ""
     counts = [count for event in events for count in _keep(session, lease.job, model, event)]
     add_counts(session, counts)  # in one go: its order keeps two checkpoints from waiting for each other
@@ -101,8 +99,12 @@ def finish_task(
     return stored
 
 
-def _hold(session: Session, lease_s: float, lease: Lease, **values: Any) -> Wanted | None:
+def _hold(
+    session: Session, lease_s: float, lease: Lease, progress: Mapping[str, Any] | None = None, **values: Any
+) -> Wanted | None:
     """Renew the lease and change what the attempt may change; what the job is asked to do."""
+    if progress is not None:
+        values["progress"] = dict(progress)
     mine = update(JobRow).where(at_attempt(lease))
     renewed = mine.values(lease_until=clock_s() + lease_s, **values).returning(JobRow.wanted)
     found = session.execute(renewed.execution_options(synchronize_session=False)).one_or_none()

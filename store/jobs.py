@@ -8,13 +8,13 @@ from contextlib import suppress
 from typing import Any, NamedTuple, cast, get_args
 
 from sqlalchemy import ColumnElement, and_, func, select, text
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from ..core.errors import LayerSetError, NotFound, StoreError
 from ..core.events import Event, JobState, PromptFinished, event_from_json, event_type
 from ..core.jobs import STATES, Job, JobEvent, JobKind, Lease
 from ..core.types import Completion, LayerSetRecord, now
+from .database import insert
 from .rows import layer_set_record, to_record
 from .tables import CounterRow, EventRow, JobRow, LayerSetRow, OutputRow, StreamRow
 
@@ -190,10 +190,9 @@ def add_counts(session: Session, counts: Iterable[Count]) -> None:
     if not sums:
         return
     rows = [Count(*key, value)._asdict() for key, value in sorted(sums.items())]
-    dialect = sqlite if session.get_bind().dialect.name == "sqlite" else postgresql
-    insert = dialect.insert(CounterRow).values(rows)
-    more = {"value": CounterRow.value + insert.excluded.value}
-    session.execute(insert.on_conflict_do_update(index_elements=Count._fields[:4], set_=more))
+    new = insert(session, CounterRow).values(rows)
+    more = {"value": CounterRow.value + new.excluded.value}
+    session.execute(new.on_conflict_do_update(index_elements=Count._fields[:4], set_=more))
 
 
 def counts(session: Session) -> list[Count]:

@@ -11,7 +11,7 @@ from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 
 from ..core.jobs import Lease
-from . import attempt_writes, jobs, names, plans, queueing, results, transitions
+from . import attempt_writes, jobs, names, plans, results, transitions
 from .database import Transactions, as_url, default_url, shown
 from .schema import SchemaState, connect_at_head, revision
 
@@ -69,7 +69,7 @@ class Jobs(InTransactions):
         self.lease_s = lease_s
 
     # front doors
-    submit = writes(queueing.submit)
+    submit = writes(transitions.submit)
     act = writes(transitions.act)
     get = reads(jobs.get)
     latest = reads(jobs.latest)
@@ -82,28 +82,26 @@ class Jobs(InTransactions):
     ping = reads(jobs.ping)
 
     # delivery
-    due = reads(queueing.due)
-    redeliver = writes(queueing.redeliver)
-    lock = writes(queueing.take_lock)
-    _expired = reads(queueing.expired)
-    _expire = writes(queueing.expire)
+    due = reads(transitions.due)
+    redeliver = writes(transitions.redeliver)
+    lock = writes(transitions.take_lock)
+    _expired = reads(transitions.expired)
+    _expire = writes(transitions.expire)
 
     def expire(self) -> list[Lease]:
         """End every attempt whose lease ran out: its job is queued again, or has failed."""
         return [lease for lease, worker in self._expired() if self._expire(lease, worker)]
 
     # a running attempt
-    begin_here = renews(queueing.begin_here)
-    claim = renews(queueing.claim)
+    begin_here = renews(transitions.begin_here)
+    claim = renews(transitions.claim)
     renew = renews(attempt_writes.renew)
     peek = reads(attempt_writes.peek)
-    show = renews(attempt_writes.show)
-    note = renews(attempt_writes.note)
     checkpoint = renews(attempt_writes.checkpoint)
     finish_task = renews(attempt_writes.finish_task)
-    hand_back = writes(queueing.hand_back)
-    end = writes(queueing.end)
-    attempt_failed = writes(queueing.attempt_failed)
+    hand_back = writes(transitions.hand_back)
+    end = writes(transitions.end)
+    attempt_failed = writes(transitions.attempt_failed)
 
 
 class Store(InTransactions):

@@ -203,7 +203,7 @@ class TuningRun:
             self._note()
         elif now - self._shown >= SHOW_S:
             figures = _figures(progress)
-            self._wanted = patiently(lambda: self._jobs.show(self._lease, figures))
+            self._wanted = patiently(lambda: self._jobs.renew(self._lease, progress=figures))
             self._shown = self._written = now
 
     def _has_moved(self) -> bool:
@@ -216,7 +216,7 @@ class TuningRun:
         if not self._pending:
             return
         events = tuple(self._pending)
-        self._wanted = patiently(lambda: self._jobs.note(self._lease, events))
+        self._wanted = patiently(lambda: self._jobs.renew(self._lease, events))
         self._pending.clear()
         self._written = monotonic()
 

@@ -76,7 +76,7 @@ def work(store: Store, job: str, end: str = "succeeded", error: str | None = Non
     attempt = store.jobs.get(job).attempt
     claim = store.jobs.claim(Lease(job, attempt), "w1")
     assert claim is not None
-    store.jobs.note(claim.lease, [PhaseChanged("notes", "accumulate")])
+    store.jobs.renew(claim.lease, [PhaseChanged("notes", "accumulate")])
     done = [PromptFinished(prompt, i, Completion((1, 2), "w1", "length", "swift")) for i, prompt in enumerate(PROMPTS)]
     store.jobs.checkpoint(claim.lease, 1, [TrialsDone("notes", TRIALS), *done], {})
     if end == "succeeded":

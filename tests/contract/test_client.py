@@ -88,7 +88,7 @@ def test_lists_verbs_events_and_outputs_are_the_databases(client: swiftopt.Clien
     claim = store.jobs.claim(Lease(job.id, store.jobs.get(job.id).attempt), "w1")
     assert claim is not None
     done = PromptFinished(PROMPTS[0], 0, COMPLETION)
-    store.jobs.note(claim.lease, [PhaseChanged("notes", "accumulate")])
+    store.jobs.renew(claim.lease, [PhaseChanged("notes", "accumulate")])
     checkpoint(store, claim.lease, done)
     assert client.events(job.id) == store.jobs.events(job.id)
     assert client.events(job.id, after=2, limit=1) == store.jobs.events(job.id, 2, 1)
@@ -128,7 +128,7 @@ def test_follow_brings_every_event_once_and_ends_with_the_job(client: swiftopt.C
     updates = client.follow(job.id)
     assert isinstance(first := next(updates), JobEvent) and first.type == "state_changed"
     lease = started(store, job.id)
-    store.jobs.show(lease, {"type": "progress", "task": "notes", "tokens": 7})
+    store.jobs.renew(lease, progress={"type": "progress", "task": "notes", "tokens": 7})
     store.jobs.end(lease, "succeeded")
     rest = list(updates)
     assert [event.id for event in [first, *rest] if isinstance(event, JobEvent) and event.id] == [
@@ -168,7 +168,7 @@ def test_follow_takes_a_broken_stream_up_where_it_broke(store: Store) -> None:
     job, _ = JobService(store, None).submit(REQUEST, PROMPTS)
     lease = started(store, job.id)
     for number in range(6):
-        store.jobs.note(lease, [PhaseChanged("notes", "accumulate", f"step {number}")])
+        store.jobs.renew(lease, [PhaseChanged("notes", "accumulate", f"step {number}")])
     store.jobs.end(lease, "succeeded")
     app = Cut(create_app(store, JobService(store, None)), after=4)  # the head and three events
     with serving(app) as url, swiftopt.Client(url) as client:
@@ -332,7 +332,7 @@ def test_progress_of_a_followed_job_is_an_event_again(client: swiftopt.Client, s
     figures = Progress("notes", "optimise", 9, 3.5, 0.5, 0.6, 4, None, None, 0.45)
     job, _ = client.submit(REQUEST, PROMPTS)
     lease = started(store, job.id)
-    store.jobs.show(lease, {"type": "progress", **figures.to_json()})
+    store.jobs.renew(lease, progress={"type": "progress", **figures.to_json()})
     store.jobs.end(lease, "succeeded")
     shown = [event for event in client.follow(job.id) if isinstance(event, JobEvent) and event.type == "progress"]
     assert [event_of(event) for event in shown] == [figures]

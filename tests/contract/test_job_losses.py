@@ -164,7 +164,7 @@ def test_local_runs_neither_hold_each_other_back_nor_a_submission(jobs: Jobs) ->
 
 def test_events_are_complete_in_order_and_begin_behind_the_number_asked_for(jobs: Jobs) -> None:
     lease, other = running(jobs), running(jobs, noop(1.0))
-    jobs.note(lease, [PhaseChanged("t", "load"), PhaseChanged("t", "accumulate")])
+    jobs.renew(lease, [PhaseChanged("t", "load"), PhaseChanged("t", "accumulate")])
     jobs.checkpoint(other, 1, [trials_done(0)], {})
     jobs.checkpoint(lease, 1, [trials_done(0), finished()], {})
     jobs.end(lease, "succeeded")

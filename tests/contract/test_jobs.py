@@ -230,8 +230,8 @@ def test_lock_has_one_owner_and_ends_by_time(jobs: Jobs) -> None:
 WRITES: dict[str, Callable[[Jobs, Lease], object]] = {
     "renew": lambda jobs, lease: jobs.renew(lease),
     "peek": lambda jobs, lease: jobs.peek(lease),
-    "show": lambda jobs, lease: jobs.show(lease, {"type": "progress", "tokens": 3}),
-    "note": lambda jobs, lease: jobs.note(lease, [PhaseChanged("t", "load")]),
+    "renew with progress": lambda jobs, lease: jobs.renew(lease, progress={"type": "progress", "tokens": 3}),
+    "renew with events": lambda jobs, lease: jobs.renew(lease, [PhaseChanged("t", "load")]),
     "checkpoint": lambda jobs, lease: jobs.checkpoint(lease, 9, [trials_done(7), finished(7)], {"at": 9}, {"n": 1}),
     "checkpoint that was written": lambda jobs, lease: jobs.checkpoint(lease, 1, [trials_done(7)], {"at": 9}),
     "finish_task": lambda jobs, lease: jobs.finish_task(
@@ -299,7 +299,7 @@ def test_every_write_renews_the_lease(jobs: Jobs, engine: Engine) -> None:
 def test_progress_is_shown_and_is_no_event(jobs: Jobs) -> None:
     lease = running(jobs)
     n_events = len(jobs.events(lease.job))
-    jobs.show(lease, {"tokens": 3})
+    jobs.renew(lease, progress={"tokens": 3})
     assert jobs.get(lease.job).progress == {"tokens": 3}
     jobs.checkpoint(lease, 1, [], None, {"tokens": 5})
     assert jobs.get(lease.job).progress == {"tokens": 5}

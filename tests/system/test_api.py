@@ -188,8 +188,8 @@ def test_outputs_are_the_lines_of_the_output_file(client: TestClient, store: Sto
 def ended_job(client: TestClient, store: Store) -> str:
     job = str(client.post("/v1/jobs", json=submission()).json()["id"])
     lease = claimed(store, job)
-    store.jobs.note(lease, [PhaseChanged("notes", "load"), PhaseChanged("notes", "accumulate")])
-    store.jobs.show(lease, {"type": "progress", "tokens": 3})
+    store.jobs.renew(lease, [PhaseChanged("notes", "load"), PhaseChanged("notes", "accumulate")])
+    store.jobs.renew(lease, progress={"type": "progress", "tokens": 3})
     store.jobs.end(lease, "succeeded")
     return job
 

@@ -192,7 +192,7 @@ def test_events_go_on_after_a_disconnect_and_end_at_sigterm(served: Served, data
         assert claim is not None
         with served.client.stream("GET", f"/v1/jobs/{job}/events") as answer:
             first = sse(answer.iter_lines(), limit=2)
-        store.jobs.note(claim.lease, [PhaseChanged("notes", "load"), PhaseChanged("notes", "accumulate")])
+        store.jobs.renew(claim.lease, [PhaseChanged("notes", "load"), PhaseChanged("notes", "accumulate")])
         headers = {"Last-Event-ID": str(first[-1][1])}
         with served.client.stream("GET", f"/v1/jobs/{job}/events", headers=headers) as answer:
             lines = answer.iter_lines()
