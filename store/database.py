@@ -145,8 +145,8 @@ def connect(url: str) -> Engine:
     try:
         parsed = make_url(url)
         if parsed.get_backend_name() != "sqlite":
-            options = _server_options(parsed)
-            return create_engine(parsed, pool_pre_ping=True, connect_args=options, json_serializer=json_text)
+            how = _server_options(parsed)
+            return create_engine(parsed, pool_pre_ping=True, connect_args=how, json_serializer=json_text)
         _make_folder(parsed)
         wait = {} if "timeout" in parsed.query else {"timeout": LOCK_WAIT_S}
         with warnings.catch_warnings():
@@ -283,9 +283,10 @@ WRITE_TRIES = Retrying(
 
 
 class Transactions:
-    """One database, read and written in transactions; threads may share it.
+    """Base of what reads and writes one database in transactions; threads may share it.
 
-    Raises: StoreError: in every method, when the database cannot be read or written; StoreUnavailable if only just now.
+    Raises: StoreError: in every method, in one sentence, when the database cannot be read or written; StoreUnavailable
+        if only just now.
     """
 
     def __init__(self, engine: Engine, url: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, cast, get_args
 
-from sqlalchemy import ColumnElement, and_, func, select, text
+from sqlalchemy import ColumnElement, and_, func, select
 from sqlalchemy.orm import Session
 
 from ..core.errors import LayerSetError, NotFound, StoreError
@@ -65,11 +65,6 @@ def states(session: Session) -> dict[str, int]:
     """Count the jobs in each state."""
     query = select(JobRow.state, func.count()).group_by(JobRow.state)
     return {state: n for state, n in session.execute(query)}
-
-
-def ping(session: Session) -> None:
-    """Ask the database for an answer."""
-    session.execute(text("SELECT 1"))
 
 
 # --- rows ---

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from sqlalchemy import Select, bindparam, delete, false, func, select, update
+from sqlalchemy import ColumnElement, Select, bindparam, delete, false, func, select, update
 from sqlalchemy.orm import Session
 
 from ..core.errors import LayerSetError, StoreError
@@ -40,6 +40,14 @@ def newest(session: Session, table: type[Row], model: str | None, task: str | No
         found = find_model(session, model)
         query = query.where(table.model_id == found.id if found is not None else false())
     return query if task is None else query.where(table.task == task)
+
+
+def next_version(
+    session: Session, table: type[PlanRow | LearnedRow], model: ModelRow, task: str, *its: ColumnElement[bool]
+) -> int:
+    """Return the number of the next row for a model and task; the model must be locked."""
+    query = select(func.max(table.version)).where(table.model_id == model.id, table.task == task, *its)
+    return (session.scalar(query) or 0) + 1
 
 
 def by_name(session: Session, name: str) -> ModelRow | None:
@@ -140,19 +148,11 @@ def _adopt(
 def _merge(session: Session, imported: ModelRow, into: ModelRow) -> None:
     """Give an imported model's sets and plans to the real one, numbered after those that it has."""
     lock(session, into)
-    taken = _newest_versions(session, into)
-    for task in _newest_versions(session, imported):
+    for task in session.scalars(select(PlanRow.task).where(PlanRow.model_id == imported.id).distinct()).all():
+        n_taken = next_version(session, PlanRow, into, task) - 1
         for table in (LayerSetRow, PlanRow):
-            session.execute(
-                update(table)
-                .where(table.model_id == imported.id, table.task == task)
-                .values(model_id=into.id, version=table.version + taken.get(task, 0))
-            )
+            its = update(table).where(table.model_id == imported.id, table.task == task)
+            session.execute(its.values(model_id=into.id, version=table.version + n_taken))
     for owned in (MoveRow, NameRow, ComparisonRow):
         session.execute(update(owned).where(owned.model_id == imported.id).values(model_id=into.id))
     session.execute(delete(ModelRow).where(ModelRow.id == imported.id))
-
-
-def _newest_versions(session: Session, row: ModelRow) -> dict[str, int]:
-    query = select(PlanRow.task, func.max(PlanRow.version)).where(PlanRow.model_id == row.id)
-    return {task: version for task, version in session.execute(query.group_by(PlanRow.task))}

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import difflib
 
-from sqlalchemy import ColumnElement, and_, bindparam, func, select
+from sqlalchemy import ColumnElement, and_, bindparam, select
 from sqlalchemy.orm import Session, aliased, undefer
 
 from ..core.errors import LayerSetNotFound, StoreError
 from ..core.prompt_states import KnownSet, unpacked
 from ..core.types import AS_FOUND, FoundPlan, LayerSetRecord, Plan, now
-from .names import find_model, known_model, lock, model_for, newest
+from .names import find_model, known_model, lock, model_for, newest, next_version
 from .results import DEFAULT_TASK, find_row
 from .rows import found_plan, layer_set_record, layer_set_row, to_row
 from .tables import JobRow, LayerSetRow, ModelRow, MoveRow, NameRow, PlanRow
@@ -60,7 +60,7 @@ def add_version(session: Session, record: LayerSetRecord, method: str) -> tuple[
     if record.job is not None and session.get(JobRow, record.job) is None:
         raise StoreError(f"no job {record.job} is stored: create it before its layer sets")
     model = model_for(session, record)
-    row = layer_set_row(record, model, _next_version(session, model, record.task))
+    row = layer_set_row(record, model, next_version(session, PlanRow, model, record.task))
     session.add(row)
     session.flush()
     # Of the record a plan has what its own table has: verdict, speedup, device.
@@ -132,7 +132,7 @@ def add_plan(session: Session, model: str, task: str, plan: Plan, promote: bool 
         plan,
         model_id=owner.id,
         task=task,
-        version=_next_version(session, owner, task),
+        version=next_version(session, PlanRow, owner, task),
         layer_set=_stored_set(session, owner, plan.layer_set) if plan.layer_set is not None else None,
         learned=find_row(session, plan.learned) if plan.learned is not None else None,
     )
@@ -297,11 +297,6 @@ def _versions(session: Session, model: ModelRow | None, task: str) -> list[int]:
     if model is None:
         return []
     return list(session.scalars(select(PlanRow.version).where(_of(model, task)).order_by(PlanRow.version)))
-
-
-def _next_version(session: Session, model: ModelRow, task: str) -> int:
-    """Return the number of the next layer set or plan; the model must be locked."""
-    return (session.scalar(select(func.max(PlanRow.version)).where(_of(model, task))) or 0) + 1
 
 
 def _stored_set(session: Session, model: ModelRow, record: LayerSetRecord) -> LayerSetRow:

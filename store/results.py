@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from ..core.costs import CostProfile
 from ..core.errors import LayerSetError, LearnedNotFound, StoreError
 from ..core.types import LearnedKind, LearnedRecord, Trial, now
 from . import rows
-from .names import by_fingerprint, known_model, lock, newest
+from .names import by_fingerprint, known_model, lock, newest, next_version
 from .tables import ComparisonRow, CostProfileRow, LearnedRow, TrialRow, WeightsRow
 
 DEFAULT_TASK = "default"  # what was trained for it stands in for a task that has none
@@ -33,8 +33,7 @@ def add_learned(session: Session, record: LearnedRecord, weights: bytes) -> Lear
             f"no model {record.model} ({record.fingerprint}) is stored: remember it before its {record.kind}"
         )
     lock(session, model)
-    its = (LearnedRow.model_id == model.id, LearnedRow.task == record.task, LearnedRow.kind == record.kind)
-    version = (session.scalar(select(func.max(LearnedRow.version)).where(*its)) or 0) + 1
+    version = next_version(session, LearnedRow, model, record.task, LearnedRow.kind == record.kind)
     created_at = record.created_at or now()
     row = rows.to_row(LearnedRow, record, model_id=model.id, version=version, created_at=created_at)
     session.add(row)

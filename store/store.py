@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from types import TracebackType
 from typing import Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy import Engine
@@ -18,35 +17,25 @@ from .schema import SchemaState, connect_at_head, revision
 P = ParamSpec("P")
 T = TypeVar("T")
 
-LEASE_S = 20.0  # seconds without a renewal after which an attempt counts as lost
+LEASE_S = 20.0
 
 
-class InTransactions:
-    """Base of objects whose methods read and write one database.
-
-    Raises: StoreError: in every method, in one sentence, when the database cannot be read or written.
-    """
-
-    def __init__(self, transactions: Transactions) -> None:
-        self._do = transactions
-
-
-def reads(work: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[InTransactions, P], T]:
+def reads(work: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Transactions, P], T]:
     """Make a method of a function of a session that writes nothing."""
 
     @wraps(work)
-    def method(self: InTransactions, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._do.read(lambda session: work(session, *args, **kwargs))
+    def method(self: Transactions, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.read(lambda session: work(session, *args, **kwargs))
 
     return method
 
 
-def writes(work: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[InTransactions, P], T]:
+def writes(work: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Transactions, P], T]:
     """Make a method of a function of a session that writes, all or nothing."""
 
     @wraps(work)
-    def method(self: InTransactions, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._do.write(lambda session: work(session, *args, **kwargs))
+    def method(self: Transactions, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.write(lambda session: work(session, *args, **kwargs))
 
     return method
 
@@ -56,17 +45,18 @@ def renews(work: Callable[Concatenate[Session, float, P], T]) -> Callable[Concat
 
     @wraps(work)
     def method(self: Jobs, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._do.write(lambda session: work(session, self.lease_s, *args, **kwargs))
+        return self.write(lambda session: work(session, self.lease_s, *args, **kwargs))
 
     return method
 
 
-class Jobs(InTransactions):
-    """Jobs, their events, completions and counters; every write of an attempt is fenced by its lease."""
+class Jobs(Transactions):
+    """Jobs, their events, completions and counters; every write of an attempt is fenced by its lease.
 
-    def __init__(self, transactions: Transactions, lease_s: float = LEASE_S) -> None:
-        super().__init__(transactions)
-        self.lease_s = lease_s
+    `lease_s`: seconds without a renewal after which an attempt counts as lost.
+    """
+
+    lease_s = LEASE_S
 
     # front doors
     submit = writes(transitions.submit)
@@ -79,7 +69,6 @@ class Jobs(InTransactions):
     stream = reads(jobs.stream)
     counts = reads(jobs.counts)
     states = reads(jobs.states)
-    ping = reads(jobs.ping)
 
     # delivery
     due = reads(transitions.due)
@@ -104,16 +93,12 @@ class Jobs(InTransactions):
     attempt_failed = writes(transitions.attempt_failed)
 
 
-class Store(InTransactions):
-    """Layer sets, heads and probes, plans, aliases, comparisons, cost profiles, jobs and trials in one SQL database.
-
-    Threads may share it.
-    """
+class Store(Transactions):
+    """Layer sets, heads and probes, plans, aliases, comparisons, cost profiles, jobs and trials in one SQL database."""
 
     def __init__(self, engine: Engine, url: str) -> None:
-        super().__init__(Transactions(engine, url))
-        self.url = url
-        self.jobs = Jobs(self._do)
+        super().__init__(engine, url)
+        self.jobs = Jobs(engine, url)
 
     @classmethod
     def open(cls, url: str | None = None) -> Store:
@@ -126,18 +111,16 @@ class Store(InTransactions):
 
     def schema(self) -> SchemaState:
         """Return where the database stands now, asked over a connection that is open already."""
-        return self._do.read(lambda session: SchemaState(shown(self.url), revision(session.connection())))
+        return self.read(lambda session: SchemaState(shown(self.url), revision(session.connection())))
 
     def close(self) -> None:
         """Close the connections."""
-        self._do.engine.dispose()
+        self.engine.dispose()
 
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()
 
     remember_model = writes(names.remember)

@@ -93,8 +93,8 @@ def _insert(session: Session, spec: JobSpec, state: JobState, **columns: Any) ->
 def due(session: Session) -> list[Delivery]:
     """Return the queued attempts whose time has come, oldest first."""
     query = select(JobRow.id, JobRow.attempt, JobRow.queue).where(JobRow.state == "queued", JobRow.due_at <= clock_s())
-    found = session.execute(query.where(JobRow.queue.is_not(None)).order_by(JobRow.due_at, JobRow.id))
-    return [Delivery(*row) for row in found]
+    found = session.execute(query.order_by(JobRow.due_at, JobRow.id))
+    return [Delivery(job, attempt, queue) for job, attempt, queue in found if queue is not None]
 
 
 def redeliver(session: Session, lost: Delivery) -> Delivery | None:

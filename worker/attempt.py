@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -41,26 +40,14 @@ class WorkerContext:
     lease_s: float = LEASE_S
 
 
-class Shutdown:
-    """Record whether SIGTERM has asked this process to end; listens from before the work begins."""
-
-    def __init__(self) -> None:
-        self.requested = threading.Event()
-
-    def listen(self) -> None:
-        """Record SIGTERM from now on, and ignore Ctrl-C, which the parent handles."""
-        signal.signal(signal.SIGTERM, lambda *_: self.requested.set())
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def run_attempt(context: WorkerContext, store: Store, delivery: Delivery, shutdown: Shutdown) -> None:
-    """Claim and run one attempt, and write its outcome to the job's row.
+def run_attempt(context: WorkerContext, store: Store, delivery: Delivery, ending: threading.Event) -> None:
+    """Claim and run one attempt, and write its outcome to the job's row; `ending` is set when this process is to end.
 
     Raises: StoreUnavailable: the database stayed away; the lease runs out, and another worker goes on.
     """
     service = JobService(store, RedisQueue(context.redis))
     lease = Lease(delivery.job, delivery.attempt)
-    if shutdown.requested.is_set():
+    if ending.is_set():
         if patiently(lambda: store.jobs.redeliver(delivery)) is not None:
             service.deliver(store.jobs.get(lease.job))
         return
@@ -69,13 +56,11 @@ def run_attempt(context: WorkerContext, store: Store, delivery: Delivery, shutdo
         _tell_overtaken(store, lease)
         return
     logger.info("attempt=begun job=%s attempt=%d kind=%s", lease.job, lease.attempt, claim.job.kind)
-    with LeaseKeeper(store.jobs, lease, fatal=True) as keeper, _deadline(service, lease, shutdown):
-        patiently(_outcome(context, store, claim, keeper, shutdown))
+    with LeaseKeeper(store.jobs, lease, fatal=True) as keeper, _deadline(service, lease, ending):
+        patiently(_outcome(context, store, claim, keeper, ending))
     logger.info("attempt=over job=%s attempt=%d", lease.job, lease.attempt)
-    if shutdown.requested.is_set():
-        job = store.jobs.get(lease.job)
-        if job.state == "queued":
-            service.deliver(job)
+    if ending.is_set():
+        service.deliver(store.jobs.get(lease.job))
 
 
 def _tell_overtaken(store: Store, lease: Lease) -> None:
@@ -97,15 +82,15 @@ def describe(error: BaseException) -> str:
 
 
 def _outcome(
-    context: WorkerContext, store: Store, claim: Claim, keeper: LeaseKeeper, shutdown: Shutdown
+    context: WorkerContext, store: Store, claim: Claim, keeper: LeaseKeeper, ending: threading.Event
 ) -> Callable[[], bool]:
     """Do the work; return the call that records its outcome."""
     jobs, lease = store.jobs, claim.lease
     try:
         if claim.job.kind == "noop":
-            _sleep(claim, keeper, shutdown)
+            _sleep(claim, keeper, ending)
         else:
-            _tune(context, store, claim, keeper, shutdown)
+            _tune(context, store, claim, keeper, ending)
     except HandedBack:
         return partial(jobs.hand_back, lease, "its worker is ending")
     except Paused:
@@ -123,7 +108,7 @@ def _outcome(
     return partial(jobs.end, lease, "succeeded")
 
 
-def _tune(context: WorkerContext, store: Store, claim: Claim, keeper: LeaseKeeper, shutdown: Shutdown) -> None:
+def _tune(context: WorkerContext, store: Store, claim: Claim, keeper: LeaseKeeper, ending: threading.Event) -> None:
     request = TuneRequest.from_json(claim.job.request)
     if request.device == "auto":
         request = replace(request, device=context.device)
@@ -132,10 +117,10 @@ def _tune(context: WorkerContext, store: Store, claim: Claim, keeper: LeaseKeepe
     from ..tasks.tune import TuningRun, check_room  # imports torch, so only in the child
 
     check_room(request, prompts)
-    TuningRun(request, prompts, store, claim, keeper, lambda event: None, ending=shutdown.requested.is_set).tune()
+    TuningRun(request, prompts, store, claim, keeper, lambda event: None, ending=ending.is_set).tune()
 
 
-def _sleep(claim: Claim, keeper: LeaseKeeper, shutdown: Shutdown) -> None:
+def _sleep(claim: Claim, keeper: LeaseKeeper, ending: threading.Event) -> None:
     """Run a no-op job: wait for `seconds`, as interruptible as a tuning job."""
     seconds = claim.job.request.get("seconds", 0)
     if not isinstance(seconds, int | float):
@@ -144,7 +129,7 @@ def _sleep(claim: Claim, keeper: LeaseKeeper, shutdown: Shutdown) -> None:
     while time.monotonic() < until and keeper.wanted != "stop":
         if keeper.lost:
             raise LeaseLost(f"attempt {claim.lease.attempt} of job {claim.lease.job} was replaced: leave it")
-        if shutdown.requested.is_set():
+        if ending.is_set():
             raise HandedBack
         if keeper.wanted == "pause":
             raise Paused
@@ -152,13 +137,13 @@ def _sleep(claim: Claim, keeper: LeaseKeeper, shutdown: Shutdown) -> None:
 
 
 @contextmanager
-def _deadline(service: JobService, lease: Lease, shutdown: Shutdown) -> Iterator[None]:
+def _deadline(service: JobService, lease: Lease, ending: threading.Event) -> Iterator[None]:
     """Hand the job back at its last checkpoint if the work reaches no new one soon after SIGTERM."""
     done = threading.Event()
 
     def wait() -> None:
         while not done.is_set():
-            if shutdown.requested.wait(NOOP_STEP_S * 4):
+            if ending.wait(NOOP_STEP_S * 4):
                 break
         if done.wait(HAND_BACK_S):
             return

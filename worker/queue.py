@@ -19,8 +19,7 @@ from rq.exceptions import DuplicateJobError
 from rq.worker import Worker as RqWorker
 
 from ..core.errors import ServiceUnreachable, SettingsError, safe_url
-from ..core.events import JobState, PromptFinished
-from ..core.jobs import DEFAULT_QUEUE, Delivery, Job, JobEvent, JobSpec, Verb
+from ..core.jobs import DEFAULT_QUEUE, Delivery, Job, JobSpec, Verb
 from ..core.requests import TuneRequest
 from ..core.types import Prompt
 from ..store import Store
@@ -45,7 +44,6 @@ class RedisFacts:
     append_only: bool
     saves: bool
     eviction: str
-    max_memory: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +68,15 @@ class RedisQueue:
     def __init__(self, url: str, blocking_s: float = 0.0) -> None:
         """Connect; `blocking_s`: seconds that a command may wait for a job, beyond the time to answer."""
         self.url = url
-        self.connection = connect(url, SOCKET_TIMEOUT_S + blocking_s)
+        # Only a refused connection is tried again: a server that accepts and does not answer would time out again.
+        retry = Retry(ExponentialWithJitterBackoff(base=0.1, cap=1.0), RETRIES, (RedisConnectionError,))
+        limits = {"socket_timeout": SOCKET_TIMEOUT_S + blocking_s, "socket_connect_timeout": SOCKET_TIMEOUT_S}
+        try:
+            self.connection = Redis.from_url(url, retry=retry, **limits)
+        except ValueError as error:
+            raise SettingsError(
+                f"{safe_url(url)} names no Redis server: use redis://HOST:6379/0 or unix:///PATH"
+            ) from error
 
     def deliver(self, delivery: Delivery) -> bool:
         """Append an attempt to its queue; False if rq still knows it: it waits, or was just taken."""
@@ -116,7 +122,6 @@ class RedisQueue:
             append_only=bool(info.get("aof_enabled", 0)),
             saves=bool(self._config("save")),
             eviction=str(info.get("maxmemory_policy", "")),
-            max_memory=int(info.get("maxmemory", 0)),
         )
 
     def workers(self) -> list[WorkerFacts]:
@@ -141,14 +146,15 @@ class RedisQueue:
 
 
 class JobService:
-    """Submit and steer jobs through the database; without a queue, or while Redis is away, submitted jobs wait.
+    """Submit, see and steer jobs in the database; without a queue, or while Redis is away, submitted jobs wait.
 
     Raises: StoreError: in every method, when the database cannot be used.
     """
 
     def __init__(self, store: Store, queue: RedisQueue | None) -> None:
-        self.store = store
-        self.queue = queue
+        self.store, self.queue = store, queue
+        self.get, self.latest = store.jobs.get, store.jobs.latest
+        self.events, self.outputs = store.jobs.events, store.jobs.outputs
 
     def submit(
         self,
@@ -170,52 +176,20 @@ class JobService:
             self.deliver(job)
         return job, is_new
 
-    def get(self, job: str) -> Job:
-        """Return one job as it is now."""
-        return self.store.jobs.get(job)
-
-    def latest(self, state: JobState | None = None, limit: int = 100) -> list[Job]:
-        """Return jobs, newest first."""
-        return self.store.jobs.latest(state, limit)
-
     def act(self, job: str, verb: Verb) -> Job:
         """Pause, resume, stop, cancel or retry; a job that is queued by it is delivered at once."""
         found = self.store.jobs.act(job, verb)
-        if found.state == "queued":
-            self.deliver(found)
+        self.deliver(found)
         return found
 
-    def events(self, job: str, after: int = 0, limit: int = 1000) -> list[JobEvent]:
-        """Return the job's events after number `after`, oldest first."""
-        return self.store.jobs.events(job, after, limit)
-
-    def outputs(self, job: str) -> list[PromptFinished]:
-        """Return the finished completions in the order of the stream."""
-        return self.store.jobs.outputs(job)
-
     def deliver(self, job: Job) -> None:
-        """Deliver the attempt to Redis; if that fails, the reconciler does so when Redis is back."""
-        if self.queue is None or job.queue is None:
+        """Deliver a queued attempt to Redis; if that fails, the reconciler does so when Redis is back."""
+        if self.queue is None or job.queue is None or job.state != "queued":
             return
         try:
             self.queue.deliver(Delivery(job.id, job.attempt, job.queue))
         except ServiceUnreachable as error:
             logger.warning("delivery=postponed job=%s reason=%r", job.id, str(error))
-
-
-def connect(url: str, timeout_s: float = SOCKET_TIMEOUT_S) -> Redis:
-    """Connect with timeouts of seconds.
-
-    Raises: SettingsError: the URL names no Redis server.
-    """
-    # Only a refused connection is tried again: a server that accepts and does not answer would time out again.
-    retry = Retry(ExponentialWithJitterBackoff(base=0.1, cap=1.0), RETRIES, supported_errors=(RedisConnectionError,))
-    try:
-        return Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=SOCKET_TIMEOUT_S, retry=retry)
-    except ValueError as error:
-        raise SettingsError(
-            f"{safe_url(url)} names no Redis server: use redis://HOST:6379/0 or unix:///PATH"
-        ) from error
 
 
 @contextmanager

@@ -63,10 +63,9 @@ class Reconciler:
         """Run a pass; log its failure."""
         try:
             self.step()
-        except StoreError as error:
-            self._spare_until = time.monotonic() + SPARE_S
-            logger.warning("reconciler=waiting reason=%r", str(error))
-        except ServiceUnreachable as error:
+        except (StoreError, ServiceUnreachable) as error:
+            if isinstance(error, StoreError):
+                self._spare_until = time.monotonic() + SPARE_S
             logger.warning("reconciler=waiting reason=%r", str(error))
 
     def _bring(self, delivery: Delivery) -> None:

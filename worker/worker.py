@@ -1,16 +1,23 @@
-"""An rq worker that forks a child per attempt and never imports torch itself."""
+"""An rq worker that forks a child per attempt, which ends with it, and never imports torch itself."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import logging
 import os
+import resource
 import secrets
+import select
 import signal
 import socket
+import sys
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from redis import Redis
 from redis.exceptions import RedisError
@@ -19,12 +26,15 @@ from rq.exceptions import StopRequested
 from rq.executions import Execution
 from rq.job import Job as RqJob
 from rq.worker import WorkerStatus
+from sqlalchemy import Engine
+from sqlalchemy.orm import Session
 
 from ..core.errors import StoreError
-from ..core.jobs import Delivery, Lease
-from ..store import Store
-from .attempt import Shutdown, WorkerContext, run_attempt
-from .children import die_with, wait_for, warm_store
+from ..core.jobs import Delivery, JobSpec, Lease
+from ..store import Jobs, Store
+from ..store.database import as_url, store_errors, writing
+from ..store.schema import connect_at_head
+from .attempt import WorkerContext, run_attempt
 from .queue import SERIALIZER, RedisQueue
 from .reconciler import PERIOD_S, Reconciler
 
@@ -35,6 +45,10 @@ LONGEST_WAIT_S = 5.0  # between two tries to reach a Redis that is away
 RESTART_S = 1.0  # after rq gave up on Redis, before the next try
 TIDY_S = 600.0  # between two clean-ups of rq's own records
 ENDING = (signal.SIGTERM, signal.SIGINT)
+PR_SET_PDEATHSIG = 1  # of prctl(2)
+POLL_S = 0.02  # between two looks at a child, where the system cannot tell that it ended
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +74,7 @@ class JobWorker(Worker):
         )
         self.context, self.store = context, store
         self.is_ending = False
-        self._sigterm = Shutdown()
+        self._sigterm = threading.Event()  # in a child: SIGTERM has asked it to end
         self._reconciler = Reconciler(store.jobs, queue, context.name)
         self._pid = os.getpid()
         self._tidied = self._beaten = time.monotonic()
@@ -117,9 +131,10 @@ class JobWorker(Worker):
             self.handle_warm_shutdown_request()
 
     def setup_work_horse_signals(self) -> None:
-        """Set up the child: end with the parent, listen for SIGTERM."""
+        """Set up the child: end with the parent, listen for SIGTERM, leave Ctrl-C to the parent."""
         die_with(self._pid)
-        self._sigterm.listen()
+        signal.signal(signal.SIGTERM, lambda *_: self._sigterm.set())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
     def perform_job(self, job: RqJob, queue: Queue) -> bool:
@@ -214,3 +229,82 @@ def death_of(status: int, peak_kib: int) -> str:
         cause = ", probably out of memory" if number == signal.SIGKILL else ""
         return f"the worker's child was killed by signal {number} ({name}){cause}; {peak}"
     return f"the worker's child ended with exit code {os.waitstatus_to_exitcode(status)}; {peak}"
+
+
+# --- children ---
+
+
+def die_with(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent dies; call it right after the fork.
+
+    Linux only. On other systems the child ends when its lease is lost.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before the kernel was told
+        os._exit(1)
+
+
+def wait_for(pid: int, seconds: float) -> tuple[int, resource.struct_rusage] | None:
+    """Return a child's wait(2) status and resource usage; None if it still runs after `seconds`."""
+    deadline = time.monotonic() + seconds
+    if hasattr(os, "pidfd_open"):
+        descriptor = os.pidfd_open(pid)
+        try:
+            select.select([descriptor], [], [], seconds)  # until it ends
+        finally:
+            os.close(descriptor)
+    while True:
+        found, status, usage = os.wait4(pid, os.WNOHANG)
+        if found:
+            return status, usage
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(POLL_S)
+
+
+class _Rehearsal(Jobs):
+    """Jobs in one transaction, which is never committed."""
+
+    def __init__(self, session: Session, engine: Engine, url: str) -> None:
+        super().__init__(engine, url)
+        self._session = session
+
+    def read(self, work: Callable[[Session], T]) -> T:
+        return work(self._session)
+
+    write = read
+
+
+def warm_store(url: str, lease_s: float) -> Store:
+    """Open the store without an open connection and with every statement of a plain attempt compiled.
+
+    Close it before a fork: two processes cannot share a connection. It opens again when it is used.
+
+    Raises: StoreError: as `Store.open`.
+    """
+    url = as_url(url)
+    engine = connect_at_head(url)
+    with store_errors(url), Session(writing(engine)) as session:
+        _rehearse(_Rehearsal(session, engine, url))
+        session.rollback()
+    engine.dispose()
+    store = Store(engine, url)
+    store.jobs.lease_s = lease_s
+    gc.collect()
+    gc.freeze()  # else the collector touches, and so copies, every page that a child shares with us
+    return store
+
+
+def _rehearse(jobs: Jobs) -> None:
+    for stop in (False, True):  # each verb of an attempt once; the job is gone with the transaction
+        job, _ = jobs.submit(JobSpec("noop", "rehearsal", {"n": secrets.token_hex(8)}))
+        lease = Lease(job.id, job.attempt)
+        jobs.claim(lease, "rehearsal")
+        jobs.renew(lease)
+        jobs.peek(lease)
+        if stop:
+            jobs.hand_back(lease, "rehearsal")
+        else:
+            jobs.end(lease, "succeeded")

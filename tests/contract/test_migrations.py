@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -154,7 +155,7 @@ def shape(engine: Engine) -> dict[str, dict[str, Any]]:
             "foreign": seen.get_foreign_keys(name),
             "indexes": seen.get_indexes(name),
         }
-        found[name] = {part: sorted(map(repr, values)) for part, values in parts.items()}
+        found[name] = {part: sorted(json.dumps(one, default=str) for one in values) for part, values in parts.items()}
     return found
 
 

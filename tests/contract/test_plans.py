@@ -255,7 +255,7 @@ def test_weights_are_read_by_nothing_but_their_own_method(store: Store) -> None:
     heads = store.add_learned(HEADS, WEIGHTS)
     store.add_plan("smol", "code", dataclasses.replace(SPD, learned=heads))
     statements: list[str] = []
-    engine: Engine = store._do.engine
+    engine: Engine = store.engine
     event.listen(engine, "before_cursor_execute", lambda *args: statements.append(args[2]))
     store.learned_list()
     store.learned("smol", "code", "heads")

@@ -277,7 +277,7 @@ def test_connection_lost_in_the_middle_is_unavailable_and_the_next_write_works(p
             session.execute(text("SELECT 1"))
 
         with pytest.raises(StoreUnavailable):
-            Transactions(store._do.engine, postgres_url).write(work)
+            Transactions(store.engine, postgres_url).write(work)
         assert store.add_layer_set(RECORD).version == 1
 
 
