@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from sqlalchemy import ColumnElement, Select, bindparam, delete, false, func, select, update
+from sqlalchemy import ColumnElement, Select, and_, bindparam, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from ..core.errors import LayerSetError, StoreError
@@ -33,12 +33,17 @@ def known_model(session: Session, model: str, its: str) -> ModelRow:
     return found
 
 
+def of(table: type[OfTask], model: ModelRow | None, task: str) -> ColumnElement[bool]:
+    """Match the rows of a model and task; none where there is no model."""
+    return and_(table.model_id == (model.id if model else None), table.task == task)
+
+
 def newest(session: Session, table: type[Row], model: str | None, task: str | None) -> Select[Row]:
     """Select the rows of a model (name or fingerprint) and task, None for any, newest first."""
     query = select(table).order_by(table.id.desc())
     if model is not None:
         found = find_model(session, model)
-        query = query.where(table.model_id == found.id if found is not None else false())
+        query = query.where(table.model_id == (found.id if found else None))
     return query if task is None else query.where(table.task == task)
 
 
@@ -46,8 +51,7 @@ def next_version(
     session: Session, table: type[PlanRow | LearnedRow], model: ModelRow, task: str, *its: ColumnElement[bool]
 ) -> int:
     """Return the number of the next row for a model and task; the model must be locked."""
-    query = select(func.max(table.version)).where(table.model_id == model.id, table.task == task, *its)
-    return (session.scalar(query) or 0) + 1
+    return (session.scalar(select(func.max(table.version)).where(of(table, model, task), *its)) or 0) + 1
 
 
 def by_name(session: Session, name: str) -> ModelRow | None:
@@ -151,7 +155,7 @@ def _merge(session: Session, imported: ModelRow, into: ModelRow) -> None:
     for task in session.scalars(select(PlanRow.task).where(PlanRow.model_id == imported.id).distinct()).all():
         n_taken = next_version(session, PlanRow, into, task) - 1
         for table in (LayerSetRow, PlanRow):
-            its = update(table).where(table.model_id == imported.id, table.task == task)
+            its = update(table).where(of(table, imported, task))
             session.execute(its.values(model_id=into.id, version=table.version + n_taken))
     for owned in (MoveRow, NameRow, ComparisonRow):
         session.execute(update(owned).where(owned.model_id == imported.id).values(model_id=into.id))

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import difflib
 
-from sqlalchemy import ColumnElement, and_, bindparam, select
+from sqlalchemy import bindparam, select
 from sqlalchemy.orm import Session, aliased, undefer
 
 from ..core.errors import LayerSetNotFound, StoreError
 from ..core.prompt_states import KnownSet, unpacked
 from ..core.types import AS_FOUND, FoundPlan, LayerSetRecord, Plan, now
-from .names import find_model, known_model, lock, model_for, newest, next_version
+from .names import find_model, known_model, lock, model_for, newest, next_version, of
 from .results import DEFAULT_TASK, find_row
 from .rows import found_plan, layer_set_record, layer_set_row, to_row
 from .tables import JobRow, LayerSetRow, ModelRow, MoveRow, NameRow, PlanRow
@@ -88,8 +88,7 @@ def layer_set_of(session: Session, model: str, task: str, version: int) -> Layer
     plan = plan_of(session, model, task, version)
     if plan.layer_set is not None:
         return layer_set_record(plan.layer_set)
-    query = select(LayerSetRow.version).where(LayerSetRow.model_id == plan.model_id, LayerSetRow.task == task)
-    stored = list(session.scalars(query.order_by(LayerSetRow.version)))
+    stored = _versions(session, LayerSetRow, plan.owner, task)
     raise LayerSetNotFound(
         f"version {version} of {model}/{task} decodes with {plan.method} and has no layer set: "
         + (f"those with one are {_listed(stored)}" if stored else f"tune one with `{_tune_command(model, task)}`")
@@ -103,15 +102,8 @@ def list_layer_sets(session: Session, model: str | None = None, task: str | None
 
 def known_sets(session: Session, fingerprint: str) -> list[KnownSet]:
     """Return the newest layer sets of a model, of any task, with the place of the text that each was found on."""
-    query = (
-        select(LayerSetRow)
-        .options(undefer(LayerSetRow.prompt_state))
-        .join(ModelRow, LayerSetRow.model_id == ModelRow.id)
-        .where(ModelRow.fingerprint == fingerprint, LayerSetRow.prompt_state.is_not(None))
-        .order_by(LayerSetRow.id.desc())
-        .limit(N_KNOWN)
-    )
-    rows = session.scalars(query)
+    placed = newest(session, LayerSetRow, fingerprint, None).where(LayerSetRow.prompt_state.is_not(None))
+    rows = session.scalars(placed.options(undefer(LayerSetRow.prompt_state)).limit(N_KNOWN))
     return [KnownSet(layer_set_record(row).layer_set, unpacked(row.prompt_state or b"")) for row in rows]
 
 
@@ -156,13 +148,13 @@ def plan_of(session: Session, model: str, task: str, version: int) -> PlanRow:
     Raises: LayerSetNotFound: it names the versions that are stored, or else the nearest model and task.
     """
     row = find_model(session, model)
-    stored = _versions(session, row, task)
-    if row is None or not stored:
+    plan = session.scalar(select(PlanRow).where(of(PlanRow, row, task), PlanRow.version == version))
+    if plan is not None:
+        return plan
+    stored = _versions(session, PlanRow, row, task)
+    if not stored:
         raise _not_found(session, model, task)
-    plan = session.scalar(select(PlanRow).where(_of(row, task), PlanRow.version == version))
-    if plan is None:
-        raise LayerSetNotFound(f"{model}/{task} has no version {version}: stored are {_listed(stored)}")
-    return plan
+    raise LayerSetNotFound(f"{model}/{task} has no version {version}: stored are {_listed(stored)}")
 
 
 # --- aliases ---
@@ -250,9 +242,8 @@ def _beats(current: PlanRow, new: PlanRow) -> bool:
 
 def _moves(session: Session, model: ModelRow | None, task: str, alias: str) -> list[MoveRow]:
     """Return the moves that no rollback has taken back, newest first."""
-    if model is None:
-        return []
-    return list(session.scalars(CURRENT_MOVES, {"model_id": model.id, "task": task, "alias": alias}))
+    asked = {"model_id": model.id if model else None, "task": task, "alias": alias}
+    return list(session.scalars(CURRENT_MOVES, asked))
 
 
 def _nearest(moves: list[MoveRow], device: str | None, dtype: str | None) -> MoveRow:
@@ -289,19 +280,13 @@ def _move_row(plan: PlanRow, alias: str, undoes: MoveRow | None = None) -> MoveR
 # --- versions ---
 
 
-def _of(model: ModelRow, task: str) -> ColumnElement[bool]:
-    return and_(PlanRow.model_id == model.id, PlanRow.task == task)
-
-
-def _versions(session: Session, model: ModelRow | None, task: str) -> list[int]:
-    if model is None:
-        return []
-    return list(session.scalars(select(PlanRow.version).where(_of(model, task)).order_by(PlanRow.version)))
+def _versions(session: Session, table: type[PlanRow | LayerSetRow], model: ModelRow | None, task: str) -> list[int]:
+    return list(session.scalars(select(table.version).where(of(table, model, task)).order_by(table.version)))
 
 
 def _stored_set(session: Session, model: ModelRow, record: LayerSetRecord) -> LayerSetRow:
     """Return the stored row of a record; its task need not be the plan's, for a look-up may have fallen back."""
-    its = and_(LayerSetRow.model_id == model.id, LayerSetRow.task == record.task)
+    its = of(LayerSetRow, model, record.task)
     found = session.scalar(select(LayerSetRow).where(its, LayerSetRow.version == record.version))
     if found is None:
         raise LayerSetNotFound(
@@ -313,7 +298,7 @@ def _stored_set(session: Session, model: ModelRow, record: LayerSetRecord) -> La
 
 def _not_found(session: Session, model: str, task: str, alias: str = "best") -> LayerSetNotFound:
     """Return the error for a model and task that nothing can be had for, with what comes nearest."""
-    stored = _versions(session, find_model(session, model), task)
+    stored = _versions(session, PlanRow, find_model(session, model), task)
     if stored:
         return LayerSetNotFound(
             f"{model}/{task} has no layer set under the alias {alias!r}: promote one of its versions {_listed(stored)}"

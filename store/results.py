@@ -12,7 +12,7 @@ from ..core.costs import CostProfile
 from ..core.errors import LayerSetError, LearnedNotFound, StoreError
 from ..core.types import LearnedKind, LearnedRecord, Trial, now
 from . import rows
-from .names import by_fingerprint, known_model, lock, newest, next_version
+from .names import by_fingerprint, known_model, lock, newest, next_version, of
 from .tables import ComparisonRow, CostProfileRow, LearnedRow, TrialRow, WeightsRow
 
 DEFAULT_TASK = "default"  # what was trained for it stands in for a task that has none
@@ -74,9 +74,9 @@ def find_row(session: Session, record: LearnedRecord) -> LearnedRow:
 
     Raises: LearnedNotFound: it is not stored.
     """
-    model = by_fingerprint(session, record.fingerprint)
-    its = (LearnedRow.task == record.task, LearnedRow.kind == record.kind, LearnedRow.version == record.version)
-    found = session.scalar(select(LearnedRow).where(LearnedRow.model_id == model.id, *its)) if model else None
+    its = of(LearnedRow, by_fingerprint(session, record.fingerprint), record.task)
+    version = (LearnedRow.kind == record.kind, LearnedRow.version == record.version)
+    found = session.scalar(select(LearnedRow).where(its, *version))
     if found is None:
         raise _not_found(session, record.model, record.task, record.kind, record.version)
     return found
