@@ -78,8 +78,8 @@ def serve(new_key: str | None, as_json: bool, models: tuple[str, ...], **values:
     if new_key is not None:
         _show_key(new_key, as_json)
         return
-    from ..server.serving import listen
-    from ..server.serving import serve as run
+    from ..server.app import listen
+    from ..server.app import serve as run
     from ..server.settings import MIB, KeyRing, ServerSettings, stream_folders
 
     settings = ServerSettings(

@@ -1,119 +1,147 @@
-"""The app: routes, errors and middleware around one store and one job board; and its OpenAPI document."""
+"""The app around one store and one job board, and the process that serves it until a signal ends it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import errno
+import gc
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from types import FrameType
 
+import uvicorn
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 
-from .. import __version__
+from ..core.errors import SettingsError
 from ..core.jobs import JobBoard
-from ..optimizer.strategies import STRATEGIES
+from ..core.requests import ServedModel
 from ..store import Store
-from . import completions, health, jobs, lookups, problems, responses, streams, tuning
-from .cache import Answers
+from ..worker.queue import JobService, RedisQueue
+from ..worker.reconciler import Reconciler
 from .engines import Engines
-from .middleware import GUARDED, Gate
-from .schemas import OpenAIError, Problem
+from .lookups import Answers, find_plan
+from .middleware import Gate
+from .openapi import bare_app
 from .settings import ServerSettings
-from .state import QueueView, State
+from .state import State
 
-ROUTERS = (
-    lookups.router,
-    streams.router,
-    jobs.router,
-    completions.router,
-    responses.router,
-    tuning.router,
-    health.router,
-)
-PROBLEM = {
-    "description": "What was wrong, in one sentence.",
-    "content": {problems.MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
-}
-OPENAI_ERROR = {
-    "description": "What was wrong, in OpenAI's form.",
-    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/OpenAIError"}}},
-}
-
-
-def bare_app() -> FastAPI:
-    """The routes without anything behind them: enough for the OpenAPI document."""
-    app = FastAPI(
-        title="swiftopt",
-        version=__version__,
-        description="Layer sets to decode with, and the jobs that find them.",
-        docs_url=None,  # they load scripts from elsewhere
-        redoc_url=None,
-    )
-    for router in ROUTERS:
-        app.include_router(router)
-    problems.install(app)
-    app.openapi = partial(document, app)  # type: ignore[method-assign]
-    return app
+BACKLOG = 1024
+SWITCH_S = 0.001  # that another thread may keep the event loop waiting; Python's 5 ms are half of a look-up's limit
+DRAIN_S = 5  # seconds that requests in progress get at the end; event streams are ended at once
 
 
 def create_app(
     store: Store,
     board: JobBoard,
     settings: ServerSettings | None = None,
-    queue: QueueView | None = None,
+    queue: RedisQueue | None = None,
     engines: Engines | None = None,
 ) -> FastAPI:
-    """An app over the store; `queue` None: no Redis, so jobs only wait; `engines` live as long as the app."""
-    settings = settings or ServerSettings()
+    """Return an app over the store; `queue` None: no Redis, so jobs only wait; `engines` live as long as the app."""
+    settings, engines = settings or ServerSettings(), engines or Engines()
     app = bare_app()
-    answers = Answers(partial(lookups.find_plan, store))
-    app.state.swiftopt = State(store, board, queue, settings, answers, health.lookup_times(), engines)
-    app.router.lifespan_context = partial(_living, engines)
+    app.state.swiftopt = State(store, board, queue, settings, engines)
+    app.state.answers = Answers(partial(find_plan, store))
+    app.router.lifespan_context = engines.running
     app.add_middleware(Gate, settings=settings)
     return app
 
 
-@asynccontextmanager
-async def _living(engines: Engines | None, app: FastAPI) -> AsyncIterator[None]:
-    """Run the engines' processes while the app is served."""
-    if engines is None:
+def listen(host: str, port: int, settings: ServerSettings) -> socket.socket:
+    """Return a bound socket.
+
+    Raises: SettingsError: the address is open to others and there is no key, or it cannot be used.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise SettingsError(f"the host {host!r} leads to no address: use 127.0.0.1 or one of this machine's") from error
+    if not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback and settings.keys.empty:
+        raise SettingsError(
+            f"{host} is open to other machines and no API key is set: make one with `swiftopt serve --new-key NAME` and"
+            " put its entry into SWIFTOPT_API_KEYS, or listen on 127.0.0.1"
+        )
+    # with protocol 0, asyncio would leave TCP_NODELAY off: 40 ms per answer
+    bound = socket.socket(family, kind, protocol)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(address)
+        bound.listen(BACKLOG)
+    except OSError as error:
+        bound.close()
+        taken = error.errno == errno.EADDRINUSE
+        advice = "end the program that has it, or choose another --port" if taken else "choose another --host or --port"
+        raise SettingsError(
+            f"cannot listen on {host} port {port} ({(error.strerror or '').lower()}): {advice}"
+        ) from error
+    return bound
+
+
+def serve(
+    bound: socket.socket,
+    store: Store,
+    redis_url: str | None,
+    settings: ServerSettings,
+    on_ready: Callable[[], None] = lambda: None,
+    served: Sequence[ServedModel] = (),
+) -> None:
+    """Answer requests until SIGTERM or SIGINT; with models, requests in progress then get `settings.drain_s` to end.
+
+    Raises: SettingsError: the Redis URL is none.
+    """
+    queue = RedisQueue(redis_url) if redis_url else None
+    app = create_app(store, JobService(store, queue), settings, queue, Engines(served, settings.max_waiting))
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,  # the gate writes one
+        server_header=False,
+        lifespan="on",
+        timeout_graceful_shutdown=settings.drain_s if served else DRAIN_S,
+    )
+    sys.setswitchinterval(SWITCH_S)
+    gc.collect()
+    gc.freeze()  # what is there now stays: without this a full collection walks it all, for 80 ms, and a look-up waits
+    with _reconciling(store, queue), _quiet_end():
+        on_ready()
+        uvicorn.Server(config).run(sockets=[bound])
+
+
+@contextmanager
+def _reconciling(store: Store, queue: RedisQueue | None) -> Iterator[None]:
+    """Run the reconciler where there is a Redis to reconcile with, whose connections are closed at the end."""
+    if queue is None:
         yield
         return
-    engines.start()
+    stop = threading.Event()
+    reconciler = Reconciler(store.jobs, queue, f"serve-{socket.gethostname()}-{os.getpid()}")
+    thread = threading.Thread(target=reconciler.run, args=(stop,), name="reconciler", daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        await engines.close()
+        stop.set()
+        thread.join(DRAIN_S)
+        queue.close()
 
 
-def document(app: FastAPI) -> dict[str, Any]:
-    """The app's document: FastAPI's, with problems as errors, bearer keys, and the bodies as they are sent."""
-    if app.openapi_schema is None:
-        found = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-        for path, operations in found["paths"].items():
-            for operation in operations.values():
-                _amend(path, operation)
-        schemas = found["components"]["schemas"]
-        schemas["Problem"] = Problem.model_json_schema()
-        schemas["OpenAIError"] = OpenAIError.model_json_schema(
-            ref_template="#/components/schemas/OpenAIError/$defs/{model}"
-        )
-        schemas["TuningSettings"]["properties"]["strategy"]["enum"] = list(STRATEGIES)
-        for unused in ("HTTPValidationError", "ValidationError", "LayerSet", "Plan"):
-            schemas.pop(unused, None)
-        found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        app.openapi_schema = found
-    return app.openapi_schema
+@contextmanager
+def _quiet_end() -> Iterator[None]:
+    """Ignore the signal that uvicorn sends itself again when it is done."""
 
+    def ignore(number: int, frame: FrameType | None) -> None:
+        logging.getLogger(__name__).info("ended by %s", signal.Signals(number).name)
 
-def _amend(path: str, operation: dict[str, Any]) -> None:
-    responses = operation["responses"]
-    responses.pop("422", None)  # FastAPI's own shape of errors, which is never sent
-    responses["4XX"] = responses["5XX"] = OPENAI_ERROR if path.startswith(problems.OPENAI) else PROBLEM
-    if path.startswith(GUARDED):
-        operation["security"] = [{"key": []}, {}]
-    ok = responses.get("200", {})
-    if operation["operationId"] == "layer_set":
-        ok["headers"] = {"ETag": {"schema": {"type": "string"}}, "Cache-Control": {"schema": {"type": "string"}}}
-        responses["304"] = {"description": "The caller's copy is still right."}
+    before = {number: signal.signal(number, ignore) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

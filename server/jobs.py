@@ -1,48 +1,261 @@
-"""Jobs over HTTP: submit, list, show, steer, download what they produced, and follow their events."""
+"""Jobs over HTTP: submit, list, show, steer, download what they produced, and follow their events.
+
+The prompts of a job come with it, from an upload, or from a file under a configured folder.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import difflib
+import io
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping
-from typing import Annotated, Any, Literal
+import math
+import os
+import stat
+from collections.abc import AsyncIterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal, Self
 
-from fastapi import APIRouter, Header, Path, Query, Request
+from fastapi import APIRouter, Header, Query, Request
+from fastapi import Path as PathField
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import UploadFile
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from ..core.errors import StoreUnavailable
-from ..core.events import JobState, PromptFinished
-from ..core.jobs import EventPage, Job, JobBoard, JobEvent, JobList, Verb
+from ..core.errors import NotFound, SettingsError, StoreUnavailable, StreamError, StreamNotFound
+from ..core.events import JobState
+from ..core.jobs import DEFAULT_QUEUE, EventPage, Job, JobBoard, JobList, Verb
+from ..core.requests import MAX_NEW_TOKENS, Speed, TuneRequest
 from ..core.serialization import LARGEST
-from ..core.streams import output_line
-from .schemas import JobSubmission
-from .state import Shared
-from .streams import prompts_of
+from ..core.settings import TuningSettings
+from ..core.streams import output_line, parse_stream, stream_lines, stream_sha256
+from ..core.types import Prompt, Sampling
+from ..models.sources import DTYPES
+from ..optimizer.strategies import STRATEGIES
+from .settings import MIB
+from .state import Depth, Shared, State, Strict, Task, Word, sse
 
+DEFAULT_TASK = "default"
+OPENED = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe without a writer must not block
 POLL_S = 0.5  # between two looks at the database
 OUTAGE_S = 2.0  # and while it is away
 PAGE = 500
 KEEP_ALIVE_S = 15  # seconds between comments on a silent stream
-
-
-After = Annotated[int | None, Query(ge=0, le=LARGEST, description="Only events behind this id.")]
-LastEventId = Annotated[
-    int | None, Header(ge=0, le=LARGEST, description="As `after`; a client that reconnects sends it.")
-]
-Format = Annotated[Literal["json", "sse"] | None, Query(description="Overrules the header Accept.")]
-PageSize = Annotated[int, Query(ge=1, le=1000, description="Of a JSON page.")]
 LINES_PER_CHUNK = 32
 
+streams = APIRouter(prefix="/v1", tags=["streams"])
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
-JobId = Annotated[str, Path(pattern=r"^[0-9A-Za-z_-]{1,64}$", description="The job's id.")]
-IdempotencyKey = Annotated[
-    str | None,
-    Header(pattern=r"^[\x21-\x7e]{1,255}$", description="Makes a repeated submission give the job of the first."),
-]
-Limit = Annotated[int, Query(ge=1, le=1000)]
+QueueName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+JobId = Annotated[str, PathField(pattern=r"^[0-9A-Za-z_-]{1,64}$", description="The job's id.")]
+
+
+class StreamSource(Strict):
+    """The prompts: exactly one of the three."""
+
+    model_config = ConfigDict(json_schema_extra={"minProperties": 1, "maxProperties": 1})
+
+    prompts: list[dict[str, Any]] = Field(
+        default_factory=list,
+        min_length=1,
+        description="Stream lines: objects with one of prompt, messages, question, turns; task, id, max_new_tokens.",
+    )
+    name: Word = Field(default="", description="A file under a stream folder of the server: a plain relative path.")
+    upload: Sha256 = Field(default="", description="What POST /v1/streams gave.")
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if len(self.model_fields_set) != 1:
+            raise ValueError("give exactly one of prompts, name and upload")
+        return self
+
+
+class JobSubmission(Strict):
+    """A tuning job."""
+
+    model: Word = Field(description="Alias, hub id, or path on the workers.")
+    stream: StreamSource
+    task: Task | None = Field(default=None, description="Task of lines that name none; default: the name's stem.")
+    settings: TuningSettings = Field(default_factory=TuningSettings)
+    sampling: Sampling = Field(default_factory=Sampling)
+    max_new_tokens: Count = MAX_NEW_TOKENS
+    dtype: Literal[DTYPES] = "auto"  # type: ignore[valid-type]
+    device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:[0-9]{1,4})?|auto-map)$")] = "auto"
+    speed: Speed = Field(default="auto", description="How the worker's runtime computes; graphs want CUDA.")
+    limit: Depth | None = Field(default=None, description="Take only the first prompts.")
+    concurrency: Depth = Field(default=1, description="How many prompts are decoded at once.")
+    queue: QueueName = DEFAULT_QUEUE
+
+    @model_validator(mode="before")
+    @classmethod
+    def _storable(cls, values: Any) -> Any:
+        _check_storable(values)
+        return values
+
+    @model_validator(mode="after")
+    def _known_strategy(self) -> Self:
+        if self.settings.strategy not in STRATEGIES:
+            raise ValueError(f"settings.strategy is {self.settings.strategy!r}: use one of {', '.join(STRATEGIES)}")
+        return self
+
+    def tune_request(self, stream: str, task: str) -> TuneRequest:
+        """Return the request that a worker gets; the prompts travel apart."""
+        own = {name: value for name, value in self if name != "queue"}
+        return TuneRequest(**{**own, "stream": stream, "task": task})
+
+
+def _check_storable(value: Any) -> None:
+    """Raise ValueError where a text or number in it is none that every database stores as JSON."""
+    if isinstance(value, str):
+        if "\0" in value:
+            raise ValueError("a text holds a NUL character: delete it")
+        if any("\ud800" <= character <= "\udfff" for character in value):
+            raise ValueError("a text holds half of a surrogate pair, which is no text: delete that character")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{value} is no finite number")
+    elif isinstance(value, list):
+        for entry in value:
+            _check_storable(entry)
+    elif isinstance(value, dict):
+        for key, entry in value.items():
+            _check_storable(key)
+            _check_storable(entry)
+
+
+class StreamObject(BaseModel):
+    """A stored stream."""
+
+    schema_: Literal["swiftopt.stream/1"] = Field(alias="schema")
+    sha256: str
+    n_prompts: int
+
+
+_LINES = {"schema": {"type": "string"}, "example": '{"prompt": "..."}\n'}
+_FORM = {
+    "type": "object",
+    "required": ["file"],
+    "properties": {"file": {"type": "string", "format": "binary"}},
+    "additionalProperties": False,
+}
+UPLOAD = {
+    "requestBody": {
+        "required": True,
+        "description": "JSON Lines: one object per line with one of prompt, messages, question, turns.",
+        "content": {
+            "application/jsonl": _LINES,
+            "application/x-ndjson": _LINES,
+            "multipart/form-data": {"schema": _FORM},
+        },
+    }
+}
+
+
+def prompts_of(app: State, body: JobSubmission) -> tuple[list[Prompt], str, str]:
+    """Return the job's prompts, a name for their origin, and the task of lines that name none.
+
+    Raises: NotFound: no such upload or file. StreamError: a line is no prompt. SettingsError: the name is none.
+    """
+    source = body.stream
+    if source.upload:
+        return _uploaded(app, body), f"upload {source.upload[:12]}", DEFAULT_TASK
+    if source.name:
+        task = body.task or PurePosixPath(source.name).stem
+        data = read_named(app.settings.stream_folders, source.name, app.settings.max_body_bytes)
+        return parse_stream(io.BytesIO(data), source.name, task, body.limit), source.name, task
+    task = body.task or DEFAULT_TASK
+    lines = (json.dumps(line).encode() + b"\n" for line in source.prompts)
+    return parse_stream(lines, "stream.prompts", task, body.limit), "prompts", task
+
+
+def _uploaded(app: State, body: JobSubmission) -> list[Prompt]:
+    if body.task is not None:
+        raise SettingsError("an uploaded stream has its tasks already: name them with POST /v1/streams?task=…")
+    lines = app.store.jobs.stream(body.stream.upload)
+    if lines is None:
+        raise NotFound(f"no stream {body.stream.upload} was uploaded: send it to POST /v1/streams first")
+    return parse_stream(io.BytesIO(lines.encode()), "the upload", DEFAULT_TASK, body.limit)
+
+
+def read_named(folders: Sequence[Path], name: str, max_bytes: int) -> bytes:
+    """Read a regular file under one of the folders, whatever symbolic links lie on the way.
+
+    Raises: SettingsError: the name is no plain relative path, or leads out of the folder or to no file.
+        StreamNotFound: there is no such file; it names the nearest.
+    """
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\\" in name or not name.isprintable() or len(name) > 512:
+        raise SettingsError(f"stream name {name!r} is no plain relative path: name a file under a stream folder")
+    if not folders:
+        raise StreamNotFound(f"this server has no stream folder for {name!r}: send the prompts, or upload them")
+    for folder in folders:
+        try:
+            return _read(folder, name, max_bytes)
+        except FileNotFoundError:
+            continue
+        except OSError as error:  # too long a name, a loop of links, no permission
+            raise SettingsError(f"stream {name!r} cannot be read ({error.strerror}): name another file") from error
+    raise StreamNotFound(f"there is no stream {name!r} in the server's stream folders{_nearest(folders, name)}")
+
+
+def _read(folder: Path, name: str, max_bytes: int) -> bytes:
+    """Raises: FileNotFoundError and other OSError; SettingsError: it leads outside, is no file, or is too large."""
+    real = Path(os.path.realpath(folder / name, strict=True))
+    if not real.is_relative_to(folder):
+        raise SettingsError(f"stream {name!r} leads out of the server's stream folder: name a file inside it")
+    # What was looked at may have been swapped since: go down again, following no link.
+    at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    for part in real.relative_to(folder).parts:
+        try:
+            below = os.open(part, OPENED, dir_fd=at)
+        finally:
+            os.close(at)
+        at = below
+    with open(at, "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise SettingsError(f"stream {name!r} is no regular file: name a JSON Lines file")
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise SettingsError(f"stream {name!r} is larger than {max_bytes / MIB:g} MiB: split it")
+    return data
+
+
+def _nearest(folders: Sequence[Path], name: str) -> str:
+    known = sorted(str(path.relative_to(folder)) for folder in folders for path in folder.glob("*.jsonl"))
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.3)
+    return f": did you mean {near[0]!r}?" if near else ": check the name, or upload it"
+
+
+@streams.post(
+    "/streams", operation_id="upload_stream", status_code=201, response_model=StreamObject, openapi_extra=UPLOAD
+)
+async def upload_stream(
+    request: Request,
+    app: Shared,
+    task: Annotated[Task, Query(description="Task of lines that name none.")] = DEFAULT_TASK,
+) -> Response:
+    """Store a stream for jobs to name by its SHA-256; every line is checked at once, an error names it."""
+    if request.headers["content-type"].lower().startswith("multipart/"):
+        async with request.form(max_files=1, max_fields=0) as form:
+            file = form.get("file")
+            if not isinstance(file, UploadFile):
+                raise StreamError("the form has no file: send the stream as its part 'file'")
+            data = await file.read()
+    else:
+        data = await request.body()
+    return await run_in_threadpool(_store, app, data, task)
+
+
+def _store(app: State, data: bytes, task: str) -> Response:
+    prompts = parse_stream(io.BytesIO(data), "the upload", task)
+    sha256 = stream_sha256(prompts)
+    app.store.jobs.save_stream(sha256, stream_lines(prompts))
+    return JSONResponse({"schema": "swiftopt.stream/1", "sha256": sha256, "n_prompts": len(prompts)}, 201)
 
 
 @router.get(
@@ -55,10 +268,12 @@ async def events(
     request: Request,
     app: Shared,
     job: JobId,
-    after: After = None,
-    last_event_id: LastEventId = None,
-    format: Format = None,
-    limit: PageSize = 1000,
+    after: Annotated[int | None, Query(ge=0, le=LARGEST, description="Only events behind this id.")] = None,
+    last_event_id: Annotated[
+        int | None, Header(ge=0, le=LARGEST, description="As `after`; a client that reconnects sends it.")
+    ] = None,
+    format: Annotated[Literal["json", "sse"] | None, Query(description="Overrules the header Accept.")] = None,
+    limit: Annotated[int, Query(ge=1, le=1000, description="Of a JSON page.")] = 1000,
 ) -> Response:
     """The job's events from the first on, or behind `Last-Event-ID`; `end` with the job is the last one.
 
@@ -80,7 +295,14 @@ async def events(
     response_model=Job,
     responses={200: {"model": Job, "description": "The same job was there already."}},
 )
-def submit(app: Shared, body: JobSubmission, idempotency_key: IdempotencyKey = None) -> Response:
+def submit(
+    app: Shared,
+    body: JobSubmission,
+    idempotency_key: Annotated[
+        str | None,
+        Header(pattern=r"^[\x21-\x7e]{1,255}$", description="Makes a repeated submission give the job of the first."),
+    ] = None,
+) -> Response:
     """Submit a tuning job: 202 with its address; 200 if an unfinished job does the same, or the key is known."""
     prompts, stream, task = prompts_of(app, body)
     job, is_new = app.board.submit(body.tune_request(stream, task), prompts, body.queue, idempotency_key)
@@ -88,7 +310,7 @@ def submit(app: Shared, body: JobSubmission, idempotency_key: IdempotencyKey = N
 
 
 @router.get("", operation_id="jobs", response_model=JobList)
-def jobs(app: Shared, state: JobState | None = None, limit: Limit = 100) -> Response:
+def jobs(app: Shared, state: JobState | None = None, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> Response:
     """The newest jobs first."""
     return JSONResponse(JobList(tuple(app.board.latest(state, limit))).to_json())
 
@@ -108,8 +330,10 @@ def show(app: Shared, job: JobId) -> Response:
 def outputs(app: Shared, job: JobId) -> Response:
     """The finished completions in the order of the stream, as JSON Lines: those of `swiftopt tune --out`."""
     finished = app.board.outputs(job)
+    lines = (output_line(done.prompt, done.completion) + "\n" for done in finished)
+    chunks = iter(lambda: "".join(islice(lines, LINES_PER_CHUNK)), "")
     headers = {"Content-Disposition": f'attachment; filename="{job}.jsonl"'}
-    return StreamingResponse(_chunks(finished), headers=headers, media_type="application/jsonl")
+    return StreamingResponse(chunks, headers=headers, media_type="application/jsonl")
 
 
 @router.post("/{job}/{verb}", operation_id="steer_job", response_model=Job)
@@ -119,38 +343,24 @@ def steer(app: Shared, job: JobId, verb: Verb) -> Response:
 
 
 async def _follow(board: JobBoard, job_id: str, after: int) -> AsyncIterator[ServerSentEvent]:
-    """Events until the job has ended; an outage of the database makes it wait, not end."""
+    """Yield events until the job has ended; an outage of the database makes it wait, not end."""
     shown: Mapping[str, Any] | None = None
     while True:
-        try:
-            job, found = await run_in_threadpool(_look, board, job_id, after)
+        try:  # the job before its events, so that one seen as ended has no more of them
+            job = await run_in_threadpool(board.get, job_id)
+            found = await run_in_threadpool(board.events, job_id, after, PAGE)
         except StoreUnavailable:
             await asyncio.sleep(OUTAGE_S)
             continue
         for event in found:
             after = event.id
-            yield _event(event.type, event.data, event.id)
+            yield sse(event.data, event.type, event.id)
         if len(found) == PAGE:
             continue
         if job.progress is not None and job.progress != shown:
             shown = job.progress
-            yield _event("progress", shown)
+            yield sse(shown, "progress")
         if job.is_finished:
-            yield _event("end", job.to_json())
+            yield sse(job.to_json(), "end")
             return
         await asyncio.sleep(POLL_S)
-
-
-def _look(board: JobBoard, job_id: str, after: int) -> tuple[Job, list[JobEvent]]:
-    job = board.get(job_id)  # before its events, so that a job seen as ended has no more of them
-    return job, board.events(job_id, after, PAGE)
-
-
-def _event(name: str, data: Mapping[str, Any], number: int | None = None) -> ServerSentEvent:
-    return ServerSentEvent(json.dumps(data), event=name, id=None if number is None else str(number))
-
-
-def _chunks(finished: list[PromptFinished]) -> Iterator[str]:
-    for start in range(0, len(finished), LINES_PER_CHUNK):
-        chunk = finished[start : start + LINES_PER_CHUNK]
-        yield "".join(output_line(done.prompt, done.completion) + "\n" for done in chunk)

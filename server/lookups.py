@@ -1,39 +1,81 @@
-"""Layer sets over HTTP: one look-up, many at once, lists. The single look-up is the path that must be fast."""
+"""Layer sets over HTTP: one look-up, many at once, lists.
+
+The single look-up is the path that must be fast: answers are encoded once and kept for two seconds at most, and equal
+questions that meet are one query.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import time
-from typing import Annotated, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, cast
 
-from fastapi import APIRouter, Header, Path, Query
+from anyio import CapacityLimiter, to_thread
+from fastapi import APIRouter, Depends, Header, Path, Query, Request
+from prometheus_client import Histogram
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
-from ..core.serialization import Record
-from ..core.types import LayerSetList, ModelList
+from ..core.errors import NotFound
+from ..core.types import FoundPlan, LayerSetList, ModelList
 from ..store import Store
-from .cache import Answer
-from .cache import Query as Question
-from .schemas import Batch, Depth, LookupAnswers, PlanAnswer, Word
-from .state import Shared, engines_of
+from .problems import MEDIA_TYPE, Problem, as_problem, kind_of
+from .state import Depth, Shared, Strict, Word
 
+FRESH_S = 0.5  # after which a question also asks the database again
+LONGEST_S = 2.0  # after which it waits for that
+MAX_ANSWERS = 10_000
+MAX_QUERIES = 1000
+THREADS = 4  # for misses: their own, so that slow requests elsewhere do not hold look-ups up
+BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 CACHE_CONTROL = "max-age=1"
 
 router = APIRouter(prefix="/v1", tags=["layer sets"])
 
-ModelQuery = Annotated[Word | None, Query(description="A name or fingerprint of a model.")]
-TaskQuery = Annotated[Word | None, Query(description="A task.")]
-Alias = Annotated[Word, Query(description="The name of the choice.")]
-Device = Annotated[Word | None, Query(description="Prefer a set that was tuned on this device.")]
-Dtype = Annotated[Word | None, Query(description="Prefer a set that was tuned in this dtype.")]
-Version = Annotated[Depth | None, Query(description="This version, whatever the alias means.")]
-# str, not a list: FastAPI would split nothing, and the header is one line
-IfNoneMatch = Annotated[str | None, Header(description="ETags the caller has; 304 if one is still right.")]
+
+class LookupQuery(Strict):
+    """One look-up of a batch."""
+
+    model_config = ConfigDict(frozen=True)
+
+    model: Word
+    task: Word
+    alias: Word = "best"
+    device: Word | None = None
+    dtype: Word | None = None
+    version: Depth | None = None  # takes the place of `alias`
 
 
-def find_plan(store: Store, query: Question) -> dict[str, Any]:
-    """The look-up's object.
+class Batch(Strict):
+    """Look-ups to answer together."""
+
+    queries: list[LookupQuery] = Field(max_length=MAX_QUERIES)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanAnswer(FoundPlan):
+    """How to decode, under the names that were asked for; `fallback` says in words what differs from them.
+
+    `layer_set` and `learned` are null where the method needs none, `alias` where a version was asked for.
+    """
+
+    model: str = ""
+    task: str = ""
+
+
+class LookupAnswers(BaseModel):
+    """An answer per query, in order."""
+
+    schema_: Literal["swiftopt.lookup/1"] = Field(alias="schema")
+    answers: list[PlanAnswer | Problem]
+
+
+def find_plan(store: Store, query: LookupQuery) -> dict[str, Any]:
+    """Return the look-up's object.
 
     Raises: LayerSetNotFound: nothing fits; it names the nearest.
     """
@@ -45,66 +87,141 @@ def find_plan(store: Store, query: Question) -> dict[str, Any]:
     return PlanAnswer(found.plan, found.version, alias, found.fallback, query.model, query.task).to_json()
 
 
-@router.get("/layer-sets/{model:path}/{task}", operation_id="layer_set", response_model=PlanAnswer)
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The body for a query, or the problem; good until `until` on the monotonic clock."""
+
+    status: int
+    media_type: str
+    body: bytes
+    etag: str
+    until: float
+
+
+class Answers:
+    """`find` is called in a thread, once for equal queries that meet; its NotFound is an answer, too.
+
+    Raises: SwiftoptError: what `find` raises else; it is not kept.
+    """
+
+    def __init__(self, find: Callable[[LookupQuery], dict[str, Any]]) -> None:
+        self._find = find
+        self._known: dict[LookupQuery, Answer] = {}
+        self._asked: dict[LookupQuery, asyncio.Task[Answer]] = {}
+        self._threads: CapacityLimiter | None = None
+        self.times = Histogram(
+            "swiftopt_lookup_seconds", "Seconds per single look-up.", registry=None, buckets=BUCKETS_S
+        )
+
+    async def get(self, query: LookupQuery) -> Answer:
+        """Return the answer, at most `LONGEST_S` old; after `FRESH_S` a new one is fetched meanwhile."""
+        known = self._known.get(query)
+        left_s = known.until - time.monotonic() if known is not None else 0.0
+        if known is not None and left_s > LONGEST_S - FRESH_S:
+            return known
+        task = self._asked.get(query)
+        if task is None:
+            task = self._asked[query] = asyncio.create_task(self._load(query))
+            task.add_done_callback(lambda done: self._done(query, done))
+        if known is not None and left_s > 0:
+            return known
+        return await asyncio.shield(task)  # one caller that hangs up must not end it for the others
+
+    async def _load(self, query: LookupQuery) -> Answer:
+        self._threads = self._threads or CapacityLimiter(THREADS)  # needs a running loop
+        asked_at = time.monotonic()  # an answer ages from the moment of the question
+        answer = await to_thread.run_sync(self._answer, query, asked_at + LONGEST_S, limiter=self._threads)
+        self._known.pop(query, None)
+        self._known[query] = answer
+        while len(self._known) > MAX_ANSWERS:
+            del self._known[next(iter(self._known))]  # the oldest
+        return answer
+
+    def _answer(self, query: LookupQuery, until: float) -> Answer:
+        try:
+            status, media_type, values = 200, "application/json", self._find(query)
+        except NotFound as error:
+            status, media_type, values = 404, MEDIA_TYPE, as_problem(404, kind_of(error), str(error))
+        body = json.dumps(values).encode()
+        return Answer(status, media_type, body, f'"{hashlib.sha256(body).hexdigest()[:32]}"', until)
+
+    def _done(self, query: LookupQuery, task: asyncio.Task[Answer]) -> None:
+        self._asked.pop(query, None)
+        if not task.cancelled():
+            task.exception()  # fetched here in case every caller has hung up
+
+
+async def _answers_of(request: Request) -> Answers:
+    return cast(Answers, request.app.state.answers)
+
+
+Known = Annotated[Answers, Depends(_answers_of)]
+
+
+@router.get(
+    "/layer-sets/{model:path}/{task}",
+    operation_id="layer_set",
+    response_model=PlanAnswer,
+    responses={
+        200: {"headers": {name: {"schema": {"type": "string"}} for name in ("ETag", "Cache-Control")}},
+        304: {"description": "The caller's copy is still right."},
+    },
+)
 async def layer_set(
-    app: Shared,
+    known: Known,
     model: Annotated[Word, Path(description="Name or fingerprint, percent-encoded.")],
     task: Annotated[Word, Path(description="The task; it has no '/'.")],
-    alias: Alias = "best",
-    device: Device = None,
-    dtype: Dtype = None,
-    version: Version = None,
-    if_none_match: IfNoneMatch = None,
+    alias: Annotated[Word, Query(description="The name of the choice.")] = "best",
+    device: Annotated[Word | None, Query(description="Prefer a set that was tuned on this device.")] = None,
+    dtype: Annotated[Word | None, Query(description="Prefer a set that was tuned in this dtype.")] = None,
+    version: Annotated[Depth | None, Query(description="This version, whatever the alias means.")] = None,
+    # str, not a list: FastAPI would split nothing, and the header is one line
+    if_none_match: Annotated[str | None, Header(description="ETags the caller has; 304 if one is still right.")] = None,
 ) -> Response:
     """How to decode this task with this model: the plan, and the layer set, heads or probe that its method needs.
 
     Falls back to another dtype or device, then to the task `default`; `fallback` says so in words.
     """
+    query = LookupQuery(model=model, task=task, alias=alias, device=device, dtype=dtype, version=version)
     began = time.perf_counter()
-    answer = await app.answers.get(Question(model, task, alias, device, dtype, version))
-    app.lookup_times.observe(time.perf_counter() - began)
-    return _respond(answer, if_none_match)
-
-
-def _respond(answer: Answer, if_none_match: str | None) -> Response:
+    answer = await known.get(query)
+    known.times.observe(time.perf_counter() - began)
     if answer.status != 200:
         return Response(answer.body, answer.status, media_type=answer.media_type)
     headers = {"ETag": answer.etag, "Cache-Control": CACHE_CONTROL}
-    if if_none_match is not None:
-        known = [tag.strip().removeprefix("W/") for tag in if_none_match.split(",")]
-        if answer.etag in known or known == ["*"]:
-            return Response(status_code=304, headers=headers)
+    tags = [tag.strip().removeprefix("W/") for tag in (if_none_match or "").split(",")]
+    if answer.etag in tags or tags == ["*"]:
+        return Response(status_code=304, headers=headers)
     return Response(answer.body, 200, headers, answer.media_type)
 
 
 @router.post("/layer-sets:lookup", operation_id="lookup", response_model=LookupAnswers)
-async def lookup(app: Shared, body: Batch) -> Response:
+async def lookup(known: Known, body: Batch) -> Response:
     """Up to 1000 look-ups at once; each gets its plan or its own problem object, in the same order."""
-    questions = [Question(**query.model_dump()) for query in body.queries]
-    answers = await asyncio.gather(*(app.answers.get(question) for question in questions))
+    answers = await asyncio.gather(*map(known.get, body.queries))
     joined = b",".join(answer.body for answer in answers)
     return Response(b'{"schema": "swiftopt.lookup/1", "answers": [' + joined + b"]}", media_type="application/json")
 
 
 @router.get("/layer-sets", operation_id="layer_sets", response_model=LayerSetList)
-def layer_sets(app: Shared, model: ModelQuery = None, task: TaskQuery = None) -> Response:
+def layer_sets(
+    app: Shared,
+    model: Annotated[Word | None, Query(description="A name or fingerprint of a model.")] = None,
+    task: Annotated[Word | None, Query(description="A task.")] = None,
+) -> Response:
     """The stored versions of a model, a task, both or all, newest first."""
-    return _json(LayerSetList(tuple(app.store.layer_sets(model, task))))
+    found = LayerSetList(tuple(app.store.layer_sets(model, task)))
+    return Response(json.dumps(found.to_json()), media_type="application/json")
 
 
 @router.get("/models", operation_id="models", response_model=ModelList)
 def models(app: Shared) -> Response:
     """OpenAI's list of the models that are served; beside it those that were loaded once, and names look-ups know."""
     known = ModelList(tuple(app.store.models()), tuple(app.store.model_names())).to_json()
-    served = [] if app.engines is None else [engine.card() for engine in app.engines.of.values()]
-    return JSONResponse({**known, "object": "list", "data": served})
+    return JSONResponse({**known, "object": "list", "data": [engine.card() for engine in app.engines.of.values()]})
 
 
 @router.get("/models/{model:path}", operation_id="model", response_class=Response)
 def model(app: Shared, model: Annotated[Word, Path(description="A model that is served.")]) -> Response:
     """One model that is served, in OpenAI's form."""
-    return JSONResponse(engines_of(app).find(model).card())
-
-
-def _json(record: Record) -> Response:
-    return Response(json.dumps(record.to_json()), media_type="application/json")
+    return JSONResponse(app.engines.find(model).card())

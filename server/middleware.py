@@ -12,10 +12,9 @@ from limits import RateLimitItemPerMinute
 from limits.storage import MemoryStorage
 from limits.strategies import MovingWindowRateLimiter
 from starlette.datastructures import Headers
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .problems import Refused, problem
+from .problems import Refused
 from .settings import MIB, ServerSettings
 
 BODY_WAIT_S = 30.0  # of silence while a body is being sent
@@ -23,13 +22,11 @@ GUARDED = ("/v1/", "/tokenize", "/detokenize")  # what begins so needs a key, wh
 LOOKUPS = "/v1/layer-sets/"  # single look-ups, cached, do not count against the rate
 JSON = ("application/json",)
 LINES = ("application/jsonl", "application/x-ndjson", "application/octet-stream", "multipart/form-data")
-BODIES = {
-    "/v1/streams": LINES,
-    **dict.fromkeys(
-        ("/v1/jobs", "/v1/layer-sets:lookup", "/v1/chat/completions", "/v1/completions", "/v1/responses"), JSON
-    ),
-    **dict.fromkeys(("/tokenize", "/detokenize", *(f"/v1/tuning:{verb}" for verb in ("pause", "resume", "pin"))), JSON),
-}
+TAKE_JSON = (
+    *("/v1/jobs", "/v1/layer-sets:lookup", "/v1/chat/completions", "/v1/completions", "/v1/responses"),
+    *("/tokenize", "/detokenize", "/v1/tuning:pause", "/v1/tuning:resume", "/v1/tuning:pin"),
+)
+BODIES = {"/v1/streams": LINES, **dict.fromkeys(TAKE_JSON, JSON)}  # what may be sent where
 
 access = logging.getLogger("swiftopt.access")
 
@@ -42,7 +39,7 @@ class RateLimit:
         self._calls = MovingWindowRateLimiter(MemoryStorage())
 
     def wait_s(self, caller: str) -> int:
-        """0 if the caller may go on, else after how many seconds it may."""
+        """Return 0 if the caller may go on, else after how many seconds it may."""
         if self._limit is None or self._calls.hit(self._limit, caller):
             return 0
         return max(1, math.ceil(self._calls.get_window_stats(self._limit, caller).reset_time - time.time()))
@@ -68,14 +65,14 @@ class Gate:
             await send(message)
 
         headers = Headers(scope=scope)
-        caller = _address(scope)
+        caller = scope["client"][0] if scope.get("client") else "local"
         try:
             key_owner = self._key_owner(headers)
             caller = key_owner or caller
             scope.setdefault("state", {})["key_owner"] = key_owner
-            refusal = self._refusal(scope, headers, key_owner, caller)
-            if refusal is not None:
-                await refusal(scope, receive, sending)
+            refused = self._refused(scope, headers, key_owner, caller) if scope["path"].startswith(GUARDED) else None
+            if refused is not None:
+                await refused.response(scope["path"])(scope, receive, sending)
             else:
                 await self._app(scope, _limited(receive, self._settings.max_body_bytes), sending)
         finally:
@@ -90,34 +87,36 @@ class Gate:
             return None
         return self._settings.keys.owner(key.strip())
 
-    def _refusal(self, scope: Scope, headers: Headers, key_owner: str | None, caller: str) -> Response | None:
+    def _refused(self, scope: Scope, headers: Headers, key_owner: str | None, caller: str) -> Refused | None:
+        """Return why the request is turned away before its body comes, if it is."""
         path, method = scope["path"], scope["method"]
-        if not path.startswith(GUARDED):
-            return None
         if self._settings.keys.required and key_owner is None:
-            return _unauthorised("authorization" in headers, path)
+            return _unauthorised("authorization" in headers)
         wait_s = 0 if method == "GET" and path.startswith(LOOKUPS) else self._rate.wait_s(caller)
         if wait_s:
             detail = f"more than {self._settings.requests_per_min} requests a minute: wait {wait_s} s, then go on"
-            return problem(429, "too-many-requests", detail, {"Retry-After": str(wait_s)}, path)
-        return _foreign(headers, path) or self._bad_body(path, headers) if method == "POST" else None
+            return Refused(429, "too-many-requests", detail, {"Retry-After": str(wait_s)})
+        return self._bad_post(path, headers) if method == "POST" else None
 
-    def _bad_body(self, path: str, headers: Headers) -> Response | None:
-        """What can be said of the body before it comes."""
+    def _bad_post(self, path: str, headers: Headers) -> Refused | None:
+        """Return what can be said of a body before it comes, and of the page that sends it."""
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != headers.get("host"):
+            # a page of another site, which a browser would let post to a server on the user's own machine
+            words = "a page of another site may not do that: call the API from a program"
+            return Refused(403, "foreign-origin", words)
         given = headers.get("content-type", "").partition(";")[0].strip().lower()
         if path in BODIES and given not in BODIES[path]:
             words = f"the body is {given[:100]!r}" if given else "the body has no Content-Type"
             detail = f"{words}: send it as {' or '.join(BODIES[path])}"
-            return problem(415, "unsupported-media-type", detail, {"Accept-Post": ", ".join(BODIES[path])}, path)
+            return Refused(415, "unsupported-media-type", detail, {"Accept-Post": ", ".join(BODIES[path])})
         length = headers.get("content-length", "0")
-        if length.isdigit() and int(length) > self._settings.max_body_bytes:
-            refused = _too_large(self._settings.max_body_bytes)
-            return problem(413, refused.kind, str(refused.detail), refused.headers, path)
-        return None
+        too_large = length.isdigit() and int(length) > self._settings.max_body_bytes
+        return _too_large(self._settings.max_body_bytes) if too_large else None
 
 
 def _limited(receive: Receive, max_bytes: int) -> Receive:
-    """Counts what really comes, whatever was announced."""
+    """Count what really comes, whatever was announced."""
     received, ended = 0, False
 
     async def receiving() -> Message:
@@ -142,21 +141,7 @@ def _too_large(max_bytes: int) -> Refused:
     return Refused(413, "too-large", detail, {"Connection": "close"})
 
 
-def _unauthorised(given: bool, path: str) -> Response:
+def _unauthorised(given: bool) -> Refused:
     why = "the key is not one of this server's" if given else "this server wants a key"
     how = 'Bearer realm="swiftopt"' + (', error="invalid_token"' if given else "")
-    detail = f"{why}: send it as `Authorization: Bearer KEY`"
-    return problem(401, "unauthorised", detail, {"WWW-Authenticate": how}, path)
-
-
-def _foreign(headers: Headers, path: str) -> Response | None:
-    """A web page of another site, which a browser would let post to a server on the user's own machine."""
-    origin = headers.get("origin")
-    if origin is None or urlsplit(origin).netloc == headers.get("host"):
-        return None
-    words = "a page of another site may not do that: call the API from a program"
-    return problem(403, "foreign-origin", words, path=path)
-
-
-def _address(scope: Scope) -> str:
-    return scope["client"][0] if scope.get("client") else "local"
+    return Refused(401, "unauthorised", f"{why}: send it as `Authorization: Bearer KEY`", {"WWW-Authenticate": how})

@@ -1,70 +1,107 @@
-"""The OpenAPI document, and the page made of it.
+"""The routes, their OpenAPI document, and the page made of it.
 
     python -m swiftopt.server.openapi
 
-writes both; a test compares them with what the app says, so that no change goes unnoticed.
+writes document and page; a test compares them with what the app says, so that no change goes unnoticed. What stands in
+the page before the first operation is written by hand.
 """
 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .app import bare_app
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from .. import __version__
+from ..optimizer.strategies import STRATEGIES
+from . import completions, jobs, lookups, operation, responses
+from .middleware import GUARDED
+from .problems import MEDIA_TYPE, OPENAI, OpenAIError, Problem, install
 
 DOCS = Path(__file__).parent.parent / "docs"
 SNAPSHOT, PAGE = DOCS / "openapi.json", DOCS / "api.md"
-INTRODUCTION = """\
-# HTTP API
+ROUTERS = (
+    *(lookups.router, jobs.streams, jobs.router, completions.router, responses.router),
+    *(operation.tuning_router, operation.router),
+)
+PROBLEM = {
+    "description": "What was wrong, in one sentence.",
+    "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+}
+OPENAI_ERROR = {
+    "description": "What was wrong, in OpenAI's form.",
+    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/OpenAIError"}}},
+}
 
-This page is made of the OpenAPI document by `python -m swiftopt.server.openapi`; a test compares the two. The document
-itself is `openapi.json` beside this page, and a server gives its own at `/openapi.json`.
 
-**Keys.** With `SWIFTOPT_API_KEYS` (`name:sha256hex`, separated by commas) or `SWIFTOPT_API_KEYS_FILE` (one entry per
-line, `#` begins a comment) set, everything under `/v1/` wants `Authorization: Bearer KEY`. `swiftopt serve --new-key
-NAME` makes a key and its entry. Several entries are valid at once and the file is read again when it changes: add the
-new key, move the callers, delete the old one. `/livez`, `/readyz`, `/health`, `/metrics` and `/openapi.json` want no
-key. A server without keys only listens on this machine.
+def bare_app() -> FastAPI:
+    """Return the routes without anything behind them: enough for the OpenAPI document."""
+    app = FastAPI(
+        title="swiftopt",
+        version=__version__,
+        description="Layer sets to decode with, and the jobs that find them.",
+        docs_url=None,  # they load scripts from elsewhere
+        redoc_url=None,
+    )
+    for router in ROUTERS:
+        app.include_router(router)
+    install(app)
+    app.openapi = partial(document, app)  # type: ignore[method-assign]
+    return app
 
-**Errors** are `application/problem+json` (RFC 9457): `type` is a stable URN per class of error, `detail` one sentence.
-400 malformed, 401 no or a wrong key, 404 not found (it names the nearest), 408 a body that stopped coming, 409 the job
-is not in a state for that, 413 too large, 415 wrong media type, 422 a value that cannot be used, 429 too many requests
-and 503 the database is away (both with `Retry-After`), 500 the server's own mistake.
 
-**Limits.** A body has at most 32 MiB (`--max-body-mb`). A key, or an address where no keys are set, may send 600
-requests a minute (`--rate`); `GET /v1/layer-sets/{model}/{task}` is not counted.
+def document(app: FastAPI) -> dict[str, Any]:
+    """Return FastAPI's document with problems as errors, bearer keys, and the bodies as they are sent."""
+    if app.openapi_schema is None:
+        found = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        for path, operations in found["paths"].items():
+            for described in operations.values():
+                _amend(path, described)
+        schemas = found["components"]["schemas"]
+        schemas["Problem"] = Problem.model_json_schema()
+        schemas["OpenAIError"] = OpenAIError.model_json_schema(
+            ref_template="#/components/schemas/OpenAIError/$defs/{model}"
+        )
+        schemas["TuningSettings"]["properties"]["strategy"]["enum"] = list(STRATEGIES)
+        for unused in ("HTTPValidationError", "ValidationError", "LayerSet", "Plan"):
+            schemas.pop(unused, None)
+        found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        app.openapi_schema = found
+    return app.openapi_schema
 
-**Names in paths.** The model is percent-encoded: `HuggingFaceTB%2FSmolLM2-135M`; a task has no slash.
 
-**Events.** `GET /v1/jobs/{job}/events` is a stream of server-sent events: `id` is the event's number, `event` its type,
-`data` its values as JSON. A client that was cut off sends `Last-Event-ID` and gets what it missed. `progress` has no
-id; `end` carries the job and is the last one.
-
-**Streams by name** are files under the folders of `--stream-folder` or `SWIFTOPT_STREAM_FOLDERS`, read by the server.\
-"""
+def _amend(path: str, described: dict[str, Any]) -> None:
+    answers = described["responses"]
+    answers.pop("422", None)  # FastAPI's own shape of errors, which is never sent
+    answers["4XX"] = answers["5XX"] = OPENAI_ERROR if path.startswith(OPENAI) else PROBLEM
+    if path.startswith(GUARDED):
+        described["security"] = [{"key": []}, {}]
 
 
 def page(found: dict[str, Any]) -> str:
-    """The document as a page for people."""
-    parts = [INTRODUCTION]
+    """Return the document as a page for people, behind the words at its head."""
+    parts = [PAGE.read_text(encoding="utf-8").partition("\n\n## ")[0]]
     for path, operations in found["paths"].items():
-        for method, operation in operations.items():
-            parts.append(_operation(method.upper(), path, operation))
+        for method, described in operations.items():
+            parts.append(_operation(method.upper(), path, described))
     parts.append("## Request bodies")
     for name in ("JobSubmission", "StreamSource", "Sampling", "TuningSettings", "LookupQuery"):
         parts.append(_fields(name, found["components"]["schemas"][name]))
     return "\n\n".join(parts) + "\n"
 
 
-def _operation(method: str, path: str, operation: dict[str, Any]) -> str:
-    lines = [f"## {method} {path}", "", operation["description"], ""]
-    for parameter in operation.get("parameters", []):
+def _operation(method: str, path: str, described: dict[str, Any]) -> str:
+    lines = [f"## {method} {path}", "", described["description"], ""]
+    for parameter in described.get("parameters", []):
         words = parameter.get("description", "") or parameter["schema"].get("title", "")
         lines.append(f"- `{parameter['name']}` ({parameter['in']}): {words}")
-    for kind, content in operation.get("requestBody", {}).get("content", {}).items():
+    for kind, content in described.get("requestBody", {}).get("content", {}).items():
         lines.append(f"- body `{kind}`: {_name(content['schema'])}")
-    for status, response in operation["responses"].items():
+    for status, response in described["responses"].items():
         kinds = [f"`{kind}` {_name(content['schema'])}" for kind, content in response.get("content", {}).items()]
         if not status.endswith("XX"):
             lines.append(f"- {status}: {', '.join(kinds) or response['description']}")

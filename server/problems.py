@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -38,9 +39,31 @@ HTTP: dict[int, tuple[str, str]] = {
     405: ("method-not-allowed", "this address does not take that method: the header Allow lists those it takes"),
 }
 
-
 OPENAI = ("/v1/chat/", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize")  # routes with OpenAI's errors
 OPENAI_TYPES = {404: "NotFoundError", 422: "BadRequestError", 429: "RateLimitError", 503: "ServiceUnavailableError"}
+
+
+class Problem(BaseModel):
+    """An error, as RFC 9457 has it."""
+
+    type: str = Field(description="A stable URN per class of error.")
+    title: str
+    status: int
+    detail: str = Field(description="One sentence: what, where, what to do.")
+
+
+class OpenAIError(BaseModel):
+    """An error, as OpenAI has it."""
+
+    class Told(BaseModel):
+        """What was wrong; `code` is the HTTP status, `param` the field."""
+
+        message: str
+        type: str
+        param: str | None
+        code: int
+
+    error: Told
 
 
 class UnusableField(InvalidInput):
@@ -52,93 +75,79 @@ class UnusableField(InvalidInput):
 
 
 class Refused(HTTPException):
-    """A request that is turned away before or while its body is read; `kind` ends the problem's type."""
+    """How a request is turned away: `kind` ends the problem's type, `param` names a field."""
 
-    def __init__(self, status: int, kind: str, detail: str, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, status: int, kind: str, detail: str, headers: Mapping[str, str] | None = None, param: str | None = None
+    ) -> None:
         super().__init__(status, detail, dict(headers or {}))
-        self.kind = kind
+        self.kind, self.param = kind, param
+
+    def response(self, path: str) -> Response:
+        """Return the response in the form that clients of the route at `path` read."""
+        if not path.startswith(OPENAI):
+            values = as_problem(self.status_code, self.kind, self.detail)
+            return Response(json.dumps(values), self.status_code, self.headers, MEDIA_TYPE)
+        status = 400 if self.status_code == 422 else self.status_code
+        values = openai_error(status, self.detail, self.param)
+        return Response(json.dumps(values), status, self.headers, "application/json")
 
 
 def as_problem(status: int, kind: str, detail: str) -> dict[str, Any]:
-    """The problem's object."""
+    """Return the problem's object."""
     title = kind.replace("-", " ").capitalize()
     return {"type": URN + kind, "title": title, "status": status, "detail": detail}
 
 
-def problem(
-    status: int,
-    kind: str,
-    detail: str,
-    headers: Mapping[str, str] | None = None,
-    path: str = "",
-    param: str | None = None,
-) -> Response:
-    """The problem as a response, in the form that clients of the route at `path` read."""
-    if not path.startswith(OPENAI):
-        return Response(json.dumps(as_problem(status, kind, detail)), status, dict(headers or {}), MEDIA_TYPE)
-    status = 400 if status == 422 else status
-    return Response(
-        json.dumps(openai_error(status, detail, param)), status, dict(headers or {}), media_type="application/json"
-    )
-
-
 def openai_error(status: int, message: str, param: str | None = None) -> dict[str, Any]:
-    """The error in OpenAI's form."""
+    """Return the error in OpenAI's form."""
     kind = OPENAI_TYPES.get(status, "BadRequestError" if status < 500 else "InternalServerError")
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
 def status_of(error: SwiftoptError) -> int:
-    """The HTTP status that an error answers with."""
+    """Return the HTTP status that an error answers with."""
     return next(status for kind, status in STATUS if isinstance(error, kind))
 
 
 def kind_of(error: SwiftoptError) -> str:
-    """LayerSetNotFound -> layer-set-not-found."""
+    """Return the name in a problem's type: LayerSetNotFound -> layer-set-not-found."""
     return re.sub(r"(?<!^)(?=[A-Z])", "-", type(error).__name__).lower()
-
-
-def of_error(error: SwiftoptError, path: str = "") -> Response:
-    """The response to an error of ours."""
-    status = status_of(error)
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else {}
-    return problem(status, kind_of(error), str(error), headers, path, getattr(error, "param", None))
 
 
 def install(app: FastAPI) -> None:
     """Let every error of the app be a problem."""
-    app.add_exception_handler(SwiftoptError, _ours)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(Exception, _unexpected)
+    for kind in (SwiftoptError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _respond)
 
 
-async def _ours(request: Request, error: Exception) -> Response:
-    assert isinstance(error, SwiftoptError)
-    return of_error(error, request.url.path)
+async def _respond(request: Request, error: Exception) -> Response:
+    return _refused(error).response(request.url.path)
 
 
-async def _http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+def _refused(error: Exception) -> Refused:
+    """Return how a request is turned away that ended with the error."""
     if isinstance(error, Refused):
-        return problem(error.status_code, error.kind, str(error.detail), error.headers, request.url.path)
-    phrase = HTTPStatus(error.status_code).phrase
-    kind, detail = HTTP.get(error.status_code, (phrase.lower().replace(" ", "-"), str(error.detail)))
-    return problem(error.status_code, kind, detail, error.headers, request.url.path)
+        return error
+    if isinstance(error, SwiftoptError):
+        status = status_of(error)
+        headers = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else {}
+        return Refused(status, kind_of(error), str(error), headers, getattr(error, "param", None))
+    if isinstance(error, RequestValidationError):
+        return _invalid(error)
+    if isinstance(error, HTTPException):
+        phrase = HTTPStatus(error.status_code).phrase
+        kind, detail = HTTP.get(error.status_code, (phrase.lower().replace(" ", "-"), error.detail))
+        return Refused(error.status_code, kind, detail, error.headers)
+    return Refused(500, "internal", "the server failed at this request: its log says why, tell its operator")
 
 
-async def _invalid(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
+def _invalid(error: RequestValidationError) -> Refused:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         where, why = first["loc"][-1], first.get("ctx", {}).get("error", "")
         words = f"the body is not valid JSON ({why}, character {where}): send one JSON object"
-        return problem(400, "malformed", words, path=request.url.path)
+        return Refused(400, "malformed", words)
     place = [str(part)[:100] for part in first["loc"]]
     words = explained(place, first["type"], first["msg"], first["input"])
-    return problem(422, "invalid-input", words, path=request.url.path, param=place[1] if len(place) > 1 else None)
-
-
-async def _unexpected(request: Request, error: Exception) -> Response:
-    words = "the server failed at this request: its log says why, tell its operator"
-    return problem(500, "internal", words, path=request.url.path)
+    return Refused(422, "invalid-input", words, param=place[1] if len(place) > 1 else None)

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import aclosing
-from functools import partial
+from collections.abc import AsyncGenerator, Mapping
+from itertools import count
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from sse_starlette import EventSourceResponse, ServerSentEvent
+from pydantic import Field, ValidationError
+from sse_starlette import ServerSentEvent
 from starlette.responses import Response
 
-from ..core.errors import SwiftoptError
 from ..core.serialization import explained
-from .completions import PING_S, AskedChat, Exchange, Options, answered, begin
-from .problems import UnusableField, openai_error, status_of
-from .state import Shared
+from .asked import AskedChat, AskedModel
+from .completions import Choice, Exchange, Pieces
+from .problems import UnusableField
+from .state import Shared, State, sse
 
 router = APIRouter(prefix="/v1", tags=["completions"])
 
@@ -30,30 +29,22 @@ FIXED = {  # what there is no choice about
 STORED = ("previous_response_id", "conversation", "background", "prompt")  # what would need stored responses
 
 
-class AskedResponse(BaseModel):
+class AskedResponse(AskedModel):
     """A request in the form of Responses."""
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
-
-    model: str
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
     tools: list[dict[str, Any]] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     stream: bool = False
-    user: str | None = None
-    swiftopt: Options = Field(default_factory=Options)
 
-    def told(self) -> dict[str, Any]:
-        """What a response repeats of its request, with the defaults of what it did not say."""
-        own = self.model_dump(include={"instructions", "max_output_tokens"})
+    def repeated(self) -> dict[str, Any]:
+        """Return what a response repeats of its request, with the defaults of what it did not say."""
         blank = {"description": None, "parameters": None, "strict": None}
         return {
             **dict.fromkeys(NOT_HERE),
-            **own,
+            **self.model_dump(include={"instructions", "max_output_tokens"}),
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": 1.0 if self.top_p is None else self.top_p,
             "tools": [{**blank, **tool} for tool in self.tools],
@@ -64,15 +55,14 @@ class AskedResponse(BaseModel):
         }
 
     def chat(self) -> AskedChat:
-        """The chat that it asks for.
+        """Return the chat that it asks for.
 
         Raises: UnusableField: a part of it cannot be asked for here.
         """
         for name in STORED:
             if (self.model_extra or {}).get(name):
-                raise UnusableField(
-                    name, f"{name} is not supported, for no response is stored here: send the whole input"
-                )
+                words = f"{name} is not supported, for no response is stored here: send the whole input"
+                raise UnusableField(name, words)
         messages: list[dict[str, Any]] = [{"role": "system", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
             messages.append({"role": "user", "content": self.input})
@@ -80,14 +70,13 @@ class AskedResponse(BaseModel):
             messages += [_message(item, f"input[{i}]") for i, item in enumerate(self.input)]
         if not messages:
             raise UnusableField("input", "input is an empty list: send at least one item")
-        tools = [_tool(each, i) for i, each in enumerate(self.tools)] or None
         choice: Any = self.tool_choice
         if isinstance(choice, dict):
             choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
         values = {
-            "tool_choice": choice,
-            **self.model_dump(include={"model", "temperature", "top_p", "user"}),
-            **{"messages": messages, "max_tokens": self.max_output_tokens, "tools": tools, "swiftopt": self.swiftopt},
+            **self.model_dump(include={"model", "temperature", "top_p", "user", "stream"}),
+            **{"messages": messages, "max_tokens": self.max_output_tokens, "swiftopt": self.swiftopt},
+            **{"tools": [_tool(each, i) for i, each in enumerate(self.tools)] or None, "tool_choice": choice},
         }
         try:
             return AskedChat.model_validate(values)
@@ -98,19 +87,18 @@ class AskedResponse(BaseModel):
 
 
 def _message(item: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """An item of the input as a message of a chat."""
+    """Return an item of the input as a message of a chat."""
     kind = item.get("type", "message")
     if kind == "message":
         content = item.get("content")
         if isinstance(content, list):
-            texts = [
-                part["text"] for part in content if isinstance(part, Mapping) and isinstance(part.get("text"), str)
-            ]
-            if len(texts) < len(content):
+            texts = [part.get("text") for part in content if isinstance(part, Mapping)]
+            words = [text for text in texts if isinstance(text, str)]
+            if len(words) < len(content):
                 raise UnusableField(place, f"{place}: only parts of text are supported here")
-            content = "".join(texts)
-        role = {"developer": "system"}.get(str(item.get("role")), item.get("role"))
-        return {"role": role, "content": content}
+            content = "".join(words)
+        role = item.get("role")
+        return {"role": "system" if role == "developer" else role, "content": content}
     if kind == "function_call":
         function = {"name": item.get("name"), "arguments": _arguments(item, place)}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
@@ -121,7 +109,7 @@ def _message(item: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def _arguments(item: Mapping[str, Any], place: str) -> Any:
-    """The arguments of an earlier call, as templates read them: an object."""
+    """Return the arguments of an earlier call, as templates read them: an object."""
     try:
         return json.loads(item.get("arguments") or "{}")
     except (TypeError, ValueError):
@@ -134,102 +122,89 @@ def _tool(tool: Mapping[str, Any], number: int) -> dict[str, Any]:
     return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
 
 
-@router.post("/responses", operation_id="response", response_class=Response)
-async def responses(app: Shared, request: Request, asked: AskedResponse) -> Response:
-    """Answer in the form of Responses."""
-    exchange, headers = begin(app, request, asked.chat(), "resp")
-    whole = partial(_whole, asked.told(), exchange)
-    if not asked.stream:
-        return await answered(request, exchange, headers, partial(whole, "completed"))
-    return EventSourceResponse(_events(exchange, whole), headers=headers, ping=PING_S, sep="\n")
+class ResponseExchange(Exchange):
+    """A response, whose stream names the items that it has: one message, and the calls."""
+
+    WORD = "resp"
+
+    def __init__(self, app: State, request: Request, asked: AskedResponse) -> None:
+        super().__init__(app, request, asked.chat())
+        self._repeated, self._numbers = asked.repeated(), count()
+        self._item = {"id": f"msg_{self.id.removeprefix('resp-')}", "type": "message", "role": "assistant"}
+
+    def whole(self) -> dict[str, Any]:
+        choice, usage = self.choices[0], self.usage()
+        is_cut = choice.finish_reason == "length"
+        text = [self._text_item(choice)] if choice.text or not choice.calls else []
+        return {
+            **self._head("incomplete" if is_cut else "completed"),
+            "output": [*text, *map(_call_item, choice.calls)],
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "completed_at": int(time.time()),
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": usage["prompt_tokens_details"],
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"],
+            },
+        }
+
+    async def told(self, pieces: Pieces) -> AsyncGenerator[ServerSentEvent]:
+        yield self._event("created", response=self._head("in_progress"))
+        yield self._event("in_progress", response=self._head("in_progress"))
+        choice, at = self.choices[0], {"output_index": 0}
+        part = {**at, "item_id": self._item["id"], "content_index": 0}
+        async for _, text in pieces:
+            if text and text == choice.text:  # it is the first
+                item = {**self._item, "status": "in_progress", "content": []}
+                yield self._event("output_item.added", **at, item=item)
+                yield self._event("content_part.added", **part, part=_text_part(""))
+            if text:
+                yield self._event("output_text.delta", **part, delta=text, logprobs=[])
+        if choice.text:
+            yield self._event("output_text.done", **part, text=choice.text, logprobs=[])
+            yield self._event("content_part.done", **part, part=_text_part(choice.text))
+            yield self._event("output_item.done", **at, item=self._text_item(choice))
+        for i, call in enumerate(choice.calls, start=int(bool(choice.text))):
+            item, at = _call_item(call), {"output_index": i}
+            yield self._event("output_item.added", **at, item={**item, "status": "in_progress", "arguments": ""})
+            yield self._event("function_call_arguments.delta", **at, item_id=item["id"], delta=item["arguments"])
+            yield self._event("function_call_arguments.done", **at, item_id=item["id"], arguments=item["arguments"])
+            yield self._event("output_item.done", **at, item=item)
+        whole = self.whole()
+        yield self._event(whole["status"], response=whole)
+
+    def failed(self, error: dict[str, Any]) -> list[ServerSentEvent]:
+        return [sse({"type": "error", "sequence_number": next(self._numbers), **error["error"]}, "error")]
+
+    def _event(self, kind: str, **values: Any) -> ServerSentEvent:
+        name = f"response.{kind}"
+        return sse({"type": name, "sequence_number": next(self._numbers), **values}, name)
+
+    def _head(self, status: str) -> dict[str, Any]:
+        """Return the response before anything is known of it, beside what the request said."""
+        return {
+            **{"id": self.id, "object": "response", "created_at": self.created, "status": status},
+            **{"model": self.asked.model, "output": [], "incomplete_details": None, "error": None},
+            **{"completed_at": None, **self._repeated, "usage": None},
+        }
+
+    def _text_item(self, choice: Choice) -> dict[str, Any]:
+        return {**self._item, "status": "completed", "content": [_text_part(choice.text)]}
 
 
-def _whole(told: Mapping[str, Any], exchange: Exchange, status: str) -> dict[str, Any]:
-    """The response as it is now, beside what the request said."""
-    usage = exchange.usage()
-    is_cut = status == "completed" and exchange.choices[0].finish_reason == "length"
-    return {
-        "id": exchange.id,
-        "object": "response",
-        "created_at": exchange.created,
-        "status": "incomplete" if is_cut else status,
-        "model": exchange.asked.model,
-        "output": [] if status == "in_progress" else _output(exchange),
-        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "error": None,
-        "completed_at": None if status == "in_progress" else int(time.time()),
-        **told,
-        "usage": None
-        if status == "in_progress"
-        else {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"],
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": usage["total_tokens"],
-        },
-    }
-
-
-def _output(exchange: Exchange) -> list[dict[str, Any]]:
-    choice = exchange.choices[0]
-    text = [_text_item(exchange, choice.text, "completed")] if choice.text or not choice.calls else []
-    return [*text, *(_call_item(call) for call in choice.calls)]
-
-
-def _text_item(exchange: Exchange, text: str | None, status: str) -> dict[str, Any]:
-    content = [] if text is None else [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
-    number = exchange.id.removeprefix("resp-")
-    return {"id": f"msg_{number}", "type": "message", "role": "assistant", "status": status, "content": content}
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def _call_item(call: Mapping[str, Any]) -> dict[str, Any]:
     number = call["id"].removeprefix("call_")
-    return {
-        "id": f"fc_{number}",
-        "type": "function_call",
-        "status": "completed",
-        "call_id": call["id"],
-        **call["function"],
-    }
+    common = {"id": f"fc_{number}", "type": "function_call", "status": "completed", "call_id": call["id"]}
+    return {**common, **call["function"]}
 
 
-async def _events(exchange: Exchange, whole: Callable[[str], dict[str, Any]]) -> AsyncIterator[ServerSentEvent]:
-    """The stream's events, numbered."""
-    number = 0
-
-    def event(kind: str, **values: Any) -> ServerSentEvent:
-        nonlocal number
-        number += 1
-        return ServerSentEvent(json.dumps({"type": kind, "sequence_number": number - 1, **values}), event=kind)
-
-    yield event("response.created", response=whole("in_progress"))
-    yield event("response.in_progress", response=whole("in_progress"))
-    choice, where = exchange.choices[0], {"output_index": 0}
-    part = {**where, "item_id": _text_item(exchange, None, "")["id"], "content_index": 0}
-    empty = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-    is_open = False
-    try:
-        async with aclosing(exchange.pieces()) as pieces:
-            async for _, text in pieces:
-                if text and not is_open:
-                    is_open = True
-                    yield event("response.output_item.added", **where, item=_text_item(exchange, None, "in_progress"))
-                    yield event("response.content_part.added", **part, part=empty)
-                if text:
-                    yield event("response.output_text.delta", **part, delta=text, logprobs=[])
-    except SwiftoptError as error:
-        yield event("error", **openai_error(status_of(error), str(error))["error"])
-        return
-    if is_open:
-        yield event("response.output_text.done", **part, text=choice.text, logprobs=[])
-        yield event("response.content_part.done", **part, part={**empty, "text": choice.text})
-        yield event("response.output_item.done", **where, item=_text_item(exchange, choice.text, "completed"))
-    for i, call in enumerate(choice.calls, start=int(is_open)):
-        item, at = _call_item(call), {"output_index": i}
-        yield event("response.output_item.added", **at, item={**item, "status": "in_progress", "arguments": ""})
-        yield event("response.function_call_arguments.delta", **at, item_id=item["id"], delta=item["arguments"])
-        yield event("response.function_call_arguments.done", **at, item_id=item["id"], arguments=item["arguments"])
-        yield event("response.output_item.done", **at, item=item)
-    done = whole("completed")
-    yield event(f"response.{done['status']}", response=done)
+@router.post("/responses", operation_id="response", response_class=Response)
+async def responses(app: Shared, request: Request, asked: AskedResponse) -> Response:
+    """Answer in the form of Responses."""
+    return await ResponseExchange(app, request, asked).answer()

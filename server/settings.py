@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def new_key(name: str) -> tuple[str, str]:
-    """A fresh key, and the entry `name:sha256hex` that lets it in.
+    """Return a fresh key, and the entry `name:sha256hex` that lets it in.
 
     Raises: SettingsError: the name is none.
     """
@@ -45,31 +45,27 @@ class KeyRing:
     """
 
     def __init__(self, entries: str = "", file: Path | None = None) -> None:
-        self._fixed = _parse(entries.split(","), VARIABLE)
-        self._file = file
-        self._stamp: tuple[int, int, int] | None = None
-        self._filed: dict[str, str] = {}
-        if file is not None:
-            self._stamp, self._filed = _read(file)
+        self._fixed, self._file = _parse(entries.split(","), VARIABLE), file
+        self._stamp, self._filed = ((0, 0, 0), {}) if file is None else _read(file)
 
     @classmethod
     def from_environment(cls) -> KeyRing:
-        """The keys that the two variables name."""
+        """Return the keys that the two variables name."""
         file = os.environ.get(FILE_VARIABLE)
         return cls(os.environ.get(VARIABLE, ""), Path(file) if file else None)
 
     @property
     def required(self) -> bool:
-        """Whether requests need a key; an empty key file lets nobody in."""
+        """Return whether requests need a key; an empty key file lets nobody in."""
         return self._file is not None or bool(self._fixed)
 
     @property
     def empty(self) -> bool:
-        """Whether there is no key at all."""
+        """Return whether there is no key at all."""
         return not self._fixed and not self._filed
 
     def owner(self, key: str) -> str | None:
-        """The name of the key's entry; None for a wrong key. Takes as long for a wrong key as for a right one."""
+        """Return the name of the key's entry, None for a wrong key, after the same time in either case."""
         self._refresh()
         given, found = _hash(key), None
         for name, hashed in [*self._fixed.items(), *self._filed.items()]:
@@ -141,7 +137,7 @@ class ServerSettings:
 
 
 def stream_folders(named: Sequence[str] = ()) -> tuple[Path, ...]:
-    """The folders named, or those of the environment variable.
+    """Return the folders named, or those of the environment variable.
 
     Raises: SettingsError: one of them is no folder.
     """

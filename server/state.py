@@ -1,59 +1,46 @@
-"""What the routes of one app share; there are no globals, so that several apps can live in one process."""
+"""What the routes share: the parts behind one app, the kinds of fields in requests, and the events of streams.
+
+There are no globals, so that several apps can live in one process.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Protocol, cast
+from typing import Annotated, Any, cast
 
 from fastapi import Depends, Request
-from prometheus_client import Histogram
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from sse_starlette import ServerSentEvent
 
-from ..core.errors import ModelNotFound
 from ..core.jobs import JobBoard
 from ..store import Store
-from ..worker.queue import WorkerFacts
-from .cache import Answers
+from ..worker.queue import RedisQueue
 from .engines import Engines
 from .settings import ServerSettings
 
+# no control characters: PostgreSQL stores no NUL, and a name has no line break
+Word = Annotated[str, StringConstraints(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f]+$")]
+Task = Annotated[str, StringConstraints(min_length=1, max_length=512, pattern=r"^[^/\x00-\x1f\x7f]+$")]
+Depth = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
-class QueueView(Protocol):
-    """What health and metrics ask of Redis.
 
-    Raises: ServiceUnreachable: it does not answer.
-    """
+class Strict(BaseModel):
+    """Unknown keys and values of another type are refused."""
 
-    def ping(self) -> None:
-        """Whether it answers."""
-
-    def workers(self) -> list[WorkerFacts]:
-        """Who listens."""
-
-    def depth(self, queue: str) -> int:
-        """How many attempts wait in a queue."""
+    model_config = ConfigDict(strict=True, extra="forbid")
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What the routes work with; `queue` None: no Redis was named; `engines` None: the server decodes nothing."""
+    """What the routes work with; `queue` None: no Redis was named."""
 
     store: Store
     board: JobBoard
-    queue: QueueView | None
+    queue: RedisQueue | None
     settings: ServerSettings
-    answers: Answers
-    lookup_times: Histogram
-    engines: Engines | None = None
-
-
-def engines_of(state: State) -> Engines:
-    """Return the engines.
-
-    Raises: ModelNotFound: this server decodes nothing.
-    """
-    if state.engines is None:
-        raise ModelNotFound("this server decodes nothing: start it with `swiftopt serve --model MODEL`")
-    return state.engines
+    engines: Engines
 
 
 async def state_of(request: Request) -> State:
@@ -62,3 +49,8 @@ async def state_of(request: Request) -> State:
 
 
 Shared = Annotated[State, Depends(state_of)]
+
+
+def sse(data: Mapping[str, Any], event: str | None = None, number: int | None = None) -> ServerSentEvent:
+    """Return a server-sent event with a JSON object."""
+    return ServerSentEvent(json.dumps(data), event=event, id=None if number is None else str(number))

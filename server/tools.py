@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -17,13 +17,13 @@ class ToolText:
     """Splits a completion that grows into text for the reader and calls of tools."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._names = set(names)
+        self._names = names
         self._held = ""
         self._after_call = False
         self.calls: list[dict[str, Any]] = []
 
     def add(self, text: str) -> str:
-        """Take more of the completion in; returns what can be shown: no call begins in it."""
+        """Take more of the completion in; return what can be shown: no call begins in it."""
         self._held += text
         shown = ""
         while (block := _BLOCK.search(self._held)) is not None and self._take(block[1]):
@@ -40,7 +40,7 @@ class ToolText:
         return shown
 
     def end(self) -> str:
-        """The completion is over; returns the rest that is no call."""
+        """Take the end in; return the rest that is no call."""
         rest, self._held = self._held, ""
         return "" if self._could_be(rest) and self._take(rest.strip().removeprefix(TAG)) else rest
 
@@ -67,27 +67,8 @@ class ToolText:
         return True
 
 
-def call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON schema of a call of a function."""
-    arguments = function.get("parameters") or {"type": "object"}
-    return {
-        "type": "object",
-        "properties": {"name": {"const": function.get("name")}, "arguments": arguments},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
-
-
-def names_of(tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The names of the functions that a request offers."""
-    for tool in tools:
-        name = tool.get("function", {}).get("name") if isinstance(tool.get("function"), Mapping) else None
-        if isinstance(name, str):
-            yield name
-
-
 def _begun(text: str, mark: str) -> int:
-    """Where `mark`, or a beginning of it at the end, starts in the text; its length if nowhere."""
+    """Return where `mark`, or a beginning of it at the end, starts in the text; its length if nowhere."""
     if (at := text.find(mark)) >= 0:
         return at
     return next(

@@ -88,35 +88,31 @@ class EngineHost:
     """Serves one model to whoever writes the lines."""
 
     def __init__(self, served: ServedModel, wire: Wire) -> None:
-        self.served, self._wire = served, wire
-        self.model = models.load(served.path, served.dtype, served.device, self._loading, served.speed, served.db)
+        self._wire = wire
+
+        def loading(step: str) -> None:
+            wire.send(None, "loading", step=step)
+
+        self.model = models.load(served.path, served.dtype, served.device, loading, served.speed, served.db)
         self.traffic: Traffic | None = None
         if served.tune:
             runtime, store = self.model.runtime, self.model.store
-            self.traffic = Traffic(served.name, runtime, store, on_step=self._loading, is_busy=self._is_busy)
+            self.traffic = Traffic(served.name, runtime, store, None, loading, lambda: self.engine.n_waiting > 0)
         self.engine = self.model.engine(served.concurrency, served.memory)
         self._tickets: dict[int, _Sent] = {}
 
-    def _loading(self, step: str) -> None:
-        self._wire.send(None, "loading", step=step)
-
-    def _is_busy(self) -> bool:
-        return self.engine.n_waiting > 0
-
-    def about(self) -> dict[str, Any]:
-        """What others ask of the model."""
-        runtime = self.model.runtime
-        return {
-            "max_positions": runtime.max_positions,
-            "fingerprint": runtime.info.fingerprint,
-            "exact": runtime.exact,
-            "device": machine_name(runtime),
-            "dtype": runtime.dtype_name,
-        }
-
     def run(self, lines: Iterator[str]) -> None:
         """Obey line by line, until there are none."""
-        self._wire.send(None, "ready", **self.about())
+        runtime = self.model.runtime
+        self._wire.send(
+            None,
+            "ready",
+            max_positions=runtime.max_positions,
+            fingerprint=runtime.info.fingerprint,
+            exact=runtime.exact,
+            device=machine_name(runtime),
+            dtype=runtime.dtype_name,
+        )
         try:
             for line in lines:
                 self._obey(json.loads(line))
@@ -128,20 +124,21 @@ class EngineHost:
     def _obey(self, asked: Mapping[str, Any]) -> None:
         number = asked["id"]
         try:
-            if asked["op"] == "decode":
-                self._decode(number, CompletionRequest.from_json(asked["request"]))
-            elif asked["op"] == "cancel":
-                if (ticket := self._tickets.pop(number, None)) is not None:
-                    ticket.cancel()
-            elif asked["op"] == "tokenize":
-                ids = session_of(self.model, CompletionRequest.from_json(asked["request"]))[1].token_ids
-                self._wire.send(number, "tokens", token_ids=list(ids))
-            elif asked["op"] == "tuning":
-                steered = (asked.get("verb"), asked.get("task"), asked.get("way"))
-                self.engine.call(partial(self._tell_tuning, number, *steered))
-            elif asked["op"] == "detokenize":
-                text = self.model.runtime.tokenizer.decode(asked["token_ids"])
-                self._wire.send(number, "detokenized", text=text)
+            match asked["op"]:
+                case "decode":
+                    self._decode(number, CompletionRequest.from_json(asked["request"]))
+                case "cancel":
+                    if (ticket := self._tickets.pop(number, None)) is not None:
+                        ticket.cancel()
+                case "tokenize":
+                    _, prompt = session_of(self.model, CompletionRequest.from_json(asked["request"]))
+                    self._wire.send(number, "tokens", token_ids=list(prompt.token_ids))
+                case "detokenize":
+                    text = self.model.runtime.tokenizer.decode(asked["token_ids"])
+                    self._wire.send(number, "detokenized", text=text)
+                case "tuning":
+                    steered = (asked.get("verb"), asked.get("task"), asked.get("way"))
+                    self.engine.call(partial(self._tell_tuning, number, *steered))
         except Cancelled:  # the engine's thread has failed: a new process is what helps
             raise SystemExit(1) from None
         except Exception as error:

@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 
 from swiftopt.core.jobs import VERBS
-from swiftopt.server.app import bare_app
-from swiftopt.server.openapi import PAGE, SNAPSHOT, page
+from swiftopt.server.openapi import PAGE, SNAPSHOT, bare_app, page
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its own imports

@@ -18,7 +18,7 @@ from swiftopt.core.errors import StoreUnavailable
 from swiftopt.core.events import PhaseChanged, PromptFinished
 from swiftopt.core.jobs import Lease
 from swiftopt.core.types import Completion, Prompt
-from swiftopt.server.cache import Answers, Query
+from swiftopt.server.lookups import Answers, LookupQuery
 from swiftopt.store import Store
 from swiftopt.worker.queue import RedisQueue
 
@@ -290,9 +290,9 @@ def test_unexpected_error_tells_nothing_of_the_inside(store: Store, monkeypatch:
 def test_equal_lookups_at_once_are_one_query(store: Store) -> None:
     import asyncio
 
-    asked: list[Query] = []
+    asked: list[LookupQuery] = []
 
-    def find(query: Query) -> dict[str, Any]:
+    def find(query: LookupQuery) -> dict[str, Any]:
         asked.append(query)
         threading.Event().wait(0.05)
         if query.model == "away":
@@ -301,11 +301,11 @@ def test_equal_lookups_at_once_are_one_query(store: Store) -> None:
 
     async def many() -> None:
         answers = Answers(find)
-        found = await asyncio.gather(*(answers.get(Query("m", "t")) for _ in range(50)))
+        found = await asyncio.gather(*(answers.get(LookupQuery(model="m", task="t")) for _ in range(50)))
         assert len({id(answer) for answer in found}) == 1 and len(asked) == 1
         for _ in range(2):  # an outage is not kept
             with pytest.raises(StoreUnavailable):
-                await answers.get(Query("away", "t"))
+                await answers.get(LookupQuery(model="away", task="t"))
         assert len(asked) == 3
 
     asyncio.run(many())

@@ -25,7 +25,7 @@ from swiftopt.cli.main import swiftopt as program
 from swiftopt.core.errors import SettingsError
 from swiftopt.core.events import PhaseChanged
 from swiftopt.core.jobs import Lease
-from swiftopt.server.serving import listen
+from swiftopt.server.app import listen
 from swiftopt.server.settings import ServerSettings
 from swiftopt.store import Store, as_url
 
@@ -219,5 +219,5 @@ def test_redis_away_costs_lookups_nothing(database: str, tmp_path: Path) -> None
 
 
 def test_server_starts_without_torch() -> None:
-    program = "import sys, swiftopt.server.serving; sys.exit('torch' in sys.modules)"
+    program = "import sys, swiftopt.server.app; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -20,8 +20,8 @@ from swiftopt.cli.config import LONG_NAMES, OTHERS, PREFIX, ProgramSettings, mis
 from swiftopt.cli.main import swiftopt as program
 from swiftopt.client.chat import SESSION
 from swiftopt.core.errors import SettingsError
-from swiftopt.server.app import bare_app
-from swiftopt.server.serving import DRAIN_S, listen
+from swiftopt.server.app import DRAIN_S, listen
+from swiftopt.server.openapi import bare_app
 from swiftopt.server.settings import KeyRing, ServerSettings
 
 ROOT = Path(swiftopt.__file__).parent

@@ -1,0 +1,202 @@
+"""What an operator sees and steers: whether the server lives and can serve, its metrics, and what served models learn.
+
+Health and metrics need no key. The metrics are made from SQL and Redis when they are asked for: what counts lives no
+longer than a job. The `spec_decode` names are those of vLLM: drafts are rounds, and 1 + accepted / drafts is tokens per
+target pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from pydantic import BaseModel, Field
+from starlette.responses import JSONResponse, Response
+
+from ..core.errors import EngineGone, InvalidInput, ServiceUnreachable, StoreError
+from ..core.jobs import DEFAULT_QUEUE, STATES
+from ..store import Store
+from ..worker.queue import RedisQueue
+from .engines import EngineProcess
+from .lookups import Known
+from .state import Shared, Strict, Task, Word
+
+router = APIRouter(tags=["operation"])
+tuning_router = APIRouter(prefix="/v1", tags=["tuning"])
+
+OF_TASK = ["model", "task"]
+COUNTERS = {  # the store's counter -> metric and help, and its labels
+    "drafts": (("swiftopt_spec_decode_num_drafts", "Rounds that drafted."), OF_TASK),
+    "draft_tokens": (("swiftopt_spec_decode_num_draft_tokens", "Draft steps."), OF_TASK),
+    "accepted_tokens": (("swiftopt_spec_decode_num_accepted_tokens", "Drafted tokens that were accepted."), OF_TASK),
+    "accepted_per_position": (
+        ("swiftopt_spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by position in the draft, from 0."),
+        [*OF_TASK, "position"],
+    ),
+    "trials": (("swiftopt_trials", "Candidates that were scored."), OF_TASK),
+    "trial_seconds": (("swiftopt_trial_seconds", "Seconds that scoring took."), OF_TASK),
+    "attempts": (("swiftopt_job_attempts", "Attempts of jobs, by how they ended (started: all)."), ["outcome"]),
+    "reconciled": (("swiftopt_reconciler_actions", "What the reconciler mended."), ["action"]),
+}
+
+
+class Liveness(BaseModel):
+    """The process answers."""
+
+    status: Literal["ok"]
+
+
+class Readiness(BaseModel):
+    """Whether requests can be served; each part says `ok` or what is wrong."""
+
+    status: Literal["ok", "unavailable"]
+    database: str
+    migrations: str
+    redis: str
+    engines: dict[str, str] = Field(description="By model that is served.")
+
+
+_READINESS: dict[str, Any] = {
+    "response_model": Readiness,
+    "responses": {503: {"model": Readiness, "description": "The database or an engine is away."}},
+}
+
+
+@router.get("/livez", operation_id="livez", response_model=Liveness)
+async def livez() -> Response:
+    """The process answers; nothing else is looked at."""
+    return JSONResponse({"status": "ok"})
+
+
+@router.get("/health", operation_id="health", name="health", description="As /readyz.", **_READINESS)
+@router.get("/readyz", operation_id="readyz", **_READINESS)
+def readyz(app: Shared) -> Response:
+    """Database, migrations, Redis, engines; 503 when the database is away or an engine not there.
+
+    Without Redis look-ups and submissions work.
+    """
+    engines = {name: engine.state for name, engine in app.engines.of.items()}
+    found: dict[str, Any] = {"status": "ok", "database": "ok", "migrations": "ok", "redis": _redis(app.queue)}
+    found["engines"] = engines
+    try:
+        state = app.store.schema()
+        if not state.ok:
+            found["migrations"] = f"at {state.revision}, this server needs {state.head}: run `swiftopt db upgrade`"
+    except StoreError as error:
+        found["database"], found["migrations"] = str(error), "unknown"
+    if any(part != "ok" for part in (found["database"], found["migrations"], *engines.values())):
+        found["status"] = "unavailable"
+    return JSONResponse(found, 200 if found["status"] == "ok" else 503)
+
+
+def _redis(queue: RedisQueue | None) -> str:
+    if queue is None:
+        return "not configured"
+    try:
+        queue.ping()
+    except ServiceUnreachable:
+        return "unreachable, jobs wait"
+    return "ok"
+
+
+@router.get(
+    "/metrics",
+    operation_id="metrics",
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+)
+def metrics(app: Shared, known: Known) -> Response:
+    """Prometheus metrics."""
+    parts = [known.times, ServiceCollector(app.store, app.queue), *([app.engines.metrics] if app.engines.of else [])]
+    return Response(b"".join(map(generate_latest, parts)), media_type=CONTENT_TYPE_LATEST)
+
+
+class ServiceCollector(Collector):
+    """Reads the database and Redis at each scrape; one that is away leaves its metrics out and its `up` at 0."""
+
+    def __init__(self, store: Store, queue: RedisQueue | None) -> None:
+        self._store, self._queue = store, queue
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics as they are now."""
+        yield from _with_up("swiftopt_database_up", "Whether the database answers.", self._of_database)
+        if self._queue is not None:
+            yield from _with_up("swiftopt_redis_up", "Whether Redis answers.", partial(self._of_queue, self._queue))
+
+    def _of_database(self) -> list[Metric]:
+        found = {key: CounterMetricFamily(*named, labels=labels) for key, (named, labels) in COUNTERS.items()}
+        for count in self._store.jobs.counts():
+            if count.name in found:
+                own = {"model": count.model, "task": count.task}
+                labels = COUNTERS[count.name][1]
+                found[count.name].add_metric([own.get(label, count.label) for label in labels], count.value)
+        states = self._store.jobs.states()
+        n_jobs = [([state], states.get(state, 0)) for state in STATES]
+        return [*found.values(), _gauge("swiftopt_jobs", "Jobs by state.", ["state"], n_jobs)]
+
+    def _of_queue(self, queue: RedisQueue) -> list[Metric]:
+        workers = Counter((worker.queue, worker.state) for worker in queue.workers())
+        depths = [([name], queue.depth(name)) for name in sorted({DEFAULT_QUEUE, *(name for name, _ in workers)})]
+        return [
+            _gauge("swiftopt_workers", "Registered workers.", ["queue", "state"], sorted(workers.items())),
+            _gauge("swiftopt_queue_depth", "Attempts that wait for a worker.", ["queue"], depths),
+        ]
+
+
+def _with_up(name: str, words: str, read: Callable[[], list[Metric]]) -> list[Metric]:
+    """Return the metrics of a service, and whether it answers."""
+    try:
+        return [*read(), _gauge(name, words, [], [([], 1.0)])]
+    except (StoreError, ServiceUnreachable):
+        return [_gauge(name, words, [], [([], 0.0)])]
+
+
+def _gauge(name: str, words: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]) -> Metric:
+    """Return a gauge, each of whose values comes behind those of its labels."""
+    found = GaugeMetricFamily(name, words, labels=labels)
+    for of, value in values:
+        found.add_metric(of, value)
+    return found
+
+
+class Steering(Strict):
+    """Which model and task a verb is for; `way` is what `pin` pins the task to (null: let it be judged again)."""
+
+    model: Word | None = None
+    task: Task | None = None
+    way: Literal["best", "plain"] | None = None
+
+
+@tuning_router.get("/tuning", operation_id="tuning", response_class=Response)
+async def tuning(app: Shared) -> Response:
+    """By model and task: what is in use, what is being tried, what that costs, and what it has brought."""
+    engines = app.engines.all()
+    found = await asyncio.gather(*map(_told, engines))
+    models = {engine.served.name: told for engine, told in zip(engines, found, strict=True)}
+    return JSONResponse({"schema": "swiftopt.tuning/1", "models": models})
+
+
+@tuning_router.post("/tuning:{verb}", operation_id="steer_tuning", response_class=Response)
+async def steer(app: Shared, verb: Literal["pause", "resume", "pin"], body: Steering) -> Response:
+    """Pause or resume learning, or pin a task to its best drafts or to plain decoding; the tuning as it is then."""
+    engines = app.engines.all()
+    if verb == "pin" and body.task is None:
+        raise InvalidInput("pin is for one task: name it as `task`")
+    for engine in [app.engines.find(body.model)] if body.model else engines:
+        await engine.tell("tuning", verb=verb, task=body.task, way=body.way)
+    return await tuning(app)
+
+
+async def _told(engine: EngineProcess) -> dict[str, object]:
+    try:
+        found = await engine.tell("tuning")
+    except EngineGone as error:
+        return {"unavailable": str(error)}
+    return {key: value for key, value in found.items() if key not in ("id", "event")}
