@@ -6,17 +6,19 @@ The one's logical database is emptied; on the other, databases of our own are cr
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 import torch
 from hypothesis import settings
-from servers import Postgres, Valkey, flush, new_database, server_folder
+from servers import KeptDatabase, Postgres, Valkey, flush, new_database, server_folder
 
 from swiftopt.models.kernels import build
 
@@ -28,31 +30,57 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` run where a CUDA device is."""
-    if torch.cuda.is_available():
-        return
+    """Tests marked `gpu` run where a CUDA device is, those marked `model` when the model is there to be loaded."""
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("model") and isinstance(item, pytest.Function):
+            item.fixturenames.insert(0, "smollm2")
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="this machine has no CUDA device, which the test needs"))
 
 
 @pytest.fixture(scope="session")
 def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The session's stand-in for the user's cache and data folders."""
+    """This process's stand-in for the user's data folder."""
     return tmp_path_factory.mktemp("swiftopt")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def away_from_the_users_folders(own_folders: Path) -> Iterator[None]:
-    """Send cache and database to a temporary folder, keep the hub out of it, and forget the user's servers.
+@pytest.fixture(scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The test run's stand-in for the user's cache folder, which all of its processes share.
 
-    Compiled kernels go along: no test that starts a program should wait for a compiler.
+    It has the user's compiled kernels: no test that starts a program should wait for a compiler.
     """
-    kernels = build.kernels()
-    if not isinstance(kernels, str) and kernels.path.is_file():
-        shutil.copytree(kernels.path.parent, own_folders / "cache" / "kernels")
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    kernels, copied = build.kernels(), shared / "cache" / "kernels"
+    with one_at_a_time(shared):
+        if not isinstance(kernels, str) and kernels.path.is_file() and not copied.exists():
+            shutil.copytree(kernels.path.parent, copied)
+    return shared / "cache"
+
+
+@contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Keep the run's other processes out."""
+    with (folder / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture(scope="session")
+def smollm2(own_cache: Path, away_from_the_users_folders: None) -> None:
+    """SmolLM2-135M, converted by the first process that wants it."""
+    from swiftopt.models.loading import load_pretrained
+
+    with one_at_a_time(own_cache.parent):
+        load_pretrained("smollm2-135m")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def away_from_the_users_folders(own_folders: Path, own_cache: Path) -> Iterator[None]:
+    """Send cache and database to temporary folders, keep the hub out of it, and forget the user's servers."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SWIFTOPT_CACHE_DIR", str(own_folders / "cache"))
+        patch.setenv("SWIFTOPT_CACHE_DIR", str(own_cache))
         patch.setenv("SWIFTOPT_DATABASE_URL", f"sqlite:///{own_folders / 'swiftopt.db'}")
         patch.setenv("XDG_DATA_HOME", str(own_folders / "data"))
         patch.setenv("HF_HUB_OFFLINE", "1")
@@ -90,20 +118,42 @@ def redis_url(request: pytest.FixtureRequest) -> Iterator[str]:
     yield url
 
 
+@pytest.fixture(scope="session")
+def schema_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SQLite database at the newest schema, to be copied: to make one takes a hundred times as long."""
+    from swiftopt.store import Store
+
+    file = tmp_path_factory.mktemp("schema") / "newest.db"
+    Store.open(str(file)).close()
+    return file
+
+
+@pytest.fixture(scope="session")
+def kept_database(request: pytest.FixtureRequest) -> Iterator[KeptDatabase]:
+    """A PostgreSQL database at the newest schema, which tests get one after the other."""
+    with KeptDatabase(postgres_admin(request)) as database:
+        yield database
+
+
+def postgres_admin(request: pytest.FixtureRequest) -> str:
+    """The URL under which databases are created, on a server that runs."""
+    given = os.environ.get("SWIFTOPT_TEST_DATABASE_URL")
+    if given is not None:
+        return given
+    server: Postgres = request.getfixturevalue("postgres_server")
+    server.start()
+    return server.url
+
+
 @pytest.fixture
 def postgres_url(request: pytest.FixtureRequest) -> Iterator[str]:
     """An empty PostgreSQL database of the test's own."""
-    admin_url = os.environ.get("SWIFTOPT_TEST_DATABASE_URL")
-    if admin_url is None:
-        server: Postgres = request.getfixturevalue("postgres_server")
-        server.start()
-        admin_url = server.url
-    with new_database(admin_url) as url:
+    with new_database(postgres_admin(request)) as url:
         yield url
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
-def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def empty_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """An empty database of each kind; the SQLite file's folder does not exist yet."""
     from swiftopt.store import as_url
 
@@ -111,3 +161,22 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return as_url(str(tmp_path / "folder that is not there yet" / "swift opt?.db"))
     url: str = request.getfixturevalue("postgres_url")
     return url
+
+
+@pytest.fixture
+def sqlite_url(schema_file: Path, tmp_path: Path) -> str:
+    """A SQLite database with the newest schema and no rows."""
+    from swiftopt.store import as_url
+
+    return as_url(str(shutil.copy(schema_file, tmp_path / "swift opt?.db")))
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request: pytest.FixtureRequest) -> str:
+    """A database of each kind with the newest schema and no rows."""
+    if request.param == "sqlite":
+        url: str = request.getfixturevalue("sqlite_url")
+        return url
+    postgres_admin(request)  # a test may have left the server stopped
+    database: KeptDatabase = request.getfixturevalue("kept_database")
+    return database.emptied()

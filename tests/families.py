@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -67,10 +69,24 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 }
 
 
-def tiny_model(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, **changed: Any) -> Any:
+def taken_in_turns(rows: Iterable[str], columns: Iterable[str], n: int) -> list[tuple[str, tuple[str, ...]]]:
+    """Each row with `n` columns, and each column with about as many rows as every other.
+
+    For laws that hold of rows and of columns, and need not be tested with every pair. Row i has the columns i, i + 1,
+    i + 3, i + 6, …, round and round.
+    """
+    names = list(columns)
+    places = list(accumulate(range(n)))
+    return [(row, tuple(names[(i + place) % len(names)] for place in places)) for i, row in enumerate(rows)]
+
+
+def tiny_model(
+    family: str, dtype: torch.dtype = torch.float64, seed: int = 0, scale: float = 4.0, **changed: Any
+) -> Any:
     """A random model whose residual stream is large enough that skipping a sub-layer changes few argmaxes.
 
-    Args: changed: settings of its configuration that are not as in `CONFIGS`.
+    Args: scale: of its weights; the larger, the more do texts differ. changed: settings of its configuration that are
+          not as in `CONFIGS`.
     """
     torch.manual_seed(seed)
     config = type(CONFIGS[family])(**{**CONFIGS[family].to_dict(), **changed})
@@ -78,11 +94,12 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, *
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 and "embed" not in name and "wte" not in name:
-                parameter.mul_(4.0)
+                parameter.mul_(scale)
     return model.to(dtype).eval().requires_grad_(False)
 
 
 def tiny_runtime(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, **changed: Any) -> Runtime:
     """The runtime of a random tiny model, without a tokenizer."""
     model = tiny_model(family, dtype, seed, **changed)
-    return Runtime(model, None, ModelInfo(f"tiny-{family}", family, 4, sum(p.numel() for p in model.parameters())))
+    n_layers, n_parameters = model.config.num_hidden_layers, sum(p.numel() for p in model.parameters())
+    return Runtime(model, None, ModelInfo(f"tiny-{family}", family, n_layers, n_parameters))

@@ -18,7 +18,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -233,6 +233,45 @@ def new_database(admin_url: str) -> Iterator[str]:
     yield make_url(admin_url).set(database=name).render_as_string(hide_password=False)
     with engine.connect() as connection:
         connection.execute(text(f"DROP DATABASE {name} WITH (FORCE)"))
+
+
+class KeptDatabase(ExitStack):
+    """A database on that server at the newest schema, which tests get one after the other without any rows.
+
+    Another one takes its place where a test has changed more than rows. To create one takes a third of a second.
+    """
+
+    def __init__(self, admin_url: str) -> None:
+        super().__init__()
+        self.admin_url = admin_url
+        self.url: str | None = None
+
+    def emptied(self) -> str:
+        """Its URL; whoever is still connected to it is thrown out."""
+        from sqlalchemy import NullPool, create_engine, text
+
+        from swiftopt.store import Store
+        from swiftopt.store.migrations import HEAD
+        from swiftopt.store.tables import Base, SchemaRow
+
+        if self.url is not None:
+            schema = SchemaRow.__tablename__
+            ours = [table.name for table in reversed(Base.metadata.sorted_tables) if table.name != schema]
+            with create_engine(self.url, isolation_level="AUTOCOMMIT", poolclass=NullPool).connect() as connection:
+                others = "FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+                connection.execute(text(f"SELECT pg_terminate_backend(pid, 5000) {others}"))
+                public = "WHERE schemaname = 'public'"
+                there = set(connection.scalars(text(f"SELECT tablename FROM pg_tables {public}")))
+                if there == {*ours, schema} and connection.scalar(text(f"TABLE {schema}")) == HEAD:
+                    counters = f"SELECT sequencename FROM pg_sequences {public} AND last_value IS NOT NULL"
+                    used = connection.scalars(text(counters)).all()
+                    connection.execute(text("; ".join(f"DELETE FROM {name}" for name in ours)))
+                    connection.execute(text("; ".join(f"ALTER SEQUENCE {name} RESTART" for name in used) or "SELECT 1"))
+                    return self.url
+            self.close()
+        self.url = self.enter_context(new_database(self.admin_url))
+        Store.open(self.url).close()
+        return self.url
 
 
 def flush(url: str) -> None:

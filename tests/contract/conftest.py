@@ -1,13 +1,23 @@
-"""A store on each kind of database, for the suites of laws."""
+"""What suites of laws start from: a store on each kind of database, and no presets of the user's."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 from sqlalchemy import Engine, create_engine
 
 from swiftopt.store import Jobs, Store
+
+
+@pytest.fixture
+def no_presets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variable presets an option or says what a terminal shows; only the cache stays the session's own."""
+    shown = {"NO_COLOR", "FORCE_COLOR", "COLUMNS"}
+    for name in list(os.environ):
+        if name in shown or (name.startswith("SWIFTOPT_") and name != "SWIFTOPT_CACHE_DIR"):
+            monkeypatch.delenv(name)
 
 
 @pytest.fixture

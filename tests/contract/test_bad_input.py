@@ -32,10 +32,8 @@ TUNE = ["tune", "--model", "smollm2-135m", "--stream"]
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path, no_presets: None, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with a database of its own and a file for each mistake."""
-    for name in [name for name in os.environ if name.startswith("SWIFTOPT_")] + ["NO_COLOR", "FORCE_COLOR", "COLUMNS"]:
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SWIFTOPT_DATABASE_URL", str(tmp_path / "home.db"))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.chdir(tmp_path)

@@ -18,8 +18,8 @@ from swiftopt.tasks.tune import run_tuning
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with Store.open(str(tmp_path / "a.db")) as store:  # PostgreSQL takes no text that is no JSON
+def store(sqlite_url: str) -> Iterator[Store]:
+    with Store.open(sqlite_url) as store:  # PostgreSQL takes no text that is no JSON
         yield store
 
 

@@ -30,10 +30,8 @@ HEAVY = {"torch", "transformers", "sqlalchemy", "matplotlib", "optuna", "bayes_o
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path, no_presets: None, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working folder with a database of its own."""
-    for name in [name for name in os.environ if name.startswith("SWIFTOPT_")] + ["NO_COLOR", "FORCE_COLOR", "COLUMNS"]:
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SWIFTOPT_DATABASE_URL", str(tmp_path / "home.db"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -272,12 +270,16 @@ def test_show_tells_the_trials_of_the_run(stored: LayerSetRecord, capsys: pytest
     assert trials[3]["adopted"]
 
 
-def test_doctor_reports_and_its_code_follows_the_checks(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_reports_and_its_code_follows_the_checks(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     report = json_of(["doctor", "--model", "smollm2-135m"], capsys)
     assert report["ok"]
     names = {check["name"] for check in report["checks"]}
     assert {"python", "torch", "transformers", "cores", "memory", "database", "cache", "model"} <= names
     (home / "home.db").write_text("this is no database, and long enough to be taken for one" * 40)
+    monkeypatch.setattr("swiftopt.models.kernels.measure.SHAPES", ((64, 32),))  # the kernels were measured above
+    monkeypatch.setattr("swiftopt.models.kernels.measure.WEIGHT_BYTES", 0)
     assert run(["doctor"]) == 1
     shown = capsys.readouterr().out
     assert [line.split()[1] for line in shown.splitlines() if line.startswith("fail")] == ["database"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -49,10 +48,8 @@ TASK = TaskFinished(
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path, database_url: str, no_presets: None, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with a stream; the presets name an empty database of each kind."""
-    for name in [name for name in os.environ if name.startswith("SWIFTOPT_")] + ["NO_COLOR", "FORCE_COLOR", "COLUMNS"]:
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SWIFTOPT_DATABASE_URL", database_url)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.jsonl").write_text('{"id": "a", "prompt": "w1 w2"}\n{"id": "b", "prompt": "w3"}\n')

@@ -37,8 +37,8 @@ COMPLETION = Completion((1, 2), "w1 w2", "length", "swift", target_passes=2, dra
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with Store.open(str(tmp_path / "served.db")) as store:
+def store(sqlite_url: str) -> Iterator[Store]:
+    with Store.open(sqlite_url) as store:
         yield store
 
 

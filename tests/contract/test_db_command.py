@@ -18,11 +18,11 @@ from swiftopt.store.tables import SchemaRow
 
 
 @pytest.fixture
-def call(database_url: str, capsys: pytest.CaptureFixture[str]) -> Any:
+def call(empty_database_url: str, capsys: pytest.CaptureFixture[str]) -> Any:
     """`swiftopt db COMMAND` on the database: exit code, stdout, stderr."""
 
     def db(command: str, *more: str) -> tuple[int, str, str]:
-        code = run(["db", command, "--db", database_url, *more])
+        code = run(["db", command, "--db", empty_database_url, *more])
         return code, *capsys.readouterr()
 
     return db
@@ -33,20 +33,20 @@ def answer(database: str, revision: str | None) -> dict[str, Any]:
     return where | {"revision": revision, "head": HEAD, "ok": revision == HEAD}
 
 
-def test_empty_database_is_behind_until_it_is_upgraded(call: Any, database_url: str) -> None:
+def test_empty_database_is_behind_until_it_is_upgraded(call: Any, empty_database_url: str) -> None:
     assert call("current") == (0, "empty\n", "")
     code, out, told = call("check")
     assert (code, out) == (1, "") and told.endswith("is empty: create its tables with `swiftopt db upgrade`\n")
-    assert call("upgrade") == (0, f"{shown(database_url)} went from empty to {HEAD}\n", "")
+    assert call("upgrade") == (0, f"{shown(empty_database_url)} went from empty to {HEAD}\n", "")
     assert call("current") == (0, f"{HEAD}\n", "")
-    assert call("check") == (0, f"{shown(database_url)} has the newest schema: {HEAD}\n", "")
-    assert call("upgrade") == (0, f"{shown(database_url)} has the newest schema already: {HEAD}\n", "")
-    Store.open(database_url).close()
+    assert call("check") == (0, f"{shown(empty_database_url)} has the newest schema: {HEAD}\n", "")
+    assert call("upgrade") == (0, f"{shown(empty_database_url)} has the newest schema already: {HEAD}\n", "")
+    Store.open(empty_database_url).close()
 
 
-def test_older_schema_is_said_to_be_behind_and_upgraded(call: Any, database_url: str) -> None:
+def test_older_schema_is_said_to_be_behind_and_upgraded(call: Any, empty_database_url: str) -> None:
     oldest = REVISIONS[0]
-    engine = writing(connect(database_url))
+    engine = writing(connect(empty_database_url))
     with engine.begin() as connection:
         create(connection, oldest)
     engine.dispose()
@@ -57,9 +57,9 @@ def test_older_schema_is_said_to_be_behind_and_upgraded(call: Any, database_url:
     assert call("check")[0] == 0
 
 
-def test_newer_schema_is_named_and_never_touched(call: Any, database_url: str) -> None:
-    Store.open(database_url).close()
-    engine = create_engine(database_url)
+def test_newer_schema_is_named_and_never_touched(call: Any, empty_database_url: str) -> None:
+    Store.open(empty_database_url).close()
+    engine = create_engine(empty_database_url)
     with engine.begin() as connection:
         connection.execute(text(f"UPDATE {SchemaRow.__tablename__} SET version_num = '9999_future'"))
     engine.dispose()
@@ -72,10 +72,10 @@ def test_newer_schema_is_named_and_never_touched(call: Any, database_url: str) -
 
 @pytest.mark.parametrize(("command", "shows", "code"), [("current", None, 0), ("check", None, 1), ("upgrade", HEAD, 0)])
 def test_json_is_one_object_with_the_database_and_its_revision(
-    call: Any, database_url: str, command: str, shows: str | None, code: int
+    call: Any, empty_database_url: str, command: str, shows: str | None, code: int
 ) -> None:
     ended, out, _ = call(command, "--json")
-    assert (ended, json.loads(out)) == (code, answer(database_url, shows))
+    assert (ended, json.loads(out)) == (code, answer(empty_database_url, shows))
 
 
 @pytest.mark.parametrize("command", ["current", "check"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -15,11 +14,14 @@ from swiftopt.worker.queue import JobService, RedisQueue
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder of its own; the presets name an empty database of each kind."""
-    for name in [name for name in os.environ if name.startswith("SWIFTOPT_")]:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("SWIFTOPT_DATABASE_URL", database_url)
+def home(tmp_path: Path, empty_database_url: str, no_presets: None, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder of its own; the presets name an empty database of each kind.
+
+    This machine's kernels are measured on small weights: what is looked at here are the services.
+    """
+    monkeypatch.setattr("swiftopt.models.kernels.measure.SHAPES", ((64, 32),))
+    monkeypatch.setattr("swiftopt.models.kernels.measure.WEIGHT_BYTES", 0)
+    monkeypatch.setenv("SWIFTOPT_DATABASE_URL", empty_database_url)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -41,11 +43,11 @@ def checks(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, dict[str
 
 
 def test_doctor_sees_redis_workers_clock_and_server(
-    database_url: str, redis_url: str, capsys: pytest.CaptureFixture[str]
+    empty_database_url: str, redis_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from swiftopt.server.app import create_app
 
-    with Store.open(database_url) as store, serving(create_app(store, JobService(store, None))) as url:
+    with Store.open(empty_database_url) as store, serving(create_app(store, JobService(store, None))) as url:
         found = checks(capsys, "--redis", redis_url, "--server", url)
     assert {name: found[name]["status"] for name in ("database", "clock", "redis", "workers", "server")} == {
         "database": "ok", "clock": "ok", "redis": "ok", "workers": "warn", "server": "ok",
@@ -64,21 +66,21 @@ def test_doctor_warns_of_a_redis_that_evicts(redis_url: str, capsys: pytest.Capt
     assert found["status"] == "warn" and "maxmemory-policy noeviction" in found["text"]
 
 
-def test_doctor_changes_no_schema(database_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_changes_no_schema(empty_database_url: str, capsys: pytest.CaptureFixture[str]) -> None:
     from first_schema import create
 
     from swiftopt.store.database import connect, writing
     from swiftopt.store.migrations import REVISIONS
     from swiftopt.store.schema import look
 
-    assert "empty" in checks(capsys)["database"]["text"] and look(database_url).revision is None
-    engine = connect(database_url)
+    assert "empty" in checks(capsys)["database"]["text"] and look(empty_database_url).revision is None
+    engine = connect(empty_database_url)
     with writing(engine).begin() as connection:
         create(connection, REVISIONS[-2])
     engine.dispose()
     found = checks(capsys)["database"]
     assert found["status"] == "warn" and "swiftopt db upgrade" in found["text"]
-    assert look(database_url).revision == REVISIONS[-2]
+    assert look(empty_database_url).revision == REVISIONS[-2]
 
 
 def test_doctor_fails_for_servers_that_are_away(capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,16 +86,18 @@ def test_several_streams_give_mixed_heads(model: Path, capsys: pytest.CaptureFix
     assert trained["heads"]["task"] == "mixed" and trained["heads"]["figures"]["prompts"] == 16
 
 
-def test_training_that_was_killed_goes_on_where_it_was(model: Path, home: Path) -> None:
-    command = [sys.executable, "-m", "swiftopt", *train("heads", model, "--epochs", "100000", "--minutes", "0.08")]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as first:
+def test_training_that_was_killed_goes_on_where_it_was(
+    model: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = train("heads", model, "--epochs", "100000", "--minutes", "0.08")
+    with subprocess.Popen([sys.executable, "-m", "swiftopt", *options], stderr=subprocess.PIPE, text=True) as first:
         deadline = time.monotonic() + 60
         while not list((home / "cache").rglob("state-*.safetensors")) and time.monotonic() < deadline:
             time.sleep(0.05)
         os.kill(first.pid, signal.SIGKILL)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "resumed: 8 of 8 prompts were done before" in done.stderr and "resumed: step" in done.stderr
+    assert run(options) == 0
+    told = capsys.readouterr().err
+    assert "resumed: 8 of 8 prompts were done before" in told and "resumed: step" in told
     with Store.open() as store:
         assert len(store.learned_list()) == 1
 

@@ -38,8 +38,8 @@ Rows = dict[str, list[dict[str, Any]]]  # by table
 
 
 @pytest.fixture
-def engine(database_url: str) -> Iterator[Engine]:
-    made = writing(connect(database_url))
+def engine(empty_database_url: str) -> Iterator[Engine]:
+    made = writing(connect(empty_database_url))
     yield made
     made.dispose()
 
@@ -160,12 +160,12 @@ def shape(engine: Engine) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("old", REVISIONS[:-1])
-def test_older_database_becomes_what_a_new_one_is(engine: Engine, database_url: str, old: str) -> None:
+def test_older_database_becomes_what_a_new_one_is(engine: Engine, empty_database_url: str, old: str) -> None:
     begin(engine, old)
     move(engine, old, HEAD)
     migrated = shape(engine)
     Base.metadata.drop_all(engine)
-    Store.open(database_url).close()
+    Store.open(empty_database_url).close()
     assert shape(engine) == migrated and len(migrated) == len(Base.metadata.tables) - 1  # but the schema's own
 
 

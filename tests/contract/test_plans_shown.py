@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,9 +32,9 @@ SPD = Plan(
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+def store(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """With a layer set (1), a plan without one (2), and one with heads and the layer set (3); 2 is the best."""
-    monkeypatch.setenv("SWIFTOPT_DATABASE_URL", str(tmp_path / "plans.db"))
+    monkeypatch.setenv("SWIFTOPT_DATABASE_URL", sqlite_url)
     monkeypatch.delenv("SWIFTOPT_API_KEY", raising=False)
     with Store.open() as store:
         store.remember_model(MODEL)

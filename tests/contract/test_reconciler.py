@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from job_table import noop, running
@@ -17,8 +16,8 @@ from swiftopt.worker.reconciler import Reconciler
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with Store.open(str(tmp_path / "a.db")) as store:
+def store(sqlite_url: str) -> Iterator[Store]:
+    with Store.open(sqlite_url) as store:
         yield store
 
 

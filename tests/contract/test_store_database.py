@@ -35,15 +35,9 @@ RECORD = LayerSetRecord("m", "t", LayerSet(40, frozenset({7}), frozenset({8})))
 
 
 @pytest.fixture
-def store(database_url: str) -> Iterator[Store]:
-    with Store.open(database_url) as opened:
-        yield opened
-
-
-@pytest.fixture
-def engine(database_url: str) -> Iterator[Engine]:
-    """Our own connection to the database of `store`, past its methods."""
-    made = create_engine(database_url)
+def admin(empty_database_url: str) -> Iterator[Engine]:
+    """Our own connection to the empty database, past the store's methods."""
+    made = create_engine(empty_database_url)
     yield made
     made.dispose()
 
@@ -51,47 +45,47 @@ def engine(database_url: str) -> Iterator[Engine]:
 # --- schema -----------------------------------------------------------------------------------------------------------
 
 
-def test_older_database_gets_the_tables_that_the_code_uses(database_url: str, engine: Engine) -> None:
-    opened = connect(database_url)
+def test_older_database_gets_the_tables_that_the_code_uses(empty_database_url: str, admin: Engine) -> None:
+    opened = connect(empty_database_url)
     with writing(opened).begin() as connection:
         create(connection, REVISIONS[0])
     opened.dispose()
-    Store.open(database_url).close()
+    Store.open(empty_database_url).close()
     options = {
         "compare_type": True,
         "include_object": lambda _o, name, kind, *_: kind != "table" or "version" not in name,
     }
-    with engine.connect() as connection:
+    with admin.connect() as connection:
         context = MigrationContext.configure(connection, opts=options)
         assert compare_metadata(context, Base.metadata) == []
         assert revision(connection) == HEAD
 
 
-def test_database_may_hold_tables_of_others(database_url: str, engine: Engine) -> None:
-    connect(database_url).dispose()  # which creates the file's folder
-    with engine.begin() as connection:
+def test_database_may_hold_tables_of_others(empty_database_url: str, admin: Engine) -> None:
+    connect(empty_database_url).dispose()  # which creates the file's folder
+    with admin.begin() as connection:
         connection.execute(text("CREATE TABLE trials (id INTEGER)"))  # as Optuna has one
         connection.execute(text("INSERT INTO trials VALUES (3)"))
-    with Store.open(database_url) as store:
+    with Store.open(empty_database_url) as store:
         lease = store.jobs.begin_here(JobSpec("tune", None), "here").lease
         trials = TrialsDone("t", (Trial(0, RECORD.layer_set, "random", 0.5, 0.5),))
         store.jobs.checkpoint(lease, 1, [trials], None)
         assert store.add_layer_set(dataclasses.replace(RECORD, job=lease.job)).version == 1
-    with engine.connect() as connection:
+    with admin.connect() as connection:
         assert connection.execute(text("SELECT id FROM trials")).scalar() == 3
-    assert all(name == "trials" or name.startswith("swiftopt_") for name in inspect(engine).get_table_names())
+    assert all(name == "trials" or name.startswith("swiftopt_") for name in inspect(admin).get_table_names())
 
 
-def test_rows_stay_when_the_store_is_opened_again(database_url: str) -> None:
-    with Store.open(database_url) as first:
+def test_rows_stay_when_the_store_is_opened_again(empty_database_url: str) -> None:
+    with Store.open(empty_database_url) as first:
         stored = first.add_layer_set(RECORD)
-    with Store.open(database_url) as second:
+    with Store.open(empty_database_url) as second:
         assert second.layer_sets() == [stored]
 
 
-def test_database_can_be_created_by_several_stores_at_once(database_url: str) -> None:
+def test_database_can_be_created_by_several_stores_at_once(empty_database_url: str) -> None:
     def create(_: int) -> int | None:
-        with Store.open(database_url) as store:
+        with Store.open(empty_database_url) as store:
             return store.add_layer_set(RECORD).version
 
     with ThreadPoolExecutor(4) as pool:
@@ -114,13 +108,13 @@ def test_database_of_a_newer_swiftopt_is_refused(database_url: str, store: Store
         Store.open(database_url)
 
 
-def test_opening_prints_nothing_leaves_logging_alone_and_needs_no_torch(database_url: str) -> None:
+def test_opening_prints_nothing_leaves_logging_alone_and_needs_no_torch(empty_database_url: str) -> None:
     script = (
         "import logging, sys; from swiftopt.store import Store; Store.open(sys.argv[1]).close();"
         "assert 'torch' not in sys.modules; root = logging.getLogger();"
         "assert (root.handlers, root.level) == ([], logging.WARNING)"
     )
-    ran = subprocess.run([sys.executable, "-c", script, database_url], capture_output=True, text=True)
+    ran = subprocess.run([sys.executable, "-c", script, empty_database_url], capture_output=True, text=True)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
 
 

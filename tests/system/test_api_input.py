@@ -20,8 +20,8 @@ from swiftopt.store import Store
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with filled(str(tmp_path / "swiftopt.db")) as opened:
+def store(sqlite_url: str) -> Iterator[Store]:
+    with filled(sqlite_url) as opened:
         yield opened
 
 

@@ -485,10 +485,10 @@ def test_drafts_of_a_real_model_give_plain_tokens_in_bfloat16() -> None:
     assert runtime.exact
     methods = {"swift": swift(LayerSet.uniform(runtime.n_layers, 25), SETTINGS[0])}
     methods |= adaptive_drafts(runtime, ["int4"])
-    session = Session(runtime, GREEDY, 48)
+    session = Session(runtime, GREEDY, 32)
     accepted = dict.fromkeys(methods, 0)
     prompts = read_stream(str(EXAMPLES))
-    for prompt in (prompts[0], prompts[len(prompts) // 3], prompts[len(prompts) * 2 // 3], prompts[-1]):
+    for prompt in (prompts[0], prompts[-1]):  # of two tasks
         plain = next(iter(session.run(prompt, PLAIN)))[1]
         for name, method in methods.items():
             done = next(iter(session.run(prompt, method)))[1]

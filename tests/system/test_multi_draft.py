@@ -6,12 +6,15 @@ import itertools
 import math
 import random
 from collections import Counter
+from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
 from families import VOCAB, tiny_runtime
+from native import quick_runtime
 
-from swiftopt.core.types import LayerSet, Sampling
+from swiftopt.core.types import Completion, LayerSet, Sampling
 from swiftopt.decoding.context import Context, Ending
 from swiftopt.decoding.draft import Drafter, Verifier
 from swiftopt.decoding.draft_models import DraftModel, OtherModel, SkippedTarget
@@ -47,8 +50,13 @@ def lossless(name: str, model: DraftModel, length: int = 4) -> Method:
     return Method(name, *parts[name])
 
 
-def draft_model(kind: str, family: str = "llama") -> DraftModel:
-    return SkippedTarget(SKIPPED) if kind == "skipped" else OtherModel(tiny_runtime(family, seed=1))
+def draft_model(kind: str, family: str = "llama", make: Callable[..., Runtime] = tiny_runtime) -> DraftModel:
+    return SkippedTarget(SKIPPED) if kind == "skipped" else OtherModel(make(family, seed=1))
+
+
+@cache
+def plainly(family: str, seed: int, sampling: Sampling) -> Completion:
+    return decode(tiny_runtime(family), prompt(seed), PLAIN, TokenRule.of(sampling, None), Ending(N_NEW))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "qwen2-window"])
@@ -58,7 +66,7 @@ def test_greedy_output_is_that_of_plain_decoding(family: str, kind: str) -> None
     for seed, name in enumerate(LOSSLESS):
         for penalty in (None, 1.3):
             sampling = Sampling(repetition_penalty=penalty)
-            plain = decode(runtime, prompt(seed), PLAIN, TokenRule.of(sampling, None), Ending(N_NEW))
+            plain = plainly(family, seed, sampling)
             method = lossless(name, model)
             fast = decode(runtime, prompt(seed), method, TokenRule.of(sampling, None), Ending(N_NEW))
             assert fast.token_ids == plain.token_ids and fast.drafted > 0 and not fast.lossy
@@ -84,8 +92,8 @@ def after(runtime: Runtime, token_ids: list[int]) -> torch.Tensor:
 )
 def test_sampled_output_is_distributed_as_the_target(name: str, kind: str) -> None:
     """Chi-square over all sequences of 4 tokens of top-k 2; false alarm 1e-4 per case; seeds fixed."""
-    runtime, ids, n, length = tiny_runtime("llama"), prompt(2), 300, 4
-    method = lossless(name, draft_model(kind), length=2)
+    runtime, ids, n, length = quick_runtime("llama"), prompt(2), 300, 4
+    method = lossless(name, draft_model(kind, make=quick_runtime), length=2)
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(n):
         rule = TokenRule.of(Sampling(temperature=1.5, top_k=2, seed=seed), None)

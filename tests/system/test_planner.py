@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,8 +28,8 @@ def runtime() -> Runtime:
 
 
 @pytest.fixture
-def store(runtime: Runtime, tmp_path: Path) -> Iterator[Store]:
-    with Store.open(f"sqlite:///{tmp_path / 'plans.db'}") as store:
+def store(runtime: Runtime, sqlite_url: str) -> Iterator[Store]:
+    with Store.open(sqlite_url) as store:
         store.remember_model(replace(runtime.info, names=("tiny",)))
         yield store
 

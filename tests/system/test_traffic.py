@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from tiny_files import save
@@ -31,8 +30,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> swiftopt.Model:
 
 
 @pytest.fixture
-def store(tmp_path: Path, model: swiftopt.Model) -> Iterator[Store]:
-    with Store.open(str(tmp_path / "a.db")) as opened:
+def store(sqlite_url: str, model: swiftopt.Model) -> Iterator[Store]:
+    with Store.open(sqlite_url) as opened:
         opened.remember_model(model.runtime.info)
         yield opened
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,13 +88,13 @@ def test_hopeless_draft_is_worth_plain_decoding() -> None:
 
 
 @pytest.fixture
-def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Runtime, Store]]:
+def tuned(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Runtime, Store]]:
     """A model with an adaptive layer set for the task t, in a store."""
     runtime = worded_runtime()
     known = cheap_draft_costs()
     costs = replace(known, formats={name: known.formats["int4"] for name in ("int4", "int8")})
     monkeypatch.setattr("swiftopt.tasks.recipes.stored_costs", lambda *_: costs)
-    with Store.open(f"sqlite:///{tmp_path / 'plans.db'}") as store:
+    with Store.open(sqlite_url) as store:
         store.remember_model(replace(runtime.info, names=("tiny",)))
         record = LayerSetRecord("tiny", "t", TUNED, runtime.info.fingerprint, verdict="use")
         where = {"device": device_name(runtime.device), "dtype": runtime.dtype_name}

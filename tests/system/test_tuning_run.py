@@ -38,8 +38,8 @@ class StillTuner:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with Store.open(str(tmp_path / "a.db")) as store:
+def store(sqlite_url: str) -> Iterator[Store]:
+    with Store.open(sqlite_url) as store:
         yield store
 
 
