@@ -52,8 +52,9 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     own = tmp_path_factory.getbasetemp()
     shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
-    kernels, copied = build.kernels(), shared / "cache" / "kernels"
+    copied = shared / "cache" / "kernels"
     with one_at_a_time(shared):
+        kernels = build.kernels()
         if not isinstance(kernels, str) and kernels.path.is_file() and not copied.exists():
             shutil.copytree(kernels.path.parent, copied)
     return shared / "cache"
