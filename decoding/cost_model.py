@@ -18,6 +18,7 @@ from ..core.types import LayerSet
 
 BOUNDS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999)  # of the draft's confidence, between classes
 PRIOR = 4.0  # observations that a prior counts for
+FADING = 0.1  # weight of the latest round in a running mean
 MEMORY = 256.0  # observations after which the old ones fade
 
 
@@ -52,6 +53,16 @@ class PassCosts:
         if (own, n_rows) not in self._draft:
             self._draft[own, n_rows] = self._costs.draft_cost(own, n_rows)
         return self._draft[own, n_rows]
+
+    @property
+    def shared(self) -> float:
+        """The part of a draft pass over a row of each sequence that does not depend on how many of them join it."""
+        load, self.load = self.load, 1
+        one, self.load = self.draft(1), load
+        if load == 1:
+            return 1.0
+        joined = self.draft(1)
+        return max(0.0, 1 - load * (joined - one) / (load - 1) / joined)
 
     def verify(self, n_rows: int) -> float:
         """Return the cost of a target pass over `n_rows` rows of each sequence."""
@@ -149,6 +160,33 @@ class Probing:
     def paid(self) -> None:
         """Note that drafting pays again."""
         self.idle, self.wait = 0.0, self.first
+
+
+@dataclass(slots=True)
+class Joining:
+    """Whether to draft by a model beside other sequences, that wait for whoever drafts.
+
+    A draft pass pays if what it brings to all of them is worth its time. Once it is made, whoever gains more than it
+    adds to the pass's cost should join it. What the others gain is taken from earlier rounds, for each sequence decides
+    before the next one's tokens are there.
+    """
+
+    gain: float = 1.0  # tokens that joining brings a sequence, where the pass is made anyway: a running mean
+
+    def pays(self, gain: float, shared: float, load: int) -> bool:
+        """Return whether one of `load` sequences should draft in this round.
+
+        Args: gain: its tokens more than without the draft model, less an equal part of the passes' cost. shared: how
+            much of that part does not depend on its joining, in tokens.
+        """
+        own, others = max(0.0, gain + shared), self.gain
+        self.gain = faded(self.gain, own)
+        return own > 0 and own + (load - 1) * others >= load * shared
+
+
+def faded(mean: float, latest: float) -> float:
+    """Return a running mean with the latest value in it."""
+    return mean + FADING * (latest - mean)
 
 
 def chain_worth(chances: Sequence[float], step: float, rate: float, costs: PassCosts) -> tuple[int, float]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from ...core.errors import SettingsError
 from ...core.serialization import Settings, adapter, count
 from ...core.types import LayerSet
-from ..cost_model import Acceptance, PassCosts, Probing, Rate, Throughput, chain_worth
+from ..cost_model import Acceptance, Joining, PassCosts, Probing, Rate, Throughput, chain_worth, faded
 from ..draft import Draft, Drafter, Outcome, Verifier
 from ..text_matches import Cursor, HitRates, Matches
 from ..tree import DraftTree
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from ..engine import PassGenerator
 
 PROBE_LENGTH = 4  # draft steps of a round that is only made to learn
-CROWD_TOLL = 0.1  # on time, per sequence beside: rounds of different lengths end apart, which no pass's cost says
 MOST_GUESSES = 3  # that a draft pass checks at once: quantised passes cost more with every row
 
 
@@ -85,6 +84,7 @@ class Learned:
     throughput: Throughput = field(default_factory=Throughput)
     acceptance: Acceptance = field(default_factory=Acceptance)
     probing: Probing = field(default_factory=Probing)
+    joining: Joining = field(default_factory=Joining)
     matched: HitRates = field(default_factory=HitRates)  # over all texts so far; each text has its own beside
     second: Rate = field(
         default_factory=lambda: Rate(0.5)
@@ -187,19 +187,20 @@ class AdaptiveDrafter(Drafter):
         learned.throughput.add(len(outcome.walk.token_ids), self.estimated)
         n_modelled = sum(confidence is not None for confidence in chain.confidences)
         if n_modelled:
-            learned.step_cost += 0.1 * (chain.drafting / n_modelled - learned.step_cost)
+            learned.step_cost = faded(learned.step_cost, chain.drafting / n_modelled)
 
     def _fill(self, chain: _Chain, most: int) -> PassGenerator[None]:
         """Choose the kind of round and make its chain."""
         learned = self.learned
-        rate = learned.throughput.rate * (1 + CROWD_TOLL * (self.context.load.checked - 1))
+        rate = learned.throughput.rate
         cursor = self.matches.at_end()
         by_text = self._text_worth(cursor, most, rate)
         if self.passes is not None:
             most_modelled = min(most, self.passes.room)
             expected = [learned.acceptance.overall.value] * most_modelled
             n_steps, by_model = chain_worth(expected, learned.step_cost, rate, self.costs)
-            if n_steps and by_model >= by_text:
+            shared = rate * n_steps * learned.step_cost * self.costs.shared
+            if n_steps and learned.joining.pays(by_model - by_text, shared, self.context.load.checked):
                 learned.probing.paid()
                 yield from self._by_model(chain, cursor, most_modelled, rate)
                 self._by_text(chain, cursor, most, rate)
@@ -210,9 +211,7 @@ class AdaptiveDrafter(Drafter):
         self._by_text(chain, cursor, most, rate)
 
     def _text_worth(self, cursor: Cursor, most: int, rate: float) -> float:
-        if not self.settings.lookup:
-            return float("-inf")
-        chances = [guess.chance for guess in islice(cursor.ahead(), most)]
+        chances = [guess.chance for guess in islice(cursor.ahead(), most if self.settings.lookup else 0)]
         return chain_worth(chances, 0.0, rate, self.costs)[1]
 
     def _by_text(self, chain: _Chain, cursor: Cursor, most: int, rate: float) -> None:
@@ -232,17 +231,18 @@ class AdaptiveDrafter(Drafter):
         learned = self.learned
         self.passes.restart()
         last, n_run = self.context.token_ids[-1], 0
-        crowd = 1.0  # sequences that wait for each that drafts; that the others begin is taken for granted
+        charge = 1.0  # for a pass, in equal parts of one that all join; that it pays was decided for the first
         while len(chain.token_ids) < most:
             expected = chain.alive * learned.acceptance.overall.value
-            if expected < rate * (crowd * learned.step_cost + self._row(chain)):
+            if n_run and expected < rate * (charge * learned.step_cost + self._row(chain)):
                 break
             guesses = self._guesses(cursor, most - len(chain.token_ids) - 1)
             rows = [last, *guesses]
             logits = yield from self.passes.extend(rows, range(n_run - 1, n_run + len(rows) - 1))
-            crowd = max(1.0, self.context.load.checked / self.context.load.drafted)
+            waiting = max(1.0, self.context.load.checked / self.context.load.drafted)  # for each that drafts
+            charge = 1 + (waiting - 1) * self.costs.shared
             chain.drafting += self.costs.draft(len(rows))
-            chain.spent += crowd * self.costs.draft(len(rows))
+            chain.spent += charge * self.costs.draft(len(rows))
             n_right = self._take(chain, cursor, logits, guesses, rate)
             self.passes.drop(len(guesses) - n_right)
             last, n_run = chain.token_ids[-1], n_run + 1 + n_right

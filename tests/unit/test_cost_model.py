@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from swiftopt.core.costs import CostProfile
 from swiftopt.core.types import LayerSet
-from swiftopt.decoding.cost_model import MEMORY, Acceptance, PassCosts, Probing, Rate, Throughput, chain_worth
+from swiftopt.decoding.cost_model import (
+    MEMORY,
+    Acceptance,
+    Joining,
+    PassCosts,
+    Probing,
+    Rate,
+    Throughput,
+    chain_worth,
+)
 from swiftopt.decoding.text_matches import Matches
 
 N_LAYERS = flat_costs().n_layers
@@ -40,6 +49,30 @@ def test_prices_beside_other_sequences_are_those_of_the_rows_of_all() -> None:
     own.load = 3
     assert own.draft(1) == pytest.approx(0.25 * 1.3)
     assert [own.verify(n) for n in (1, 2)] == pytest.approx([1.2, 2.4])
+
+
+@pytest.mark.parametrize(("load", "shared"), [(1, 1.0), (2, 0.9 / 1.1), (4, (2.5 / 3) / 1.5)])
+def test_shared_part_of_a_draft_pass_is_what_it_costs_before_anybody_joins(load: int, shared: float) -> None:
+    """Passes over 1, 2 and 4 rows cost 1, 1.1 and 1.5: 0.1 for each of two, 0.5 / 3 for each of four."""
+    own = prices()
+    own.load = load
+    assert own.shared == pytest.approx(shared)
+
+
+@given(st.floats(-2, 2), st.floats(0, 2), st.integers(1, 16))
+def test_sequences_alike_draft_where_each_gains(gain: float, shared: float, load: int) -> None:
+    """Alone a sequence drafts where it gains by it; so do several with the same gain, once they know it."""
+    if abs(gain) > 1e-9:
+        assert Joining().pays(gain, shared, 1) == (gain > 0)
+        assert Joining(max(0.0, gain + shared)).pays(gain, shared, load) == (gain > 0)
+
+
+def test_a_pass_that_pays_for_others_is_joined_for_less() -> None:
+    """It is free but for the rows of who joins it; where nobody gains, nobody makes it."""
+    assert Joining(gain=1.0).pays(-0.2, 0.3, 4)
+    assert not Joining(gain=1.0).pays(-0.4, 0.3, 4)
+    joining = Joining(gain=1.0)
+    assert not all(joining.pays(-0.2, 0.3, 4) for _ in range(50))
 
 
 @given(st.lists(st.floats(0.01, 0.99), max_size=12), st.floats(0.0, 1.0), st.floats(1.0, 4.0))
