@@ -18,8 +18,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from ..core.errors import ModelNotFound, OutputError, UnsupportedModel
-from ..models.fingerprint import fingerprint, weight_files
-from ..models.saved import OnStep, cache_root, first_line, no_step
+from ..models.fingerprint import fingerprint
+from ..models.saved import OnStep, cache_root, first_line, no_step, weight_files
 
 Rounding = Literal["stored", "F16", "Q8_0", "Q4_0"]
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)

@@ -253,7 +253,7 @@ def _trial_json(trial: Trial) -> dict[str, Any]:
 
 
 def _read(store: Store, file: str, as_model: str | None, n_layers: int | None) -> list[LayerSetRecord]:
-    from ..models.catalog import find_alias
+    from ..models.sources import find_alias
     from ..store import import_file
 
     depths = {name: info.n_layers for info in store.models() for name in info.names}

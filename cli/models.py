@@ -10,7 +10,7 @@ import click
 from rich.table import Table
 
 from ..core.types import ModelInfo
-from ..models.catalog import ALIASES
+from ..models.sources import ALIASES
 from . import options
 from .output import answer, console, show
 from .render import fixed, folding, numeric, size, table

@@ -324,7 +324,7 @@ def read_layer_set(file: str) -> LayerSetRecord:
 
     Raises: NotFound: no such file. LayerSetError: it holds none, or several.
     """
-    from ..models.catalog import find_alias
+    from ..models.sources import find_alias
     from ..store import import_file
 
     records = import_file(file, lambda name: known.n_layers if (known := find_alias(name)) else None)

@@ -131,6 +131,15 @@ def check_formats(formats: tuple[tuple[str, str], ...], n_layers: int) -> None:
             raise LayerSetError(f"{part} cannot be {name!r}: known formats are {', '.join(FORMATS)} and {STORED}")
 
 
+def cpu_words(key: str) -> str:
+    """Return what Linux says of the processor under a key, such as "model name"; empty where it cannot be read."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(key)), "")
+    except OSError:
+        return ""
+
+
 def usable_cores() -> int:
     """Processors that this process may use, a container's quota counted in."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

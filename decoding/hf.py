@@ -21,9 +21,9 @@ from ..core.costs import CostProfile
 from ..core.errors import InvalidInput, SettingsError
 from ..core.settings import STORED, SwiftSettings
 from ..core.types import FinishReason, LayerSet, LayerSetRecord, ModelInfo, Sampling
-from ..models.copies import QuantisedCopies
 from ..models.costs import SMALLEST_BUCKET, measure_costs, with_formats
 from ..models.loading import at_speed
+from ..models.quantised import QuantisedCopies
 from ..models.runtime import Runtime
 from .draft_models import SkippedTarget
 from .engine import side_by_side

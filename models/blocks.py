@@ -115,11 +115,11 @@ class Block:
         self.index = index
         self.window = window
         self.layer_type = str(config.layer_types[index]) if family.rotary_by_type else ""
-        self.n_heads = int(config.num_attention_heads)
-        self.n_kv_heads = int(getattr(config, "num_key_value_heads", None) or self.n_heads)
-        self.head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // self.n_heads)
+        n_heads = int(config.num_attention_heads)
+        n_kv_heads = int(getattr(config, "num_key_value_heads", None) or n_heads)
+        width = int(getattr(config, "head_dim", None) or config.hidden_size // n_heads)
+        self.heads = HeadLayout(n_heads, n_kv_heads, width, family.projection == "heads")
         self.scaling = float(cast(Any, attn).scaling)
-        self.heads = HeadLayout(self.n_heads, self.n_kv_heads, self.head_dim, family.projection == "heads")
         self.functions = EAGER
         self.parts = LayerModules(
             attn_norm=submodule(layer, family.attn_norm),

@@ -70,11 +70,6 @@ class KVBuffer:
         pointers = ctypes.c_void_p * len(self.keys)
         return pointers(*(part.data_ptr() for part in self.keys)), pointers(*(part.data_ptr() for part in self.values))
 
-    @property
-    def n_bytes(self) -> int:
-        """Memory the buffer holds."""
-        return sum(block.numel() * block.element_size() for block in self._blocks.values())
-
     def copy_from(self, other: KVBuffer, n: int) -> None:
         """Copy the first `n` slots of a buffer of the same model."""
         for device, block in self._blocks.items():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from statistics import median
 from time import perf_counter
@@ -12,7 +13,7 @@ from time import perf_counter
 import torch
 
 from ..core.costs import CostProfile, FormatCosts
-from ..core.settings import STORED
+from ..core.settings import STORED, cpu_words
 from ..core.types import LayerSet
 from .buffer import KVBuffer
 from .rows import Rows
@@ -35,7 +36,8 @@ def device_name(device: torch.device) -> str:
     """Return what a stored figure is valid for: the GPU's name, or the processor's with its number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_cpu_name()} ({torch.get_num_threads()} threads)"
+    name = cpu_words("model name") or platform.processor() or platform.machine()
+    return f"{name} ({torch.get_num_threads()} threads)"
 
 
 def machine_name(runtime: Runtime) -> str:
@@ -46,41 +48,23 @@ def machine_name(runtime: Runtime) -> str:
     return name if runtime.speed == "eager" else f"{name}, {runtime.speed}"
 
 
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-@torch.inference_mode()
 def measure_costs(runtime: Runtime, bucket: int, on_step: Callable[[str], None] | None = None) -> CostProfile:
     """Time passes of several widths and with sub-layers skipped, interleaved; `measure_format` does quantised ones."""
-    widths = [n for n in WIDTHS if n < runtime.max_positions]
-    bucket = min(bucket, runtime.max_positions - widths[-1])
-    whole = LayerSet(runtime.n_layers)
-    buffer = runtime.new_buffer(bucket + widths[-1])
-    runs = {f"rows {n}": _pass(runtime, buffer, bucket, n, whole) for n in widths}
-    seconds = _beside("rows 1", {**runs, **_parts(runtime, buffer, bucket, whole)}, on_step)
-    attn, mlp, head = _differences(runtime.n_layers, seconds, seconds["rows 1"])
+    bucket, costs, one = _measured(runtime, bucket, WIDTHS, LayerSet(runtime.n_layers), on_step)
     return CostProfile(
         fingerprint=runtime.info.fingerprint,
         device=machine_name(runtime),
         dtype=runtime.dtype_name,
         context_bucket=bucket,
         n_layers=runtime.n_layers,
-        attn_s=attn,
-        mlp_s=mlp,
-        head_s=head,
-        fixed_s=max(0.0, seconds["rows 1"] - head - runtime.n_layers * (attn + mlp)),
-        # More rows cannot cost less; where they seem to, the narrower pass was the one that was disturbed.
-        pass_s=dict(zip(widths, accumulate((seconds[f"rows {n}"] for n in widths), max), strict=True)),
+        attn_s=costs.attn_s,
+        mlp_s=costs.mlp_s,
+        head_s=costs.head_s,
+        fixed_s=costs.fixed_s,
+        pass_s={n: one * wider for n, wider in costs.wider.items()},
     )
 
 
-@torch.inference_mode()
 def measure_format(
     runtime: Runtime, profile: CostProfile, name: str, on_step: Callable[[str], None] | None = None
 ) -> CostProfile:
@@ -88,21 +72,11 @@ def measure_format(
 
     The copies stay in the runtime's memory, for drafts.
     """
-    widths = [n for n in DRAFT_WIDTHS if n < runtime.max_positions]
-    bucket = min(profile.context_bucket, runtime.max_positions - widths[-1])
     draft = LayerSet(runtime.n_layers, formats=tuple((part, name) for part in ("attn", "mlp", "head")))
     runtime.copies.prepare(draft, on_step)
-    buffer = runtime.new_buffer(bucket + widths[-1])
-    runs = {f"rows {n}": _pass(runtime, buffer, bucket, n, draft) for n in widths}
-    target = _pass(runtime, buffer, bucket, 1, LayerSet(runtime.n_layers))
-    seconds = _beside("target", {"target": target, **runs, **_parts(runtime, buffer, bucket, draft)}, on_step)
-    one = seconds["rows 1"]
-    attn, mlp, head = _differences(runtime.n_layers, seconds, one)
-    scale = profile.target_pass_s(1) / seconds["target"]  # to the profile's own seconds, which may be of another day
-    rest = max(0.0, one - head - runtime.n_layers * (attn + mlp))
-    wider = dict(zip(widths, accumulate((seconds[f"rows {n}"] / one for n in widths), max), strict=True))
-    costs = FormatCosts(attn, mlp, head, rest, wider).scaled(scale)
-    return replace(profile, formats={**profile.formats, name: costs})
+    _, costs, target = _measured(runtime, profile.context_bucket, DRAFT_WIDTHS, draft, on_step)
+    scale = profile.target_pass_s(1) / target  # to the profile's own seconds, which may be of another day
+    return replace(profile, formats={**profile.formats, name: costs.scaled(scale)})
 
 
 def with_formats(
@@ -114,22 +88,33 @@ def with_formats(
     return profile
 
 
-def _parts(runtime: Runtime, buffer: KVBuffer, bucket: int, whole: LayerSet) -> dict[str, Callable[[], None]]:
-    """Return passes without one kind of part of `whole`; what they are faster by is its cost."""
+@torch.inference_mode()
+def _measured(
+    runtime: Runtime, bucket: int, widths: Sequence[int], layer_set: LayerSet, on_step: Callable[[str], None] | None
+) -> tuple[int, FormatCosts, float]:
+    """Time passes with a layer set that skips nothing, beside one row's pass of the whole model.
+
+    Returns: the context length, the costs, and the seconds of the whole model's pass.
+    """
+    widths = [n for n in widths if n < runtime.max_positions]
+    bucket = min(bucket, runtime.max_positions - widths[-1])
+    timed = partial(_pass, runtime, runtime.new_buffer(bucket + widths[-1]), bucket)
     inner = frozenset(range(1, runtime.n_layers - 1))
-    return {
-        "no attention": _pass(runtime, buffer, bucket, 1, replace(whole, skip_attn=inner)),
-        "no mlp": _pass(runtime, buffer, bucket, 1, replace(whole, skip_mlp=inner)),
-        "no head": _pass(runtime, buffer, bucket, 1, whole, wanted=()),
-    }
-
-
-def _differences(n_layers: int, seconds: Mapping[str, float], whole: float) -> tuple[float, float, float]:
-    """Return seconds of one attention, one MLP and the head: what a pass saves without the inner ones, or logits."""
-    n_inner = max(1, n_layers - 2)
-    attn = max(0.0, (whole - seconds["no attention"]) / n_inner)
-    mlp = max(0.0, (whole - seconds["no mlp"]) / n_inner)
-    return attn, mlp, max(0.0, whole - seconds["no head"])
+    runs = {f"rows {n}": timed(n, layer_set) for n in widths}
+    # What a pass without the inner ones of a kind, or without logits, is faster by is their cost.
+    runs["no attention"] = timed(1, replace(layer_set, skip_attn=inner))
+    runs["no mlp"] = timed(1, replace(layer_set, skip_mlp=inner))
+    runs["no head"] = timed(1, layer_set, wanted=())
+    base = "rows 1" if layer_set.is_whole else "target"
+    seconds = _beside(base, {base: timed(1, LayerSet(runtime.n_layers)), **runs}, on_step)
+    one, n_inner = seconds["rows 1"], max(1, len(inner))
+    attn = max(0.0, (one - seconds["no attention"]) / n_inner)
+    mlp = max(0.0, (one - seconds["no mlp"]) / n_inner)
+    head = max(0.0, one - seconds["no head"])
+    rest = max(0.0, one - head - runtime.n_layers * (attn + mlp))
+    # More rows cannot cost less; where they seem to, the narrower pass was the one that was disturbed.
+    wider = dict(zip(widths, accumulate((seconds[f"rows {n}"] / one for n in widths), max), strict=True))
+    return bucket, FormatCosts(attn, mlp, head, rest, wider), seconds[base]
 
 
 def _pass(

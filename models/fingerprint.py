@@ -3,8 +3,8 @@
 It covers the configuration (the fields that change the function), and of every tensor its name, its shape and 64 values
 at fixed places. A folder is read as stored, a model in memory as it was cast: a bfloat16 model gives one value from its
 folder, loaded in bfloat16 and loaded in float32, because that cast loses nothing. A model whose load did lose digits
-(float32 or float16 weights loaded as bfloat16) has another fingerprint in memory than its folder; `load_pretrained`
-therefore always takes the folder's.
+(float32 or float16 weights loaded as bfloat16) has another fingerprint in memory than its folder; `load` therefore
+always takes the folder's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..core.errors import InvalidInput, ModelNotFound, UnsupportedModel
+from ..core.errors import InvalidInput, ModelNotFound
+from .saved import weight_files
 
 VERSION = "v1"
 N_RUNS = 4  # places per tensor that are looked at
@@ -44,18 +45,16 @@ _LEFTOVERS = ("attn.bias", "attn.masked_bias", "attention.bias", "attention.mask
 def fingerprint(model: Any) -> str:
     """Compute the fingerprint of a folder (path) or of a causal-LM model in memory: "v1:" and 16 hex digits.
 
+    Of a folder only samples are read, so the time does not grow with the weights.
+
     Raises: ModelNotFound: the folder has no readable config or weights. InvalidInput: a weight of the model in memory
         is on the meta device, where nothing is stored.
     """
-    if isinstance(model, str | Path):
-        return fingerprint_of_folder(Path(model))
-    return _digest(model.config, model.state_dict())
-
-
-def fingerprint_of_folder(folder: Path) -> str:
-    """Compute the fingerprint of a saved model; only samples are read, so the time does not grow with the weights."""
+    if not isinstance(model, str | Path):
+        return _digest(model.config, model.state_dict())
     from transformers import AutoConfig
 
+    folder = Path(model)
     files = weight_files(folder)
     if not files:
         raise ModelNotFound(f"{folder} holds no weights: expected model.safetensors, pytorch_model.bin or their index")
@@ -64,36 +63,6 @@ def fingerprint_of_folder(folder: Path) -> str:
     except (OSError, ValueError) as error:
         raise ModelNotFound(f"{folder / 'config.json'} cannot be read as a model's config: check the folder") from error
     return _digest(config, {name: tensor for path in files for name, tensor in _in_file(path).items()})
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Return the files of a saved model's weights, in the order of preference of transformers; empty if there are none.
-
-    Files that an index names are listed whether they exist or not.
-    """
-    for single in ("model.safetensors", "pytorch_model.bin"):
-        if (folder / single).is_file():
-            return [folder / single]
-        index = folder / f"{single}.index.json"
-        if index.is_file():
-            try:
-                shards: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise ModelNotFound(f"{index} is no index of weights: copy the model's folder again") from error
-            return [folder / name for name in sorted(set(shards.values()))]
-    return []
-
-
-def n_layers_of(config: Any) -> int:
-    """Return the number of layers of a model of transformers.
-
-    Raises: UnsupportedModel: the config does not say.
-    """
-    text_config = config.get_text_config()
-    n_layers = getattr(text_config, "num_hidden_layers", None) or getattr(text_config, "n_layer", None)
-    if not n_layers:
-        raise UnsupportedModel(f"the config of this {config.model_type} model gives no number of layers: use a decoder")
-    return int(n_layers)
 
 
 def _digest(config: Any, tensors: Mapping[str, Tensor]) -> str:

@@ -32,16 +32,20 @@ MOST_GRAPHS = 64
 Key = tuple[int, int, int, tuple[LayerSet, ...]]  # buffer, rows, slots, layer set
 
 
-class StaticPass:
+class StaticPass(PassPlan):
     """A pass over `width` rows that read the first `n_slots` slots, with every input in a tensor that never moves.
 
     `fill` brings the inputs, `run` computes; between the two nothing depends on the rows but the tensors' contents.
     """
 
+    runtime: Runtime
+    buffer: KVBuffer
+
     def __init__(
         self, runtime: Runtime, buffer: KVBuffer, width: int, n_slots: int, variants: tuple[LayerSet, ...]
     ) -> None:
-        self.runtime, self.buffer, self.width, self.n_slots = runtime, buffer, width, n_slots
+        super().__init__(runtime, Rows([0] * width, 0, variants=variants), buffer)
+        self.width, self.n_slots = width, n_slots
         device = runtime.device
         self.inputs = torch.zeros((3, width), dtype=torch.int64, device=device)  # token ids, positions, slots
         self.masks = {
@@ -52,8 +56,6 @@ class StaticPass:
             block.layer_type: runtime.rotation(block.layer_type, device, min(n_slots, runtime.max_positions))
             for block in runtime.blocks
         }
-        self._variants = variants
-        self._head = variants[0].format_of("head") if variants else None
 
     def fill(self, rows: Rows) -> None:
         """Take the rows of one pass, at most `width`, none of which sees a slot from `n_slots` on."""
@@ -78,27 +80,20 @@ class StaticPass:
     @torch.inference_mode()
     def run(self) -> Tensor:
         """Compute the logits (width, vocab)."""
-        hidden = self.runtime.states(self.inputs[0], _StaticPlan(self, self._variants))
-        return self.runtime.head(self.runtime.normed(hidden), self._head)
-
-
-class _StaticPlan(PassPlan):
-    """The plan of one run of a `StaticPass`, which says in tensors what other plans say in slices."""
-
-    def __init__(self, static: StaticPass, variants: tuple[LayerSet, ...]) -> None:
-        super().__init__(static.runtime, Rows([0] * static.width, 0, variants=variants), static.buffer)
-        self.static = static
+        self._groups.clear()  # what a pass shares is made from the inputs each time
+        hidden = self.runtime.states(self.inputs[0], self)
+        name = self.rows.variants[0].format_of("head") if self.rows.variants else None
+        return self.runtime.head(self.runtime.normed(hidden), name)
 
     def positions(self, device: torch.device) -> Tensor:
-        return self.static.inputs[1]
+        return self.inputs[1]
 
     def _make_group(self, block: Block, variants: frozenset[int]) -> RowGroup:
-        static = self.static
         cos = sin = None
-        table = static.tables[block.layer_type]
+        table = self.tables[block.layer_type]
         if table is not None:
-            cos, sin = (part[static.inputs[1]][:, None] for part in table)
-        return RowGroup(cos, sin, (), 0, static.n_slots, static.masks[block.window], static.inputs[2])
+            cos, sin = (part[self.inputs[1]][:, None] for part in table)
+        return RowGroup(cos, sin, (), 0, self.n_slots, self.masks[block.window], self.inputs[2])
 
 
 Record = Callable[[StaticPass], Callable[[], Tensor]]
@@ -129,8 +124,7 @@ class GraphPasses:
         size = context_bucket(capacity + 1)  # one more: what fills a pass up is written to the last slot
         own = next((buffer for buffer in self._free if buffer.capacity == size), None)
         if own is None:
-            first, devices = self.runtime.blocks[0], [block.device for block in self.runtime.blocks]
-            own = KVBuffer(devices, first.n_kv_heads, first.head_dim, size, self.runtime.dtype)
+            own = self.runtime.own_buffer(size)
         else:
             self._free.remove(own)
             for part in (*own.keys, *own.values):
@@ -154,7 +148,11 @@ class GraphPasses:
             self._uses[key] += 1
             if self._uses[key] < RECORD_AT:
                 return None
-            self._add(key, StaticPass(self.runtime, own, width, key[2], rows.variants), rows)
+            static = StaticPass(self.runtime, own, width, key[2], rows.variants)
+            static.fill(rows)
+            self._passes[key] = static, self._record(static)
+            if len(self._passes) > MOST_GRAPHS:
+                self._passes.popitem(last=False)
         self._passes.move_to_end(key)
         static, replay = self._passes[key]
         static.fill(rows)
@@ -164,12 +162,6 @@ class GraphPasses:
         """Drop every captured pass: some of the weights lie elsewhere now."""
         self._passes.clear()
         self._uses.clear()
-
-    def _add(self, key: Key, static: StaticPass, rows: Rows) -> None:
-        static.fill(rows)
-        self._passes[key] = static, self._record(static)
-        if len(self._passes) > MOST_GRAPHS:
-            self._passes.popitem(last=False)
 
 
 class _Capture:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from types import FunctionType
 from typing import Any, cast, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
@@ -19,136 +19,46 @@ from ..core.requests import Speed
 from ..core.settings import n_threads
 from ..core.types import ModelInfo
 from .blocks import EAGER, Block, LayerFunctions
-from .fingerprint import fingerprint, n_layers_of, weight_files
+from .fingerprint import fingerprint
 from .graphs import GraphPasses
 from .runtime import Runtime
-from .saved import OnStep, first_line, has_tokenizer, no_step, quiet, refuse_missing, supported_config, telling
-from .sources import Source, check_device, check_dtype_and_device, check_names, local_folder
+from .saved import (
+    OnStep,
+    first_line,
+    has_tokenizer,
+    no_step,
+    quiet,
+    refuse_missing,
+    supported_config,
+    telling,
+    weight_files,
+)
+from .sources import check_names, local_folder
 
 HEADROOM = 1.15  # free GPU memory that a model needs / its weights: keys, values and activations come on top
 WARM_ROWS = (1, 2)  # widths compiled first; the second shows the compiler that their number changes
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A causal-LM model of transformers, in evaluation mode and without gradients, with what was learned on the way.
-
-    `tokenizer` is None where the folder has none; `dtype` and `device` are those it was loaded with ("cpu", "cuda:0",
-    …, or "auto-map" for one that is spread over devices).
-    """
-
-    hf_model: Any
-    tokenizer: Any
-    info: ModelInfo
-    source: Source
-    folder: Path
-    dtype: str
-    device: str
-
-
 def load(
-    name: str,
-    dtype: str = "auto",
-    device: str = "auto",
-    on_step: Callable[[str], None] | None = None,
-    speed: Speed = "auto",
+    name: str, dtype: str = "auto", device: str = "auto", on_step: OnStep | None = None, speed: Speed = "auto"
 ) -> Runtime:
-    """Load a target model by alias, hub id, local folder or GGUF file.
+    """Load a target model by alias, hub id, local folder or GGUF file, writing nothing to stdout or stderr.
 
-    Args:   dtype: "auto" (as stored), "float32", "bfloat16" or "float16".
-            device: "auto", "cpu", "cuda", "cuda:N", or "auto-map" for a model that needs several devices.
+    Args:   dtype: "auto" (as stored; bfloat16 for GGUF), "float32", "bfloat16" or "float16".
+            device: "cpu", "cuda", "cuda:N", "auto-map" to spread the model over devices, or "auto": the first GPU that
+            has room for it, all of them together where none has, and the CPU where there is none.
             on_step: told in a few words what is being done.
             speed: see `at_speed`.
     torch and our kernels then compute with one thread per usable core, or as many as SWIFTOPT_THREADS says.
 
     Raises: ModelNotFound: nothing of that name can be loaded.
             UnsupportedModel: sub-layers cannot be skipped in its architecture.
-            SettingsError: no such dtype, device or speed here.
+            SettingsError: dtype, device or speed is unknown, not here or too small. OutputError: the cache cannot be
+            written.
     """
-    torch.set_num_threads(n_threads())
-    loaded = load_pretrained(name, dtype, device, on_step)
-    runtime = Runtime(loaded.hf_model, loaded.tokenizer, loaded.info)
-    if speed != "eager" and on_step is not None:
-        on_step("preparing the kernels")
-    at_speed(runtime, speed)
-    return runtime
-
-
-def at_speed(runtime: Runtime, speed: Speed, lay_out: bool = True) -> None:
-    """Let a runtime compute the same in another way, before its first buffer is made.
-
-    "auto": "native" where that can be, else "eager". "native": by our own kernels (`models.kernels`), for a CPU.
-    "eager": torch's own operations one by one, as a runtime begins. "onednn": eager, its linear maps by oneDNN over
-    weights in its own order, in place of the plain ones. "compiled": all but attention by `torch.compile`, which wants
-    a C++ compiler on a CPU. "graphs": passes of up to 32 rows replayed as CUDA graphs. "compiled+graphs": both.
-
-    Args:   lay_out: GPT-2's weights may be laid out anew, which other holders of the model see as strides.
-    Raises: SettingsError: there is no such speed, or not on this machine; nothing has changed then.
-    """
-    if speed not in get_args(Speed):
-        raise SettingsError(f"speed {speed!r} does not exist: use {', '.join(get_args(Speed))}")
-    if speed in ("auto", "native"):
-        reason = _by_native(runtime, lay_out)
-        if reason is not None and speed == "native":
-            raise SettingsError(f"our kernels cannot be used: {reason}")
-        return
-    graphs = GraphPasses(runtime) if "graphs" in speed else None
-    if speed == "onednn":
-        from .kernels import onednn
-
-        onednn.pack(runtime)
-    if "compiled" in speed:
-        compile_functions(runtime)
-    runtime.graphs, runtime.speed, runtime.native = graphs, speed, None
-    runtime.copies.lay_out(packed=False)
-
-
-def _by_native(runtime: Runtime, lay_out: bool) -> str | None:
-    """Let our kernels compute the passes; return why they cannot, or None."""
-    if runtime.device.type != "cpu":
-        return f"they are for a CPU, and the model lies on {runtime.device}"
-    from .kernels.build import kernels
-    from .kernels.native import NativePasses, Unsupported
-
-    found = kernels()
-    if isinstance(found, str):
-        return found
-    turned = outputs_first(runtime.hf_model) if lay_out else []
-    try:
-        runtime.native = NativePasses(runtime, found)
-    except Unsupported as error:
-        for module in turned:
-            module.weight.data = module.weight.data.contiguous()
-        return str(error)
-    runtime.speed = "native"
-    runtime.copies.lay_out(packed=True)
-    return None
-
-
-def outputs_first(model: nn.Module) -> list[Conv1D]:
-    """Lay the weights of GPT-2's maps, which hold an input's weights together, out as all others: by outputs.
-
-    Returns: the maps that were laid out anew.
-    """
-    turned = [module for module in model.modules() if isinstance(module, Conv1D) and module.weight.is_contiguous()]
-    for module in turned:
-        module.weight.data = module.weight.data.t().contiguous().t()
-    return turned
-
-
-def load_pretrained(name: str, dtype: str = "auto", device: str = "auto", on_step: OnStep | None = None) -> LoadedModel:
-    """Load a model by name, writing nothing to stdout or stderr; `on_step` is told in a few words what is being done.
-
-    Dtype "auto" is the stored one (bfloat16 for GGUF). Device "auto" is the first GPU that has room for the model, all
-    of them together where none has, and the CPU where there is none; "auto-map" spreads it in any case.
-
-    Raises: ModelNotFound: nothing of that name can be loaded. UnsupportedModel: its architecture is not supported.
-        SettingsError: dtype or device is unknown, not here or too small. OutputError: the cache cannot be written.
-    """
-    check_dtype_and_device(dtype, device)
-    check_device(device)
-    source = check_names(name, dtype, device)
     step = on_step or no_step
+    torch.set_num_threads(n_threads())
+    source = check_names(name, dtype, device, here=True)
     with quiet():
         folder = local_folder(source, step)
         supported_config(folder)
@@ -156,23 +66,18 @@ def load_pretrained(name: str, dtype: str = "auto", device: str = "auto", on_ste
         step(f"loading {source.name}")
         with telling(step, f"loading {source.name}"):
             model = _load_weights(folder, dtype, placement)
-        info = describe(model, source.names, fingerprint(folder))
-        tokenizer = _load_tokenizer(folder)
-    return LoadedModel(model, tokenizer, info, source, folder, str(model.dtype).removeprefix("torch."), placement)
-
-
-def describe(hf_model: Any, names: tuple[str, ...] = (), known: str | None = None) -> ModelInfo:
-    """Return what the store keeps of a model; its fingerprint is taken from memory unless it is `known`.
-
-    Raises: UnsupportedModel: its config gives no number of layers.
-    """
-    return ModelInfo(
-        fingerprint=known or fingerprint(hf_model),
-        architecture=str(hf_model.config.model_type),
-        n_layers=n_layers_of(hf_model.config),
-        n_parameters=sum(parameter.numel() for parameter in hf_model.parameters()),
-        names=names,
-    )
+        info = ModelInfo(
+            fingerprint=fingerprint(folder),
+            architecture=str(model.config.model_type),
+            n_layers=int(model.config.num_hidden_layers),
+            n_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            names=source.names,
+        )
+        runtime = Runtime(model, _load_tokenizer(folder), info)
+    if speed != "eager":
+        step("preparing the kernels")
+    at_speed(runtime, speed)
+    return runtime
 
 
 def _placement(device: str, folder: Path, dtype: str) -> str:
@@ -229,6 +134,127 @@ def _load_tokenizer(folder: Path) -> Any:
         ) from error
 
 
+def at_speed(runtime: Runtime, speed: Speed, lay_out: bool = True) -> None:
+    """Let a runtime compute the same in another way, before its first buffer is made.
+
+    "auto": "native" where that can be, else "eager". "native": by our own kernels (`models.kernels`), for a CPU.
+    "eager": torch's own operations one by one, as a runtime begins. "onednn": eager, its linear maps by oneDNN over
+    weights in its own order, in place of the plain ones. "compiled": all but attention by `torch.compile`, which wants
+    a C++ compiler on a CPU. "graphs": passes of up to 32 rows replayed as CUDA graphs. "compiled+graphs": both.
+
+    Args:   lay_out: GPT-2's weights may be laid out anew, which other holders of the model see as strides.
+    Raises: SettingsError: there is no such speed, or not on this machine; nothing has changed then.
+    """
+    if speed not in get_args(Speed):
+        raise SettingsError(f"speed {speed!r} does not exist: use {', '.join(get_args(Speed))}")
+    if speed in ("auto", "native"):
+        reason = _by_native(runtime, lay_out)
+        if reason is not None and speed == "native":
+            raise SettingsError(f"our kernels cannot be used: {reason}")
+        return
+    graphs = GraphPasses(runtime) if "graphs" in speed else None
+    if speed == "onednn":
+        pack_for_onednn(runtime)
+    if "compiled" in speed:
+        compile_functions(runtime)
+    runtime.graphs, runtime.speed, runtime.native = graphs, speed, None
+    runtime.copies.lay_out(packed=False)
+
+
+def _by_native(runtime: Runtime, lay_out: bool) -> str | None:
+    """Let our kernels compute the passes; return why they cannot, or None."""
+    if runtime.device.type != "cpu":
+        return f"they are for a CPU, and the model lies on {runtime.device}"
+    from .kernels.build import kernels
+    from .kernels.native import NativePasses, Unsupported
+
+    found = kernels()
+    if isinstance(found, str):
+        return found
+    turned = outputs_first(runtime.hf_model) if lay_out else []
+    try:
+        runtime.native = NativePasses(runtime, found)
+    except Unsupported as error:
+        for module in turned:
+            module.weight.data = module.weight.data.contiguous()
+        return str(error)
+    runtime.speed = "native"
+    runtime.copies.lay_out(packed=True)
+    return None
+
+
+def outputs_first(model: nn.Module) -> list[Conv1D]:
+    """Lay the weights of GPT-2's maps, which hold an input's weights together, out as all others: by outputs.
+
+    Returns: the maps that were laid out anew.
+    """
+    turned = [module for module in model.modules() if isinstance(module, Conv1D) and module.weight.is_contiguous()]
+    for module in turned:
+        module.weight.data = module.weight.data.t().contiguous().t()
+    return turned
+
+
+def onednn_weight(weight: Tensor, rows: int | None = None) -> Tensor:
+    """A weight (outputs, inputs) in oneDNN's order, for passes of about `rows` rows.
+
+    Raises: RuntimeError, AttributeError: oneDNN is not there, or does not know the dtype on this processor.
+    """
+    return cast(Tensor, torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows))
+
+
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The map of an `onednn_weight`: (rows, outputs) of (rows, inputs)."""
+    return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], ""))
+
+
+class PackedLinear(nn.Module):
+    """A linear map in oneDNN's order; `weight` gives the plain one, made anew each time."""
+
+    def __init__(self, plain: nn.Linear) -> None:
+        super().__init__()
+        self.packed, self.bias = onednn_weight(plain.weight), plain.bias
+
+    @property
+    def weight(self) -> Tensor:
+        """(outputs, inputs)."""
+        return self.packed.to_dense()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, outputs) of (…, inputs)."""
+        return onednn_linear(x, self.packed, self.bias)
+
+
+@torch.inference_mode()
+def pack_for_onednn(runtime: Runtime) -> None:
+    """Put the model's linear maps in oneDNN's order, in place of the plain ones; a head tied to the embedding stays.
+
+    Its products are fast at many rows, but not row-invariant.
+
+    Raises: SettingsError: oneDNN cannot compute here; nothing has changed then.
+    """
+    model: Any = runtime.hf_model
+    try:
+        if runtime.device.type != "cpu":
+            raise RuntimeError(f"the model lies on {runtime.device}")
+        zeros = torch.zeros((16, 16), dtype=runtime.dtype)
+        onednn_linear(zeros[:1], onednn_weight(zeros))
+    except (RuntimeError, AttributeError) as error:
+        reason = first_line(error)
+        raise SettingsError(f"oneDNN cannot compute this model here ({reason}): use another speed") from error
+    tied = model.get_input_embeddings().weight
+    made: dict[Any, PackedLinear] = {}
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and module.weight is not tied:
+            made[module] = PackedLinear(module)
+            model.set_submodule(name, made[module])
+            module.weight.data = module.weight.data.new_empty(0)
+    for block in runtime.blocks:
+        qkv = tuple(made.get(one, one) for one in block.parts.qkv)
+        block.parts = replace(block.parts, qkv=qkv, out=made.get(block.parts.out, block.parts.out))
+    head = runtime.head_module(None)
+    runtime.take_head(made.get(head, head))
+
+
 @torch.inference_mode()
 def compile_functions(runtime: Runtime) -> None:
     """Compile what surrounds attention over the buffer, which stays eager; seconds to a minute at first on a machine.
@@ -248,9 +274,9 @@ def compile_functions(runtime: Runtime) -> None:
                 for block in runtime.blocks:
                     _run_once(runtime, block, functions, n_rows)
     except TorchDynamoException as error:
-        reason = str(error).strip().splitlines()[0]
         raise SettingsError(
-            f"torch.compile does not work on this machine ({reason}): install a C++ compiler, or use the eager runtime"
+            f"torch.compile does not work on this machine ({first_line(error)}): install a C++ compiler, or use the"
+            " eager runtime"
         ) from error
     for block in runtime.blocks:
         block.functions = functions

@@ -1,22 +1,34 @@
-"""Linear maps with weights in 8 or 4 bits: what the drafts of `models.copies` are made of.
+"""Linear maps with weights in 8 or 4 bits, and the copies of a model's sub-layers and head that drafts are made of.
 
-Weights are rounded to the nearest. Packed for our kernels (`kernels/quantised.h`) they have a scale and a zero per
-group, and activations are rounded to 8 bits; for torch's weight-only kernels int8 has a scale per row, and activations
-stay as they are.
+Weights are rounded to the nearest; the target itself is never touched. Packed for our kernels (`kernels/quantised.h`)
+they have a scale and a zero per group, and activations are rounded to 8 bits; for torch's weight-only kernels int8 has
+a scale per row, and activations stay as they are. On disk a copy is kept per model, format and kind of processor, and
+read back in about a second per GB.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from typing import cast
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..core.settings import group_size
+from ..core.types import LayerSet
+from .blocks import Block, LayerModules
+from .saved import cache_root, replacing
 
 LEVELS = 15  # steps of a 4-bit code
 ROWS = 16  # the kernels want outputs in multiples of it; missing ones are zeros
@@ -24,6 +36,11 @@ SMALLEST_GROUP = 32  # inputs of packed weights come in multiples of it
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)  # of a group's range that are tried: the tails may cost less than coarser steps
 CHUNK = 1 << 15  # weights that are quantised at a time
 
+HASH = re.compile(r"v\d+:[0-9a-f]{16}")  # what `models.fingerprint` gives; made-up names of tests are none
+LAYOUT = "1"  # part of every file's name; raise it when weights are rounded or packed another way
+LEAST_BYTES = 16 << 20  # smaller copies are made faster than read
+
+Key = tuple[Literal["attn", "mlp", "head"], int, str]  # part, layer (0 for the head), format
 
 aten = torch.ops.aten
 
@@ -94,18 +111,27 @@ def quantise_int8(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return codes, scales.to(dtype)
 
 
+def _by_rows(
+    quantise: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]], weight: Tensor, group: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantise a few rows at a time: on a CPU it works in its caches then, several times faster than on all at once."""
+    parts = [quantise(rows, group) for rows in torch.split(weight, max(1, CHUNK // weight.shape[1]))]
+    codes, scales, zeros = (torch.cat(same) for same in zip(*parts, strict=True))
+    return codes, scales, zeros
+
+
 def quantise_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes 1 … 255, uint8 (out, in), scales and zeros (out, in / group): w ≈ (codes - 128) · scale + zero."""
-    parts = []
-    for rows in torch.split(weight, max(1, CHUNK // weight.shape[1])):
-        grouped = rows.float().reshape(rows.shape[0], -1, group)
-        least = torch.finfo(torch.bfloat16).tiny
-        # Rounded first: an error of the scale counts as often as the code is large.
-        scale = grouped.abs().amax(dim=-1, keepdim=True).div_(127).bfloat16().float().clamp_(min=least)
-        codes = grouped.div_(scale).round_().clamp_(-127, 127).add_(128).to(torch.uint8)
-        parts.append((codes.flatten(1), scale[..., 0]))
-    codes, scales = (torch.cat(same) for same in zip(*parts, strict=True))
-    return codes, scales, torch.zeros_like(scales)
+    return _by_rows(_round_groups, weight, group)
+
+
+def _round_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    grouped = weight.float().reshape(weight.shape[0], -1, group)
+    least = torch.finfo(torch.bfloat16).tiny
+    # Rounded first: an error of the scale counts as often as the code is large.
+    scale = grouped.abs().amax(dim=-1, keepdim=True).div_(127).bfloat16().float().clamp_(min=least)
+    codes = grouped.div_(scale).round_().clamp_(-127, 127).add_(128).to(torch.uint8)
+    return codes.flatten(1), scale[..., 0], torch.zeros_like(scale[..., 0])
 
 
 def pack(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -127,13 +153,10 @@ def quantise_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
 
     Of some shrunk ranges each group takes the one with the least squared error.
     """
-    # A few rows at a time: on a CPU the steps then work in its caches, several times faster than on whole matrices.
-    parts = [_quantise_rows(rows, group) for rows in torch.split(weight, max(1, CHUNK // weight.shape[1]))]
-    codes, scales, zeros = (torch.cat(same) for same in zip(*parts, strict=True))
-    return codes, scales, zeros
+    return _by_rows(_round_to_levels, weight, group)
 
 
-def _quantise_rows(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+def _round_to_levels(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     grouped = weight.float().reshape(weight.shape[0], -1, group)
     low, high = grouped.amin(dim=-1, keepdim=True), grouped.amax(dim=-1, keepdim=True)
     middle, reach = (high + low) / 2, (high - low) / 2
@@ -194,3 +217,165 @@ def quantised(
     oriented = [w.t() if isinstance(m, Conv1D) else w for m, w in zip(modules, weights, strict=True)]
     biases = [cast("Tensor | None", getattr(m, "bias", None)) for m in modules]
     return QuantisedLinear(oriented, biases, name, made, packed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """The modules of a layer with a sub-layer's linear maps quantised, or the quantised head; and those maps."""
+
+    modules: Any
+    maps: Sequence[QuantisedLinear]
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(one.n_bytes for one in self.maps)
+
+
+class QuantisedCopies:
+    """The quantised copies that drafts of one model asked for so far.
+
+    Those of a model with a real fingerprint, a hash of its weights, are kept on disk for the next process.
+    """
+
+    def __init__(self, blocks: Sequence[Block], head: nn.Module, fingerprint: str) -> None:
+        self._blocks, self.head_map = blocks, head
+        self._fingerprint = fingerprint if HASH.fullmatch(fingerprint) else None
+        self.packed = False  # for our kernels
+        self._made: dict[Key, _Copy] = {}
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory that all copies hold."""
+        return sum(one.n_bytes for one in self._made.values())
+
+    def bytes_of(self, layer_set: LayerSet) -> int:
+        """Return the memory of the copies that a draft with that set runs, as far as they have been made."""
+        return sum(self._made[key].n_bytes for key in _wanted(layer_set) if key in self._made)
+
+    def parts(self, kind: Literal["attn", "mlp"], layer: int, name: str) -> LayerModules:
+        """Return the modules of a layer with that sub-layer's linear maps quantised; made at the first call."""
+        return cast(LayerModules, self._copy((kind, layer, name)).modules)
+
+    def head(self, name: str) -> QuantisedLinear:
+        """Return the quantised head; made at the first call."""
+        return cast(QuantisedLinear, self._copy(("head", 0, name)).modules)
+
+    def lay_out(self, packed: bool) -> None:
+        """Make copies from now on for our kernels (`packed`) or for torch's; those for the others are dropped."""
+        if packed != self.packed:
+            self.packed = packed
+            self._made.clear()
+
+    def drop(self, name: str) -> None:
+        """Free all copies in a format; one that is asked for again is made, or read, again."""
+        self._made = {key: one for key, one in self._made.items() if key[2] != name}
+
+    @torch.inference_mode()
+    def prepare(self, layer_set: LayerSet, on_step: Callable[[str], None] | None = None) -> None:
+        """Make all that a draft with that set runs, or read it, so that none of it is made while something is timed."""
+        missing: dict[tuple[str, str], list[Key]] = {}
+        for key in _wanted(layer_set):
+            if key not in self._made:
+                missing.setdefault((key[0], key[2]), []).append(key)
+        for keys in missing.values():
+            self._prepare(keys, on_step)
+
+    def _prepare(self, keys: Sequence[Key], on_step: Callable[[str], None] | None) -> None:
+        """Make or read copies of one part in one format."""
+        part, _, name = keys[0]
+        path = self._file(part, name)
+        kept = None if path is None else read_copy(path, self._device(part), self.packed)
+        for number, key in enumerate(keys):
+            if on_step is not None and kept is None and part != "head" and number % 4 == 0:
+                on_step(f"quantising, {part} {number + 1} of {len(keys)} as {name}")
+            self._made[key] = self._make(key, _pairs(kept or {}, key))
+        everything: list[Key] = [(part, layer, name) for layer in range(1 if part == "head" else len(self._blocks))]
+        if path is not None and kept is None and all(key in self._made for key in everything):
+            places = {_place(key, i): one for key in everything for i, one in enumerate(self._made[key].maps)}
+            codes = {f"{at}codes": one.codes for at, one in places.items()}
+            write_copy(path, codes | {f"{at}scales": one.scales for at, one in places.items()})
+
+    def _copy(self, key: Key) -> _Copy:
+        if key not in self._made:
+            self._made[key] = self._make(key, iter(()))
+        return self._made[key]
+
+    @torch.inference_mode()
+    def _make(self, key: Key, kept: Iterator[tuple[Tensor, Tensor]]) -> _Copy:
+        part, layer, name = key
+        maps: list[QuantisedLinear] = []
+
+        def one(modules: Sequence[nn.Module]) -> QuantisedLinear:
+            maps.append(quantised(modules, name, next(kept, None), self.packed))
+            return maps[-1]
+
+        if part == "head":
+            return _Copy(one([self.head_map]), maps)
+        own = self._blocks[layer].parts
+        if part == "attn":
+            return _Copy(replace(own, qkv=(one(own.qkv),), out=one([own.out])), maps)
+        return _Copy(replace(own, mlp=replaced([own.mlp], one)), maps)
+
+    def _device(self, part: str) -> torch.device:
+        return cast(Tensor, self.head_map.weight).device if part == "head" else self._blocks[0].device
+
+    def _file(self, part: str, name: str) -> Path | None:
+        device = self._blocks[0].device
+        if self._fingerprint is None or any(block.device != device for block in self._blocks):
+            return None
+        return copy_file(self._fingerprint, part, name, cast(Tensor, self.head_map.weight).dtype, device, self.packed)
+
+
+def _wanted(layer_set: LayerSet) -> Iterator[Key]:
+    """Yield the copies that a draft runs."""
+    for layer in range(layer_set.n_layers):
+        for kind in ("attn", "mlp"):
+            if not layer_set.skips(kind, layer) and (name := layer_set.format_of(kind, layer)) is not None:
+                yield kind, layer, name
+    if (name := layer_set.format_of("head")) is not None:
+        yield "head", 0, name
+
+
+def _place(key: Key, number: int) -> str:
+    """Return what the names of a map's tensors begin with in a file; `number`: of the map in its part."""
+    return "" if key[0] == "head" else f"{key[1]}.{number}."
+
+
+def _pairs(kept: Mapping[str, Tensor], key: Key) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield codes and scales of a part's maps, in their order."""
+    for number in count():
+        at = _place(key, number)
+        if f"{at}codes" not in kept:
+            return
+        yield kept[f"{at}codes"], kept[f"{at}scales"]
+
+
+def copy_file(
+    fingerprint: str, part: str, name: str, dtype: torch.dtype, device: torch.device, packed: bool = False
+) -> Path:
+    """Return the file of the copy of a part (`attn`, `mlp`, `head`) in a format; torch packs codes by the processor."""
+    if packed:
+        key = "|".join((LAYOUT, fingerprint, part, name, "packed"))
+    else:
+        kernel = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else str(torch.version.cuda)
+        key = "|".join((LAYOUT, fingerprint, part, name, str(dtype), device.type, kernel, torch.__version__))
+    return cache_root() / "quantised" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors"
+
+
+def read_copy(path: Path, device: torch.device, packed: bool = False) -> dict[str, Tensor] | None:
+    """Read a copy; None where there is none that can be read."""
+    try:
+        found = load_file(path, device=str(device))
+        # In the mapped file tensors begin anywhere. Our kernels read them there; torch's int8 kernel dies of codes that
+        # are not aligned, and gets a copy in memory of torch's own.
+        return found if packed else {key: tensor.clone() for key, tensor in found.items()}
+    except (OSError, SafetensorError):
+        return None
+
+
+def write_copy(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a copy where there is room for it; it can be made again."""
+    if sum(tensor.nbytes for tensor in tensors.values()) < LEAST_BYTES:
+        return
+    with suppress(OSError, SafetensorError), replacing(path) as part:
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, part)

@@ -77,20 +77,19 @@ class Pass:
     layers: tuple[int, int] | None = None
 
 
-Groups = tuple[tuple[str | None, frozenset[int]], ...]
+Kind = Literal["attn", "mlp"]
+KINDS: tuple[Kind, ...] = ("attn", "mlp")  # of sub-layers, as they follow each other in a layer
+Groups = tuple[tuple[str | None, frozenset[int]], ...]  # weight format (None: the model's own), and variants
 
 
 @lru_cache(maxsize=64)
-def keepers(n_layers: int, variants: tuple[LayerSet, ...]) -> tuple[tuple[Groups, Groups], ...]:
-    """Per layer who runs its attention and who its MLP: per weight format (None: the model's own) the variants that do.
-
-    No variants is one that runs all.
-    """
+def keepers(n_layers: int, variants: tuple[LayerSet, ...]) -> tuple[Mapping[Kind, Groups], ...]:
+    """Per layer which variants run its attention and which its MLP, by weight format; without any, one runs all."""
     sets = variants or (LayerSet(n_layers),)
-    return tuple((_groups("attn", layer, sets), _groups("mlp", layer, sets)) for layer in range(n_layers))
+    return tuple({kind: _groups(kind, layer, sets) for kind in KINDS} for layer in range(n_layers))
 
 
-def _groups(kind: Literal["attn", "mlp"], layer: int, sets: Sequence[LayerSet]) -> Groups:
+def _groups(kind: Kind, layer: int, sets: Sequence[LayerSet]) -> Groups:
     groups: dict[str | None, set[int]] = {}
     for variant, layer_set in enumerate(sets):
         if not layer_set.skips(kind, layer):
@@ -159,20 +158,13 @@ class PassPlan:
 
     def mask(self, window: int | None, device: torch.device) -> Tensor:
         """What is added to the scores of all slots, (rows, end): 0 where a row sees the slot."""
-        visible = self._visible(device)
-        if window is not None:
-            visible = visible & self._within(window, device)
+        if self.rows.visible is not None:
+            visible = self.rows.visible.to(device)
+        else:
+            visible = torch.arange(self.end, device=device)[None] <= self.positions(device)[:, None]
+        if window is not None:  # slots whose *position* is less than `window` behind the row's
+            own = self.positions(device)
+            slots = torch.cat((torch.arange(self.rows.first_slot, device=device), own))
+            visible = visible & (slots[None] > own[:, None] - window)
         mask = torch.zeros(visible.shape, dtype=self.runtime.dtype, device=device)
         return mask.masked_fill_(~visible, torch.finfo(self.runtime.dtype).min)
-
-    def _visible(self, device: torch.device) -> Tensor:
-        """bool, (rows, end): by tree or chain alone, before any window."""
-        if self.rows.visible is not None:
-            return self.rows.visible.to(device)
-        return torch.arange(self.end, device=device)[None] <= self.positions(device)[:, None]
-
-    def _within(self, window: int, device: torch.device) -> Tensor:
-        """bool, (rows, end): slots whose *position* is less than `window` behind the row's."""
-        own = self.positions(device)
-        slots = torch.cat((torch.arange(self.rows.first_slot, device=device), own))
-        return slots[None] > own[:, None] - window

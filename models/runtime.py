@@ -16,9 +16,9 @@ from ..core.errors import ContextOverflow, InvalidInput, LayerSetError, Settings
 from ..core.types import LayerSet, ModelInfo
 from .blocks import Block, RotaryTables, submodule
 from .buffer import KVBuffer
-from .copies import QuantisedCopies
 from .families import context_limit, family_of, windows_of
-from .rows import Load, Pass, PassPlan, Rows
+from .quantised import QuantisedCopies
+from .rows import KINDS, Kind, Load, Pass, PassPlan, Rows
 
 PREFILL_ROWS = 512  # rows per prefill pass, so that its mask stays small
 PREFILL_ROWS_BESIDE = 128  # where other sequences wait for the pass to end
@@ -104,15 +104,17 @@ class Runtime:
     @property
     def slot_bytes(self) -> int:
         """Memory of one slot of a buffer: a key and a value per layer."""
-        first = self.blocks[0]
-        return 2 * self.n_layers * first.n_kv_heads * first.head_dim * self.dtype.itemsize
+        heads = self.blocks[0].heads
+        return 2 * self.n_layers * heads.n_kv_heads * heads.width * self.dtype.itemsize
 
     def new_buffer(self, capacity: int) -> KVBuffer:
         """An empty buffer of `capacity` slots."""
-        if self.graphs is not None:
-            return self.graphs.lend(capacity)
-        first, devices = self.blocks[0], [block.device for block in self.blocks]
-        return KVBuffer(devices, first.n_kv_heads, first.head_dim, capacity, self.dtype)
+        return self.own_buffer(capacity) if self.graphs is None else self.graphs.lend(capacity)
+
+    def own_buffer(self, capacity: int) -> KVBuffer:
+        """A buffer whose memory nobody else gets when it is given back."""
+        heads = self.blocks[0].heads
+        return KVBuffer([block.device for block in self.blocks], heads.n_kv_heads, heads.width, capacity, self.dtype)
 
     def weights_moved(self) -> None:
         """Some weights lie elsewhere now, or are gone: passes that were captured read where they lay."""
@@ -248,19 +250,16 @@ class Runtime:
         begun = [self._begun(each, plan) for each, plan in zip(passes, plans, strict=True)]
         hidden = begun[0] if len(begun) == 1 else torch.cat(begun)
         first, last = passes[0].layers or (0, self.n_layers)
-        if self.native is None:
-            hidden = self._through(hidden, plans, self.blocks[first:last], [each.capture for each in passes])
-        else:
-            self._native_layers(self.native, hidden, passes, first, last)
+        hidden = self._between(hidden, passes, plans, first, last)
         if not rows:
             return [hidden[:0]] * len(passes)
         if len(at) == 1:
             ((name, index),) = indices.items()
-            logits = self._logits(hidden, name, None if of_all else index)
+            logits = self.logits(hidden, name, None if of_all else index)
         else:
             logits = torch.empty((len(rows), self.vocab_size), dtype=self.dtype, device=self.device)
             for name, index in indices.items():
-                logits[at[name]] = self._logits(hidden, name, index)
+                logits[at[name]] = self.logits(hidden, name, index)
         return list(torch.split(logits, [len(own) for own, _ in wanted]))
 
     def _begun(self, one: Pass, plan: PassPlan) -> Tensor:
@@ -283,34 +282,27 @@ class Runtime:
             return torch.tensor(rows, dtype=torch.int32)
         return torch.tensor(rows, dtype=torch.int64, device=self.blocks[-1].device)
 
-    def _logits(self, hidden: Tensor, name: str | None, index: Tensor | None) -> Tensor:
-        """Final norm and head, or its copy in a format, over the rows at `index` (None: all)."""
-        if self.native is not None:
-            return self._capped(self.native.logits(hidden, name, index))
-        return self.head(self.normed(hidden if index is None else hidden[index]), name)
-
-    def _native_layers(
-        self,
-        native: KernelPasses,
-        hidden: Tensor,
-        passes: Sequence[Pass],
-        first: int,
-        last: int,
-    ) -> None:
-        """Change `hidden` to the states after those layers, noting them where passes want it."""
+    def _between(
+        self, hidden: Tensor, passes: Sequence[Pass], plans: Sequence[PassPlan], first: int, last: int
+    ) -> Tensor:
+        """The states after layers first … last - 1, noted on the way where passes want them."""
         stops = sorted({depth for each in passes for depth in each.capture or () if first < depth <= last})
         for stop in dict.fromkeys((*stops, last)):
-            native.run_layers(hidden, passes, first, stop)
-            if stop in stops:
-                own = torch.split(hidden, [len(each.rows.token_ids) for each in passes])
-                for each, states in zip(passes, own, strict=True):
-                    if each.capture is not None and stop in each.capture:
-                        each.capture[stop].append(states.clone())
+            if self.native is None:
+                hidden = self._through(hidden, plans, self.blocks[first:stop])
+            else:
+                self.native.run_layers(hidden, passes, first, stop)  # which writes over them
             first = stop
+            if stop not in stops:
+                continue
+            for each, states in zip(passes, torch.split(hidden, [plan.n for plan in plans]), strict=True):
+                if each.capture is not None and stop in each.capture:
+                    each.capture[stop].append(states if self.native is None else states.clone())
+        return hidden
 
     def states(self, token_ids: Tensor, plan: PassPlan) -> Tensor:
         """The states (rows, hidden_size) after all layers, of a plan that need not be that of a list of rows."""
-        return self._through(self._embedded(token_ids, plan), [plan], self.blocks, [None])
+        return self._through(self._embedded(token_ids, plan), [plan], self.blocks)
 
     @torch.inference_mode()
     def embed(self, token_ids: Sequence[int], first_slot: int) -> Tensor:
@@ -331,27 +323,19 @@ class Runtime:
             hidden = hidden + self._positions(plan.positions(self.device))
         return hidden
 
-    def _through(
-        self,
-        hidden: Tensor,
-        plans: Sequence[PassPlan],
-        blocks: Sequence[Block],
-        captures: Sequence[Mapping[int, list[Tensor]] | None],
-    ) -> Tensor:
+    def _through(self, hidden: Tensor, plans: Sequence[PassPlan], blocks: Sequence[Block]) -> Tensor:
         for block in blocks:
-            if not self.one_device:
-                hidden = hidden.to(block.device)
-            hidden = self._layer(block, hidden, plans)
-            for plan, capture in zip(plans, captures, strict=True):
-                if capture is not None and block.index + 1 in capture:
-                    capture[block.index + 1].append(hidden[plan.first : plan.first + plan.n])
+            hidden = self._layer(block, hidden if self.one_device else hidden.to(block.device), plans)
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and head: (rows, vocab) of states (rows, hidden_size), of whatever depth."""
+    def logits(self, hidden: Tensor, name: str | None = None, index: Tensor | None = None) -> Tensor:
+        """Final norm and head, or its copy in a format: (rows, vocab) of states (rows, hidden_size), of whatever depth.
+
+        Args: index: numbers of the rows that are wanted (None: all); int32 for our kernels, else int64.
+        """
         if self.native is not None:
-            return self._capped(self.native.logits(hidden.contiguous()))
-        return self.head(self.normed(hidden))
+            return self._capped(self.native.logits(hidden.contiguous(), name, index))
+        return self.head(self.normed(hidden if index is None else hidden[index]), name)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """The final norm alone, on its device."""
@@ -382,34 +366,30 @@ class Runtime:
     def _layer(self, block: Block, hidden: Tensor, plans: Sequence[PassPlan]) -> Tensor:
         """One decoder layer, each sub-layer for the rows whose layer set keeps it, in the format it wants."""
         source = hidden
-        for name, members in _by_format(plans, block.index, 0).items():
-            parts = None if name is None else self.copies.parts("attn", block.index, name)
-            groups = [(plan.group(block, own), cast(KVBuffer, plan.buffer)) for plan, own in members]
-            index = _rows_of(members, plans, block.device)
-            if index is None:
-                hidden = hidden + block.attention(source, groups, parts)
-            else:
-                hidden = hidden.index_add(0, index, block.attention(source[index], groups, parts))
-        if not self.parallel:
-            source = hidden
-        for name, members in _by_format(plans, block.index, 1).items():
-            parts = None if name is None else self.copies.parts("mlp", block.index, name)
-            index = _rows_of(members, plans, block.device)
-            if index is None:
-                hidden = hidden + block.mlp(source, parts)
-            else:
-                hidden = hidden.index_add(0, index, block.mlp(source[index], parts))
+        for kind in KINDS:
+            if kind == "mlp" and not self.parallel:
+                source = hidden
+            for name, members in _by_format(plans, block.index, kind).items():
+                parts = None if name is None else self.copies.parts(kind, block.index, name)
+                index = _rows_of(members, plans, block.device)
+                rows = source if index is None else source[index]
+                if kind == "attn":
+                    groups = [(plan.group(block, own), cast(KVBuffer, plan.buffer)) for plan, own in members]
+                    added = block.attention(rows, groups, parts)
+                else:
+                    added = block.mlp(rows, parts)
+                hidden = hidden + added if index is None else hidden.index_add(0, index, added)
         return hidden
 
 
 Members = list[tuple[PassPlan, frozenset[int]]]  # passes, and those of their variants that run a sub-layer
 
 
-def _by_format(plans: Sequence[PassPlan], layer: int, which: int) -> dict[str | None, Members]:
-    """Who runs a layer's attention (0) or MLP (1), by weight format."""
+def _by_format(plans: Sequence[PassPlan], layer: int, kind: Kind) -> dict[str | None, Members]:
+    """Who runs a layer's attention or MLP, by weight format."""
     found: dict[str | None, Members] = {}
     for plan in plans:
-        for name, variants in plan.kept[layer][which]:
+        for name, variants in plan.kept[layer][kind]:
             found.setdefault(name, []).append((plan, variants))
     return found
 

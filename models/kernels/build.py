@@ -15,12 +15,14 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from ...core.errors import SettingsError
-from ..saved import cache_root
+from ...core.settings import cpu_words
+from ..saved import cache_root, replacing
 from . import layout
 
 FORCED = "SWIFTOPT_KERNELS"  # environment: one of `LEVELS`, or "torch" for none
@@ -84,94 +86,84 @@ def kernels(level: str | None = None) -> Kernels | str:
         raise SettingsError(
             f"kernels for {wanted} were asked for, but this processor has no {wanted}: use another kind"
         )
-    return _loaded(wanted, flags)
+    try:
+        return _loaded(wanted)
+    except _NoLibrary as error:
+        return str(error)
 
 
 @cache
 def processor_flags() -> frozenset[str]:
     """Instruction sets of this processor by Linux's names; empty where they cannot be read."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            return next(frozenset(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags"))
-    except (OSError, StopIteration):
-        return frozenset()
-
-
-def processor_key() -> str:
-    """A short name for processors of this kind, for files that hold for them alone."""
-    return hashlib.sha256("|".join([platform.machine(), *sorted(processor_flags())]).encode()).hexdigest()[:16]
+    return frozenset(cpu_words("flags").split())
 
 
 def compiled_levels() -> list[str]:
     """Levels that this processor can run and whose library lies in the cache, the highest first."""
-    flags = processor_flags()
-    able = [name for name, level in LEVELS.items() if level.needs <= flags]
-    return [name for name in able if os.path.isfile(_library(name, _options(name, flags)))]
+    able = [name for name, level in LEVELS.items() if level.needs <= processor_flags()]
+    return [name for name in able if os.path.isfile(_library(name))]
 
 
-def _options(name: str, flags: frozenset[str]) -> list[str]:
+def _options(name: str) -> list[str]:
     level = LEVELS[name]
     if level.march is None:
         return [*FLAGS, *MATHS]
-    extras = [f"-m{extra.replace('_', '')}" for extra in level.extras if extra in flags]
+    extras = [f"-m{extra.replace('_', '')}" for extra in level.extras if extra in processor_flags()]
     return [*FLAGS, *MATHS, f"-march={level.march}", *extras]
 
 
-def _library(name: str, options: list[str]) -> Path:
+def _library(name: str) -> Path:
     """Where the library lies: under a name that changes with the sources, the machine and how it is compiled."""
-    digest = hashlib.sha256("|".join([platform.machine(), platform.system(), *options]).encode())
+    digest = hashlib.sha256("|".join([platform.machine(), platform.system(), *_options(name)]).encode())
     for source in SOURCES:
         digest.update((Path(__file__).parent / source).read_bytes())
     return cache_root() / "kernels" / f"{name}-{digest.hexdigest()[:16]}.so"
 
 
-def _loaded(name: str, flags: frozenset[str]) -> Kernels | str:
-    options = _options(name, flags)
-    path = _library(name, options)
-    found = _opened(name, path)
-    if isinstance(found, Kernels):
-        return found
-    compiler = _compiler()
-    if compiler is None:
-        return "there is no C++ compiler here (c++, g++ or clang++): install one, for example the package g++"
+class _NoLibrary(Exception):
+    """Why a library cannot be had, in a sentence."""
+
+
+def _loaded(name: str) -> Kernels:
+    path = _library(name)
+    with suppress(_NoLibrary):
+        return _opened(name, path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return _compiled(name, compiler, options, path)
+        return _compiled(name, path)
     except OSError:
         # A cache that cannot be written: compile for this process alone.
         with tempfile.TemporaryDirectory(prefix="swiftopt-kernels-") as aside:
-            return _compiled(name, compiler, options, Path(aside) / path.name)
+            return _compiled(name, Path(aside) / path.name)
 
 
-def _compiler() -> str | None:
+def _compiled(name: str, path: Path) -> Kernels:
     names = (os.environ.get("CXX"), "c++", "g++", "clang++")
-    return next((found for name in names if name and (found := shutil.which(name))), None)
-
-
-def _compiled(name: str, compiler: str, options: list[str], path: Path) -> Kernels | str:
-    handle, part = tempfile.mkstemp(suffix=".part", dir=path.parent)
-    os.close(handle)
-    try:
-        command = [compiler, *options, str(Path(__file__).parent / SOURCES[-1]), "-o", part]
-        try:
-            done = subprocess.run(command, capture_output=True, errors="replace", timeout=COMPILE_S, check=False)
-        except OSError as error:
-            return f"{compiler} cannot be run ({error.strerror}): try another compiler by the variable CXX"
-        if done.returncode != 0:
-            lines = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
-            reason = next((line for line in lines if "error" in line), lines[0])[:160]
-            return f"{compiler} cannot compile the kernels ({reason}): try another compiler by the variable CXX"
-        with open(part, "ab") as file:
-            file.write(_seal(Path(part).read_bytes()))
-        os.chmod(part, 0o755)  # another user may share the cache
-        os.replace(part, path)
-    except subprocess.TimeoutExpired:
-        return (
-            f"{compiler} took more than {COMPILE_S} s to compile the kernels: try another compiler by the variable CXX"
+    compiler = next((found for name in names if name and (found := shutil.which(name))), None)
+    if compiler is None:
+        raise _NoLibrary(
+            "there is no C++ compiler here (c++, g++ or clang++): install one, for example the package g++"
         )
-    finally:
-        Path(part).unlink(missing_ok=True)
+    with replacing(path, mode=0o755) as part:
+        command = [compiler, *_options(name), str(Path(__file__).parent / SOURCES[-1]), "-o", str(part)]
+        if (problem := _problem_of(command)) is not None:
+            raise _NoLibrary(f"{compiler} {problem}: try another compiler by the variable CXX")
+        with part.open("ab") as file:
+            file.write(_seal(part.read_bytes()))
     return _opened(name, path)
+
+
+def _problem_of(command: list[str]) -> str | None:
+    """Run a compiler; return what went wrong, or None."""
+    try:
+        done = subprocess.run(command, capture_output=True, errors="replace", timeout=COMPILE_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"took more than {COMPILE_S} s to compile the kernels"
+    except OSError as error:
+        return f"cannot be run ({error.strerror})"
+    if done.returncode == 0:
+        return None
+    lines = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
+    return f"cannot compile the kernels ({next((line for line in lines if 'error' in line), lines[0])[:160]})"
 
 
 def _seal(library: bytes) -> bytes:
@@ -179,21 +171,21 @@ def _seal(library: bytes) -> bytes:
     return hashlib.sha256(library).digest()
 
 
-def _opened(name: str, path: Path) -> Kernels | str:
+def _opened(name: str, path: Path) -> Kernels:
     if not os.path.isfile(path):  # which answers False where a folder may not be looked into
-        return f"{path} is not there"
+        raise _NoLibrary(f"{path} is not there")
     try:
         content = path.read_bytes()
         if _seal(content[:-32]) != content[-32:]:
-            return f"{path} is damaged: remove it"
+            raise _NoLibrary(f"{path} is damaged: remove it")
         library = ctypes.CDLL(str(path))
         sizes = (ctypes.c_int32 * len(layout.STRUCTURES))()
         library.swiftopt_sizes(sizes)
         run = library.swiftopt_run
     except (OSError, AttributeError) as error:
-        return f"{path} cannot be loaded ({error}): remove it"
+        raise _NoLibrary(f"{path} cannot be loaded ({error}): remove it") from error
     if list(sizes) != [ctypes.sizeof(one) for one in layout.STRUCTURES]:
-        return f"{path} does not fit this version of swiftopt: remove it"
+        raise _NoLibrary(f"{path} does not fit this version of swiftopt: remove it")
     run.argtypes = [ctypes.POINTER(layout.Call), ctypes.POINTER(layout.Step), ctypes.c_int32]
     run.restype = ctypes.c_int
     return Kernels(name, path, run)
@@ -215,8 +207,9 @@ def preferred() -> str | None:
 
 
 def speeds_file() -> Path:
-    """Where what `measure` found is kept."""
-    return cache_root() / "kernels" / f"speeds-{processor_key()}.json"
+    """Where what `measure` found is kept, for processors of this kind alone."""
+    key = hashlib.sha256("|".join([platform.machine(), *sorted(processor_flags())]).encode()).hexdigest()[:16]
+    return cache_root() / "kernels" / f"speeds-{key}.json"
 
 
 def kept_speeds() -> Speeds:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
+from typing import Any
 
 NO_NORM, RMS, RMS_PLUS_ONE, LAYER = range(4)
 SILU, GELU, GELU_TANH, RELU = range(4)
@@ -10,47 +11,36 @@ ATTENTION, MLP, KEEP, LOGITS = range(4)
 WORK = ("maps", "attention", "rest")  # kinds of work whose seconds a pass can note
 
 
+def _fields(kind: type[Any], names: str) -> list[tuple[str, type[Any]]]:
+    """Return consecutive fields of one type, as C declares them."""
+    return [(name, kind) for name in names.split()]
+
+
 class Map(Structure):
     """A linear map."""
 
     _fields_ = [
-        ("weight", c_void_p),
-        ("bias", c_void_p),
-        ("scales", c_void_p),
-        ("stride", c_int64),
-        ("n_in", c_int32),
-        ("n_out", c_int32),
-        ("bits", c_int32),
-        ("group", c_int32),
+        *_fields(c_void_p, "weight bias scales"),
+        *_fields(c_int64, "stride"),
+        *_fields(c_int32, "n_in n_out bits group"),
     ]
 
 
 class Norm(Structure):
     """A norm over the last dimension."""
 
-    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("eps", c_float), ("kind", c_int32)]
+    _fields_ = [*_fields(c_void_p, "weight bias"), ("eps", c_float), ("kind", c_int32)]
 
 
 class Attention(Structure):
     """An attention sub-layer with its norms."""
 
     _fields_ = [
-        ("before", Norm),
-        ("after", Norm),
-        ("query_norm", Norm),
-        ("key_norm", Norm),
+        *_fields(Norm, "before after query_norm key_norm"),
         ("projections", Map * 3),
         ("out", Map),
-        ("n_projections", c_int32),
-        ("n_heads", c_int32),
-        ("n_kv_heads", c_int32),
-        ("width", c_int32),
-        ("query_at", c_int32),
-        ("query_step", c_int32),
-        ("key_at", c_int32),
-        ("key_step", c_int32),
-        ("value_at", c_int32),
-        ("value_step", c_int32),
+        *_fields(c_int32, "n_projections n_heads n_kv_heads width"),
+        *_fields(c_int32, "query_at query_step key_at key_step value_at value_step"),
         ("scaling", c_float),
     ]
 
@@ -59,35 +49,23 @@ class Mlp(Structure):
     """An MLP sub-layer with its norms."""
 
     _fields_ = [
-        ("before", Norm),
-        ("after", Norm),
+        *_fields(Norm, "before after"),
         ("into", Map * 2),
         ("out", Map),
-        ("n_in_maps", c_int32),
-        ("gated", c_int32),
-        ("n_inner", c_int32),
-        ("activation", c_int32),
+        *_fields(c_int32, "n_in_maps gated n_inner activation"),
     ]
 
 
 class Step(Structure):
     """One thing that a pass does."""
 
-    _fields_ = [
-        ("part", c_void_p),
-        ("kind", c_int32),
-        ("layer", c_int32),
-        ("window", c_int32),
-        ("rows", c_int32),
-        ("rotation", c_int32),
-        ("from_kept", c_int32),
-    ]
+    _fields_ = [("part", c_void_p), *_fields(c_int32, "kind layer window rows rotation from_kept")]
 
 
 class Rotation(Structure):
     """Tables of a rotary embedding."""
 
-    _fields_ = [("cos", c_void_p), ("sin", c_void_p), ("width", c_int64)]
+    _fields_ = [*_fields(c_void_p, "cos sin"), ("width", c_int64)]
 
 
 class RowList(Structure):
@@ -100,12 +78,9 @@ class Sequence(Structure):
     """Consecutive rows of a pass that have keys and values of their own."""
 
     _fields_ = [
-        ("visible", c_void_p),
-        ("keys", c_void_p),
-        ("values", c_void_p),
+        *_fields(c_void_p, "visible keys values"),
         ("head_stride", c_int64),
-        ("n_rows", c_int32),
-        ("first_slot", c_int32),
+        *_fields(c_int32, "n_rows first_slot"),
     ]
 
 
@@ -113,20 +88,14 @@ class Call(Structure):
     """The rows of a pass and what they work on."""
 
     _fields_ = [
-        ("hidden", c_void_p),
-        ("positions", c_void_p),
+        *_fields(c_void_p, "hidden positions"),
         ("sequences", POINTER(Sequence)),
         ("lists", POINTER(RowList)),
         ("rotations", POINTER(Rotation)),
         ("logits", c_void_p),
         ("norm", POINTER(Norm)),
         ("seconds", POINTER(c_double)),
-        ("n_rows", c_int32),
-        ("n_hidden", c_int32),
-        ("n_sequences", c_int32),
-        ("n_lists", c_int32),
-        ("n_threads", c_int32),
-        ("is_bf16", c_int32),
+        *_fields(c_int32, "n_rows n_hidden n_sequences n_lists n_threads is_bf16"),
     ]
 
 

@@ -5,31 +5,30 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from .build import ROWS, SHAPES, Kernels, Speeds, compiled_levels, kept_speeds, kernels, speeds_file
+from .build import ROWS, SHAPES, Kernels, Speeds, compiled_levels, kernels, speeds_file
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Way = Callable[["list[Tensor]", "Tensor"], Callable[[], Any]]  # weights and inputs -> what computes their products
 
 WEIGHT_BYTES = 110 << 20  # that each run reads: more than caches hold
 REPEATS = 5
 READ = "memory read"
 
 
-def measured(fresh: bool = True) -> Speeds:
+def measured() -> Speeds:
     """The speed of each way: the levels of our kernels that are compiled, torch's own and oneDNN's; and of reading.
 
     Measured in turns, in bfloat16, and kept for `preferred`.
-
-    Args: fresh: measure even where an earlier measurement was kept.
     """
     import torch
 
-    if not fresh and (kept := kept_speeds()):
-        return kept
     ways = _ways()
     found: dict[str, dict[str, list[float]]] = {name: {} for name in (*ways, READ)}
     for shape in SHAPES:
@@ -54,32 +53,28 @@ def measured(fresh: bool = True) -> Speeds:
     return speeds
 
 
-def _ways() -> dict[str, Callable[[list[Tensor], Tensor], Callable[[], Any]]]:
+def _ways() -> dict[str, Way]:
     import torch
 
-    from . import onednn
+    from ..loading import onednn_linear, onednn_weight
     from .native import linear, map_of
 
-    current = kernels()
-    own = {current.level: current} if isinstance(current, Kernels) else {}
-    own |= {name: found for name in compiled_levels() if isinstance(found := kernels(name), Kernels)}
+    def by_kernels(library: Kernels, weights: list[Tensor], x: Tensor) -> Callable[[], Any]:
+        return lambda: [linear(library, map_of(weight), x) for weight in weights]
 
-    def native(library: Kernels) -> Callable[[list[Tensor], Tensor], Callable[[], Any]]:
-        return lambda weights, x: lambda: [linear(library, map_of(weight), x) for weight in weights]
+    def by_torch(weights: list[Tensor], x: Tensor) -> Callable[[], Any]:
+        return lambda: [torch.nn.functional.linear(x, weight) for weight in weights]
 
     def by_onednn(weights: list[Tensor], x: Tensor) -> Callable[[], Any]:
-        ready = [onednn.packed(weight, x.shape[0]) for weight in weights]
-        return lambda: [onednn.linear(x, weight) for weight in ready]
+        ready = [onednn_weight(weight, x.shape[0]) for weight in weights]
+        return lambda: [onednn_linear(x, weight) for weight in ready]
 
-    ways: dict[str, Callable[[list[Tensor], Tensor], Callable[[], Any]]] = {
-        **{name: native(library) for name, library in own.items()},
-        "torch": lambda weights, x: lambda: [torch.nn.functional.linear(x, weight) for weight in weights],
-    }
+    libraries = [found for name in (None, *compiled_levels()) if isinstance(found := kernels(name), Kernels)]
+    ways: dict[str, Way] = {library.level: partial(by_kernels, library) for library in libraries}
+    ways["torch"] = by_torch
     mkldnn: Any = torch.backends.mkldnn
-    try:
+    with suppress(RuntimeError, AttributeError):  # a processor whose bfloat16 it does not know
         if mkldnn.is_available():
-            onednn.packed(torch.zeros((16, 16), dtype=torch.bfloat16))
-            return {**ways, "oneDNN": by_onednn}
-    except (RuntimeError, AttributeError):  # a processor whose bfloat16 it does not know
-        pass
+            onednn_weight(torch.zeros((16, 16), dtype=torch.bfloat16))
+            ways["oneDNN"] = by_onednn
     return ways

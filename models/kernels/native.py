@@ -7,9 +7,9 @@ completion is plain decoding's in bfloat16, too.
 from __future__ import annotations
 
 import ctypes
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,7 +21,7 @@ from ...core.settings import THREADS
 from ...core.types import LayerSet
 from ..blocks import Block, LayerModules
 from ..quantised import ROWS, QuantisedLinear
-from ..rows import Pass, keepers
+from ..rows import KINDS, Kind, Pass, keepers
 from . import layout
 from .build import Kernels
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ..runtime import Runtime
 
 DTYPES = (torch.float32, torch.bfloat16)
+ACTIVATION_KEYS = ("hidden_activation", "hidden_act", "activation_function")  # of a config
 ACTIVATIONS = {
     "silu": layout.SILU,
     "swish": layout.SILU,
@@ -44,6 +45,7 @@ MLP_MAPS = (  # names of the maps into an MLP and out of it
     (("c_fc",), "c_proj"),
     (("dense_h_to_4h",), "dense_4h_to_h"),
 )
+STEPS: dict[Kind, int] = {"attn": layout.ATTENTION, "mlp": layout.MLP}
 MOST_PROGRAMS = 64
 WIDEST_HEAD = 1024  # of attention
 
@@ -68,59 +70,44 @@ class NativePasses:
     """
 
     def __init__(self, runtime: Runtime, kernels: Kernels) -> None:
-        self.runtime, self.kernels = runtime, kernels
+        self.runtime, self.kernels, self.level = runtime, kernels, kernels.level
         self.seconds: ctypes.Array[ctypes.c_double] | None = None  # per kind of work of `layout.WORK`, where wanted
         if runtime.device.type != "cpu" or not runtime.one_device:
             raise Unsupported(f"the model lies on {runtime.device}, and the kernels are for a CPU")
         if runtime.dtype not in DTYPES:
             raise Unsupported(f"weights of {runtime.dtype} are computed by torch")
-        config = runtime.config
-        name = next(
-            (
-                n
-                for key in ("hidden_activation", "hidden_act", "activation_function")
-                if (n := getattr(config, key, None))
-            ),
-            None,
-        )
+        named = [getattr(runtime.config, key, None) for key in ACTIVATION_KEYS]
+        name = next(filter(None, named), None)
         if name not in ACTIVATIONS:
             raise Unsupported(f"the activation {name} is computed by torch")
-        self._activation = ACTIVATIONS[cast(str, name)]
+        self._activation = ACTIVATIONS[name]
         self._whole = LayerSet(runtime.n_layers)
         self._types = list(dict.fromkeys(block.layer_type for block in runtime.blocks))
-        self._describe()
-
-    @property
-    def level(self) -> str:
-        """The level of instructions."""
-        return self.kernels.level
+        self.forget()
 
     def forget(self) -> None:
-        """Some weights lie elsewhere now."""
-        self._describe()
-
-    def _describe(self) -> None:
-        self._programs: OrderedDict[Any, Program] = OrderedDict()
+        """Describe the model to the library anew: some weights lie elsewhere now."""
+        self._program = lru_cache(maxsize=MOST_PROGRAMS)(self._made)
         self._parts: dict[tuple[str, int, str | None], ctypes.Structure] = {}
         for block in self.runtime.blocks:
-            for kind in ("attn", "mlp"):
+            for kind in KINDS:
                 self._part(kind, block.index, None)
         self._norm = self._norm_of(self.runtime.final_norm)
         self._head = self._map_of(self.runtime.head_module(None))
 
     # -- what a model is made of ---------------------------------------------------------------------------------------
 
-    def _part(self, kind: str, layer: int, name: str | None) -> ctypes.Structure:
+    def _part(self, kind: Kind, layer: int, name: str | None) -> ctypes.Structure:
         key = (kind, layer, name)
         if key not in self._parts:
             block = self.runtime.blocks[layer]
-            parts = block.parts if name is None else self.runtime.copies.parts(cast(Any, kind), layer, name)
+            parts = block.parts if name is None else self.runtime.copies.parts(kind, layer, name)
             self._parts[key] = self._attention_of(block, parts) if kind == "attn" else self._mlp_of(parts)
         return self._parts[key]
 
     def _attention_of(self, block: Block, parts: LayerModules) -> layout.Attention:
         maps = [self._map_of(module) for module in parts.qkv]
-        heads, kv_heads, width = block.n_heads, block.n_kv_heads, block.head_dim
+        heads, kv_heads, width = block.heads.n_heads, block.heads.n_kv_heads, block.heads.width
         if width > WIDEST_HEAD or heads % kv_heads:
             raise Unsupported(f"attention with {heads} heads of {width} over {kv_heads} is computed by torch")
         if block.heads.interleaved:
@@ -250,13 +237,11 @@ class NativePasses:
         ]
         at = torch.tensor(positions, dtype=torch.int32)
         most = max(positions, default=0) + 1
-        tables = [self.runtime.rotation(each, self.runtime.device, most) for each in self._types]
-        rotations = (layout.Rotation * len(tables))(
-            *(
-                layout.Rotation() if t is None else layout.Rotation(t[0].data_ptr(), t[1].data_ptr(), t[0].shape[1])
-                for t in tables
-            )
-        )
+        rotations = (layout.Rotation * len(self._types))()
+        for i, layer_type in enumerate(self._types):
+            table = self.runtime.rotation(layer_type, self.runtime.device, most)
+            if table is not None:
+                rotations[i] = layout.Rotation(table[0].data_ptr(), table[1].data_ptr(), table[0].shape[1])
         call = layout.Call(positions=at.data_ptr(), rotations=rotations, n_sequences=len(sequences))
         call.sequences = (layout.Sequence * len(sequences))(*sequences)
         if self.seconds is not None:
@@ -278,17 +263,6 @@ class NativePasses:
         if hidden.dtype != self.runtime.dtype:
             raise ValueError(f"the states of a pass are {hidden.dtype}, and the model's weights {self.runtime.dtype}")
 
-    def _program(self, variants: tuple[LayerSet, ...], first: int, last: int) -> Program:
-        key = (variants, first, last)
-        found = self._programs.get(key)
-        if found is None:
-            found = self._programs[key] = self._made(variants, first, last)
-            if len(self._programs) > MOST_PROGRAMS:
-                self._programs.popitem(last=False)
-        else:
-            self._programs.move_to_end(key)
-        return found
-
     def _made(self, variants: tuple[LayerSet, ...], first: int, last: int) -> Program:
         runtime, kept = self.runtime, keepers(self.runtime.n_layers, variants)
         lists: list[frozenset[int]] = []
@@ -299,25 +273,21 @@ class NativePasses:
             if members not in lists:
                 lists.append(members)
             held.append(part)
-            rotation = (
-                -1
-                if runtime.rotation(block.layer_type, runtime.device, 1) is None
-                else self._types.index(block.layer_type)
-            )
             at = None if part is None else ctypes.addressof(part)
-            window = block.window or 0
-            steps.append(layout.Step(at, kind, block.index, window, lists.index(members), rotation, runtime.parallel))
+            has_rotary = runtime.rotation(block.layer_type, runtime.device, 1) is not None
+            rotation = self._types.index(block.layer_type) if has_rotary else -1
+            steps.append(layout.Step(at, kind, block.index, block.window or 0, lists.index(members), rotation, 0))
 
         everyone = frozenset(range(len(variants)))
         for block in runtime.blocks[first:last]:
-            attn_groups, mlp_groups = kept[block.index]
-            if runtime.parallel and attn_groups and mlp_groups:
+            own = kept[block.index]
+            from_kept = runtime.parallel and bool(own["attn"])
+            if from_kept and own["mlp"]:
                 add(layout.KEEP, block, None, everyone)
-            for name, members in attn_groups:
-                add(layout.ATTENTION, block, self._part("attn", block.index, name), members)
-            for name, members in mlp_groups:
-                add(layout.MLP, block, self._part("mlp", block.index, name), members)
-                steps[-1].from_kept = runtime.parallel and bool(attn_groups)
+            for kind, step in STEPS.items():
+                for name, members in own[kind]:
+                    add(step, block, self._part(kind, block.index, name), members)
+                    steps[-1].from_kept = from_kept and kind == "mlp"
         return Program((layout.Step * len(steps))(*steps), lists, held)
 
 

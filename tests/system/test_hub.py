@@ -15,7 +15,7 @@ from tiny_files import save
 
 from swiftopt.core.errors import ModelNotFound, UnsupportedModel
 from swiftopt.models.fingerprint import fingerprint
-from swiftopt.models.loading import load_pretrained
+from swiftopt.models.loading import load
 
 
 class Hub(ThreadingHTTPServer):
@@ -100,10 +100,10 @@ def test_hub_model_is_fetched_once_and_then_needs_no_network(
     hub: Hub, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     hub.files["pytorch_model.bin"] = hub.files["README.md"] = b"not wanted"
-    first = load_pretrained("ours/tiny")
+    first = load("ours/tiny", speed="eager")
     n_served = len(hub.served)
     assert not any("pytorch_model" in path or "README" in path for path in hub.served)
-    second = load_pretrained("ours/tiny", device="cpu")
+    second = load("ours/tiny", device="cpu", speed="eager")
     assert len(hub.served) == n_served
     assert first.info == second.info
     assert first.info.fingerprint == fingerprint(tmp_path / "origin")
@@ -114,25 +114,25 @@ def test_hub_model_is_fetched_once_and_then_needs_no_network(
 def test_hub_model_of_an_unsupported_family_is_refused_before_its_weights_are_fetched(hub: Hub) -> None:
     hub.files["config.json"] = json.dumps({"model_type": "mamba"}).encode()
     with pytest.raises(UnsupportedModel, match="mamba"):
-        load_pretrained("ours/tiny")
+        load("ours/tiny", speed="eager")
     assert not any(path.endswith(".safetensors") for path in hub.served)
 
 
 def test_hub_refusals_are_one_sentence(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelNotFound, match=r"the hub has no model theirs/qwen3-8bb.*qwen3-8b"):
-        load_pretrained("theirs/qwen3-8bb")
+        load("theirs/qwen3-8bb")
     hub.gated = True
     with pytest.raises(ModelNotFound, match="is gated: accept its terms"):
-        load_pretrained("ours/tiny")
+        load("ours/tiny", speed="eager")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelNotFound, match="HF_HUB_OFFLINE forbids"):
-        load_pretrained("ours/tiny")
+        load("ours/tiny", speed="eager")
 
 
 def test_hub_out_of_reach_is_said_quickly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_hub(monkeypatch, "http://127.0.0.1:9", tmp_path)  # the discard port, where nobody answers
     started = time.perf_counter()
     with pytest.raises(ModelNotFound, match=r"the hub cannot be used .*check the network") as caught:
-        load_pretrained("codellama-7b")
+        load("codellama-7b")
     assert time.perf_counter() - started < 5
     assert "\n" not in str(caught.value)

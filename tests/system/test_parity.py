@@ -91,7 +91,7 @@ def test_swift_accepts_side_leaves_somewhere() -> None:
 
     first = runtime.blocks[0]
     runtime.new_buffer = lambda capacity: Counting(  # type: ignore[method-assign]
-        [b.device for b in runtime.blocks], first.n_kv_heads, first.head_dim, capacity, runtime.dtype
+        [b.device for b in runtime.blocks], first.heads.n_kv_heads, first.heads.width, capacity, runtime.dtype
     )
     for seed in range(4):
         decode(runtime, prompt(seed), drafter, TokenRule.of(Sampling(), None), Ending(N_NEW))

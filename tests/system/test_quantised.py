@@ -18,7 +18,7 @@ from swiftopt.decoding.context import Ending
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, swift
 from swiftopt.decoding.rule import TokenRule
-from swiftopt.models import copies
+from swiftopt.models import quantised
 from swiftopt.models.quantised import QuantisedLinear, cuda_tiles
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
@@ -159,7 +159,7 @@ def test_copies_of_a_known_model_are_kept_and_read_by_the_next_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(copies, "LEAST_BYTES", 0)
+    monkeypatch.setattr(quantised, "LEAST_BYTES", 0)
     draft = LayerSet(4).filled("int4")
     steps: list[str] = []
 
@@ -181,9 +181,9 @@ def test_copies_of_a_known_model_are_kept_and_read_by_the_next_process(
 
 def test_a_file_that_cannot_be_read_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(copies, "LEAST_BYTES", 0)
+    monkeypatch.setattr(quantised, "LEAST_BYTES", 0)
     runtime = Runtime(tiny_model("llama"), None, ModelInfo("v1:0123456789abcdef", "llama", 4, 1))
-    path = copies.copy_file("v1:0123456789abcdef", "head", "int8", runtime.dtype, runtime.device)
+    path = quantised.copy_file("v1:0123456789abcdef", "head", "int8", runtime.dtype, runtime.device)
     path.parent.mkdir(parents=True)
     path.write_bytes(b"half a file")
     left, fresh = path.with_name("of-a-dead-one.part"), path.with_name("of-another.part")
@@ -192,4 +192,4 @@ def test_a_file_that_cannot_be_read_is_made_again(tmp_path: Path, monkeypatch: p
     os.utime(left, (0, 0))
     runtime.copies.prepare(LayerSet(4, formats=(("head", "int8"),)))
     assert {each.name for each in path.parent.iterdir()} == {path.name, fresh.name}
-    assert copies.read_copy(path, runtime.device) is not None
+    assert quantised.read_copy(path, runtime.device) is not None

@@ -16,11 +16,16 @@ from safetensors.torch import load_file, save_file
 from tiny_files import edit_config, save, write_gguf
 
 from swiftopt.core.errors import ModelNotFound, OutputError, SettingsError, SwiftoptError, UnsupportedModel
+from swiftopt.models import loading
 from swiftopt.models.fingerprint import fingerprint
-from swiftopt.models.loading import describe, load_pretrained
+from swiftopt.models.runtime import Runtime
 from swiftopt.models.sources import resolve
 
 TOKEN_IDS = torch.tensor([[1, 5, 9, 2, 7]])
+
+
+def load(name: str, dtype: str = "auto", device: str = "auto", on_step: Callable[[str], None] | None = None) -> Runtime:
+    return loading.load(name, dtype, device, on_step, "eager")
 
 
 # --- folders
@@ -32,12 +37,12 @@ def test_load_gives_the_saved_function_in_evaluation_mode_and_says_nothing(
     folder = save(tmp_path / "model")
     steps: list[str] = []
     capfd.readouterr()  # saving draws a bar
-    loaded = load_pretrained(str(folder), on_step=steps.append)
+    loaded = load(str(folder), on_step=steps.append)
     assert torch.equal(loaded.hf_model(TOKEN_IDS).logits, tiny_model("llama", torch.float32)(TOKEN_IDS).logits)
     assert not loaded.hf_model.training
     assert not any(parameter.requires_grad for parameter in loaded.hf_model.parameters())
     assert loaded.tokenizer("w3 w4")["input_ids"] == [3, 4]
-    assert (loaded.dtype, loaded.device, loaded.folder) == ("float32", "cpu", folder)
+    assert (loaded.dtype, loaded.device) == (torch.float32, torch.device("cpu"))
     assert steps == [f"loading {folder}"]
     assert capfd.readouterr() == ("", "")
 
@@ -46,7 +51,7 @@ def test_load_restores_what_it_silenced(tmp_path: Path) -> None:
     from transformers.utils import logging
 
     before = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    load_pretrained(str(save(tmp_path)))
+    load(str(save(tmp_path)))
     assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
 
 
@@ -54,7 +59,7 @@ def test_load_tells_how_far_the_weights_are(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("swiftopt.models.saved.TOLD_S", 0.0)
     folder = save(tmp_path / "m")
     steps: list[str] = []
-    load_pretrained(str(folder), on_step=steps.append)
+    load(str(folder), on_step=steps.append)
     shares = [int(step.rpartition(", ")[2].split(" %")[0]) for step in steps if step.endswith("% of the weights")]
     assert shares == sorted(shares) and len(shares) > 5 and shares[-1] == 100
 
@@ -62,27 +67,25 @@ def test_load_tells_how_far_the_weights_are(tmp_path: Path, monkeypatch: pytest.
 def test_load_casts_only_when_asked_and_keeps_the_stored_fingerprint(tmp_path: Path) -> None:
     save(tmp_path / "f32")
     save(tmp_path / "bf16", dtype=torch.bfloat16)
-    assert load_pretrained(str(tmp_path / "bf16")).dtype == "bfloat16"
-    loads = [load_pretrained(str(tmp_path / "f32"), dtype) for dtype in ("auto", "bfloat16", "float16", "float32")]
-    assert [loaded.dtype for loaded in loads] == ["float32", "bfloat16", "float16", "float32"]
+    assert load(str(tmp_path / "bf16")).dtype == torch.bfloat16
+    loads = [load(str(tmp_path / "f32"), dtype) for dtype in ("auto", "bfloat16", "float16", "float32")]
+    assert [loaded.dtype_name for loaded in loads] == ["float32", "bfloat16", "float16", "float32"]
     assert len({loaded.info.fingerprint for loaded in loads}) == 1
 
 
 def test_load_spreads_a_model_when_told_to(tmp_path: Path) -> None:
-    loaded = load_pretrained(str(save(tmp_path)), device="auto-map")
-    assert loaded.device == "auto-map"
-    assert torch.equal(loaded.hf_model(TOKEN_IDS).logits, load_pretrained(str(tmp_path)).hf_model(TOKEN_IDS).logits)
+    loaded = load(str(save(tmp_path)), device="auto-map")
+    assert torch.equal(loaded.hf_model(TOKEN_IDS).logits, load(str(tmp_path)).hf_model(TOKEN_IDS).logits)
 
 
 def test_load_gives_no_tokenizer_when_the_folder_has_none(tmp_path: Path) -> None:
     tiny_model("llama", torch.float32).save_pretrained(tmp_path)
-    assert load_pretrained(str(tmp_path)).tokenizer is None
+    assert load(str(tmp_path)).tokenizer is None
 
 
 def test_description_names_depth_size_and_family(tmp_path: Path) -> None:
-    info = load_pretrained(str(save(tmp_path, "gpt2"))).info
-    model = tiny_model("gpt2", torch.float32)
-    assert info == describe(model, info.names)
+    info = load(str(save(tmp_path, "gpt2"))).info
+    assert info.fingerprint == fingerprint(tiny_model("gpt2", torch.float32))
     assert (info.architecture, info.n_layers) == ("gpt2", 4)
     assert info.n_parameters == sum(tensor.numel() for tensor in load_file(tmp_path / "model.safetensors").values())
     assert info.names == (str(tmp_path),)
@@ -127,7 +130,7 @@ def test_load_says_in_one_sentence_what_is_wrong_with_a_folder(
     damage(save(tmp_path))
     capfd.readouterr()
     with pytest.raises(error, match=words) as caught:
-        load_pretrained(str(tmp_path))
+        load(str(tmp_path))
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
 
@@ -135,7 +138,7 @@ def test_load_says_in_one_sentence_what_is_wrong_with_a_folder(
 @pytest.mark.parametrize("dtype, device", [("int4", "auto"), ("bf16", "cpu"), ("auto", "gpu"), ("auto", "cuda:x")])
 def test_load_refuses_unknown_dtypes_and_devices_before_it_looks_for_the_model(dtype: str, device: str) -> None:
     with pytest.raises(SettingsError, match="is unknown: use"):
-        load_pretrained("no-such-model", dtype, device)
+        load("no-such-model", dtype, device)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:99"])
@@ -143,7 +146,7 @@ def test_load_refuses_a_cuda_device_that_is_not_here(device: str) -> None:
     if torch.cuda.is_available():
         device = "cuda:99"
     with pytest.raises(SettingsError, match=device):
-        load_pretrained("no-such-model", device=device)
+        load("no-such-model", device=device)
 
 
 # --- GGUF files
@@ -164,10 +167,10 @@ def test_gguf_conversion_keeps_the_function_and_is_made_once(
     tiny_gguf: Path, cache: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     steps: list[str] = []
-    first = load_pretrained(str(tiny_gguf), on_step=steps.append)
-    assert first.dtype == "bfloat16"
+    first = load(str(tiny_gguf), on_step=steps.append)
+    assert first.dtype == torch.bfloat16
     assert len(steps) == 3
-    second = load_pretrained(str(tiny_gguf), "float32", on_step=steps.append)
+    second = load(str(tiny_gguf), "float32", on_step=steps.append)
     assert steps[3:] == [f"loading {tiny_gguf}"]
     rounded = tiny_model("llama", torch.float32)
     for parameter in rounded.parameters():
@@ -175,15 +178,13 @@ def test_gguf_conversion_keeps_the_function_and_is_made_once(
     torch.testing.assert_close(second.hf_model(TOKEN_IDS).logits, rounded(TOKEN_IDS).logits, rtol=0, atol=1e-5)
     assert second.info == first.info
     assert first.tokenizer("abc")["input_ids"] == second.tokenizer("abc")["input_ids"] == [94, 66]
-    assert [entry.name for entry in cache.iterdir()] == [first.folder.name]
-    assert "quantization_config" not in json.loads((first.folder / "config.json").read_text())
+    (folder,) = cache.iterdir()
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
     assert capfd.readouterr() == ("", "")
 
 
 def test_gguf_conversions_of_two_processes_both_end_well(tiny_gguf: Path, cache: Path) -> None:
-    code = (
-        f"from swiftopt.models.loading import load_pretrained as load; print(load({str(tiny_gguf)!r}).info.fingerprint)"
-    )
+    code = f"from swiftopt.models.loading import load; print(load({str(tiny_gguf)!r}).info.fingerprint)"
     both = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     printed = [process.communicate(timeout=120)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0]
@@ -192,9 +193,11 @@ def test_gguf_conversions_of_two_processes_both_end_well(tiny_gguf: Path, cache:
 
 
 def test_gguf_conversion_replaces_a_cached_folder_that_lost_its_weights(tiny_gguf: Path, cache: Path) -> None:
-    folder = load_pretrained(str(tiny_gguf)).folder
+    load(str(tiny_gguf))
+    (folder,) = cache.iterdir()
     (folder / "model.safetensors").unlink()
-    assert load_pretrained(str(tiny_gguf)).folder == folder
+    load(str(tiny_gguf))
+    assert list(cache.iterdir()) == [folder]
     assert (folder / "model.safetensors").is_file()
 
 
@@ -211,7 +214,7 @@ def test_gguf_is_refused_in_one_sentence_when_it_cannot_be_read(tiny_gguf: Path,
         path = tmp_path / f"{name}.gguf"
         path.write_bytes(content)
         with pytest.raises(ModelNotFound, match=r"is no GGUF file|is damaged|cannot be converted") as caught:
-            load_pretrained(str(path))
+            load(str(path))
         assert "\n" not in str(caught.value)
     assert not [entry for entry in cache.iterdir()]
 
@@ -219,8 +222,8 @@ def test_gguf_is_refused_in_one_sentence_when_it_cannot_be_read(tiny_gguf: Path,
 def test_gguf_is_refused_when_its_rotary_scaling_would_be_lost(cache: Path, tmp_path: Path) -> None:
     model = tiny_model("llama", torch.float32)
     with pytest.raises(UnsupportedModel, match="rotary"):
-        load_pretrained(str(write_gguf(tmp_path / "yarn.gguf", model, scaling="yarn")))
-    assert load_pretrained(str(write_gguf(tmp_path / "none.gguf", model, scaling="none"))).dtype == "bfloat16"
+        load(str(write_gguf(tmp_path / "yarn.gguf", model, scaling="yarn")))
+    assert load(str(write_gguf(tmp_path / "none.gguf", model, scaling="none"))).dtype == torch.bfloat16
 
 
 def test_gguf_conversion_says_so_when_the_cache_cannot_be_written(
@@ -229,19 +232,19 @@ def test_gguf_conversion_says_so_when_the_cache_cannot_be_written(
     (tmp_path / "a-file").write_text("")
     monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path / "a-file"))
     with pytest.raises(OutputError, match="SWIFTOPT_CACHE_DIR"):
-        load_pretrained(str(tiny_gguf))
+        load(str(tiny_gguf))
 
 
 @pytest.mark.model
 def test_smollm2_alias_converts_its_wheel_once_and_starts_in_seconds_after(own_cache: Path) -> None:
     source = resolve("smollm2-135m")
     assert (source.kind, Path(source.location).suffix) == ("gguf", ".gguf")
-    first = load_pretrained("smollm2-135m")
+    first = load("smollm2-135m")
     started = time.perf_counter()
-    second = load_pretrained("SmolLM2-135M", "float32")
+    second = load("SmolLM2-135M", "float32")
     assert time.perf_counter() - started < 10
     assert first.info.fingerprint == second.info.fingerprint == fingerprint(second.hf_model)
-    assert (first.info.n_layers, first.info.n_parameters, first.dtype) == (30, 134_515_008, "bfloat16")
+    assert (first.info.n_layers, first.info.n_parameters, first.dtype_name) == (30, 134_515_008, "bfloat16")
     assert first.tokenizer.chat_template
     assert first.folder == second.folder and first.folder.parent == own_cache / "gguf"
     assert [entry.name for entry in own_cache.glob("gguf/smollm2*")] == [first.folder.name]

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from swiftopt.core.errors import ModelNotFound
-from swiftopt.models.catalog import ALIASES, find_alias, nearest
-from swiftopt.models.sources import needed_files, resolve
+from swiftopt.models.sources import ALIASES, find_alias, nearest, needed_files, resolve
 
 
 def test_aliases_are_lower_case_and_lead_to_hub_ids() -> None:

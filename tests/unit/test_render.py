@@ -50,7 +50,7 @@ from swiftopt.core.types import (
     Verdict,
     searchable,
 )
-from swiftopt.models.catalog import ALIASES
+from swiftopt.models.sources import ALIASES
 
 WIDTHS = (80, 120)
 COMMAND = ["swiftopt", "generate", "--model", "smollm2-135m", "--task", "notes", "--prompt", 'it\'s a "test"']
