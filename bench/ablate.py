@@ -14,6 +14,7 @@ from ..core.types import Prompt, Sampling
 from ..decoding.methods import PLAIN, Method
 from ..decoding.session import Session
 from ..models.costs import machine_name
+from ..models.early_exit import n_parameters
 from ..models.runtime import Runtime
 from ..optimizer.search import Search
 from ..store import Store
@@ -95,7 +96,7 @@ def _made(variant: Variant) -> BuiltVariant:
     if heads is None:
         return BuiltVariant(variant, method, search)
     own = _is_own(heads.transforms.values())
-    return BuiltVariant(variant, method, search, 0 if own else len(heads.depths), 0 if own else heads.n_parameters)
+    return BuiltVariant(variant, method, search, 0 if own else len(heads.depths), 0 if own else n_parameters(heads))
 
 
 def _is_own(transforms: Any) -> bool:

@@ -21,7 +21,7 @@ from ..decoding.ratio import ChainRatio
 from ..models.early_exit import Heads
 from ..optimizer.search import Search
 from ..tasks.recipes import BRIEF_EPOCHS, HEADS_S, MakingRecipes, Recipes
-from ..training.heads import train_heads
+from ..training.descent import train
 from ..training.settings import HeadSettings
 
 WINDOWS = (16, 32, 64, 128)
@@ -92,7 +92,7 @@ class AblationRecipes(MakingRecipes):
         n_tokens = self.session.max_new_tokens
         settings = HeadSettings(epochs=BRIEF_EPOCHS, layers=self.heads().depths, full=True, max_new_tokens=n_tokens)
         self.on_step(f"make: whole heads, by {HEADS_S:.0f} s of training")
-        return train_heads(self.runtime, self.prompts, settings, budget_s=HEADS_S).model
+        return cast(Heads, train(self.runtime, self.prompts, settings, budget_s=HEADS_S).model)
 
 
 def variants(name: str, recipes: AblationRecipes) -> list[Variant]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError
@@ -34,6 +34,8 @@ class Heads:
     the model's own head read early, the paper's ablation, and training starts from there.
     """
 
+    KIND: ClassVar[LearnedKind] = "heads"
+
     transforms: Mapping[int, Tensor]  # depth -> (hidden_size, hidden_size), in the model's dtype
     full: bool = False  # the tensors are whole heads (vocab, hidden_size) instead (Table 3, full-parameterized)
 
@@ -42,23 +44,14 @@ class Heads:
         """Depths with a head, shallowest first."""
         return tuple(sorted(self.transforms))
 
-    @property
-    def n_parameters(self) -> int:
-        """Parameters in addition to the model's."""
-        return sum(transform.numel() for transform in self.transforms.values())
-
-    @property
-    def n_bytes(self) -> int:
-        """Memory in addition to the model's."""
-        return sum(transform.numel() * transform.element_size() for transform in self.transforms.values())
-
     def logits(self, runtime: Runtime, depth: int, hidden: Tensor) -> Tensor:
         """Return the logits (rows, vocab) of states (rows, hidden_size) after `depth` layers."""
-        normed = runtime.normed(hidden)
-        transform = self.transforms[depth]
-        if self.full:
-            return torch.nn.functional.linear(normed, transform)
-        return runtime.head(torch.nn.functional.linear(normed, transform))
+        moved = torch.nn.functional.linear(runtime.normed(hidden), self.transforms[depth])
+        return moved if self.full else runtime.head(moved)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the weights by their names in a file: `head.DEPTH` each."""
+        return {f"head.{depth}": self.transforms[depth] for depth in self.depths}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,23 +61,24 @@ class Probe:
     Source: AdaSPEED II.B. `direction` is float32 (hidden_size,).
     """
 
+    KIND: ClassVar[LearnedKind] = "probe"
+
     depth: int
     direction: Tensor
     bias: float
 
     @property
-    def n_parameters(self) -> int:
-        """Parameters in addition to the model's."""
-        return self.direction.numel() + 1
-
-    @property
-    def n_bytes(self) -> int:
-        """Memory in addition to the model's."""
-        return self.direction.numel() * self.direction.element_size() + 4
+    def depths(self) -> tuple[int, ...]:
+        """The one depth."""
+        return (self.depth,)
 
     def acceptance(self, hidden: Tensor) -> float:
         """Return the probability for a state (1, hidden_size)."""
         return float(torch.sigmoid(hidden[-1].float() @ self.direction.to(hidden.device) + self.bias))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the weights by their names in a file: `direction` and `bias`."""
+        return {"direction": self.direction, "bias": torch.tensor([self.bias], dtype=torch.float64)}
 
 
 class StagedPass:
@@ -151,53 +145,31 @@ class StagedPass:
         return logits
 
 
-def heads_to_bytes(heads: Heads, record: LearnedRecord) -> bytes:
-    """Write the heads as a file: a tensor `head.DEPTH` each, and the record as metadata."""
-    tensors = {f"head.{depth}": heads.transforms[depth] for depth in heads.depths}
-    return _to_bytes(record, tensors, {"full": heads.full})
+def n_parameters(learned: Heads | Probe) -> int:
+    """Return the number of parameters in addition to the model's."""
+    return sum(tensor.numel() for tensor in learned.tensors().values())
 
 
-def probe_to_bytes(probe: Probe, record: LearnedRecord) -> bytes:
-    """Write the probe as a file: `direction` and `bias`, and the record as metadata."""
-    tensors = {"direction": probe.direction, "bias": torch.tensor([probe.bias], dtype=torch.float64)}
-    return _to_bytes(record, tensors, {})
-
-
-def heads_from_bytes(data: bytes, runtime: Runtime) -> Heads:
-    """Read heads, in the runtime's dtype and on its device.
-
-    Raises: InvalidInput: no such file, or heads of another model.
-    """
-    about, tensors = _from_bytes("heads", data, runtime)
-    width, full = _width(runtime), bool(about.get("full"))
-    shape = (runtime.vocab_size if full else width, width)
-    found = {int(depth): _tensor(tensors, f"head.{depth}", shape) for depth in about["depths"]}
-    return Heads({d: tensor.to(runtime.device, runtime.dtype) for d, tensor in found.items()}, full)
-
-
-def probe_from_bytes(data: bytes, runtime: Runtime) -> Probe:
-    """Read a probe, on the runtime's device.
-
-    Raises: InvalidInput: no such file, or a probe of another model.
-    """
-    about, tensors = _from_bytes("probe", data, runtime)
-    direction = _tensor(tensors, "direction", (_width(runtime),)).float().to(runtime.device)
-    return Probe(int(about["depths"][0]), direction, float(_tensor(tensors, "bias", (1,))))
-
-
-def _to_bytes(record: LearnedRecord, tensors: Mapping[str, Tensor], more: Mapping[str, Any]) -> bytes:
+def learned_to_bytes(learned: Heads | Probe, record: LearnedRecord) -> bytes:
+    """Return a file of heads or of a probe, with the record as metadata."""
     words = {"kind": record.kind, "fingerprint": record.fingerprint, "model": record.model, "task": record.task}
-    values = {"depths": list(record.depths), "settings": dict(record.settings), **more}
+    values: dict[str, Any] = {"depths": list(record.depths), "settings": dict(record.settings)}
+    if isinstance(learned, Heads):
+        values["full"] = learned.full
     metadata = {"schema": SCHEMA, **words, **{name: json.dumps(value) for name, value in values.items()}}
-    return save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, metadata)
+    return save({name: tensor.detach().cpu().contiguous() for name, tensor in learned.tensors().items()}, metadata)
 
 
-def _from_bytes(kind: LearnedKind, data: bytes, runtime: Runtime) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def learned_from_bytes(kind: LearnedKind, data: bytes, runtime: Runtime) -> Heads | Probe:
+    """Read heads, in the runtime's dtype, or a probe; on its device.
+
+    Raises: InvalidInput: no such file, or weights for another model.
+    """
     try:
         size = int.from_bytes(data[:HEADER_BYTES], "little")
         tensors = load(data)  # checks the header before it is read below
         metadata: dict[str, str] = json.loads(data[HEADER_BYTES : HEADER_BYTES + size]).get("__metadata__", {})
-        about = {**metadata, "depths": json.loads(metadata["depths"]), "full": metadata.get("full") == "true"}
+        depths, full = json.loads(metadata["depths"]), metadata.get("full") == "true"
     except (SafetensorError, ValueError, KeyError) as error:
         raise InvalidInput(
             f"the {kind} cannot be read as safetensors of swiftopt: train or export them again"
@@ -209,10 +181,16 @@ def _from_bytes(kind: LearnedKind, data: bytes, runtime: Runtime) -> tuple[dict[
             f"the {kind} were trained on {metadata.get('model')} ({metadata.get('fingerprint')}), but this model is"
             f" {runtime.info.fingerprint}: run `swiftopt {kind} train` for it"
         )
-    for depth in about["depths"]:
+    for depth in depths:
         if not 0 < depth < runtime.n_layers:
             raise InvalidInput(f"the {kind} sit after layer {depth}, but this model has {runtime.n_layers}: train anew")
-    return about, tensors
+    width = int(runtime.config.get_text_config().hidden_size)
+    if kind == "probe":
+        direction = _tensor(tensors, "direction", (width,)).float().to(runtime.device)
+        return Probe(depths[0], direction, float(_tensor(tensors, "bias", (1,))))
+    shape = (runtime.vocab_size if full else width, width)
+    found = {depth: _tensor(tensors, f"head.{depth}", shape) for depth in depths}
+    return Heads({depth: tensor.to(runtime.device, runtime.dtype) for depth, tensor in found.items()}, full)
 
 
 def _tensor(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
@@ -221,7 +199,3 @@ def _tensor(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) ->
         has = "is missing" if found is None else f"has the shape {tuple(found.shape)}"
         raise InvalidInput(f"the tensor {name!r} {has}, but {shape} was expected: train or export it again")
     return found
-
-
-def _width(runtime: Runtime) -> int:
-    return int(runtime.config.get_text_config().hidden_size)

@@ -18,6 +18,7 @@ from ..decoding.methods import Method, build, method_info
 from ..decoding.session import Session
 from ..decoding.verify import TargetWalk
 from ..models.costs import machine_name
+from ..models.early_exit import n_parameters
 from ..models.loading import load
 from ..models.runtime import Runtime
 from ..store import Store
@@ -216,7 +217,7 @@ def about(entry: Entry, session: Session, draft: Runtime | None, n_positions: in
     if entry.method is None or entry.recipe is None:
         return known
     parts, runtime = entry.recipe.parts, session.runtime
-    trained = [part.n_parameters for part in (parts.heads, parts.probe) if part is not None]
+    trained = [n_parameters(part) for part in (parts.heads, parts.probe) if part is not None]
     drafting = parts.draft_runtime
     extra = buffer_bytes(entry.method, runtime, n_positions, session.max_new_tokens)
     return replace(

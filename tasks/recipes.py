@@ -24,7 +24,7 @@ from ..decoding.methods import Resources, method_info
 from ..decoding.methods.adaptive import AdaptiveSettings
 from ..decoding.session import Session
 from ..models.costs import context_bucket, machine_name, measure_costs, with_formats
-from ..models.early_exit import Heads, Probe, heads_from_bytes, probe_from_bytes
+from ..models.early_exit import Heads, Probe, learned_from_bytes, learned_to_bytes
 from ..models.loading import load
 from ..models.runtime import Runtime
 from ..models.saved import no_step
@@ -32,11 +32,10 @@ from ..optimizer import self_sd
 from ..optimizer.search import Search
 from ..optimizer.self_sd import Candidate, SelfSdSearch
 from ..store import Store
-from ..training.heads import train_heads
-from ..training.probe import train_probe
+from ..training.descent import train
 from ..training.settings import HeadSettings, ProbeSettings
 from .job import patiently
-from .train import record_of, store_trained
+from .train import record_of
 
 DEFAULT_TASK = "default"
 KINDS: tuple[LearnedKind, ...] = ("heads", "probe")
@@ -161,9 +160,7 @@ class Recipes:
         if key not in self._weights:
             assert self.store is not None
             data = self.store.weights(record)
-            self._weights[key] = (
-                heads_from_bytes(data, self.runtime) if record.kind == "heads" else probe_from_bytes(data, self.runtime)
-            )
+            self._weights[key] = learned_from_bytes(record.kind, data, self.runtime)
         return self._weights[key]
 
     def _own(self, record: LayerSetRecord) -> LayerSetRecord:
@@ -234,18 +231,16 @@ class MakingRecipes(Recipes):
         self.on_step(f"make: {words}, by {seconds:.0f} s of training")
         clock, runtime = perf_counter(), self.runtime
         n_tokens = max(LEAST_TOKENS, self.session.max_new_tokens)
-        settings: HeadSettings | ProbeSettings
-        trained: Any
-        if kind == "heads":
-            settings = HeadSettings(epochs=BRIEF_EPOCHS, max_new_tokens=n_tokens)
-            trained = train_heads(runtime, self.prompts, settings, budget_s=seconds)
-        else:
-            settings = ProbeSettings(max_new_tokens=n_tokens)
-            trained = train_probe(runtime, self.prompts, settings, budget_s=seconds)
+        settings: HeadSettings | ProbeSettings = (
+            HeadSettings(epochs=BRIEF_EPOCHS, max_new_tokens=n_tokens)
+            if kind == "heads"
+            else ProbeSettings(max_new_tokens=n_tokens)
+        )
+        trained = train(runtime, self.prompts, settings, budget_s=seconds)
         self._note(kind, f"{trained.figures['steps']:.0f} steps of training", perf_counter() - clock)
-        record = record_of(kind, runtime, self.model, self.task, trained, {**settings.to_json(), "brief": True})
+        record = record_of(runtime, self.model, self.task, trained, {**settings.to_json(), "brief": True})
         if self.keep is not None:
-            record = store_trained(self.keep, record, trained)
+            record = self.keep.add_learned(record, learned_to_bytes(trained.model, record))
         self._weights[weights_key(record)] = trained.model
         return record
 

@@ -8,15 +8,14 @@ from typing import Any
 
 from .. import __version__
 from ..core.streams import stream_sha256
-from ..core.types import LearnedKind, LearnedRecord, Prompt, now
-from ..models.early_exit import heads_to_bytes, probe_to_bytes
+from ..core.types import LearnedRecord, Prompt, now
+from ..models.early_exit import learned_to_bytes, n_parameters
 from ..models.loading import load
 from ..models.runtime import Runtime
 from ..models.saved import cache_root
 from ..store import Store
-from ..training.checkpoint import Checkpoint
-from ..training.heads import train_heads
-from ..training.probe import train_probe
+from ..training import descent
+from ..training.features import Checkpoint
 from ..training.settings import HeadSettings, OnStep, ProbeSettings, Trained
 
 
@@ -44,8 +43,6 @@ def train(
             OutputError: the checkpoint cannot be written.
     """
     runtime, settings = load(request.model, request.dtype, request.device, on_load), request.settings
-    kind: LearnedKind = "heads" if isinstance(settings, HeadSettings) else "probe"
-    at = settings.depths(runtime.n_layers) if isinstance(settings, HeadSettings) else [settings.depth(runtime.n_layers)]
     store.remember_model(runtime.info)
     values = {**settings.to_json(), "dtype": runtime.dtype_name}
     stream = stream_sha256(prompts)
@@ -53,38 +50,33 @@ def train(
         "fingerprint": runtime.info.fingerprint,
         "dtype": runtime.dtype_name,
         "stream": stream,
-        "depths": list(at),
+        "depths": list(settings.depths(runtime.n_layers)),
         "max_new_tokens": settings.max_new_tokens,
     }
-    kept = Checkpoint(cache_root() / "training", identity, {**values, "kind": kind})
-    trained: Trained[Any] = (
-        train_heads(runtime, prompts, settings, on_step, kept=kept)
-        if isinstance(settings, HeadSettings)
-        else train_probe(runtime, prompts, settings, on_step, kept=kept)
-    )
-    record = record_of(kind, runtime, request.model, request.task, trained, values, stream)
-    record = store_trained(store, record, trained)
+    kept = Checkpoint(cache_root() / "training", identity, {**values, "kind": settings.KIND})
+    trained = descent.train(runtime, prompts, settings, on_step, kept=kept)
+    record = record_of(runtime, request.model, request.task, trained, values, stream)
+    record = store.add_learned(record, learned_to_bytes(trained.model, record))
     kept.remove()
     return record
 
 
 def record_of(
-    kind: LearnedKind,
     runtime: Runtime,
     model: str,
     task: str,
-    trained: Trained[Any],
+    trained: Trained,
     settings: Mapping[str, Any],
     stream: str | None = None,
 ) -> LearnedRecord:
     """Describe what was trained for a task of the model, under the name that the caller used for it."""
     return LearnedRecord(
-        kind=kind,
+        kind=trained.model.KIND,
         model=model,
         task=task,
         fingerprint=runtime.info.fingerprint,
-        depths=trained.depths,
-        n_parameters=trained.model.n_parameters,
+        depths=trained.model.depths,
+        n_parameters=n_parameters(trained.model),
         settings=dict(settings),
         figures=trained.figures,
         curve=trained.curve,
@@ -92,9 +84,3 @@ def record_of(
         swiftopt_version=__version__,
         created_at=now(),
     )
-
-
-def store_trained(store: Store, record: LearnedRecord, trained: Trained[Any]) -> LearnedRecord:
-    """Store record and weights; the model must have been remembered. Returns the record with its version."""
-    to_bytes: Callable[[Any, LearnedRecord], bytes] = heads_to_bytes if record.kind == "heads" else probe_to_bytes
-    return store.add_learned(record, to_bytes(trained.model, record))

@@ -71,10 +71,10 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def smollm2(own_cache: Path, away_from_the_users_folders: None) -> None:
     """SmolLM2-135M, converted by the first process that wants it."""
-    from swiftopt.models.loading import load_pretrained
+    from swiftopt.models.loading import load
 
     with one_at_a_time(own_cache.parent):
-        load_pretrained("smollm2-135m")
+        load("smollm2-135m", speed="eager")
 
 
 @pytest.fixture(scope="session", autouse=True)

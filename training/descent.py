@@ -1,18 +1,19 @@
-"""Adam with a cosine rate over shuffled rows, which can be cut after any step and resumes with the same result."""
+"""Training of heads and probes: Adam with a cosine rate over shuffled rows, cut after any step and resumed alike."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from .checkpoint import Checkpoint
-from .features import Collected
-from .settings import OnStep, TrainingSettings, TrainingStep
+from ..core.types import Prompt
+from ..models.runtime import Runtime
+from .features import Checkpoint, Collected, collect, greedy_session
+from .lessons import lessons_of
+from .settings import HeadSettings, OnStep, ProbeSettings, Trained, TrainingSettings, TrainingStep, ignore
 
 MAX_POINTS = 200  # of a curve
 
@@ -20,49 +21,62 @@ MAX_POINTS = 200  # of a curve
 Gradient = Callable[[Tensor, Tensor], tuple[float, Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """How long, and at what rate. With `seconds`, the clock decides where the cosine stands once it is ahead."""
+@torch.no_grad()
+def train(
+    runtime: Runtime,
+    prompts: Sequence[Prompt],
+    settings: HeadSettings | ProbeSettings,
+    on_step: OnStep = ignore,
+    *,
+    budget_s: float | None = None,
+    kept: Checkpoint | None = None,
+) -> Trained:
+    """Train heads, all together, or a probe on the model's own greedy completions of the prompts.
 
-    epochs: int
-    batch: int
-    learning_rate: float
-    warm_up: float
-    seed: int
-    seconds: float | None = None
+    Args:   budget_s: seconds for all of it: at most half for the completions, the rest for training.
+            kept: where to keep what is done; it is there still when this returns.
+    Raises: SettingsError: a layer is out of range. InvalidInput: the stream or its completions are too short.
+    """
+    depths, started = settings.depths(runtime.n_layers), time.monotonic()
+    session = greedy_session(runtime, settings.max_new_tokens)
+    half_s = None if budget_s is None else budget_s / 2
+    data = collect(session, prompts, depths, settings.seed, on_step, kept, half_s)
+    lessons = lessons_of(runtime, settings, data.train)
+    left_s = None if budget_s is None else max(1.0, budget_s - (time.monotonic() - started))
+    descent = Descent(lessons.start(), settings, left_s, kept)
+    descent.run(data.train.n_rows, lessons.gradient, on_step)
+    on_step(TrainingStep("measure"))
+    figures = {**descent.figures(data, lessons.LAST_POINTS), **lessons.figures(descent.weights, data.held_out)}
+    return Trained(lessons.model(descent.weights), figures, descent.curve())
 
-    @classmethod
-    def of(cls, settings: TrainingSettings, seconds: float | None) -> Schedule:
-        """Return the schedule of the settings; `seconds` shortens it further."""
-        limits = [s for s in (seconds, settings.minutes and 60 * settings.minutes) if s is not None]
-        return cls(
-            settings.epochs,
-            settings.batch,
-            settings.learning_rate,
-            settings.warm_up,
-            settings.seed,
-            min(limits, default=None),
-        )
 
-    def rate(self, progress: float) -> float:
-        """Return the learning rate at that share of the training, from 0 to 1."""
-        if progress < self.warm_up:
-            return self.learning_rate * progress / self.warm_up
-        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+def learning_rate(settings: TrainingSettings, progress: float) -> float:
+    """Return the learning rate at that share of the training, from 0 to 1."""
+    if progress < settings.warm_up:
+        return settings.learning_rate * progress / settings.warm_up
+    return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
-    def rows(self, step: int, n_rows: int) -> Tensor:
-        """Return the rows of a step: every epoch sees each once, in an order of its own."""
-        per_epoch = math.ceil(n_rows / self.batch)
-        epoch, number = divmod(step, per_epoch)
-        order = torch.randperm(n_rows, generator=torch.Generator().manual_seed((self.seed << 20) + epoch))
-        return order[number * self.batch : (number + 1) * self.batch]
+
+def batch_of(settings: TrainingSettings, step: int, n_rows: int) -> Tensor:
+    """Return the rows of a step: every epoch sees each once, in an order of its own."""
+    per_epoch = math.ceil(n_rows / settings.batch)
+    epoch, number = divmod(step, per_epoch)
+    order = torch.randperm(n_rows, generator=torch.Generator().manual_seed((settings.seed << 20) + epoch))
+    return order[number * settings.batch : (number + 1) * settings.batch]
 
 
 class Descent:
-    """Minimises a loss by its gradient; `weights` are changed in place."""
+    """Minimises a loss by its gradient; `weights` are changed in place.
 
-    def __init__(self, weights: Tensor, schedule: Schedule, kept: Checkpoint | None = None) -> None:
-        self.weights, self.schedule, self.kept = weights, schedule, kept
+    With `seconds`, or minutes in the settings, the clock decides where the cosine stands once it is ahead.
+    """
+
+    def __init__(
+        self, weights: Tensor, settings: TrainingSettings, seconds: float | None = None, kept: Checkpoint | None = None
+    ) -> None:
+        self.weights, self.settings, self.kept = weights, settings, kept
+        limits = [limit for limit in (seconds, settings.minutes and 60 * settings.minutes) if limit is not None]
+        self.seconds = min(limits, default=None)
         self._adam = torch.optim.Adam([weights])
         self.step = 0
         self.spent_s = 0.0
@@ -70,13 +84,13 @@ class Descent:
 
     def run(self, n_rows: int, gradient: Gradient, on_step: OnStep) -> None:
         """Take all steps that are left."""
-        total = self.schedule.epochs * math.ceil(n_rows / self.schedule.batch)
+        total = self.settings.epochs * math.ceil(n_rows / self.settings.batch)
         self._resume(total, on_step)
         started, before_s = time.monotonic(), self.spent_s
         while (progress := self._progress(total)) < 1:
-            loss, self.weights.grad = gradient(self.weights, self.schedule.rows(self.step, n_rows))
+            loss, self.weights.grad = gradient(self.weights, batch_of(self.settings, self.step, n_rows))
             # Set here and not by a scheduler of torch: it goes by the clock, too.
-            self._adam.param_groups[0]["lr"] = self.schedule.rate(max(progress, 1 / total))
+            self._adam.param_groups[0]["lr"] = learning_rate(self.settings, max(progress, 1 / total))
             self._adam.step()
             self.step += 1
             self.losses.append(loss)
@@ -107,7 +121,7 @@ class Descent:
         }
 
     def _progress(self, total: int) -> float:
-        clock = 0.0 if self.schedule.seconds is None else self.spent_s / self.schedule.seconds
+        clock = 0.0 if self.seconds is None else self.spent_s / self.seconds
         return max(self.step / total, clock)
 
     def _save(self, kept: Checkpoint) -> None:

@@ -1,15 +1,26 @@
-"""The training data of heads and probes: the model's states at the positions of its own greedy completions."""
+"""The training data of heads and probes: the model's states at the positions of its own greedy completions.
+
+What was collected and trained is kept on disk, so that a run can be killed at any time and resumes where it was.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
+import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from ..core.errors import InvalidInput
+from ..core.errors import InvalidInput, OutputError
 from ..core.types import Prompt, Sampling
 from ..decoding.engine import side_by_side
 from ..decoding.loop import Round
@@ -17,11 +28,125 @@ from ..decoding.methods import PLAIN
 from ..decoding.session import Session
 from ..models.rows import Rows
 from ..models.runtime import PREFILL_ROWS, Runtime
-from .checkpoint import Checkpoint, Features
+from ..models.saved import replacing
 from .settings import OnStep, TrainingStep
 
+SAVE_S = 3.0  # between two states of training
+SAVING_SHARE = 20  # a save may take 1/20 of the time
 HELD_OUT = 0.1  # share of the prompts that only the figures see
 MIN_ROWS = 16  # positions below which nothing can be learned
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Features:
+    """States of n positions, in the model's dtype, on the CPU.
+
+    `hidden[depth]` (n, hidden_size): after that many layers; `final` (n, hidden_size): after all, and the final norm.
+    """
+
+    hidden: Mapping[int, Tensor]
+    final: Tensor
+
+    @property
+    def n_rows(self) -> int:
+        """Positions."""
+        return self.final.shape[0]
+
+    @classmethod
+    def joined(cls, parts: Sequence[Features]) -> Features:
+        """Concatenate the positions of several."""
+        depths = parts[0].hidden
+        return cls(
+            {depth: torch.cat([part.hidden[depth] for part in parts]) for depth in depths},
+            torch.cat([part.final for part in parts]),
+        )
+
+
+class Checkpoint:
+    """The files of one training run: the states that were collected of each prompt, and a state of training.
+
+    A folder per (model, stream, what is collected), with a state per set of training settings. Every file appears under
+    its name only when it is complete.
+
+    Args:   identity: all that decides what is collected; settings: all else that decides the result.
+            every_s: seconds of training that a kill may lose; more where saving takes long. 0 saves after every step.
+    Raises: OutputError: the folder cannot be written.
+    """
+
+    def __init__(
+        self, root: Path, identity: Mapping[str, Any], settings: Mapping[str, Any], every_s: float = SAVE_S
+    ) -> None:
+        self.every_s = every_s
+        self.folder = root / _key(identity)
+        self._state = self.folder / f"state-{_key(settings)}.safetensors"
+        self._saved_at = time.monotonic()
+        self._save_s = 0.0
+        with self._writing():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "about.json").write_text(json.dumps({**identity, "settings": dict(settings)}))
+
+    def features(self) -> dict[int, Features]:
+        """Read the states collected so far, by the prompt's index."""
+        found: dict[int, Features] = {}
+        for path in self.folder.glob("states-*.safetensors"):
+            tensors = (_read(path) or ({}, {}))[0]
+            if tensors:
+                final = tensors.pop("final")
+                index = int(path.stem.partition("-")[2])
+                found[index] = Features({int(depth): hidden for depth, hidden in tensors.items()}, final)
+        return found
+
+    def add(self, index: int, features: Features) -> None:
+        """Keep the states of a prompt."""
+        tensors = {str(depth): hidden for depth, hidden in features.hidden.items()}
+        self._write(self.folder / f"states-{index}.safetensors", {**tensors, "final": features.final}, {})
+
+    def due(self) -> bool:
+        """Tell whether so much time has passed that the state of training should be saved."""
+        pause_s = max(self.every_s, SAVING_SHARE * self._save_s) if self.every_s else 0.0
+        return time.monotonic() - self._saved_at >= pause_s
+
+    def save(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Keep a state of training in place of the last one."""
+        self._write(self._state, tensors, {"values": json.dumps(values)})
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Read the last state of training; None if there is none that can be read."""
+        found = _read(self._state) if self._state.exists() else None
+        return None if found is None else (found[0], json.loads(found[1]["values"]))
+
+    def remove(self) -> None:
+        """Delete the folder: training is over and its result is safe."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _write(self, path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+        started = time.monotonic()
+        with self._writing(), replacing(path) as part:
+            save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, part, metadata)
+        self._saved_at = time.monotonic()
+        self._save_s = self._saved_at - started
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            raise OutputError(
+                f"the checkpoint {self.folder} cannot be written ({error}): make room there or set SWIFTOPT_CACHE_DIR"
+            ) from error
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]] | None:
+    """Read tensors and metadata of a file; None where it is damaged, for what it held can be made again."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except (OSError, SafetensorError):
+        return None
+
+
+def _key(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,12 +192,6 @@ def collect(
                 kept.add(index, done[index])
         parts.append(done[index])
         on_step(TrainingStep("collect", number + 1, len(prompts)))
-    if kept is not None:
-        kept.flush()
-    return _divided(parts, time.monotonic() - started)
-
-
-def _divided(parts: Sequence[Features], seconds: float) -> Collected:
     n_held_out = max(1, round(HELD_OUT * len(parts)))
     train, held_out = Features.joined(parts[:-n_held_out]), Features.joined(parts[-n_held_out:])
     if train.n_rows < MIN_ROWS or not held_out.n_rows:
@@ -80,7 +199,7 @@ def _divided(parts: Sequence[Features], seconds: float) -> Collected:
             f"the completions leave {train.n_rows} positions to learn from and {held_out.n_rows} to measure on:"
             f" give more prompts or raise --max-new-tokens, so that there are {MIN_ROWS} and 1 at least"
         )
-    return Collected(train, held_out, len(parts), seconds)
+    return Collected(train, held_out, len(parts), time.monotonic() - started)
 
 
 def greedy_session(runtime: Runtime, max_new_tokens: int) -> Session:

@@ -2,46 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 from ..core.errors import SettingsError
+from ..core.serialization import Settings, count, ranged
+from ..core.types import LearnedKind
 
 DEFAULT_SHARES = (0.6, 0.73, 0.87)  # of the depth, where heads sit: 18, 22 and 26 of 30 layers
 ProbeSampling = Literal["greedy", "top-p"]
-Model = TypeVar("Model")
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingSettings:
+class TrainingSettings(Settings):
     """Settings of heads and probes alike. `minutes` ends training early, the cosine reaching its end by then.
 
     Raises: SettingsError: a value is out of its range.
     """
 
-    epochs: int = 5
-    minutes: float | None = None
-    learning_rate: float = 5e-3
-    batch: int = 128  # positions
+    epochs: int = count(5)
+    minutes: float | None = ranged(None, gt=0)
+    learning_rate: float = ranged(5e-3, gt=0, le=1)
+    batch: int = count(128)  # positions
     warm_up: float = 0.03  # share of the steps
-    max_new_tokens: int = 128
+    max_new_tokens: int = count(128, least=2)
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        at_least = {"epochs": 1, "batch": 1, "max_new_tokens": 2}
-        for name, low in at_least.items():
-            if getattr(self, name) < low:
-                raise SettingsError(f"{name} {getattr(self, name)} is out of range: use {low} or more")
-        if self.minutes is not None and not self.minutes > 0:
-            raise SettingsError(f"minutes {self.minutes} is out of range: use a number above 0")
-        if not 0 < self.learning_rate <= 1:
-            raise SettingsError(f"learning_rate {self.learning_rate} is out of range: use a number from 0 to 1")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values, for the store and for the checkpoint's name."""
-        return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +41,9 @@ class HeadSettings(TrainingSettings):
     24 of 32), with which 15 % were wrong and fewer tokens early: a small model decides late.
     """
 
-    learning_rate: float = 1e-3
+    KIND: ClassVar[LearnedKind] = "heads"
+
+    learning_rate: float = ranged(1e-3, gt=0, le=1)
     layers: tuple[int, ...] | None = None  # layers run before each head; None: DEFAULT_SHARES
     full: bool = False  # whole heads instead of a transform before the model's own (Table 3)
 
@@ -72,18 +60,20 @@ class HeadSettings(TrainingSettings):
 class ProbeSettings(TrainingSettings):
     """`sampling` says how the early token is chosen, and what "accepted" means; ours, the paper gives no rate."""
 
-    epochs: int = 20
-    learning_rate: float = 1e-3
+    KIND: ClassVar[LearnedKind] = "probe"
+
+    epochs: int = count(20)
+    learning_rate: float = ranged(1e-3, gt=0, le=1)
     layer: int | None = None  # layers run; None: a quarter of the depth
     sampling: ProbeSampling = "greedy"
     top_p: float = 0.9  # for "top-p" (AdaSPEED III)
 
-    def depth(self, n_layers: int) -> int:
-        """Return the depth of the probe in a model of so many layers.
+    def depths(self, n_layers: int) -> tuple[int, ...]:
+        """Return the one depth of the probe in a model of so many layers.
 
         Raises: SettingsError: the layer is not inside the model.
         """
-        return checked_depths((max(1, round(n_layers / 4)) if self.layer is None else self.layer,), n_layers)[0]
+        return checked_depths((max(1, round(n_layers / 4)) if self.layer is None else self.layer,), n_layers)
 
 
 def checked_depths(depths: tuple[int, ...], n_layers: int) -> tuple[int, ...]:
@@ -114,11 +104,10 @@ OnStep = Callable[[TrainingStep], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Trained(Generic[Model]):
-    """A trained model with the figures of held-out prompts and the loss over the steps, at most 200 points."""
+class Trained:
+    """What was trained, with the figures of held-out prompts and the loss over the steps, at most 200 points."""
 
-    model: Model
-    depths: tuple[int, ...]
+    model: Any  # Heads or Probe of `models.early_exit`
     figures: Mapping[str, float]
     curve: tuple[tuple[int, float], ...]
 

@@ -15,7 +15,7 @@ import pytest
 from tiny_files import save
 
 from swiftopt.cli.main import run
-from swiftopt.models.early_exit import heads_from_bytes, probe_from_bytes
+from swiftopt.models.early_exit import learned_from_bytes, n_parameters
 from swiftopt.models.loading import load
 from swiftopt.store import Store
 
@@ -65,9 +65,8 @@ def test_what_was_trained_can_be_listed_shown_and_exported(
     assert shown["figures"] == trained[kind]["figures"] and shown["curve"]
     answer(capsys, kind, "export", f"{model}/code", "-o", "out.safetensors")
     runtime = load(str(model))
-    read = heads_from_bytes if kind == "heads" else probe_from_bytes
-    learned = read((home / "out.safetensors").read_bytes(), runtime)
-    assert learned.n_parameters == trained[kind]["n_parameters"]
+    learned = learned_from_bytes(kind, (home / "out.safetensors").read_bytes(), runtime)
+    assert n_parameters(learned) == trained[kind]["n_parameters"]
     assert not any((home / "cache" / "training").iterdir())  # the checkpoint has served
 
 

@@ -14,7 +14,7 @@ from swiftopt.core.requests import GenerateRequest
 from swiftopt.core.types import LayerSet, LayerSetRecord, LearnedRecord, Plan
 from swiftopt.decoding.methods.lookup import LookupSettings
 from swiftopt.models.costs import device_name
-from swiftopt.models.early_exit import Heads, heads_to_bytes
+from swiftopt.models.early_exit import Heads, learned_to_bytes, n_parameters
 from swiftopt.models.runtime import Runtime
 from swiftopt.store import Store
 from swiftopt.tasks.generate import Planner, generate
@@ -71,8 +71,8 @@ def test_heads_are_looked_up_for_the_task(runtime: Runtime, store: Store) -> Non
     with pytest.raises(LearnedNotFound, match="heads train"):
         Planner(insisted, runtime, store).plan_for("notes")
     heads = Heads({2: torch.eye(32, dtype=runtime.dtype)})
-    kept = LearnedRecord("heads", "tiny", "notes", runtime.info.fingerprint, heads.depths, heads.n_parameters)
-    store.add_learned(kept, heads_to_bytes(heads, kept))
+    kept = LearnedRecord("heads", "tiny", "notes", runtime.info.fingerprint, heads.depths, n_parameters(heads))
+    store.add_learned(kept, learned_to_bytes(heads, kept))
     assert Planner(insisted, runtime, store).plan_for("notes")[0].name == "adadecode"
 
 

@@ -13,12 +13,11 @@ from swiftopt.core.errors import InvalidInput, SettingsError
 from swiftopt.core.types import LearnedRecord, ModelInfo, Prompt, Sampling
 from swiftopt.decoding.methods import PLAIN
 from swiftopt.decoding.session import Session
-from swiftopt.models.early_exit import Heads, heads_from_bytes, heads_to_bytes, probe_from_bytes, probe_to_bytes
+from swiftopt.models.early_exit import Heads, learned_from_bytes, learned_to_bytes
 from swiftopt.models.runtime import Runtime
-from swiftopt.training.checkpoint import Checkpoint
-from swiftopt.training.features import features_of, greedy_session
-from swiftopt.training.heads import train_heads
-from swiftopt.training.probe import train_probe
+from swiftopt.training.descent import train
+from swiftopt.training.features import Checkpoint, Features, features_of, greedy_session
+from swiftopt.training.lessons import acceptances
 from swiftopt.training.settings import HeadSettings, ProbeSettings, TrainingStep
 
 SETTINGS = HeadSettings(epochs=12, batch=16, max_new_tokens=24, learning_rate=1e-2)
@@ -54,12 +53,12 @@ def test_features_cover_every_turn(runtime: Runtime) -> None:
 
 @pytest.mark.parametrize("full", [False, True], ids=["light", "full"])
 def test_training_lowers_the_divergence(runtime: Runtime, full: bool) -> None:
-    trained = train_heads(runtime, PROMPTS, replace(SETTINGS, full=full))
+    trained = train(runtime, PROMPTS, replace(SETTINGS, full=full))
     losses = [loss for _, loss in trained.curve]
     assert losses[-1] < 0.5 * losses[0]
-    assert trained.depths == trained.model.depths == (2, 3)
+    assert trained.model.depths == (2, 3)
     shape = (97, 32) if full else (32, 32)
-    assert all(tuple(trained.model.transforms[depth].shape) == shape for depth in trained.depths)
+    assert all(tuple(trained.model.transforms[depth].shape) == shape for depth in trained.model.depths)
 
 
 def test_untrained_heads_are_the_models_own_head_read_early(runtime: Runtime) -> None:
@@ -70,7 +69,7 @@ def test_untrained_heads_are_the_models_own_head_read_early(runtime: Runtime) ->
 
 @pytest.mark.parametrize("cut_at", [("collect", 4), ("train", 1), ("train", 9), ("measure", 0)], ids=str)
 def test_training_that_was_cut_ends_as_if_it_was_not(runtime: Runtime, tmp_path: Path, cut_at: tuple[str, int]) -> None:
-    whole = train_heads(runtime, PROMPTS, SETTINGS)
+    whole = train(runtime, PROMPTS, SETTINGS)
     notes: list[str] = []
 
     def cut(step: TrainingStep) -> None:
@@ -78,9 +77,9 @@ def test_training_that_was_cut_ends_as_if_it_was_not(runtime: Runtime, tmp_path:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train_heads(runtime, PROMPTS, SETTINGS, cut, kept=Checkpoint(tmp_path, {}, SETTINGS.to_json(), every_s=0))
+        train(runtime, PROMPTS, SETTINGS, cut, kept=Checkpoint(tmp_path, {}, SETTINGS.to_json(), every_s=0))
     kept = Checkpoint(tmp_path, {}, SETTINGS.to_json())
-    again = train_heads(runtime, PROMPTS, SETTINGS, lambda step: notes.append(step.note), kept=kept)
+    again = train(runtime, PROMPTS, SETTINGS, lambda step: notes.append(step.note), kept=kept)
     assert any("resumed: " in note for note in notes)
     assert again.curve == whole.curve
     for depth, transform in whole.model.transforms.items():
@@ -90,32 +89,29 @@ def test_training_that_was_cut_ends_as_if_it_was_not(runtime: Runtime, tmp_path:
 
 
 def test_damaged_checkpoint_costs_work_but_no_result(runtime: Runtime, tmp_path: Path) -> None:
-    whole = train_heads(runtime, PROMPTS, SETTINGS)
+    whole = train(runtime, PROMPTS, SETTINGS)
     kept = Checkpoint(tmp_path, {}, {})
-    train_heads(runtime, PROMPTS, SETTINGS, kept=kept)
+    train(runtime, PROMPTS, SETTINGS, kept=kept)
     for path in kept.folder.glob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:-9])
-    assert train_heads(runtime, PROMPTS, SETTINGS, kept=Checkpoint(tmp_path, {}, {})).curve == whole.curve
+    assert train(runtime, PROMPTS, SETTINGS, kept=Checkpoint(tmp_path, {}, {})).curve == whole.curve
 
 
 def test_time_budget_ends_training(runtime: Runtime) -> None:
-    trained = train_heads(runtime, PROMPTS, replace(SETTINGS, epochs=1_000_000), budget_s=1.5)
+    trained = train(runtime, PROMPTS, replace(SETTINGS, epochs=1_000_000), budget_s=1.5)
     assert 0 < trained.figures["train_s"] < 3 and trained.figures["steps"] < 1_000_000
 
 
 def test_probe_learns_which_tokens_are_accepted(runtime: Runtime) -> None:
     settings = ProbeSettings(epochs=60, max_new_tokens=24, learning_rate=1e-2)
-    trained = train_probe(runtime, PROMPTS, settings)
-    assert trained.depths == (1,) and trained.model.direction.shape == (32,)
+    trained = train(runtime, PROMPTS, settings)
+    assert trained.model.depths == (1,) and trained.model.direction.shape == (32,)
     assert trained.curve[-1][1] < 0.6 * trained.curve[0][1]
     assert 0 <= trained.figures["base_rate"] <= 1
 
 
 def test_top_p_draws_are_accepted_as_often_as_the_distributions_overlap(runtime: Runtime) -> None:
     """Labels are drawn; the mean of 5,000 may differ from the overlap by 5 standard deviations, that is by 0.036."""
-    from swiftopt.training.checkpoint import Features
-    from swiftopt.training.probe import acceptances
-
     one, final = 0.1 * torch.randn(1, 32, dtype=runtime.dtype), runtime.normed(torch.randn(1, 32, dtype=runtime.dtype))
     data = Features({1: one.repeat(5000, 1)}, 0.3 * final.detach().repeat(5000, 1))
     rate = float(acceptances(runtime, data, 1, ProbeSettings(sampling="top-p", top_p=1.0)).float().mean())
@@ -125,44 +121,45 @@ def test_top_p_draws_are_accepted_as_often_as_the_distributions_overlap(runtime:
 
 
 def test_files_give_back_what_was_trained(runtime: Runtime) -> None:
-    heads = train_heads(runtime, PROMPTS, replace(SETTINGS, epochs=1)).model
-    probe = train_probe(runtime, PROMPTS, ProbeSettings(epochs=1, max_new_tokens=24)).model
-    again = heads_from_bytes(heads_to_bytes(heads, a_record(runtime, depths=heads.depths)), runtime)
+    heads = train(runtime, PROMPTS, replace(SETTINGS, epochs=1)).model
+    probe = train(runtime, PROMPTS, ProbeSettings(epochs=1, max_new_tokens=24)).model
+    again = learned_from_bytes("heads", learned_to_bytes(heads, a_record(runtime, depths=heads.depths)), runtime)
     assert again.depths == heads.depths and again.full == heads.full
     assert all(torch.equal(again.transforms[depth], heads.transforms[depth]) for depth in heads.depths)
-    read = probe_from_bytes(probe_to_bytes(probe, a_record(runtime, kind="probe", depths=(1,))), runtime)
+    read = learned_from_bytes("probe", learned_to_bytes(probe, a_record(runtime, kind="probe", depths=(1,))), runtime)
     assert torch.equal(read.direction, probe.direction) and (read.depth, read.bias) == (probe.depth, probe.bias)
 
 
 def test_weights_of_another_model_are_refused(runtime: Runtime) -> None:
     heads = Heads({1: torch.eye(32)})
-    data = heads_to_bytes(heads, a_record(runtime, depths=(1,)))
+    data = learned_to_bytes(heads, a_record(runtime, depths=(1,)))
     other = worded_runtime()
     other.info = ModelInfo("v1:other", "llama", 4, 1)
     with pytest.raises(InvalidInput, match="trained on tiny"):
-        heads_from_bytes(data, other)
+        learned_from_bytes("heads", data, other)
     with pytest.raises(InvalidInput, match="not probe"):
-        probe_from_bytes(data, runtime)
-    with pytest.raises(InvalidInput, match="sit after layer 9"):
-        heads_from_bytes(heads_to_bytes(Heads({9: torch.eye(32)}), a_record(runtime, depths=(9,))), runtime)
-    with pytest.raises(InvalidInput, match=r"has the shape \(5, 5\)"):
-        heads_from_bytes(heads_to_bytes(Heads({1: torch.eye(5)}), a_record(runtime, depths=(1,))), runtime)
+        learned_from_bytes("probe", data, runtime)
+    deep = learned_to_bytes(Heads({9: torch.eye(32)}), a_record(runtime, depths=(9,)))
+    narrow = learned_to_bytes(Heads({1: torch.eye(5)}), a_record(runtime, depths=(1,)))
+    for wrong, words in ((deep, "sit after layer 9"), (narrow, r"has the shape \(5, 5\)")):
+        with pytest.raises(InvalidInput, match=words):
+            learned_from_bytes("heads", wrong, runtime)
 
 
 @pytest.mark.parametrize("data", [b"", b"no tensors at all", bytes(8) + b"{}"], ids=["empty", "text", "zeros"])
 def test_broken_file_is_refused_in_a_sentence(runtime: Runtime, data: bytes) -> None:
     with pytest.raises(InvalidInput, match="cannot be read as safetensors"):
-        heads_from_bytes(data, runtime)
+        learned_from_bytes("heads", data, runtime)
 
 
 def test_training_refuses_what_it_cannot_learn_from(runtime: Runtime) -> None:
     with pytest.raises(InvalidInput, match="at least 2 prompts"):
-        train_heads(runtime, PROMPTS[:1], SETTINGS)
+        train(runtime, PROMPTS[:1], SETTINGS)
     with pytest.raises(InvalidInput, match="raise --max-new-tokens"):
-        train_heads(runtime, PROMPTS[:2], replace(SETTINGS, max_new_tokens=4))
+        train(runtime, PROMPTS[:2], replace(SETTINGS, max_new_tokens=4))
     with pytest.raises(SettingsError, match="layer 9 is out of range"):
-        train_heads(runtime, PROMPTS, replace(SETTINGS, layers=(9,)))
+        train(runtime, PROMPTS, replace(SETTINGS, layers=(9,)))
     wordless = worded_runtime()
     wordless.tokenizer = None
     with pytest.raises(InvalidInput, match="has no tokenizer"):
-        train_probe(wordless, PROMPTS)
+        train(wordless, PROMPTS, ProbeSettings())

@@ -10,11 +10,17 @@ from families import tiny_runtime
 
 from swiftopt.core.errors import SettingsError
 from swiftopt.models.runtime import Runtime
-from swiftopt.training.checkpoint import Features
-from swiftopt.training.descent import Schedule
-from swiftopt.training.heads import CHUNK_VALUES, HeadLessons, early_exits, kl_to_gradient
-from swiftopt.training.probe import ProbeLessons, probe_figures
-from swiftopt.training.settings import HeadSettings, ProbeSettings
+from swiftopt.training.descent import batch_of, learning_rate
+from swiftopt.training.features import Features
+from swiftopt.training.lessons import (
+    CHUNK_VALUES,
+    HeadLessons,
+    ProbeLessons,
+    early_exits,
+    kl_to_gradient,
+    probe_figures,
+)
+from swiftopt.training.settings import HeadSettings, ProbeSettings, TrainingSettings
 
 ROWS = torch.tensor([3, 0, 7, 5])
 
@@ -65,7 +71,7 @@ def test_divergence_of_bfloat16_logits_is_taken_in_float32() -> None:
 def test_probe_gradient_equals_autograd() -> None:
     torch.manual_seed(0)
     hidden, accepted = 5 * torch.randn(9, 6) + 2, torch.rand(9) < 0.5
-    lessons = ProbeLessons(hidden, accepted)
+    lessons = ProbeLessons(Features({2: hidden}, hidden), 2, lambda _: accepted)
     weights = torch.randn(7, requires_grad=True)
     states = (hidden[ROWS] - hidden.mean(0)) / hidden.std(0)
     scores = states @ weights[:-1] + weights[-1]
@@ -80,8 +86,9 @@ def test_probe_gradient_equals_autograd() -> None:
 def test_probe_of_raw_states_equals_the_one_of_standardised_states() -> None:
     torch.manual_seed(0)
     hidden = 30 * torch.randn(9, 6) + 7
-    lessons, weights = ProbeLessons(hidden, torch.rand(9) < 0.5), torch.randn(7)
-    probe = lessons.probe(weights, 2)
+    lessons = ProbeLessons(Features({2: hidden}, hidden), 2, lambda _: torch.rand(9) < 0.5)
+    weights = torch.randn(7)
+    probe = lessons.model(weights)
     standard = (hidden - hidden.mean(0)) / hidden.std(0) @ weights[:-1] + weights[-1]
     for state, score in zip(hidden, standard, strict=True):
         assert probe.acceptance(state[None]) == pytest.approx(float(torch.sigmoid(score)), abs=1e-4)
@@ -101,15 +108,15 @@ def test_auc_is_the_chance_that_an_accepted_token_scores_higher() -> None:
 
 
 def test_rate_rises_in_the_warm_up_and_falls_to_nothing() -> None:
-    schedule = Schedule(1, 8, 2.0, 0.1, 0)
-    rates = [schedule.rate(i / 100) for i in range(101)]
+    settings = TrainingSettings(learning_rate=1.0, warm_up=0.1)
+    rates = [learning_rate(settings, i / 100) for i in range(101)]
     assert rates[:11] == sorted(rates[:11]) and rates[10:] == sorted(rates[10:], reverse=True)
-    assert rates[0] == 0.0 and math.isclose(rates[100], 0.0, abs_tol=1e-12) and max(rates) <= 2.0
+    assert rates[0] == 0.0 and math.isclose(rates[100], 0.0, abs_tol=1e-12) and max(rates) <= 1.0
 
 
 def test_every_epoch_sees_every_row_once() -> None:
-    schedule = Schedule(2, 4, 1.0, 0.0, 3)
-    first, second = ([row for s in range(3) for row in schedule.rows(3 * e + s, 10).tolist()] for e in (0, 1))
+    settings = TrainingSettings(batch=4, seed=3)
+    first, second = ([row for s in range(3) for row in batch_of(settings, 3 * e + s, 10).tolist()] for e in (0, 1))
     assert sorted(first) == sorted(second) == list(range(10)) and first != second
 
 
@@ -117,7 +124,7 @@ def test_heads_sit_in_the_upper_half_of_the_depth() -> None:
     assert HeadSettings().depths(30) == (18, 22, 26)
     assert HeadSettings(layers=(3, 1)).depths(4) == (1, 3)
     assert HeadSettings().depths(2) == (1,)
-    assert ProbeSettings().depth(32) == 8 and ProbeSettings().depth(2) == 1
+    assert ProbeSettings().depths(32) == (8,) and ProbeSettings().depths(2) == (1,)
 
 
 @pytest.mark.parametrize("layers", [(0,), (4,), (-1, 2), (2, 2)])

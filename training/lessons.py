@@ -1,61 +1,42 @@
-"""Light heads at intermediate layers, trained to say what the last layer says (AdaDecode 2.1)."""
+"""What heads and probes are taught: the loss and its gradient on collected states, and the figures of held-out ones.
+
+Heads learn to say what the last layer says (AdaDecode 2.1); a probe predicts whether the token read at its layer is
+accepted (AdaSPEED II.B).
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
+from transformers import TopPLogitsWarper
 
-from ..core.types import Prompt
-from ..models.early_exit import Heads
+from ..models.early_exit import Heads, Probe
 from ..models.runtime import Runtime
-from .checkpoint import Checkpoint, Features
-from .descent import Descent, Schedule
-from .features import collect, greedy_session
-from .settings import HeadSettings, OnStep, Trained, TrainingStep, ignore
+from .features import Features
+from .settings import HeadSettings, ProbeSettings
 
 CHUNK_VALUES = 1 << 19  # logits taken at once on a CPU: small enough for its caches, which is what sets the speed
-CHUNK_ROWS = 64  # held-out positions measured at once
+CHUNK_ROWS = 64  # positions whose logits are held at once
 THRESHOLDS = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 
 
-@torch.no_grad()
-def train_heads(
-    runtime: Runtime,
-    prompts: Sequence[Prompt],
-    settings: HeadSettings | None = None,
-    on_step: OnStep = ignore,
-    *,
-    budget_s: float | None = None,
-    kept: Checkpoint | None = None,
-) -> Trained[Heads]:
-    """Train heads on the model's own greedy completions of the prompts, all heads together.
-
-    Args:   budget_s: seconds for all of it: at most half for the completions, the rest for training.
-            kept: where to keep what is done; it is there still when this returns.
-    Raises: SettingsError: a layer is out of range. InvalidInput: the stream or its completions are too short.
-    """
-    settings = settings or HeadSettings()
-    depths, started = settings.depths(runtime.n_layers), time.monotonic()
-    session = greedy_session(runtime, settings.max_new_tokens)
-    half_s = None if budget_s is None else budget_s / 2
-    data = collect(session, prompts, depths, settings.seed, on_step, kept, half_s)
-    lessons = HeadLessons(runtime, data.train, depths, settings.full)
-    left_s = None if budget_s is None else max(1.0, budget_s - (time.monotonic() - started))
-    descent = Descent(lessons.start(), Schedule.of(settings, left_s), kept)
-    descent.run(data.train.n_rows, lessons.gradient, on_step)
-    heads = lessons.heads(descent.weights)
-    on_step(TrainingStep("measure"))
-    figures = {**descent.figures(data, n_points=5), **head_figures(runtime, heads, data.held_out)}
-    return Trained(heads, depths, figures, descent.curve())
+def lessons_of(runtime: Runtime, settings: HeadSettings | ProbeSettings, data: Features) -> HeadLessons | ProbeLessons:
+    """Return what is to be learned from states, which are those at the settings' depths."""
+    depths = settings.depths(runtime.n_layers)
+    if isinstance(settings, HeadSettings):
+        return HeadLessons(runtime, data, depths, settings.full)
+    return ProbeLessons(data, depths[0], partial(acceptances, runtime, depth=depths[0], settings=settings))
 
 
 class HeadLessons:
     """The loss of heads and its gradient; weights are (heads, hidden_size, hidden_size), or (heads, vocab, hidden_size)
     of whole heads, in float32 at least, and are rounded to the model's dtype for every step."""
+
+    LAST_POINTS: ClassVar = 5  # of the curve, whose mean is the loss that is reported
 
     def __init__(self, runtime: Runtime, data: Features, depths: Sequence[int], full: bool) -> None:
         self.runtime, self.depths, self.full = runtime, tuple(depths), full
@@ -71,7 +52,7 @@ class HeadLessons:
         one = self._vocabulary if self.full else torch.eye(width, device=self.runtime.device)
         return one.to(self.runtime.device, wide).repeat(len(self.depths), 1, 1)
 
-    def heads(self, weights: Tensor) -> Heads:
+    def model(self, weights: Tensor) -> Heads:
         """Return heads with those weights, in the model's dtype."""
         rounded = weights.to(self.runtime.dtype)
         return Heads({depth: rounded[i].clone() for i, depth in enumerate(self.depths)}, self.full)
@@ -91,6 +72,10 @@ class HeadLessons:
         wide = weights.dtype
         gradient = slope.to(wide).transpose(1, 2) @ normed.to(wide) / len(rows)
         return float(kl.mean()) / len(rows), gradient
+
+    def figures(self, weights: Tensor, data: Features) -> dict[str, float]:
+        """Measure heads with those weights on held-out positions."""
+        return head_figures(self.runtime, self.model(weights), data)
 
 
 def kl_to_gradient(target: Tensor, heads: Tensor, softcap: float | None = None) -> Tensor:
@@ -171,3 +156,86 @@ def early_exits(sure: list[Tensor], right: list[Tensor], threshold: float) -> tu
         open_ &= ~exits
     n_early = int((~open_).sum())
     return n_early / len(open_), int(wrong.sum()) / max(1, n_early)
+
+
+def acceptances(runtime: Runtime, data: Features, depth: int, settings: ProbeSettings) -> Tensor:
+    """Tell whether the token that the exit at `depth` gives is accepted by the last layer; bool (n,).
+
+    "greedy": both argmaxes are the same. "top-p": the token is drawn from the exit's distribution and accepted with
+    min(1, target_probs / draft_probs), both cut to the same top-p.
+    """
+    random = torch.Generator().manual_seed(settings.seed)
+    found = []
+    for start in range(0, data.n_rows, CHUNK_ROWS):
+        rows = slice(start, start + CHUNK_ROWS)
+        draft = runtime.logits(data.hidden[depth][rows].to(runtime.device))
+        target = runtime.head(data.final[rows].to(runtime.device))
+        if settings.sampling == "greedy":
+            found.append((draft.argmax(-1) == target.argmax(-1)).cpu())
+            continue
+        draft_probs, target_probs = _top_p(draft, settings.top_p), _top_p(target, settings.top_p)
+        token_ids = torch.multinomial(draft_probs, 1, generator=random)
+        odds = target_probs.gather(1, token_ids) / draft_probs.gather(1, token_ids)
+        found.append((torch.rand(odds.shape, generator=random) < odds)[:, 0])
+    return torch.cat(found) if found else torch.zeros(0, dtype=torch.bool)
+
+
+def _top_p(logits: Tensor, top_p: float) -> Tensor:
+    kept = TopPLogitsWarper(top_p)(cast(Any, None), cast(Any, logits.float()))
+    return torch.softmax(kept, dim=-1).cpu()
+
+
+class ProbeLessons:
+    """The binary cross-entropy of a linear probe on standardised states; weights are (hidden_size + 1,), bias last.
+
+    Args: accept: tells of positions whether the token read at `depth` is accepted; bool (n,).
+    """
+
+    LAST_POINTS: ClassVar = 1
+
+    def __init__(self, data: Features, depth: int, accept: Callable[[Features], Tensor]) -> None:
+        self.depth, self._accept = depth, accept
+        states = data.hidden[depth].float()
+        self._mean, self._scale = states.mean(0), states.std(0).clamp_min(1e-6)
+        self._states = (states - self._mean) / self._scale
+        self._accepted = accept(data).float()
+
+    def start(self) -> Tensor:
+        """Return the weights of an untrained probe."""
+        return torch.zeros(self._states.shape[1] + 1)
+
+    def model(self, weights: Tensor) -> Probe:
+        """Return the probe of raw states: mean and scale folded into it."""
+        direction = weights[:-1] / self._scale
+        return Probe(self.depth, direction, float(weights[-1] - direction @ self._mean))
+
+    def gradient(self, weights: Tensor, rows: Tensor) -> tuple[float, Tensor]:
+        """Return the mean loss of the rows, and its gradient: (probability - label) times the state."""
+        states, wanted = self._states[rows], self._accepted[rows]
+        scores = states @ weights[:-1] + weights[-1]
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(scores, wanted)
+        off = (torch.sigmoid(scores) - wanted) / len(rows)
+        return float(loss), torch.cat((off @ states, off.sum()[None]))
+
+    def figures(self, weights: Tensor, data: Features) -> dict[str, float]:
+        """Measure the probe with those weights on held-out positions."""
+        probe = self.model(weights)
+        return probe_figures(data.hidden[self.depth].float() @ probe.direction + probe.bias, self._accept(data))
+
+
+def probe_figures(scores: Tensor, accepted: Tensor) -> dict[str, float]:
+    """Measure a probe: `accuracy` at one half, `base_rate` of acceptance, and `auc` where both outcomes occur.
+
+    Args: scores: logits (n,); accepted: bool (n,).
+    """
+    figures = {
+        "accuracy": float(((scores > 0) == accepted).float().mean()),
+        "base_rate": float(accepted.float().mean()),
+    }
+    n_yes = int(accepted.sum())
+    n_no = len(accepted) - n_yes
+    if n_yes and n_no:  # the chance that an accepted token scores above a rejected one, from the sum of ranks
+        _, inverse, counts = torch.unique(scores.double(), return_inverse=True, return_counts=True)
+        ranks = (counts.cumsum(0) - (counts - 1) / 2)[inverse]
+        figures["auc"] = (float(ranks[accepted].sum()) - n_yes * (n_yes + 1) / 2) / (n_yes * n_no)
+    return figures
