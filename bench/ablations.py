@@ -12,12 +12,10 @@ import torch
 from ..core.errors import LearnedNotFound
 from ..core.settings import SwiftSettings
 from ..core.types import Sampling
-from ..decoding.draft import Verifier
-from ..decoding.lossy import Rollback
 from ..decoding.methods import PLAIN, Method, build, method_info
 from ..decoding.methods.chains import ChainDrafter, StopRule
 from ..decoding.methods.early_exit import AdaDecodeSettings, AdaSpeedSettings, EarlyDrafter, early_exit
-from ..decoding.ratio import ChainRatio
+from ..decoding.verify import ChainRatio, Rollback, Verifier
 from ..models.early_exit import Heads
 from ..optimizer.search import Search
 from ..tasks.recipes import BRIEF_EPOCHS, HEADS_S, MakingRecipes, Recipes

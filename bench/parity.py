@@ -27,7 +27,6 @@ from ..core.settings import SwiftSettings
 from ..core.streams import read_stream
 from ..core.types import LayerSet, LayerSetRecord, Prompt, Sampling, n_skipped_for, searchable
 from ..decoding.hf import hf_generate
-from ..decoding.loop import completion_text
 from ..decoding.methods import PLAIN, Method, Resources, build, swift
 from ..decoding.methods.adaptive import AdaptiveSettings
 from ..decoding.session import Session, n_turns, turn_of
@@ -128,7 +127,7 @@ def _references(
             else:
                 expected = list(hf_generate(session, ids, session.max_new_tokens))
             yield turn, ids, expected
-            said = completion_text(session.runtime, expected, session.ending(session.max_new_tokens))
+            said = session.ending(session.max_new_tokens).text(expected)
             history = (*history, {"role": "assistant", "content": said})
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Protocol
+
+from torch import Tensor
 
 from ..core.types import FinishReason
 from ..models.buffer import KVBuffer
@@ -98,11 +99,11 @@ class Context:
     token_ids: list[int]
     n_prompt: int
     tally: Tally = field(default_factory=Tally)
-    searched: bool = False
-    finish: FinishReason | None = None
     load: Load = field(default_factory=Load)  # of the engine that it runs in
     logprobs: int | None = None
     prediction: Sequence[int] = ()
+    searched: bool = False
+    finish: FinishReason | None = None
 
     @property
     def root_slot(self) -> int:
@@ -114,26 +115,13 @@ class Context:
         """Tokens committed after the prompt."""
         return self.token_ids[self.n_prompt :]
 
+    def scores(self, drafted: Sequence[int], logits: Tensor) -> Tensor:
+        """`TokenRule.scores` of `logits` (vocab,) behind the committed tokens and the `drafted` ones."""
+        return self.rule.scores([*self.token_ids, *drafted] if self.rule.processors else (), logits)
+
     def begun(self) -> Begun:
         """The request as it stands: to be asked for by those who watch, between the passes of a round."""
         return Begun(tuple(self.generated), self.tally.stopped(), self.searched, self.finish)
-
-
-class EndRule(Protocol):
-    """Decides where a completion ends."""
-
-    @property
-    def max_new_tokens(self) -> int:
-        """Most tokens it can have."""
-        ...
-
-    def crop(self, generated: Sequence[int], block: Sequence[int]) -> tuple[list[int], FinishReason | None]:
-        """As much of `block` as belongs to the completion, and why it ended there; None if it goes on."""
-        ...
-
-    def cut(self, text: str, token_ids: Sequence[int]) -> int | None:
-        """Where the completion's text, that of `token_ids`, ends early; None if nowhere."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +149,12 @@ class Ending:
                 return list(block[:n]), "stop_string"
         return list(block[:room]), "length" if len(block) >= room else None
 
-    def cut(self, text: str, token_ids: Sequence[int]) -> int | None:
-        """Where the first stop string that counts begins in `text`, that of `token_ids`; None if there is none."""
-        return self._find(text, token_ids[: self.min_new_tokens])
+    def text(self, token_ids: Sequence[int]) -> str:
+        """The completion as text, cut where the first stop string that counts begins; "" without a tokenizer."""
+        if self.to_text is None:
+            return ""
+        text = self.to_text(token_ids)
+        return text[: self._find(text, token_ids[: self.min_new_tokens])]
 
     def _find(self, text: str, free: Sequence[int]) -> int | None:
         """Where the first stop string begins that does not end within the text of the tokens `free`."""

@@ -10,12 +10,12 @@ piece of text that needs no check at all; the loop is the same for all.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from .tree import DraftTree
+from .tree import DraftTree, Riders
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .context import Context
     from .draft_models import DraftModel
     from .engine import PassGenerator
+    from .rule import TokenRule
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,27 +39,29 @@ class Offer:
     probs: Tensor
     replaced: bool = True
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Riders:
-    """Rows beside the tree in the target's pass, for a drafter that learns from them (Lookahead).
-
-    They see the committed text; `visible` is bool, (n, n_nodes + n), over the tree and the riders. Positions are given
-    relative to the root. Logits are wanted of the last `n_read` of them only.
-    """
-
-    token_ids: tuple[int, ...]
-    depths: tuple[int, ...]
-    visible: Tensor
-    n_read: int
+    @classmethod
+    def drawn(cls, rule: TokenRule, scores: Tensor, n: int = 1, replaced: bool = True) -> Offer:
+        """Draw `n` tokens by their processed scores (vocab,); without replacement fewer, where not so many can be."""
+        probs = scores.double().softmax(dim=-1).cpu()
+        tokens = tuple(rule.draw_draft(probs) for _ in range(n)) if replaced else draw_apart(rule, probs, n)
+        return cls(tokens, probs, replaced)
 
 
-class Deferred(Protocol):
-    """Rows that a drafter has run part of the way through the target."""
+def draw_apart(rule: TokenRule, probs: Tensor, n: int) -> tuple[int, ...]:
+    """Draw up to `n` different indices of `probs` (any,), each from what is left; fewer where nothing is."""
+    drawn: tuple[int, ...] = ()
+    while len(drawn) < n and float(probs.sum()) > 0.0:
+        drawn += (rule.draw_draft(probs),)
+        probs = remaining(probs, drawn[-1])
+    return drawn
 
-    def finish(self) -> PassGenerator[Tensor]:
-        """Run what is left; return the target's logits (n_checked, vocab)."""
-        ...
+
+def remaining(probs: Tensor, token_id: int) -> Tensor:
+    """Return `probs` (any,) without one of them, made to sum to 1; all 0 where nothing is left."""
+    left = probs.clone()
+    left[token_id] = 0.0
+    total = left.sum()
+    return left / total if float(total) > 0.0 else left
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,17 +70,17 @@ class Draft:
 
     `offers[node]` says what the children of a node were sampled from; a node without one has children that were chosen
     without chance (a one-hot draft). `logprobs[node]` is the draft's log probability of a node's token, where a
-    verifier asks for it. `staged` holds the tree's rows, run part of the way: verification runs the rest.
-    `n_checked` is how many of the tree's nodes, from the root on, the target gives logits for (None: all); 0 says that
-    no pass is needed, for the drafter itself ran the target (`n_passes` times) and left keys and values in place.
-    `predicted` are the nodes whose tokens come from the request's prediction.
+    verifier asks for it. `staged` runs the rest of rows that were run part of the way, and returns the target's logits
+    (n_checked, vocab). `n_checked` is how many of the tree's nodes, from the root on, the target gives logits for
+    (None: all); 0 says that no pass is needed, for the drafter itself ran the target (`n_passes` times) and left keys
+    and values in place. `predicted` are the nodes whose tokens come from the request's prediction.
     """
 
     tree: DraftTree
     offers: Mapping[int, Offer] = field(default_factory=dict)
     logprobs: tuple[float, ...] = ()
     riders: Riders | None = None
-    staged: Deferred | None = None
+    staged: PassGenerator[Tensor] | None = None
     n_checked: int | None = None
     n_passes: int = 1
     n_drafted: int | None = None  # draft steps that α counts; None: the tree's
@@ -164,51 +167,3 @@ class Drafter(ABC):
 
         Raises: KeyError, TypeError, ValueError: that is no such state.
         """
-
-
-class Target(Protocol):
-    """The target's answer to a draft, and the chances a verifier takes; each method is called in order of the tokens.
-
-    `accepted` are the tokens between the root and the node, the node's own included.
-    """
-
-    @property
-    def greedy(self) -> bool:
-        """Whether a token is the argmax, with no chance."""
-        ...
-
-    @property
-    def n_checked(self) -> int:
-        """Nodes 0 … n_checked - 1 have an answer."""
-        ...
-
-    def choose(self, node: int, accepted: Sequence[int]) -> int:
-        """Return the target's own token after a node: its argmax, or a draw."""
-        ...
-
-    def probs(self, node: int, accepted: Sequence[int]) -> Tensor:
-        """Return the target's distribution after a node, processors applied: float64 (vocab,); one-hot if greedy."""
-        ...
-
-    def raw_probs(self, node: int) -> Tensor:
-        """Return the target's distribution after a node without any processor: float64 (vocab,)."""
-        ...
-
-    def draw(self, probs: Tensor) -> int:
-        """Draw a token of `probs` (vocab,), which need not sum to 1."""
-        ...
-
-    def accept(self, probability: float) -> bool:
-        """Return True with that probability."""
-        ...
-
-
-class Verifier(Protocol):
-    """Decides how much of a draft is accepted. `lossy`: the output is not the target's own distribution."""
-
-    @property
-    def lossy(self) -> bool: ...
-
-    def verify(self, draft: Draft, target: Target) -> Walk:
-        """Return the accepted path, and the tokens to commit: at least one."""
-        ...

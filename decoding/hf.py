@@ -25,6 +25,7 @@ from ..models.costs import SMALLEST_BUCKET, measure_costs, with_formats
 from ..models.loading import at_speed
 from ..models.quantised import QuantisedCopies
 from ..models.runtime import Runtime
+from .context import Ending
 from .draft_models import SkippedTarget
 from .engine import side_by_side
 from .loop import decoding
@@ -75,7 +76,8 @@ def custom_generate(
     # One draw from torch's global generator seeds the request, so that torch.manual_seed governs it as usual.
     seed = int(torch.randint(2**31, ()).item()) if generation_config.do_sample else 0
     rule = TokenRule(Sampling(temperature=float(generation_config.do_sample), seed=seed), logits_processor)
-    ending = CriteriaEnding(prompt_ids, generation_config.max_length - len(prompt_ids), stopping_criteria)
+    room = generation_config.max_length - len(prompt_ids)
+    ending = CriteriaEnding(room, prompt_ids=prompt_ids, criteria=stopping_criteria)
     token_ids = list(prompt_ids)
     for event in side_by_side([decoding(runtime, prompt_ids, method, rule, ending)]):
         token_ids += event.token_ids
@@ -120,26 +122,21 @@ class _Kept:
         return self.adaptive[layer_set]
 
 
-class CriteriaEnding:
+@dataclass(frozen=True, slots=True)
+class CriteriaEnding(Ending):
     """Ends where transformers' stopping criteria say so, asked after every token."""
 
-    def __init__(self, prompt_ids: Sequence[int], max_new_tokens: int, criteria: StoppingCriteriaList) -> None:
-        self.max_new_tokens = max_new_tokens
-        self._prompt_ids = list(prompt_ids)
-        self._criteria: Any = criteria
+    prompt_ids: Sequence[int] = ()
+    criteria: Any = None
 
     def crop(self, generated: Sequence[int], block: Sequence[int]) -> tuple[list[int], FinishReason | None]:
         """See `Ending.crop`; the reason is "length" where the room is used up, else "stop"."""
         for n in range(1, len(block) + 1):
-            context = torch.tensor([[*self._prompt_ids, *generated, *block[:n]]])
-            if bool(self._criteria(context, None).all()):
+            context = torch.tensor([[*self.prompt_ids, *generated, *block[:n]]])
+            if bool(self.criteria(context, None).all()):
                 reason: FinishReason = "length" if len(generated) + n >= self.max_new_tokens else "stop"
                 return list(block[:n]), reason
         return list(block), None
-
-    def cut(self, text: str, token_ids: Sequence[int]) -> int | None:
-        """Nothing is cut: `generate` returns token ids."""
-        return None
 
 
 def _layer_set(given: LayerSet | LayerSetRecord | str | Path | None) -> tuple[LayerSet, SwiftSettings]:

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from ..core.errors import SettingsError
 from ..core.types import Completion, FinishReason, Timings, TokenLogprob
-from ..models.rows import Pass, Rows
+from ..models.rows import Pass
 from ..models.runtime import Runtime
-from .context import Begun, Context, EndRule, Tally
-from .draft import Draft, Drafter, Outcome, Verifier, Walk
+from .context import Begun, Context, Ending, Tally
+from .draft import Draft, Drafter, Outcome, Walk
 from .engine import Free, PassGenerator, Slots, Work, alone
 from .methods import Method
 from .rule import TokenRule
-from .tree import DraftTree, ancestor_mask
-from .verify import PassTarget, token_logprob
+from .tree import DraftTree, tree_rows
+from .verify import Target, Verifier, token_logprob
 
 MOST_FORCED = 15  # tokens that a grammar drafts at once: with the root, 16 rows of the target
 FEWEST_FORCED = 2  # below, the method's own draft may go further
@@ -55,7 +55,7 @@ class Round:
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-def decode(runtime: Runtime, prompt_ids: Sequence[int], method: Method, rule: TokenRule, ending: EndRule) -> Completion:
+def decode(runtime: Runtime, prompt_ids: Sequence[int], method: Method, rule: TokenRule, ending: Ending) -> Completion:
     """Decode one prompt by itself; see `decoding`."""
     return alone(decoding(runtime, prompt_ids, method, rule, ending))
 
@@ -65,7 +65,7 @@ def decoding(
     prompt_ids: Sequence[int],
     method: Method,
     rule: TokenRule,
-    ending: EndRule,
+    ending: Ending,
     begun: Begun | None = None,
     scratch_rows: int = 0,
     with_state: bool = False,
@@ -107,17 +107,8 @@ def decoding(
     slots = Slots(runtime, capacity, told, salt, capacity * method.drafter.slot_bytes)
     buffer, n_read, load = yield slots
     tally = Tally() if begun is None else begun.tally.resumed()
-    context = Context(
-        runtime,
-        buffer,
-        rule,
-        list(prompt_ids),
-        len(prompt_ids),
-        tally,
-        load=load,
-        logprobs=logprobs,
-        prediction=tuple(prediction),
-    )
+    prompt = list(prompt_ids)
+    context = Context(runtime, buffer, rule, prompt, len(prompt), tally, load, logprobs, tuple(prediction))
     if begun is None:
         tally.n_cached = n_read
         yield from _begin(context, n_read, ending, with_state, prompt_logprobs)
@@ -133,7 +124,7 @@ def decoding(
     return completion
 
 
-def _begin(context: Context, n_read: int, ending: EndRule, with_state: bool, prompt_logprobs: bool) -> Work[None]:
+def _begin(context: Context, n_read: int, ending: Ending, with_state: bool, prompt_logprobs: bool) -> Work[None]:
     """Prefill what is not in the buffer yet of the prompt; the pass gives the first token."""
     runtime, prompt_ids, states = context.runtime, context.token_ids[n_read:], list[Tensor]()
     capture = {runtime.n_layers: states} if with_state else None
@@ -167,13 +158,13 @@ def _take_up(context: Context, n_read: int, begun: Begun) -> Work[None]:
         yield Began(context, ())
 
 
-def _completion(context: Context, method: Method, ending: EndRule, finish: FinishReason) -> Completion:
+def _completion(context: Context, method: Method, ending: Ending, finish: FinishReason) -> Completion:
     tally, token_ids = context.tally, context.generated
     total = tally.total_s
     spent = tally.optimise_s + tally.draft_s + tally.verify_s
     return Completion(
         token_ids=tuple(token_ids),
-        text=completion_text(context.runtime, token_ids, ending),
+        text=ending.text(token_ids),
         finish_reason=finish,
         method=method.name,
         n_prompt_tokens=context.n_prompt,
@@ -196,16 +187,7 @@ def _completion(context: Context, method: Method, ending: EndRule, finish: Finis
     )
 
 
-def completion_text(runtime: Runtime, token_ids: Sequence[int], ending: EndRule) -> str:
-    """The completion as text, without special tokens and cut where a stop string begins; "" without a tokenizer."""
-    if runtime.tokenizer is None:
-        return ""
-    text = str(runtime.tokenizer.decode(list(token_ids), skip_special_tokens=True))
-    cut = ending.cut(text, token_ids)
-    return text if cut is None else text[:cut]
-
-
-def _round(context: Context, verifier: Verifier, drafting: Drafter, ending: EndRule) -> Work[None]:
+def _round(context: Context, verifier: Verifier, drafting: Drafter, ending: Ending) -> Work[None]:
     clock = perf_counter()
     # The last token of the completion needs no draft: it comes with the pass that verifies the one before it.
     room = ending.max_new_tokens - len(context.generated) - 1
@@ -213,7 +195,7 @@ def _round(context: Context, verifier: Verifier, drafting: Drafter, ending: EndR
     draft = (yield from drafting.draft(room)) if forced is None else forced
     drafted = perf_counter()
     logits = yield from _check(context, draft)
-    target = PassTarget(context, draft, logits)
+    target = Target(context, draft, logits)
     walked = verifier.verify(draft, target)
     _keep(context, walked)
     if forced is None:
@@ -250,21 +232,13 @@ def _check(context: Context, draft: Draft) -> PassGenerator[Tensor | None]:
     if draft.n_checked == 0:
         return None
     if draft.staged is not None:
-        return (yield from draft.staged.finish())
-    tree, root = draft.tree, context.root_slot
-    if tree.is_chain and draft.riders is None:
-        return (yield Pass(context.runtime, Rows(tree.token_ids[: draft.n_checked], root), context.buffer))
-    visible, token_ids, depths, wanted = ancestor_mask(tree.parents), tree.token_ids, tree.depths(), None
-    if draft.riders is not None:
-        n_rows = tree.n_nodes + len(draft.riders.token_ids)
-        wanted = [*range(tree.n_nodes), *range(n_rows - draft.riders.n_read, n_rows)]
-        riders = draft.riders
-        beside = torch.zeros((tree.n_nodes, len(riders.token_ids)), dtype=torch.bool)
-        visible = torch.cat((torch.cat((visible, beside), dim=1), riders.visible))
-        token_ids, depths = (*token_ids, *riders.token_ids), [*depths, *riders.depths]
-    committed = torch.ones((len(token_ids), root), dtype=torch.bool)
-    positions = [root + depth for depth in depths]
-    rows = Rows(token_ids, root, positions, torch.cat((committed, visible), dim=1))
+        return (yield from draft.staged)
+    tree, riders, wanted = draft.tree, draft.riders, None
+    if riders is not None:
+        n_rows = tree.n_nodes + len(riders.token_ids)
+        wanted = [*range(tree.n_nodes), *range(n_rows - riders.n_read, n_rows)]
+    checked = slice(draft.n_checked)
+    rows = tree_rows(tree.token_ids[checked], tree.parents[checked], context.root_slot, riders)
     return (yield Pass(context.runtime, rows, context.buffer, wanted))
 
 
@@ -275,7 +249,7 @@ def _keep(context: Context, walked: Walk) -> None:
             context.buffer.move(context.root_slot + node, context.root_slot + depth)
 
 
-def _commit(context: Context, block: Sequence[int], ending: EndRule) -> Sequence[int]:
+def _commit(context: Context, block: Sequence[int], ending: Ending) -> Sequence[int]:
     """Add what belongs to the completion; returns it."""
     kept, context.finish = ending.crop(context.generated, block)
     context.token_ids += kept

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
@@ -28,6 +29,7 @@ class Turn(NamedTuple):
     completion: Completion
 
 
+@dataclass(eq=False)
 class Session:
     """Decodes prompts on one runtime with one way of sampling; every completion starts from the request's seed.
 
@@ -38,31 +40,24 @@ class Session:
             InvalidInput: the grammar cannot be read with the model's tokenizer.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        sampling: Sampling,
-        max_new_tokens: int,
-        stop_strings: Sequence[str] = (),
-        ignore_eos: bool = False,
-        stop_token_ids: Sequence[int] = (),
-        min_new_tokens: int = 0,
-        grammar: Grammar | None = None,
-    ) -> None:
-        self.runtime = runtime
-        self.sampling = sampling
-        self.max_new_tokens = max_new_tokens
-        self.stop_strings, self.ignore_eos = tuple(stop_strings), ignore_eos
+    runtime: Runtime
+    sampling: Sampling
+    max_new_tokens: int
+    stop_strings: Sequence[str] = ()
+    ignore_eos: bool = False
+    stop_token_ids: Sequence[int] = ()
+    min_new_tokens: int = 0
+    grammar: Grammar | None = None
+
+    def __post_init__(self) -> None:
         if "" in self.stop_strings:
             raise SettingsError("a stop string is empty, and would end every completion at once: leave it out")
-        self.stop_token_ids, self.min_new_tokens = tuple(stop_token_ids), min_new_tokens
-        if min_new_tokens < 0:
-            raise SettingsError(f"min_new_tokens {min_new_tokens} is out of range: use 0 or more")
+        if self.min_new_tokens < 0:
+            raise SettingsError(f"min_new_tokens {self.min_new_tokens} is out of range: use 0 or more")
         self._check_tokens("stop_token_ids", self.stop_token_ids)
-        self._check_tokens("logit_bias", [token_id for token_id, _ in sampling.logit_bias])
-        self.generation_config: Any = getattr(runtime.hf_model, "generation_config", None)
-        self.grammar = grammar
-        if grammar is not None:
+        self._check_tokens("logit_bias", [token_id for token_id, _ in self.sampling.logit_bias])
+        self.generation_config: Any = getattr(self.runtime.hf_model, "generation_config", None)
+        if self.grammar is not None:
             self.rule()  # one that cannot be read with this tokenizer is refused here
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -70,7 +65,7 @@ class Session:
 
         Raises: InvalidInput: the model has no tokenizer or chat template for it, or it has no tokens.
         """
-        return self._encode(prompt, self._opening(prompt))
+        return self._encode(prompt, self._messages(prompt))
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **template: Any
@@ -136,25 +131,19 @@ class Session:
     def ending(self, max_new_tokens: int) -> Ending:
         """When a completion of this session ends."""
         stops = self._stop_token_ids()
-        return Ending(max_new_tokens, stops, self.stop_strings, self._to_text, self.min_new_tokens)
+        return Ending(max_new_tokens, stops, tuple(self.stop_strings), self._to_text, self.min_new_tokens)
 
     def room(self, prompt: Prompt) -> int:
         """Most tokens of each of the prompt's completions."""
         return prompt.max_new_tokens or self.max_new_tokens
 
-    def _opening(self, prompt: Prompt) -> Sequence[Mapping[str, str]] | None:
-        """The messages that a chat begins with; None for raw text."""
+    def _messages(self, prompt: Prompt, said: Sequence[str] = ()) -> Sequence[Mapping[str, str]] | None:
+        """The messages up to the turn behind the answers `said`; None for raw text."""
         if prompt.messages:
             return prompt.messages
-        return [{"role": "user", "content": prompt.turns[0]}] if prompt.turns else None
-
-    def _messages(self, prompt: Prompt, said: Sequence[str]) -> Sequence[Mapping[str, str]] | None:
-        """The messages up to the turn behind the answers `said`; None for raw text."""
-        if not prompt.turns:
-            return self._opening(prompt)
-        spoken = zip(prompt.turns, [*said, None], strict=False)
-        both = [(("user", asked), ("assistant", answer)) for asked, answer in spoken]
-        return [{"role": role, "content": text} for pair in both for role, text in pair if text is not None]
+        texts = [text for pair in zip(prompt.turns, [*said, None], strict=False) for text in pair if text is not None]
+        roles = cycle(("user", "assistant"))
+        return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)] or None
 
     def _encode(self, prompt: Prompt, messages: Sequence[Mapping[str, str]] | None) -> list[int]:
         tokenizer = self.runtime.tokenizer

@@ -15,6 +15,9 @@ from ..core.errors import ShapeError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..core.types import LayerSet
+    from ..models.rows import Rows
+
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
@@ -56,12 +59,19 @@ class DraftTree:
                 return other
         return None
 
-    def depths(self) -> list[int]:
-        """Return the distance of each node from the root."""
-        depths = [0] * self.n_nodes
-        for node in range(1, self.n_nodes):
-            depths[node] = depths[self.parents[node]] + 1
-        return depths
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Riders:
+    """Rows beside the tree in the target's pass, for a drafter that learns from them (Lookahead).
+
+    They see the committed text; `visible` is bool, (n, n_nodes + n), over the tree and the riders. Positions are given
+    relative to the root. Logits are wanted of the last `n_read` of them only.
+    """
+
+    token_ids: tuple[int, ...]
+    depths: tuple[int, ...]
+    visible: Tensor
+    n_read: int
 
 
 def ancestor_mask(parents: Sequence[int]) -> Tensor:
@@ -80,3 +90,31 @@ def ancestor_mask(parents: Sequence[int]) -> Tensor:
         if parent >= 0:
             mask[node] |= mask[parent]
     return mask
+
+
+def tree_rows(
+    token_ids: Sequence[int],
+    parents: Sequence[int],
+    root_slot: int,
+    riders: Riders | None = None,
+    variants: tuple[LayerSet, ...] = (),
+) -> Rows:
+    """Return the rows of a pass over the newest nodes of a tree, and over riders behind them.
+
+    Args: token_ids: of the newest nodes. parents: of all nodes so far; node i goes to slot `root_slot` + i.
+    """
+    from ..models.rows import Rows
+
+    first = len(parents) - len(token_ids)
+    if riders is None and list(parents) == list(range(-1, len(parents) - 1)):
+        return Rows(token_ids, root_slot + first, variants=variants)
+    import torch
+
+    visible = ancestor_mask(parents)[first:]
+    depths = (visible.sum(dim=1) - 1).tolist()
+    if riders is not None:
+        visible = torch.cat((torch.nn.functional.pad(visible, (0, len(riders.token_ids))), riders.visible))
+        token_ids, depths = (*token_ids, *riders.token_ids), [*depths, *riders.depths]
+    committed = torch.ones((len(token_ids), root_slot), dtype=torch.bool)
+    positions = [root_slot + depth for depth in depths]
+    return Rows(token_ids, root_slot + first, positions, torch.cat((committed, visible), dim=1), variants)

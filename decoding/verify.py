@@ -1,19 +1,29 @@
-"""The target's answer to a draft, and the verifier that is exact for every draft made without chance.
+"""The verifiers: what is kept of a draft, given the target's answer to it.
 
-A token is drawn from the target (greedy: its argmax). If the draft offered that token, follow it; if not, emit *that
-same token* and stop. The output is a sample of the target whatever the tree offers, as long as the tree does not
-depend on the draws; so a tree may be pruned by confidence, and the token that stopped the drafting stays in it.
+`TargetWalk` is exact for every draft made without chance: a token is drawn from the target (greedy: its argmax); if the
+draft offered it, follow it; if not, emit *that same token* and stop. The output is a sample of the target whatever the
+tree offers, as long as the tree does not depend on the draws; so a tree may be pruned by confidence, and the token that
+stopped the drafting stays in it (Leviathan et al., arXiv:2211.17192, with a one-hot draft distribution).
 
-Source: Leviathan et al. (arXiv:2211.17192) with a one-hot draft distribution; Chen et al. (arXiv:2302.01318).
+`ChainRatio`, `BlockRatio` and `SeveralRatio` are exact for drafts that were *sampled*: they weigh the target's
+distribution against the draft's, both after temperature, top-k, top-p and penalties. A refused token is made up for by
+a draw from what the target has left. Nodes without an `Offer`, and all nodes of a greedy request, take the step above.
+
+The others are lossy: they keep tokens that the target might not have drawn, for speed or for more likely text. They
+take chains and judge by the target's distribution as the model gives it (no temperature, no penalty).
+
+A node that the target has no answer for ends every walk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
 
 from ..core.types import TokenLogprob
-from .draft import Draft, Target, Walk
+from .draft import Draft, Offer, Walk, remaining
 from .tree import DraftTree
 
 if TYPE_CHECKING:
@@ -21,37 +31,20 @@ if TYPE_CHECKING:
 
     from .context import Context
 
+AT_ROOT = Walk((), ())
+SeveralRule = Literal["with", "without", "k-seq"]
 
-def walk(tree: DraftTree, choose: Callable[[int, tuple[int, ...]], int], n_checked: int | None = None) -> Walk:
-    """Follow the target down the tree.
+_BISECTIONS = 24  # any divisor at or above the smallest one is exact; a closer one accepts no more to speak of
 
-    Args:    choose: (node, tokens accepted so far) -> the target's token after that node; called once per visited
-             node, in order, so that a seeded draw is spent on each emitted token and on no other.
-             n_checked: nodes from here on have no answer of the target: the walk ends when it reaches one.
+
+class Target:
+    """The target's answer to a draft, and the chances a verifier takes; its methods are called in order of the tokens.
+
+    Nodes 0 … `n_checked` - 1 have an answer; `greedy` says that a token is the argmax, with no chance. `accepted` are
+    the tokens between the root and a node, the node's own included.
+
+    Args: logits: (rows, vocab), of one pass; None: the round needed no pass, and nothing can be asked.
     """
-    node, path, token_ids = 0, (), ()  # type: int, tuple[int, ...], tuple[int, ...]
-    while n_checked is None or node < n_checked:
-        token_id = choose(node, token_ids)
-        token_ids += (token_id,)
-        child = tree.child(node, token_id)
-        if child is None:
-            break
-        path += (child,)
-        node = child
-    return Walk(path, token_ids)
-
-
-class TargetWalk:
-    """The verifier of `walk`; the same seed gives the tokens of plain decoding."""
-
-    lossy = False
-
-    def verify(self, draft: Draft, target: Target) -> Walk:
-        return walk(draft.tree, target.choose, target.n_checked)
-
-
-class PassTarget:
-    """A `Target` on the logits (rows, vocab) of one pass; None: the round needed no pass, and nothing can be asked."""
 
     def __init__(self, context: Context, draft: Draft, logits: Tensor | None) -> None:
         self.context, self.rule = context, context.rule
@@ -64,14 +57,17 @@ class PassTarget:
             self._choices = logits[: self.n_checked].max(dim=-1).indices.tolist()
 
     def choose(self, node: int, accepted: Sequence[int]) -> int:
+        """Return the target's own token after a node: its argmax, or a draw."""
         if self._choices is not None:
             return self._choices[node]
         return self.rule.choose([*self.context.token_ids, *accepted], self._row(node))
 
     def probs(self, node: int, accepted: Sequence[int]) -> Tensor:
+        """Return the target's distribution after a node, processors applied: float64 (vocab,); one-hot if greedy."""
         return self.rule.probs([*self.context.token_ids, *accepted], self._row(node)).cpu()
 
     def raw_probs(self, node: int) -> Tensor:
+        """Return the target's distribution after a node without any processor: float64 (vocab,)."""
         return self._row(node).double().softmax(dim=-1).cpu()
 
     def logprobs(self, path: Sequence[int], token_ids: Sequence[int], n_top: int) -> tuple[TokenLogprob, ...]:
@@ -80,9 +76,11 @@ class PassTarget:
         return tuple(token_logprob(self._row(node), token_id, n_top) for node, token_id in pairs)
 
     def draw(self, probs: Tensor) -> int:
+        """Draw a token of `probs` (vocab,), which need not sum to 1."""
         return self.rule.draw(probs)
 
     def accept(self, probability: float) -> bool:
+        """Return True with that probability."""
         return self.rule.accept(probability)
 
     def _row(self, node: int) -> Tensor:
@@ -98,3 +96,274 @@ def token_logprob(logits: Tensor, token_id: int, n_top: int) -> TokenLogprob:
     scores = logits.float().log_softmax(dim=-1)
     values, tokens = scores.topk(min(n_top, scores.shape[-1]))
     return TokenLogprob(token_id, float(scores[token_id]), tuple(zip(tokens.tolist(), values.tolist(), strict=True)))
+
+
+def walk(
+    tree: DraftTree,
+    choose: Callable[[int, tuple[int, ...]], int],
+    n_checked: int | None = None,
+    begun: Walk = AT_ROOT,
+) -> Walk:
+    """Follow the target down the tree, from the end of what was `begun`.
+
+    Args:    choose: (node, tokens accepted so far) -> the target's token after that node; called once per visited
+             node, in order, so that a seeded draw is spent on each emitted token and on no other.
+             n_checked: nodes from here on have no answer of the target: the walk ends when it reaches one.
+    """
+    path, token_ids = begun.path, begun.token_ids
+    node = path[-1] if path else 0
+    while n_checked is None or node < n_checked:
+        token_id = choose(node, token_ids)
+        token_ids += (token_id,)
+        child = tree.child(node, token_id)
+        if child is None:
+            break
+        path += (child,)
+        node = child
+    return Walk(path, token_ids)
+
+
+class Verifier(ABC):
+    """Decides how much of a draft is accepted. `lossy`: the output is not the target's own distribution."""
+
+    lossy = False
+
+    @abstractmethod
+    def verify(self, draft: Draft, target: Target) -> Walk:
+        """Return the accepted path, and the tokens to commit: at least one."""
+
+
+class TargetWalk(Verifier):
+    """The verifier of `walk`; the same seed gives the tokens of plain decoding."""
+
+    def verify(self, draft: Draft, target: Target) -> Walk:
+        return walk(draft.tree, target.choose, target.n_checked)
+
+
+class SeveralRatio(Verifier):
+    """Several sampled children per node; every draw of an `Offer` is a try, repeats included.
+
+    `rule`: "with" for independent draws, tried one after another (SpecInfer, arXiv:2305.09781); "without" for draws
+    that exclude each other (MCSS, arXiv:2401.06706); "k-seq" for independent draws that all have the same chance
+    (SpecTr, arXiv:2310.15141). A token that the target draws from what it has left is followed where it is a child
+    too (with "k-seq" it can be): what hangs below a child does not depend on why the child was reached.
+    """
+
+    def __init__(self, rule: SeveralRule = "with") -> None:
+        self._independent = rule != "without"
+        self._decide = _k_seq if rule == "k-seq" else _one_by_one
+
+    def verify(self, draft: Draft, target: Target) -> Walk:
+        assert all(o.replaced == self._independent or len(o.token_ids) == 1 for o in draft.offers.values())
+        return self._descend(draft, target)
+
+    def _descend(self, draft: Draft, target: Target, begun: Walk = AT_ROOT) -> Walk:
+        """Walk down the tree; the rule gives the token to commit after a node whose children were sampled."""
+        offers: Mapping[int, Offer] = {} if target.greedy else draft.offers
+
+        def choose(node: int, accepted: tuple[int, ...]) -> int:
+            if node in offers:
+                return self._decide(offers[node], target.probs(node, accepted), target)
+            return target.choose(node, accepted)
+
+        return walk(draft.tree, choose, target.n_checked, begun)
+
+
+class ChainRatio(SeveralRatio):
+    """Speculative sampling, for at most one sampled child per node: x is kept with probability min(1, target / draft).
+
+    Source: Leviathan et al. (arXiv:2211.17192), Algorithm 1; Chen et al. (arXiv:2302.01318).
+    """
+
+
+class BlockRatio(ChainRatio):
+    """Block verification: the tokens of a sampled chain are weighed together; never accepts fewer than `ChainRatio`.
+
+    Trees, and what follows the first node without an offer, are verified as by `ChainRatio`.
+    Source: Sun et al. (arXiv:2403.10444), Algorithm 2.
+    """
+
+    def verify(self, draft: Draft, target: Target) -> Walk:
+        n = 0 if target.greedy or not draft.tree.is_chain else _n_sampled(draft, target.n_checked)
+        tokens = draft.tree.token_ids[1 : n + 1]
+        target_probs = [target.probs(node, tokens[:node]) for node in range(n)]
+        draft_probs = [draft.offers[node].probs for node in range(n)]
+        weights = [1.0]  # how far the target backs the first i tokens; at most 1
+        for token_id, wanted, offered in zip(tokens, target_probs, draft_probs, strict=True):
+            weights.append(min(1.0, weights[-1] * float(wanted[token_id]) / float(offered[token_id])))
+        for kept in range(n, 0, -1):  # the longest block whose own chance comes up
+            if kept == n:
+                chance = weights[n]
+            else:
+                left = float((weights[kept] * target_probs[kept] - draft_probs[kept]).clamp_min(0.0).sum())
+                missing = left + (1.0 - weights[kept])  # never below `left`
+                chance = left / missing if missing > 0.0 else 1.0
+            if target.accept(chance):
+                break
+        else:
+            kept = 0
+        path = tuple(range(1, kept + 1))
+        if kept == n:
+            return self._descend(draft, target, Walk(path, tokens))
+        token_id = target.draw(residual(weights[kept] * target_probs[kept], draft_probs[kept]))
+        return Walk(path, (*tokens[:kept], token_id))
+
+
+def _n_sampled(draft: Draft, n_checked: int) -> int:
+    """Return how many tokens of a chain, from its first on, were sampled and have an answer of the target."""
+    limit = min(n_checked, draft.tree.n_nodes - 1)
+    return next((node for node in range(limit) if node not in draft.offers), limit)
+
+
+def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """Return max(0, target - draft) made to sum to 1, (vocab,); the target's own where nothing is left of it."""
+    left = (target_probs - draft_probs).clamp_min(0.0)
+    total = left.sum()
+    return left / total if float(total) > 0.0 else target_probs
+
+
+def _one_by_one(offer: Offer, target_probs: Tensor, target: Target) -> int:
+    draft_probs = offer.probs
+    for token_id in offer.token_ids:
+        if target.accept(min(1.0, float(target_probs[token_id]) / float(draft_probs[token_id]))):
+            return token_id
+        target_probs = residual(target_probs, draft_probs)
+        if not offer.replaced:
+            draft_probs = remaining(draft_probs, token_id)
+    return target.draw(target_probs)
+
+
+def _k_seq(offer: Offer, target_probs: Tensor, target: Target) -> int:
+    n_tries = len(offer.token_ids)
+    accepted = offer.probs.minimum(target_probs / _divisor(target_probs, offer.probs, n_tries))
+    for token_id in offer.token_ids:
+        if target.accept(float(accepted[token_id]) / float(offer.probs[token_id])):
+            return token_id
+    once = min(1.0, float(accepted.sum()))  # the chance that one try is accepted
+    gain = _any_of(once, n_tries) / once if once > 0.0 else float(n_tries)
+    return target.draw(residual(target_probs, accepted * gain))
+
+
+def _any_of(chance: float, n_tries: int) -> float:
+    return 1.0 - float((1.0 - chance) ** n_tries)
+
+
+def _divisor(target_probs: Tensor, draft_probs: Tensor, n_tries: int) -> float:
+    """Return the smallest ρ in [1, n_tries], from above, that accepts no token more often than the target has it."""
+    shared = (target_probs > 0.0) & (draft_probs > 0.0)
+    wanted, offered = target_probs[shared], draft_probs[shared]
+    low, high = 1.0, float(n_tries)
+    for _ in range(_BISECTIONS if n_tries > 1 else 0):
+        middle = (low + high) / 2
+        once = min(1.0, float(offered.minimum(wanted / middle).sum()))
+        if _any_of(once, n_tries) > middle * once:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+class KeptPrefix(Verifier):
+    """Base of the lossy verifiers: some tokens of a chain from its first on, then the target's own if it has one."""
+
+    lossy = True
+
+    def verify(self, draft: Draft, target: Target) -> Walk:
+        assert draft.tree.is_chain
+        n_kept = self.n_kept(draft, target)
+        token_ids = draft.tree.token_ids[1 : n_kept + 1]
+        if n_kept < target.n_checked:
+            token_ids = (*token_ids, target.choose(n_kept, token_ids))
+        return Walk(tuple(range(1, n_kept + 1)), token_ids)
+
+    def n_kept(self, draft: Draft, target: Target) -> int:
+        """Return how many of the draft's tokens are kept: those before the first that `keeps` refuses."""
+        last = min(draft.tree.n_steps, target.n_checked)
+        refused = (n for n in range(last) if not self.keeps(draft.tree.token_ids[n + 1], target.raw_probs(n)))
+        return next(refused, last)
+
+    def keeps(self, token_id: int, probs: Tensor) -> bool:
+        """Return whether a token is kept where the target's distribution is `probs` (vocab,)."""
+        return True
+
+
+class KeepAll(KeptPrefix):
+    """MTJD: every token of the draft is kept; the drafter searched with the target itself, so no pass is needed."""
+
+    def n_kept(self, draft: Draft, target: Target) -> int:
+        return draft.tree.n_steps
+
+
+class Typical(KeptPrefix):
+    """Typical acceptance: a token is kept if its probability exceeds min(ε, δ · exp(-H)), H the entropy there in nats.
+
+    Source: Medusa (arXiv:2401.10774) 2.3.1. DEVIATION: Medusa judges after temperature, and by equality with the
+    argmax at temperature 0; here the criterion is one and the same at every temperature.
+    """
+
+    def __init__(self, epsilon: float, delta: float) -> None:
+        self.epsilon, self.delta = epsilon, delta
+
+    def keeps(self, token_id: int, probs: Tensor) -> bool:
+        entropy = -float(probs.xlogy(probs).sum())
+        return float(probs[token_id]) > min(self.epsilon, self.delta * math.exp(-entropy))
+
+
+class Rollback(KeptPrefix):
+    """BiLD's rollback: a token is refused where -log of its target probability exceeds `threshold` (nats).
+
+    Source: Kim et al. (arXiv:2302.07863) 3.3, with the target's distribution against the draft's token.
+    """
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
+
+    def keeps(self, token_id: int, probs: Tensor) -> bool:
+        return -float(probs[token_id].log()) <= self.threshold
+
+
+class JointRatio(KeptPrefix):
+    """MTAD: the longest prefix whose joint probability is more than `threshold` times what the draft gives it.
+
+    A prefix may pass after a shorter one failed, and the empty one always does. Both sides are after top-k and top-p:
+    the target's here, the draft's in `Draft.logprobs`.
+
+    Source: MTAD 3.2, Algorithm 1. DEVIATION: its line 11 sets η ← j, the token; meant is η ← i, the length.
+    """
+
+    def __init__(self, threshold: float, top_k: int, top_p: float) -> None:
+        self.threshold, self.top_k, self.top_p = threshold, top_k, top_p
+
+    def n_kept(self, draft: Draft, target: Target) -> int:
+        assert len(draft.logprobs) == draft.tree.n_nodes
+        least = math.log(self.threshold) if self.threshold > 0.0 else -math.inf
+        ratio, longest = 0.0, 0  # log target - log draft of the prefix
+        for node in range(1, min(draft.tree.n_nodes, target.n_checked + 1)):
+            probs = warp(target.raw_probs(node - 1), self.top_k, self.top_p)
+            ratio += float(probs[draft.tree.token_ids[node]].log()) - draft.logprobs[node]
+            if ratio > least:
+                longest = node
+            elif ratio == -math.inf:
+                break  # the target rules a token out, and with it every longer prefix
+        return longest
+
+
+def most_probable(probs: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
+    """Select the tokens of `probs` (…, vocab) that top-k, then top-p leave, most probable first.
+
+    Returns: float64 (…, n), made to sum to 1, 0 for those that top-p drops; their token ids, int64 (…, n).
+    """
+    values, tokens = probs.double().topk(min(top_k, probs.shape[-1]), dim=-1)
+    values = values / values.sum(dim=-1, keepdim=True)
+    if top_p < 1.0:
+        dropped = values.cumsum(dim=-1) - values >= top_p  # the more probable ones already reach it
+        dropped[..., 0] = False
+        values = values.masked_fill(dropped, 0.0)
+        values = values / values.sum(dim=-1, keepdim=True)
+    return values, tokens
+
+
+def warp(probs: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Return `probs` after top-k, then top-p, made to sum to 1: float64 (…, vocab)."""
+    values, tokens = most_probable(probs, top_k, top_p)
+    return values.new_zeros(probs.shape).scatter_(-1, tokens, values)

@@ -9,8 +9,7 @@ from typing import Any
 
 from ...core.errors import SettingsError
 from .chains import swift
-from .plain import PLAIN
-from .registry import REGISTERED, Method, MethodInfo, Resources
+from .registry import PLAIN, REGISTERED, Method, MethodInfo, Resources
 
 __all__ = ["METHODS", "PLAIN", "Method", "MethodInfo", "Resources", "build", "method_info", "swift"]
 

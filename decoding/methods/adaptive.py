@@ -22,10 +22,10 @@ from ...core.errors import SettingsError
 from ...core.serialization import Settings, adapter, count
 from ...core.types import LayerSet
 from ..cost_model import Acceptance, Joining, PassCosts, Probing, Rate, Throughput, chain_worth, faded
-from ..draft import Draft, Drafter, Outcome, Verifier
+from ..draft import Draft, Drafter, Outcome
 from ..text_matches import Cursor, HitRates, Matches
 from ..tree import DraftTree
-from ..verify import TargetWalk
+from ..verify import TargetWalk, Verifier
 from .registry import Method, Resources, method
 
 if TYPE_CHECKING:

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...core.serialization import Settings, count, share
-from ...core.types import LayerSet
-from ..draft import Draft, Drafter, Verifier
-from ..lossy import JointRatio, KeepAll, most_probable
+from ..draft import Draft, Drafter, draw_apart
 from ..tree import DraftTree
+from ..verify import JointRatio, KeepAll, Verifier, most_probable
 from .registry import Resources, method
-from .sequences import draw_apart
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,8 +45,7 @@ def _mtad(resources: Resources, settings: MtadSettings) -> tuple[Drafter, Verifi
 def _mtjd(resources: Resources, settings: BeamSettings) -> tuple[Drafter, Verifier]:
     from ..draft_models import SkippedTarget
 
-    whole = SkippedTarget(LayerSet(resources.runtime.n_layers))
-    return BeamDrafter(whole, settings, sampled=True, keep=True), KeepAll()
+    return BeamDrafter(SkippedTarget(None), settings, sampled=True, keep=True), KeepAll()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +78,6 @@ class BeamDrafter(Drafter):
     def __init__(self, model: DraftModel, settings: BeamSettings, sampled: bool, keep: bool = False) -> None:
         self.model, self.settings, self.sampled, self.keep = model, settings, sampled, keep
         self.runs_target = keep
-
-    @property
-    def layer_set(self) -> LayerSet | None:
-        """None with `keep`: the beams are the target's own."""
-        return None if self.keep else self.model.layer_set
 
     def max_rows(self, room: int) -> int:
         length = self._length(room)

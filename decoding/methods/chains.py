@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING
 
 from ...core.serialization import Settings, count, ranged, share
 from ...core.settings import Branching, SwiftSettings, candidates_at
-from ..draft import Draft, Drafter, Offer, Outcome, Verifier
-from ..lossy import Rollback, Typical
-from ..ratio import BlockRatio, ChainRatio
+from ..draft import Draft, Drafter, Offer, Outcome
 from ..tree import DraftTree
-from ..verify import TargetWalk
+from ..verify import BlockRatio, ChainRatio, Rollback, TargetWalk, Typical, Verifier
 from .registry import Method, Resources, method
 
 if TYPE_CHECKING:
@@ -104,9 +102,7 @@ def swift(draft: LayerSet | SkippedTarget, settings: SwiftSettings) -> Method:
 
 @method("self-sd", "Self-SD (Draft & Verify)", "arXiv:2309.08168", SelfSdSettings, ["layer_set"])
 def _self_sd(resources: Resources, settings: SelfSdSettings) -> tuple[Drafter, Verifier]:
-    from ..draft_models import SkippedTarget
-
-    return ChainDrafter(SkippedTarget(resources.skipped()), StopRule.adaptive(settings), sampled=True), ChainRatio()
+    return ChainDrafter(resources.skipped(), StopRule.adaptive(settings), sampled=True), ChainRatio()
 
 
 @method("spd", "speculative decoding", "arXiv:2211.17192", SpdSettings, drafts_with_model=True)
@@ -223,21 +219,19 @@ class ChainDrafter(Drafter):
         staged = self.passes.staged
         if staged is not None and staged.n_rows < len(spine):
             staged.add(spine[-1])
-        return Draft(DraftTree.grow(root, offered), offers, staged=staged)
+        return Draft(DraftTree.grow(root, offered), offers, staged=staged and staged.finish())
 
     def observe(self, outcome: Outcome) -> None:
         self.stop.observe(outcome.draft.n_steps, min(len(outcome.walk.path), outcome.draft.n_steps))
 
     def _step(self, drafted: Sequence[int], logits: Tensor) -> tuple[tuple[int, ...], float, Offer | None]:
         """Return the tokens offered at this step, the first one's probability, and what it was drawn from if it was."""
-        rule, branching = self.context.rule, self.branching
-        scores = rule.scores([*self.context.token_ids, *drafted] if rule.processors else (), logits)
+        rule, scores = self.context.rule, self.context.scores(drafted, logits)
         if self.draws:
-            probs = scores.double().softmax(dim=-1).cpu()
-            token_id = rule.draw_draft(probs)
+            offer = Offer.drawn(rule, scores)
             # BiLD asks how sure the draft is, before it draws; the others how likely the drawn token was.
-            own = float(probs[token_id] if self.stop.keeps_last else probs.max())
-            return (token_id,), own, Offer((token_id,), probs)
+            own = float(offer.probs[offer.token_ids[0]] if self.stop.keeps_last else offer.probs.max())
+            return offer.token_ids, own, offer
         token_id, confidence = rule.confidence(scores)
-        n = 1 if branching is None else candidates_at(branching, confidence)
+        n = 1 if self.branching is None else candidates_at(self.branching, confidence)
         return rule.candidates(scores, token_id, n), confidence, None

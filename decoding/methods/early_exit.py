@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.errors import SettingsError
 from ...core.serialization import Settings, count, share
-from ..draft import Draft, Drafter, Offer, Verifier
-from ..ratio import ChainRatio
+from ..draft import Draft, Drafter, Offer
 from ..tree import DraftTree
-from ..verify import TargetWalk
+from ..verify import ChainRatio, TargetWalk, Verifier
 from .chains import AdaptiveThreshold, ChainDrafter, StopRule
 from .registry import Resources, method
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
     from ...models.early_exit import Heads, StagedPass
     from ...models.stacked import StackedLayers
-    from ..context import Context
     from ..draft_models import EarlyExit
     from ..engine import PassGenerator
 
@@ -155,23 +153,19 @@ class EarlyDrafter(Drafter):
                 offers[len(tokens) - 1] = offer
             tokens.append(token_id)
             staged.add(token_id)
-        return Draft(DraftTree.chain(tokens), offers, staged=staged)
+        return Draft(DraftTree.chain(tokens), offers, staged=staged.finish())
 
     def _predict(self, staged: StagedPass, drafted: list[int]) -> PassGenerator[tuple[int, Offer | None] | None]:
         """Return the token that the first sure head gives behind the newest row, and what it was drawn from, if so."""
-        context, heads = self.context, self.heads
-        rule = context.rule
+        rule, heads = self.context.rule, self.heads
         for depth in heads.depths:
             yield from staged.advance(depth)
-            logits = heads.logits(context.runtime, depth, staged.newest)[0]
-            scores = rule.scores([*context.token_ids, *drafted] if rule.processors else (), logits)
+            logits = heads.logits(self.context.runtime, depth, staged.newest)[0]
+            scores = self.context.scores(drafted, logits)
             token_id, confidence = rule.confidence(scores)
             if confidence > self.threshold:
-                if rule.greedy:
-                    return token_id, None
-                probs = scores.double().softmax(dim=-1).cpu()
-                token_id = rule.draw_draft(probs)
-                return token_id, Offer((token_id,), probs)
+                offer = None if rule.greedy else Offer.drawn(rule, scores)
+                return (token_id if offer is None else offer.token_ids[0]), offer
         return None
 
 
@@ -184,18 +178,6 @@ class _Flight:
     hidden: Tensor  # (1, hidden_size) after `depth` layers
     depth: int = 0
     predicted: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrived:
-    """The oldest token's state after all layers, as the pass that the target's token is read from."""
-
-    context: Context
-    hidden: Tensor
-
-    def finish(self) -> PassGenerator[Tensor]:
-        yield from ()
-        return self.context.runtime.logits(self.hidden)
 
 
 class PipelineDrafter(Drafter):
@@ -228,7 +210,12 @@ class PipelineDrafter(Drafter):
             self._step()
         oldest = self._flights.pop(0)
         tokens = [root, *(flight.token_id for flight in self._flights[:1])]
-        return Draft(DraftTree.chain(tokens), staged=_Arrived(context, oldest.hidden), n_checked=1)
+        return Draft(DraftTree.chain(tokens), staged=self._read(oldest.hidden), n_checked=1)
+
+    def _read(self, hidden: Tensor) -> PassGenerator[Tensor]:
+        """Return the target's logits for a state (1, hidden_size) that is through all layers."""
+        yield from ()
+        return self.context.runtime.logits(hidden)
 
     def _start(self, token_id: int, slot: int) -> _Flight:
         return _Flight(token_id, slot, self.context.runtime.embed([token_id], slot))
@@ -238,10 +225,9 @@ class PipelineDrafter(Drafter):
         newest, heads = self._flights[-1], self.heads
         if newest.predicted or newest.depth not in heads.transforms or newest.slot >= last_slot:
             return
-        rule, token_ids = self.context.rule, self.context.token_ids
         logits = heads.logits(self.context.runtime, newest.depth, newest.hidden)[0]
-        ahead = [*token_ids, *(flight.token_id for flight in self._flights[1:])] if rule.processors else ()
-        token_id, confidence = rule.confidence(rule.scores(ahead, logits))
+        ahead = [flight.token_id for flight in self._flights[1:]]
+        token_id, confidence = self.context.rule.confidence(self.context.scores(ahead, logits))
         if confidence > self.threshold:
             newest.predicted = True
             self._flights.append(self._start(token_id, newest.slot + 1))

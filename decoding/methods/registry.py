@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ...core.errors import SettingsError
 from ...core.serialization import Settings
-from ..verify import TargetWalk
+from ..draft import Draft, Drafter
+from ..tree import DraftTree
+from ..verify import TargetWalk, Verifier
 
 if TYPE_CHECKING:
     from ...core.costs import CostProfile
     from ...core.types import LayerSet
     from ...models.early_exit import Heads, Probe
     from ...models.runtime import Runtime
-    from ..draft import Drafter, Verifier
-    from ..draft_models import DraftModel
+    from ..draft_models import DraftModel, SkippedTarget
+    from ..engine import PassGenerator
 
 Need = Literal["layer_set", "heads", "probe", "costs"]
 
@@ -50,22 +52,23 @@ class Resources:
 
         Raises: SettingsError: there is neither. InvalidInput: the model's tokenizer is not the target's.
         """
-        from ..draft_models import OtherModel, SkippedTarget
+        from ..draft_models import OtherModel
 
-        other = self.draft_runtime
-        model: DraftModel = SkippedTarget(self.skipped()) if other is None else OtherModel(other)
+        model = self.skipped() if self.draft_runtime is None else OtherModel(self.draft_runtime)
         model.check(self.runtime)
         return model
 
-    def skipped(self) -> LayerSet:
-        """Return the layer set.
+    def skipped(self) -> SkippedTarget:
+        """Return the target without the layer set's sub-layers.
 
-        Raises: SettingsError: there is none. LayerSetError: it was made for another depth.
+        Raises: SettingsError: there is no layer set. LayerSetError: it was made for another depth.
         """
+        from ..draft_models import SkippedTarget
+
         if self.layer_set is None:
             raise SettingsError("this method drafts without some sub-layers: give a layer set, or tune one first")
         self.runtime.check_layer_set(self.layer_set)
-        return self.layer_set
+        return SkippedTarget(self.layer_set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ class Method:
         return self.drafter.layer_set
 
 
-Builder = Callable[[Resources, Any], tuple["Drafter", "Verifier"]]
+Builder = Callable[[Resources, Any], tuple[Drafter, Verifier]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,3 +138,22 @@ def method(
         return builder
 
     return register
+
+
+class NoDrafter(Drafter):
+    """Drafts nothing: the tree is its root."""
+
+    def max_rows(self, room: int) -> int:
+        return 1
+
+    def draft(self, room: int) -> PassGenerator[Draft]:
+        yield from ()
+        return Draft(DraftTree.chain(self.context.token_ids[-1:]))
+
+
+PLAIN = Method("plain", NoDrafter())
+
+
+@method("plain", "plain decoding", "one token per pass")
+def _plain(resources: Resources, settings: Any) -> tuple[Drafter, Verifier]:
+    return PLAIN.drafter, PLAIN.verifier

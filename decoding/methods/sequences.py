@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...core.serialization import Settings, count
-from ..draft import Draft, Drafter, Offer, Verifier
-from ..ratio import SeveralRatio, remaining
+from ..draft import Draft, Drafter, Offer
 from ..tree import DraftTree
+from ..verify import SeveralRatio, Verifier
 from .registry import Resources, method
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from ..draft_models import DraftModel
     from ..engine import PassGenerator
-    from ..rule import TokenRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,23 +89,12 @@ class SequencesDrafter(Drafter):
 
     def _draw(self, path: Sequence[int], logits: Tensor, n: int) -> tuple[tuple[int, ...], Offer | None]:
         """Return the next token of each of `n` sequences, and what they were drawn from if they were."""
-        rule, replacement = self.context.rule, self.replacement
-        scores = rule.scores([*self.context.token_ids, *path] if rule.processors else (), logits)
-        if rule.greedy:
-            token_id, _ = rule.confidence(scores)
-            return ((token_id,) * n if replacement else rule.candidates(scores, token_id, n)), None
-        probs = scores.double().softmax(dim=-1).cpu()
-        drawn = tuple(rule.draw_draft(probs) for _ in range(n)) if replacement else draw_apart(rule, probs, n)
-        return drawn, Offer(drawn, probs, replacement)
-
-
-def draw_apart(rule: TokenRule, probs: Tensor, n: int) -> tuple[int, ...]:
-    """Draw up to `n` different indices of `probs` (any,), each from what is left; fewer where nothing is."""
-    drawn: tuple[int, ...] = ()
-    while len(drawn) < n and float(probs.sum()) > 0.0:
-        drawn += (rule.draw_draft(probs),)
-        probs = remaining(probs, drawn[-1])
-    return drawn
+        rule, scores = self.context.rule, self.context.scores(path, logits)
+        if not rule.greedy:
+            offer = Offer.drawn(rule, scores, n, self.replacement)
+            return offer.token_ids, offer
+        token_id, _ = rule.confidence(scores)
+        return (token_id,) * n if self.replacement else rule.candidates(scores, token_id, n), None
 
 
 def _path(node: int, token_ids: Sequence[int], parents: Sequence[int]) -> list[int]:

@@ -175,8 +175,7 @@ def test_stop_string_counts_from_the_least_length_on() -> None:
     for least, kept in ((0, ""), (2, ""), (3, "end of the "), (13, "end of the "), (14, "end of the end, and END")):
         ending = Ending(200, stop_strings=("end",), to_text=ByteTokenizer().decode, min_new_tokens=least)
         found, reason = ending.crop([], ids)
-        text = bytes(found).decode()
-        assert text[: ending.cut(text, found)] == kept
+        assert ending.text(found) == kept
         assert (reason == "stop_string") == (least < 14)
         one_by_one: list[int] = []
         while len(one_by_one) < len(found):

@@ -16,17 +16,26 @@ from native import quick_runtime
 
 from swiftopt.core.types import Completion, LayerSet, Sampling
 from swiftopt.decoding.context import Context, Ending
-from swiftopt.decoding.draft import Drafter, Verifier
+from swiftopt.decoding.draft import Drafter
 from swiftopt.decoding.draft_models import DraftModel, OtherModel, SkippedTarget
 from swiftopt.decoding.engine import alone
 from swiftopt.decoding.loop import decode
-from swiftopt.decoding.lossy import JointRatio, KeepAll, Rollback, Typical, warp
 from swiftopt.decoding.methods import PLAIN, Method
 from swiftopt.decoding.methods.beams import BeamDrafter, BeamSettings
 from swiftopt.decoding.methods.chains import ChainDrafter, StopRule
 from swiftopt.decoding.methods.sequences import SequencesDrafter
-from swiftopt.decoding.ratio import BlockRatio, ChainRatio, SeveralRatio
 from swiftopt.decoding.rule import TokenRule
+from swiftopt.decoding.verify import (
+    BlockRatio,
+    ChainRatio,
+    JointRatio,
+    KeepAll,
+    Rollback,
+    SeveralRatio,
+    Typical,
+    Verifier,
+    warp,
+)
 from swiftopt.models.runtime import Runtime
 
 N_NEW = 24

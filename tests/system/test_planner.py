@@ -12,7 +12,7 @@ from families import tiny_runtime
 from swiftopt.core.errors import LayerSetError, LayerSetNotFound, LearnedNotFound, SettingsError
 from swiftopt.core.requests import GenerateRequest
 from swiftopt.core.types import LayerSet, LayerSetRecord, LearnedRecord, Plan
-from swiftopt.decoding.methods.lookup import LookupSettings
+from swiftopt.decoding.methods.guesses import LookupSettings
 from swiftopt.models.costs import device_name
 from swiftopt.models.early_exit import Heads, learned_to_bytes, n_parameters
 from swiftopt.models.runtime import Runtime

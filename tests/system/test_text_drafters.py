@@ -18,12 +18,20 @@ from swiftopt.decoding.engine import PassGenerator, alone
 from swiftopt.decoding.loop import decode, decoding
 from swiftopt.decoding.methods import PLAIN, Method, Resources, build
 from swiftopt.decoding.methods.adaptive import AdaptiveSettings
-from swiftopt.decoding.methods.jacobi import JacobiDrafter, JacobiSettings
-from swiftopt.decoding.methods.lookahead import LookaheadDrafter, LookaheadSettings, NgramPool, Window, merged
-from swiftopt.decoding.methods.lookup import LookupDrafter, LookupSettings
+from swiftopt.decoding.methods.guesses import (
+    JacobiDrafter,
+    JacobiSettings,
+    LookaheadDrafter,
+    LookaheadSettings,
+    LookupDrafter,
+    LookupSettings,
+    NgramPool,
+    Window,
+    merged,
+)
 from swiftopt.decoding.rule import TokenRule
 from swiftopt.decoding.text_matches import HitRates, SuffixAutomaton
-from swiftopt.decoding.tree import DraftTree, ancestor_mask
+from swiftopt.decoding.tree import DraftTree, ancestor_mask, tree_rows
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
 
@@ -58,7 +66,7 @@ class Watched(Drafter):
         draft = yield from self.drafter.draft(room)
         n_riders = 0 if draft.riders is None else len(draft.riders.token_ids)
         assert draft.tree.n_nodes + n_riders <= self.max_rows(room)
-        assert draft.n_steps == max(draft.tree.depths()) <= room
+        assert draft.n_steps == int(ancestor_mask(draft.tree.parents).sum(1).max()) - 1 <= room
         self.drafts.append(draft)
         return draft
 
@@ -283,17 +291,11 @@ def test_a_lookahead_window_equals_each_column_alone(family: str) -> None:
     assert riders is not None and (window.n_levels, window.width) == (3, 3)
     buffer, root = runtime.new_buffer(64), len(ids) - 1
     runtime.prefill(ids[:-1], buffer)
-    n_nodes, n_rows = tree.n_nodes, tree.n_nodes + len(riders.token_ids)
-    visible = torch.zeros((n_rows, root + n_rows), dtype=torch.bool)
-    visible[:, :root] = True
-    visible[:n_nodes, root : root + n_nodes] = ancestor_mask(tree.parents)
-    visible[n_nodes:, root:] = riders.visible
-    positions = [root + depth for depth in (*tree.depths(), *riders.depths)]
-    together = runtime.forward(Rows((*tree.token_ids, *riders.token_ids), root, positions, visible), buffer)
+    together = runtime.forward(tree_rows(tree.token_ids, tree.parents, root, riders), buffer)
     checked = 0
     for row, chain in columns(window):
         alone = runtime.forward(Rows([ids[-1], *chain], root), buffer, [len(chain)])
-        torch.testing.assert_close(together[n_nodes + row], alone[0])
+        torch.testing.assert_close(together[tree.n_nodes + row], alone[0])
         checked += 1
     assert checked == len(riders.token_ids)
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from swiftopt.decoding.draft import Draft, Verifier
-from swiftopt.decoding.lossy import JointRatio, KeepAll, Rollback, Typical, warp
+from swiftopt.decoding.draft import Draft
 from swiftopt.decoding.tree import DraftTree
+from swiftopt.decoding.verify import JointRatio, KeepAll, Rollback, Typical, Verifier, warp
 
 VOCAB = 8
 OWN = 5  # the token the target chooses wherever it is asked

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from swiftopt.core.types import Sampling
 from swiftopt.decoding.context import Context
-from swiftopt.decoding.draft import Draft, Drafter, Offer, Verifier, Walk
+from swiftopt.decoding.draft import Draft, Drafter, Offer, Walk
 from swiftopt.decoding.engine import PassGenerator, alone
 from swiftopt.decoding.methods.chains import ChainDrafter, StopRule
 from swiftopt.decoding.methods.sequences import SequencesDrafter
-from swiftopt.decoding.ratio import BlockRatio, ChainRatio, SeveralRatio
 from swiftopt.decoding.rule import TokenRule
-from swiftopt.decoding.tree import DraftTree
+from swiftopt.decoding.tree import DraftTree, ancestor_mask
+from swiftopt.decoding.verify import BlockRatio, ChainRatio, SeveralRatio, Verifier
 
 VOCAB = 3
 Path = tuple[int, ...]
@@ -292,9 +292,10 @@ def test_sequences_of_equal_beginning_share_their_nodes(replacement: bool) -> No
     for draft, _ in all_runs(program):
         tree = draft.tree
         shapes.add(tree.n_nodes)
+        depths = (ancestor_mask(tree.parents).sum(1) - 1).tolist()
         assert len({(tree.parents[n], tree.token_ids[n]) for n in range(tree.n_nodes)}) == tree.n_nodes
         assert tree.is_chain == (tree.parents == tuple(range(-1, tree.n_nodes - 1)))
-        assert sorted(draft.offers) == [n for n, depth in enumerate(tree.depths()) if depth < 2]
+        assert sorted(draft.offers) == [n for n, depth in enumerate(depths) if depth < 2]
         for node, offer in draft.offers.items():
             children = [tree.token_ids[n] for n in range(tree.n_nodes) if tree.parents[n] == node]
             assert children == list(dict.fromkeys(offer.token_ids))

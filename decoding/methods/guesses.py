@@ -1,12 +1,19 @@
-"""Lookahead decoding: guesses at the tokens to come are refined beside the text; n-grams they pass through are drafted.
+"""Drafts without a draft model: guesses that the target's own passes refine, and what followed the text's end before.
 
-Beside the draft, the target's pass runs a window of W columns and N - 1 levels. Column i of the oldest level guesses
-the token i behind the root (column 0 is the root), and each further level the token behind the one before it, as
-guessed one pass later. The argmax under each column completes an n-gram for the pool and becomes the newest level,
-while the oldest is dropped: after one committed token, every guess is again where it belongs. The n-grams that begin
-with the root's token are the next draft.
+Jacobi decoding: a block of guesses is checked as a chain, and the same pass refines those that were refused (Santilli
+et al., arXiv:2305.10427, as a block that moves along with the text).
 
-Source: Fu et al. (arXiv:2402.02057), 3.1 and 3.2.
+Lookahead decoding: n-grams that guesses pass through are drafted. Beside the draft, the target's pass runs a window of
+W columns and N - 1 levels. Column i of the oldest level guesses the token i behind the root (column 0 is the root), and
+each further level the token behind the one before it, as guessed one pass later. The argmax under each column completes
+an n-gram for the pool and becomes the newest level, while the oldest is dropped: after one committed token, every guess
+is again where it belongs. The n-grams that begin with the root's token are the next draft (Fu et al., arXiv:2402.02057,
+3.1 and 3.2).
+
+Prompt lookup: where the text's end occurred before, what followed it there is the draft.
+
+All of these are functions of committed tokens and of argmaxes behind them, and depend on no draw of the round that
+checks them: `TargetWalk` is exact at every temperature.
 """
 
 from __future__ import annotations
@@ -17,15 +24,58 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ...core.serialization import Settings, count
-from ..draft import Draft, Drafter, Outcome, Riders, Verifier
-from ..tree import DraftTree
-from ..verify import TargetWalk
+from ..draft import Draft, Drafter, Outcome
+from ..text_matches import Matches
+from ..tree import DraftTree, Riders
+from ..verify import TargetWalk, Verifier
 from .registry import Resources, method
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ..engine import PassGenerator
+
+WORTH = 0.1  # chance of acceptance from which on a token is drafted; about a row's cost over that of a token
+
+
+@dataclass(frozen=True, slots=True)
+class JacobiSettings(Settings):
+    """Parallel (Jacobi) decoding (arXiv:2305.10427): guesses refined together."""
+
+    window: int = count(8)
+
+
+@method("jacobi", "Jacobi decoding", "arXiv:2305.10427", JacobiSettings)
+def _jacobi(resources: Resources, settings: JacobiSettings) -> tuple[Drafter, Verifier]:
+    return JacobiDrafter(settings), TargetWalk()
+
+
+class JacobiDrafter(Drafter):
+    """`window` guesses, each replaced by the target's argmax after the guesses before it, until they no longer change.
+
+    A fixed point is the greedy output.
+    """
+
+    def __init__(self, settings: JacobiSettings) -> None:
+        self.window = settings.window
+
+    def max_rows(self, room: int) -> int:
+        return 1 + min(room, self.window)
+
+    def start(self) -> None:
+        self.guesses = [self.context.token_ids[-1]] * self.window
+
+    def draft(self, room: int) -> PassGenerator[Draft]:
+        yield from ()
+        return Draft(DraftTree.chain([self.context.token_ids[-1], *self.guesses[:room]]))
+
+    def observe(self, outcome: Outcome) -> None:
+        """Take row i of the pass as the guess i + 1 behind the root; those up to the new root are settled."""
+        assert outcome.logits is not None
+        settled = outcome.walk.token_ids
+        refined = outcome.logits[len(settled) :].max(dim=-1).indices.tolist()
+        last = refined[-1] if refined else settled[-1]
+        self.guesses = refined + [last] * (self.window - len(refined))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +93,7 @@ def _lookahead(resources: Resources, settings: LookaheadSettings) -> tuple[Draft
 
 
 class LookaheadDrafter(Drafter):
-    """At most `guesses` (G) n-grams of `ngram` (N) tokens, from a window `window` (W) columns wide.
-
-    Pool and window hold argmaxes of passes over committed tokens and guesses. They depend on no draw of the round that
-    checks them, so that `TargetWalk` is exact at every temperature.
-    """
+    """At most `guesses` (G) n-grams of `ngram` (N) tokens, from a window `window` (W) columns wide."""
 
     def __init__(self, settings: LookaheadSettings) -> None:
         self.settings = settings
@@ -185,3 +231,44 @@ def merged(root: int, continuations: Sequence[Sequence[int]], room: int) -> Draf
                 parents.append(node)
             node, depth = known[node, token_id], max(depth, step)
     return DraftTree(tuple(token_ids), tuple(parents), depth)
+
+
+@dataclass(frozen=True, slots=True)
+class LookupSettings(Settings):
+    """Prompt lookup: what followed the longest earlier occurrence of the text's end."""
+
+    max_draft_length: int = count(10)
+    min_match: int = count(1)  # tokens that must match before anything is drafted
+
+
+@method("prompt-lookup", "prompt lookup", "n-gram drafting", LookupSettings)
+def _lookup(resources: Resources, settings: LookupSettings) -> tuple[Drafter, Verifier]:
+    return LookupDrafter(settings), TargetWalk()
+
+
+class LookupDrafter(Drafter):
+    """What followed the longest earlier occurrence of the text's end, if at least `min_match` tokens match.
+
+    The draft is as long as the chance that all of it is accepted is at least `WORTH`. The cost of a round does not grow
+    with the context.
+    """
+
+    def __init__(self, settings: LookupSettings) -> None:
+        self.settings = settings
+
+    def max_rows(self, room: int) -> int:
+        return 1 + min(room, self.settings.max_draft_length)
+
+    def start(self) -> None:
+        context = self.context
+        self.matches = Matches(prompt_ids=context.token_ids[: context.n_prompt], prediction=context.prediction)
+
+    def draft(self, room: int) -> PassGenerator[Draft]:
+        """Read the tokens that are new, at the first call the prompt, so that this counts as drafting."""
+        yield from ()
+        self.matches.read(self.context.token_ids)
+        cursor = self.matches.at_end()
+        enough = cursor.length >= self.settings.min_match
+        followed = cursor.guesses(min(room, self.settings.max_draft_length), WORTH) if enough else []
+        tree = DraftTree.chain([cursor.last, *(guess.token_id for guess in followed)])
+        return Draft(tree, predicted=frozenset(node for node, guess in enumerate(followed, 1) if guess.predicted))
