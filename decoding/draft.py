@@ -125,6 +125,8 @@ class Drafter(ABC):
 
     model: DraftModel | None = None  # what it drafts with, if that is a model
     runs_target = False  # whether it runs the target itself, so that nobody sees what its tokens were drawn from
+    max_depth: int = 0  # tokens that a draft is deep at most
+    max_width: int = 1  # nodes of a draft at one depth, at most
     context: Context  # of the request, in a copy that `begin` made
 
     @property
@@ -137,9 +139,9 @@ class Drafter(ABC):
         """Memory that drafting takes per slot of a request, beside the target's."""
         return 0 if self.model is None else self.model.slot_bytes
 
-    @abstractmethod
     def max_rows(self, room: int) -> int:
         """Return the most slots behind the committed ones that a round with `room` can write, root included."""
+        return 1 + min(room, self.max_depth) * self.max_width
 
     def begin(self, context: Context) -> Self:
         """Return a copy that drafts for one request; called once, after its prefill."""

@@ -197,43 +197,40 @@ class Matches:
         return self._pairs.get((first, second))
 
 
+@dataclass(slots=True, eq=False)
 class Cursor:
     """A place in the earlier text that matches the end of the drafted one; moved on by each drafted token."""
 
-    __slots__ = ("_matches", "_place", "last", "length")
-
-    def __init__(self, matches: Matches, place: int, length: int, last: int) -> None:
-        self._matches, self._place, self.length, self.last = matches, place, length, last
-
-    def copy(self) -> Cursor:
-        """Return a cursor that moves on its own."""
-        return Cursor(self._matches, self._place, self.length, self.last)
+    matches: Matches
+    place: int
+    length: int  # tokens that match
+    last: int  # the latest token
 
     @property
     def token_id(self) -> int | None:
         """What came next there; None without a match."""
-        known = self._matches.text.token_ids
-        return known[self._place] if self.length and self._place < len(known) else None
+        known = self.matches.text.token_ids
+        return known[self.place] if self.length and self.place < len(known) else None
 
     @property
     def chance(self) -> float:
         """The chance that it comes next here too."""
-        return self._matches.rates.rate(self.length)
+        return self.matches.rates.rate(self.length)
 
     def move(self, token_id: int) -> None:
         """Move behind that token: further along the match, or to where the last two tokens occurred last."""
         if self.token_id == token_id:
-            self._place, self.length = self._place + 1, self.length + 1
+            self.place, self.length = self.place + 1, self.length + 1
         else:
-            found = self._matches.pair(self.last, token_id)
-            self._place, self.length = (0, 0) if found is None else (found, 2)
+            found = self.matches.pair(self.last, token_id)
+            self.place, self.length = (0, 0) if found is None else (found, 2)
         self.last = token_id
 
     def ahead(self) -> Iterator[Guess]:
         """Yield what comes next, token by token, each with its chance given those before it."""
-        cursor = self.copy()
+        cursor = Cursor(self.matches, self.place, self.length, self.last)
         while (token_id := cursor.token_id) is not None:
-            yield Guess(token_id, cursor.chance, cursor._place in cursor._matches.predicted)
+            yield Guess(token_id, cursor.chance, cursor.place in self.matches.predicted)
             cursor.move(token_id)
 
     def guesses(self, most: int, worth: float) -> list[Guess]:

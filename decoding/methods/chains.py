@@ -189,10 +189,7 @@ class ChainDrafter(Drafter):
         self, model: DraftModel, stop: StopRule, branching: Branching | None = None, sampled: bool = False
     ) -> None:
         self.model, self.stop, self.branching, self.sampled = model, stop, branching, sampled
-
-    def max_rows(self, room: int) -> int:
-        widest = max(k for _, k in self.branching) if self.branching else 1
-        return 1 + min(room, self.stop.max_draft_length) * widest
+        self.max_depth, self.max_width = stop.max_draft_length, max((k for _, k in branching or ()), default=1)
 
     def start(self) -> None:
         self.passes, self.stop = self.model.begin(self.context), copy(self.stop)
@@ -203,7 +200,7 @@ class ChainDrafter(Drafter):
         spine, offered, offers = [root], [], {}  # type: list[int], list[tuple[int, ...]], dict[int, Offer]
         self.passes.restart()
         self.stop.start()
-        longest = min(room, self.stop.max_draft_length, self.passes.room)
+        longest = min(room, self.max_depth, self.passes.room)
         while len(offered) < longest:
             logits = (yield from self.passes.extend(spine[-1:], (len(spine) - 2,)))[0]
             tokens, confidence, offer = self._step(spine[1:], logits)
@@ -219,7 +216,7 @@ class ChainDrafter(Drafter):
         staged = self.passes.staged
         if staged is not None and staged.n_rows < len(spine):
             staged.add(spine[-1])
-        return Draft(DraftTree.grow(root, offered), offers, staged=staged and staged.finish())
+        return Draft(DraftTree.grow(root, offered), offers, staged=None if staged is None else staged.finish())
 
     def observe(self, outcome: Outcome) -> None:
         self.stop.observe(outcome.draft.n_steps, min(len(outcome.walk.path), outcome.draft.n_steps))

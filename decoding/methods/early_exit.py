@@ -132,10 +132,7 @@ class EarlyDrafter(Drafter):
     """
 
     def __init__(self, heads: Heads, threshold: float, max_early: int) -> None:
-        self.heads, self.threshold, self.max_early = heads, threshold, max_early
-
-    def max_rows(self, room: int) -> int:
-        return 1 + min(room, self.max_early)
+        self.heads, self.threshold, self.max_depth = heads, threshold, max_early
 
     def draft(self, room: int) -> PassGenerator[Draft]:
         from ...models.early_exit import StagedPass
@@ -144,7 +141,7 @@ class EarlyDrafter(Drafter):
         staged = StagedPass(context.runtime, context.buffer, context.root_slot)
         tokens, offers = [context.token_ids[-1]], {}  # type: list[int], dict[int, Offer]
         staged.add(tokens[0])
-        while len(tokens) <= min(room, self.max_early):
+        while len(tokens) <= min(room, self.max_depth):
             early = yield from self._predict(staged, tokens[1:])
             if early is None:
                 break
@@ -192,9 +189,7 @@ class PipelineDrafter(Drafter):
 
     def __init__(self, heads: Heads, threshold: float, stacked: StackedLayers) -> None:
         self.heads, self.threshold, self.stacked = heads, threshold, stacked
-
-    def max_rows(self, room: int) -> int:
-        return 1 + min(room, -(-self.stacked.runtime.n_layers // self.heads.depths[0]))
+        self.max_depth = -(-stacked.runtime.n_layers // heads.depths[0])
 
     def start(self) -> None:
         self._flights: list[_Flight] = []  # oldest, deepest, first

@@ -57,13 +57,10 @@ class JacobiDrafter(Drafter):
     """
 
     def __init__(self, settings: JacobiSettings) -> None:
-        self.window = settings.window
-
-    def max_rows(self, room: int) -> int:
-        return 1 + min(room, self.window)
+        self.max_depth = settings.window
 
     def start(self) -> None:
-        self.guesses = [self.context.token_ids[-1]] * self.window
+        self.guesses = [self.context.token_ids[-1]] * self.max_depth
 
     def draft(self, room: int) -> PassGenerator[Draft]:
         yield from ()
@@ -75,7 +72,7 @@ class JacobiDrafter(Drafter):
         settled = outcome.walk.token_ids
         refined = outcome.logits[len(settled) :].max(dim=-1).indices.tolist()
         last = refined[-1] if refined else settled[-1]
-        self.guesses = refined + [last] * (self.window - len(refined))
+        self.guesses = refined + [last] * (self.max_depth - len(refined))
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,10 +251,7 @@ class LookupDrafter(Drafter):
     """
 
     def __init__(self, settings: LookupSettings) -> None:
-        self.settings = settings
-
-    def max_rows(self, room: int) -> int:
-        return 1 + min(room, self.settings.max_draft_length)
+        self.max_depth, self.min_match = settings.max_draft_length, settings.min_match
 
     def start(self) -> None:
         context = self.context
@@ -268,7 +262,7 @@ class LookupDrafter(Drafter):
         yield from ()
         self.matches.read(self.context.token_ids)
         cursor = self.matches.at_end()
-        enough = cursor.length >= self.settings.min_match
-        followed = cursor.guesses(min(room, self.settings.max_draft_length), WORTH) if enough else []
+        enough = cursor.length >= self.min_match
+        followed = cursor.guesses(min(room, self.max_depth), WORTH) if enough else []
         tree = DraftTree.chain([cursor.last, *(guess.token_id for guess in followed)])
         return Draft(tree, predicted=frozenset(node for node, guess in enumerate(followed, 1) if guess.predicted))

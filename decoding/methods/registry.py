@@ -143,9 +143,6 @@ def method(
 class NoDrafter(Drafter):
     """Drafts nothing: the tree is its root."""
 
-    def max_rows(self, room: int) -> int:
-        return 1
-
     def draft(self, room: int) -> PassGenerator[Draft]:
         yield from ()
         return Draft(DraftTree.chain(self.context.token_ids[-1:]))

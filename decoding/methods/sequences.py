@@ -58,10 +58,8 @@ class SequencesDrafter(Drafter):
     model: DraftModel
 
     def __init__(self, model: DraftModel, sequences: int, draft_length: int, replacement: bool) -> None:
-        self.model, self.sequences, self.draft_length, self.replacement = model, sequences, draft_length, replacement
-
-    def max_rows(self, room: int) -> int:
-        return 1 + min(room, self.draft_length) * self.sequences
+        self.model, self.replacement = model, replacement
+        self.max_width, self.max_depth = sequences, draft_length
 
     def start(self) -> None:
         self.passes = self.model.begin(self.context)
@@ -69,8 +67,8 @@ class SequencesDrafter(Drafter):
     def draft(self, room: int) -> PassGenerator[Draft]:
         # Node numbers are slots: a level of the tree is a pass, and the last one is not run by the draft model at all.
         token_ids, parents, offers = [self.context.token_ids[-1]], [-1], {}  # type: list[int], list[int], dict[int, Offer]
-        depth = min(room, self.draft_length, self.passes.room)
-        level = {0: self.sequences}  # the newest nodes, and how many sequences pass through each
+        depth = min(room, self.max_depth, self.passes.room)
+        level = {0: self.max_width}  # the newest nodes, and how many sequences pass through each
         self.passes.restart()
         for _ in range(depth):
             nodes = tuple(level)
