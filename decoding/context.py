@@ -56,15 +56,8 @@ class Tally:
         for position in range(n_accepted):
             self.per_position[position] += 1
 
-    def stopped(self) -> Tally:
-        """A copy in which the clock's seconds until now are kept."""
-        return self._from(self.total_s)
-
-    def resumed(self) -> Tally:
-        """A copy whose clock goes on now from what was kept."""
-        return self._from(self.elapsed_s)
-
-    def _from(self, elapsed_s: float) -> Tally:
+    def copied(self, elapsed_s: float) -> Tally:
+        """A copy whose clock goes on now from `elapsed_s`."""
         widths, per_position = dict(self.widths), list(self.per_position)
         return replace(self, widths=widths, per_position=per_position, elapsed_s=elapsed_s, started=perf_counter())
 
@@ -121,7 +114,7 @@ class Context:
 
     def begun(self) -> Begun:
         """The request as it stands: to be asked for by those who watch, between the passes of a round."""
-        return Begun(tuple(self.generated), self.tally.stopped(), self.searched, self.finish)
+        return Begun(tuple(self.generated), self.tally.copied(self.tally.total_s), self.searched, self.finish)
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ def decoding(
     told = () if prompt_logprobs else token_ids
     slots = Slots(runtime, capacity, told, salt, capacity * method.drafter.slot_bytes)
     buffer, n_read, load = yield slots
-    tally = Tally() if begun is None else begun.tally.resumed()
+    tally = Tally() if begun is None else begun.tally.copied(begun.tally.elapsed_s)
     prompt = list(prompt_ids)
     context = Context(runtime, buffer, rule, prompt, len(prompt), tally, load, logprobs, tuple(prediction))
     if begun is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ...core.serialization import Settings, count, share
@@ -50,11 +50,11 @@ def _mtjd(resources: Resources, settings: BeamSettings) -> tuple[Drafter, Verifi
 
 @dataclass(frozen=True, slots=True)
 class _Beam:
-    """A sequence below the root: the pass's nodes that hold its tokens, and each token's log probability."""
+    """A sequence from the root on: its tokens, the log probability of each, and the nodes of those that were run."""
 
-    nodes: tuple[int, ...] = ()
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
+    nodes: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
 
     @property
     def joint(self) -> float:
@@ -91,32 +91,25 @@ class BeamDrafter(Drafter):
         self.draws = self.sampled and not self.context.rule.greedy
 
     def draft(self, room: int) -> PassGenerator[Draft]:
-        root = self.context.token_ids[-1]
-        best = yield from self._search(root, min(self._length(room), self.passes.room))
-        tree = DraftTree.chain([root, *best.token_ids])
-        logprobs = (0.0, *best.logprobs)
+        best = yield from self._search(min(self._length(room), self.passes.room))
+        tree = DraftTree.chain(best.token_ids)
         if not self.keep:
-            return Draft(tree, logprobs=logprobs)
+            return Draft(tree, logprobs=best.logprobs)
         slot = self.context.root_slot
-        for depth, node in enumerate(best.nodes, 1):  # ascending, and never to a slot that is still to be read
+        for depth, node in enumerate(best.nodes):  # ascending, and never to a slot that is still to be read
             if node != depth:
                 self.context.buffer.move(slot + node, slot + depth)
-        return Draft(tree, logprobs=logprobs, n_checked=0, n_passes=tree.n_steps, n_drafted=0)
+        return Draft(tree, logprobs=best.logprobs, n_checked=0, n_passes=tree.n_steps, n_drafted=0)
 
-    def _search(self, root: int, length: int) -> PassGenerator[_Beam]:
+    def _search(self, length: int) -> PassGenerator[_Beam]:
         """Return the best beam; all beams of a level are run in one pass, those of the last level not at all."""
         self.passes.restart()
-        beams, n_nodes = [_Beam()], 1
-        for depth in range(length):
-            if depth == 0:
-                logits = yield from self.passes.extend((root,), (-1,))
-            else:
-                parents = [beam.nodes[-1] if depth > 1 else 0 for beam in beams]
-                logits = yield from self.passes.extend([beam.token_ids[-1] for beam in beams], parents)
-                beams = [
-                    _Beam((*beam.nodes, n_nodes + i), beam.token_ids, beam.logprobs) for i, beam in enumerate(beams)
-                ]
-                n_nodes += len(beams)
+        beams, n_nodes = [_Beam((), (self.context.token_ids[-1],), (0.0,))], 0
+        for _ in range(length):
+            parents = [beam.nodes[-1] if beam.nodes else -1 for beam in beams]
+            logits = yield from self.passes.extend([beam.token_ids[-1] for beam in beams], parents)
+            beams = [replace(beam, nodes=(*beam.nodes, n_nodes + i)) for i, beam in enumerate(beams)]
+            n_nodes += len(beams)
             beams = self._next(beams, logits)
         return max(beams, key=lambda beam: beam.joint)
 
