@@ -64,7 +64,7 @@ class DraftTree:
 class Riders:
     """Rows beside the tree in the target's pass, for a drafter that learns from them (Lookahead).
 
-    They see the committed text; `visible` is bool, (n, n_nodes + n), over the tree and the riders. Positions are given
+    They see the committed text, the root, and one another as `visible` says: bool, (n, n). `depths` are their positions
     relative to the root. Logits are wanted of the last `n_read` of them only.
     """
 
@@ -113,7 +113,8 @@ def tree_rows(
     visible = ancestor_mask(parents)[first:]
     depths = (visible.sum(dim=1) - 1).tolist()
     if riders is not None:
-        visible = torch.cat((torch.nn.functional.pad(visible, (0, len(riders.token_ids))), riders.visible))
+        visible = torch.block_diag(visible, riders.visible)
+        visible[len(token_ids) :, 0] = True
         token_ids, depths = (*token_ids, *riders.token_ids), [*depths, *riders.depths]
     committed = torch.ones((len(token_ids), root_slot), dtype=torch.bool)
     positions = [root_slot + depth for depth in depths]

@@ -112,7 +112,7 @@ class LookaheadDrafter(Drafter):
         # Guesses of a last round would come too late, and near the context's end there is no position for them.
         fits = self.context.root_slot + self.window.reach < self.context.runtime.max_positions
         self._looks = room > 1 and fits
-        return Draft(tree, riders=self.window.riders(root, tree.n_nodes) if self._looks else None)
+        return Draft(tree, riders=self.window.riders(root) if self._looks else None)
 
     def observe(self, outcome: Outcome) -> None:
         if not self._looks:
@@ -176,20 +176,15 @@ class Window:
         """How far behind the root the last guess stands."""
         return self.width + self.n_levels - 2
 
-    def riders(self, root: int, n_nodes: int) -> Riders | None:
-        """Return all guesses but the root, level by level, as rows beside a tree of `n_nodes`, if there are any."""
+    def riders(self, root: int) -> Riders | None:
+        """Return all guesses but the root, level by level, as rows beside a tree, if there are any."""
         self.levels[0][0] = root
         cells = [(level, column) for level in range(self.n_levels) for column in range(self.width)][1:]
         if not cells:
             return None
-        import torch
-
-        own = guess_mask(self.n_levels, self.width)
-        over_tree = torch.zeros((len(cells), n_nodes), dtype=torch.bool)
-        over_tree[:, 0] = True
         token_ids = tuple(self.levels[level][column] for level, column in cells)
         depths = tuple(level + column for level, column in cells)
-        return Riders(token_ids, depths, torch.cat((over_tree, own), dim=1), min(self.width, len(cells)))
+        return Riders(token_ids, depths, guess_mask(self.n_levels, self.width), min(self.width, len(cells)))
 
     def advance(self, newest: list[int]) -> list[tuple[int, ...]]:
         """Take the argmaxes under the newest level as the next one; return the n-grams that they complete."""

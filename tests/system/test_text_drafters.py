@@ -259,7 +259,7 @@ def test_lookahead_ngrams_are_the_trajectories_of_their_guesses(settings: Lookah
     window = Window(settings, [11, 12, 13])
     root, seen = 13, 0
     for _ in range(3 * settings.ngram):
-        window.riders(root, 1)
+        window.riders(root)
         assert window.levels[0][0] == root
         ngrams = window.advance([successor(token_id) for token_id in window.levels[-1]])
         root = successor(root)
@@ -287,7 +287,7 @@ def test_a_lookahead_window_equals_each_column_alone(family: str) -> None:
     for _ in range(2):
         window.advance([rng.randrange(2, VOCAB) for _ in range(window.width)])
     tree = merged(ids[-1], [(5, 6, 7), (5, 8), (9,)], 3)
-    riders = window.riders(ids[-1], tree.n_nodes)
+    riders = window.riders(ids[-1])
     assert riders is not None and (window.n_levels, window.width) == (3, 3)
     buffer, root = runtime.new_buffer(64), len(ids) - 1
     runtime.prefill(ids[:-1], buffer)
