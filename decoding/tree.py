@@ -113,8 +113,9 @@ def tree_rows(
     visible = ancestor_mask(parents)[first:]
     depths = (visible.sum(dim=1) - 1).tolist()
     if riders is not None:
-        visible = torch.block_diag(visible, riders.visible)
-        visible[len(token_ids) :, 0] = True
+        beside = torch.nn.functional.pad(riders.visible, (len(parents), 0))
+        beside[:, 0] = True  # the root
+        visible = torch.cat((torch.nn.functional.pad(visible, (0, len(beside))), beside))
         token_ids, depths = (*token_ids, *riders.token_ids), [*depths, *riders.depths]
     committed = torch.ones((len(token_ids), root_slot), dtype=torch.bool)
     positions = [root_slot + depth for depth in depths]
