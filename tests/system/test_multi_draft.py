@@ -139,8 +139,8 @@ def beam_blocks(runtime: Runtime, ids: list[int], width: int, length: int, top_k
 
 
 def mtjd(width: int, length: int, top_k: int, top_p: float, sampled: bool = False) -> Method:
-    model = SkippedTarget(LayerSet(4))
-    return Method("mtjd", BeamDrafter(model, BeamSettings(width, length, top_k, top_p), sampled, keep=True), KeepAll())
+    settings = BeamSettings(width, length, top_k, top_p)
+    return Method("mtjd", BeamDrafter(SkippedTarget(None), settings, sampled, keep=True), KeepAll())
 
 
 def test_block_is_the_most_probable_of_all_when_no_beam_is_dropped() -> None:
