@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import httpx2
 
-from ..core.errors import ServiceUnreachable, StoreError, safe_url
-from .wire import check_key, check_url, error_of, openai_problem, parsed, sent, unreachable
+from ..core.errors import ServiceUnreachable, safe_url
+from .http import ServerConnection, error_of, openai_problem
 
 CONNECT_S = 30.0
 SILENCE_S = 600.0  # without a byte the connection counts as broken; a long prompt is read in silence
 SESSION = "X-Session-ID"  # names the chat to load balancers, which keep it on one replica
 DONE = "[DONE]"  # ends a stream, in place of a chunk
+OTHER_FORM = (AttributeError, KeyError, TypeError)  # what reading an object of another form ends with
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,31 +40,19 @@ class ServedModels:
     is_swiftopt: bool
 
 
-class ChatClient:
-    """One chat with the server at `url`, with or without `/v1` at its end; `api_key` None takes `SWIFTOPT_API_KEY`.
+class ChatClient(ServerConnection):
+    """One chat with the server at `url`, with or without `/v1` at its end; else as `ServerConnection`."""
 
-    Raises: SettingsError: the URL or the key cannot be used. In every method: NotFound, InvalidInput: the server says
-        so. ServiceUnreachable: it does not answer, is not ready, or refuses the key. StoreError: its answer has
-        another form than OpenAI's.
-    """
+    ADVICE = "use a server with OpenAI's chat completions"
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        self.url = check_url(url).removesuffix("/v1")
-        headers = {**check_key(api_key or os.environ.get("SWIFTOPT_API_KEY")), SESSION: uuid.uuid4().hex}
-        self._http = httpx2.Client(headers=headers, timeout=httpx2.Timeout(CONNECT_S, read=SILENCE_S))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._http.close()
+        super().__init__(url, api_key, httpx2.Timeout(CONNECT_S, read=SILENCE_S), {SESSION: uuid.uuid4().hex})
+        self.url = self.url.removesuffix("/v1")
 
     def models(self) -> ServedModels:
         """Return what the server decodes with; a server of ours without an engine has no names."""
-        found = parsed(sent(lambda: self._http.get(f"{self.url}/v1/models"), self.url, again=True), self.url)
-        with self._reading():
+        found = self._json("GET", "/v1/models", again=True)
+        with self._reading(*OTHER_FORM):
             return ServedModels(tuple(str(model["id"]) for model in found.get("data", ())), "schema" in found)
 
     def answer(self, model: str, messages: Sequence[Mapping[str, str]], **fields: Any) -> Iterator[str | Answered]:
@@ -76,22 +63,15 @@ class ChatClient:
         body = {"model": model, "messages": list(messages), "stream": True, **fields}
         body["stream_options"] = {"include_usage": True}
         told = _Told()
-        with closing(sent(lambda: self._opened(body), self.url, again=True)) as response:
+        with closing(self._send("POST", "/v1/chat/completions", again=True, stream=True, json=body)) as response:
             for chunk in self._chunks(response):
-                with self._reading():
+                with self._reading(*OTHER_FORM):
                     text = told.take(chunk)
                 if text:
                     yield text
-        with self._reading():
+        with self._reading(*OTHER_FORM):
             answered = told.answered()
         yield answered
-
-    def _opened(self, body: Mapping[str, Any]) -> httpx2.Response:
-        request = self._http.build_request("POST", f"{self.url}/v1/chat/completions", json=body)
-        response = self._http.send(request, stream=True)
-        if not response.is_success:
-            response.read()
-        return response
 
     def _chunks(self, response: httpx2.Response) -> Iterator[Any]:
         """Yield the objects of a stream up to its end.
@@ -99,39 +79,18 @@ class ChatClient:
         Raises: ServiceUnreachable: it has no proper end.
         """
         try:
-            for event in httpx2.EventSource(response, max_event_size=None):
+            for event in self._events(response):
                 if event.data == DONE:
                     return
-                yield self._chunk(event.data)
-        except httpx2.SSEError as error:
-            raise ServiceUnreachable(
-                f"what answers at {safe_url(self.url)} sends no events ({error}): check the URL"
-            ) from error
+                with self._reading(ValueError):
+                    chunk = json.loads(event.data)
+                problem = openai_problem(chunk, 500) if isinstance(chunk, Mapping) else None
+                if problem is not None:
+                    raise error_of(problem)
+                yield chunk
         except httpx2.TransportError as error:
-            raise unreachable(self.url, error) from error
+            raise self._unreachable(error) from error
         raise ServiceUnreachable(f"the answer of {safe_url(self.url)} broke off before its end: ask again")
-
-    def _chunk(self, data: str) -> Any:
-        try:
-            chunk = json.loads(data)
-        except ValueError as error:
-            raise self._unreadable(error) from error
-        problem = openai_problem(chunk, 500) if isinstance(chunk, Mapping) else None
-        if problem is not None:
-            raise error_of(problem)
-        return chunk
-
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        try:
-            yield
-        except (AttributeError, KeyError, TypeError) as error:
-            raise self._unreadable(error) from error
-
-    def _unreadable(self, error: Exception) -> StoreError:
-        return StoreError(
-            f"the answer of {safe_url(self.url)} cannot be read ({error}): use a server with OpenAI's chat completions"
-        )
 
 
 @dataclass(slots=True)

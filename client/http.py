@@ -1,101 +1,235 @@
-"""A swiftopt server as an object: the same jobs and layer sets as its database holds, over HTTP."""
+"""A swiftopt server as an object: the same jobs and layer sets as its database holds, over HTTP.
+
+`ServerConnection` is what this client and that of chats share: requests that are sent again when that may help, and
+answers as values or errors.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from types import TracebackType
-from typing import Any, Self, TypeVar
-from urllib.parse import quote
+from typing import Any, ClassVar, NoReturn, Self, TypeVar
+from urllib.parse import quote, urlsplit
 
 import httpx2
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_attempt
+from tenacity.wait import wait_exponential_jitter
 
-from ..core.errors import SettingsError, StoreError, SwiftoptError, safe_url
+from ..core import errors
+from ..core.errors import ServiceUnreachable, SettingsError, StoreError, SwiftoptError, safe_url
 from ..core.events import JobState, PromptFinished
 from ..core.jobs import DEFAULT_QUEUE, EventPage, Job, JobEvent, JobList, Verb
 from ..core.requests import TuneRequest
 from ..core.serialization import Record
 from ..core.streams import stream_lines
 from ..core.types import Completion, FoundPlan, LayerSetList, LayerSetRecord, ModelInfo, ModelList, Prompt
-from .wire import check_key, check_url, error_of, follow, parsed, sent
+
+ATTEMPTS = 4  # of a request that may be sent twice
+WAIT_S, MAX_WAIT_S = 0.2, 5.0  # before the second attempt, doubled each time
+SILENCE_S = 60.0  # without even a keep-alive comment the connection counts as broken
+AWAY_S = 120.0  # how long nothing may answer, once something has
+FIRST_S = 3.0  # the same before the first answer
+LIVED_S = 1.0  # a connection that stood so long was an answer, although no event came
+RETRY_S, MAX_RETRY_S = 0.2, 5.0  # between two tries, doubled each time
+PASSING = (429, 502, 503, 504)  # statuses that may go by themselves
+ERRORS: dict[int, type[SwiftoptError]] = {
+    **dict.fromkeys((400, 405, 413, 415, 422), errors.InvalidInput),
+    404: errors.NotFound,
+    409: errors.Conflict,
+}
+NAMED: dict[str, type[SwiftoptError]] = {
+    "layer-set-not-found": errors.LayerSetNotFound,
+    "stream-error": errors.StreamError,
+    "settings-error": errors.SettingsError,
+}
 
 Answer = TypeVar("Answer", bound=Record)
 
-JSON = {"Accept": "application/json"}
+
+class RefusedAnswer(Exception):
+    """An answer with a status that may pass; kept to ourselves, for the loops that try again."""
+
+    def __init__(self, response: httpx2.Response) -> None:
+        self.response = response
 
 
-class Client:
+class ServerConnection:
+    """A server at `url`; `api_key` None takes `SWIFTOPT_API_KEY`. Threads may share it.
+
+    Raises: SettingsError: the URL or the key cannot be used. In every method that sends: InvalidInput, NotFound,
+        Conflict: the server says so. ServiceUnreachable: it does not answer, is not ready or too busy, or refuses the
+        key. StoreError: its answer has another form than expected.
+    """
+
+    ADVICE: ClassVar[str]  # what to do about an answer of another form
+
+    def __init__(
+        self, url: str, api_key: str | None, timeout: httpx2.Timeout, headers: Mapping[str, str] | None = None
+    ) -> None:
+        self.url = _checked_url(url)
+        key = _key_header(api_key or os.environ.get("SWIFTOPT_API_KEY"))
+        self._http = httpx2.Client(headers={**key, **(headers or {})}, timeout=timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({safe_url(self.url)!r})"
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def _send(
+        self, method: str, path: str, *, again: bool, accept: Sequence[int] = (), stream: bool = False, **request: Any
+    ) -> httpx2.Response:
+        """Return the answer to a request; `stream`: its body is still to be read.
+
+        With `again` the request may be sent twice, as long as nothing answers or the server is not ready; `accept` are
+        statuses of failure that the caller takes for an answer.
+        """
+
+        def attempt() -> httpx2.Response:
+            sent = self._http.build_request(method, self.url + path, **request)
+            response = self._http.send(sent, stream=stream)
+            if not response.is_success:
+                response.read()
+            if response.status_code in PASSING and again:
+                raise RefusedAnswer(response)
+            return response
+
+        kinds = (httpx2.TransportError, RefusedAnswer) if again else (httpx2.ConnectError, httpx2.ConnectTimeout)
+        retrying = Retrying(
+            retry=retry_if_exception_type(kinds), stop=stop_after_attempt(ATTEMPTS), wait=_pause, reraise=True
+        )
+        try:
+            response = retrying(attempt)
+        except RefusedAnswer as refused:
+            response = refused.response
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            raise self._unreachable(error) from error
+        if not response.is_success and response.status_code not in accept:
+            self._complain(response)
+        return response
+
+    def _json(self, method: str, path: str, *, again: bool, **request: Any) -> Any:
+        """Return the JSON of the answer to a request."""
+        return self._parsed(self._send(method, path, again=again, **request))
+
+    def _parsed(self, response: httpx2.Response) -> Any:
+        try:
+            return response.json()
+        except ValueError as error:
+            raise ServiceUnreachable(
+                f"what answers at {safe_url(self.url)} is no swiftopt server (it sends no JSON): check the URL"
+            ) from error
+
+    def _events(self, response: httpx2.Response) -> Iterator[httpx2.ServerSentEvent]:
+        """Yield the events of a stream."""
+        try:
+            yield from httpx2.EventSource(response, max_event_size=None)
+        except httpx2.SSEError as error:
+            raise ServiceUnreachable(
+                f"what answers at {safe_url(self.url)} sends no events ({error}): check the URL"
+            ) from error
+
+    @contextmanager
+    def _reading(self, *kinds: type[Exception]) -> Iterator[None]:
+        """Turn errors of these kinds into one that says that the answer has another form."""
+        try:
+            yield
+        except kinds as error:
+            raise StoreError(f"the answer of {safe_url(self.url)} cannot be read ({error}): {self.ADVICE}") from error
+
+    def _unreachable(self, error: Exception) -> ServiceUnreachable:
+        """Return the error for a server that does not answer."""
+        reason = "in time" if isinstance(error, httpx2.TimeoutException) else "properly"
+        if isinstance(error, httpx2.ConnectError):
+            reason = f"({error})" if str(error) else "at all"
+        place = safe_url(self.url)
+        return ServiceUnreachable(
+            f"the server {place} does not answer {reason}: check the URL, and that `swiftopt serve` runs there"
+        )
+
+    def _complain(self, response: httpx2.Response) -> NoReturn:
+        """Raise what the answer's status and its problem object say."""
+        status, place = response.status_code, safe_url(self.url)
+        if status in (401, 403):
+            raise ServiceUnreachable(
+                f"the server {place} wants another API key: set SWIFTOPT_API_KEY to one that it accepts"
+                if "authorization" in response.request.headers
+                else f"the server {place} wants an API key: set SWIFTOPT_API_KEY"
+            )
+        problem = _problem(response)
+        if problem is None:
+            raise ServiceUnreachable(
+                f"what answers at {place} is no swiftopt server (status {status}): check the URL and proxies in between"
+            )
+        if status == 429:
+            raise ServiceUnreachable(f"the server {place} gets too many requests: {_sentence(problem)}")
+        if status in PASSING:
+            raise ServiceUnreachable(f"the server {place} is not ready: {_sentence(problem)}")
+        raise error_of(problem)
+
+
+class Client(ServerConnection):
     """Jobs and layer sets of the server at `url` (None: `SWIFTOPT_SERVER_URL`); implements `core.jobs.JobBoard`.
 
     `api_key` None takes `SWIFTOPT_API_KEY`; `timeout` is in seconds, for one request. Requests that may be repeated
     are, a few times, while nothing answers; threads may share a client.
 
-    Raises: SettingsError: no URL, or one that cannot be used. In every method: NotFound, Conflict, InvalidInput: the
-        server says so. ServiceUnreachable: it does not answer, is not ready, or refuses the key.
+    Raises: SettingsError: no URL, or one that cannot be used. In every method: as `ServerConnection`.
     """
+
+    ADVICE = "its swiftopt is of another version"
 
     def __init__(self, url: str | None = None, api_key: str | None = None, timeout: float = 30.0) -> None:
         url = url or os.environ.get("SWIFTOPT_SERVER_URL")
         if not url:
             raise SettingsError("no server is named: pass its url, or set SWIFTOPT_SERVER_URL")
-        self.url = check_url(url)
-        headers = check_key(api_key or os.environ.get("SWIFTOPT_API_KEY"))
-        self._http = httpx2.Client(headers=headers, timeout=httpx2.Timeout(timeout))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        return f"Client({safe_url(self.url)!r})"
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._http.close()
+        super().__init__(url, api_key, httpx2.Timeout(timeout), {"Accept": "application/json"})
 
     # --- layer sets ---
 
     def layer_set(
         self, model: str, task: str, device: str | None = None, dtype: str | None = None, alias: str = "best"
     ) -> FoundPlan:
-        """The plan for a model and task, as `Store.lookup`.
+        """Return the plan for a model and task, as `Store.lookup`.
 
         Raises: LayerSetNotFound: nothing is stored for them.
         """
-        params = {"device": device, "dtype": dtype, "alias": alias}
         path = f"/v1/layer-sets/{quote(model, safe='')}/{quote(task, safe='')}"
-        return self._read(FoundPlan, self._get(path, params))
+        return self._read(FoundPlan, self._get(path, device=device, dtype=dtype, alias=alias))
 
     def lookup(self, queries: Sequence[Mapping[str, str]]) -> list[FoundPlan | SwiftoptError]:
-        """Plans for many queries in one request, each with the arguments of `layer_set`; an error stands for itself."""
+        """Return plans for many queries, each with the arguments of `layer_set`; an error stands for itself."""
         body = {"queries": [dict(query) for query in queries]}
         answers = self._json("POST", "/v1/layer-sets:lookup", again=True, json=body)
-        try:
+        with self._reading(KeyError, TypeError):
             listed = list(answers["answers"])
             return [error_of(one) if "status" in one else self._read(FoundPlan, one) for one in listed]
-        except (KeyError, TypeError) as error:
-            raise self._unreadable(error) from error
 
     def layer_sets(self, model: str | None = None, task: str | None = None) -> list[LayerSetRecord]:
-        """The stored versions of a model, a task, both or all, newest first."""
-        found = self._get("/v1/layer-sets", {"model": model, "task": task})
-        return list(self._read(LayerSetList, found).layer_sets)
+        """Return the stored versions of a model, a task, both or all, newest first."""
+        return list(self._read(LayerSetList, self._get("/v1/layer-sets", model=model, task=task)).layer_sets)
 
     def models(self) -> list[ModelInfo]:
-        """Every model that a worker has loaded once."""
+        """Return every model that a worker has loaded once."""
         return list(self._read(ModelList, self._get("/v1/models")).models)
 
     # --- jobs ---
 
     def upload(self, prompts: Sequence[Prompt]) -> str:
-        """Store a stream; the SHA-256 by which jobs name it."""
+        """Store a stream; returns the SHA-256 by which jobs name it."""
         headers = {"Content-Type": "application/jsonl"}
         body = stream_lines(prompts).encode()
         return str(self._json("POST", "/v1/streams", again=True, content=body, headers=headers)["sha256"])
@@ -107,95 +241,186 @@ class Client:
         queue: str = DEFAULT_QUEUE,
         idempotency_key: str | None = None,
     ) -> tuple[Job, bool]:
-        """The job for the request on these prompts, and whether it is new; safe to repeat with the same key."""
+        """Return the job for the request on these prompts, and whether it is new; safe to repeat with the same key."""
         own = {key: value for key, value in request.to_json().items() if key not in ("task", "out", "limit")}
         lines = [json.loads(line) for line in stream_lines(prompts).splitlines()]  # each with its task
         body = {**own, "stream": {"prompts": lines}, "queue": queue}
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}  # ours, so that it may be sent again
         response = self._send("POST", "/v1/jobs", again=True, json=body, headers=headers)
-        return self._job(parsed(response, self.url)), response.status_code == 202
+        return self._job(self._parsed(response)), response.status_code == 202
 
     def get(self, job: str) -> Job:
-        """One job as it is now."""
-        return self._job(self._get(f"/v1/jobs/{quote(job, safe='')}"))
+        """Return one job as it is now."""
+        return self._job(self._get(_path(job)))
 
     def latest(self, state: JobState | None = None, limit: int = 100) -> list[Job]:
-        """The newest jobs first."""
-        found = self._get("/v1/jobs", {"state": state, "limit": limit})
+        """Return the newest jobs first."""
+        found = self._get("/v1/jobs", state=state, limit=limit)
         return [_with_sets(job) for job in self._read(JobList, found).jobs]
 
     def act(self, job: str, verb: Verb) -> Job:
-        """Pause, resume, stop, cancel or retry; the job as it is then."""
+        """Pause, resume, stop, cancel or retry; returns the job as it is then."""
         # a repeated `retry` would meet the job that the first one queued, and be refused
-        return self._job(self._json("POST", f"/v1/jobs/{quote(job, safe='')}/{verb}", again=verb != "retry"))
+        return self._job(self._json("POST", _path(job, verb), again=verb != "retry"))
 
     def events(self, job: str, after: int = 0, limit: int = 1000) -> list[JobEvent]:
-        """What the job reported behind event number `after`, oldest first."""
-        params = {"after": after, "limit": limit, "format": "json"}
-        found = self._get(f"/v1/jobs/{quote(job, safe='')}/events", params)
+        """Return what the job reported behind event number `after`, oldest first."""
+        found = self._get(_path(job, "events"), after=after, limit=limit, format="json")
         return list(self._read(EventPage, found).events)
 
     def outputs(self, job: str) -> list[PromptFinished]:
-        """The finished completions in the order of the stream; which of them were held out, only the events tell."""
-        lines = self._send("GET", f"/v1/jobs/{quote(job, safe='')}/outputs", again=True).iter_lines()
-        try:
+        """Return the finished completions in the order of the stream; which were held out, only the events tell."""
+        lines = self._send("GET", _path(job, "outputs"), again=True).iter_lines()
+        with self._reading(ValueError, KeyError, TypeError):
             found = [json.loads(line) for line in lines if line]
             return [
                 PromptFinished(Prompt(values["id"], values["task"]), place, Completion.from_json(values))
                 for place, values in enumerate(found)
             ]
-        except (ValueError, KeyError, TypeError) as error:
-            raise self._unreadable(error) from error
 
     def follow(self, job: str, after: int = 0) -> Iterator[JobEvent | Job]:
-        """What the job reports, from event number `after` on, as it comes; the last value is the job at its end.
+        """Yield what the job reports, from event number `after` on, as it comes; last the job at its end.
 
         An event of the type "progress" has the number 0: the figures of the moment. Broken connections are taken up
         again where they broke.
 
         Raises: ServiceUnreachable: nothing has answered for two minutes.
         """
-        path = f"{self.url}/v1/jobs/{quote(job, safe='')}/events"
-        for name, number, data in follow(self._http, path, self.url, after):
-            yield self._job(data) if name == "end" else JobEvent(number, name, data, "")
+        answered, wait, patience = time.monotonic(), RETRY_S, FIRST_S
+        while True:
+            opened, broken = math.inf, Exception("the stream ended too early")
+            try:
+                with self._opened(job, after) as response:
+                    opened = time.monotonic()
+                    for event in self._events(response):
+                        answered, wait, patience = time.monotonic(), RETRY_S, AWAY_S
+                        data = json.loads(event.data)
+                        if event.event == "end":
+                            yield self._job(data)
+                            return
+                        number = int(event.id or 0) if event.event != "progress" and (event.id or "").isdigit() else 0
+                        after = max(after, number)
+                        yield JobEvent(number, event.event, data, "")
+            except (httpx2.TransportError, RefusedAnswer, json.JSONDecodeError) as error:  # the last: cut in two
+                broken = error
+            if time.monotonic() - opened >= LIVED_S:
+                answered, wait, patience = time.monotonic(), RETRY_S, AWAY_S
+            elif time.monotonic() - answered > patience:
+                raise self._unreachable(broken) from broken
+            time.sleep(wait)
+            wait = min(MAX_RETRY_S, 2 * wait)
 
     def ready(self) -> dict[str, Any]:
-        """What the server says of itself and of what it needs; also when it is not ready."""
-        response = sent(lambda: self._http.get(f"{self.url}/readyz"), self.url, again=False, accept=(503,))
-        return dict(parsed(response, self.url))
+        """Return what the server says of itself and of what it needs; also when it is not ready."""
+        return dict(self._json("GET", "/readyz", again=False, accept=(503,)))
 
-    # --- requests ---
+    @contextmanager
+    def _opened(self, job: str, after: int) -> Iterator[httpx2.Response]:
+        """Open the stream of a job's events.
 
-    def _send(self, method: str, path: str, *, again: bool, **request: Any) -> httpx2.Response:
-        headers = {**JSON, **request.pop("headers", {})}
-        return sent(
-            lambda: self._http.request(method, self.url + path, headers=headers, **request), self.url, again=again
-        )
+        Raises: RefusedAnswer: the server cannot give it just now.
+        """
+        headers = {"Accept": "text/event-stream", "Last-Event-ID": str(after)}
+        timeout = httpx2.Timeout(self._http.timeout.connect, read=SILENCE_S)
+        with self._http.stream("GET", self.url + _path(job, "events"), headers=headers, timeout=timeout) as response:
+            if response.status_code in PASSING:
+                raise RefusedAnswer(response)
+            if not response.is_success:
+                response.read()
+                self._complain(response)
+            yield response
 
-    def _json(self, method: str, path: str, *, again: bool, **request: Any) -> Any:
-        return parsed(self._send(method, path, again=again, **request), self.url)
-
-    def _get(self, path: str, params: Mapping[str, Any] | None = None) -> Any:
-        given = {name: value for name, value in (params or {}).items() if value is not None}
+    def _get(self, path: str, **params: Any) -> Any:
+        given = {name: value for name, value in params.items() if value is not None}
         return self._json("GET", path, again=True, params=given)
 
-    # --- answers ---
-
-    def _unreadable(self, error: Exception) -> StoreError:
-        return StoreError(
-            f"the answer of {safe_url(self.url)} cannot be read ({error}): its swiftopt is of another version"
-        )
-
     def _read(self, kind: type[Answer], values: Any) -> Answer:
-        try:
+        with self._reading(SwiftoptError):
             return kind.from_json(values)
-        except SwiftoptError as error:
-            raise self._unreadable(error) from error
 
     def _job(self, values: Any) -> Job:
         return _with_sets(self._read(Job, values))
 
 
+def _path(job: str, *rest: str) -> str:
+    return "/".join(["/v1/jobs", quote(job, safe=""), *rest])
+
+
 def _with_sets(job: Job) -> Job:
     """Return the job with its id in its layer sets: the exchanged object does not say which job found it."""
     return replace(job, layer_sets=tuple(replace(record, job=job.id) for record in job.layer_sets))
+
+
+def _checked_url(url: str) -> str:
+    """Return the server's address without a slash at its end.
+
+    Raises: SettingsError: it is no http or https URL with a host.
+    """
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable or not url.isprintable() or " " in url:
+        raise SettingsError(f"the server {safe_url(url)!r} is no URL: use one such as http://127.0.0.1:8000")
+    return url.rstrip("/")
+
+
+def _key_header(key: str | None) -> dict[str, str]:
+    """Return the header that shows the key; none without one.
+
+    Raises: SettingsError: no key looks like that; it is not shown.
+    """
+    if not key:
+        return {}
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        raise SettingsError("the API key holds characters that no key has: copy it to SWIFTOPT_API_KEY again")
+    return {"Authorization": f"Bearer {key}"}
+
+
+_backoff = wait_exponential_jitter(multiplier=WAIT_S, max=MAX_WAIT_S, jitter=WAIT_S)
+
+
+def _pause(state: RetryCallState) -> float:
+    """Return seconds until the next attempt: what the server asks for, if it does so within reason."""
+    error = state.outcome.exception() if state.outcome else None
+    if isinstance(error, RefusedAnswer):
+        wanted = error.response.headers.get("retry-after", "")
+        if wanted.isdigit():
+            return min(MAX_WAIT_S, float(wanted))
+    return _backoff(state)
+
+
+def error_of(problem: Mapping[str, Any]) -> SwiftoptError:
+    """Return the error that a problem object stands for: by its type where a class of ours is meant, else by status."""
+    kind = NAMED.get(str(problem.get("type")).rpartition(":")[2])
+    return (kind or ERRORS.get(int(problem.get("status") or 0), SwiftoptError))(_sentence(problem))
+
+
+def openai_problem(found: Mapping[str, Any], status: int) -> Mapping[str, Any] | None:
+    """Return the problem object for an answer, or a part of a stream, in which OpenAI's form reports an error.
+
+    `status` stands in where the error has no number of its own; None: it reports none.
+    """
+    error = found.get("error")
+    if not isinstance(error, Mapping):
+        return None
+    code = error.get("code")
+    return {"status": code if isinstance(code, int) else status, "detail": error.get("message")}
+
+
+def _problem(response: httpx2.Response) -> Mapping[str, Any] | None:
+    """Return the problem object of an answer, made of an error in OpenAI's form as well; None if it holds neither."""
+    try:
+        found = json.loads(response.content)
+    except ValueError:
+        return None
+    if not isinstance(found, Mapping):
+        return None
+    if "problem+json" in response.headers.get("content-type", ""):
+        return found
+    return openai_problem(found, response.status_code)
+
+
+def _sentence(problem: Mapping[str, Any]) -> str:
+    return str(problem.get("detail") or problem.get("title") or f"status {problem.get('status')}")

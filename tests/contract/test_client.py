@@ -13,7 +13,7 @@ import pytest
 from serving import serving
 
 import swiftopt
-from swiftopt.client import wire
+from swiftopt.client import http
 from swiftopt.core.errors import (
     Conflict,
     InvalidInput,
@@ -202,7 +202,7 @@ class Quiet:
 
 def test_follow_of_a_quiet_job_outlives_a_restart_of_the_server(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that waits for an hour reports nothing: what counts is how long nobody answers."""
-    monkeypatch.setattr(wire, "AWAY_S", 1.5)
+    monkeypatch.setattr(http, "AWAY_S", 1.5)
     job, _ = JobService(store, None).submit(REQUEST, PROMPTS)
     app = Quiet(create_app(store, JobService(store, None)), 2.5, lambda: store.jobs.act(job.id, "cancel"))
     with serving(app) as url, swiftopt.Client(url) as client:
@@ -217,7 +217,7 @@ async def empty(scope: Any, receive: Any, send: Any) -> None:
 
 
 def test_follow_gives_up_where_every_stream_ends_without_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "FIRST_S", 0.5)
+    monkeypatch.setattr(http, "FIRST_S", 0.5)
     with serving(empty) as url, swiftopt.Client(url) as client, pytest.raises(ServiceUnreachable):
         next(client.follow("0123456789ab"))
 
