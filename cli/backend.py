@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import shlex
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -102,12 +104,12 @@ class ServerClient(JobClient):
         super().__init__(client, safe_url(client.url))
         self._client = client
 
+    def updates(self, job: str, after: int = 0) -> Iterator[JobEvent | Job]:
+        return self._client.follow(job, after)
+
     def _obstacle(self, queue: str) -> str | None:
         redis = self._client.ready().get("redis")
         return None if redis in (None, "ok") else f"the job waits in the server's database: its Redis is {redis}"
-
-    def updates(self, job: str, after: int = 0) -> Iterator[JobEvent | Job]:
-        return self._client.follow(job, after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,42 +181,9 @@ def backend_options(command: Any) -> Any:
     return together(options.redis, options.server, options.db)(call)
 
 
-@dataclass(slots=True)
-class Findings:
-    """What a job's events so far tell of its result."""
-
-    trials: dict[str, list[Trial]] = field(default_factory=dict)
-    finished: dict[str, TaskFinished] = field(default_factory=dict)
-
-    def add(self, event: Event | None) -> None:
-        """Take note of an event."""
-        if isinstance(event, TrialsDone):
-            self.trials.setdefault(event.task, []).extend(event.trials)
-        elif isinstance(event, TaskFinished):
-            self.finished[event.task] = event
-
-    def tasks(self) -> list[TaskFinished]:
-        """Return the results in the order in which they came, each with the trials of its search."""
-        return [
-            replace(task, trials=tuple(sorted(self.trials.get(name, ()), key=lambda trial: trial.step)))
-            for name, task in self.finished.items()
-        ]
-
-    def of_ended(self, job: Job) -> Ended:
-        """Return the results of a job that has ended.
-
-        Raises: JobFailed, JobCancelled: it ended without one.
-        """
-        if job.state == "failed":
-            raise JobFailed(f"job {job.id} has failed: {job.error or 'no reason was given'}")
-        if job.state == "cancelled":
-            raise JobCancelled(f"job {job.id} was cancelled")
-        return Ended(job, tuple(self.tasks()))
-
-
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A job that has succeeded, with its results."""
+    """A job that has succeeded, with its results in the order in which they came."""
 
     job: Job
     tasks: tuple[TaskFinished, ...]
@@ -226,7 +195,7 @@ def result_of(backend: Backend, client: JobClient, job: Job) -> Ended:
     Raises: JobFailed, JobCancelled: it ended without a result. Exit: Ctrl-C, after which the job goes on.
     """
     try:
-        return look_back(client, job) if job.is_finished else follow(client, job, TuneProgress(console(stderr=True)))
+        return follow(client, job, TuneProgress(console(stderr=True, quiet=job.is_finished)))
     except KeyboardInterrupt:
         if job.is_finished:
             raise
@@ -242,33 +211,48 @@ def result_of(backend: Backend, client: JobClient, job: Job) -> Ended:
 
 
 def follow(client: JobClient, job: Job, progress: TuneProgress) -> Ended:
-    """Show what the job reports until it ends.
+    """Show what the job reports until it ends, and after a while why it waits.
 
     Raises: JobFailed, JobCancelled: it ended without a result. ServiceUnreachable, StoreError: what keeps the job does
         not answer for two minutes.
     """
-    findings, waiting = Findings(), _WaitNotice(progress)
+    found: list[Event] = []
+    waiting_since, said_why = time.monotonic(), False
     with progress:
-        for update in _patient_updates(client, job, progress):
+        for update in _patient_updates(client, job.id, progress):
             if isinstance(update, Job):
                 job = update
-                waiting.check(client, job)
+                if job.state == "queued" and not said_why and time.monotonic() - waiting_since >= PATIENCE_S:
+                    waiting_since = time.monotonic()  # where there is nothing to say, look again later
+                    if reason := client.why_waiting(job):
+                        progress.say(reason)
+                        said_why = True
             elif (event := event_of(update)) is not None:
-                findings.add(event)
                 progress(event)
-                waiting.hear(event)
-    return findings.of_ended(job)
+                if isinstance(event, StateChanged):
+                    waiting_since = time.monotonic()
+                elif isinstance(event, TrialsDone | TaskFinished):
+                    found.append(event)
+    if job.state == "failed":
+        raise JobFailed(f"job {job.id} has failed: {job.error or 'no reason was given'}")
+    if job.state == "cancelled":
+        raise JobCancelled(f"job {job.id} was cancelled")
+    return Ended(job, finished_tasks(found))
 
 
-def look_back(client: JobClient, job: Job) -> Ended:
-    """Return the results of a job that has ended.
-
-    Raises: JobFailed, JobCancelled: it ended without one.
-    """
-    findings = Findings()
-    for update in client.updates(job.id):
-        findings.add(event_of(update) if isinstance(update, JobEvent) else None)
-    return findings.of_ended(job)
+def finished_tasks(events: Iterable[Event]) -> tuple[TaskFinished, ...]:
+    """Return the finished tasks among a job's events, each once, with the trials of its search in their order."""
+    trials: defaultdict[str, list[Trial]] = defaultdict(list)
+    finished: dict[str, TaskFinished] = {}
+    for event in events:
+        if isinstance(event, TrialsDone):
+            trials[event.task] += event.trials
+        elif isinstance(event, TaskFinished):
+            finished[event.task] = event
+    return tuple(
+        replace(task, trials=tuple(sorted(trials[name], key=lambda trial: trial.step)))
+        for name, task in finished.items()
+    )
 
 
 def event_of(update: JobEvent) -> Event | None:
@@ -278,44 +262,20 @@ def event_of(update: JobEvent) -> Event | None:
     return None
 
 
-class _WaitNotice:
-    """Says once, after a while, why a job waits."""
-
-    def __init__(self, progress: TuneProgress) -> None:
-        self._progress = progress
-        self._since = time.monotonic()
-        self._said = False
-
-    def hear(self, event: Event) -> None:
-        """Start the clock again where the job's state has changed."""
-        if isinstance(event, StateChanged):
-            self._since = time.monotonic()
-
-    def check(self, client: JobClient, job: Job) -> None:
-        """Say why the job waits, if it is time."""
-        if self._said or job.state != "queued" or time.monotonic() - self._since < PATIENCE_S:
-            return
-        self._since = time.monotonic()  # where there is nothing to say, look again later
-        if reason := client.why_waiting(job):
-            self._said = True
-            self._progress.say(reason)
-
-
-def _patient_updates(client: JobClient, job: Job, progress: TuneProgress) -> Iterator[JobEvent | Job]:
+def _patient_updates(client: JobClient, job: str, progress: TuneProgress) -> Iterator[JobEvent | Job]:
     """Yield the job's updates, also over a time in which the database is away."""
-    after, away_since, said = 0, None, False
+    after, away_since = 0, math.inf
     while True:
         try:
-            for update in client.updates(job.id, after):
+            for update in client.updates(job, after):
                 after = max(after, update.id) if isinstance(update, JobEvent) else after
-                away_since, said = None, False
+                away_since = math.inf
                 yield update
             return
         except StoreUnavailable as error:
-            away_since = away_since or time.monotonic()
+            if away_since == math.inf:
+                away_since = time.monotonic()
+                progress.say(f"{error}; still trying")
             if time.monotonic() - away_since > AWAY_S:
                 raise
-            if not said:
-                progress.say(f"{error}; still trying")
-                said = True
             time.sleep(RETRY_S)

@@ -1,12 +1,16 @@
-"""`swiftopt bench`: measure decoding on this machine; searches and other engines are in files of their own."""
+"""`swiftopt bench`: measure decoding on this machine; what measures searches is in `bench_search`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.console import RenderableType
 from rich.table import Column, Table
+from rich.text import Text
 
 from ..bench.ablation_table import ABLATIONS
 from ..core.errors import SettingsError
@@ -14,16 +18,18 @@ from ..core.requests import EARLIER_NAMES, PEERS, GenerateRequest, ServedModel
 from ..core.streams import read_stream
 from ..decoding.methods import METHODS
 from . import options
-from .bench_peers import peers
 from .bench_search import search, stream_shift
-from .options import PresetGroup, check_model, check_words, open_store, pick, positive, read_layer_set
-from .output import answer, note, note_load, note_run, present, show
-from .render import folding, heading, lined_table, numeric, table
+from .charts import draw_serving
+from .options import PresetGroup, check_model, check_words, database_url, decoding_request, open_store, positive
+from .output import Result, note, note_load, note_run
+from .render import folding, heading, interval, lined_table, number, numeric, table
 
 if TYPE_CHECKING:
     from ..core.types import Prompt
     from ..decoding.methods import Method
+    from ..models.runtime import Runtime
 
+DTYPES = ("auto", "bfloat16", "float16", "float32")
 COMPARED = ("plain", "swift", "hf-plain", "hf-lookup")
 HEADINGS = {
     "mean_generated_length": "M",
@@ -51,27 +57,18 @@ def bench() -> None:
 @options.model
 @options.stream
 @click.option("--task", help="Whose stored layer set to use.  [default: each prompt's own task]")
-@click.option("--layer-set", "layer_set_file", metavar="FILE", help="Draft with this exported layer set.")
-@click.option("--methods", default=",".join(COMPARED), show_default=True, help="What to compare.")
+@options.layer_set
+@click.option("--methods", default=",".join(COMPARED), help="What to compare.")
 @click.option("--assistant", metavar="MODEL", help="The smaller model that drafts for hf-assisted.")
 @options.limit
 @click.option("--ignore-eos", is_flag=True, help="Go on behind stop tokens, so that every completion has full length.")
-@options.machine(GenerateRequest)
-@options.speed(GenerateRequest)
+@options.machine(GenerateRequest, "max_new_tokens", "speed")
 @options.db
 @options.json
 @options.example("bench decode --model smollm2-135m --stream prompts.jsonl --limit 8 --max-new-tokens 64 --json")
 def decode(
-    stream: str,
-    methods: str,
-    assistant: str | None,
-    layer_set_file: str | None,
-    limit: int | None,
-    ignore_eos: bool,
-    db: str | None,
-    as_json: bool,
-    **values: Any,
-) -> None:
+    stream: str, methods: str, assistant: str | None, limit: int | None, ignore_eos: bool, db: str | None, **values: Any
+) -> Result:
     """Decode every prompt with every method, interleaved in one process, greedily.
 
     `swift` drafts with the task's stored layer set or the given one; with neither it searches while it decodes, and
@@ -80,40 +77,31 @@ def decode(
     lookup, with --assistant drafting.
     """
     prompts = read_stream(stream, values["task"], limit)
-    record = read_layer_set(layer_set_file) if layer_set_file else None
-    request = pick(GenerateRequest, {**values, "layer_set": record})
     chosen = [EARLIER_NAMES.get(word.strip(), word.strip()) for word in methods.split(",")]
     check_words("method", chosen, (*METHODS, "best", *PEERS))
     if "hf-assisted" in chosen and assistant is None:
         raise SettingsError("hf-assisted drafts with a smaller model: name one with --assistant")
-    check_model(request)
+    request = decoding_request(values)
 
-    from ..bench.decode import run_methods
-    from ..models.loading import load
+    from ..bench.decode import rows, run_methods
     from ..tasks.generate import Planner
 
-    runtime = load(request.model, request.dtype, request.device, note_load, request.speed)
-    if record is not None:
-        Planner(request, runtime, None).plan_for(record.task)  # a set of another model must not cost the plain runs
+    runtime = _loaded(request, request.model)
+    if request.layer_set is not None:  # a set of another model must not cost the plain runs
+        Planner(request, runtime, None).plan_for(request.layer_set.task)
     with open_store(db) as store:
         store.remember_model(runtime.info)
-        drafting = (
-            None if assistant is None else load(assistant, request.dtype, request.device, note_load, request.speed)
-        )
+        drafting = None if assistant is None else _loaded(request, assistant)
         report = run_methods(runtime, prompts, chosen, request, store, note_run, drafting, ignore_eos)
-    answer(as_json, report, lambda: show(methods_table(report)))
-
-
-def methods_table(report: dict[str, Any]) -> Table:
-    """Return a row per method."""
-    from ..bench.decode import rows
-
     title = f"{report['model']}, {report['dtype']}, {report['device']}, {report['prompts']} prompts"
     headings = ("tok/s", f"ratio to {report['base']}", "95 % interval", "α", "M", "identical")
-    made = lined_table(Column("method"), headings, title)
-    for row in rows(report):
-        made.add_row(*row)
-    return made
+    return Result(report, [lined_table(Column("method"), headings, rows(report), title)])
+
+
+def _loaded(request: GenerateRequest, model: str) -> Runtime:
+    from ..models.loading import load
+
+    return load(model, request.dtype, request.device, note_load, request.speed)
 
 
 @bench.command(short_help="The papers' ablations, on this machine and model.")
@@ -121,15 +109,13 @@ def methods_table(report: dict[str, Any]) -> Table:
 @options.model
 @options.stream
 @click.option("--task", help="Whose stored layer set, heads and probe to use.  [default: the stream's task]")
-@click.option("--draft-model", metavar="MODEL", help="A smaller model with the same tokenizer, for drafts.")
+@options.draft_model
 @options.limit
-@options.machine(GenerateRequest)
+@options.machine(GenerateRequest, "max_new_tokens")
 @options.db
 @options.json
 @options.example("bench ablate swift-parts --model smollm2-135m --stream prompts.jsonl --limit 8")
-def ablate(
-    name: str, stream: str, limit: int | None, draft_model: str | None, db: str | None, as_json: bool, **values: Any
-) -> None:
+def ablate(name: str, stream: str, limit: int | None, draft_model: str | None, db: str | None, **values: Any) -> Result:
     """Run one of the papers' ablations; its variants decode the same prompts by turns.
 
     NAME is swift-parts, swift-window, swift-schedule, swift-ratio, adadecode-parts, adadecode-threshold,
@@ -137,22 +123,19 @@ def ablate(
     """
     check_words("ablation", [name], ABLATIONS)
     prompts = read_stream(stream, values["task"], limit)
-    request = pick(GenerateRequest, values)
-    check_model(request)
+    request = decoding_request(values)
     if draft_model is not None:
-        check_model(pick(GenerateRequest, {**values, "model": draft_model}))
+        check_model(replace(request, model=draft_model))
 
     from ..bench.ablate import ablate as run
 
     with open_store(db) as store:
         report = run(name, request, draft_model, prompts, store, note, note_run)
-    answer(as_json, report, lambda: show_ablation(report))
-    if report["interrupted"]:
-        raise KeyboardInterrupt
+    return Result(report, _ablation_view(report), interrupted=report["interrupted"])
 
 
-def show_ablation(report: Mapping[str, Any]) -> None:
-    """Print the variants of an ablation as a table, and why others were not run."""
+def _ablation_view(report: Mapping[str, Any]) -> list[RenderableType]:
+    """Return the variants of an ablation as a table, and why others were not run."""
     shown = ABLATIONS[report["name"]].shown
     columns = [folding("variant"), *(numeric(HEADINGS[key]) for key in shown)]
     rows = [
@@ -160,10 +143,8 @@ def show_ablation(report: Mapping[str, Any]) -> None:
         for row in report["rows"]
         if row["ratio"] is not None
     ]
-    show(heading(f"{report['title']} ({report['source']})"), table(columns, rows, gap=2))
-    for row in report["rows"]:
-        if row["reason"] is not None:
-            click.echo(f"{row['label']}: not run: {row['reason']}")
+    failed = [f"{row['label']}: not run: {row['reason']}" for row in report["rows"] if row["reason"] is not None]
+    return [heading(f"{report['title']} ({report['source']})"), table(columns, rows, gap=2), *failed]
 
 
 def _cell(key: str, value: float | None) -> str:
@@ -184,24 +165,16 @@ def _cell(key: str, value: float | None) -> str:
 @options.from_field(
     GenerateRequest, "method", "What drafts.  [default: the stored plan, or adaptive where there is none]"
 )
-@click.option("--concurrency", "words", default="1,2,4,8", show_default=True, help="Requests at a time, several runs.")
+@click.option("--concurrency", "words", default="1,2,4,8", help="Requests at a time, several runs.")
 @click.option("--rate", type=float, help="Requests that arrive per second.  [default: all at once]")
-@click.option("--rounds", type=positive, default=2, show_default=True, help="Times that both take their turn.")
-@options.machine(GenerateRequest)
-@options.speed(GenerateRequest)
+@click.option("--rounds", type=positive, default=2, help="Times that both take their turn.")
+@options.machine(GenerateRequest, "max_new_tokens", "speed")
 @options.db
 @options.json
 @options.example("bench throughput --model smollm2-135m --stream prompts.jsonl --limit 8 --concurrency 1,4,8")
 def throughput(
-    stream: str,
-    limit: int | None,
-    words: str,
-    rate: float | None,
-    rounds: int,
-    db: str | None,
-    as_json: bool,
-    **values: Any,
-) -> None:
+    stream: str, limit: int | None, words: str, rate: float | None, rounds: int, db: str | None, **values: Any
+) -> Result:
     """Decode a stream's prompts several at a time, with plain batching and with drafting by turns.
 
     Prints tokens per second of all requests together, the time to the first token with the wait for a place, and the
@@ -211,17 +184,14 @@ def throughput(
     if rate is not None and rate <= 0:
         raise SettingsError(f"--rate {rate:g} lets no request arrive: use a number above 0")
     prompts = read_stream(stream, values["task"], limit)
-    request = pick(GenerateRequest, values)
+    request = decoding_request(values)
 
     from ..bench.throughput import measure
-    from ..core.types import Sampling
     from ..decoding.session import Session
-    from ..models.loading import load
     from ..tasks.generate import Planner
 
-    check_model(request)
-    runtime = load(request.model, request.dtype, request.device, note_load, request.speed)
-    session = Session(runtime, Sampling(), request.max_new_tokens, ignore_eos=True)
+    runtime = _loaded(request, request.model)
+    session = Session(runtime, request.sampling, request.max_new_tokens, ignore_eos=True)
     for prompt in prompts:
         session.check(prompt)
     with open_store(db) as store:
@@ -232,7 +202,7 @@ def throughput(
 
         report = measure(session, prompts, drafting, concurrencies, rate, rounds, note)
     report = {"model": request.model, **report}
-    answer(as_json, report, lambda: show(throughput_table(report)))
+    return Result(report, [_throughput_table(report)])
 
 
 def _numbers(words: str) -> list[int]:
@@ -245,7 +215,7 @@ def _numbers(words: str) -> list[int]:
     return found
 
 
-def throughput_table(report: dict[str, Any]) -> Table:
+def _throughput_table(report: dict[str, Any]) -> Table:
     """Return a table with a row for each way of decoding at each number of requests."""
     title = f"{report['model']}, {report['device']}, {report['prompts']} prompts of {report['max_new_tokens']} tokens"
     headings = ("tok/s", "ratio", "first token p50", "p95", "ms/token p50", "p95", "p99", "equal")
@@ -274,55 +244,163 @@ def throughput_table(report: dict[str, Any]) -> Table:
 @options.stream
 @options.limit
 @click.option("--task", help="Task of all lines.  [default: each prompt's own]")
-@click.option("--concurrency", type=positive, default=1, show_default=True, help="Clients that ask at once.")
-@options.max_new_tokens(GenerateRequest)
-@options.placement(ServedModel)
-@options.speed(ServedModel)
-@click.option("--png", metavar="FILE", help="Draw the speed by request.")
+@click.option("--concurrency", type=positive, default=1, help="Clients that ask at once.")
+@options.shared(GenerateRequest, "max_new_tokens")
+@options.machine(ServedModel, "speed")
+@options.png("Draw the speed by request.")
 @options.db
 @options.json
 @options.example("bench serve --model smollm2-135m --stream prompts.jsonl --limit 40 --db new.db --png speed.png")
 def serve(
-    model: str,
-    stream: str,
-    limit: int | None,
-    task: str | None,
-    concurrency: int,
-    png: str | None,
-    db: str | None,
-    as_json: bool,
-    **values: Any,
-) -> None:
+    stream: str, limit: int | None, task: str | None, concurrency: int, png: Path | None, db: str | None, **values: Any
+) -> Result:
     """Start a server and ask it for every prompt of a stream twice, by turns: as it serves, learning, and plainly.
 
     Prints the ratio of each ten requests, from the first to the last. Where --db is a new file, the server begins with
     nothing.
     """
     prompts = read_stream(stream, task, limit)
-    check_model(pick(GenerateRequest, {**values, "model": model}))
+    request = decoding_request(values)
 
     from ..bench.serving import measure, served
-    from .charts import draw_serving
 
     given = [f"--{name}={values[name]}" for name in ("dtype", "device", "speed")]
     more = ["--concurrency", str(concurrency), *(["--db", db] if db else [])]
-    with served(model, [*given, *more], note) as client:
-        report = {"model": model, **measure(client, prompts, values["max_new_tokens"], concurrency, note)}
-    present(report, as_json, lambda found: show(serving_table(found)), png, draw_serving)
+    with served(request.model, [*given, *more], note) as client:
+        measured = measure(client, prompts, request.max_new_tokens, concurrency, note)
+    report = {"model": request.model, **measured}
+    if png is not None:
+        draw_serving(report, png)
+    return Result(report, [_serving_table(report)])
 
 
-def serving_table(report: dict[str, Any]) -> Table:
+def _serving_table(report: dict[str, Any]) -> Table:
     """Return a row for each ten requests."""
     what = f"{report['prompts']} requests of {report['max_new_tokens']} tokens, {report['concurrency']} at once"
     title = f"{report['model']}, {what}"
     rows, most = [], max(report["windows"])
-    for number, ratio in enumerate(report["windows"]):
-        first = number * 10 + 1
-        rows.append((f"{first}-{min(first + 9, report['prompts'])}", f"{ratio:.2f}x", "█" * round(30 * ratio / most)))
+    for first, ratio in zip(range(1, report["prompts"] + 1, 10), report["windows"], strict=False):
+        last = min(first + 9, report["prompts"])
+        rows.append((f"{first}-{last}", f"{ratio:.2f}x", "█" * round(30 * ratio / most)))
     columns = [Column("requests", justify="right"), Column("to plain", justify="right"), Column("")]
     caption = f"equal to plain decoding: {report['equal']} of {report['prompts']}"
     return table(columns, rows, title=title, title_justify="left", caption=caption)
 
 
-for command in (peers, search, stream_shift):
+@bench.command(short_help="swiftopt and other engines on the same prompts.")
+@options.model
+@options.stream
+@click.option("--task", help="Whose stored plan swiftopt/best uses.  [default: each prompt's own task]")
+@options.limit
+@click.option("--peers", "words", default="all", help="Engines, or rows such as llama-cpp/plain.")
+@click.option(
+    "--gguf",
+    "ggufs",
+    multiple=True,
+    type=Path,
+    metavar="FILE",
+    help="Another file of this model, for llama.cpp; repeatable.",
+)
+@click.option("--assistant", metavar="MODEL", help="The smaller model that drafts for transformers/assisted.")
+@click.option("--base", metavar="ROW", help="Row of the ratios.  [default: llama.cpp's faster plain one]")
+@click.option("--threads", type=positive, help="Threads of each engine.  [default: as many as the machine has cores]")
+@click.option("--timeout", type=positive, default=600, help="Seconds for one answer.")
+@options.from_field(
+    GenerateRequest,
+    "dtype",
+    "auto (as stored) or one of the others, for those that take it.",
+    type=click.Choice(DTYPES),
+)
+@options.shared(GenerateRequest, "max_new_tokens", "speed")
+@options.db
+@options.json
+@options.example("bench peers --model smollm2-135m --stream prompts.jsonl --limit 6 --peers swiftopt,llama-cpp")
+def peers(
+    stream: str,
+    limit: int | None,
+    words: str,
+    ggufs: tuple[Path, ...],
+    assistant: str | None,
+    base: str | None,
+    threads: int | None,
+    timeout: int,
+    db: str | None,
+    **values: Any,
+) -> Result:
+    """Decode every prompt with swiftopt and other engines, by turns, each row in a process of its own, greedily.
+
+    The engines are installed once in the user's cache, and GGUF files made there of the model's own weights. What
+    cannot be installed or fails is a row that says why. All rows get the same token ids, threads and number of new
+    tokens; stop tokens end nothing. `equal to` counts the prompts on which a row that drafts gives its own engine's
+    plain tokens, and other rows those of swiftopt/plain. `swiftopt/best` is the stored plan; where there is none,
+    adaptive drafts. Ctrl-C shows the prompts that all rows have answered.
+    """
+    prompts = read_stream(stream, values["task"], limit)
+    names = words.split(",")
+
+    from ..bench.peer_rows import all_rows, chosen_rows
+
+    known = all_rows(ggufs, Path(assistant) if assistant else None)
+    chosen = [row.name for row in chosen_rows(names, known)]
+    if base is not None:
+        check_words("row", [base], chosen)
+    request = decoding_request({**values, "device": "cpu"})
+    if assistant is not None:
+        check_model(replace(request, model=assistant))
+
+    import torch
+
+    from ..bench.peers import PeersBench, PeersRequest, questions_of, report_of
+    from ..models.costs import device_name
+    from ..models.sources import local_folder, resolve
+
+    folder = local_folder(resolve(request.model), note_load)
+    drafting = local_folder(resolve(assistant), note_load) if assistant else None
+    given = {"threads": threads} if threads else {}
+    common = PeersRequest(
+        request.model,
+        folder,
+        request.dtype,
+        timeout_s=timeout,
+        speed=request.speed,
+        db=database_url(db) if db else None,
+        **given,
+    )
+    questions = questions_of(folder, prompts, request.max_new_tokens)
+    bench = PeersBench(common, questions, chosen_rows(names, all_rows(ggufs, drafting)), note)
+    bench.run()
+    report = report_of(common, bench.runs, bench.questions, device_name(torch.device("cpu")), base, bench.interrupted)
+    return Result(report, peers_view(report), interrupted=bench.interrupted)
+
+
+def peers_view(report: dict[str, Any]) -> list[RenderableType]:
+    """Return the table of the rows, and under it why others have no numbers."""
+    from ..bench.peers import equal_to
+
+    title = f"{report['model']}, {report['device']}, {report['prompts']} prompts of {report['max_new_tokens']} tokens"
+    caption = (
+        f"decode: tok/s after the first token; ratio: to {report['base']}; equal to: whose tokens on how many prompts."
+        " Engines round differently; rows of other weights are another model's answers."
+    )
+    columns = [folding("row"), *map(numeric, ("tok/s", "decode", "ratio", "95 %", "memory")), folding("equal to")]
+    rows = []
+    failed: dict[str, list[str]] = {}  # by the reason why they have no numbers
+    for result in report["results"]:
+        if result["tok_s"] is None:
+            failed.setdefault(result["reason"], []).append(result["row"])
+            rows.append((result["row"], *"–––––", f"not run ({list(failed).index(result['reason']) + 1})"))
+            continue
+        figures = (
+            number(result["tok_s"], 1),
+            number(result["decode_tok_s"], 1),
+            number(result["ratio"], unit="x"),
+            interval(result["ratio_interval"]),
+            "–" if result["peak_bytes"] is None else f"{result['peak_bytes'] / 1e9:.1f} GB",
+        )
+        rows.append((result["row"], *figures, equal_to(result)))
+    footnotes = [f"({n}) {', '.join(names)}: {reason}" for n, (reason, names) in enumerate(failed.items(), start=1)]
+    return [table(columns, rows, title=title, title_justify="left"), *map(Text, (caption, *footnotes))]
+
+
+for command in (search, stream_shift):
     bench.add_command(command)

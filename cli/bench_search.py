@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.table import Table
 
 from ..core.costs import CostProfile
 from ..core.errors import NotFound
@@ -15,8 +16,9 @@ from ..core.settings import SwiftSettings, TuningSettings
 from ..core.streams import read_stream
 from ..optimizer.strategies import SIZE_CHOOSING, STRATEGIES
 from . import options
-from .options import check_model, check_words, default_of, pick, positive
-from .output import note, note_load, present, show, writing
+from .charts import draw_search, draw_stream_shift
+from .options import check_words, decoding_request, default_of, pick, positive
+from .output import Result, note, note_load, writing
 from .progress import RunState, event_line
 from .render import fixed, lined_table, number
 
@@ -27,45 +29,40 @@ SPENT = {"passes": 0, "seconds": 1}  # what a search takes, with the digits that
 @click.command("search", short_help="Search strategies side by side on recorded text.")
 @options.model
 @click.option("--stream", metavar="FILE", help="Prompts to record, one JSON object per line; - is standard input.")
-@click.option("--limit", type=positive, default=8, show_default=True, help="Prompts that are recorded.")
-@click.option("--record", metavar="FILE", help="Recorded texts and costs: read where the file is, else written.")
-@click.option("--strategies", default=",".join(COMPARED), show_default=True, help="What to compare, by commas.")
-@click.option("--passes", type=positive, default=300, show_default=True, help="Candidate passes of each strategy.")
+@click.option("--limit", type=positive, default=8, help="Prompts that are recorded.")
+@click.option(
+    "--record", type=Path, metavar="FILE", help="Recorded texts and costs: read where the file is, else written."
+)
+@click.option("--strategies", default=",".join(COMPARED), help="What to compare, by commas.")
+@click.option("--passes", type=positive, default=300, help="Candidate passes of each strategy.")
 @click.option(
     "--window",
     type=positive,
     default=default_of(SwiftSettings, "context_window"),
-    show_default=True,
     help="γ, generated tokens that score a candidate.",
 )
-@click.option("--stride", type=positive, default=4, show_default=True, help="Tokens between two steps of a search.")
-@options.seed(SwiftSettings)
+@click.option("--stride", type=positive, default=4, help="Tokens between two steps of a search.")
+@options.shared(SwiftSettings, "seed")
 @click.option(
-    "--long-search",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    metavar="N",
-    help="Judge N sets more, up from the best one.",
+    "--long-search", type=click.IntRange(min=0), default=0, metavar="N", help="Judge N sets more, up from the best one."
 )
-@click.option("--png", metavar="FILE", help="Draw the best objective against candidate passes and seconds.")
-@options.machine(GenerateRequest)
+@options.png("Draw the best objective against candidate passes and seconds.")
+@options.machine(GenerateRequest, "max_new_tokens")
 @options.json
 @options.example("bench search --model smollm2-135m --stream prompts.jsonl --record texts.json --png search.png")
 def search(
     stream: str | None,
     limit: int,
-    record: str | None,
+    record: Path | None,
     strategies: str,
     passes: int,
     window: int,
     stride: int,
     seed: int,
     long_search: int,
-    png: str | None,
-    as_json: bool,
+    png: Path | None,
     **values: Any,
-) -> None:
+) -> Result:
     """Run search strategies on the same recorded windows and show how soon each finds a good layer set.
 
     The prompts are completed once by plain decoding. Every strategy then sees the completions grow, and each set it
@@ -75,73 +72,70 @@ def search(
     """
     chosen = [word.strip() for word in strategies.split(",")]
     check_words("strategy", chosen, STRATEGIES)
-    path = None if record is None else Path(record)
-    if stream is None and (path is None or not path.exists()):
+    recorded_before = record is not None and record.exists()
+    if stream is None and not recorded_before:
         raise NotFound("there is nothing to search on: give --stream, or a --record that was written before")
     prompts = [] if stream is None else read_stream(stream, None, limit)
-    request = pick(GenerateRequest, values)
-    check_model(request)
+    request = decoding_request(values)
 
     from ..bench import search as bench
     from ..bench.long_search import with_long_search
     from ..models.loading import load
-    from .charts import draw_search
 
     runtime = load(request.model, request.dtype, request.device, note_load)
-    if path is not None and path.exists():
-        recorded = bench.TextRecord.read(path, runtime)
+    if record is not None and recorded_before:
+        texts = bench.TextRecord.read(record, runtime)
     else:
-        recorded = bench.record(runtime, prompts, request.max_new_tokens, note)
-        if path is not None:
-            with writing(path):
-                recorded.write(path)
+        texts = bench.record(runtime, prompts, request.max_new_tokens, note)
+        if record is not None:
+            with writing(record):
+                texts.write(record)
     # No search may stop before its passes are used up, for what each finds in them is compared.
     settings = SwiftSettings(
         context_window=window, seed=seed, max_steps=10**6, patience=10**6, target_matchness=1.0, deterministic=True
     )
-    run = bench.Bench(runtime, recorded, settings, stride)
+    run = bench.Bench(runtime, texts, settings, stride)
     report = {"model": request.model, **bench.compare_strategies(run, chosen, passes, _note_gain)}
     if long_search:
         report = with_long_search(run, report, long_search, _note_gain)
-    present(report, as_json, show_search, png, draw_search)
+    if png is not None:
+        draw_search(report, png)
+    return Result(report, [_search_table(report)])
 
 
 def _note_gain(strategy: str, passes: float, value: float) -> None:
     note(f"{strategy}, {passes:.0f} passes: {value:.3f}x")
 
 
-def show_search(report: dict[str, Any]) -> None:
-    """Print a comparison of strategies as a table."""
+def _search_table(report: dict[str, Any]) -> Table:
     goal = f"to {report['goal']:.3f}x"
     headings = ("objective", "left out", "passes", "seconds", f"passes {goal}", f"seconds {goal}")
-    made = lined_table(fixed("strategy"), headings, f"{_conditions(report)}, {report['windows']} windows")
+    rows = []
     for result in report["results"]:
         reached = result["to_goal"] or {"passes": None, "seconds": None}
-        made.add_row(
-            result["strategy"],
-            f"{result['final']:.3f}x",
-            str(result["n_skipped"]),
-            *(number(figures[key], digits) for figures in (result, reached) for key, digits in SPENT.items()),
-        )
+        spent = [number(figures[key], digits) for figures in (result, reached) for key, digits in SPENT.items()]
+        rows.append((result["strategy"], f"{result['final']:.3f}x", str(result["n_skipped"]), *spent))
+    caption = None
     if found := report.get("long_search"):
-        made.caption = f"a long search over {found['sets']} sets: {found['best']:.3f}x, {found['n_skipped']} left out"
-    show(made)
+        caption = f"a long search over {found['sets']} sets: {found['best']:.3f}x, {found['n_skipped']} left out"
+    return lined_table(
+        fixed("strategy"), headings, rows, f"{_conditions(report)}, {report['windows']} windows", caption
+    )
 
 
 @click.command("stream-shift", short_help="A stream that changes its task, and how acceptance follows.")
 @options.model
 @click.option("--stream", required=True, metavar="FILE", help="Prompts that come task by task; - is standard input.")
-@click.option("--prompts", type=positive, default=16, show_default=True, help="Prompts of each task.")
-@click.option("--png", metavar="FILE", help="Draw acceptance along the stream.")
-@options.machine(GenerateRequest)
-@options.speed(GenerateRequest)
+@click.option("--prompts", type=positive, default=16, help="Prompts of each task.")
+@options.png("Draw acceptance along the stream.")
+@options.machine(GenerateRequest, "max_new_tokens", "speed")
 @options.settings
-@options.seed(TuningSettings)
+@options.shared(TuningSettings, "seed")
 @options.json
 @options.example(
     "bench stream-shift --model smollm2-135m --stream five-tasks.jsonl --max-new-tokens 64 --png shift.png"
 )
-def stream_shift(stream: str, prompts: int, png: str | None, as_json: bool, **values: Any) -> None:
+def stream_shift(stream: str, prompts: int, png: Path | None, **values: Any) -> Result:
     """Decode several tasks as one stream that does not name them, and see how soon the layer set follows.
 
     Three runs on the same prompts: each task with the set that a search on it alone ends with; all tasks with the
@@ -151,10 +145,8 @@ def stream_shift(stream: str, prompts: int, png: str | None, as_json: bool, **va
     """
     lines = read_stream(stream, None, None)
     settings: SwiftSettings = pick(TuningSettings, values)
-    request = pick(GenerateRequest, {**values, "settings": settings})
-
     check_words("strategy", [settings.strategy], STRATEGIES)
-    check_model(request)
+    request = decoding_request({**values, "settings": settings})
 
     from ..bench.stream_shift import StreamShift
     from ..decoding.engine import exhaust
@@ -163,7 +155,6 @@ def stream_shift(stream: str, prompts: int, png: str | None, as_json: bool, **va
     from ..models.loading import load
     from ..optimizer.drafting import prepared
     from ..tasks.recipes import stored_costs
-    from .charts import draw_stream_shift
 
     runtime = load(request.model, request.dtype, request.device, note_load, request.speed)
     session = Session(runtime, request.sampling, request.max_new_tokens)
@@ -176,15 +167,16 @@ def stream_shift(stream: str, prompts: int, png: str | None, as_json: bool, **va
     settings, costs = exhaust(prepared(session, lines, settings, measured), _note_format)
     bench = StreamShift(runtime, lines, prompts, settings, request.max_new_tokens, costs, note)
     report = {"model": request.model, **bench.run()}
-    present(report, as_json, show_shift, png, draw_stream_shift)
+    if png is not None:
+        draw_stream_shift(report, png)
+    return Result(report, [_shift_table(report)])
 
 
 def _note_format(tried: FormatTried) -> None:
     note(event_line(tried, RunState()) or "")
 
 
-def show_shift(report: dict[str, Any]) -> None:
-    """Print a run on a stream that changes its task as a table."""
+def _shift_table(report: dict[str, Any]) -> Table:
     noticed = ", ".join(str(shift["prompt"] + 1) for shift in report["shifts"]) or "never"
     caption = (
         f"α and expected speedup after the first {report['settled_after']} prompts of each task:"
@@ -192,13 +184,13 @@ def show_shift(report: dict[str, Any]) -> None:
     )
     title = f"{_conditions(report)}; shifts noticed after prompts {noticed}"
     headings = ("left out", "α own", "α first", "α one", "missing", "x own", "x one")
-    made = lined_table(fixed("task"), headings, title, caption)
+    rows = []
     for result in report["results"]:
         rates = (number(result[run]["settled"], 3) for run in ("own", "kept", "adapted"))
         gap = "–" if result["gap"] is None else f"{result['gap']:+.3f}"
         speeds = (number(result[run]["expected"], unit="x") for run in ("own", "adapted"))
-        made.add_row(result["task"], str(result["n_skipped"]), *rates, gap, *speeds)
-    show(made)
+        rows.append((result["task"], str(result["n_skipped"]), *rates, gap, *speeds))
+    return lined_table(fixed("task"), headings, rows, title, caption)
 
 
 def _conditions(report: dict[str, Any]) -> str:

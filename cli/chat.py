@@ -1,29 +1,34 @@
-"""`swiftopt chat`: a chat in the terminal, with a server or with an engine of this process."""
+"""`swiftopt chat`: a chat in the terminal, with a server's model or with one that is loaded here."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..core.errors import StreamError, SwiftoptError
+from ..core.errors import InvalidInput, StreamError, SwiftoptError
 from ..core.requests import GenerateRequest
 from ..core.streams import raw_prompt
-from ..core.types import Sampling, check_task
+from ..core.types import Prompt, Sampling, check_task
 from . import options
-from .backend import Backend
-from .options import pick, positive
-from .output import emit_json, note
-from .partners import DEFAULT_TASK, Message, Partner, loaded_partner, served_partner
+from .backend import Backend, on_command_line
+from .generate import note_remarks
+from .options import check_model, pick, positive
+from .output import emit_json, note, note_load
 from .render import number
 
 if TYPE_CHECKING:
     from ..client.chat import Answered
 
+Message = Mapping[str, str]
+
+DEFAULT_TASK = "default"
+PLACEMENT = ("dtype", "device", "speed")  # options that a server decides for itself
 ANSWER_TOKENS = 512  # of one answer at most, unless the caller says otherwise
 COMMANDS = """\
 /system TEXT  say how to answer from now on; without TEXT, take that back
@@ -44,14 +49,11 @@ COMMANDS = """\
 @options.method
 @click.option("--system", metavar="TEXT", help="Message that says how to answer.")
 @click.option("--message", metavar="TEXT", help="Ask this one question, and end.")
-@click.option(
-    "--max-new-tokens", default=ANSWER_TOKENS, show_default=True, type=positive, help="Most tokens of an answer."
-)
-@options.placement(GenerateRequest)
-@options.speed(GenerateRequest)
+@click.option("--max-new-tokens", default=ANSWER_TOKENS, type=positive, help="Most tokens of an answer.")
+@options.machine(GenerateRequest, "speed")
 @options.sampling
 @options.db
-@options.json
+@options.as_json
 @options.example("chat --model smollm2-135m", 'chat --server http://127.0.0.1:8000 --message "Why is the sky blue?"')
 def chat(
     server: str | None, db: str | None, system: str | None, message: str | None, as_json: bool, **values: Any
@@ -86,6 +88,92 @@ def _checked(text: str, where: str) -> str:
     Raises: StreamError: it is empty, or no text.
     """
     return raw_prompt(text, DEFAULT_TASK, where).text or ""
+
+
+# --- who answers
+
+
+@dataclass(frozen=True, slots=True)
+class Partner:
+    """Who answers: the model's name, and the answer to messages as it grows, with what it came to at its end."""
+
+    name: str
+    answer: Callable[[Sequence[Message]], Iterator[str | Answered]]
+
+
+@contextmanager
+def served_partner(url: str, values: Mapping[str, Any]) -> Iterator[Partner]:
+    """Give access to a model of the server at `url`; `values` are the command's options.
+
+    Raises: InvalidInput: the server has no model, or several of which none is named. UsageError: an option is only for
+        models that are loaded here. ServiceUnreachable: the server does not answer.
+    """
+    from ..client.chat import ChatClient
+
+    for name in PLACEMENT:
+        if on_command_line(name):
+            raise click.UsageError(f"--{name} is for a model that is loaded here: leave it out, or --server")
+    with ChatClient(url) as client:
+        served = client.models()
+        fields = _fields(values)
+        if served.is_swiftopt:  # others may refuse what is not OpenAI's
+            fields["return_metrics"] = True
+        name = values["model"] or _only(served.names)
+        yield Partner(name, partial(client.answer, name, **fields))
+
+
+def _only(names: Sequence[str]) -> str:
+    if not names:
+        raise InvalidInput("the server decodes with no model: start it with `swiftopt serve --model NAME`")
+    if len(names) > 1:
+        raise InvalidInput(f"the server has {len(names)} models: choose one with --model ({', '.join(names)})")
+    return names[0]
+
+
+def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options as fields of a request; those beyond OpenAI's only where they are used."""
+    sampling = values["sampling"].to_json()
+    fields = {"max_tokens": values["max_new_tokens"]}
+    fields |= {name: sampling[name] for name in ("temperature", "top_p", "seed")}
+    beyond = ("top_k", "min_p", "presence_penalty", "frequency_penalty", "logit_bias")
+    fields |= {name: sampling[name] for name in beyond if sampling[name]}
+    own = {name: values[name] for name in ("task", "method") if values[name] is not None}
+    return {**fields, "swiftopt": own} if own else fields
+
+
+@contextmanager
+def loaded_partner(db: str | None, values: Mapping[str, Any]) -> Iterator[Partner]:
+    """Load a model and start its engine, which keeps what was read and said: each turn goes on behind the last.
+
+    Raises: UsageError: no model is named. InvalidInput: it has no chat template. SwiftoptError: it cannot be loaded.
+    """
+    if not values["model"]:
+        raise click.UsageError("nobody answers: name a model with --model, or a server with --server")
+    check_model(pick(GenerateRequest, dict(values)))
+    from ..client.chat import Answered
+    from ..tasks.model import load
+
+    noted: set[str] = set()
+
+    def answer(messages: Sequence[Message]) -> Iterator[str | Answered]:
+        prompt = Prompt("chat", values["task"] or DEFAULT_TASK, messages=tuple(messages))
+        given = {name: values[name] for name in ("method", "max_new_tokens", "sampling")}
+        ticket = engine.submit(prompt, **given)
+        try:
+            yield from ticket
+        finally:
+            ticket.cancel()
+        _, done, info = ticket.generated[-1]
+        note_remarks(done, info, noted)
+        speed = done.n_tokens / done.timings.total_s if done.timings.total_s else None
+        yield Answered(done.finish_reason, done.n_tokens, speed, done.acceptance_rate)
+
+    model = load(values["model"], values["dtype"], values["device"], note_load, values["speed"], db)
+    with model.store or nullcontext():
+        if getattr(model.runtime.tokenizer, "chat_template", None) is None:
+            raise InvalidInput(f"{model.name} has no chat template: use an instruct model, or `swiftopt generate`")
+        with model.engine(concurrency=1) as engine:
+            yield Partner(model.name, answer)
 
 
 # --- the chat
@@ -132,13 +220,15 @@ class Conversation:
         """
         asked, said = {"role": "user", "content": question}, list[str]()
         before = [{"role": "system", "content": self.system}] if self.system else []
+        answer: Any = self.partner.answer([*before, *self._turns, asked])
         try:
-            for event in self._answer([*before, *self._turns, asked]):
-                if isinstance(event, str):
-                    said.append(event)
-                    self._show(event)
-                else:
-                    self._show_end("".join(said), event)
+            with closing(answer):  # the partner gives up its answer where we stop listening
+                for event in answer:
+                    if isinstance(event, str):
+                        said.append(event)
+                        self._show(event)
+                    else:
+                        self._show_end("".join(said), event)
         except BaseException:
             if said:
                 self._show("\n")
@@ -147,19 +237,13 @@ class Conversation:
             if said:
                 self._turns += [asked, {"role": "assistant", "content": "".join(said)}]
 
-    def _answer(self, messages: Sequence[Message]) -> Iterator[str | Answered]:
-        """Yield what the partner does, and give up its answer when the caller stops."""
-        answer: Any = self.partner.answer(messages)
-        with closing(answer):
-            yield from answer
-
     def _show(self, text: str) -> None:
         if not self._as_json:
             click.echo(text, nl=False)
 
     def _show_end(self, text: str, answered: Answered) -> None:
         if self._as_json:
-            emit_json(_answer_json(self.partner.name, text, answered))
+            emit_json({"schema": "swiftopt.chat/1", "model": self.partner.name, "text": text, **asdict(answered)})
         else:
             click.echo()
             note(click.style(_figures(answered), dim=True))
@@ -174,10 +258,6 @@ def _figures(answered: Answered) -> str:
     if answered.finish_reason == "length":
         parts.append("cut off: raise --max-new-tokens")
     return f"[{', '.join(parts)}]"
-
-
-def _answer_json(model: str, text: str, answered: Answered) -> dict[str, Any]:
-    return {"schema": "swiftopt.chat/1", "model": model, "text": text, **asdict(answered)}
 
 
 # --- where lines come from

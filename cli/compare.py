@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import click
@@ -17,9 +19,10 @@ from ..core.streams import STDIN, read_stream
 from ..core.types import Prompt, Sampling
 from ..decoding.methods import METHODS, method_info
 from . import options
+from .charts import draw_comparison
 from .options import check_model, open_store, pick, positive, together
-from .output import console, note, note_run, present, show
-from .render import fixed, heading, number, numeric, percent, ratio, size, table
+from .output import Result, console, note, note_run
+from .render import fixed, heading, interval, number, numeric, percent, ratio, size, table
 
 Row = Mapping[str, Any]
 ALL = "all"
@@ -33,8 +36,8 @@ def _names(lossy: bool) -> str:
 
 
 method_options = together(
-    click.option("--methods", default="all", show_default=True, help="all, or names from the list below, by commas."),
-    click.option("--draft-model", metavar="MODEL", help="A smaller model with the same tokenizer, for drafts."),
+    click.option("--methods", default="all", help="all, or names from the list below, by commas."),
+    options.draft_model,
     click.option("--lossless", is_flag=True, help="Only methods that keep the model's own output."),
     click.option(
         "--set", "assignments", multiple=True, metavar="METHOD.KEY=VALUE", help="A method's setting; may be repeated."
@@ -54,10 +57,9 @@ lossy {_names(lossy=True)}. {", ".join(PEERS)} are transformers' own."""
 @click.option("--task", help="Whose plan this makes.  [default: the stream's task; default, if it holds several]")
 @click.option("--limit", type=positive, help="Compare on the first prompts of the stream only.")
 @method_options
-@click.option("--png", metavar="FILE", help="Draw the ratios as a bar chart.")
+@options.png("Draw the ratios as a bar chart.")
 @click.option("--no-store", is_flag=True, help="Store neither the report, nor the plan, nor what had to be made.")
-@options.machine(GenerateRequest)
-@options.speed(GenerateRequest)
+@options.machine(GenerateRequest, "max_new_tokens", "speed")
 @options.sampling
 @options.db
 @options.json
@@ -70,28 +72,25 @@ def compare(
     methods: str,
     lossless: bool,
     assignments: tuple[str, ...],
-    png: str | None,
+    png: Path | None,
     no_store: bool,
     db: str | None,
-    as_json: bool,
     **values: Any,
-) -> None:
+) -> Result:
     chosen = chosen_methods(methods, lossless)
     given = {"methods": chosen, "settings": parse_settings(assignments, chosen), "keep": not no_store}
     request = pick(CompareRequest, {**values, **given, "sampling": pick(Sampling, values)})
     prompts, others = _prompts(stream, values["task"], limit)
-    check_model(request)
-    if request.draft_model is not None:
-        check_model(pick(GenerateRequest, {**values, "model": request.draft_model}))
+    for model in filter(None, (request.model, request.draft_model)):
+        check_model(replace(request, model=model))
 
     from ..tasks.compare import Comparison
-    from .charts import draw_comparison
 
     with open_store(db) as store:
         report = Comparison(request, prompts, store, others, note, note_run).run()
-    present(report, as_json, lambda found: show(comparison_view(found, console().width)), png, draw_comparison)
-    if report["interrupted"]:
-        raise KeyboardInterrupt
+    if png is not None:
+        draw_comparison(report, png)
+    return Result(report, [comparison_view(report, console().width)], interrupted=report["interrupted"])
 
 
 def _prompts(stream: str, task: str | None, limit: int | None) -> tuple[list[Prompt], list[Prompt]]:
@@ -171,23 +170,24 @@ def comparison_view(report: Row, width: int) -> RenderableType:
     return Group(
         heading(f"{report['model']}/{report['task']}"),
         Text(_conditions(report), style="dim"),
-        comparison_table(rows, width, report["energy"] is not None),
+        _table(rows, width, report["energy"] is not None),
         *(Text(text, style="dim") for text in remarks),
         "",
         Text(plan_words(report), style=style),
     )
 
 
-def comparison_table(rows: Sequence[Row], width: int, energy: bool) -> Table:
+def _table(rows: Sequence[Row], width: int, energy: bool) -> Table:
     """Return the methods by ratio, lossy ones below a line; `width` decides which columns are shown."""
-    columns = [column for column in _columns(energy) if width >= column[2]]
+    columns = [column for column in COLUMNS if width >= column[2] and (energy or column[0] != "J/tok")]
     made = table([(numeric if at else fixed)(name) for at, (name, _, _) in enumerate(columns)], [])
     lossless, lossy = [row for row in rows if not row["lossy"]], [row for row in rows if row["lossy"]]
     for row in lossless:
         style = "bold green" if row["ratio_interval"] and row["ratio_interval"][0] > 1 else None
         made.add_row(*(cell(row) for _, cell, _ in columns), style=style)
     if lossy and lossless:
-        made.add_row(*(Text("─" * _widest(rows, column), style="dim") for column in columns))
+        widths = [max(len(name), *(len(cell(row)) for row in rows)) for name, cell, _ in columns]
+        made.add_row(*(Text("─" * widest, style="dim") for widest in widths))
     for row in lossy:
         made.add_row(*(cell(row) for _, cell, _ in columns))
     return made
@@ -225,45 +225,35 @@ def _reason(row: Row) -> str:
     return ""
 
 
-def _columns(energy: bool) -> list[tuple[str, Callable[[Row], str], int]]:
-    """Return (heading, cell, least columns of a terminal that shows it)."""
-    columns: list[tuple[str, Callable[[Row], str], int]] = [
-        ("method", lambda row: f"{row['method']} {LOSSY}" if row["lossy"] else row["method"], 0),
-        ("tok/s", lambda row: number(row["tok_s"], 1), 0),
-        ("ratio", lambda row: number(row["ratio"], unit="x"), 0),
-        ("95 %", _interval, 0),
-        ("α", lambda row: number(row["acceptance_rate"]), 0),
-        ("M", lambda row: number(row["mean_generated_length"]), 0),
-        ("passes", lambda row: number(row["passes_per_token"]), ROOMY),
-        ("same", _identical, 0),
-        ("PPL", lambda row: number(row["perplexity"], 2 if (row["perplexity"] or 0) < 1000 else 0), 0),
-        ("to plain", lambda row: number(row["perplexity_ratio"], unit="x"), ROOMY + 10),
-        ("early", lambda row: percent(row["early_share"]), ROOMY),
-        ("rejected", lambda row: percent(row["rejected_share"]), ROOMY),
-        ("params", lambda row: "–" if row["extra_parameters"] is None else _short(row["extra_parameters"]), ROOMY),
-        ("memory", lambda row: "–" if row["extra_bytes"] is None else _megabytes(row["extra_bytes"]), 80),
-        ("J/tok", lambda row: number(row["joules_per_token"]), 0),
-    ]
-    return columns if energy else columns[:-1]
-
-
-def _interval(row: Row) -> str:
-    low, high = row["ratio_interval"] or (None, None)
-    return "–" if low is None else f"{low:.2f}-{high:.2f}"
-
-
 def _identical(row: Row) -> str:
     return "–" if row["identical"] is None else f"{row['identical']}/{row['prompts']}"
 
 
-def _short(n_parameters: int) -> str:
-    return size(n_parameters) if n_parameters >= 100_000 else f"{n_parameters:,}"
+def _parameters(row: Row) -> str:
+    n = row["extra_parameters"]
+    return "–" if n is None else size(n) if n >= 100_000 else f"{n:,}"
 
 
-def _megabytes(n_bytes: int) -> str:
-    return f"{n_bytes / 2**20:.1f}M" if n_bytes < 100 * 2**20 else f"{n_bytes / 2**20:.0f}M"
+def _megabytes(row: Row) -> str:
+    n = row["extra_bytes"]
+    return "–" if n is None else f"{n / 2**20:.{1 if n < 100 * 2**20 else 0}f}M"
 
 
-def _widest(rows: Sequence[Row], column: tuple[str, Callable[[Row], str], int]) -> int:
-    name, cell, _ = column
-    return max(len(name), *(len(cell(row)) for row in rows))
+# heading, cell, and the least columns of a terminal that shows it
+COLUMNS: list[tuple[str, Callable[[Row], str], int]] = [
+    ("method", lambda row: f"{row['method']} {LOSSY}" if row["lossy"] else row["method"], 0),
+    ("tok/s", lambda row: number(row["tok_s"], 1), 0),
+    ("ratio", lambda row: number(row["ratio"], unit="x"), 0),
+    ("95 %", lambda row: interval(row["ratio_interval"]), 0),
+    ("α", lambda row: number(row["acceptance_rate"]), 0),
+    ("M", lambda row: number(row["mean_generated_length"]), 0),
+    ("passes", lambda row: number(row["passes_per_token"]), ROOMY),
+    ("same", _identical, 0),
+    ("PPL", lambda row: number(row["perplexity"], 2 if (row["perplexity"] or 0) < 1000 else 0), 0),
+    ("to plain", lambda row: number(row["perplexity_ratio"], unit="x"), ROOMY + 10),
+    ("early", lambda row: percent(row["early_share"]), ROOMY),
+    ("rejected", lambda row: percent(row["rejected_share"]), ROOMY),
+    ("params", _parameters, ROOMY),
+    ("memory", _megabytes, 80),
+    ("J/tok", lambda row: number(row["joules_per_token"]), 0),
+]

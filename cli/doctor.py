@@ -11,18 +11,19 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import click
 from rich.table import Table
 from rich.text import Text
 
 from ..core.errors import SwiftoptError, safe_url
+from ..core.settings import n_threads, usable_cores
 from . import options
 from .options import database_url
-from .output import answer, show
+from .output import Result
 from .render import fixed, folding, table
-from .worker import FRESH_S
+from .services import FRESH_S
 
 GIB = 1 << 30
 LOW_MEMORY = 2 * GIB  # below it even small models of the alias table do not fit in bfloat16 with room to work
@@ -31,9 +32,8 @@ CLOCK_S = 2.0  # difference between two clocks from which times in lists mislead
 MEMINFO = Path("/proc/meminfo")
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
-
 Status = Literal["ok", "warn", "fail"]
-Result = tuple[Status, str]  # of a check, with its words
+Finding = tuple[Status, str]  # of a check, with its words
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +52,8 @@ class Check:
 @options.server
 @options.queue
 @options.json
-@click.pass_context
 @options.example("doctor --model smollm2-135m")
-def doctor(
-    context: click.Context,
-    model: str | None,
-    db: str | None,
-    redis: str | None,
-    server: str | None,
-    queue: str,
-    as_json: bool,
-) -> None:
+def doctor(model: str | None, db: str | None, redis: str | None, server: str | None, queue: str) -> Result:
     """Check this machine and what it is told to use; ends with 1 if something fails.
 
     Versions, devices, memory, cache, the database with its schema and clock; and where they are named, Redis with how
@@ -71,8 +62,7 @@ def doctor(
     checks = [*examine(model), *examine_services(db, redis, server, queue)]
     healthy = all(check.status != "fail" for check in checks)
     value = {"schema": "swiftopt.doctor/1", "ok": healthy, "checks": [asdict(check) for check in checks]}
-    answer(as_json, value, lambda: show(checks_table(checks)))
-    context.exit(0 if healthy else 1)
+    return Result(value, [checks_table(checks)], code=0 if healthy else 1)
 
 
 def checks_table(checks: Sequence[Check]) -> Table:
@@ -109,7 +99,7 @@ def examine_services(db: str | None, redis: str | None, server: str | None, queu
         yield run_check("server", check_server, server)
 
 
-def run_check(name: str, check: Callable[..., Result], *args: str) -> Check:
+def run_check(name: str, check: Callable[..., Finding], *args: str) -> Check:
     """Run a check; an error becomes its result."""
     try:
         return Check(name, *check(*args))
@@ -120,7 +110,7 @@ def run_check(name: str, check: Callable[..., Result], *args: str) -> Check:
 # --- this machine
 
 
-def check_package(name: str) -> Result:
+def check_package(name: str) -> Finding:
     """Check that a package that decoding needs is installed."""
     try:
         return "ok", version(name)
@@ -144,10 +134,8 @@ def check_devices() -> Iterator[Check]:
         yield Check(f"cuda:{index}", "warn" if free < LOW_MEMORY else "ok", text)
 
 
-def check_cores() -> Result:
+def check_cores() -> Finding:
     """Check the cores that may be used, the threads that will compute, and what else runs on them."""
-    from ..core.settings import n_threads, usable_cores
-
     usable, load = usable_cores(), os.getloadavg()[0]
     text = f"{usable} of {os.cpu_count()} usable, {n_threads()} threads, load {load:.1f}"
     if load > usable / 2:
@@ -155,13 +143,12 @@ def check_cores() -> Result:
     return "ok", text
 
 
-def check_kernels() -> Result:
+def check_kernels() -> Finding:
     """Check the CPU kernels that passes will use, compiled if need be, and how fast they read weights."""
     try:
         import torch
 
-        from ..core.settings import n_threads
-        from ..models.kernels.build import at_rows, kernels
+        from ..models.kernels.build import ROWS, at_rows, kernels
         from ..models.kernels.measure import READ, measured
     except (ImportError, OSError):
         return "fail", "torch cannot be imported"
@@ -170,18 +157,13 @@ def check_kernels() -> Result:
         return "warn", f"torch's own, drafts may change last bits: {found}"
     torch.set_num_threads(n_threads())
     speeds = measured()
-    others = [f"{way} {_speeds(speeds, way)}" for way in speeds if way not in (found.level, READ)]
-    text = f"{found.level}, {_speeds(speeds, found.level)} GB/s of bfloat16 weights at 1 and 8 rows"
+    words = {way: " and ".join(f"{at_rows(speeds, way, rows):.0f}" for rows in ROWS) for way in speeds if way != READ}
+    others = [f"{way} {word}" for way, word in words.items() if way != found.level]
+    text = f"{found.level}, {words[found.level]} GB/s of bfloat16 weights at 1 and 8 rows"
     return "ok", f"{text} ({', '.join(others)}; {READ} {at_rows(speeds, READ, 1):.0f})"
 
 
-def _speeds(speeds: Any, way: str) -> str:
-    from ..models.kernels.build import ROWS, at_rows
-
-    return " and ".join(f"{at_rows(speeds, way, rows):.0f}" for rows in ROWS)
-
-
-def check_memory() -> Result:
+def check_memory() -> Finding:
     """Check the main memory that programs may still take."""
     try:
         lines = dict(line.split(":", 1) for line in MEMINFO.read_text(encoding="ascii").splitlines())
@@ -192,7 +174,7 @@ def check_memory() -> Result:
     return "warn" if free < LOW_MEMORY else "ok", f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
 
 
-def check_cache() -> Result:
+def check_cache() -> Finding:
     """Check that converted models have a folder, and room in it."""
     import platformdirs
 
@@ -205,7 +187,7 @@ def check_cache() -> Result:
     return "warn" if free < LOW_DISK else "ok", f"{folder}, {free / GIB:.1f} GiB free"
 
 
-def check_model(name: str) -> Result:
+def check_model(name: str) -> Finding:
     """Check where a model's name leads; nothing is downloaded or loaded."""
     from ..models.sources import resolve
 
@@ -216,7 +198,7 @@ def check_model(name: str) -> Result:
 # --- services
 
 
-def check_database(url: str) -> Result:
+def check_database(url: str) -> Finding:
     """Check that the database opens and has the newest schema."""
     from ..store import Store
     from ..store.schema import look
@@ -236,7 +218,7 @@ def check_database(url: str) -> Result:
     return "ok", f"{state.database}, schema {state.revision}, {n_sets} layer sets, jobs: {jobs}"
 
 
-def check_clock(url: str) -> Result:
+def check_clock(url: str) -> Finding:
     """Check how far this machine's clock is from the database's, which decides when leases end."""
     from sqlalchemy import select
 
@@ -254,7 +236,7 @@ def check_clock(url: str) -> Result:
     return "ok", f"{apart:.1f} s from the database's"
 
 
-def check_redis(url: str) -> Result:
+def check_redis(url: str) -> Finding:
     """Check that Redis answers and keeps what it is given; the jobs themselves are in the database in any case."""
     from ..worker.queue import RedisQueue
 
@@ -271,7 +253,7 @@ def check_redis(url: str) -> Result:
     return "ok", f"{name}, append-only file on, policy {facts.eviction or 'unknown'}"
 
 
-def check_workers(url: str, queue: str) -> Result:
+def check_workers(url: str, queue: str) -> Finding:
     """Check that a worker listens on the queue."""
     from ..worker.queue import RedisQueue
 
@@ -287,7 +269,7 @@ def check_workers(url: str, queue: str) -> Result:
     return "ok", f"{', '.join(sorted(here))}; {waiting}"
 
 
-def check_server(url: str) -> Result:
+def check_server(url: str) -> Finding:
     """Check that the server is ready and accepts our key."""
     from ..client import Client
 

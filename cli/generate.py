@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,14 +14,13 @@ from ..core.errors import StreamError
 from ..core.requests import GenerateRequest
 from ..core.streams import LineWriter, raw_prompt, read_stream
 from ..core.types import Completion, Prompt, Sampling
-from ..decoding.methods import method_info
 from . import options
-from .options import check_model, open_store, pick, positive, read_layer_set, together
-from .output import emit_json, json_line, note, note_load
+from .options import decoding_request, open_store, positive, together
+from .output import emit_json, note, note_load
 from .render import number
 
 if TYPE_CHECKING:
-    from ..tasks.generate import Generated, GenerateInfo, TextAdded
+    from ..tasks.generate import GenerateInfo
 
 source_options = together(
     click.option("--prompt", help="Raw text to continue."),
@@ -31,7 +31,7 @@ source_options = together(
 method_options = together(
     options.method,
     click.option("--draft-model", metavar="NAME", help="Smaller model that drafts, for methods that draft with one."),
-    click.option("--layer-set", "layer_set_file", metavar="FILE", help="Draft with this exported layer set."),
+    options.layer_set,
     click.option("--stop", multiple=True, metavar="STR", help="End before this text; may be repeated."),
     options.from_field(Sampling, "repetition_penalty", "Above 1 repeats less.  [default: the model's own]"),
 )
@@ -50,18 +50,16 @@ method_options = together(
     "How many prompts of a stream are decoded at once; each is shown when it is done.",
     type=positive,
 )
-@options.machine(GenerateRequest)
-@options.speed(GenerateRequest)
+@options.machine(GenerateRequest, "max_new_tokens", "speed")
 @options.sampling
 @options.db
-@options.json
+@options.as_json
 @options.example('generate --model smollm2-135m --task notes --prompt "Once upon a time" --max-new-tokens 64')
 def generate(
     prompt: str | None,
     stream: str | None,
     limit: int | None,
     out: str | None,
-    layer_set_file: str | None,
     db: str | None,
     as_json: bool,
     **values: Any,
@@ -71,20 +69,31 @@ def generate(
     Takes --prompt, --stream, or text from standard input. With --json there is one object per prompt, each on a line.
     """
     prompts = _prompts(prompt, stream, limit, values["task"])
-    record = read_layer_set(layer_set_file) if layer_set_file else None
-    if values["method"] is not None:
-        method_info(values["method"])
-    request = pick(GenerateRequest, {**values, "layer_set": record, "sampling": pick(Sampling, values)})
-    check_model(request)
+    request = decoding_request(values)
 
+    from ..tasks.generate import Generated
     from ..tasks.generate import generate as decode
 
+    grows = stream is None and not as_json  # the text is shown as it grows
+    noted: set[str] = set()
     with ExitStack() as stack:
         store = stack.enter_context(open_store(db))
         lines = stack.enter_context(LineWriter(Path(out), append=False)) if out is not None else None
-        sink = _Sink(request.model, as_json, one_only=stream is None, out=lines)
         for event in decode(request, prompts, store, note_load):
-            sink.show(event)
+            if not isinstance(event, Generated):
+                if grows:
+                    click.echo(event.text, nl=False)
+                continue
+            value = completion_json(request.model, *event)
+            if as_json:
+                emit_json(value)
+            else:
+                click.echo("" if grows else f"== {event.prompt.id}\n{event.completion.text}")
+            if lines is not None:
+                lines.write(json.dumps(value))
+            note_remarks(event.completion, event.info, noted)
+            if not as_json:
+                note(completion_words(event.completion, event.info))
 
 
 def _prompts(prompt: str | None, stream: str | None, limit: int | None, task: str | None) -> list[Prompt]:
@@ -94,7 +103,7 @@ def _prompts(prompt: str | None, stream: str | None, limit: int | None, task: st
         return read_stream(stream, task, limit)
     if prompt is None and sys.stdin.isatty():
         raise click.UsageError("there is no prompt: give --prompt TEXT or --stream FILE, or pipe text in")
-    text = prompt if prompt is not None else _piped_text()
+    text = _piped_text() if prompt is None else prompt
     if not text.strip():
         raise click.UsageError("the prompt is empty: give --prompt TEXT or --stream FILE, or pipe text in")
     return [raw_prompt(text, task or "default", "standard input" if prompt is None else "--prompt")]
@@ -105,38 +114,6 @@ def _piped_text() -> str:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise StreamError("standard input is not UTF-8 text: pipe text in, or give --stream FILE") from error
-
-
-class _Sink:
-    """Where completions go: text to stdout as it grows, or JSON lines, and JSON lines to a file."""
-
-    def __init__(self, model: str, as_json: bool, one_only: bool, out: LineWriter | None) -> None:
-        self._model, self._as_json, self._out = model, as_json, out
-        self._shows_growth = one_only and not as_json
-        self._noted: set[str] = set()
-
-    def show(self, event: TextAdded | Generated) -> None:
-        """Print text as it grows; print and write a finished completion."""
-        if not isinstance(event, tuple):
-            if self._shows_growth:
-                click.echo(event.text, nl=False)
-            return
-        prompt, completion, info = event
-        value = completion_json(self._model, prompt, completion, info)
-        if self._as_json:
-            emit_json(value)
-        elif self._shows_growth:
-            click.echo()
-        else:
-            click.echo(f"== {prompt.id}\n{completion.text}")
-        if self._out is not None:
-            self._out.write(json_line(value))
-        for text in remarks(completion, info):
-            if text not in self._noted:
-                self._noted.add(text)
-                note(f"note: {text}")
-        if not self._as_json:
-            note(completion_words(completion, info))
 
 
 def completion_json(model: str, prompt: Prompt, completion: Completion, info: GenerateInfo) -> dict[str, Any]:
@@ -154,8 +131,8 @@ def completion_json(model: str, prompt: Prompt, completion: Completion, info: Ge
     }
 
 
-def remarks(completion: Completion, info: GenerateInfo) -> list[str]:
-    """Return what a person should know of how the plan was chosen."""
+def note_remarks(completion: Completion, info: GenerateInfo, noted: set[str]) -> None:
+    """Print what a person should know of how the plan was chosen, but for what is in `noted`; add it there."""
     found = [info.note] if info.note else []
     if info.fallback:
         found.append(f"this is not quite what was asked for: {info.fallback}")
@@ -165,7 +142,10 @@ def remarks(completion: Completion, info: GenerateInfo) -> list[str]:
         )
     if completion.lossy:
         found.append(f"{completion.method} is lossy: this is not what plain decoding would have said")
-    return found
+    for text in found:
+        if text not in noted:
+            noted.add(text)
+            note(f"note: {text}")
 
 
 def completion_words(completion: Completion, info: GenerateInfo) -> str:

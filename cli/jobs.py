@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import get_args
 
 import click
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ..core.errors import InvalidInput
@@ -17,14 +17,13 @@ from ..core.events import JobState, Progress
 from ..core.jobs import Job, JobEvent, JobList, Verb
 from ..core.requests import TuneRequest
 from ..core.streams import output_line
-from ..core.types import LayerSetRecord
 from . import options
-from .backend import Backend, Ended, JobClient, backend_options, event_of, result_of
-from .options import PresetGroup, positive
-from .output import answer, console, emit_json, note, show, write_text
+from .backend import Backend, JobClient, backend_options, event_of, result_of
+from .options import PresetGroup, positive, together
+from .output import Result, console, write_text
 from .progress import progress_words
-from .render import ROOMY, figures_table, fixed, folding, heading, numeric, ratio, table
-from .tune import show_tuned, use_command
+from .render import ROOMY, figures_table, fixed, folding, heading, listing, numeric, ratio
+from .tune import changed, tune_result
 
 STDOUT = "-"
 JOB_STYLES: dict[JobState, str] = {
@@ -33,7 +32,7 @@ JOB_STYLES: dict[JobState, str] = {
 }  # fmt: skip
 JOB_WANTED = {"pause": "pausing", "stop": "stopping"}
 
-job_argument = click.argument("job", metavar="ID")
+on_job = together(click.argument("job", metavar="ID"), backend_options, options.json)
 
 
 @click.group(cls=PresetGroup, short_help="Show, follow and steer the jobs of a queue.")
@@ -44,63 +43,49 @@ def jobs() -> None:
 
 @jobs.command("list", short_help="List the newest jobs.")
 @click.option("--state", type=click.Choice(get_args(JobState)), help="Only jobs in this state.")
-@click.option("--limit", type=positive, default=50, show_default=True, help="How many at most.")
+@click.option("--limit", type=positive, default=50, help="How many at most.")
 @backend_options
 @options.json
 @options.example("jobs list --state failed")
-def list_(state: JobState | None, limit: int, backend: Backend, as_json: bool) -> None:
+def list_(state: JobState | None, limit: int, backend: Backend) -> Result:
     """List the newest jobs first, each with how far it is and what it found."""
     with backend.open() as client:
         found = client.jobs.latest(state, limit)
-    if as_json:
-        emit_json(JobList(tuple(found)).to_json())
-    elif found:
-        show(jobs_table(found, console().width))
-    else:
-        note(f"no job is {state}" if state else "there is no job yet: submit one with `swiftopt tune --redis URL …`")
+    none = f"no job is {state}" if state else "there is no job yet: submit one with `swiftopt tune --redis URL …`"
+    table = [jobs_table(found, console().width)] if found else []
+    return Result(JobList(tuple(found)).to_json(), table, [] if found else [none])
 
 
 @jobs.command("show", short_help="Show a job.")
-@job_argument
-@backend_options
-@options.json
+@on_job
 @options.example("jobs show 3f2a9c81d04e")
-def show_(job: str, backend: Backend, as_json: bool) -> None:
+def show_(job: str, backend: Backend) -> Result:
     """Show everything about a job: state, worker, progress, last error, and the layer sets it stored."""
     with backend.open() as client:
         found = client.jobs.get(job)
-        reason = client.why_waiting(found)
-    if as_json:
-        emit_json(found.to_json())
-        return
-    show(job_view(found))
-    if reason is not None:
-        note(f"note: {reason}")
+        return Result(found.to_json(), [job_view(found)], _why_waiting(client, found))
 
 
 @jobs.command(short_help="Follow a job to its end.")
-@job_argument
-@backend_options
-@options.json
+@on_job
 @options.example("jobs watch 3f2a9c81d04e")
-def watch(job: str, backend: Backend, as_json: bool) -> None:
+def watch(job: str, backend: Backend) -> Result:
     """Follow a job to its end and print its result, as `tune` does; Ctrl-C leaves the job running.
 
     The result of a job that has ended is printed at once.
     """
     with backend.open() as client:
-        _show_ended(result_of(backend, client, client.jobs.get(job)), client, backend, as_json)
+        ended = result_of(backend, client, client.jobs.get(job))
+        if ended.job.kind != "tune":
+            return Result(ended.job.to_json(), [f"job {job} has succeeded"])
+        request = TuneRequest.from_json(ended.job.request)
+        fetch = backend.command("jobs", "outputs", job, "--out", "FILE")
+        return tune_result(request, job, ended.tasks, client.database, backend, changed(request), None, fetch)
 
 
-def _show_ended(ended: Ended, client: JobClient, backend: Backend, as_json: bool) -> None:
-    job = ended.job
-    if job.kind != "tune":
-        answer(as_json, job.to_json(), lambda: click.echo(f"job {job.id} has succeeded"))
-        return
-    request = TuneRequest.from_json(job.request)
-    commands = [use_command(request, task, backend) for task in ended.tasks]
-    out = None if as_json else backend.command("jobs", "outputs", job.id, "--out", "FILE")
-    show_tuned(request.model, job.id, out, client.database, ended.tasks, commands, as_json)
+def _why_waiting(client: JobClient, job: Job) -> list[str]:
+    reason = client.why_waiting(job)
+    return [f"note: {reason}"] if reason else []
 
 
 VERBS: dict[Verb, tuple[str, str]] = {
@@ -128,21 +113,14 @@ def _add_verb(verb: Verb, short: str, words: str) -> None:
     """Add the command of a verb to the group."""
 
     @jobs.command(verb, short_help=short)
-    @job_argument
-    @backend_options
-    @options.json
+    @on_job
     @options.example(f"jobs {verb} 3f2a9c81d04e", words=words)
-    def act(job: str, backend: Backend, as_json: bool) -> None:
+    def act(job: str, backend: Backend) -> Result:
         with backend.open() as client:
             found = client.jobs.act(job, verb)
-            reason = client.why_waiting(found)
-        if as_json:
-            emit_json(found.to_json())
-            return
-        wanted = {"pause": "will pause", "stop": "will stop"}.get(found.wanted or "")
-        click.echo(f"job {found.id} is {found.state}" + (f", and {wanted} at its next step" if wanted else ""))
-        if reason is not None:
-            note(f"note: {reason}")
+            wanted = f", and will {found.wanted} at its next step" if found.wanted else ""
+            text = f"job {found.id} is {found.state}{wanted}"
+            return Result(found.to_json(), [text], _why_waiting(client, found))
 
 
 for verb, (short, words) in VERBS.items():
@@ -150,12 +128,12 @@ for verb, (short, words) in VERBS.items():
 
 
 @jobs.command(short_help="Write a job's completions as JSON Lines.")
-@job_argument
-@click.option("-o", "--out", metavar="FILE", default=STDOUT, help="File to write; - is standard output.  [default: -]")
+@click.argument("job", metavar="ID")
+@click.option("-o", "--out", metavar="FILE", default=STDOUT, help="File to write; - is standard output.")
 @backend_options
-@options.json
+@options.as_json
 @options.example("jobs outputs 3f2a9c81d04e --out completions.jsonl")
-def outputs(job: str, out: str, backend: Backend, as_json: bool) -> None:
+def outputs(job: str, out: str, backend: Backend, as_json: bool) -> int:
     """Write the completions that a job has finished, in the order of its stream, one JSON object per line.
 
     The lines are those of `tune --out`. --json prints an object with their number, and so needs a file.
@@ -168,10 +146,10 @@ def outputs(job: str, out: str, backend: Backend, as_json: bool) -> None:
     if out == STDOUT:
         for line in lines:
             click.echo(line)
-        return
+        return 0
     write_text(Path(out), "".join(f"{line}\n" for line in lines))
     value = {"schema": "swiftopt.job-outputs/1", "job": job, "out": out, "n_outputs": len(found)}
-    answer(as_json, value, lambda: note(f"{len(found)} completions written to {out}"))
+    return Result(value, remarks=[f"{len(found)} completions written to {out}"]).print(as_json)
 
 
 # --- text for a person
@@ -179,25 +157,32 @@ def outputs(job: str, out: str, backend: Backend, as_json: bool) -> None:
 
 def jobs_table(jobs: Sequence[Job], width: int) -> Table:
     """List jobs with how far they are; who works on them only where `width` has room for it."""
-    roomy = width >= ROOMY
-    columns = [fixed("id"), fixed("state"), folding("model", min_width=6), numeric("done")]
-    columns.append(folding("found", min_width=6))
-    columns += [folding("queue"), folding("worker"), numeric("tries")] if roomy else []
-    rows: list[list[RenderableType]] = []
-    for job in jobs:
-        state = Text(JOB_WANTED.get(job.wanted or "", job.state), style=JOB_STYLES[job.state])
-        done = f"{job.n_outputs}/{job.n_prompts}" if job.n_prompts else "–"
-        found = ", ".join(f"{record.task} {ratio(record.measured_speedup)}" for record in job.layer_sets)
-        where = [job.queue or "–", job.worker or "–", str(job.attempt)] if roomy else []
-        submitted = job.created_at[:16].replace("T", " ")
-        rows.append([job.id, state, job.model or job.kind, done, found or "–", *where, submitted])
-    return table([*columns, fixed("submitted")], rows, width=width if roomy else None)
+    columns: list[tuple[Column, Callable[[Job], RenderableType]]] = [
+        (fixed("id"), lambda job: job.id),
+        (fixed("state"), lambda job: Text(JOB_WANTED.get(job.wanted or "", job.state), style=JOB_STYLES[job.state])),
+        (folding("model", min_width=6), lambda job: job.model or job.kind),
+        (numeric("done"), lambda job: f"{job.n_outputs}/{job.n_prompts}" if job.n_prompts else "–"),
+        (folding("found", min_width=6), _found),
+        (folding("queue"), lambda job: job.queue or "–"),
+        (folding("worker"), lambda job: job.worker or "–"),
+        (numeric("tries"), lambda job: str(job.attempt)),
+        (fixed("submitted"), lambda job: job.created_at[:16].replace("T", " ")),
+    ]
+    return listing(jobs, columns, width=width) if width >= ROOMY else listing(jobs, [*columns[:5], columns[-1]])
+
+
+def _found(job: Job) -> str:
+    return ", ".join(f"{record.task} {ratio(record.measured_speedup)}" for record in job.layer_sets) or "–"
 
 
 def job_view(job: Job) -> RenderableType:
     """Show everything about a job, in two columns."""
     wanted = f", to {job.wanted} at its next step" if job.wanted else ""
-    found = [(f"found for {record.task}", found_words(record)) for record in job.layer_sets]
+    found = []
+    for record in job.layer_sets:
+        measured = ratio(record.measured_speedup, record.measured_interval)
+        words = f"r {record.layer_set.skip_ratio:.2f}, measured {measured}, {record.verdict}"
+        found.append((f"found for {record.task}", f"version {record.version}, {words}"))
     rows = [
         ("state", f"{job.state} (attempt {job.attempt}){wanted}"),
         ("error", job.error or ""),
@@ -215,12 +200,6 @@ def job_view(job: Job) -> RenderableType:
         ("fingerprint", job.fingerprint),
     ]
     return Group(heading(f"job {job.id}"), figures_table((name, value) for name, value in rows if value))
-
-
-def found_words(record: LayerSetRecord) -> str:
-    """Return a stored layer set in a few words."""
-    measured = ratio(record.measured_speedup, record.measured_interval)
-    return f"version {record.version}, r {record.layer_set.skip_ratio:.2f}, measured {measured}, {record.verdict}"
 
 
 def now_words(job: Job) -> str:

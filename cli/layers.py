@@ -1,23 +1,26 @@
-"""`swiftopt layers`: look at the stored layer sets, search one offline, move them in and out, and choose among them."""
+"""`swiftopt layers` and `swiftopt models`: look at what is stored, search a layer set offline, move and choose them."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.console import RenderableType
+from rich.table import Table
 
 from ..core.errors import InvalidInput, LayerSetNotFound
 from ..core.requests import GenerateRequest
 from ..core.streams import read_stream
-from ..core.types import FoundPlan, LayerSetRecord, Sampling, Trial, check_task
+from ..core.types import FoundPlan, LayerSetRecord, ModelInfo, Sampling, Trial, check_task
+from ..models.sources import ALIASES, find_alias
 from . import options
-from .options import ModelTask, PresetGroup, check_model, open_store, pick, positive
-from .output import answer, console, emit_json, note, note_load, show, write_text
-from .render import layer_map, record_view, records_table
+from .options import ModelTask, PresetGroup, decoding_request, open_store, positive
+from .output import Result, console, note, note_load, write_text
+from .render import fixed, folding, layer_map, numeric, record_view, records_table, size, table
 
 if TYPE_CHECKING:
     from ..store import Store
@@ -37,16 +40,17 @@ def layers() -> None:
 @options.store
 @options.json
 @options.example("layers list --model smollm2-135m")
-def list_(of_model: str | None, of_task: str | None, store: Store, as_json: bool) -> None:
+def list_(of_model: str | None, of_task: str | None, store: Store) -> Result:
     """List the stored layer sets, newest first; * marks the best of its model, task, device and dtype."""
     records = [(record, _is_best(store, record)) for record in store.layer_sets(of_model, of_task)]
-    if as_json:
-        sets = [{**record.to_json(), "best": best} for record, best in records]
-        emit_json({"schema": "swiftopt.layers-list/1", "layer_sets": sets})
-    elif records:
-        show(records_table(records, console().width))
-    else:
-        note("no layer set is stored yet: find one with `swiftopt tune --model M --stream FILE --task T`")
+    sets = [{**record.to_json(), "best": best} for record, best in records]
+    return Result(
+        {"schema": "swiftopt.layers-list/1", "layer_sets": sets},
+        [records_table(records, console().width)] if records else [],
+        []
+        if records
+        else ["no layer set is stored yet: find one with `swiftopt tune --model M --stream FILE --task T`"],
+    )
 
 
 @layers.command(short_help="Show the best layer set of a task.")
@@ -57,13 +61,11 @@ def list_(of_model: str | None, of_task: str | None, store: Store, as_json: bool
 @options.store
 @options.json
 @options.example("layers best smollm2-135m/notes --json")
-def best(
-    name: ModelTask, device_name: str | None, tuned_dtype: str | None, alias: str, store: Store, as_json: bool
-) -> None:
+def best(name: ModelTask, device_name: str | None, tuned_dtype: str | None, alias: str, store: Store) -> Result:
     """Show the best layer set of MODEL/TASK; with --json exactly the object that export writes."""
     found = store.lookup(name.model, name.task, device_name, tuned_dtype, alias)
     record = _layer_set_of(found, name)
-    answer(as_json, record.to_json(), lambda: _show_record(record, ()))
+    return Result(record.to_json(), [record_view(record, (), console().width)])
 
 
 @layers.command("show", short_help="Show a layer set, its map and its search.")
@@ -73,7 +75,7 @@ def best(
 @options.store
 @options.json
 @options.example("layers show smollm2-135m/notes --version 2 --png notes.png")
-def show_(name: ModelTask, version: int | None, png: str | None, store: Store, as_json: bool) -> None:
+def show_(name: ModelTask, version: int | None, png: str | None, store: Store) -> Result:
     """Show a layer set of MODEL/TASK with its map, its figures and the curve of the search that found it."""
     record = _find(store, name, version)
     trials = store.trials(record.job, record.task) if record.job else []
@@ -88,33 +90,30 @@ def show_(name: ModelTask, version: int | None, png: str | None, store: Store, a
         "trials": [_trial_json(trial) for trial in trials],
         "png": png,
     }
-    answer(as_json, value, lambda: _show_record(record, trials))
+    return Result(value, [record_view(record, trials, console().width)])
 
 
 @layers.command(short_help="Self-SD's offline search for a layer set.")
 @options.model
 @options.stream
 @click.option("--task", help="Task to store the set under.  [default: the first prompt's own]")
-@click.option("--limit", type=positive, default=4, show_default=True, help="Prompts that each candidate decodes.")
-@click.option("--max-steps", type=positive, default=200, show_default=True, help="Candidates to try at most.")
+@click.option("--limit", type=positive, default=4, help="Prompts that each candidate decodes.")
+@click.option("--max-steps", type=positive, default=200, help="Candidates to try at most.")
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="Begin no candidate after this time.")
-@options.machine(GenerateRequest)
-@options.seed(Sampling)
+@options.machine(GenerateRequest, "max_new_tokens")
+@options.shared(Sampling, "seed")
 @options.db
 @options.json
 @options.example(
     "layers search --model smollm2-135m --stream prompts.jsonl --task notes --minutes 10 --max-new-tokens 32"
 )
-def search(
-    stream: str, limit: int, max_steps: int, minutes: float | None, db: str | None, as_json: bool, **values: Any
-) -> None:
+def search(stream: str, limit: int, max_steps: int, minutes: float | None, db: str | None, **values: Any) -> Result:
     """Bayesian optimisation over all sub-layers, each candidate by the tokens per second that Self-SD makes with it.
 
     The set is stored for the method self-sd; the best plan stays what it is until `swiftopt compare` finds it faster.
     """
     prompts = read_stream(stream, values["task"], limit)
-    request = pick(GenerateRequest, {**values, "sampling": pick(Sampling, values)})
-    check_model(request)
+    request = decoding_request(values)
 
     from ..tasks.recipes import search_offline
 
@@ -127,15 +126,15 @@ def search(
         record, found = search_offline(request, prompts, store, max_steps, max_s, note_load, show_candidate)
     ratio, median, n_tried = found.best.ratio, found.typical_ratio, len(found.candidates)
 
-    def show_text() -> None:
-        show(layer_map(record.layer_set, console().width))
-        click.echo(
-            f"{record.model}/{record.task} version {record.version}: {ratio:.2f}x plain decoding on the search's"
-            f" own prompts, the best of {n_tried} candidates (median {median:.2f}x)"
-        )
-
     figures = {"candidates": n_tried, "ratio": ratio, "median_ratio": median}
-    answer(as_json, {"schema": "swiftopt.layers-search/1", "layer_set": record.to_json(), **figures}, show_text)
+    text = (
+        f"{record.model}/{record.task} version {record.version}: {ratio:.2f}x plain decoding on the search's"
+        f" own prompts, the best of {n_tried} candidates (median {median:.2f}x)"
+    )
+    return Result(
+        {"schema": "swiftopt.layers-search/1", "layer_set": record.to_json(), **figures},
+        [layer_map(record.layer_set, console().width), text],
+    )
 
 
 @layers.command(short_help="Write a layer set as JSON.")
@@ -143,7 +142,7 @@ def search(
 @version_option
 @click.option("-o", "--out", metavar="FILE", help="Write to a file instead of stdout.")
 @options.store
-@options.json
+@options.as_json
 @options.example("layers export smollm2-135m/notes -o notes.json")
 def export(name: ModelTask, version: int | None, out: str | None, store: Store, as_json: bool) -> None:
     """Write a layer set of MODEL/TASK as one JSON object, which `import` and `generate --layer-set` read.
@@ -167,22 +166,19 @@ def export(name: ModelTask, version: int | None, out: str | None, store: Store, 
 @options.store
 @options.json
 @options.example("layers import skip_layers.json")
-def import_(
-    file: str, as_model: str | None, as_task: str | None, n_layers: int | None, store: Store, as_json: bool
-) -> None:
+def import_(file: str, as_model: str | None, as_task: str | None, n_layers: int | None, store: Store) -> Result:
     """Store the layer sets of FILE: an exported one, or the skip_layers.json that SWIFT's authors published.
 
     A set becomes the best one where its model and task have none yet; `promote` changes that.
     """
-    records = _renamed(_read(store, file, as_model, n_layers), file, as_model, as_task)
-    stored = [_add(store, record) for record in records]
-    if as_json:
-        sets = [{**record.to_json(), "promoted": promoted} for record, promoted in stored]
-        emit_json({"schema": "swiftopt.layers-import/1", "layer_sets": sets})
-        return
-    for record, promoted in stored:
-        kept = "" if promoted else ", not promoted: the best one stays what it was"
-        click.echo(f"{record.model}/{record.task} version {record.version}{kept}")
+    stored = [_add(store, record) for record in _imported(store, file, as_model, as_task, n_layers)]
+    sets = [{**record.to_json(), "promoted": promoted} for record, promoted in stored]
+    lines = [
+        f"{record.model}/{record.task} version {record.version}"
+        + ("" if promoted else ", not promoted: the best one stays what it was")
+        for record, promoted in stored
+    ]
+    return Result({"schema": "swiftopt.layers-import/1", "layer_sets": sets}, lines)
 
 
 @layers.command(short_help="Choose a version as the best one.")
@@ -192,10 +188,9 @@ def import_(
 @options.store
 @options.json
 @options.example("layers promote smollm2-135m/notes --version 2")
-def promote(name: ModelTask, version: int, alias: str, store: Store, as_json: bool) -> None:
+def promote(name: ModelTask, version: int, alias: str, store: Store) -> Result:
     """Choose a version of MODEL/TASK as the best one, for the device and dtype it was tuned or compared on."""
-    found = store.promote(name.model, name.task, version, alias)
-    _show_move("promote", name, found, as_json)
+    return _moved("promote", name, store.promote(name.model, name.task, version, alias))
 
 
 @layers.command(short_help="Take back the last choice.")
@@ -204,10 +199,9 @@ def promote(name: ModelTask, version: int, alias: str, store: Store, as_json: bo
 @options.store
 @options.json
 @options.example("layers rollback smollm2-135m/notes")
-def rollback(name: ModelTask, alias: str, store: Store, as_json: bool) -> None:
+def rollback(name: ModelTask, alias: str, store: Store) -> Result:
     """Take back the last choice for MODEL/TASK."""
-    found = store.rollback(name.model, name.task, alias)
-    _show_move("rollback", name, found, as_json)
+    return _moved("rollback", name, store.rollback(name.model, name.task, alias))
 
 
 # --- what the commands share
@@ -241,19 +235,16 @@ def _is_best(store: Store, record: LayerSetRecord) -> bool:
     return found.fallback is None and used is not None and (used.task, used.version) == (record.task, record.version)
 
 
-def _show_record(record: LayerSetRecord, trials: Sequence[Trial]) -> None:
-    to = console()
-    to.print(record_view(record, trials, to.width))
-
-
 def _trial_json(trial: Trial) -> dict[str, Any]:
     values = {name: getattr(trial, name) for name in ("step", "origin", "matchness", "score", "adopted")}
     layer_set = trial.layer_set
     return {**values, "skip_attn": sorted(layer_set.skip_attn), "skip_mlp": sorted(layer_set.skip_mlp)}
 
 
-def _read(store: Store, file: str, as_model: str | None, n_layers: int | None) -> list[LayerSetRecord]:
-    from ..models.sources import find_alias
+def _imported(
+    store: Store, file: str, as_model: str | None, as_task: str | None, n_layers: int | None
+) -> list[LayerSetRecord]:
+    """Read the layer sets of a file, under other names where they are given."""
     from ..store import import_file
 
     depths = {name: info.n_layers for info in store.models() for name in info.names}
@@ -262,12 +253,7 @@ def _read(store: Store, file: str, as_model: str | None, n_layers: int | None) -
         alias = find_alias(as_model or name)
         return n_layers or depths.get(as_model or name) or (alias.n_layers if alias else None)
 
-    return import_file(file, depth_of)
-
-
-def _renamed(
-    records: Sequence[LayerSetRecord], file: str, as_model: str | None, as_task: str | None
-) -> list[LayerSetRecord]:
+    records = import_file(file, depth_of)
     if as_task is not None:
         check_task(as_task, "--task")
     if (as_model or as_task) and len(records) != 1:
@@ -283,14 +269,53 @@ def _add(store: Store, record: LayerSetRecord) -> tuple[LayerSetRecord, bool]:
     return store.add_layer_set(record, promote=promote), promote
 
 
-def _show_move(command: str, name: ModelTask, found: FoundPlan, as_json: bool) -> None:
-    """Print what an alias means after it was moved."""
-    value = {
-        "schema": f"swiftopt.layers-{command}/1",
-        **name._asdict(),
-        "alias": found.alias,
-        "version": found.version,
-        **found.plan.to_json(),
-    }
+def _moved(command: str, name: ModelTask, found: FoundPlan) -> Result:
+    """Return what an alias means after it was moved."""
+    where = {**name._asdict(), "alias": found.alias, "version": found.version}
     text = f"{found.alias} of {name} is now version {found.version} ({found.plan.method})"
-    answer(as_json, value, lambda: click.echo(text))
+    return Result({"schema": f"swiftopt.layers-{command}/1", **where, **found.plan.to_json()}, [text])
+
+
+# --- models
+
+
+@click.command(short_help="List model names, and what was tuned here.")
+@options.store
+@options.json
+@options.example("models")
+def models(store: Store) -> Result:
+    """List the short names of models, and what was loaded and tuned here.
+
+    Any folder of a saved model, GGUF file or hub id of a supported architecture works as well.
+    """
+    stored, records = store.models(), store.layer_sets()
+    tasks = {r.model: sorted({o.task for o in records if o.model == r.model}) for r in records}
+    value = {
+        "schema": "swiftopt.models/1",
+        "aliases": [{"alias": name, **dataclasses.asdict(alias)} for name, alias in ALIASES.items()],
+        "stored": [info.to_json() for info in stored],
+        "tasks": tasks,
+    }
+    loaded: list[RenderableType] = ["", stored_table(stored, tasks, console().width)] if stored else []
+    return Result(value, [aliases_table(tasks), *loaded])
+
+
+def aliases_table(tasks: Mapping[str, Sequence[str]]) -> Table:
+    """List the short names of models, with the tasks tuned under each."""
+    rows = [
+        (name, alias.hub_id, str(alias.n_layers), size(alias.n_parameters), ", ".join(tasks.get(name, ())))
+        for name, alias in ALIASES.items()
+    ]
+    return table([fixed("alias"), fixed("hub id"), numeric("layers"), numeric("size"), folding("tuned")], rows)
+
+
+def stored_table(stored: Sequence[ModelInfo], tasks: Mapping[str, Sequence[str]], width: int) -> Table:
+    """List models that were loaded here, with every name they were loaded by."""
+    columns = [folding("names", max_width=width // 2), folding("architecture"), numeric("layers"), numeric("size")]
+    rows = []
+    for info in stored:
+        tuned = sorted({task for name in info.names for task in tasks.get(name, ())})
+        names = "\n".join(sorted(info.names, key=len))
+        rows.append((names, info.architecture, str(info.n_layers), size(info.n_parameters), ", ".join(tuned)))
+    titled = {"title": "loaded here", "title_justify": "left", "title_style": "bold", "header_style": "table.header"}
+    return table([*columns, folding("tuned tasks")], rows, gap=2, **titled)

@@ -17,23 +17,22 @@ from . import options
 from .options import PresetGroup
 from .output import INTERRUPTED, note, silence
 
-COMMANDS = (
-    "tune",
-    "generate",
-    "chat",
-    "compare",
-    "layers",
-    "heads",
-    "probe",
-    "models",
-    "jobs",
-    "worker",
-    "serve",
-    "bench",
-    "db",
-    "doctor",
-)
-MODULES = {"heads": "training_commands", "probe": "training_commands"}  # other commands are in modules of their names
+MODULES = {  # of the commands, in the order in which help lists them
+    "tune": "tune",
+    "generate": "generate",
+    "chat": "chat",
+    "compare": "compare",
+    "layers": "layers",
+    "heads": "training_commands",
+    "probe": "training_commands",
+    "models": "layers",
+    "jobs": "jobs",
+    "worker": "services",
+    "serve": "services",
+    "bench": "bench",
+    "db": "services",
+    "doctor": "doctor",
+}
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # errors of what stdout leads to
 
 
@@ -41,12 +40,12 @@ class LazyGroup(PresetGroup):
     """Imports a command's module when the command, or the help that lists it, is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return list(MODULES)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
+        if cmd_name not in MODULES:
             return None
-        command: click.Command = getattr(import_module(f".{MODULES.get(cmd_name, cmd_name)}", __package__), cmd_name)
+        command: click.Command = getattr(import_module(f".{MODULES[cmd_name]}", __package__), cmd_name)
         return command
 
     def resolve_command(
@@ -55,7 +54,7 @@ class LazyGroup(PresetGroup):
         try:
             return super().resolve_command(ctx, args)
         except click.exceptions.NoSuchCommand as error:
-            raise click.exceptions.NoSuchCommand(error.command_name, possibilities=COMMANDS, ctx=ctx) from None
+            raise click.exceptions.NoSuchCommand(error.command_name, possibilities=list(MODULES), ctx=ctx) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         from .config import load_settings, misspelt
@@ -66,7 +65,10 @@ class LazyGroup(PresetGroup):
         return super().invoke(ctx)
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True},
+)
 @click.version_option(__version__, prog_name="swiftopt")
 @click.option("--no-color", is_flag=True, help="No colours; the variable NO_COLOR does the same.")
 @click.pass_context

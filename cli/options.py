@@ -12,23 +12,26 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 import click
 
-from ..core.errors import LayerSetError, SettingsError
+from ..core.errors import LayerSetError, SettingsError, SwiftoptError
 from ..core.jobs import DEFAULT_QUEUE
 from ..core.requests import GenerateRequest, TuneRequest
 from ..core.settings import AUTO, FORMATS, STORED, THREADS, TuningSettings
 from ..core.types import LayerSetRecord, Sampling
 from ..optimizer.strategies import SIZE_CHOOSING, STRATEGIES
+from .output import Result
 
 if TYPE_CHECKING:
     from ..store import Store
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Decorator = Callable[[Command], Command]
+Parameter = TypeVar("Parameter")
 
 
 class PresetGroup(click.Group):
@@ -53,57 +56,79 @@ class ModelTask(NamedTuple):
         return f"{self.model}/{self.task}"
 
 
-class ModelTaskType(click.ParamType[ModelTask]):
-    """Splits MODEL/TASK at the last slash, for a model may be a folder or a hub id."""
+class Parsed(click.ParamType[Parameter]):
+    """Reads an option with a function, whose ValueError says what is wrong; errors of ours pass through."""
 
-    name = "MODEL/TASK"
+    def __init__(self, name: str, parse: Callable[[str], Parameter]) -> None:
+        self.name, self._parse = name, parse
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> ModelTask:
-        if isinstance(value, ModelTask):
-            return value
-        model, _, task = str(value).rpartition("/")
-        if not model or not task:
-            self.fail(f"{value!r} lacks a model or a task: give MODEL/TASK, for example smollm2-135m/notes", param, ctx)
-        return ModelTask(model, task)
-
-
-class QueueName(click.ParamType[str]):
-    """A name that the server and Redis accept for a queue as well."""
-
-    name = "NAME"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", str(value)):
-            self.fail(f"{value!r} is no queue: use up to 64 letters, digits, '-', '_' and '.'", param, ctx)
-        return str(value)
-
-
-class TokenBias(click.ParamType[tuple[int, float]]):
-    """Splits ID=BIAS into a token id and a number."""
-
-    name = "ID=BIAS"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, float]:
-        if isinstance(value, tuple):
-            return value
-        token_id, _, bias = str(value).partition("=")
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Parameter:
         try:
-            return int(token_id), float(bias)
-        except ValueError:
-            self.fail(f"{value!r} is no bias: give a token id and a number, for example 50=-2.5", param, ctx)
+            return self._parse(value) if isinstance(value, str) else value
+        except SwiftoptError:
+            raise
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def _model_task(text: str) -> ModelTask:
+    """Split at the last slash, for a model may be a folder or a hub id."""
+    model, _, task = text.rpartition("/")
+    if not model or not task:
+        raise ValueError(f"{text!r} lacks a model or a task: give MODEL/TASK, for example smollm2-135m/notes")
+    return ModelTask(model, task)
+
+
+def _queue_name(text: str) -> str:
+    """Return a name that the server and Redis accept for a queue as well."""
+    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", text):
+        raise ValueError(f"{text!r} is no queue: use up to 64 letters, digits, '-', '_' and '.'")
+    return text
+
+
+def _method_name(text: str) -> str:
+    from ..decoding.methods import method_info
+
+    method_info(text)
+    return text
+
+
+def _layer_set(file: str) -> LayerSetRecord:
+    """Read a file that holds one layer set."""
+    from ..models.sources import find_alias
+    from ..store import import_file
+
+    records = import_file(file, lambda name: known.n_layers if (known := find_alias(name)) else None)
+    if len(records) != 1:
+        raise LayerSetError(f"{file} holds {len(records)} layer sets: import it, then choose one with --task")
+    return records[0]
+
+
+def _token_bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition("=")
+    try:
+        return int(token_id), float(bias)
+    except ValueError:
+        raise ValueError(f"{text!r} is no bias: give a token id and a number, for example 50=-2.5") from None
 
 
 positive = click.IntRange(min=1)
-model_task = click.argument("name", type=ModelTaskType(), metavar="MODEL/TASK")
+model_task = click.argument("name", type=Parsed("MODEL/TASK", _model_task), metavar="MODEL/TASK")
 model = click.option(
     "--model", required=True, help="Alias, hub id, folder or GGUF file; `swiftopt models` lists aliases."
 )
 stream = click.option(
     "--stream", required=True, metavar="FILE", help="Prompts, one JSON object per line; - is standard input."
 )
-method = click.option("--method", metavar="NAME", help="Overrule the stored plan; docs/methods.md lists the methods.")
+method = click.option(
+    "--method", type=Parsed("NAME", _method_name), help="Overrule the stored plan; docs/methods.md lists the methods."
+)
+draft_model = click.option(
+    "--draft-model", metavar="MODEL", help="A smaller model with the same tokenizer, for drafts."
+)
+layer_set = click.option("--layer-set", type=Parsed("FILE", _layer_set), help="Draft with this exported layer set.")
 limit = click.option("--limit", type=positive, help="Take only the first prompts of the stream.")
-json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 db = click.option(
     "--db",
     metavar="URL|FILE",
@@ -117,11 +142,19 @@ server = click.option(
 )
 queue = click.option(
     "--queue",
-    type=QueueName(),
+    type=Parsed("NAME", _queue_name),
     default=DEFAULT_QUEUE,
+    show_default=False,
     help="Queue of the workers.  [env: SWIFTOPT_QUEUE; default: default]",
 )
-alias = click.option("--alias", default="best", show_default=True, help="Name of the choice.")
+
+
+def png(help: str) -> Decorator[Any]:
+    """Make `--png`."""
+    return click.option("--png", type=Path, metavar="FILE", help=help)
+
+
+alias = click.option("--alias", default="best", help="Name of the choice.")
 
 
 def default_of(values: type[Any], name: str) -> Any:
@@ -130,23 +163,26 @@ def default_of(values: type[Any], name: str) -> Any:
 
 
 def from_field(values: type[Any], name: str, help: str, **more: Any) -> Decorator[Any]:
-    """Make an option for a dataclass's field, with its type and default; a Literal of words becomes a choice.
+    """Make an option for a dataclass's field, with its type and default.
 
-    `more` goes to `click.option`.
+    A Literal of words becomes a choice, a truth value a flag: `--no-NAME` where it is on by default. `more` goes to
+    `click.option`.
     """
-    hint = get_type_hints(values)[name]
-    kinds = get_args(hint) or (hint,)
+    hint, default = get_type_hints(values)[name], default_of(values, name)
+    flag, kinds = name.replace("_", "-"), get_args(hint) or (hint,)
+    if hint is bool:
+        return click.option(
+            f"--no-{flag}" if default else f"--{flag}",
+            name,
+            flag_value=not default,
+            default=default,
+            show_default=False,
+            help=help,
+        )
     if "type" not in more and all(isinstance(kind, str) for kind in kinds):
         more["type"] = click.Choice(kinds)
     more.setdefault("type", next(kind for kind in kinds if kind is not NoneType))
-    flag, default = f"--{name.replace('_', '-')}", default_of(values, name)
-    return click.option(flag, name, default=default, show_default=True, help=help, **more)
-
-
-def switch_off(name: str, help: str) -> Decorator[Any]:
-    """Make `--no-NAME` for a field of the settings that is on by default."""
-    flag, on = f"--no-{name.replace('_', '-')}", default_of(TuningSettings, name)
-    return click.option(flag, name, flag_value=False, default=on, help=help)
+    return click.option(f"--{flag}", name, default=default, help=help, **more)
 
 
 def together(*options: Decorator[Any]) -> Decorator[Any]:
@@ -176,41 +212,30 @@ def _set_threads(context: click.Context, parameter: click.Parameter, value: int 
         os.environ[THREADS] = str(value)
 
 
-def max_new_tokens(values: type[Any]) -> Decorator[Any]:
-    """Make `--max-new-tokens`; `values` has the default."""
-    words = "Tokens per completion, where the stream's line says nothing."
-    return from_field(values, "max_new_tokens", words, type=positive)
+threads = click.option(
+    "--threads",
+    type=click.IntRange(1, 255),
+    expose_value=False,
+    callback=_set_threads,
+    help="Threads to compute with in this process.  [default: one per usable core]",
+)
+SHARED: dict[str, dict[str, Any]] = {  # what `from_field` is told of fields that several dataclasses have
+    "dtype": {"help": "auto (as stored), float32, bfloat16 or float16."},
+    "device": {"help": "auto, cpu, cuda, cuda:N, or auto-map for several GPUs."},
+    "max_new_tokens": {"help": "Tokens per completion, where the stream's line says nothing.", "type": positive},
+    "speed": {"help": "auto is native (our CPU kernels) where they work, else eager; the others are torch's."},
+    "seed": {"help": "Seed of every random choice."},
+}
 
 
-def machine(values: type[Any]) -> Decorator[Any]:
-    """Make the options for where the model runs and how long its completions get; `values` has the defaults."""
-    return together(placement(values), max_new_tokens(values))
+def shared(values: type[Any], *names: str) -> Decorator[Any]:
+    """Make options for fields that several dataclasses have; `values` has the defaults."""
+    return together(*(from_field(values, name, **SHARED[name]) for name in names))
 
 
-def placement(values: type[Any]) -> Decorator[Any]:
-    """Make the options for where the model runs; `values` has the defaults."""
-    return together(
-        click.option(
-            "--threads",
-            type=click.IntRange(1, 255),
-            expose_value=False,
-            callback=_set_threads,
-            help="Threads to compute with in this process.  [default: one per usable core]",
-        ),
-        from_field(values, "dtype", "auto (as stored), float32, bfloat16 or float16."),
-        from_field(values, "device", "auto, cpu, cuda, cuda:N, or auto-map for several GPUs."),
-    )
-
-
-def speed(values: type[Any]) -> Decorator[Any]:
-    """Make `--speed`; `values` has the default."""
-    words = "auto is native (our CPU kernels) where they work, else eager; the others are torch's."
-    return from_field(values, "speed", words)
-
-
-def seed(values: type[Any]) -> Decorator[Any]:
-    """Make `--seed`; `values` has the default."""
-    return from_field(values, "seed", "Seed of every random choice.")
+def machine(values: type[Any], *more: str) -> Decorator[Any]:
+    """Make the options for where a model runs, and `more` that are shared; `values` has the defaults."""
+    return together(threads, shared(values, "dtype", "device", *more))
 
 
 sampling = together(
@@ -221,9 +246,12 @@ sampling = together(
     from_field(Sampling, "presence_penalty", "Taken off the logit of every token generated before; -2 to 2."),
     from_field(Sampling, "frequency_penalty", "Likewise, for each time that it was generated; -2 to 2."),
     click.option(
-        "--logit-bias", multiple=True, type=TokenBias(), help="Added to a token's logit, -100 to 100; may be repeated."
+        "--logit-bias",
+        multiple=True,
+        type=Parsed("ID=BIAS", _token_bias),
+        help="Added to a token's logit, -100 to 100; may be repeated.",
     ),
-    seed(Sampling),
+    shared(Sampling, "seed"),
 )
 
 _setting = functools.partial(from_field, TuningSettings)
@@ -246,19 +274,14 @@ settings = together(
     _setting("max_steps", f"S, candidates to try at most; {', '.join(SIZE_CHOOSING)} stop at 96 for themselves."),
     _setting("stop_threshold", "ε, confidence below which a SWIFT draft stops."),
     _setting("max_draft_length", "N_D, steps of a SWIFT draft."),
-    switch_off("early_stop", "SWIFT drafts always have N_D tokens."),
-    switch_off("dynamic_verification", "SWIFT drafts are chains, not trees."),
-    switch_off("search_drafting", "Keep ε, N_D and k of SWIFT's drafts as given, instead of choosing them by time."),
-    switch_off(
+    _setting("early_stop", "SWIFT drafts always have N_D tokens."),
+    _setting("dynamic_verification", "SWIFT drafts are chains, not trees."),
+    _setting("search_drafting", "Keep ε, N_D and k of SWIFT's drafts as given, instead of choosing them by time."),
+    _setting(
         "optimise",
         "Keep what a search starts from: nothing left out of quantised drafts, else evenly spaced sub-layers.",
     ),
-    click.option(
-        "--deterministic",
-        is_flag=True,
-        default=default_of(TuningSettings, "deterministic"),
-        help="Wait for late suggestions: the same seed then gives the same trials.",
-    ),
+    _setting("deterministic", "Wait for late suggestions: the same seed then gives the same trials."),
 )
 
 
@@ -269,6 +292,17 @@ def pick(values: type[Any], options: dict[str, Any]) -> Any:
     """
     names = {field.name for field in dataclasses.fields(values)}
     return values(**{name: value for name, value in options.items() if name in names})
+
+
+def decoding_request(values: dict[str, Any]) -> GenerateRequest:
+    """Make the request of a command that decodes, with its sampling.
+
+    Raises: SwiftoptError: a value is out of its range, the name of model, dtype or device is unknown, or the model's
+        architecture is not supported.
+    """
+    request: GenerateRequest = pick(GenerateRequest, {**values, "sampling": pick(Sampling, values)})
+    check_model(request)
+    return request
 
 
 def check_model(request: TuneRequest | GenerateRequest) -> None:
@@ -319,15 +353,12 @@ def store(command: Any) -> Any:
     return db(call)
 
 
-def read_layer_set(file: str) -> LayerSetRecord:
-    """Read a file that holds one layer set.
+def json(command: Any) -> Any:
+    """Add --json to a command that returns a `Result`, and print it as the option says."""
 
-    Raises: NotFound: no such file. LayerSetError: it holds none, or several.
-    """
-    from ..models.sources import find_alias
-    from ..store import import_file
+    @functools.wraps(command)
+    def call(*args: Any, as_json: bool, **values: Any) -> int:
+        result: Result = command(*args, **values)
+        return result.print(as_json)
 
-    records = import_file(file, lambda name: known.n_layers if (known := find_alias(name)) else None)
-    if len(records) != 1:
-        raise LayerSetError(f"{file} holds {len(records)} layer sets: import it, then choose one with --task")
-    return records[0]
+    return as_json(call)

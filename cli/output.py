@@ -6,8 +6,9 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,47 +20,55 @@ from ..core.errors import OutputError
 INTERRUPTED = 130  # the exit code after Ctrl-C, as shells report it
 
 
-def console(*, stderr: bool = False) -> Console:
-    """Make a rich console that obeys --no-color and NO_COLOR, and reads no text as markup."""
+def console(**more: Any) -> Console:
+    """Make a rich console that obeys --no-color and NO_COLOR, and reads no text as markup; `more` goes to `Console`."""
     context = click.get_current_context(silent=True)
     plain = context is not None and context.color is False
-    return Console(stderr=stderr, color_system=None if plain else "auto", markup=False, highlight=False, emoji=False)
+    return Console(color_system=None if plain else "auto", markup=False, highlight=False, emoji=False, **more)
 
 
-def show(*renderables: RenderableType) -> None:
-    """Print a result for a person."""
-    console().print(*renderables, sep="\n")
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a command has found: a JSON object for a program; for a person parts on stdout and remarks on stderr.
+
+    Texts are printed as they are, other parts as rich draws them. What was `interrupted` ends the program as Ctrl-C
+    does, otherwise its exit code is `code`.
+    """
+
+    value: Mapping[str, Any]
+    parts: Iterable[RenderableType] = ()
+    remarks: Iterable[str] = ()
+    code: int = 0
+    interrupted: bool = False
+
+    def print(self, as_json: bool) -> int:
+        """Print it, and return the exit code.
+
+        Raises: KeyboardInterrupt: it is of an interrupted run.
+        """
+        if as_json:
+            emit_json(self.value)
+        else:
+            for part in self.parts:
+                show(part)
+            for remark in self.remarks:
+                note(remark)
+        if self.interrupted:
+            raise KeyboardInterrupt
+        return self.code
 
 
-def answer(as_json: bool, value: Mapping[str, Any], show_text: Callable[[], object]) -> None:
-    """Print a result as one JSON object, or for a person by calling `show_text`."""
-    if as_json:
-        emit_json(value)
+def show(part: RenderableType) -> None:
+    """Print a part of a result for a person; nothing is cut off, for a cut path is of no use."""
+    if isinstance(part, str):
+        click.echo(part)
     else:
-        show_text()
-
-
-def present(
-    report: dict[str, Any],
-    as_json: bool,
-    show_table: Callable[[dict[str, Any]], None],
-    png: str | None,
-    draw: Callable[[Mapping[str, Any], Path], None],
-) -> None:
-    """Print a benchmark's report, and draw its picture where one is wanted."""
-    if png is not None:
-        draw(report, Path(png))
-    answer(as_json, report, lambda: show_table(report))
+        console().print(part, crop=False)
 
 
 def emit_json(value: Mapping[str, Any]) -> None:
-    """Print a result for a program: one object on one line."""
-    click.echo(json_line(value))
-
-
-def json_line(value: Mapping[str, Any]) -> str:
-    """Return JSON in ASCII, so that no terminal's encoding can fail on a model's text."""
-    return json.dumps(value)
+    """Print a result for a program: one object on one line, in ASCII, so that no terminal's encoding can fail on it."""
+    click.echo(json.dumps(value))
 
 
 def note(text: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -11,20 +10,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from ..core.events import (
-    DraftingChosen,
-    Event,
-    FormatTried,
-    PhaseChanged,
-    Progress,
-    PromptFinished,
-    PromptStarted,
-    SkipRatioLowered,
-    StateChanged,
-    StreamShifted,
-    TaskFinished,
-    TrialsDone,
-)
+from ..core import events
+from ..core.events import Event, Progress
 from .render import number, sparkline
 
 REFRESH_PER_S = 4  # redraws of the live display
@@ -49,16 +36,16 @@ class RunState:
         """Return the state once `event` has happened."""
         state = self if event_task(event) in ("", self.task) else RunState(task=event_task(event))
         match event:
-            case StateChanged():
+            case events.StateChanged():
                 return RunState(phase=state_words(event), matchness=self.matchness)
-            case PhaseChanged():
+            case events.PhaseChanged():
                 return replace(state, phase=event.phase, detail=event.detail)
-            case PromptStarted():
+            case events.PromptStarted():
                 return replace(state, prompt_id=event.prompt_id, index=event.index, n_prompts=event.n_prompts)
             case Progress():
                 best = max((m for m in (*state.matchness, event.best_matchness) if m is not None), default=None)
                 return replace(state, phase=event.phase, progress=replace(event, best_matchness=best))
-            case TrialsDone():
+            case events.TrialsDone():
                 values = (*state.matchness, *(trial.matchness for trial in event.trials))
                 return replace(state, matchness=values[-KEPT_VALUES:])
             case _:
@@ -67,50 +54,45 @@ class RunState:
 
 def event_task(event: Event) -> str:
     """Return the task that an event belongs to; empty before the first one."""
-    return event.prompt.task if isinstance(event, PromptFinished) else event.task
+    return event.prompt.task if isinstance(event, events.PromptFinished) else event.task
 
 
-def state_words(event: StateChanged) -> str:
+def state_words(event: events.StateChanged) -> str:
     """Return a job's new state in words; what made it fail is said by the error at the end."""
-    match event.state:
-        case "queued" if event.detail:
-            return f"queued again: {event.detail}"
-        case "running":
-            again = f" (attempt {event.attempt})" if event.attempt > 1 else ""
-            return f"running {event.detail}".rstrip() + again
-        case "paused" | "cancelled":
-            return f"{event.state} {event.detail}".strip()
-        case _:
-            return event.state
+    if event.state == "queued" and event.detail:
+        return f"queued again: {event.detail}"
+    told = event.detail if event.state in ("running", "paused", "cancelled") else ""
+    again = f"(attempt {event.attempt})" if event.state == "running" and event.attempt > 1 else ""
+    return " ".join(filter(None, (event.state, told, again)))
 
 
 def event_line(event: Event, state: RunState) -> str | None:
     """Return the line for a log; None for an event that would only fill it."""
     task = f"{event_task(event)}: " if event_task(event) else ""
     match event:
-        case StateChanged():
+        case events.StateChanged():
             return state_words(event)
-        case PhaseChanged():
+        case events.PhaseChanged():
             return f"{task}{event.phase}" + (f": {event.detail}" if event.detail else "")
-        case FormatTried(problem=""):
+        case events.FormatTried(problem=""):
             return (
                 f"drafts in {event.format}: {number(event.expected)}x expected,"
                 f" {number(event.agreement)} of the tokens agree"
             )
-        case FormatTried():
+        case events.FormatTried():
             return f"drafts in {event.format} do not run here: {event.problem}"
-        case SkipRatioLowered():
+        case events.SkipRatioLowered():
             return f"{task}skip ratio lowered to {event.skip_ratio:.2f}, for α was {event.acceptance_rate:.2f}"
-        case DraftingChosen():
+        case events.DraftingChosen():
             widest = event.branching[0][1]
             return (
                 f"{task}drafts of at most {event.max_draft_length} tokens, to confidence {event.stop_threshold:.2f},"
                 f" {widest} candidates at most: {event.expected:.2f}x expected, {event.before:.2f}x before"
             )
-        case StreamShifted():
+        case events.StreamShifted():
             tried = f", {event.n_known} known sets first" if event.n_known else ""
             return f"{task}other text, for {event.reason}: searching again{tried}"
-        case PromptFinished():
+        case events.PromptFinished():
             done = event.completion
             held_out = ", held out" if event.held_out else ""
             speed = done.n_tokens / done.timings.total_s if done.timings.total_s else None
@@ -118,7 +100,7 @@ def event_line(event: Event, state: RunState) -> str | None:
             place = f"prompt {event.index + 1}" + (f" of {state.n_prompts}" if state.n_prompts else "")
             decoded = f"{done.n_tokens} tokens, {number(speed, 1)} tok/s, {figures}"
             return f"{task}{place} ({event.prompt.id}{held_out}): {decoded}"
-        case TaskFinished():
+        case events.TaskFinished():
             return f"{task}finished, {event.verdict.word}"
         case _:
             return None
@@ -131,7 +113,9 @@ def live_view(state: RunState, width: int) -> RenderableType:
     head.truncate(width - 2, overflow="ellipsis")
     lines: list[RenderableType] = []
     if state.n_prompts:
-        lines.append(_bar(state.index, state.n_prompts, min(40, width - 2)))
+        columns = min(40, width - 2)
+        done = round(columns * min(1.0, state.index / state.n_prompts))
+        lines.append(Text.assemble("  ", ("━" * done, "cyan"), ("━" * (columns - done), "dim")))
     if state.progress is not None:
         figures = Text("  " + progress_words(state.progress))
         figures.truncate(width, overflow="ellipsis")
@@ -148,11 +132,6 @@ def progress_words(progress: Progress) -> str:
         f"  {progress.n_trials} trials  α {number(progress.acceptance_rate)}"
         f"  M {number(progress.mean_generated_length, 1)}  r {progress.skip_ratio:.2f}"
     )
-
-
-def _bar(done: int, total: int, width: int) -> Text:
-    filled = round(width * min(1.0, done / total))
-    return Text.assemble("  ", ("━" * filled, "cyan"), ("━" * (width - filled), "dim"))
 
 
 class TuneProgress:
@@ -178,16 +157,14 @@ class TuneProgress:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.stop()
 
     def __call__(self, event: Event) -> None:
         """Show an event."""
         self.state = self.state.after(event)
-        self.n_finished += isinstance(event, PromptFinished)
+        self.n_finished += isinstance(event, events.PromptFinished)
         line = event_line(event, self.state)
         if line is not None and self._is_news(event):
             self.say(line)
@@ -201,14 +178,14 @@ class TuneProgress:
 
     def _is_news(self, event: Event) -> bool:
         """Return whether an event deserves a line that stays: phases come and go with every prompt."""
-        if isinstance(event, StateChanged):
+        if isinstance(event, events.StateChanged):
             self._shown.clear()  # another worker reports its phases anew
-        if isinstance(event, PhaseChanged):
+        if isinstance(event, events.PhaseChanged):
             key = (event.task, event.phase, "" if event.phase == "profile" else event.detail)
             is_new = key not in self._shown
             self._shown.add(key)
             return is_new and (self._live is None or event.phase not in LIVE_PHASES)
-        return self._live is None or not isinstance(event, PromptFinished)
+        return self._live is None or not isinstance(event, events.PromptFinished)
 
     def _view(self) -> RenderableType:
         table = Table.grid(padding=(0, 1, 0, 0))

@@ -36,6 +36,12 @@ Results go to stdout; progress, remarks and errors go to stderr. `--json` makes 
 `schema` key (`generate --stream`: one object per prompt, each on its own line). An error is one sentence.\
 """
 
+PRESETS = f"""\
+An option on the command line wins over its environment variable, that over `{TOML_FILE}` in the working
+folder, that over the default. An unknown key in the file is an error. The key of a server is read from
+`SWIFTOPT_API_KEY` alone, so that no listing of processes and no file shows it.\
+"""
+
 
 def commands(command: click.Command, name: str, parent: click.Context | None = None) -> Iterator[tuple[str, str]]:
     """Yield (command line, help text) of a command and of all below it, in the order in which help lists them."""
@@ -51,30 +57,20 @@ def commands(command: click.Command, name: str, parent: click.Context | None = N
 
 def page() -> str:
     """Return the whole page, as markdown."""
-    parts = [INTRODUCTION, _exit_codes(), _presets()]
-    parts += [f"## {path}\n\n```text\n{text}\n```" for path, text in commands(swiftopt, "swiftopt")]
+    codes = [f"| {code} | {words} |" for code, words in EXIT_CODES.items()]
+    presets = [
+        f"| `{LONG_NAMES.get(key, PREFIX + key.upper())}` | `{key}` | `--{key.replace('_', '-')}` |"
+        for key in ProgramSettings.model_fields
+    ]
+    parts = [
+        INTRODUCTION,
+        "\n".join(["## Exit codes", "", "| code | meaning |", "|---|---|", *codes]),
+        "## Presets",
+        PRESETS,
+        "\n".join([f"| variable | key in `{TOML_FILE}` | option |", "|---|---|---|", *presets]),
+        *(f"## {path}\n\n```text\n{text}\n```" for path, text in commands(swiftopt, "swiftopt")),
+    ]
     return "\n\n".join(parts) + "\n"
-
-
-def _exit_codes() -> str:
-    rows = [f"| {code} | {words} |" for code, words in EXIT_CODES.items()]
-    return "\n".join(["## Exit codes", "", "| code | meaning |", "|---|---|", *rows])
-
-
-def _presets() -> str:
-    """Return the table of what the environment and the file may preset."""
-    rows = [f"| `{_variable(key)}` | `{key}` | `--{key.replace('_', '-')}` |" for key in ProgramSettings.model_fields]
-    words = (
-        f"An option on the command line wins over its environment variable, that over `{TOML_FILE}` in the working"
-        "\nfolder, that over the default. An unknown key in the file is an error. The key of a server is read from"
-        "\n`SWIFTOPT_API_KEY` alone, so that no listing of processes and no file shows it."
-    )
-    head = f"| variable | key in `{TOML_FILE}` | option |"
-    return "\n".join(["## Presets", "", words, "", head, "|---|---|---|", *rows])
-
-
-def _variable(key: str) -> str:
-    return LONG_NAMES.get(key, PREFIX + key.upper())
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Group, RenderableType
 from rich.rule import Rule
@@ -15,7 +15,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ..core.events import TaskFinished
-from ..core.types import LayerSet, LayerSetRecord, Timings, Trial, Verdict
+from ..core.types import LayerSet, LayerSetRecord, Timings, Trial, Verdict, seconds_by_part
+
+Value = TypeVar("Value")
 
 SKIPPED, KEPT = "■", "·"
 BARS = "▁▂▃▄▅▆▇█"
@@ -37,6 +39,11 @@ def ratio(value: float | None, interval: tuple[float, float] | None = None) -> s
     """Return a speed ratio with its interval, such as `1.44x [1.39, 1.49]`."""
     between = f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else ""
     return number(value, unit="x") + between
+
+
+def interval(ends: Sequence[float] | None) -> str:
+    """Return an interval without a unit, such as `1.39-1.49`, or a dash where it was not measured."""
+    return "–" if ends is None else f"{ends[0]:.2f}-{ends[1]:.2f}"
 
 
 def percent(share: float | None) -> str:
@@ -90,10 +97,23 @@ def table(columns: Iterable[Column], rows: Iterable[Sequence[RenderableType]], g
     return made
 
 
-def lined_table(first: Column, headings: Iterable[str], title: str, caption: str | None = None) -> Table:
+def listing(
+    values: Iterable[Value], columns: Sequence[tuple[Column, Callable[[Value], RenderableType]]], **more: Any
+) -> Table:
+    """Make a table with a row for each of the values; `columns` are pairs of a column and what it shows of a value."""
+    rows = ([cell(value) for _, cell in columns] for value in values)
+    return table([column for column, _ in columns], rows, **more)
+
+
+def lined_table(
+    first: Column, headings: Iterable[str], rows: Iterable[Sequence[str]], title: str, caption: str | None = None
+) -> Table:
     """Make a table with lines: a first column, and others of numbers under `headings`."""
     columns = [first, *(Column(heading, justify="right") for heading in headings)]
-    return Table(*columns, title=title, title_justify="left", caption=caption)
+    made = Table(*columns, title=title, title_justify="left", caption=caption)
+    for row in rows:
+        made.add_row(*row)
+    return made
 
 
 def figures_table(rows: Iterable[tuple[str, str]]) -> Table:
@@ -172,11 +192,6 @@ def verdict_words(verdict: Verdict) -> str:
     return "unmeasured: nothing was compared with plain decoding" + (f" ({verdict.reason})" if verdict.reason else "")
 
 
-def verdict_text(verdict: Verdict) -> Text:
-    """Return the verdict as a sentence, in the colour of good or bad news."""
-    return Text(verdict_words(verdict), style=VERDICT_STYLES[verdict.word])
-
-
 def record_rows(record: LayerSetRecord, draft_cost: float | None = None) -> list[tuple[str, str]]:
     """Return a record's figures, each with its name; `draft_cost` is a draft pass over a plain pass."""
     cost = [] if draft_cost is None else [("c, draft pass / plain pass", number(draft_cost))]
@@ -190,30 +205,41 @@ def record_rows(record: LayerSetRecord, draft_cost: float | None = None) -> list
     ]
 
 
-def record_heading(record: LayerSetRecord, task: str) -> Rule:
-    """Return a line with model, task and version."""
+def set_view(
+    record: LayerSetRecord,
+    task: str,
+    trials: Sequence[Trial],
+    rows: Iterable[tuple[str, str]],
+    verdict: Verdict,
+    width: int,
+    timings: Sequence[RenderableType] = (),
+) -> list[RenderableType]:
+    """Show a layer set: map, curve of its search, figures, where the time went, and the verdict in its colour."""
     version = f" version {record.version}" if record.version is not None else ""
-    return heading(f"{record.model}/{task}{version}")
-
-
-def record_view(record: LayerSetRecord, trials: Sequence[Trial], width: int) -> RenderableType:
-    """Show one stored layer set: map, curve of its search, figures and where it comes from."""
-    verdict = Verdict(record.verdict, record.measured_speedup, record.measured_interval, record.expected_speedup)
-    origin = [
-        ("tuned on", device_words(record) or "–"),
-        ("stored at", record.created_at or "–"),
-        ("fingerprint", record.fingerprint or "– (not yet seen with its model)"),
-    ]
-    return Group(
-        record_heading(record, record.task),
+    return [
+        heading(f"{record.model}/{task}{version}"),
         layer_map(record.layer_set, width),
         "",
         matchness_line(trials, width),
         "",
-        figures_table([("matchness", number(record.matchness)), *record_rows(record), *origin]),
+        figures_table(rows),
         "",
-        verdict_text(verdict),
-    )
+        *timings,
+        Text(verdict_words(verdict), style=VERDICT_STYLES[verdict.word]),
+    ]
+
+
+def record_view(record: LayerSetRecord, trials: Sequence[Trial], width: int) -> RenderableType:
+    """Show one stored layer set, with where it comes from."""
+    verdict = Verdict(record.verdict, record.measured_speedup, record.measured_interval, record.expected_speedup)
+    rows = [
+        ("matchness", number(record.matchness)),
+        *record_rows(record),
+        ("tuned on", device_words(record) or "–"),
+        ("stored at", record.created_at or "–"),
+        ("fingerprint", record.fingerprint or "– (not yet seen with its model)"),
+    ]
+    return Group(*set_view(record, record.task, trials, rows, verdict, width))
 
 
 def device_words(record: LayerSetRecord) -> str:
@@ -223,32 +249,26 @@ def device_words(record: LayerSetRecord) -> str:
 
 def records_table(records: Sequence[tuple[LayerSetRecord, bool]], width: int) -> Table:
     """List stored layer sets, those with True marked as best; their origin only where `width` has room for it."""
-    roomy = width >= ROOMY
-    columns = [folding("model", min_width=6), folding("task", min_width=6), numeric("v"), fixed("best")]
-    columns += [numeric(header) for header in ("r", "match", "α", "M", "expected", "measured")]
-    columns.append(fixed("verdict"))
-    if roomy:
-        columns += [folding("tuned on", min_width=6), fixed("stored")]
-    rows = [_record_cells(record, best)[: len(columns)] for record, best in records]
-    return table(columns, rows, width=width if roomy else None)
-
-
-def _record_cells(record: LayerSetRecord, best: bool) -> list[str | Text]:
-    return [
-        record.model,
-        record.task,
-        str(record.version),
-        Text("*", style="bold green") if best else "",
-        number(record.layer_set.skip_ratio),
-        number(record.matchness),
-        number(record.acceptance_rate),
-        number(record.mean_generated_length, 1),
-        ratio(record.expected_speedup),
-        ratio(record.measured_speedup),
-        Text({"unmeasured": "–"}.get(record.verdict, record.verdict), style=VERDICT_STYLES[record.verdict]),
-        device_words(record),
-        record.created_at[:10],
+    columns: list[tuple[Column, Callable[[tuple[LayerSetRecord, bool]], RenderableType]]] = [
+        (folding("model", min_width=6), lambda row: row[0].model),
+        (folding("task", min_width=6), lambda row: row[0].task),
+        (numeric("v"), lambda row: str(row[0].version)),
+        (fixed("best"), lambda row: Text("*", style="bold green") if row[1] else ""),
+        (numeric("r"), lambda row: number(row[0].layer_set.skip_ratio)),
+        (numeric("match"), lambda row: number(row[0].matchness)),
+        (numeric("α"), lambda row: number(row[0].acceptance_rate)),
+        (numeric("M"), lambda row: number(row[0].mean_generated_length, 1)),
+        (numeric("expected"), lambda row: ratio(row[0].expected_speedup)),
+        (numeric("measured"), lambda row: ratio(row[0].measured_speedup)),
+        (fixed("verdict"), lambda row: _short_verdict(row[0])),
+        (folding("tuned on", min_width=6), lambda row: device_words(row[0])),
+        (fixed("stored"), lambda row: row[0].created_at[:10]),
     ]
+    return listing(records, columns, width=width) if width >= ROOMY else listing(records, columns[:-2])
+
+
+def _short_verdict(record: LayerSetRecord) -> Text:
+    return Text({"unmeasured": "–"}.get(record.verdict, record.verdict), style=VERDICT_STYLES[record.verdict])
 
 
 # --- results of tuning
@@ -267,26 +287,13 @@ def matchness_line(trials: Sequence[Trial], width: int) -> Text:
 def timings_table(timings: Timings, n_tokens: int) -> Table:
     """Show where the time of a token went (SWIFT Figure 6)."""
     total, n_tokens = timings.total_s or 1.0, max(1, n_tokens)
-    parts = {
-        "optimise": timings.optimise_s,
-        "draft": timings.draft_s,
-        "verify": timings.verify_s,
-        "other": timings.other_s,
-    }
     columns = [Column("part"), *(Column(header, justify="right") for header in ("ms/token", "%")), Column("")]
     made = table(columns, [], gap=2)
-    for part, seconds in parts.items():
+    for part, seconds in seconds_by_part(timings).items():
         share = seconds / total
         made.add_row(part, f"{1000 * seconds / n_tokens:.1f}", f"{100 * share:.0f}", "█" * round(20 * share))
     made.add_row("total", f"{1000 * timings.total_s / n_tokens:.1f}", "", "", style="bold")
     return made
-
-
-def tried_words(trials: Sequence[Trial]) -> str:
-    """Return who proposed the candidates, and how many of them were taken into use."""
-    counts = Counter(trial.origin for trial in trials)
-    n_adopted = sum(trial.adopted for trial in trials)
-    return ", ".join(f"{n} {origin}" for origin, n in counts.most_common()) + f"; {n_adopted} adopted"
 
 
 def command_text(arguments: Sequence[str], width: int) -> Text:
@@ -308,23 +315,17 @@ def command_text(arguments: Sequence[str], width: int) -> Text:
 
 def tune_summary(finished: TaskFinished, out: str, command: Sequence[str], width: int) -> RenderableType:
     """Show what a tuning run found for one task, and how to use it."""
-    record = finished.record
+    record, trials = finished.record, finished.trials
     speeds = f"{number(finished.plain_tok_s, 1)} plain, {number(finished.tuned_tok_s, 1)} tuned"
-    searched = f"{len(finished.trials)} trials on {finished.n_prompts} prompts, {finished.n_tokens} tokens"
+    searched = f"{len(trials)} trials on {finished.n_prompts} prompts, {finished.n_tokens} tokens"
     rows = [*record_rows(record, finished.draft_cost), ("tokens per second", speeds), ("searched", searched)]
-    if finished.trials:
-        rows.append(("tried", tried_words(finished.trials)))
+    if trials:
+        proposed = ", ".join(f"{n} {origin}" for origin, n in Counter(trial.origin for trial in trials).most_common())
+        rows.append(("tried", f"{proposed}; {sum(trial.adopted for trial in trials)} adopted"))
+    rows.append(("stopped because", finished.stopped_because))
+    timings = timings_table(finished.timings, finished.n_tokens)
     return Group(
-        record_heading(record, finished.task),
-        layer_map(record.layer_set, width),
-        "",
-        matchness_line(finished.trials, width),
-        "",
-        figures_table([*rows, ("stopped because", finished.stopped_because)]),
-        "",
-        timings_table(finished.timings, finished.n_tokens),
-        "",
-        verdict_text(finished.verdict),
+        *set_view(record, finished.task, trials, rows, finished.verdict, width, (timings, "")),
         "",
         Text.assemble("completions: ", out, no_wrap=True, overflow="ignore"),
         "use it:",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,9 @@ from ..core.streams import read_stream
 from ..core.types import LearnedKind, LearnedRecord
 from ..training.settings import HeadSettings, ProbeSettings, TrainingStep
 from . import options
-from .options import Decorator, ModelTask, PresetGroup, open_store, pick, positive, together
-from .output import answer, console, emit_json, note, note_load, show, writing
-from .render import ROOMY, fixed, folding, number, percent, sparkline, table
+from .options import Decorator, ModelTask, Parsed, PresetGroup, open_store, pick, positive, together
+from .output import Result, console, note, note_load, writing
+from .render import ROOMY, fixed, folding, listing, number, percent, sparkline, table
 
 if TYPE_CHECKING:
     from ..store import Store
@@ -46,18 +46,12 @@ def probe() -> None:
 # --- training
 
 
-class Layers(click.ParamType[tuple[int, ...]]):
-    """Whole numbers with commas between them."""
-
-    name = "N,N,…"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(int(word) for word in str(value).split(","))
-        except ValueError as error:
-            raise SettingsError(f"layers {value!r} are no numbers: give them like 8,15,22") from error
+def _layers(text: str) -> tuple[int, ...]:
+    """Read whole numbers with commas between them."""
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError as error:
+        raise SettingsError(f"layers {text!r} are no numbers: give them like 8,15,22") from error
 
 
 def training_options(settings: type[HeadSettings] | type[ProbeSettings]) -> Decorator[Any]:
@@ -78,7 +72,7 @@ def training_options(settings: type[HeadSettings] | type[ProbeSettings]) -> Deco
         options.from_field(settings, "minutes", "End training after so long; completing the prompts is extra."),
         options.from_field(settings, "learning_rate", "Adam's, at its highest."),
         options.from_field(settings, "seed", "Seed of the order and of every draw."),
-        options.machine(TuneRequest),
+        options.machine(TuneRequest, "max_new_tokens"),
         click.option("--png", metavar="FILE", help="Draw the loss curve to a file."),
         options.db,
         options.json,
@@ -88,18 +82,21 @@ def training_options(settings: type[HeadSettings] | type[ProbeSettings]) -> Deco
 @heads.command("train", short_help="Train heads on a model's own completions.")
 @training_options(HeadSettings)
 @options.from_field(
-    HeadSettings, "layers", "Layers run before each head.  [default: 0.6, 0.73 and 0.87 of the depth]", type=Layers()
+    HeadSettings,
+    "layers",
+    "Layers run before each head.  [default: 0.6, 0.73 and 0.87 of the depth]",
+    type=Parsed("N,N,…", _layers),
 )
 @click.option("--full", is_flag=True, help="Train whole heads, not transforms before the model's own.")
 @options.example("heads train --model smollm2-135m --stream prompts.jsonl --task code --minutes 10")
-def train_heads(**values: Any) -> None:
+def train_heads(**values: Any) -> Result:
     """Train heads that say after some layers what the last one will say, on the model's own greedy completions.
 
     The model stays as it is. A tenth of the prompts is held out for the figures. Several --stream give one set of heads
     for all, stored for the task `mixed`. Cut at any time, the same command goes on where it was. The paper trains for
     100 epochs; --epochs 100 does, where there is time.
     """
-    run_training("heads", pick(HeadSettings, values), values)
+    return _trained("heads", pick(HeadSettings, values), values)
 
 
 @probe.command("train", short_help="Train a probe on a model's own completions.")
@@ -107,17 +104,17 @@ def train_heads(**values: Any) -> None:
 @options.from_field(ProbeSettings, "layer", "Layers run before the exit.  [default: a quarter of the depth]")
 @options.from_field(ProbeSettings, "sampling", "How the exit's token is chosen, and what counts as accepted.")
 @options.example("probe train --model smollm2-135m --stream prompts.jsonl --task code --sampling top-p")
-def train_probe(**values: Any) -> None:
+def train_probe(**values: Any) -> Result:
     """Train a probe that predicts from an early state whether the token read there will be accepted.
 
     A tenth of the prompts of the stream is held out for the figures. Cut at any time, the same command goes on where it
     was.
     """
-    run_training("probe", pick(ProbeSettings, values), values)
+    return _trained("probe", pick(ProbeSettings, values), values)
 
 
-def run_training(kind: LearnedKind, settings: HeadSettings | ProbeSettings, values: dict[str, Any]) -> None:
-    """Train, store, and show the result."""
+def _trained(kind: LearnedKind, settings: HeadSettings | ProbeSettings, values: dict[str, Any]) -> Result:
+    """Train and store what the options say."""
     prompts = [p for path in values["streams"] for p in read_stream(path, values["task"], values["limit"])]
     tasks = {prompt.task for prompt in prompts}
     task = values["task"] or (tasks.pop() if len(tasks) == 1 else MIXED)
@@ -136,7 +133,7 @@ def run_training(kind: LearnedKind, settings: HeadSettings | ProbeSettings, valu
         database = safe_url(store.url)
     _draw(record, values["png"])
     trained = {kind: record.to_json(), "database": database, "png": values["png"]}
-    answer(values["as_json"], {"schema": f"swiftopt.{kind}-train/1", **trained}, lambda: show(trained_view(record)))
+    return Result({"schema": f"swiftopt.{kind}-train/1", **trained}, [trained_view(record)])
 
 
 class StepPrinter:
@@ -153,17 +150,11 @@ class StepPrinter:
             note(step.note)
         elif step.phase != self._phase or step.done == step.total or now - self._printed_at > NEWS_S:
             self._phase, self._printed_at = step.phase, now
-            note(_step_words(step))
-
-
-def _step_words(step: TrainingStep) -> str:
-    match step.phase:
-        case "collect":
-            return f"collect: {step.done} of {step.total} prompts"
-        case "train":
-            return f"train: step {step.done} of {step.total}, loss {step.loss or 0:.3f}"
-        case _:
-            return "measure: on the held-out prompts"
+            words = {
+                "collect": f"collect: {step.done} of {step.total} prompts",
+                "train": f"train: step {step.done} of {step.total}, loss {step.loss or 0:.3f}",
+            }
+            note(words.get(step.phase, "measure: on the held-out prompts"))
 
 
 def _draw(record: LearnedRecord, png: str | None) -> None:
@@ -180,24 +171,23 @@ def _draw(record: LearnedRecord, png: str | None) -> None:
 version_option = click.option("--version", type=positive, help="A version.  [default: the newest]")
 
 
-def _add_list(group: click.Group, kind: LearnedKind) -> None:
+def _add_commands(group: click.Group, kind: LearnedKind) -> None:
+    """Add the commands for what is stored of a kind."""
+
     @group.command("list", short_help=f"List the stored {kind}.")
     @click.option("--model", "of_model", help="Only this model's.")
     @click.option("--task", "of_task", help="Only this task's.")
     @options.store
     @options.json
     @options.example(f"{kind} list", words=f"List the stored {kind}, newest first.")
-    def list_(of_model: str | None, of_task: str | None, store: Store, as_json: bool) -> None:
+    def list_(of_model: str | None, of_task: str | None, store: Store) -> Result:
         records = store.learned_list(of_model, of_task, kind)
-        if as_json:
-            emit_json({"schema": f"swiftopt.{kind}-list/1", kind: [record.to_json() for record in records]})
-        elif records:
-            show(trained_table(records, console().width))
-        else:
-            note(f"no {kind} stored yet: run `swiftopt {kind} train --model M --stream FILE --task T`")
+        return Result(
+            {"schema": f"swiftopt.{kind}-list/1", kind: [record.to_json() for record in records]},
+            [trained_table(records, console().width)] if records else [],
+            [] if records else [f"no {kind} stored yet: run `swiftopt {kind} train --model M --stream FILE --task T`"],
+        )
 
-
-def _add_show(group: click.Group, kind: LearnedKind) -> None:
     @group.command("show", short_help=f"Show the figures of stored {kind}.")
     @options.model_task
     @version_option
@@ -207,15 +197,11 @@ def _add_show(group: click.Group, kind: LearnedKind) -> None:
     @options.example(
         f"{kind} show smollm2-135m/code", words=f"Show the figures of stored {kind}, and the curve of the loss."
     )
-    def show_(name: ModelTask, version: int | None, png: str | None, store: Store, as_json: bool) -> None:
+    def show_(name: ModelTask, version: int | None, png: str | None, store: Store) -> Result:
         record = store.learned(name.model, name.task, kind, version)
         _draw(record, png)
         value = {**record.to_json(), "curve": [list(point) for point in record.curve], "png": png}
-        answer(as_json, value, lambda: show(trained_view(record)))
-
-
-def _add_export(group: click.Group, kind: LearnedKind) -> None:
-    words = f"Write stored {kind} to a safetensors file, which names the model that it was trained on."
+        return Result(value, [trained_view(record)])
 
     @group.command("export", short_help=f"Write stored {kind} to a file.")
     @options.model_task
@@ -223,19 +209,21 @@ def _add_export(group: click.Group, kind: LearnedKind) -> None:
     @click.option("-o", "--out", required=True, metavar="FILE", help="Where to write them.")
     @options.store
     @options.json
-    @options.example(f"{kind} export smollm2-135m/code -o {kind}.safetensors", words=words)
-    def export(name: ModelTask, version: int | None, out: str, store: Store, as_json: bool) -> None:
+    @options.example(
+        f"{kind} export smollm2-135m/code -o {kind}.safetensors",
+        words=f"Write stored {kind} to a safetensors file, which names the model that it was trained on.",
+    )
+    def export(name: ModelTask, version: int | None, out: str, store: Store) -> Result:
         record = store.learned(name.model, name.task, kind, version)
         data = store.weights(record)
         with writing(Path(out)):
             Path(out).write_bytes(data)
         value = {"schema": f"swiftopt.{kind}-export/1", kind: record.to_json(), "out": out}
-        answer(as_json, value, lambda: note(f"{len(data)} bytes written to {out}"))
+        return Result(value, remarks=[f"{len(data)} bytes written to {out}"])
 
 
-for add in (_add_list, _add_show, _add_export):
-    add(heads, "heads")
-    add(probe, "probe")
+_add_commands(heads, "heads")
+_add_commands(probe, "probe")
 
 
 # --- text for a person
@@ -255,48 +243,48 @@ def trained_view(record: LearnedRecord) -> RenderableType:
     if len(record.curve) > 1:
         losses = [loss for _, loss in record.curve]
         parts.append(Text(f"loss {losses[0]:.3f} {sparkline(losses, CURVE_COLUMNS)} {losses[-1]:.3f}"))
-    parts += [_heads_table(record), _thresholds_table(record)] if record.kind == "heads" else [_probe_table(record)]
-    return Group(*parts)
+    return Group(*parts, *_figures_tables(record))
 
 
 def trained_table(records: Sequence[LearnedRecord], width: int) -> Table:
     """List stored records; when they were stored only where `width` has room for it."""
-    columns = [folding("model"), folding("task"), fixed("v"), fixed("layers"), folding("figures")]
-    columns += [fixed("stored")] if width >= ROOMY else []
-    return table(columns, [_trained_cells(record)[: len(columns)] for record in records])
+    columns: list[tuple[Column, Callable[[LearnedRecord], str]]] = [
+        (folding("model"), lambda record: record.model),
+        (folding("task"), lambda record: record.task),
+        (fixed("v"), lambda record: str(record.version)),
+        (fixed("layers"), lambda record: ",".join(map(str, record.depths))),
+        (folding("figures"), _summary),
+        (fixed("stored"), lambda record: record.created_at[:10]),
+    ]
+    return listing(records, columns if width >= ROOMY else columns[:-1])
 
 
-def _trained_cells(record: LearnedRecord) -> list[str]:
+def _summary(record: LearnedRecord) -> str:
     figures = record.figures
     if record.kind == "probe":
-        summary = f"accuracy {number(figures.get('accuracy'))}, AUC {number(figures.get('auc'))}"
-    else:
-        summary = f"early {percent(figures.get('early@0.75'))}, rejected {percent(figures.get('rejected@0.75'))}"
-    layers = ",".join(map(str, record.depths))
-    return [record.model, record.task, str(record.version), layers, summary, record.created_at[:10]]
+        return f"accuracy {number(figures.get('accuracy'))}, AUC {number(figures.get('auc'))}"
+    return f"early {percent(figures.get('early@0.75'))}, rejected {percent(figures.get('rejected@0.75'))}"
 
 
-def _figures_of(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    return table([Column(heading, justify="right") for heading in headings], rows, gap=2)
-
-
-def _heads_table(record: LearnedRecord) -> Table:
-    rows = []
+def _figures_tables(record: LearnedRecord) -> list[Table]:
+    """Return the figures of heads by layer and by threshold, or those of a probe."""
+    figures = record.figures
+    if record.kind == "probe":
+        found = [number(figures.get(name)) for name in ("accuracy", "auc", "base_rate")]
+        headings = ("after layer", "accuracy", "AUC", "accepted (base rate)")
+        return [_right_aligned(headings, [(str(record.depths[0]), *found)])]
+    by_layer, by_threshold = [], []
     for depth in record.depths:
-        kl, agreement, identity = (record.figures.get(f"{name}@{depth}") for name in ("kl", "agreement", "identity"))
-        rows.append([str(depth), number(kl), percent(agreement), percent(identity)])
-    return _figures_of(["after layer", "KL", "agrees with the last layer", "untrained"], rows)
-
-
-def _thresholds_table(record: LearnedRecord) -> Table:
-    rows = []
+        kl, agreement, identity = (figures.get(f"{name}@{depth}") for name in ("kl", "agreement", "identity"))
+        by_layer.append((str(depth), number(kl), percent(agreement), percent(identity)))
     for threshold in SHOWN_THRESHOLDS:
-        early, rejected = (record.figures.get(f"{name}@{threshold}") for name in ("early", "rejected"))
-        rows.append([threshold, percent(early), percent(rejected if early else None)])
-    return _figures_of(["threshold", "predicted early", "rejected of these"], rows)
+        early, rejected = (figures.get(f"{name}@{threshold}") for name in ("early", "rejected"))
+        by_threshold.append((threshold, percent(early), percent(rejected if early else None)))
+    return [
+        _right_aligned(("after layer", "KL", "agrees with the last layer", "untrained"), by_layer),
+        _right_aligned(("threshold", "predicted early", "rejected of these"), by_threshold),
+    ]
 
 
-def _probe_table(record: LearnedRecord) -> Table:
-    figures = [number(record.figures.get(name)) for name in ("accuracy", "auc", "base_rate")]
-    headings = ["after layer", "accuracy", "AUC", "accepted (base rate)"]
-    return _figures_of(headings, [[str(record.depths[0]), *figures]])
+def _right_aligned(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    return table([Column(heading, justify="right") for heading in headings], rows, gap=2)

@@ -22,7 +22,7 @@ from ..optimizer.strategies import STRATEGIES
 from . import options
 from .backend import Backend, JobClient, on_command_line, result_of
 from .options import check_model, check_words, default_of, open_store, pick, positive
-from .output import answer, console, note
+from .output import Result, console, note
 from .progress import TuneProgress
 from .render import tune_summary
 
@@ -34,8 +34,7 @@ from .render import tune_summary
 @options.from_field(TuneRequest, "out", "File for the completions.  [default: in your data folder]", metavar="FILE")
 @options.from_field(TuneRequest, "limit", "Take only the first prompts.", type=positive)
 @options.from_field(TuneRequest, "concurrency", "How many prompts are decoded at once.", type=positive)
-@options.machine(TuneRequest)
-@options.speed(TuneRequest)
+@options.machine(TuneRequest, "max_new_tokens", "speed")
 @options.sampling
 @options.settings
 @options.redis
@@ -49,7 +48,7 @@ from .render import tune_summary
     "tune --model smollm2-135m --stream prompts.jsonl --task notes --max-new-tokens 128",
     "tune --model smollm2-135m --stream prompts.jsonl --redis redis://127.0.0.1:6379 --detach",
 )
-def tune(as_json: bool, **values: Any) -> None:
+def tune(**values: Any) -> Result:
     """Find the layer set with which a model decodes a stream of prompts fastest.
 
     Decodes every prompt on the way, losslessly, and keeps the completions. Ends with the layer set of each task, its
@@ -68,18 +67,17 @@ def tune(as_json: bool, **values: Any) -> None:
     if values["detach"] and request.out is not None:
         raise InvalidInput("--detach writes no file: leave out --out, and fetch it later with `swiftopt jobs outputs`")
     prompts = []
-    if queued or _is_rereadable(request.stream):
-        # a bad line must not cost the loading of torch
+    file = Path(request.stream)
+    read_twice = request.stream != STDIN and not (file.is_fifo() or file.is_char_device())  # <(command) gives text once
+    if queued or read_twice:  # a bad line must not cost the loading of torch
         prompts = read_stream(request.stream, request.task, request.limit)
-
     check_words("strategy", [request.settings.strategy], STRATEGIES)
     if queued:
-        _tune_through_queue(request, prompts, backend, values["queue"], values["detach"], as_json)
-    else:
-        _tune_here(request, values["db"], as_json)
+        return _tune_through_queue(request, prompts, backend, values["queue"], values["detach"])
+    return _tune_here(request, values["db"])
 
 
-def _tune_here(request: TuneRequest, db: str | None, as_json: bool) -> None:
+def _tune_here(request: TuneRequest, db: str | None) -> Result:
     """Tune in this process."""
     check_model(request)
     if request.out is None:  # decided here, so that a run cut short can tell where its completions are
@@ -99,26 +97,26 @@ def _tune_here(request: TuneRequest, db: str | None, as_json: bool) -> None:
         database = safe_url(store.url)
     # presets apply to the command that is printed as they did to this one
     given = [name for name in ("dtype", "device", "speed") if on_command_line(name)]
-    commands = [_generate_command(request, task, given, db) for task in result.tasks]
-    show_tuned(request.model, result.job, str(result.out), database, result.tasks, commands, as_json)
+    return tune_result(request, result.job, result.tasks, database, Backend(db=db), given, str(result.out))
 
 
 def _tune_through_queue(
-    request: TuneRequest, prompts: Sequence[Prompt], backend: Backend, queue: str, detach: bool, as_json: bool
-) -> None:
+    request: TuneRequest, prompts: Sequence[Prompt], backend: Backend, queue: str, detach: bool
+) -> Result:
     """Submit the job, and follow it to its end unless it is to be left alone."""
     out = Path(request.out) if request.out is not None else default_output(request.stream)
     if request.out is not None:
         with LineWriter(out):  # a file that cannot be written is reported before the job begins
             pass
-    if not _may_be_on_workers_only(request.model):
+    if not os.path.isabs(request.model) or os.path.exists(request.model):  # else it may be on the workers only
         check_model(request)
-    sent = replace(request, model=_absolute_name(request.model), out=None)
+    path = os.path.expanduser(request.model)
+    name = os.path.abspath(path) if os.path.exists(path) else request.model  # for workers with other working folders
+    sent = replace(request, model=name, out=None)
     with backend.open() as client:
         job, is_new = client.jobs.submit(sent, prompts, queue, uuid.uuid4().hex)
         if detach:
-            _show_submitted(client, backend, job.id, is_new, as_json)
-            return
+            return _submitted(client, backend, job.id, is_new)
         if not is_new:
             note(f"job {job.id} already does the same: following it")
         if backend.server and (reason := client.why_waiting(job)):  # a queue of ours is asked while following
@@ -128,94 +126,70 @@ def _tune_through_queue(
         with LineWriter(out) as writer:
             for event in completions:
                 writer.write_completion(event.prompt, event.completion)
-        commands = [use_command(sent, task, backend) for task in ended.tasks]
-        show_tuned(sent.model, job.id, str(out), client.database, ended.tasks, commands, as_json)
+        return tune_result(sent, job.id, ended.tasks, client.database, backend, changed(sent), str(out))
 
 
-def _show_submitted(client: JobClient, backend: Backend, job_id: str, is_new: bool, as_json: bool) -> None:
-    """Print a job that nobody follows; `is_new` is false where an unfinished job already does the same."""
+def _submitted(client: JobClient, backend: Backend, job_id: str, is_new: bool) -> Result:
+    """Return what became of a job that nobody follows; `is_new` is false where an unfinished one does the same."""
     job = client.jobs.get(job_id)
-    known = "" if is_new else ", which already does the same"
-    text = f"job {job_id}{known}: watch it with {backend.command('jobs', 'watch', job_id)}"
-    value = {"schema": "swiftopt.submitted/1", "job": job_id, "state": job.state, "new": is_new}
-    answer(as_json, value, lambda: click.echo(text))
     if reason := client.why_waiting(job):
         note(f"note: {reason}")
+    known = "" if is_new else ", which already does the same"
+    value = {"schema": "swiftopt.submitted/1", "job": job_id, "state": job.state, "new": is_new}
+    return Result(value, [f"job {job_id}{known}: watch it with {backend.command('jobs', 'watch', job_id)}"])
 
 
-def _is_rereadable(stream: str) -> bool:
-    """Return whether the prompts can be read again; a pipe such as <(command) gives them only once."""
-    return stream != STDIN and not (Path(stream).is_fifo() or Path(stream).is_char_device())
+def changed(request: TuneRequest) -> list[str]:
+    """Return the options for where and how the model runs that are not at their defaults."""
+    return [name for name in ("dtype", "device", "speed") if getattr(request, name) != default_of(TuneRequest, name)]
 
 
-def _may_be_on_workers_only(model: str) -> bool:
-    """Return whether the model is a path that this machine does not have, but workers may."""
-    return os.path.isabs(model) and not os.path.exists(model)
+def tune_result(
+    request: TuneRequest,
+    job: str,
+    tasks: Sequence[TaskFinished],
+    database: str,
+    backend: Backend,
+    repeated: Sequence[str],
+    out: str | None,
+    fetch: str = "–",
+) -> Result:
+    """Return the result of a tuning run: what it found for each task, and the command line that uses it.
+
+    `repeated` are the options that these command lines repeat. `out` is the file of the completions; where there is
+    none, `fetch` says how to get them.
+    """
+    commands = [_use(request, task, backend, repeated) for task in tasks]
+    value = {
+        "schema": "swiftopt.tune/1",
+        "model": request.model,
+        "job": job,
+        "out": out,
+        "database": database,
+        "tasks": [_task_json(*each) for each in zip(tasks, commands, strict=True)],
+    }
+    width = console().width
+    return Result(
+        value, [tune_summary(task, out or fetch, command, width) for task, command in zip(tasks, commands, strict=True)]
+    )
 
 
-def _absolute_name(model: str) -> str:
-    """Return the model's name as a worker with another working folder finds it."""
-    return os.path.abspath(os.path.expanduser(model)) if os.path.exists(os.path.expanduser(model)) else model
-
-
-def _generate_command(request: TuneRequest, task: TaskFinished, names: Sequence[str], db: str | None) -> list[str]:
-    """Return the command line that decodes with what was found; `names` are the options that it repeats."""
+def _use(request: TuneRequest, task: TaskFinished, backend: Backend, repeated: Sequence[str]) -> list[str]:
+    """Return the command line that decodes with what was found; a server's layer sets are asked for with curl."""
+    if backend.server is not None:
+        place = "/".join(quote(name, safe="") for name in (task.record.model, task.task))
+        return ["curl", f"{safe_url(backend.server).rstrip('/')}/v1/layer-sets/{place}"]
     words = ["swiftopt", "generate", "--model", request.model, "--task", task.task]
-    for name in names:
+    for name in repeated:
         words += [f"--{name}", getattr(request, name)]
-    if db and on_command_line("db"):
-        words += ["--db", safe_url(db)]
+    if backend.db and on_command_line("db"):
+        words += ["--db", safe_url(backend.db)]
     return [*words, "--prompt", "Write your prompt here"]
 
 
-def use_command(request: TuneRequest, task: TaskFinished, backend: Backend) -> list[str]:
-    """Return the command line that uses what a job has found; a server's layer sets are asked for with curl."""
-    if backend.server is None:
-        changed = [n for n in ("dtype", "device", "speed") if getattr(request, n) != default_of(TuneRequest, n)]
-        return _generate_command(request, task, changed, backend.db)
-    names = (quote(name, safe="") for name in (task.record.model, task.task))
-    return ["curl", f"{safe_url(backend.server).rstrip('/')}/v1/layer-sets/{'/'.join(names)}"]
-
-
-def show_tuned(
-    model: str,
-    job: str,
-    out: str | None,
-    database: str,
-    tasks: Sequence[TaskFinished],
-    commands: Sequence[Sequence[str]],
-    as_json: bool,
-) -> None:
-    """Print the result of a tuning run; `out` is where its completions are, if there is such a file."""
-
-    def show_text() -> None:
-        to = console()
-        for task, words in zip(tasks, commands, strict=True):
-            to.print(tune_summary(task, out or "–", words, to.width), crop=False)  # a cut path is of no use
-
-    found = [task_json(task, words) for task, words in zip(tasks, commands, strict=True)]
-    answer(as_json, tune_json(model, job, out, database, found), show_text)
-
-
-def tune_json(model: str, job: str, out: str | None, database: str, tasks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the JSON object of a tuning run."""
-    values = {"model": model, "job": job, "out": out, "database": database, "tasks": list(tasks)}
-    return {"schema": "swiftopt.tune/1", **values}
-
-
-def task_json(finished: TaskFinished, command: Sequence[str]) -> dict[str, Any]:
+def _task_json(finished: TaskFinished, command: Sequence[str]) -> dict[str, Any]:
     """Return one task of a tuning run; its trials are in the store, under the run's job."""
-    return {
-        "task": finished.task,
-        "layer_set": finished.record.to_json(),
-        "verdict": finished.verdict.to_json(),
-        "stopped_because": finished.stopped_because,
-        "n_trials": len(finished.trials),
-        "n_prompts": finished.n_prompts,
-        "n_tokens": finished.n_tokens,
-        "draft_cost": finished.draft_cost,
-        "plain_tok_s": finished.plain_tok_s,
-        "tuned_tok_s": finished.tuned_tok_s,
-        "timings": seconds_by_part(finished.timings),
-        "command": list(command),
-    }
+    values = finished.to_json()
+    del values["record"], values["trials"]
+    layer_set, timings = finished.record.to_json(), seconds_by_part(finished.timings)
+    return {**values, "layer_set": layer_set, "n_trials": len(finished.trials), "timings": timings, "command": command}

@@ -17,7 +17,7 @@ from sqlalchemy import create_engine, text
 
 from swiftopt.cli.config import misspelt
 from swiftopt.cli.main import run
-from swiftopt.cli.worker import OneLineErrors
+from swiftopt.cli.services import OneLineErrors
 from swiftopt.core.errors import ModelNotFound
 from swiftopt.core.jobs import Job, JobSpec
 from swiftopt.core.requests import TuneRequest

@@ -19,7 +19,7 @@ from typing import Any
 import click
 import pytest
 
-from swiftopt.cli.main import COMMANDS, run, swiftopt
+from swiftopt.cli.main import MODULES, run, swiftopt
 from swiftopt.core.events import TaskFinished, TrialsDone
 from swiftopt.core.jobs import JobSpec
 from swiftopt.core.types import Completion, LayerSet, LayerSetRecord, Prompt, Timings, Trial, Verdict
@@ -111,7 +111,7 @@ def test_every_command_offers_json(path: tuple[str, ...]) -> None:
 def test_help_lists_every_command_through_the_installed_script() -> None:
     done = script("--help")
     assert (done.returncode, done.stderr) == (0, "")
-    assert all(f"\n  {name} " in done.stdout for name in COMMANDS)
+    assert all(f"\n  {name} " in done.stdout for name in MODULES)
 
 
 @pytest.mark.parametrize(
@@ -286,16 +286,20 @@ def test_doctor_reports_and_its_code_follows_the_checks(
 
 
 def test_tune_object_keeps_the_verdict_and_the_command() -> None:
-    from swiftopt.cli.tune import task_json, tune_json
+    from swiftopt.cli.backend import Backend
+    from swiftopt.cli.tune import tune_result
+    from swiftopt.core.requests import TuneRequest
 
     finished = TaskFinished(
         "notes", some_record(version=1), Verdict("plain", 0.9), "done", (), Timings(1, 2, 3, 4), 5, 60, 0.6, 9.0, 8.0
     )
-    value = json.loads(json.dumps(tune_json("m", "job", "out", "db", [task_json(finished, ["swiftopt", "generate"])])))
+    request = TuneRequest("m", "notes.jsonl")
+    value = json.loads(json.dumps(tune_result(request, "job", [finished], "db", Backend(), ["dtype"], "out").value))
     assert value["schema"] == "swiftopt.tune/1"
     assert value["tasks"][0]["verdict"]["word"] == "plain"
     assert value["tasks"][0]["timings"] == {"optimise": 1, "draft": 2, "verify": 3, "other": 4}
-    assert value["tasks"][0]["command"] == ["swiftopt", "generate"]
+    command = ["swiftopt", "generate", "--model", "m", "--task", "notes", "--dtype", "auto", "--prompt"]
+    assert value["tasks"][0]["command"][:-1] == command
     assert value["tasks"][0]["layer_set"] == some_record(version=1).to_json()
 
 

@@ -16,7 +16,7 @@ from rich.console import Console, RenderableType
 from serving import serving
 
 from swiftopt.cli import backend
-from swiftopt.cli.backend import Backend, Findings, JobClient, QueueClient, follow, look_back
+from swiftopt.cli.backend import Backend, JobClient, QueueClient, finished_tasks, follow
 from swiftopt.cli.jobs import duration, job_view, jobs_table
 from swiftopt.cli.main import run
 from swiftopt.cli.progress import RunState, TuneProgress, state_words
@@ -298,11 +298,9 @@ def test_waiting_job_says_once_that_no_worker_listens(
 def test_retried_job_is_looked_back_at_with_one_result_per_task(store: Store, job: Job) -> None:
     work(store, job.id, "failed", "no memory")
     with pytest.raises(JobFailed):
-        look_back(QueueClient(store, None), store.jobs.get(job.id))
-    findings = Findings()
-    for event in (TASK, replace(TASK, n_tokens=7), TrialsDone("notes", TRIALS[1:]), TrialsDone("notes", TRIALS[:1])):
-        findings.add(event)
-    (task,) = findings.tasks()
+        follow(QueueClient(store, None), store.jobs.get(job.id), heard()[0])
+    events = (TASK, replace(TASK, n_tokens=7), TrialsDone("notes", TRIALS[1:]), TrialsDone("notes", TRIALS[:1]))
+    (task,) = finished_tasks(events)
     assert task.n_tokens == 7 and task.trials == TRIALS
 
 

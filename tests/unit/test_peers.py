@@ -11,8 +11,8 @@ from rich.console import Console
 
 from swiftopt.bench.peer_environments import PeerFailed, prepared
 from swiftopt.bench.peer_rows import RIVALS, Rival, Row, all_rows, chosen_rows
-from swiftopt.bench.peers import PeersRequest, Question, RowRuns, TimedAnswer, report_of
-from swiftopt.cli.bench_peers import cells, table_of
+from swiftopt.bench.peers import PeersRequest, Question, RowRuns, TimedAnswer, equal_to, report_of
+from swiftopt.cli.bench import peers_view
 from swiftopt.core.errors import SettingsError
 
 REQUEST = PeersRequest("tiny", Path("tiny"), threads=2)
@@ -65,7 +65,7 @@ def test_rows_that_draft_are_held_against_their_own_plain_row_and_others_against
         "llama-cpp/q4_0": (None, None),
         "vllm/ngram": (None, None),  # its plain row did not run
     }
-    words = [cells(row)[-1] for name, row in found.items() if name != "base"]
+    words = [equal_to(row) for name, row in found.items() if name != "base"]
     assert words == [
         "same weights (BF16)",
         "swiftopt/plain 1/2",
@@ -85,7 +85,7 @@ def test_table_fits_its_width_and_says_why_rows_have_no_numbers(width: int) -> N
     failed = [RowRuns(ROWS[name], "BF16", reason=reason) for name in ("vllm/plain", "vllm/ngram")]
     runs = [ran("swiftopt/plain", 1.0), *failed, ran("node-llama-cpp/plain", 1.0), ran("llama-cpp/q8_0", 1.0)]
     console = Console(width=width, record=True, file=io.StringIO())
-    console.print(*table_of(report_of(REQUEST, runs, QUESTIONS, "AMD EPYC (2 threads)")), sep="\n")
+    console.print(*peers_view(report_of(REQUEST, runs, QUESTIONS, "AMD EPYC (2 threads)")), sep="\n")
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= width
     rows = [line for line in lines if "/plain " in line or "/ngram " in line or "/q8_0 " in line]

@@ -12,7 +12,7 @@ from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
 from swiftopt.cli.doctor import Check, checks_table
-from swiftopt.cli.models import aliases_table, stored_table
+from swiftopt.cli.layers import aliases_table, stored_table
 from swiftopt.cli.progress import RunState, TuneProgress, event_line, live_view
 from swiftopt.cli.render import (
     KEPT,

@@ -1,0 +1,365 @@
+"""`swiftopt serve`, `swiftopt worker` and `swiftopt db`: the processes of a service, and the schema of its database."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..core.errors import SettingsError, SwiftoptError
+from ..core.requests import ServedModel
+from . import options
+from .options import PresetGroup, database_url, open_store, pick, positive
+from .output import Result, emit_json, note
+
+if TYPE_CHECKING:
+    from ..store.schema import SchemaState
+    from ..worker.attempt import WorkerContext
+    from ..worker.queue import RedisQueue
+
+FRESH_S = 60.0  # a worker whose last heartbeat is older counts as gone
+BEATS_S = 20.0  # a worker that lives has sent a heartbeat within this time
+# torch is asked in a process of its own: what it starts for CUDA would not survive the worker's forks.
+ASK_TORCH = """
+import sys
+from swiftopt.core.errors import SwiftoptError
+from swiftopt.models.sources import check_device
+try:
+    check_device(sys.argv[1])
+except SwiftoptError as error:
+    sys.exit(str(error))
+"""
+
+
+# --- the HTTP server
+
+
+@click.command(short_help="Answer look-ups and take jobs over HTTP.")
+@click.option(
+    "--host", default="127.0.0.1", help="Address to listen on; others than this machine's own need an API key."
+)
+@click.option("--port", default=8000, type=click.IntRange(0, 65535), help="0 takes a free one.")
+@click.option(
+    "--stream-folder",
+    "folders",
+    multiple=True,
+    metavar="DIR",
+    help="Folder whose streams jobs may name; may be repeated.  [env: SWIFTOPT_STREAM_FOLDERS]",
+)
+@click.option("--max-body-mb", default=32, type=click.IntRange(1, 4096), help="Largest body, in MiB.")
+@click.option(
+    "--rate",
+    default=600,
+    type=click.IntRange(min=0),
+    help="Requests a minute per key, or address where there are no keys; 0 is no limit.",
+)
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    metavar="[NAME=]MODEL",
+    help="A model to decode with: alias, hub id, folder or GGUF file; may be repeated. NAME is what clients call it.",
+)
+@click.option("--concurrency", default=8, type=positive, help="Completions at once, per model.")
+@click.option("--max-waiting", default=64, type=click.IntRange(min=0), help="Completions that may wait.")
+@click.option(
+    "--memory-gb", type=click.FloatRange(min=0.01), help="For keys and values.  [default: half of what is free]"
+)
+@click.option("--timeout", default=600, type=positive, help="Seconds for one completion.")
+@click.option("--drain", default=30, type=positive, help="Seconds for completions at the end.")
+@click.option("--tune/--no-tune", default=True, help="Learn from the requests that are served.")
+@options.machine(ServedModel, "speed")
+@click.option("--new-key", metavar="NAME", help="Print a new API key and its entry, and do nothing else.")
+@options.redis
+@options.db
+@options.as_json
+@options.example("serve --model smollm2-135m", "serve --port 8000 --stream-folder prompts", "serve --new-key ci")
+def serve(new_key: str | None, as_json: bool, models: tuple[str, ...], **values: Any) -> int:
+    """Answer look-ups of layer sets, take jobs, and decode over HTTP.
+
+    With --model the server speaks OpenAI's API (/v1/chat/completions, /v1/completions, /v1/models) and gets faster on
+    the requests that it serves; their output stays that of plain decoding. Each model runs in a process of its own.
+
+    API keys come from SWIFTOPT_API_KEYS (name:sha256hex, separated by commas) or SWIFTOPT_API_KEYS_FILE (one entry per
+    line, read again when it changes). One line per request goes to stderr. --json prints the address as JSON.
+    """
+    if new_key is not None:
+        return _new_key(new_key).print(as_json)
+    from ..server.app import listen
+    from ..server.app import serve as run
+    from ..server.settings import MIB, KeyRing, ServerSettings, stream_folders
+
+    settings = ServerSettings(
+        keys=KeyRing.from_environment(),
+        stream_folders=stream_folders(values["folders"]),
+        max_body_bytes=values["max_body_mb"] * MIB,
+        requests_per_min=values["rate"],
+        max_waiting=values["max_waiting"],
+        drain_s=values["drain"],
+        timeout_s=values["timeout"],
+    )
+    served = _served(models, values)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    for noisy in ("uvicorn.error", "alembic", "sse_starlette", "python_multipart"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    with listen(values["host"], values["port"], settings) as bound, open_store(values["db"]) as store:
+        host, port = values["host"], bound.getsockname()[1]
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+        def ready() -> None:
+            if as_json:
+                emit_json({"schema": "swiftopt.serve/1", "url": url})
+            note(f"swiftopt serves {url}; Ctrl-C ends it")
+
+        run(bound, store, values["redis"], settings, ready, served)
+    return 0
+
+
+def _served(models: tuple[str, ...], values: dict[str, Any]) -> list[ServedModel]:
+    """Return the models by the names that clients use.
+
+    Raises: ModelNotFound, SettingsError, UnsupportedModel: one cannot be loaded, as far as can be told before it is.
+    """
+    from ..models.sources import check_names
+
+    found: dict[str, ServedModel] = {}
+    memory = None if values["memory_gb"] is None else int(values["memory_gb"] * 1e9 / len(models or "1"))
+    for words in models:
+        given, equals, path = words.partition("=")
+        path = path if equals else words
+        name = given if equals else Path(words).name if os.path.exists(words) else words
+        check_names(path, values["dtype"], values["device"])
+        if name in found:
+            raise SettingsError(f"two models are called {name!r}: name one of them, as --model NAME={path}")
+        own = {**values, "name": name, "path": path, "memory": memory, "db": database_url(values["db"])}
+        found[name] = pick(ServedModel, own)
+    return list(found.values())
+
+
+def _new_key(name: str) -> Result:
+    from ..server.settings import new_key
+
+    key, entry = new_key(name)
+    return Result(
+        {"schema": "swiftopt.api-key/1", "name": name, "key": key, "entry": entry},
+        [f"key    {key}\nentry  {entry}"],
+        ["The key is shown this once; put the entry into SWIFTOPT_API_KEYS or the file of SWIFTOPT_API_KEYS_FILE."],
+    )
+
+
+# --- workers
+
+
+@click.command(short_help="Run the jobs of a queue.")
+@options.queue
+@click.option("--device", default="auto", help="Where jobs that name no device run, e.g. cuda:0.")
+@click.option("--burst", is_flag=True, help="End when the queue is empty.")
+@click.option("--name", help="Name of this worker, its own in the whole service.  [default: host, process, letters]")
+@click.option("--check", is_flag=True, help="Only check that a worker could run, and that one does on this machine.")
+@options.redis
+@options.db
+@options.json
+@options.example("worker --redis redis://127.0.0.1:6379 --device cuda:0", "worker --check")
+def worker(
+    queue: str, device: str, burst: bool, name: str | None, check: bool, redis: str | None, db: str | None
+) -> Result:
+    """Take jobs from a queue and run them, one at a time; start one worker per GPU.
+
+    Ctrl-C or SIGTERM hands the job back at its next step, and another worker goes on from there. --json prints one
+    object at the end.
+    """
+    if redis is None:
+        raise SettingsError("no Redis is named, and a worker needs one: set SWIFTOPT_REDIS_URL or pass --redis URL")
+    from ..worker.attempt import WorkerContext
+    from ..worker.worker import default_name, run_worker
+
+    working = WorkerContext(name or default_name(), database_url(db), redis, queue, device)
+    problems = list(problems_of(working)) if check else []
+    for problem in problems:
+        note(f"error: {problem}")
+    if not check:
+        start_log()
+        check_start(working)
+        note(f"worker {working.name} listens on queue {queue!r}")
+        run_worker(working, burst)
+    value = {"name": working.name, "queue": queue, "ok": not problems, "problems": problems}
+    found = [f"a worker of this machine listens on queue {queue!r}"] if check and not problems else []
+    return Result({"schema": "swiftopt.worker/1", **value}, found, code=1 if problems else 0)
+
+
+def problems_of(working: WorkerContext) -> Iterator[str]:
+    """Yield what keeps a worker on this machine from working, each in a sentence."""
+    from ..store.schema import look
+    from ..worker.queue import RedisQueue
+
+    try:
+        state = look(working.database)
+        if not state.ok:
+            yield schema_problem(state)
+        with closing(RedisQueue(working.redis)) as redis:
+            here = [found for found in redis.workers() if found.hostname == socket.gethostname()]
+    except SwiftoptError as error:
+        yield str(error)
+        return
+    if not any(found.queue == working.queue and found.heartbeat_age_s < FRESH_S for found in here):
+        yield f"no worker of this machine listens on queue {working.queue!r}: start one with `swiftopt worker`"
+
+
+class OneLineErrors(logging.Filter):
+    """Logs errors that have a sentence, and outages of Redis, without a traceback."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Change the record; always true."""
+        from redis.exceptions import RedisError
+
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, SwiftoptError | RedisError):
+            return True
+        reason = str(error).split("\n")[0]
+        if isinstance(error, RedisError) and record.name.startswith("rq"):  # which believes that it ends now
+            record.levelno, record.levelname = logging.WARNING, "WARNING"
+            record.msg, record.args = "redis=away reason=%r", (reason,)
+        else:
+            record.msg, record.args = "%s reason=%r", (record.getMessage(), reason)
+        record.exc_info = record.exc_text = None
+        return True
+
+
+def start_log() -> None:
+    """Send the log to stderr."""
+    handler = logging.StreamHandler()
+    handler.addFilter(OneLineErrors())
+    log_format = "%(asctime)s %(levelname)s %(name)s %(message)s"
+    logging.basicConfig(level=logging.INFO, format=log_format, handlers=[handler])
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+
+
+def check_start(working: WorkerContext) -> None:
+    """Check for what would make every job fail, or the worker end at once.
+
+    Raises: SettingsError: the device is unknown or not here, or the name is taken. ServiceUnreachable, StoreError:
+        Redis or the database cannot be used.
+    """
+    from ..models.sources import check_dtype_and_device
+    from ..worker.queue import RedisQueue
+
+    check_dtype_and_device("auto", working.device)
+    with closing(RedisQueue(working.redis)) as queue:
+        queue.ping()
+        open_store(working.database).close()
+        check_device_is_here(working.device)
+        check_name(working.name, queue)
+
+
+def check_device_is_here(device: str) -> None:
+    """Check that this machine has a CUDA device; jobs would fail on it for good.
+
+    Raises: SettingsError: it has not.
+    """
+    if not device.startswith("cuda"):
+        return
+    asked = subprocess.run([sys.executable, "-c", ASK_TORCH, device], capture_output=True, text=True)
+    if asked.returncode:
+        reason = asked.stderr.strip().split("\n")[-1] or f"torch ended with {asked.returncode}"
+        raise SettingsError(f"a worker for {device} cannot run on this machine: {reason}")
+
+
+def check_name(name: str, queue: RedisQueue) -> None:
+    """Check that no other worker has the name: the first of them to end would take it off both.
+
+    Raises: SettingsError: one of this machine has it; for another machine's there is a remark.
+    """
+    for found in queue.workers():
+        if found.name != name or found.heartbeat_age_s > BEATS_S:
+            continue
+        if found.hostname != socket.gethostname():
+            note(
+                f"note: a worker named {name} lives on {found.hostname}: if it still runs, give this one another --name"
+            )
+        elif found.pid != os.getpid() and _is_running(found.pid):
+            raise SettingsError(f"a worker named {name} runs here already (process {found.pid}): choose another --name")
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        pass
+    return True
+
+
+# --- the database
+
+
+@click.group(cls=PresetGroup, short_help="Migrate the database, or look at its schema.")
+@options.example("db check --db postgresql://swiftopt@db.example/swiftopt")
+def db() -> None:
+    """The schema of the database; every other command brings it to the newest by itself."""
+
+
+@db.command(short_help="Bring the database to the newest schema.")
+@options.db
+@options.json
+@options.example("db upgrade --db postgresql://swiftopt@db.example/swiftopt")
+def upgrade(db: str | None) -> Result:
+    """Bring the database to the newest schema; a new one is created. Rows stay."""
+    from ..store.schema import bring_to_head
+
+    before, now = bring_to_head(database_url(db))
+    done = "has the newest schema already:" if before.ok else f"went from {before.revision or 'empty'} to"
+    return _schema_result(now, f"{now.database} {done} {now.revision}")
+
+
+@db.command(short_help="Print the schema that the database has.")
+@options.db
+@options.json
+@options.example("db current")
+def current(db: str | None) -> Result:
+    """Print the revision of the database's schema, or `empty`; nothing is changed or created."""
+    from ..store.schema import look
+
+    state = look(database_url(db))
+    return _schema_result(state, state.revision or "empty")
+
+
+@db.command(short_help="End with 0 if the schema is the newest, else with 1.")
+@options.db
+@options.json
+@options.example("db check && swiftopt serve")
+def check(db: str | None) -> Result:
+    """End with 0 if the database has the newest schema, else say what it has and end with 1; nothing is changed."""
+    from ..store.schema import look
+
+    state = look(database_url(db))
+    if state.ok:
+        return _schema_result(state, f"{state.database} has the newest schema: {state.revision}")
+    note(f"error: {schema_problem(state)}")
+    return _schema_result(state, code=1)
+
+
+def _schema_result(state: SchemaState, *texts: str, code: int = 0) -> Result:
+    return Result({"schema": "swiftopt.db/1", **asdict(state), "ok": state.ok}, texts, code=code)
+
+
+def schema_problem(state: SchemaState) -> str:
+    """Return why a database cannot be used, and what to do."""
+    if state.revision is None:
+        return f"the database {state.database} is empty: create its tables with `swiftopt db upgrade`"
+    if state.newer:
+        advice = "install that version, or choose another database with --db"
+        return f"the database {state.database} has the schema {state.revision} of a newer swiftopt: {advice}"
+    return (
+        f"the database {state.database} has the schema {state.revision}, this version wants {state.head}: "
+        "run `swiftopt db upgrade`"
+    )
