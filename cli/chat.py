@@ -246,18 +246,13 @@ class Conversation:
             emit_json({"schema": "swiftopt.chat/1", "model": self.partner.name, "text": text, **asdict(answered)})
         else:
             click.echo()
-            note(click.style(_figures(answered), dim=True))
-
-
-def _figures(answered: Answered) -> str:
-    """Return an answer's figures on one line."""
-    parts = [] if answered.n_tokens is None else [f"{answered.n_tokens} tokens"]
-    parts.append(f"{number(answered.tokens_per_second, 1)} tok/s")
-    if answered.acceptance_rate is not None:
-        parts.append(f"α {number(answered.acceptance_rate)}")
-    if answered.finish_reason == "length":
-        parts.append("cut off: raise --max-new-tokens")
-    return f"[{', '.join(parts)}]"
+            parts = [] if answered.n_tokens is None else [f"{answered.n_tokens} tokens"]
+            parts.append(f"{number(answered.tokens_per_second, 1)} tok/s")
+            if answered.acceptance_rate is not None:
+                parts.append(f"α {number(answered.acceptance_rate)}")
+            if answered.finish_reason == "length":
+                parts.append("cut off: raise --max-new-tokens")
+            note(click.style(f"[{', '.join(parts)}]", dim=True))
 
 
 # --- where lines come from

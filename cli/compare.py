@@ -163,13 +163,23 @@ def comparison_view(report: Row, width: int) -> RenderableType:
     if report["energy"] is None:
         remarks.append("energy per token: not measured, this machine does not tell")
     remarks += [f"made for this comparison: {made['piece']} ({made['how']})" for made in report["made"]]
-    remarks += [text for row in report["results"] if (text := _reason(row))]
+    for row in report["results"]:
+        if row["ratio"] is None:
+            remarks.append(f"{row['method']}: not run: {row['reason']}")
+        elif row["prompts"] < row["of"]:
+            remarks.append(f"{row['method']}: {row['prompts']} of {row['of']} prompts, {row['reason']}")
     if report["made"] and report["made_on"] != "other prompts":
         remarks.append(f"made on {report['made_on']} themselves, which favours the methods that use it")
     style = "bold green" if report["plan"] and report["plan"]["verdict"] == "use" else "bold yellow"
+    temperature, draft_model = report["sampling"]["temperature"], report["draft_model"]
+    conditions = (
+        f"{report['dtype']}, {report['device']}, {report['prompts']} prompts, up to {report['max_new_tokens']} tokens,"
+        f" {f'temperature {temperature:g}' if temperature else 'greedy'}"
+        f"{f', drafts by {draft_model}' if draft_model else ''}"
+    )
     return Group(
         heading(f"{report['model']}/{report['task']}"),
-        Text(_conditions(report), style="dim"),
+        Text(conditions, style="dim"),
         _table(rows, width, report["energy"] is not None),
         *(Text(text, style="dim") for text in remarks),
         "",
@@ -205,24 +215,6 @@ def plan_words(report: Row) -> str:
         speed = ratio(plan["measured_speedup"], plan["measured_interval"])
         return f"plan of {where}: {plan['method']}, {speed} of plain decoding's speed{kept}"
     return f"plan of {where}: plain, for no lossless method is reliably faster here{kept}"
-
-
-def _conditions(report: Row) -> str:
-    sampling = report["sampling"]
-    how = "greedy" if not sampling["temperature"] else f"temperature {sampling['temperature']:g}"
-    drafts = f", drafts by {report['draft_model']}" if report["draft_model"] else ""
-    return (
-        f"{report['dtype']}, {report['device']}, {report['prompts']} prompts,"
-        f" up to {report['max_new_tokens']} tokens, {how}{drafts}"
-    )
-
-
-def _reason(row: Row) -> str:
-    if row["ratio"] is None:
-        return f"{row['method']}: not run: {row['reason']}"
-    if row["prompts"] < row["of"]:
-        return f"{row['method']}: {row['prompts']} of {row['of']} prompts, {row['reason']}"
-    return ""
 
 
 def _identical(row: Row) -> str:

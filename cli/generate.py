@@ -103,17 +103,13 @@ def _prompts(prompt: str | None, stream: str | None, limit: int | None, task: st
         return read_stream(stream, task, limit)
     if prompt is None and sys.stdin.isatty():
         raise click.UsageError("there is no prompt: give --prompt TEXT or --stream FILE, or pipe text in")
-    text = _piped_text() if prompt is None else prompt
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8") if prompt is None else prompt
+    except UnicodeDecodeError as error:
+        raise StreamError("standard input is not UTF-8 text: pipe text in, or give --stream FILE") from error
     if not text.strip():
         raise click.UsageError("the prompt is empty: give --prompt TEXT or --stream FILE, or pipe text in")
     return [raw_prompt(text, task or "default", "standard input" if prompt is None else "--prompt")]
-
-
-def _piped_text() -> str:
-    try:
-        return sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise StreamError("standard input is not UTF-8 text: pipe text in, or give --stream FILE") from error
 
 
 def completion_json(model: str, prompt: Prompt, completion: Completion, info: GenerateInfo) -> dict[str, Any]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import get_args
 
 import click
 from rich.console import Group, RenderableType
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from ..core.errors import InvalidInput
@@ -22,7 +22,7 @@ from .backend import Backend, JobClient, backend_options, event_of, result_of
 from .options import PresetGroup, positive, together
 from .output import Result, console, write_text
 from .progress import progress_words
-from .render import ROOMY, figures_table, fixed, folding, heading, listing, numeric, ratio
+from .render import ROOMY, Columns, figures_table, fixed, folding, heading, listing, numeric, ratio
 from .tune import changed, tune_result
 
 STDOUT = "-"
@@ -157,22 +157,21 @@ def outputs(job: str, out: str, backend: Backend, as_json: bool) -> int:
 
 def jobs_table(jobs: Sequence[Job], width: int) -> Table:
     """List jobs with how far they are; who works on them only where `width` has room for it."""
-    columns: list[tuple[Column, Callable[[Job], RenderableType]]] = [
+    columns: Columns[Job] = [
         (fixed("id"), lambda job: job.id),
         (fixed("state"), lambda job: Text(JOB_WANTED.get(job.wanted or "", job.state), style=JOB_STYLES[job.state])),
         (folding("model", min_width=6), lambda job: job.model or job.kind),
         (numeric("done"), lambda job: f"{job.n_outputs}/{job.n_prompts}" if job.n_prompts else "–"),
-        (folding("found", min_width=6), _found),
+        (
+            folding("found", min_width=6),
+            lambda job: ", ".join(f"{each.task} {ratio(each.measured_speedup)}" for each in job.layer_sets) or "–",
+        ),
         (folding("queue"), lambda job: job.queue or "–"),
         (folding("worker"), lambda job: job.worker or "–"),
         (numeric("tries"), lambda job: str(job.attempt)),
         (fixed("submitted"), lambda job: job.created_at[:16].replace("T", " ")),
     ]
     return listing(jobs, columns, width=width) if width >= ROOMY else listing(jobs, [*columns[:5], columns[-1]])
-
-
-def _found(job: Job) -> str:
-    return ", ".join(f"{record.task} {ratio(record.measured_speedup)}" for record in job.layer_sets) or "–"
 
 
 def job_view(job: Job) -> RenderableType:

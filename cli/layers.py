@@ -15,7 +15,7 @@ from rich.table import Table
 from ..core.errors import InvalidInput, LayerSetNotFound
 from ..core.requests import GenerateRequest
 from ..core.streams import read_stream
-from ..core.types import FoundPlan, LayerSetRecord, ModelInfo, Sampling, Trial, check_task
+from ..core.types import FoundPlan, LayerSetRecord, ModelInfo, Sampling, check_task
 from ..models.sources import ALIASES, find_alias
 from . import options
 from .options import ModelTask, PresetGroup, decoding_request, open_store, positive
@@ -24,6 +24,8 @@ from .render import fixed, folding, layer_map, numeric, record_view, records_tab
 
 if TYPE_CHECKING:
     from ..store import Store
+
+TRIAL_FIGURES = ("step", "origin", "matchness", "score", "adopted")  # of a trial, in --json
 
 version_option = click.option("--version", type=positive, help="A version.  [default: the best one]")
 
@@ -84,12 +86,11 @@ def show_(name: ModelTask, version: int | None, png: str | None, store: Store) -
 
         draw_layer_set(record, trials, Path(png))
         note(f"drawn to {png}")
-    value = {
-        "schema": "swiftopt.layers-show/1",
-        "layer_set": record.to_json(),
-        "trials": [_trial_json(trial) for trial in trials],
-        "png": png,
-    }
+    tried = []
+    for trial in trials:
+        parts = {"skip_attn": sorted(trial.layer_set.skip_attn), "skip_mlp": sorted(trial.layer_set.skip_mlp)}
+        tried.append({**{name: getattr(trial, name) for name in TRIAL_FIGURES}, **parts})
+    value = {"schema": "swiftopt.layers-show/1", "layer_set": record.to_json(), "trials": tried, "png": png}
     return Result(value, [record_view(record, trials, console().width)])
 
 
@@ -233,12 +234,6 @@ def _is_best(store: Store, record: LayerSetRecord) -> bool:
         return False
     used = found.plan.layer_set
     return found.fallback is None and used is not None and (used.task, used.version) == (record.task, record.version)
-
-
-def _trial_json(trial: Trial) -> dict[str, Any]:
-    values = {name: getattr(trial, name) for name in ("step", "origin", "matchness", "score", "adopted")}
-    layer_set = trial.layer_set
-    return {**values, "skip_attn": sorted(layer_set.skip_attn), "skip_mlp": sorted(layer_set.skip_mlp)}
 
 
 def _imported(

@@ -18,6 +18,7 @@ from ..core.events import TaskFinished
 from ..core.types import LayerSet, LayerSetRecord, Timings, Trial, Verdict, seconds_by_part
 
 Value = TypeVar("Value")
+Columns = Sequence[tuple[Column, Callable[[Value], RenderableType]]]  # each with what it shows of a value
 
 SKIPPED, KEPT = "■", "·"
 BARS = "▁▂▃▄▅▆▇█"
@@ -97,10 +98,8 @@ def table(columns: Iterable[Column], rows: Iterable[Sequence[RenderableType]], g
     return made
 
 
-def listing(
-    values: Iterable[Value], columns: Sequence[tuple[Column, Callable[[Value], RenderableType]]], **more: Any
-) -> Table:
-    """Make a table with a row for each of the values; `columns` are pairs of a column and what it shows of a value."""
+def listing(values: Iterable[Value], columns: Columns[Value], **more: Any) -> Table:
+    """Make a table with a row for each of the values."""
     rows = ([cell(value) for _, cell in columns] for value in values)
     return table([column for column, _ in columns], rows, **more)
 
@@ -249,7 +248,7 @@ def device_words(record: LayerSetRecord) -> str:
 
 def records_table(records: Sequence[tuple[LayerSetRecord, bool]], width: int) -> Table:
     """List stored layer sets, those with True marked as best; their origin only where `width` has room for it."""
-    columns: list[tuple[Column, Callable[[tuple[LayerSetRecord, bool]], RenderableType]]] = [
+    columns: Columns[tuple[LayerSetRecord, bool]] = [
         (folding("model", min_width=6), lambda row: row[0].model),
         (folding("task", min_width=6), lambda row: row[0].task),
         (numeric("v"), lambda row: str(row[0].version)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from ..training.settings import HeadSettings, ProbeSettings, TrainingStep
 from . import options
 from .options import Decorator, ModelTask, Parsed, PresetGroup, open_store, pick, positive, together
 from .output import Result, console, note, note_load, writing
-from .render import ROOMY, fixed, folding, listing, number, percent, sparkline, table
+from .render import ROOMY, Columns, fixed, folding, listing, number, percent, sparkline, table
 
 if TYPE_CHECKING:
     from ..store import Store
@@ -248,7 +248,7 @@ def trained_view(record: LearnedRecord) -> RenderableType:
 
 def trained_table(records: Sequence[LearnedRecord], width: int) -> Table:
     """List stored records; when they were stored only where `width` has room for it."""
-    columns: list[tuple[Column, Callable[[LearnedRecord], str]]] = [
+    columns: Columns[LearnedRecord] = [
         (folding("model"), lambda record: record.model),
         (folding("task"), lambda record: record.task),
         (fixed("v"), lambda record: str(record.version)),

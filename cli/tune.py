@@ -159,19 +159,17 @@ def tune_result(
     `repeated` are the options that these command lines repeat. `out` is the file of the completions; where there is
     none, `fetch` says how to get them.
     """
-    commands = [_use(request, task, backend, repeated) for task in tasks]
-    value = {
-        "schema": "swiftopt.tune/1",
-        "model": request.model,
-        "job": job,
-        "out": out,
-        "database": database,
-        "tasks": [_task_json(*each) for each in zip(tasks, commands, strict=True)],
-    }
-    width = console().width
-    return Result(
-        value, [tune_summary(task, out or fetch, command, width) for task, command in zip(tasks, commands, strict=True)]
-    )
+    found, shown = [], []
+    for task in tasks:
+        command = _use(request, task, backend, repeated)
+        shown.append(tune_summary(task, out or fetch, command, console().width))
+        values = task.to_json()
+        del values["record"], values["trials"]  # the trials are in the store, under the job
+        layer_set, timings = task.record.to_json(), seconds_by_part(task.timings)
+        more = {"layer_set": layer_set, "n_trials": len(task.trials), "timings": timings, "command": command}
+        found.append({**values, **more})
+    value = {"model": request.model, "job": job, "out": out, "database": database, "tasks": found}
+    return Result({"schema": "swiftopt.tune/1", **value}, shown)
 
 
 def _use(request: TuneRequest, task: TaskFinished, backend: Backend, repeated: Sequence[str]) -> list[str]:
@@ -185,11 +183,3 @@ def _use(request: TuneRequest, task: TaskFinished, backend: Backend, repeated: S
     if backend.db and on_command_line("db"):
         words += ["--db", safe_url(backend.db)]
     return [*words, "--prompt", "Write your prompt here"]
-
-
-def _task_json(finished: TaskFinished, command: Sequence[str]) -> dict[str, Any]:
-    """Return one task of a tuning run; its trials are in the store, under the run's job."""
-    values = finished.to_json()
-    del values["record"], values["trials"]
-    layer_set, timings = finished.record.to_json(), seconds_by_part(finished.timings)
-    return {**values, "layer_set": layer_set, "n_trials": len(finished.trials), "timings": timings, "command": command}
