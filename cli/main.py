@@ -18,7 +18,7 @@ from .options import PresetGroup
 from .output import INTERRUPTED, note, silence
 
 MODULES = {  # of the commands, in the order in which help lists them
-    "tune": "tune",
+    "tune": "jobs",
     "generate": "generate",
     "chat": "chat",
     "compare": "compare",

@@ -287,7 +287,7 @@ def test_doctor_reports_and_its_code_follows_the_checks(
 
 def test_tune_object_keeps_the_verdict_and_the_command() -> None:
     from swiftopt.cli.backend import Backend
-    from swiftopt.cli.tune import tune_result
+    from swiftopt.cli.jobs import tune_result
     from swiftopt.core.requests import TuneRequest
 
     finished = TaskFinished(
