@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import cheap_draft_costs
 from families import CONFIGS, tiny_model, tiny_runtime
 from native import library, native, native_runtime, parts, repeating, words
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from swiftopt.bench.parity import adaptive_drafts
 from swiftopt.core.errors import SettingsError
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.streams import read_stream
@@ -27,7 +27,7 @@ from swiftopt.core.types import LayerSet, ModelInfo, Sampling, TokenLogprob, sea
 from swiftopt.decoding.context import Ending
 from swiftopt.decoding.engine import Engine, intercept, side_by_side
 from swiftopt.decoding.loop import Began, decode, decoding
-from swiftopt.decoding.methods import METHODS, PLAIN, Method, build, swift
+from swiftopt.decoding.methods import METHODS, PLAIN, Method, Resources, build, swift
 from swiftopt.decoding.methods.adaptive import AdaptiveSettings
 from swiftopt.decoding.rule import TokenRule
 from swiftopt.decoding.session import Session
@@ -483,8 +483,11 @@ def test_drafts_of_a_real_model_give_plain_tokens_in_bfloat16() -> None:
     library()
     runtime = load("smollm2-135m", "bfloat16", "cpu", speed="native")
     assert runtime.exact
-    methods = {"swift": swift(LayerSet.uniform(runtime.n_layers, 25), SETTINGS[0])}
-    methods |= adaptive_drafts(runtime, ["int4"])
+    own = Resources(runtime, costs=cheap_draft_costs(n_layers=runtime.n_layers))
+    methods = {
+        "swift": swift(LayerSet.uniform(runtime.n_layers, 25), SETTINGS[0]),
+        "adaptive": build("adaptive", own, AdaptiveSettings(draft_format="int4")),
+    }
     session = Session(runtime, GREEDY, 32)
     accepted = dict.fromkeys(methods, 0)
     prompts = read_stream(str(EXAMPLES))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -175,8 +176,11 @@ def test_bench_decode_ends_with_one_json_object(tuned: dict[str, Any], short_str
     assert report["results"][0]["ratio"] == 1.0
 
 
-def test_interrupting_a_tune_keeps_what_was_finished(short_stream: Path, tmp_path: Path) -> None:
-    out, db = tmp_path / "out.jsonl", tmp_path / "cut.db"
+def test_interrupting_a_tune_keeps_what_was_finished(
+    tuned: dict[str, Any], own_folders: Path, short_stream: Path, tmp_path: Path
+) -> None:
+    """With costs that are known already, so that prompts begin at once."""
+    out, db = tmp_path / "out.jsonl", shutil.copy(own_folders / "swiftopt.db", tmp_path / "cut.db")
     args = ["tune", "--model", MODEL, "--stream", str(short_stream), "--out", str(out), "--db", str(db)]
     process = subprocess.Popen(
         [sys.executable, "-m", "swiftopt", *args, "--max-new-tokens", "40"],
@@ -194,7 +198,8 @@ def test_interrupting_a_tune_keeps_what_was_finished(short_stream: Path, tmp_pat
     lines = out.read_text(encoding="utf-8").splitlines()
     assert lines and all(json.loads(line)["n_tokens"] > 0 for line in lines)
     kept = json.loads(swiftopt("layers", "list", "--db", str(db), "--json").stdout)
-    assert [record["verdict"] for record in kept["layer_sets"]] == ["unmeasured"]
+    cut, before = kept["layer_sets"]
+    assert (cut["version"], cut["verdict"]) == (before["version"] + 1, "unmeasured")
 
 
 def test_a_prompt_longer_than_the_context_is_refused_by_name(tmp_path: Path) -> None:
@@ -213,10 +218,13 @@ def test_peak_rows_of_a_draft_cost_little_memory(runtime32: Runtime) -> None:
     assert isinstance(runtime32.device, torch.device) and extra < 0.05 * weights
 
 
-def test_served_model_keeps_to_schemas_and_calls_the_tool_it_must(tmp_path: Path) -> None:
+def test_served_model_keeps_to_schemas_and_calls_the_tool_it_must(
+    tuned: dict[str, Any], own_folders: Path, tmp_path: Path
+) -> None:
+    database = str(own_folders / "swiftopt.db")  # knows what passes cost
     parameters = {"type": "object", "properties": {"town": {"enum": ["Rome", "Oslo"]}}, "required": ["town"]}
     closed = {**parameters, "additionalProperties": False}
-    with serving(str(tmp_path / "a.db"), tmp_path / "log", "--model", MODEL, "--rate", "0", "--threads", "1") as served:
+    with serving(database, tmp_path / "log", "--model", MODEL, "--rate", "0", "--threads", "1") as served:
         while served.client.get("/health").status_code != 200:
             assert served.process.poll() is None, served.log.read_text()
             time.sleep(0.2)
