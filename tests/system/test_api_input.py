@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,16 +26,19 @@ def store(sqlite_url: str) -> Iterator[Store]:
         yield opened
 
 
-@pytest.fixture
-def client(store: Store) -> Iterator[TestClient]:
-    with client_of(store) as opened:
-        yield opened
+@pytest.fixture(scope="module")
+def client(migrated_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    """One for all tests whose input is refused: none of them leaves anything in its database."""
+    file = shutil.copy(migrated_file, tmp_path_factory.mktemp("refusing"))
+    with filled(str(file)) as opened, client_of(opened) as refusing:
+        yield refusing
 
 
 # --- streams
 
 
-def test_upload_can_be_named_by_a_job(client: TestClient, store: Store) -> None:
+def test_upload_can_be_named_by_a_job(store: Store) -> None:
+    client = client_of(store)
     data = b'{"prompt": "a"}\n{"prompt": "b", "task": "own"}\n'
     raw = client.post("/v1/streams?task=up", content=data, headers={"Content-Type": "application/jsonl"})
     form = client.post("/v1/streams?task=up", files={"file": ("s.jsonl", data)})
