@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from families import CONFIGS, VOCAB, tiny_runtime
+from families import CONFIGS, VOCAB, taken_in_turns, tiny_runtime
 
 from swiftopt.core.types import Completion, Sampling
 from swiftopt.decoding.context import Ending
@@ -56,21 +57,21 @@ def test_rows_of_any_depths_finish_to_the_logits_of_one_pass(family: str) -> Non
     torch.testing.assert_close(alone(staged.finish()), whole)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_layerskip_equals_plain_decoding(family: str) -> None:
+@pytest.mark.parametrize(("family", "depths"), taken_in_turns(CONFIGS, "123", 1))
+def test_layerskip_equals_plain_decoding(family: str, depths: Sequence[str]) -> None:
     runtime = tiny_runtime(family)
-    for depth in (1, 2, 3):
+    for depth in map(int, depths):
         method = Method("layerskip", ChainDrafter(EarlyExit(depth), StopRule(5)))
         done, plain = run(runtime, prompt(depth), method), run(runtime, prompt(depth), PLAIN)
         assert done.token_ids == plain.token_ids and done.drafted > 0
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_adadecode_equals_plain_decoding(family: str) -> None:
+@pytest.mark.parametrize(("family", "thresholds"), taken_in_turns(CONFIGS, ("0.0", "0.015", "0.02"), 1))
+def test_adadecode_equals_plain_decoding(family: str, thresholds: Sequence[str]) -> None:
     runtime = tiny_runtime(family)
-    for seed, threshold in enumerate((0.0, 0.015, 0.02)):
+    for threshold in map(float, thresholds):
         method = Method("adadecode", EarlyDrafter(heads(runtime, 1, 2, 3), threshold, 5))
-        done, plain = run(runtime, prompt(seed), method), run(runtime, prompt(seed), PLAIN)
+        done, plain = run(runtime, prompt(1), method), run(runtime, prompt(1), PLAIN)
         assert done.token_ids == plain.token_ids and (done.drafted > 0 or threshold)
 
 
@@ -108,10 +109,10 @@ def test_stacking_changes_no_weight_and_holds_none_twice() -> None:
     "sampling", [Sampling(), Sampling(temperature=0.9, top_p=0.9, seed=5)], ids=["greedy", "sampled"]
 )
 def test_paradecode_equals_plain_decoding(family: str, sampling: Sampling) -> None:
+    """The depths are taken in turns, two of them for each family."""
     runtime = tiny_runtime(family)
-    stacked = StackedLayers(runtime)
     options: list[tuple[Any, float]] = [((1, 2), 0.0), ((2,), 0.0), ((1, 3), 0.015)]
-    for seed, (depths, threshold) in enumerate(options):
-        method = Method("paradecode", PipelineDrafter(heads(runtime, *depths), threshold, stacked))
-        done, plain = run(runtime, prompt(seed), method, sampling), run(runtime, prompt(seed), PLAIN, sampling)
-        assert done.token_ids == plain.token_ids and (done.drafted > 0 or threshold)
+    depths, threshold = options[(list(CONFIGS).index(family) + sampling.greedy) % len(options)]
+    method = Method("paradecode", PipelineDrafter(heads(runtime, *depths), threshold, StackedLayers(runtime)))
+    done, plain = run(runtime, prompt(0), method, sampling), run(runtime, prompt(0), PLAIN, sampling)
+    assert done.token_ids == plain.token_ids and (done.drafted > 0 or threshold)
