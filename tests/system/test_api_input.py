@@ -27,9 +27,9 @@ def store(sqlite_url: str) -> Iterator[Store]:
 
 
 @pytest.fixture(scope="module")
-def client(migrated_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+def client(schema_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
     """One for all tests whose input is refused: none of them leaves anything in its database."""
-    file = shutil.copy(migrated_file, tmp_path_factory.mktemp("refusing"))
+    file = shutil.copy(schema_file, tmp_path_factory.mktemp("refusing"))
     with filled(str(file)) as opened, client_of(opened) as refusing:
         yield refusing
 
