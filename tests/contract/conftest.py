@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from sqlalchemy import Engine, create_engine
@@ -18,6 +19,15 @@ def no_presets(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name in shown or (name.startswith("SWIFTOPT_") and name != "SWIFTOPT_CACHE_DIR"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def small_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine's kernels are measured on small weights, and for no other test."""
+    measure = "swiftopt.models.kernels.measure"
+    monkeypatch.setattr(f"{measure}.SHAPES", ((64, 32),))
+    monkeypatch.setattr(f"{measure}.WEIGHT_BYTES", 0)
+    monkeypatch.setattr(f"{measure}.speeds_file", lambda: tmp_path / "speeds.json")
 
 
 @pytest.fixture

@@ -271,15 +271,15 @@ def test_show_tells_the_trials_of_the_run(stored: LayerSetRecord, capsys: pytest
 
 
 def test_doctor_reports_and_its_code_follows_the_checks(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    home: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("swiftopt.models.kernels.measure.speeds_file", lambda: home / "speeds.json")
     report = json_of(["doctor", "--model", "smollm2-135m"], capsys)
     assert report["ok"]
     names = {check["name"] for check in report["checks"]}
     assert {"python", "torch", "transformers", "cores", "memory", "database", "cache", "model"} <= names
     (home / "home.db").write_text("this is no database, and long enough to be taken for one" * 40)
-    monkeypatch.setattr("swiftopt.models.kernels.measure.SHAPES", ((64, 32),))  # the kernels were measured above
-    monkeypatch.setattr("swiftopt.models.kernels.measure.WEIGHT_BYTES", 0)
+    request.getfixturevalue("small_measurement")  # the real one was above
     assert run(["doctor"]) == 1
     shown = capsys.readouterr().out
     assert [line.split()[1] for line in shown.splitlines() if line.startswith("fail")] == ["database"]

@@ -14,13 +14,10 @@ from swiftopt.worker.queue import JobService, RedisQueue
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, empty_database_url: str, no_presets: None, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder of its own; the presets name an empty database of each kind.
-
-    This machine's kernels are measured on small weights: what is looked at here are the services.
-    """
-    monkeypatch.setattr("swiftopt.models.kernels.measure.SHAPES", ((64, 32),))
-    monkeypatch.setattr("swiftopt.models.kernels.measure.WEIGHT_BYTES", 0)
+def home(
+    tmp_path: Path, empty_database_url: str, no_presets: None, small_measurement: None, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """A working folder of its own; the presets name an empty database of each kind."""
     monkeypatch.setenv("SWIFTOPT_DATABASE_URL", empty_database_url)
     monkeypatch.chdir(tmp_path)
     return tmp_path
