@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -306,10 +308,7 @@ def test_client_that_goes_away_leaves_no_request_behind(server: Served) -> None:
     for _ in range(6):
         with server.client.stream("POST", "/v1/completions", json=body) as response:
             next(response.iter_lines())
-    until = time.monotonic() + 10
-    while 'num_requests_running{model_name="tiny"} 0.0' not in server.client.get("/metrics").text:
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    until_idle(server)
 
 
 def test_completion_that_takes_too_long_is_given_up(folder: Path, tmp_path: Path) -> None:
@@ -335,8 +334,10 @@ def test_engine_that_is_killed_comes_back_and_who_had_got_nothing_gets_an_answer
     folder: Path, tmp_path: Path, model: swiftopt.Model
 ) -> None:
     options = ["--model", f"tiny={folder}", "--dtype", "float32", "--rate", "0", "--concurrency", "1", "--threads", "1"]
+    began = time.monotonic()
     with serving(str(tmp_path / "a.db"), tmp_path / "log", *options) as served:
         until_ready(served)
+        load_s = time.monotonic() - began
         expected = model.generate(TEXT, max_new_tokens=8).text
         client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60)
         stopped = engine_of(served)
@@ -358,7 +359,112 @@ def test_engine_that_is_killed_comes_back_and_who_had_got_nothing_gets_an_answer
             ]
             time.sleep(0.5)
             os.kill(stopped.pid, signal.SIGKILL)
+            killed = time.monotonic()
             *_, error, done = chunks_of(lines)
             assert "died" in error["error"]["message"] and done == "[DONE]"
             assert [each.result().choices[0].text for each in waiting] == [expected] * 3
+            assert time.monotonic() - killed < load_s + 5
         assert engine_of(served).pid != stopped.pid
+
+
+def test_a_thousand_random_requests_leave_nothing_behind(server: Served, model: swiftopt.Model) -> None:
+    """Good ones, malformed ones, slow readers, clients that go away: all are answered as documented, and one engine
+    serves them all; then nothing runs or waits, and neither process has grown.
+    """
+    expected = model.generate(TEXT, max_new_tokens=8).text
+    engine, seen = engine_of(server), dict[int, int]()
+    processes = [psutil.Process(server.process.pid), engine]
+
+    def storm(first: int, last: int) -> None:
+        with ThreadPoolExecutor(8) as pool:
+            for status in pool.map(lambda number: one_of_many(server, number, expected), range(first, last)):
+                seen[status] = seen.get(status, 0) + 1
+
+    def used() -> list[tuple[int, int]]:
+        until_idle(server)
+        return [(process.num_fds(), process.memory_info().rss) for process in processes]
+
+    storm(0, 300)
+    before = used()
+    storm(300, 1000)
+    assert set(seen) <= {0, 200, 400, 404, 413, 422, 429}, seen  # 0: the client was gone
+    assert sum(seen.values()) == 1000 and seen[200] > 300 and seen[400] > 100
+    for (files, memory), (files_now, memory_now) in zip(before, used(), strict=True):
+        assert files_now <= files + 8  # connections that clients keep open
+        assert memory_now - memory < 30e6
+    assert engine_of(server).pid == engine.pid
+    assert "Traceback" not in server.log.read_text()
+
+
+BAD_BODIES: tuple[Any, ...] = (
+    {"prompt": TEXT},
+    {"model": "tinny", "prompt": TEXT},
+    {"model": "tiny", "prompt": 5},
+    {"model": "tiny", "prompt": TEXT, "max_tokens": -1},
+    {"model": "tiny", "prompt": TEXT, "max_tokens": 1 << 40},
+    {"model": "tiny", "prompt": TEXT, "temperature": "warm"},
+    {"model": "tiny", "prompt": [1 << 40]},
+    {"model": "tiny", "prompt": "w1 " * 5000},
+    {"model": "tiny", "messages": [{"role": "nobody", "content": "w1"}]},
+    {"model": "tiny", "messages": []},
+    {"model": "tiny", "prompt": TEXT, "swiftopt": {"plan": "fastest"}},
+    [],
+    None,
+    "{",
+)
+
+
+def one_of_many(server: Served, number: int, expected: str) -> int:
+    """Send a request of a random kind; the status of its answer, 0 if nobody waited for it."""
+    rng = random.Random(number)
+    good = {"model": "tiny", "prompt": TEXT, "max_tokens": 8, "temperature": 0, "seed": number}
+    stream = {**good, "max_tokens": rng.randint(1, 60), "stream": True, "ignore_eos": True}
+    kind = rng.choice(("good", "good", "sampled", "bad", "bad", "leaves", "slow", "breaks", "oversized"))
+    path = f"/v1/{rng.choice(('completions', 'chat/completions', 'responses'))}"
+    if kind == "good":
+        response = server.client.post("/v1/completions", json=good)
+        assert response.status_code == 429 or response.json()["choices"][0]["text"] == expected
+    elif kind == "sampled":
+        chat = {"model": "tiny", "messages": [{"role": "user", "content": TEXT}], "max_tokens": rng.randint(1, 20)}
+        fields = {"temperature": rng.uniform(0, 2), "top_p": rng.uniform(0.1, 1), "n": rng.randint(1, 3)}
+        response = server.client.post("/v1/chat/completions", json={**chat, **fields})
+    elif kind == "bad":
+        body = rng.choice(BAD_BODIES)
+        text = body if isinstance(body, str) else json.dumps(body)
+        response = server.client.post(path, content=text, headers={"content-type": "application/json"})
+        assert response.status_code >= 400, body
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}, body
+    elif kind == "oversized":
+        with posting(server, path, 1 << 30) as raw:
+            assert raw.recv(1000).startswith(b"HTTP/1.1 413")
+        return 413
+    elif kind == "breaks":
+        text = json.dumps(stream).encode()
+        with posting(server, path, len(text)) as raw:
+            raw.sendall(text[: rng.randint(0, len(text))])
+        return 0
+    else:
+        with server.client.stream("POST", "/v1/completions", json=stream) as response:
+            for n_lines, _ in enumerate(response.iter_lines()):
+                if kind == "leaves" and n_lines == 1:
+                    return 0
+                if kind == "slow" and n_lines < 20:
+                    time.sleep(0.01)
+    return int(response.status_code)
+
+
+def posting(server: Served, path: str, length: int) -> socket.socket:
+    """A connection that has announced a body of so many bytes."""
+    raw = socket.create_connection(server.address)
+    lines = (f"POST {path} HTTP/1.1", "host: x", "content-type: application/json", f"content-length: {length}", "", "")
+    raw.sendall("\r\n".join(lines).encode())
+    return raw
+
+
+def until_idle(served: Served) -> None:
+    """Wait until no request runs or waits."""
+    until = time.monotonic() + 20
+    idle = [f'num_requests_{state}{{model_name="tiny"}} 0.0' for state in ("running", "waiting")]
+    while not all(line in served.client.get("/metrics").text for line in idle):
+        assert time.monotonic() < until
+        time.sleep(0.05)
