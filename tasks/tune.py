@@ -24,6 +24,7 @@ from ..decoding.engine import exhaust
 from ..decoding.session import Session
 from ..models.costs import machine_name
 from ..models.loading import load
+from ..models.runtime import Runtime
 from ..optimizer.drafting import prepared
 from ..optimizer.task_state import reading
 from ..optimizer.tuning import MID_STEP, Tuner
@@ -83,10 +84,16 @@ def check_room(request: TuneRequest, prompts: Sequence[Prompt]) -> None:
         )
 
 
+def load_model(request: TuneRequest, on_step: Callable[[str], None]) -> Runtime:
+    """Load a request's model."""
+    return load(request.model, request.dtype, request.device, on_step, request.speed)
+
+
 class TuningRun:
     """Tune under a lease; `on_event` gets every event after it was written.
 
-    `ending` returns whether the process is to end soon: the run then raises HandedBack at its next checkpoint.
+    `ending` returns whether the process is to end soon: the run then raises HandedBack at its next checkpoint. `load`
+    gives the request's model, and tells what it does.
 
     Raises: LeaseLost: in `tune`, when the attempt was replaced or its job cancelled.
     """
@@ -101,11 +108,13 @@ class TuningRun:
         on_event: Callable[[Event], None],
         writer: LineWriter | None = None,
         ending: Callable[[], bool] = lambda: False,
+        load: Callable[[TuneRequest, Callable[[str], None]], Runtime] = load_model,
     ) -> None:
         self.request, self.prompts, self.store, self.claim = request, prompts, store, claim
         self.tuner: Tuner | None = None
         self._jobs, self._lease = store.jobs, claim.lease
         self._keeper, self._on_event, self._writer, self._ending = keeper, on_event, writer, ending
+        self._load = load
         self._pending: list[Event] = []  # reported, not yet written
         self._n_checkpoints = claim.n_checkpoints
         self._snapshot = claim.snapshot  # of the last checkpoint
@@ -116,7 +125,7 @@ class TuningRun:
         """Run from the last attempt's checkpoint to the end; return the results of this attempt's tasks."""
         request = self.request
         self.handle(PhaseChanged("", "load", request.model))
-        runtime = load(request.model, request.dtype, request.device, self._loading, request.speed)
+        runtime = self._load(request, self._loading)
         patiently(lambda: self.store.remember_model(runtime.info))
         session = Session(runtime, request.sampling, request.max_new_tokens)
         n_positions = int(median(session.check(prompt) for prompt in self.prompts))

@@ -1,4 +1,4 @@
-"""One attempt of a job, as a worker's child runs it: claim it, work under its lease, and record how it ended."""
+"""Attempts of jobs, as a worker's child runs them: claim one, work under its lease, and record how it ended."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ..core.errors import DeviceMissing, InvalidInput, LeaseLost, NotFound, SettingsError, SwiftoptError
 from ..core.jobs import Delivery, Lease
@@ -19,6 +21,10 @@ from ..store import LEASE_S, Claim, Store
 from ..tasks.job import HandedBack, LeaseKeeper, Paused, patiently
 from .queue import JobService, RedisQueue
 
+if TYPE_CHECKING:
+    from ..models.runtime import Runtime
+
+MOST_IN_A_ROW = 100  # attempts of one child
 HAND_BACK_S = 5.0  # after SIGTERM, until the next checkpoint; without one the job goes on from its last
 NOOP_STEP_S = 0.05
 
@@ -40,7 +46,81 @@ class WorkerContext:
     lease_s: float = LEASE_S
 
 
-def run_attempt(context: WorkerContext, store: Store, delivery: Delivery, ending: threading.Event) -> None:
+class KeptModel:
+    """The model that was loaded last, for the next job that wants it."""
+
+    def __init__(self) -> None:
+        self._wanted: tuple[Any, ...] | None = None
+        self._runtime: Runtime | None = None
+
+    def is_wanted_by(self, request: TuneRequest) -> bool:
+        """Return whether a request wants that very model, and its files are as they were."""
+        return self._wanted == _model_of(request)
+
+    def load(self, request: TuneRequest, on_step: Callable[[str], None]) -> Runtime:
+        """Return the model of a request.
+
+        Raises: ModelNotFound, UnsupportedModel, SettingsError: see `swiftopt.models.loading.load`.
+        """
+        from ..tasks.tune import load_model  # imports torch, so only in the child
+
+        if self._runtime is None or not self.is_wanted_by(request):
+            self._wanted, self._runtime = _model_of(request), None  # the one before gives its memory back first
+            self._runtime = load_model(request, on_step)
+        return self._runtime
+
+
+def _model_of(request: TuneRequest) -> tuple[Any, ...]:
+    """Return what distinguishes a request's model, with the time of its newest file where it is a path."""
+    path = Path(request.model)
+    files = [path, *path.iterdir()] if path.is_dir() else [path] if path.is_file() else []
+    changed = max((file.stat().st_mtime_ns for file in files if file.exists()), default=0)
+    return request.model, request.dtype, request.device, request.speed, changed
+
+
+def run_attempts(
+    context: WorkerContext,
+    store: Store,
+    first: Delivery,
+    ending: threading.Event,
+    on_begin: Callable[[Delivery], None] = lambda delivery: None,
+) -> None:
+    """Run an attempt, and as long as it succeeds that of the queue's next job, if that wants the model that is loaded.
+
+    Args: on_begin: told of each attempt before it begins. Otherwise as `run_attempt`.
+    """
+    kept, delivery = KeptModel(), first
+    for _ in range(MOST_IN_A_ROW):
+        on_begin(delivery)
+        run_attempt(context, store, delivery, ending, kept)
+        following = None if ending.is_set() else patiently(partial(_following, context, store, delivery, kept))
+        if following is None:
+            return
+        delivery = following
+
+
+def _following(context: WorkerContext, store: Store, done: Delivery, kept: KeptModel) -> Delivery | None:
+    """Return the queue's next attempt if the one before succeeded and the next wants its model, else None."""
+    following = next((each for each in store.jobs.due() if each.queue == context.queue), None)
+    if following is None or store.jobs.get(done.job).state != "succeeded":
+        return None
+    job = store.jobs.get(following.job)
+    try:
+        is_alike = job.kind == "tune" and kept.is_wanted_by(_request(context, job.request))
+    except InvalidInput:  # its own attempt says so
+        return None
+    return following if is_alike else None
+
+
+def _request(context: WorkerContext, values: Mapping[str, Any]) -> TuneRequest:
+    """Return a job's request, on this worker's device."""
+    request = TuneRequest.from_json(values)
+    return replace(request, device=context.device) if request.device == "auto" else request
+
+
+def run_attempt(
+    context: WorkerContext, store: Store, delivery: Delivery, ending: threading.Event, kept: KeptModel
+) -> None:
     """Claim and run one attempt, and write its outcome to the job's row; `ending` is set when this process is to end.
 
     Raises: StoreUnavailable: the database stayed away; the lease runs out, and another worker goes on.
@@ -57,7 +137,7 @@ def run_attempt(context: WorkerContext, store: Store, delivery: Delivery, ending
         return
     logger.info("attempt=begun job=%s attempt=%d kind=%s", lease.job, lease.attempt, claim.job.kind)
     with LeaseKeeper(store.jobs, lease, fatal=True) as keeper, _deadline(service, lease, ending):
-        patiently(_outcome(context, store, claim, keeper, ending))
+        patiently(_outcome(context, store, claim, keeper, ending, kept))
     logger.info("attempt=over job=%s attempt=%d", lease.job, lease.attempt)
     if ending.is_set():
         service.deliver(store.jobs.get(lease.job))
@@ -82,7 +162,12 @@ def describe(error: BaseException) -> str:
 
 
 def _outcome(
-    context: WorkerContext, store: Store, claim: Claim, keeper: LeaseKeeper, ending: threading.Event
+    context: WorkerContext,
+    store: Store,
+    claim: Claim,
+    keeper: LeaseKeeper,
+    ending: threading.Event,
+    kept: KeptModel,
 ) -> Callable[[], bool]:
     """Do the work; return the call that records its outcome."""
     jobs, lease = store.jobs, claim.lease
@@ -90,7 +175,7 @@ def _outcome(
         if claim.job.kind == "noop":
             _sleep(claim, keeper, ending)
         else:
-            _tune(context, store, claim, keeper, ending)
+            _tune(context, store, claim, keeper, ending, kept)
     except HandedBack:
         return partial(jobs.hand_back, lease, "its worker is ending")
     except Paused:
@@ -108,16 +193,22 @@ def _outcome(
     return partial(jobs.end, lease, "succeeded")
 
 
-def _tune(context: WorkerContext, store: Store, claim: Claim, keeper: LeaseKeeper, ending: threading.Event) -> None:
-    request = TuneRequest.from_json(claim.job.request)
-    if request.device == "auto":
-        request = replace(request, device=context.device)
+def _tune(
+    context: WorkerContext,
+    store: Store,
+    claim: Claim,
+    keeper: LeaseKeeper,
+    ending: threading.Event,
+    kept: KeptModel,
+) -> None:
+    request = _request(context, claim.job.request)
     lines = (line.encode() for line in claim.lines.splitlines(keepends=True))
     prompts = parse_stream(lines, f"the stream of job {claim.job.id}", "default")
-    from ..tasks.tune import TuningRun, check_room  # imports torch, so only in the child
+    from ..tasks.tune import TuningRun, check_room
 
     check_room(request, prompts)
-    TuningRun(request, prompts, store, claim, keeper, lambda event: None, ending=ending.is_set).tune()
+    run = TuningRun(request, prompts, store, claim, keeper, lambda event: None, ending=ending.is_set, load=kept.load)
+    run.tune()
 
 
 def _sleep(claim: Claim, keeper: LeaseKeeper, ending: threading.Event) -> None:

@@ -34,7 +34,7 @@ from ..core.jobs import Delivery, JobSpec, Lease
 from ..store import Jobs, Store
 from ..store.database import as_url, store_errors, writing
 from ..store.schema import connect_at_head
-from .attempt import WorkerContext, run_attempt
+from .attempt import WorkerContext, run_attempts
 from .queue import SERIALIZER, RedisQueue
 from .reconciler import PERIOD_S, Reconciler
 
@@ -75,6 +75,7 @@ class JobWorker(Worker):
         self.context, self.store = context, store
         self.is_ending = False
         self._sigterm = threading.Event()  # in a child: SIGTERM has asked it to end
+        self._begun = (-1, -1)  # a pipe: ids of the attempts that the child begins
         self._reconciler = Reconciler(store.jobs, queue, context.name)
         self._pid = os.getpid()
         self._tidied = self._beaten = time.monotonic()
@@ -122,11 +123,13 @@ class JobWorker(Worker):
     def fork_work_horse(self, job: RqJob, queue: Queue) -> None:
         """Fork with SIGTERM blocked until parent and child can handle it."""
         self.store.close()
+        self._begun = os.pipe()
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         try:
             super().fork_work_horse(job, queue)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+            os.close(self._begun[1])
         if self.is_ending:
             self.handle_warm_shutdown_request()
 
@@ -138,13 +141,16 @@ class JobWorker(Worker):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
     def perform_job(self, job: RqJob, queue: Queue) -> bool:
-        """Run the attempt, in the child."""
+        """Run the attempt, and others of its model behind it, in the child."""
         delivery = delivery_of(job.id, queue.name)
         if delivery is None:
             logger.warning("delivery=ignored id=%r queue=%s", job.id, queue.name)
         else:
-            run_attempt(self.context, self.store, delivery, self._sigterm)
+            run_attempts(self.context, self.store, delivery, self._sigterm, self._note)
         return True
+
+    def _note(self, delivery: Delivery) -> None:
+        os.write(self._begun[1], f"{delivery.id}\n".encode())
 
     def monitor_work_horse(self, job: RqJob, queue: Queue) -> None:
         """Wait for the child's end with heartbeats meanwhile; errors of Redis are ignored."""
@@ -153,8 +159,9 @@ class JobWorker(Worker):
                 self.maintain_heartbeats(job)
         pid, self._horse_pid = self._horse_pid, 0
         status, usage = found
+        latest = _latest(self._begun[0]) or job.id
         if status != os.EX_OK:
-            self.child_died(job, pid, death_of(status, usage.ru_maxrss))
+            self.child_died(latest, pid, death_of(status, usage.ru_maxrss))
 
     def handle_warm_shutdown_request(self) -> None:
         """Let the child hand its job back, on SIGTERM or Ctrl-C."""
@@ -176,9 +183,9 @@ class JobWorker(Worker):
             self._tidied = time.monotonic()
             self.clean_registries()  # type: ignore[no-untyped-call]
 
-    def child_died(self, job: RqJob, pid: int, reason: str) -> None:
-        """Record on the job's row what ended its child, so that the next attempt can begin."""
-        delivery = delivery_of(job.id, self.context.queue)
+    def child_died(self, attempt: str, pid: int, reason: str) -> None:
+        """Record on a job's row what ended the child at that attempt, so that the next one can begin."""
+        delivery = delivery_of(attempt, self.context.queue)
         if delivery is None:
             return
         lease = Lease(delivery.job, delivery.attempt)
@@ -218,6 +225,14 @@ def delivery_of(rq_id: str, queue: str) -> Delivery | None:
     """Parse an id in Redis as an attempt; None if it is not one."""
     job, _, attempt = rq_id.rpartition("-a")
     return Delivery(job, int(attempt), queue) if job and attempt.isdecimal() and len(attempt) < 10 else None
+
+
+def _latest(begun: int) -> str | None:
+    """Return the last id in a pipe, and close it; who else may hold its other end is not waited for."""
+    os.set_blocking(begun, False)
+    with open(begun, "rb", buffering=0) as pipe:
+        ids = (pipe.read(1 << 16) or b"").split()
+    return ids[-1].decode() if ids else None
 
 
 def death_of(status: int, peak_kib: int) -> str:

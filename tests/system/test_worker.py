@@ -14,10 +14,14 @@ import pytest
 import redis
 import yaml
 from servers import Postgres, Valkey, flush, server_folder
-from workers import Site, gone, site, until
+from tiny_files import save
+from workers import Site, WorkerProcess, gone, site, until
 
 import swiftopt
 from swiftopt.core.jobs import JobSpec
+from swiftopt.core.requests import TuneRequest
+from swiftopt.core.settings import SwiftSettings
+from swiftopt.core.types import Prompt
 
 LEASE_S = 4.0
 CLI = [sys.executable, "-m", "swiftopt", "worker"]
@@ -147,6 +151,45 @@ def test_job_whose_child_is_killed_runs_again_and_fails_after_three_times_withou
     assert "3 attempts in a row came no further" in ended.error
     assert anywhere.reasons(job).count("probably out of memory") == 3
     assert anywhere.ended(anywhere.noop(0, 1)).state == "succeeded", "the worker itself is well"
+
+
+def tuning(found: Site, model: Path, n_prompts: int, max_new_tokens: int = 8) -> str:
+    """A tuning job; those of as many prompts are one."""
+    settings = SwiftSettings(optimise=False)
+    prompts = [Prompt(f"p{n}", "notes", text=f"w{n} w3 w5") for n in range(n_prompts)]
+    request = TuneRequest(str(model), "notes.jsonl", settings=settings, max_new_tokens=max_new_tokens)
+    return found.service.submit(request, prompts)[0].id
+
+
+def processes_of(worker: WorkerProcess, jobs: list[str]) -> list[str]:
+    """Which process began each job's last attempt, by the worker's log."""
+    lines = [line.split() for line in worker.text().splitlines() if "attempt=begun" in line]
+    return [next(words[2] for words in reversed(lines) if f"job={job}" in words) for job in jobs]
+
+
+def test_jobs_of_one_model_run_in_one_child_that_loads_it_once(here: Site, tmp_path: Path) -> None:
+    """The next job of another model gets a child of its own."""
+    here.reconcile()
+    one, other = save(tmp_path / "one"), save(tmp_path / "other")
+    jobs = [tuning(here, one, 1), tuning(here, one, 2), tuning(here, other, 1)]
+    worker = here.start()
+    assert [here.ended(job, 60).state for job in jobs] == ["succeeded"] * 3
+    first, second, third = processes_of(worker, jobs)
+    assert first == second != third
+    loads = [sum(event.data.get("phase") == "load" for event in here.store.jobs.events(job)) for job in jobs]
+    assert loads[1] < loads[0]
+
+
+def test_child_killed_in_its_second_job_loses_that_one_alone(here: Site, tmp_path: Path) -> None:
+    here.reconcile()
+    model = save(tmp_path / "one")
+    jobs = [tuning(here, model, 1), tuning(here, model, 40, 200)]
+    worker = here.start()
+    here.running(jobs[1], within_s=60)
+    worker.child().kill()
+    here.running(jobs[1], attempt=2, within_s=60)
+    assert "probably out of memory" in here.reasons(jobs[1])
+    assert here.job(jobs[0]).state == "succeeded" and n_runs(here, jobs[0]) == 1
 
 
 def test_redis_flushed_in_the_middle_loses_nothing(here: Site) -> None:
