@@ -20,22 +20,24 @@ from .. import __version__
 from ..optimizer.strategies import STRATEGIES
 from . import completions, jobs, lookups, operation, responses
 from .middleware import GUARDED
-from .problems import MEDIA_TYPE, OPENAI, OpenAIError, Problem, install
+from .problems import MEDIA_TYPE, OpenAIError, Problem, install
 
 DOCS = Path(__file__).parent.parent / "docs"
 SNAPSHOT, PAGE = DOCS / "openapi.json", DOCS / "api.md"
+
+
+def _errors(description: str, media_type: str, schema: str) -> dict[int | str, dict[str, Any]]:
+    content = {media_type: {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
+    return {status: {"description": description, "content": content} for status in ("4XX", "5XX")}
+
+
+PROBLEMS = _errors("What was wrong, in one sentence.", MEDIA_TYPE, "Problem")
+OPENAI_ERRORS = _errors("What was wrong, in OpenAI's form.", "application/json", "OpenAIError")
 ROUTERS = (
-    *(lookups.router, jobs.streams, jobs.router, completions.router, responses.router),
-    *(operation.tuning_router, operation.router),
+    *((router, PROBLEMS) for router in (lookups.router, jobs.streams, jobs.router)),
+    *((router, OPENAI_ERRORS) for router in (completions.router, responses.router)),
+    *((router, PROBLEMS) for router in (operation.tuning_router, operation.router)),
 )
-PROBLEM = {
-    "description": "What was wrong, in one sentence.",
-    "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
-}
-OPENAI_ERROR = {
-    "description": "What was wrong, in OpenAI's form.",
-    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/OpenAIError"}}},
-}
 
 
 def bare_app() -> FastAPI:
@@ -47,8 +49,8 @@ def bare_app() -> FastAPI:
         docs_url=None,  # they load scripts from elsewhere
         redoc_url=None,
     )
-    for router in ROUTERS:
-        app.include_router(router)
+    for router, errors in ROUTERS:
+        app.include_router(router, responses=errors)
     install(app)
     app.openapi = partial(document, app)  # type: ignore[method-assign]
     return app
@@ -59,27 +61,19 @@ def document(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         found = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         for path, operations in found["paths"].items():
-            for described in operations.values():
-                _amend(path, described)
+            for described in operations.values() if path.startswith(GUARDED) else ():
+                described["security"] = [{"key": []}, {}]
         schemas = found["components"]["schemas"]
         schemas["Problem"] = Problem.model_json_schema()
         schemas["OpenAIError"] = OpenAIError.model_json_schema(
             ref_template="#/components/schemas/OpenAIError/$defs/{model}"
         )
         schemas["TuningSettings"]["properties"]["strategy"]["enum"] = list(STRATEGIES)
-        for unused in ("HTTPValidationError", "ValidationError", "LayerSet", "Plan"):
+        for unused in ("LayerSet", "Plan"):
             schemas.pop(unused, None)
         found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         app.openapi_schema = found
     return app.openapi_schema
-
-
-def _amend(path: str, described: dict[str, Any]) -> None:
-    answers = described["responses"]
-    answers.pop("422", None)  # FastAPI's own shape of errors, which is never sent
-    answers["4XX"] = answers["5XX"] = OPENAI_ERROR if path.startswith(OPENAI) else PROBLEM
-    if path.startswith(GUARDED):
-        described["security"] = [{"key": []}, {}]
 
 
 def page(found: dict[str, Any]) -> str:

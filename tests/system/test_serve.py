@@ -164,6 +164,8 @@ def test_bad_requests_are_refused_in_openais_form(server: Served) -> None:
     refused(post("/v1/chat/completions", json={**chat, "suffix": "x"}), 400, "suffix")
     refused(post("/v1/chat/completions", json={**chat, "stream_options": {}}), 400, "stream_options")
     refused(post("/v1/chat/completions", json={"model": "tiny"}), 400, "messages")
+    nameless = {"tools": [{"type": "function", "function": "x"}], "tool_choice": "required"}
+    refused(post("/v1/chat/completions", json={**chat, **nameless}), 400, "tool_choice")
     words = refused(post("/v1/chat/completions", json={**chat, "messages": [{"role": "robot", "content": "w1"}]}), 400)
     assert "no role robot" in words
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
@@ -303,10 +305,19 @@ def test_tuning_can_be_seen_paused_and_pinned(server: Served, client: openai.Ope
     assert server.client.post("/v1/tuning:pause", json={"model": "other"}).status_code == 404
 
 
-def test_client_that_goes_away_leaves_no_request_behind(server: Served) -> None:
-    body = {"model": "tiny", "prompt": TEXT, "max_tokens": 240, "temperature": 0, "stream": True, "ignore_eos": True}
+@pytest.mark.parametrize(
+    ("path", "own"),
+    [
+        ("/v1/completions", {"prompt": TEXT, "max_tokens": 240}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 200}),
+        ("/v1/responses", {"input": TEXT, "max_output_tokens": 200}),
+    ],
+    ids=["text", "chat", "response"],
+)
+def test_client_that_goes_away_leaves_no_request_behind(server: Served, path: str, own: dict[str, Any]) -> None:
+    body = {"model": "tiny", "temperature": 0, "stream": True, "ignore_eos": True, **own}
     for _ in range(6):
-        with server.client.stream("POST", "/v1/completions", json=body) as response:
+        with server.client.stream("POST", path, json=body) as response:
             next(response.iter_lines())
     until_idle(server)
 
