@@ -60,7 +60,7 @@ def tune(
     Raises: SwiftoptError: as the parts raise it.
     """
     prompts = None if isinstance(stream, str) else list(stream)
-    request = TuneRequest(model, stream if isinstance(stream, str) else DEFAULT_TASK, task, **options)
+    request = TuneRequest(model, stream if isinstance(stream, str) else DEFAULT_TASK, task=task, **options)
     with Store.open(db) as store:
         return run_tuning(request, store, on_event, prompts)
 
