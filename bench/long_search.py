@@ -13,7 +13,6 @@ from itertools import combinations
 from typing import Any
 
 from ..core.types import LayerSet
-from ..optimizer.strategies.base import with_bits
 from .search import AT_ONCE, Bench
 
 PAIRS = 96  # pairs of sub-layers that are tried before a set counts as a peak
@@ -107,4 +106,4 @@ class LongSearch:
     @staticmethod
     def _flipped(layer_set: LayerSet, units: Sequence[int]) -> LayerSet:
         bits = layer_set.bits()
-        return with_bits(layer_set, [1 - bit if i in units else bit for i, bit in enumerate(bits)])
+        return layer_set.with_bits([1 - bit if i in units else bit for i, bit in enumerate(bits)])

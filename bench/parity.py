@@ -45,7 +45,7 @@ def random_sets(n_layers: int, count: int) -> dict[str, LayerSet]:
     for seed in range(count):
         ratio = SKIP_RATIOS[seed % len(SKIP_RATIOS)]
         picked = random.Random(seed).sample(searchable(n_layers), n_skipped_for(n_layers, ratio))
-        sets[f"random {seed} (r = {ratio})"] = LayerSet.of(n_layers, picked)
+        sets[f"random {seed} (r = {ratio})"] = LayerSet(n_layers).skipping(picked)
     return sets
 
 

@@ -78,7 +78,7 @@ def main() -> None:
     context = context_of(runtime, session, session.encode(prompt), settings.context_window)
     size = n_skipped_for(runtime.n_layers, 0.45)
     picked = random.Random(1).sample(searchable(runtime.n_layers), size)
-    runs = {"draft pass": draft_pass(context, LayerSet.of(runtime.n_layers, picked), settings.context_window)}
+    runs = {"draft pass": draft_pass(context, LayerSet(runtime.n_layers).skipping(picked), settings.context_window)}
     searches = {}
     for batch in (1, 2, 4, LARGEST_BATCH):
         search = Search("bench", runtime.n_layers, settings, 0.45, None)

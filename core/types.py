@@ -23,9 +23,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field, replace
 from datetime import UTC, datetime
+from operator import add
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -48,10 +49,6 @@ def now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _as_object(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
-    return dict(pairs)
-
-
 def _as_pairs(values: Any) -> Any:
     return tuple(values.items()) if isinstance(values, Mapping) else values
 
@@ -66,7 +63,7 @@ def _biases_as_pairs(values: Any) -> Any:
     return tuple((int(key) if str(key).isdecimal() else key, bias) for key, bias in values.items())
 
 
-AS_OBJECT = Form(_as_object, dict[str, str], _as_pairs)  # of pairs
+AS_OBJECT = Form(dict, dict[str, str], _as_pairs)  # of pairs
 BY_TOKEN = Form(_biases_as_object, dict[str, float], _biases_as_pairs)  # of pairs, the first of each a token id
 MOST_BIAS = 100.0  # of a token's logit, either way
 
@@ -107,15 +104,6 @@ class LayerSet(Record):
         if self.formats:
             check_formats(self.formats, self.n_layers)
             object.__setattr__(self, "formats", tuple(sorted(dict(self.formats).items())))
-
-    @classmethod
-    def of(cls, n_layers: int, skipped: Sequence[SubLayer]) -> LayerSet:
-        """The set that leaves out the named sub-layers."""
-        return cls(
-            n_layers,
-            frozenset(i for kind, i in skipped if kind == "attn"),
-            frozenset(i for kind, i in skipped if kind == "mlp"),
-        )
 
     @classmethod
     def uniform(cls, n_layers: int, n_skipped: int) -> LayerSet:
@@ -175,10 +163,16 @@ class LayerSet(Record):
         """One 0/1 per searchable sub-layer, in the order of `searchable`; 1 is skipped."""
         return tuple(int(self.skips(kind, i)) for kind, i in searchable(self.n_layers))
 
-    @classmethod
-    def from_bits(cls, n_layers: int, bits: Sequence[int]) -> LayerSet:
-        """Inverse of `bits`."""
-        return cls.of(n_layers, [sub for sub, bit in zip(searchable(n_layers), bits, strict=True) if bit])
+    def with_bits(self, bits: Sequence[int]) -> LayerSet:
+        """The set whose `bits` these are, with the same formats."""
+        return self.skipping(sub for sub, bit in zip(searchable(self.n_layers), bits, strict=True) if bit)
+
+    def skipping(self, sub_layers: Iterable[SubLayer]) -> LayerSet:
+        """The set that leaves out those sub-layers and no others, with the same formats."""
+        skipped: dict[str, set[int]] = {"attn": set(), "mlp": set()}
+        for kind, layer in sub_layers:
+            skipped[kind].add(layer)
+        return replace(self, skip_attn=frozenset(skipped["attn"]), skip_mlp=frozenset(skipped["mlp"]))
 
 
 def n_skipped_for(n_layers: int, skip_ratio: float) -> int:
@@ -266,12 +260,7 @@ class Timings(Record):
         return self.optimise_s + self.draft_s + self.verify_s + self.other_s
 
     def __add__(self, other: Timings) -> Timings:
-        return Timings(
-            self.optimise_s + other.optimise_s,
-            self.draft_s + other.draft_s,
-            self.verify_s + other.verify_s,
-            self.other_s + other.other_s,
-        )
+        return Timings(*map(add, astuple(self), astuple(other)))
 
 
 def seconds_by_part(timings: Timings) -> dict[str, float]:

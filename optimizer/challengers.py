@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..core.serialization import Record
-from ..core.types import LayerSet, Trial, n_skipped_for
+from ..core.types import LayerSet, SubLayer, Trial, n_skipped_for
 from ..decoding.loop import Round
 
 FINALISTS = 4  # challengers that are kept
@@ -188,11 +188,8 @@ def lowered_ratio(n_layers: int, skip_ratio: float, n_skipped: int, step: float)
 
 def trimmed(layer_set: LayerSet, n_skipped: int) -> LayerSet:
     """Return `layer_set` with `n_skipped` of its sub-layers still skipped, those kept again spread over the depth."""
-    skipped = sorted(
-        [("attn", i) for i in layer_set.skip_attn] + [("mlp", i) for i in layer_set.skip_mlp], key=lambda sub: sub[::-1]
-    )
+    skipped: list[SubLayer] = [("attn", i) for i in layer_set.skip_attn] + [("mlp", i) for i in layer_set.skip_mlp]
+    skipped.sort(key=lambda sub: sub[::-1])
     if n_skipped >= len(skipped):
         return layer_set
-    kept = [skipped[(j * len(skipped)) // n_skipped] for j in range(n_skipped)] if n_skipped else []
-    left = LayerSet.of(layer_set.n_layers, kept)  # type: ignore[arg-type]
-    return replace(layer_set, skip_attn=left.skip_attn, skip_mlp=left.skip_mlp)
+    return layer_set.skipping(skipped[(j * len(skipped)) // n_skipped] for j in range(n_skipped))

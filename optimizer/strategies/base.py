@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from ...core.costs import CostProfile
@@ -49,9 +49,9 @@ class SubLayerPrices:
     @classmethod
     def of(cls, costs: CostProfile, base: LayerSet) -> SubLayerPrices:
         """Return the measured prices of drafts in the formats of `base`."""
-        full = with_bits(base, [0] * len(base.bits()))
+        full = base.with_bits([0] * len(base.bits()))
         bits = range(len(full.bits()))
-        singles = (costs.draft_cost(with_bits(full, [int(i == at) for i in bits])) for at in bits)
+        singles = (costs.draft_cost(full.with_bits([int(i == at) for i in bits])) for at in bits)
         whole = costs.draft_cost(full)
         return cls(whole, tuple(max(0.0, whole - single) for single in singles))
 
@@ -155,7 +155,7 @@ class Strategy(ABC):
                 break
             bits = exchanged(bits, rng)  # keeps a uniform draw uniform, and a suggestion close to what was suggested
         self.seen.add(bits)
-        return Proposal(with_bits(self.problem.base, bits), origin)
+        return Proposal(self.problem.base.with_bits(bits), origin)
 
     def observed(self, trial: Trial) -> Bits:
         """Return the bits of a trial's set, which is seen from now on.
@@ -171,12 +171,6 @@ class Strategy(ABC):
         bits = trial.layer_set.bits()
         self.seen.add(bits)
         return bits
-
-
-def with_bits(base: LayerSet, bits: Sequence[int]) -> LayerSet:
-    """Return `base` with other sub-layers skipped, and its formats."""
-    chosen = LayerSet.from_bits(base.n_layers, bits)
-    return replace(base, skip_attn=chosen.skip_attn, skip_mlp=chosen.skip_mlp)
 
 
 def draw(size: int, n_skipped: int, rng: random.Random) -> Bits:

@@ -84,7 +84,7 @@ def test_long_search_takes_what_helps_however_few_sets_it_may_judge(
     judge = Bench(runtime, TextRecord.read(home / "r.json", runtime), SwiftSettings(context_window=8, seed=0), 4)
     start = LayerSet(4, frozenset({1, 2}), frozenset({1, 2}))
     flipped = [[1 - bit if i == unit else bit for i, bit in enumerate(start.bits())] for unit in range(4)]
-    singles = [LayerSet.from_bits(4, bits) for bits in flipped]
+    singles = [LayerSet(4).with_bits(bits) for bits in flipped]
     better = [own for own in singles[:most] if judge.judge(own)[0] > judge.judge(start)[0]]
     found = LongSearch(judge, start, most, lambda *_: None).run()
     assert found["sets"] == most and (found["best"] > found["start"]) == bool(better)
@@ -108,8 +108,8 @@ def test_long_search_ends_at_a_set_that_no_flip_betters(
     assert judge.judge(best)[0] == pytest.approx(found["best"])
     for unit in range(n_searched):
         bits = [1 - bit if i == unit else bit for i, bit in enumerate(best.bits())]
-        assert judge.judge(LayerSet.from_bits(4, bits))[0] <= found["best"]
-        assert judge.race([LayerSet.from_bits(4, bits)], best)[LayerSet.from_bits(4, bits)] <= 1
+        assert judge.judge(LayerSet(4).with_bits(bits))[0] <= found["best"]
+        assert judge.race([LayerSet(4).with_bits(bits)], best)[LayerSet(4).with_bits(bits)] <= 1
 
 
 def test_goal_counts_from_where_it_is_kept() -> None:

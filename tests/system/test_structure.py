@@ -112,7 +112,7 @@ def test_every_path_of_a_program_is_the_draft_of_its_set(family: str) -> None:
     assert len(set(paths.skipped)) == 16
     logits = context.runtime.logits(paths.hidden[:, 0])
     for own, skipped in zip(logits, paths.skipped, strict=True):
-        layer_set = LayerSet.of(context.runtime.n_layers, sorted(skipped))
+        layer_set = LayerSet(context.runtime.n_layers).skipping(sorted(skipped))
         assert torch.allclose(own, draft_logits(context, layer_set)[0], atol=1e-9)
 
 

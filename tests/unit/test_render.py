@@ -70,7 +70,7 @@ def widest(lines: list[str]) -> int:
 
 def some_set(n_layers: int, seed: int = 0) -> LayerSet:
     subs = searchable(n_layers)
-    return LayerSet.of(n_layers, random.Random(seed).sample(subs, round(0.45 * len(subs))))
+    return LayerSet(n_layers).skipping(random.Random(seed).sample(subs, round(0.45 * len(subs))))
 
 
 def some_trials(n: int, n_layers: int = 30) -> tuple[Trial, ...]:

@@ -101,7 +101,7 @@ def test_a_set_without_an_end_was_chosen_from_all_sub_layers() -> None:
 
 def test_layer_set_survives_its_bits() -> None:
     layer_set = LayerSet(6, frozenset({1, 4}), frozenset({2}))
-    assert LayerSet.from_bits(6, layer_set.bits()) == layer_set
+    assert LayerSet(6).with_bits(layer_set.bits()) == layer_set
     assert sum(layer_set.bits()) == layer_set.n_skipped == 3 and layer_set.skip_ratio == 3 / 8
 
 

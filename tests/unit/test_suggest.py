@@ -277,4 +277,4 @@ def test_exchange_keeps_the_number_skipped_and_moves_one() -> None:
     assert sum(moved) == N_SKIPPED
     assert sum(a != b for a, b in zip(bits, moved, strict=True)) == 2
     assert exchanged((1, 1), random.Random(0)) == (1, 1)
-    assert LayerSet.from_bits(8, bits).n_skipped == N_SKIPPED
+    assert LayerSet(8).with_bits(bits).n_skipped == N_SKIPPED
