@@ -39,6 +39,8 @@ FinishReason = Literal["stop", "length", "stop_string"]
 VerdictWord = Literal["use", "plain", "unmeasured"]
 LearnedKind = Literal["heads", "probe"]
 
+DEFAULT_TASK = "default"  # of prompts and layer sets that name none
+
 NOT_WRITTEN: Any = {"exclude": True}  # metadata of a field that JSON leaves out
 A_NAME: Any = {"min_length": 1}
 WHERE_ANY: Any = {"exclude_if": lambda n: not n}  # of a count that JSON leaves out where it is 0
@@ -414,7 +416,7 @@ class LayerSetRecord(Record):
     @classmethod
     def adapt(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return `values` without what is null, and with the task "default" where there is none."""
-        return {"task": "default", **{key: value for key, value in values.items() if value is not None}}
+        return {"task": DEFAULT_TASK, **{key: value for key, value in values.items() if value is not None}}
 
     @classmethod
     def load(cls, path: Path) -> LayerSetRecord:

@@ -11,7 +11,7 @@ import torch
 from .. import __version__
 from ..core.errors import SwiftoptError
 from ..core.requests import BASE, PEERS, CompareRequest, GenerateRequest
-from ..core.types import Prompt, now
+from ..core.types import DEFAULT_TASK, Prompt, now
 from ..decoding.draft_models import OtherModel
 from ..decoding.hf import hf_generate
 from ..decoding.methods import Method, build, method_info
@@ -23,7 +23,7 @@ from ..models.loading import load
 from ..models.runtime import Runtime
 from ..store import Store
 from .measures import EnergyMeter, buffer_bytes, held_bytes, nll
-from .recipes import DEFAULT_TASK, MakingRecipes, Recipe
+from .recipes import MakingRecipes, Recipe
 from .report import SCHEMA, Figures, by_ratio, figures, with_plan
 from .runs import Contender, Decoded, Interleaved, OnRun, Run, decoding_with
 

@@ -19,9 +19,8 @@ from ..models.loading import load
 from ..models.runtime import Runtime
 from ..models.saved import no_step
 from ..store import Store
-from .recipes import Recipe, Recipes
+from .recipes import Recipe, Recipes, opened
 
-DEFAULT_TASK = "default"
 MEMORY_SHARE = 0.5  # of what is free, that keys and values may take
 
 
@@ -73,15 +72,10 @@ def generate(
     """
     if request.method is not None:
         method_info(request.method)
-    runtime = load(request.model, request.dtype, request.device, on_step, request.speed)
-    if store is not None:
-        store.remember_model(runtime.info)
-    session = Session(runtime, request.sampling, request.max_new_tokens, request.stop)
-    for prompt in prompts:
-        session.check(prompt)
-    planner = Planner(request, runtime, store, on_step)
+    session = opened(request, prompts, store, on_step, request.stop)
+    planner = Planner(request, session.runtime, store, on_step)
     works = (as_planned(session, planner, prompt) for prompt in prompts)
-    yield from side_by_side(works, request.concurrency, memory_for_texts(runtime))
+    yield from side_by_side(works, request.concurrency, memory_for_texts(session.runtime))
 
 
 def memory_for_texts(runtime: Runtime) -> int:

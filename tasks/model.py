@@ -16,14 +16,14 @@ from typing import Any
 from ..core.errors import SwiftoptError
 from ..core.events import Event
 from ..core.requests import MAX_NEW_TOKENS, GenerateRequest, Speed, TuneRequest
-from ..core.types import Completion, Prompt, Sampling
+from ..core.types import DEFAULT_TASK, Completion, Prompt, Sampling
 from ..decoding.engine import Engine, Request, Work, intercept, side_by_side
 from ..decoding.session import Session
 from ..models import loading
 from ..models.runtime import Runtime
 from ..models.saved import no_step
 from ..store import Store
-from .generate import DEFAULT_TASK, Generated, Planner, TextAdded, as_planned, memory_for_texts
+from .generate import Generated, Planner, TextAdded, as_planned, memory_for_texts
 from .tune import TuneResult, run_tuning
 
 

@@ -15,9 +15,9 @@ from typing import Any
 from .. import __version__
 from ..core.costs import CostProfile
 from ..core.errors import LayerSetError, LayerSetNotFound, LearnedNotFound
-from ..core.requests import GenerateRequest
+from ..core.requests import GenerateRequest, ModelRequest
 from ..core.settings import SwiftSettings
-from ..core.types import AS_FOUND, LayerSet, LayerSetRecord, LearnedKind, LearnedRecord, Prompt, now
+from ..core.types import AS_FOUND, DEFAULT_TASK, LayerSet, LayerSetRecord, LearnedKind, LearnedRecord, Prompt, now
 from ..decoding.engine import side_by_side
 from ..decoding.loop import Round
 from ..decoding.methods import Resources, method_info
@@ -37,7 +37,6 @@ from ..training.settings import HeadSettings, ProbeSettings
 from .job import patiently
 from .train import record_of
 
-DEFAULT_TASK = "default"
 KINDS: tuple[LearnedKind, ...] = ("heads", "probe")
 TYPICAL_POSITIONS = 512  # of a request, at which costs are measured where no stream says how long its texts are
 
@@ -281,6 +280,26 @@ def searched_by(method: str) -> str:
     return "self-sd" if method == "self-sd" else "swift"
 
 
+def opened(
+    request: ModelRequest,
+    prompts: Sequence[Prompt],
+    store: Store | None,
+    on_step: Callable[[str], None],
+    stop: Sequence[str] = (),
+) -> Session:
+    """Load the request's model, let the store know it, and see that the prompts can be decoded with it.
+
+    Raises: SwiftoptError: as `load` and `Session.check` raise it.
+    """
+    runtime = load(request.model, request.dtype, request.device, on_step, request.speed)
+    if store is not None:
+        store.remember_model(runtime.info)
+    session = Session(runtime, request.sampling, request.max_new_tokens, stop)
+    for prompt in prompts:
+        session.check(prompt)
+    return session
+
+
 def stamped(record: LayerSetRecord, **known: Any) -> LayerSetRecord:
     """Return the record with this version of swiftopt and the time; `known` are further fields."""
     return replace(record, swiftopt_version=__version__, created_at=now(), **known)
@@ -324,14 +343,9 @@ def search_offline(
 
     Raises: InvalidInput, ContextOverflow: a prompt cannot be decoded with this model.
     """
-    runtime = load(request.model, request.dtype, request.device, on_step)
-    store.remember_model(runtime.info)
-    session = Session(runtime, request.sampling, request.max_new_tokens)
-    for prompt in prompts:
-        session.check(prompt)
-    seed = request.sampling.seed
+    session, seed = opened(request, prompts, store, on_step), request.sampling.seed
     found = self_sd.search(session, prompts, None, max_steps, budget_s, seed=seed, on_candidate=on_candidate)
-    record = set_record(runtime, request.model, request.task or prompts[0].task, found.best.layer_set)
+    record = set_record(session.runtime, request.model, request.task or prompts[0].task, found.best.layer_set)
     return store.add_layer_set(record, plan_method="self-sd", promote=False), found
 
 

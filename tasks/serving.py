@@ -17,12 +17,12 @@ from typing import Any, TextIO
 
 from ..core.errors import InvalidInput, SwiftoptError
 from ..core.requests import CompletionRequest, ServedModel
-from ..core.types import Prompt, TokenLogprob
+from ..core.types import DEFAULT_TASK, Prompt, TokenLogprob
 from ..decoding.grammar import Grammar
 from ..decoding.session import Session
 from ..models.costs import machine_name
 from . import model as models
-from .generate import DEFAULT_TASK, Generated, TextAdded
+from .generate import Generated, TextAdded
 from .model import Cancelled, Model, Ticket
 from .traffic import Traffic, Way
 

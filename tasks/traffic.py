@@ -21,7 +21,7 @@ from ..core.errors import LayerSetNotFound, StoreError
 from ..core.events import TrialsDone
 from ..core.prompt_states import KnownSet, single, unit
 from ..core.settings import SwiftSettings, TuningSettings
-from ..core.types import Completion, FoundPlan, LayerSet, Prompt, Verdict, VerdictWord
+from ..core.types import DEFAULT_TASK, Completion, FoundPlan, LayerSet, Prompt, Verdict, VerdictWord
 from ..decoding.context import Context
 from ..decoding.draft import Draft, Drafter, Outcome
 from ..decoding.engine import PassGenerator, Work, intercept
@@ -34,7 +34,7 @@ from ..models.saved import OnStep, no_step
 from ..optimizer.task_state import TunedTask
 from ..optimizer.verdict import Timed, judge
 from ..store import Store
-from .generate import DEFAULT_TASK, Generated, GenerateInfo, GrowingText
+from .generate import Generated, GenerateInfo, GrowingText
 from .recipes import TYPICAL_POSITIONS, stamped, stored_costs
 
 DRAFT_FORMAT = "int4"
