@@ -13,7 +13,7 @@ import click
 from ..core.errors import StreamError
 from ..core.requests import GenerateRequest
 from ..core.streams import LineWriter, raw_prompt, read_stream
-from ..core.types import Completion, Prompt, Sampling
+from ..core.types import DEFAULT_TASK, Completion, Prompt, Sampling
 from . import options
 from .options import decoding_request, open_store, positive, together
 from .output import emit_json, note, note_load
@@ -109,7 +109,7 @@ def _prompts(prompt: str | None, stream: str | None, limit: int | None, task: st
         raise StreamError("standard input is not UTF-8 text: pipe text in, or give --stream FILE") from error
     if not text.strip():
         raise click.UsageError("the prompt is empty: give --prompt TEXT or --stream FILE, or pipe text in")
-    return [raw_prompt(text, task or "default", "standard input" if prompt is None else "--prompt")]
+    return [raw_prompt(text, task or DEFAULT_TASK, "standard input" if prompt is None else "--prompt")]
 
 
 def completion_json(model: str, prompt: Prompt, completion: Completion, info: GenerateInfo) -> dict[str, Any]:

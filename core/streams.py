@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import platformdirs
 
 from .errors import OutputError, SettingsError, StreamError, StreamNotFound
-from .types import Completion, Prompt
+from .types import DEFAULT_TASK, Completion, Prompt
 
 STDIN = "-"
 FIELDS = ("prompt", "messages", "question", "turns")  # a line has exactly one of them
@@ -40,7 +40,7 @@ def read_stream(path: str, default_task: str | None = None, limit: int | None = 
     if limit is not None and limit < 1:
         raise SettingsError(f"limit {limit} is out of range: use 1 or more")
     where = "standard input" if path == STDIN else path
-    task = default_task if default_task is not None else ("default" if path == STDIN else Path(path).stem)
+    task = default_task if default_task is not None else (DEFAULT_TASK if path == STDIN else Path(path).stem)
     with _opened(path) as source:
         return parse_stream(source, where, task, limit)
 

@@ -12,9 +12,9 @@ from sqlalchemy.orm import Session, aliased, undefer
 
 from ..core.errors import LayerSetNotFound, StoreError
 from ..core.prompt_states import KnownSet, unpacked
-from ..core.types import AS_FOUND, FoundPlan, LayerSetRecord, Plan, now
+from ..core.types import AS_FOUND, DEFAULT_TASK, FoundPlan, LayerSetRecord, Plan, now
 from .names import find_model, known_model, lock, model_for, newest, next_version, of
-from .results import DEFAULT_TASK, find_row
+from .results import find_row
 from .rows import found_plan, layer_set_record, layer_set_row, to_row
 from .tables import JobRow, LayerSetRow, ModelRow, MoveRow, NameRow, PlanRow
 

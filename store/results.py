@@ -10,12 +10,11 @@ from sqlalchemy.orm import Session
 
 from ..core.costs import CostProfile
 from ..core.errors import LayerSetError, LearnedNotFound, StoreError
-from ..core.types import LearnedKind, LearnedRecord, Trial, now
+from ..core.types import DEFAULT_TASK, LearnedKind, LearnedRecord, Trial, now
 from . import rows
 from .names import by_fingerprint, known_model, lock, newest, next_version, of
 from .tables import ComparisonRow, CostProfileRow, LearnedRow, TrialRow, WeightsRow
 
-DEFAULT_TASK = "default"  # what was trained for it stands in for a task that has none
 COMPARISON = ("id", "model", "task", "device", "dtype", "created_at", "report")
 
 

@@ -17,6 +17,7 @@ from ..core.errors import DeviceMissing, InvalidInput, LeaseLost, NotFound, Sett
 from ..core.jobs import Delivery, Lease
 from ..core.requests import TuneRequest
 from ..core.streams import parse_stream
+from ..core.types import DEFAULT_TASK
 from ..store import LEASE_S, Claim, Store
 from ..tasks.job import HandedBack, LeaseKeeper, Paused, patiently
 from .queue import JobService, RedisQueue
@@ -203,7 +204,7 @@ def _tune(
 ) -> None:
     request = _request(context, claim.job.request)
     lines = (line.encode() for line in claim.lines.splitlines(keepends=True))
-    prompts = parse_stream(lines, f"the stream of job {claim.job.id}", "default")
+    prompts = parse_stream(lines, f"the stream of job {claim.job.id}", DEFAULT_TASK)
     from ..tasks.tune import TuningRun, check_room
 
     check_room(request, prompts)
