@@ -14,7 +14,7 @@ import click
 from ..core.errors import InvalidInput, StreamError, SwiftoptError
 from ..core.requests import GenerateRequest
 from ..core.streams import raw_prompt
-from ..core.types import Prompt, Sampling, check_task
+from ..core.types import DEFAULT_TASK, Prompt, Sampling, check_task
 from . import options
 from .backend import Backend, on_command_line
 from .generate import note_remarks
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, str]
 
-DEFAULT_TASK = "default"
 PLACEMENT = ("dtype", "device", "speed")  # options that a server decides for itself
 ANSWER_TOKENS = 512  # of one answer at most, unless the caller says otherwise
 COMMANDS = """\
