@@ -18,7 +18,7 @@ from ..models.early_exit import n_parameters
 from ..models.runtime import Runtime
 from ..optimizer.search import Search
 from ..store import Store
-from ..tasks.compare import first_turns, load_models, task_of
+from ..tasks.compare import first_turns, open_models, task_of
 from ..tasks.measures import EnergyMeter, nll
 from ..tasks.report import Figures, figures
 from ..tasks.runs import Contender, Interleaved, OnRun, Run, decoding_with
@@ -52,13 +52,10 @@ def ablate(
     Missing heads, probes and layer sets are made briefly on the same prompts, as `swiftopt compare` makes them, and not
     kept. A search goes on from prompt to prompt while its variant decodes, and its time counts.
     """
-    runtime, draft = load_models(replace(request, draft_model=draft_model), on_step)
-    if store is not None:
-        store.remember_model(runtime.info)
     prompts = first_turns(prompts)
-    session = Session(runtime, Sampling(), request.max_new_tokens)
-    for prompt in prompts:
-        session.check(prompt)
+    greedy = replace(request, draft_model=draft_model, sampling=Sampling())
+    session, draft = open_models(greedy, prompts, store, on_step)
+    runtime = session.runtime
     task = request.task or task_of(prompts)
     recipes = AblationRecipes(session, store, draft, request.model, task, prompts, None, on_step)
     made = [_made(variant) for variant in variants(name, recipes)]

@@ -23,7 +23,7 @@ from ..models.loading import load
 from ..models.runtime import Runtime
 from ..store import Store
 from .measures import EnergyMeter, buffer_bytes, held_bytes, nll
-from .recipes import MakingRecipes, Recipe
+from .recipes import MakingRecipes, Recipe, opened
 from .report import SCHEMA, Figures, by_ratio, figures, with_plan
 from .runs import Contender, Decoded, Interleaved, OnRun, Run, decoding_with
 
@@ -68,11 +68,8 @@ class Comparison:
         Raises: InvalidInput: the draft model's tokenizer is not the target's, or a prompt does not fit.
         """
         request = self.request
-        runtime, draft = load_models(request, self.on_step)
-        if self.store is not None:
-            self.store.remember_model(runtime.info)
-        session = Session(runtime, request.sampling, request.max_new_tokens)
-        n_positions = max(session.check(prompt) for prompt in self.prompts)
+        session, draft = open_models(request, self.prompts, self.store, self.on_step)
+        runtime, n_positions = session.runtime, max(map(session.check, self.prompts))
         keep = self.store if request.keep else None
         recipes = MakingRecipes(
             session, self.store, draft, request.model, self.task, self.others or self.prompts, keep, self.on_step
@@ -154,23 +151,26 @@ def task_of(prompts: Sequence[Prompt]) -> str:
     return tasks.pop() if len(tasks) == 1 else DEFAULT_TASK
 
 
-def load_models(
-    request: CompareRequest | GenerateRequest, on_step: Callable[[str], None]
-) -> tuple[Runtime, Runtime | None]:
-    """Load the target and, if the request names one, the draft model.
+def open_models(
+    request: CompareRequest | GenerateRequest,
+    prompts: Sequence[Prompt],
+    store: Store | None,
+    on_step: Callable[[str], None],
+) -> tuple[Session, Runtime | None]:
+    """Open the target for the prompts and, if the request names one, load the draft model.
 
-    Raises: InvalidInput: the draft model's tokenizer is not the target's.
+    Raises: InvalidInput: the draft model's tokenizer is not the target's, or a prompt does not fit.
     """
 
-    def loaded(name: str) -> Runtime:
-        return load(name, request.dtype, request.device, lambda step: on_step(f"load: {step}"), speed=request.speed)
+    def on_load(step: str) -> None:
+        on_step(f"load: {step}")
 
-    runtime = loaded(request.model)
+    session = opened(request, prompts, store, on_load)
     if request.draft_model is None:
-        return runtime, None
-    draft = loaded(request.draft_model)
-    OtherModel(draft).check(runtime)
-    return runtime, draft
+        return session, None
+    draft = load(request.draft_model, request.dtype, request.device, on_load, request.speed)
+    OtherModel(draft).check(session.runtime)
+    return session, draft
 
 
 def enter(name: str, recipes: MakingRecipes, told: Mapping[str, Any]) -> Entry:
