@@ -14,9 +14,9 @@ import numpy as np
 
 from ..core.errors import InvalidInput
 from ..core.types import LayerSet, Prompt
-from ..decoding.methods import Method, Resources, build
-from ..decoding.methods.chains import SelfSdSettings
+from ..decoding.methods import PLAIN, Method, Resources, build
 from ..decoding.session import Session
+from .strategies.process import points_of
 from .strategies.surrogate import Array
 
 MAX_STEPS = 200  # AdaDecode, appendix C; Draft & Verify itself takes 1,000
@@ -24,7 +24,6 @@ N_PROMPTS = 4  # evaluation prompts, as there
 SKIPPED = 0.5  # a sub-layer is left out where its coordinate exceeds this
 KAPPA = 2.5
 START_RATIOS = (0.2, 0.35, 0.5)  # of evenly spaced sub-layers, tried before anything else
-MAX_POINTS = 300  # that the Gaussian process is fitted to; a fit grows with their cube
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,6 @@ class SelfSdSearch:
 def search(
     session: Session,
     prompts: Sequence[Prompt],
-    settings: SelfSdSettings | None = None,
     max_steps: int = MAX_STEPS,
     budget_s: float = float("inf"),
     seed: int = 0,
@@ -78,14 +76,12 @@ def search(
     if not prompts or not n_layers:
         raise InvalidInput("a search needs prompts to decode: give a stream with at least one")
     started = perf_counter()
-    settings = settings or SelfSdSettings()
     chooser = _Chooser(n_layers, seed)
     candidates: list[Candidate] = []
     while not candidates or (len(candidates) < max_steps and perf_counter() - started < budget_s):
         layer_set = chooser.propose()
-        method = build("self-sd", Resources(session.runtime, layer_set), settings)
-        plain = build("plain", Resources(session.runtime))
-        candidate = Candidate(layer_set, *(_speed(session, prompts, each) for each in (method, plain)))
+        method = build("self-sd", Resources(session.runtime, layer_set))
+        candidate = Candidate(layer_set, *(_speed(session, prompts, each) for each in (method, PLAIN)))
         chooser.observe(candidate)
         candidates.append(candidate)
         if on_candidate is not None:
@@ -100,7 +96,7 @@ class _Chooser:
     def __init__(self, n_layers: int, seed: int) -> None:
         self.n_layers = n_layers
         self._seed = seed
-        self._points: list[tuple[Array, float]] = []
+        self._points: list[tuple[tuple[float, ...], float]] = []
         inner = 2 * max(0, n_layers - 2)
         starts = [LayerSet.uniform(n_layers, round(share * inner)) for share in START_RATIOS]
         self._starts = list(dict.fromkeys(starts))  # equal points would make the library print to stdout
@@ -121,16 +117,14 @@ class _Chooser:
 
     def observe(self, candidate: Candidate) -> None:
         assert self._asked is not None
-        self._points.append((self._asked, candidate.ratio))
+        self._points.append((tuple(self._asked), candidate.ratio))
 
     def _suggest(self) -> Array:
         from bayes_opt.acquisition import UpperConfidenceBound  # seconds, that only a search is worth
 
-        from .strategies.gp import next_point
+        from .strategies.gp import MAX_POINTS, next_point
 
-        best = sorted(self._points, key=lambda point: -point[1])[: MAX_POINTS // 2]
-        latest = self._points[-MAX_POINTS // 2 :]
-        points = {id(kept): kept for kept in (*best, *latest)}.values()
+        points = points_of(self._points, MAX_POINTS)
         return next_point(points, UpperConfidenceBound(kappa=KAPPA), self._seed + len(self._points))
 
 

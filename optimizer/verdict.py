@@ -104,7 +104,7 @@ def speed_ratio(fast: Sequence[Timed], slow: Sequence[Timed]) -> float:
     return speed(fast) / speed(slow)
 
 
-def bootstrap_interval(fast: Sequence[Timed], slow: Sequence[Timed], seed: int = 0) -> tuple[float, float]:
+def bootstrap_interval(fast: Sequence[Timed], slow: Sequence[Timed]) -> tuple[float, float]:
     """Percentile interval of `speed_ratio` over resampled prompts; the two sequences are pairs of one prompt each."""
     pairs = [(own.tokens, own.seconds, base.tokens, base.seconds) for own, base in zip(fast, slow, strict=True)]
 
@@ -112,25 +112,25 @@ def bootstrap_interval(fast: Sequence[Timed], slow: Sequence[Timed], seed: int =
         tokens, seconds, base_tokens, base_seconds = sums.T
         return np.asarray(tokens / np.maximum(LEAST_S, seconds) / (base_tokens / np.maximum(LEAST_S, base_seconds)))
 
-    return resampled(pairs, ratio, seed)
+    return resampled(pairs, ratio)
 
 
-def resampled(rows: ArrayLike, statistic: Callable[[Array], Array], seed: int = 0) -> tuple[float, float]:
+def resampled(rows: ArrayLike, statistic: Callable[[Array], Array]) -> tuple[float, float]:
     """Percentile interval of a statistic of sums over prompts.
 
     Args: rows: what is summed, (prompts, columns). statistic: of sums (resamples, columns), their values (resamples,).
     """
     values = np.asarray(rows, dtype=float)
-    found = np.sort(statistic(_counts(len(values), seed) @ values))
+    found = np.sort(statistic(_counts(len(values)) @ values))
     tail = (1 - CONFIDENCE) / 2
     return float(found[int(tail * BOOTSTRAPS)]), float(found[int((1 - tail) * BOOTSTRAPS) - 1])
 
 
 @lru_cache(maxsize=8)  # a server judges as many pairs again and again
-def _counts(n: int, seed: int) -> Array:
+def _counts(n: int) -> Array:
     """How often each of `n` prompts is in each resample, (resamples, prompts)."""
     # The draws of Python's own generator, by which all published intervals were made.
-    picks = (np.random.RandomState([seed]).random_sample((BOOTSTRAPS, n)) * n).astype(np.intp)
+    picks = (np.random.RandomState([0]).random_sample((BOOTSTRAPS, n)) * n).astype(np.intp)
     numbered = picks + n * np.arange(BOOTSTRAPS)[:, None]
     return np.bincount(numbered.ravel(), minlength=BOOTSTRAPS * n).reshape(BOOTSTRAPS, n).astype(float)
 

@@ -344,7 +344,7 @@ def search_offline(
     Raises: InvalidInput, ContextOverflow: a prompt cannot be decoded with this model.
     """
     session, seed = opened(request, prompts, store, on_step), request.sampling.seed
-    found = self_sd.search(session, prompts, None, max_steps, budget_s, seed=seed, on_candidate=on_candidate)
+    found = self_sd.search(session, prompts, max_steps, budget_s, seed=seed, on_candidate=on_candidate)
     record = set_record(session.runtime, request.model, request.task or prompts[0].task, found.best.layer_set)
     return store.add_layer_set(record, plan_method="self-sd", promote=False), found
 

@@ -27,11 +27,11 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from .base import Bits
 
-Point = tuple[Bits, float]
+P = TypeVar("P")  # a layer set, or any point of a search
 Engine = Literal["gp", "tpe"]  # a module of this package with MAX_POINTS and suggest()
 
 DEADLINE_S = 60.0  # seconds that one suggestion may take, the start of the process included
@@ -219,13 +219,13 @@ def answer(request: Mapping[str, Any]) -> Bits:
     return suggestion
 
 
-def points_of(scores: Iterable[Point], limit: int) -> list[Point]:
+def points_of(scores: Iterable[tuple[P, float]], limit: int) -> list[tuple[P, float]]:
     """Return at most `limit` sets with their mean scores: the best of the older ones, then the latest (two thirds).
 
     A set scored twice saw two windows of text; its mean is the better estimate, and bayesian-optimization takes no
     point twice. It counts as scored when it was last scored.
     """
-    by_set: dict[Bits, list[float]] = {}
+    by_set: dict[P, list[float]] = {}
     for bits, score in scores:
         by_set[bits] = [*by_set.pop(bits, []), score]
     points = [(bits, sum(own) / len(own)) for bits, own in by_set.items()]
