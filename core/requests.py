@@ -43,7 +43,7 @@ class ModelRequest(Settings):
     sampling: Sampling = field(default_factory=Sampling)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TuneRequest(ModelRequest):
     """Tune `model` on the prompts of `stream` (a path, or "-" for standard input).
 
@@ -54,14 +54,14 @@ class TuneRequest(ModelRequest):
 
     NAME: ClassVar = "a tuning job"
 
-    stream: str
+    stream: str = field(kw_only=False)
     out: str | None = None
     limit: int | None = count(None)
     settings: TuningSettings = field(default_factory=TuningSettings)
     concurrency: int = count(1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest(ModelRequest):
     """Decode with `model`: the values behind `swiftopt generate`.
 
@@ -79,7 +79,7 @@ class GenerateRequest(ModelRequest):
     concurrency: int = count(1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompareRequest(ModelRequest):
     """Compare `methods` on the same prompts; `plain`, which the others are measured against, always runs.
 
@@ -88,7 +88,7 @@ class CompareRequest(ModelRequest):
     be made.
     """
 
-    methods: tuple[str, ...]
+    methods: tuple[str, ...] = field(kw_only=False)
     draft_model: str | None = None
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     keep: bool = True
