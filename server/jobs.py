@@ -32,13 +32,12 @@ from ..core.requests import MAX_NEW_TOKENS, Speed, TuneRequest
 from ..core.serialization import LARGEST
 from ..core.settings import TuningSettings
 from ..core.streams import output_line, parse_stream, stream_lines, stream_sha256
-from ..core.types import Prompt, Sampling
+from ..core.types import DEFAULT_TASK, Prompt, Sampling
 from ..models.sources import DTYPES
 from ..optimizer.strategies import STRATEGIES
 from .settings import MIB
 from .state import Depth, Shared, State, Strict, Task, Word, sse
 
-DEFAULT_TASK = "default"
 OPENED = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe without a writer must not block
 POLL_S = 0.5  # between two looks at the database
 OUTAGE_S = 2.0  # and while it is away
