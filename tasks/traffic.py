@@ -9,6 +9,8 @@ that stop paying are left, and are taken up again when they pay.
 from __future__ import annotations
 
 import logging
+import math
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -47,6 +49,7 @@ OTHER_ROUNDS: Mapping[VerdictWord, int] = {
     "use": 2,
     "plain": 4,
 }  # that a request begins with, of the way that is not in use
+LEASE_S = 30.0  # that a replica holds a task's search without a renewal; it renews it after a third of that
 REFRESH_S = 5.0  # between two looks for what other replicas stored
 MOST_TASKS = 64  # of one model; requests of further names count as the default's
 NEAREST = 0.8  # least cosine of a text's state and a task's, to be taken for that task
@@ -219,6 +222,10 @@ class Traffic:
         self._known: tuple[KnownSet, ...] = ()
         self._tasks: dict[str, TaskTraffic] = {}
         self._looked: dict[str, float] = {}
+        self._owner = secrets.token_hex(8)
+        self._leases: dict[
+            str, tuple[float, bool]
+        ] = {}  # by task: when its search was asked for, and whether it is ours
         if store is not None:
             self._known = tuple(store.known_sets(runtime.info.fingerprint))
 
@@ -260,7 +267,26 @@ class Traffic:
 
     def _may_search(self, task: TaskTraffic) -> bool:
         rows = self.settings.context_window * (1 + task.search.batch)
-        return not self.paused and not self._is_busy() and task.may_search(self.costs.target_pass_s(rows))
+        if self.paused or self._is_busy() or not task.search.optimising:
+            return False
+        return task.may_search(self.costs.target_pass_s(rows)) and self._leads(task.name)
+
+    def _leads(self, task: str) -> bool:
+        """Return whether the search for a task is this replica's: one of them at a time, on machines alike, has it."""
+        asked, leads = self._leases.get(task, (-math.inf, self.store is None))
+        if self.store is not None and time.monotonic() - asked > LEASE_S / 3:
+            leads = self._lease(task, LEASE_S)
+            self._leases[task] = time.monotonic(), leads
+        return leads
+
+    def _lease(self, task: str, seconds: float) -> bool:
+        """Ask for the search of a task, or give it back with 0 seconds; a database that is away says no."""
+        assert self.store is not None
+        own = self.runtime.info.fingerprint, machine_name(self.runtime), self.runtime.dtype_name, task
+        try:
+            return self.store.jobs.lock(" ".join(("search", *own)), self._owner, seconds)
+        except StoreError:
+            return False
 
     def _nearest(self, began: Began) -> str:
         """The task whose prompts lie nearest to a prompt that was just read, if one is near."""
@@ -338,9 +364,12 @@ class Traffic:
         return {"paused": self.paused, "tasks": [task.to_json() for task in self._tasks.values()]}
 
     def close(self) -> None:
-        """End all searches."""
+        """End all searches, so that another replica can take them up."""
         for task in self._tasks.values():
             task.search.close()
+        for name, (_, leads) in self._leases.items():
+            if leads:
+                self._lease(name, 0.0)
 
 
 def _unless_done(task: TaskTraffic, context: Context, prompt_id: str) -> Work[None]:

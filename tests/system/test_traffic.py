@@ -169,3 +169,21 @@ def test_paused_traffic_neither_searches_nor_compares(model: swiftopt.Model, sto
     answers(traffic, model.runtime, "code")
     assert traffic.to_json()["tasks"][0]["pairs"] > 0
     assert LayerSet.from_json(traffic.to_json()["tasks"][0]["layer_set"]).n_layers == model.runtime.n_layers
+
+
+def test_one_replica_at_a_time_searches_for_a_task(
+    model: swiftopt.Model, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swiftopt.tasks.traffic.SEARCH_SHARE", 1.0)
+    first, second = (Traffic("tiny", model.runtime, store, SETTINGS) for _ in range(2))
+
+    def n_trials(traffic: Traffic, task: str) -> int:
+        answers(traffic, model.runtime, task)
+        return next(each["search"]["trials"] for each in traffic.to_json()["tasks"] if each["task"] == task)
+
+    assert n_trials(first, "code") > 0 and n_trials(second, "code") == 0
+    assert n_trials(second, "notes") > 0  # another task
+    first.close()  # gives its search back
+    second._leases.clear()  # what it was told holds for some seconds
+    assert n_trials(second, "code") > 0
+    second.close()
