@@ -63,6 +63,12 @@ except SwiftoptError as error:
     help="Requests a minute per key, or address where there are no keys; 0 is no limit.",
 )
 @click.option(
+    "--token-rate",
+    default=0,
+    type=click.IntRange(min=0),
+    help="Tokens of prompts and completions a minute, likewise; 0 is no limit.",
+)
+@click.option(
     "--model",
     "models",
     multiple=True,
@@ -90,7 +96,8 @@ def serve(new_key: str | None, as_json: bool, models: tuple[str, ...], **values:
     the requests that it serves; their output stays that of plain decoding. Each model runs in a process of its own.
 
     API keys come from SWIFTOPT_API_KEYS (name:sha256hex, separated by commas) or SWIFTOPT_API_KEYS_FILE (one entry per
-    line, read again when it changes). One line per request goes to stderr. --json prints the address as JSON.
+    line, read again when it changes). An entry name:sha256hex:task has a task for requests that name none. One line per
+    request goes to stderr. --json prints the address as JSON.
     """
     if new_key is not None:
         return _new_key(new_key).print(as_json)
@@ -103,6 +110,7 @@ def serve(new_key: str | None, as_json: bool, models: tuple[str, ...], **values:
         stream_folders=stream_folders(values["folders"]),
         max_body_bytes=values["max_body_mb"] * MIB,
         requests_per_min=values["rate"],
+        tokens_per_min=values["token_rate"],
         max_waiting=values["max_waiting"],
         drain_s=values["drain"],
         timeout_s=values["timeout"],

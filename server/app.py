@@ -27,7 +27,7 @@ from ..worker.queue import JobService, RedisQueue
 from ..worker.reconciler import Reconciler
 from .engines import Engines
 from .lookups import Answers, find_plan
-from .middleware import Gate
+from .middleware import Gate, RateLimit
 from .openapi import bare_app
 from .settings import ServerSettings
 from .state import State
@@ -47,7 +47,7 @@ def create_app(
     """Return an app over the store; `queue` None: no Redis, so jobs only wait; `engines` live as long as the app."""
     settings, engines = settings or ServerSettings(), engines or Engines()
     app = bare_app()
-    app.state.swiftopt = State(store, board, queue, settings, engines)
+    app.state.swiftopt = State(store, board, queue, settings, engines, RateLimit(settings.tokens_per_min, counted=True))
     app.state.answers = Answers(partial(find_plan, store))
     app.router.lifespan_context = engines.running
     app.add_middleware(Gate, settings=settings)

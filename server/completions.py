@@ -26,6 +26,7 @@ from ..core.requests import CompletionRequest
 from ..core.types import Completion
 from .asked import AskedChat, AskedDetokenized, AskedText, AskedTokens, functions_of, plain_messages
 from .engines import Events, Reply, next_event
+from .middleware import too_many
 from .problems import UnusableField, openai_error, status_of
 from .state import Shared, State, sse
 from .tools import ToolText
@@ -96,16 +97,23 @@ Pieces = AsyncGenerator[tuple[Choice, str]]  # text of a choice; a choice whose 
 class Exchange(ABC):
     """A request of a client and what becomes of it; made, it has asked the engine for all choices.
 
-    Raises: UnusableField: a field cannot be used. ModelNotFound, EngineGone, Busy: as the engines raise it.
+    Raises: UnusableField: a field cannot be used. Refused: its caller has had its tokens of this minute. ModelNotFound,
+            EngineGone, Busy: as the engines raise it.
     """
 
     WORD: ClassVar[str]  # with which ids begin
 
     def __init__(self, app: State, request: Request, asked: AskedChat | AskedText) -> None:
         asked.check()
-        salt = str(request.scope.get("state", {}).get("key_owner") or "")  # prefixes are shared within a key
-        requests = asked.requests(salt)
-        self.asked, self._request = asked, request
+        caller = request.scope["state"]
+        if wait_s := app.tokens.wait_s(caller["caller"]):
+            raise too_many(f"{app.settings.tokens_per_min} tokens", wait_s)
+        task = app.settings.keys.task(caller["key_owner"])
+        requests = [
+            replace(each, task=each.task or task)
+            for each in asked.requests(caller["key_owner"] or "")  # prefixes are shared within a key
+        ]
+        self.asked, self._request, self._app, self._caller = asked, request, app, caller["caller"]
         self.engine, self._metrics = app.engines.find(asked.model), app.engines.metrics
         self.id, self.created = f"{self.WORD}-{secrets.token_hex(12)}", int(time.time())
         self._until, self._events = time.monotonic() + app.settings.timeout_s, Events()
@@ -193,6 +201,7 @@ class Exchange(ABC):
     def _close(self) -> None:
         for choice in self.choices:
             self.engine.drop(choice.reply)
+            self._app.tokens.spend(self._caller, choice.completion.n_prompt_tokens + choice.n_tokens)
 
     def usage(self) -> dict[str, Any]:
         """Count the tokens so far; a prompt of several choices counts once."""

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from limits import RateLimitItemPerMinute
 from limits.storage import MemoryStorage
-from limits.strategies import MovingWindowRateLimiter
+from limits.strategies import MovingWindowRateLimiter, RateLimiter, SlidingWindowCounterRateLimiter
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -32,17 +32,27 @@ access = logging.getLogger("swiftopt.access")
 
 
 class RateLimit:
-    """At most `per_min` requests of each caller in any minute; 0: no limit."""
+    """At most `per_min` of something for each caller in any minute; 0: no limit.
 
-    def __init__(self, per_min: int) -> None:
+    What is `counted` is added up over the minute and the one before, where it may be too many to remember one by one.
+    """
+
+    def __init__(self, per_min: int, counted: bool = False) -> None:
+        kind: type[RateLimiter] = SlidingWindowCounterRateLimiter if counted else MovingWindowRateLimiter
         self._limit = RateLimitItemPerMinute(per_min) if per_min else None
-        self._calls = MovingWindowRateLimiter(MemoryStorage())
+        self._spent = kind(MemoryStorage())
 
     def wait_s(self, caller: str) -> int:
         """Return 0 if the caller may go on, else after how many seconds it may."""
-        if self._limit is None or self._calls.hit(self._limit, caller):
+        if self._limit is None or self._spent.test(self._limit, caller):
             return 0
-        return max(1, math.ceil(self._calls.get_window_stats(self._limit, caller).reset_time - time.time()))
+        return max(1, math.ceil(self._spent.get_window_stats(self._limit, caller).reset_time - time.time()))
+
+    def spend(self, caller: str, n: int = 1) -> None:
+        """Count what a caller has had; what is beyond the limit is given."""
+        if self._limit is not None:
+            left = self._spent.get_window_stats(self._limit, caller).remaining
+            self._spent.hit(self._limit, caller, cost=min(n, left))
 
 
 class Gate:
@@ -69,7 +79,7 @@ class Gate:
         try:
             key_owner = self._key_owner(headers)
             caller = key_owner or caller
-            scope.setdefault("state", {})["key_owner"] = key_owner
+            scope.setdefault("state", {}).update(key_owner=key_owner, caller=caller)
             refused = self._refused(scope, headers, key_owner, caller) if scope["path"].startswith(GUARDED) else None
             if refused is not None:
                 await refused.response(scope["path"])(scope, receive, sending)
@@ -92,10 +102,10 @@ class Gate:
         path, method = scope["path"], scope["method"]
         if self._settings.keys.required and key_owner is None:
             return _unauthorised("authorization" in headers)
-        wait_s = 0 if method == "GET" and path.startswith(LOOKUPS) else self._rate.wait_s(caller)
-        if wait_s:
-            detail = f"more than {self._settings.requests_per_min} requests a minute: wait {wait_s} s, then go on"
-            return Refused(429, "too-many-requests", detail, {"Retry-After": str(wait_s)})
+        if method != "GET" or not path.startswith(LOOKUPS):
+            if wait_s := self._rate.wait_s(caller):
+                return too_many(f"{self._settings.requests_per_min} requests", wait_s)
+            self._rate.spend(caller)
         return self._bad_post(path, headers) if method == "POST" else None
 
     def _bad_post(self, path: str, headers: Headers) -> Refused | None:
@@ -134,6 +144,12 @@ def _limited(receive: Receive, max_bytes: int) -> Receive:
         return message
 
     return receiving
+
+
+def too_many(what: str, wait_s: int) -> Refused:
+    """Return how a caller is turned away that has had its share of a minute."""
+    detail = f"more than {what} a minute: wait {wait_s} s, then go on"
+    return Refused(429, "too-many-requests", detail, {"Retry-After": str(wait_s)})
 
 
 def _too_large(max_bytes: int) -> Refused:

@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from ..core.errors import SettingsError
 
@@ -38,10 +39,17 @@ def new_key(name: str) -> tuple[str, str]:
     return key, f"{name}:{_hash(key)}"
 
 
+class Key(NamedTuple):
+    """An entry: the hash of a key, and the task of its completions where a request names none."""
+
+    hashed: str
+    task: str | None
+
+
 class KeyRing:
     """Entries of the environment and of a file; `file` is read again when it changes.
 
-    Raises: SettingsError: an entry is no `name:sha256hex`, or the file cannot be read.
+    Raises: SettingsError: an entry is no `name:sha256hex` or `name:sha256hex:task`, or the file cannot be read.
     """
 
     def __init__(self, entries: str = "", file: Path | None = None) -> None:
@@ -68,10 +76,15 @@ class KeyRing:
         """Return the name of the key's entry, None for a wrong key, after the same time in either case."""
         self._refresh()
         given, found = _hash(key), None
-        for name, hashed in [*self._fixed.items(), *self._filed.items()]:
-            if hmac.compare_digest(hashed, given):
+        for name, entry in [*self._fixed.items(), *self._filed.items()]:
+            if hmac.compare_digest(entry.hashed, given):
                 found = name
         return found
+
+    def task(self, name: str | None) -> str | None:
+        """Return the task of the completions that an entry's key asks for, if it has one."""
+        known = {**self._fixed, **self._filed}.get(name or "")
+        return None if known is None else known.task
 
     def _refresh(self) -> None:
         """Read the file again if it changed; one that cannot be read leaves the last good entries in force."""
@@ -85,7 +98,7 @@ class KeyRing:
             logger.warning("keys=kept reason=%r", str(error))
 
 
-def _read(file: Path) -> tuple[tuple[int, int, int], dict[str, str]]:
+def _read(file: Path) -> tuple[tuple[int, int, int], dict[str, Key]]:
     try:
         stamp, text = _stamp(file), file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -101,17 +114,18 @@ def _stamp(file: Path) -> tuple[int, int, int]:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-def _parse(entries: Iterable[str], where: str) -> dict[str, str]:
-    found: dict[str, str] = {}
+def _parse(entries: Iterable[str], where: str) -> dict[str, Key]:
+    found: dict[str, Key] = {}
     for number, entry in enumerate(entries, start=1):
         if not entry.strip():
             continue
-        name, _, hashed = entry.strip().partition(":")
-        if not _NAME.fullmatch(name) or not _HASH.fullmatch(hashed.strip().lower()):
+        name, hashed, task = [*map(str.strip, entry.split(":", 2)), "", ""][:3]
+        if not _NAME.fullmatch(name) or not _HASH.fullmatch(hashed.lower()) or (task and not _NAME.fullmatch(task)):
             raise SettingsError(  # the entry itself may be a key that was put there by mistake
-                f"entry {number} of {where} is no name:sha256hex: make one with `swiftopt serve --new-key NAME`"
+                f"entry {number} of {where} is no name:sha256hex or name:sha256hex:task: make one with"
+                " `swiftopt serve --new-key NAME`"
             )
-        found[name] = hashed.strip().lower()
+        found[name] = Key(hashed.lower(), task or None)
     return found
 
 
@@ -121,8 +135,9 @@ def _hash(key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """`stream_folders` hold the streams that a job may name; `requests_per_min` 0 means no limit; `max_waiting`
-    completions may wait per model, beside those that run; at its end the server waits `drain_s` seconds for them.
+    """`stream_folders` hold the streams that a job may name; `requests_per_min` and `tokens_per_min`, of prompts
+    and completions, hold for each caller, 0 means no limit; `max_waiting` completions may wait per model, beside those
+    that run; at its end the server waits `drain_s` seconds for them.
 
     Look-ups of single layer sets, health and metrics are not counted against the limit.
     """
@@ -131,6 +146,7 @@ class ServerSettings:
     stream_folders: tuple[Path, ...] = ()
     max_body_bytes: int = 32 * MIB
     requests_per_min: int = 600
+    tokens_per_min: int = 0
     max_waiting: int = 64
     drain_s: int = 30
     timeout_s: float = 600.0  # of a completion, waiting included

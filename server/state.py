@@ -18,6 +18,7 @@ from ..core.jobs import JobBoard
 from ..store import Store
 from ..worker.queue import RedisQueue
 from .engines import Engines
+from .middleware import RateLimit
 from .settings import ServerSettings
 
 # no control characters: PostgreSQL stores no NUL, and a name has no line break
@@ -41,6 +42,7 @@ class State:
     queue: RedisQueue | None
     settings: ServerSettings
     engines: Engines
+    tokens: RateLimit  # of each caller
 
 
 async def state_of(request: Request) -> State:

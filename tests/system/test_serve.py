@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 import swiftopt
 from swiftopt.models.rows import Pass, Rows
+from swiftopt.server.settings import new_key
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ['user', 'assistant', 'system'] %}"
@@ -332,6 +333,31 @@ def test_completion_that_takes_too_long_is_given_up(folder: Path, tmp_path: Path
         assert "fewer tokens" in refused(served.client.post("/v1/completions", json=asked), 503)
         engine.resume()
         assert served.client.post("/v1/completions", json=asked).status_code == 200
+
+
+def test_key_has_its_task_and_its_tokens(folder: Path, tmp_path: Path) -> None:
+    (key, entry), (other, second) = (new_key(name) for name in ("ci", "laptop"))
+    options = ["--model", f"tiny={folder}", "--dtype", "float32", "--token-rate", "40", "--threads", "1"]
+    with serving(
+        str(tmp_path / "a.db"), tmp_path / "log", *options, SWIFTOPT_API_KEYS=f"{entry}:notes,{second}"
+    ) as served:
+        until_ready(served)
+
+        def post(own: str, **more: Any) -> Any:
+            asked = {"model": "tiny", "prompt": TEXT, "max_tokens": 16, "ignore_eos": True, **more}
+            return served.client.post("/v1/completions", json=asked, headers={"authorization": f"Bearer {own}"})
+
+        n_tokens = 0
+        while n_tokens < 40:
+            answer = post(key)
+            n_tokens += answer.json()["usage"]["total_tokens"]
+        refused_one = post(key)
+        assert "40 tokens a minute" in refused(refused_one, 429)
+        assert 0 < int(refused_one.headers["retry-after"]) <= 120
+        assert post(other, swiftopt={"task": "mine"}).status_code == 200
+        served.client.headers["authorization"] = f"Bearer {key}"
+        tasks = served.client.get("/v1/tuning").json()["models"]["tiny"]["tasks"]
+        assert {task["task"] for task in tasks} == {"notes", "mine"}
 
 
 def test_server_without_models_says_so(tmp_path: Path) -> None:
