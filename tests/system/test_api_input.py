@@ -193,9 +193,26 @@ def test_rate_recovers_with_time_and_callers_do_not_share_it(monkeypatch: pytest
     now = [time.time()]
     monkeypatch.setattr(time, "time", lambda: now[0])
     rate = RateLimit(60)
-    assert [rate.wait_s("a") for _ in range(61)] == [0] * 60 + [60]
-    assert rate.wait_s("b") == 0
+
+    def asked(caller: str) -> int:
+        if not (wait_s := rate.wait_s(caller)):
+            rate.spend(caller)
+        return wait_s
+
+    assert [asked("a") for _ in range(61)] == [0] * 60 + [60]
+    assert asked("b") == 0
     now[0] += 45.5
-    assert rate.wait_s("a") == 15
+    assert asked("a") == 15
     now[0] += 15.0
+    assert asked("a") == 0
+
+
+@pytest.mark.parametrize("n", [90, 500])
+def test_what_is_counted_is_given_up_to_the_limit_and_a_little_beyond(n: int) -> None:
+    """One that asks when it has something left gets what it asks for, and then waits until the next minute at most."""
+    rate = RateLimit(100, counted=True)
     assert rate.wait_s("a") == 0
+    rate.spend("a", n)
+    rate.spend("a", 40)
+    assert 0 < rate.wait_s("a") <= 120
+    assert rate.wait_s("b") == 0 and RateLimit(0, counted=True).wait_s("a") == 0
