@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from .buffer import KVBuffer
 from .families import Family
@@ -17,6 +18,39 @@ from .families import Family
 def submodule(root: nn.Module, dotted: str | None) -> Any:
     """Return the module at a dotted name, None for no name."""
     return None if dotted is None else root.get_submodule(dotted)
+
+
+def onednn_weight(weight: Tensor, rows: int | None = None) -> Tensor:
+    """A weight (outputs, inputs) in oneDNN's order, for passes of about `rows` rows.
+
+    Raises: RuntimeError, AttributeError: oneDNN is not there, or does not know the dtype on this processor.
+    """
+    return cast(Tensor, torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows))
+
+
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The map of an `onednn_weight`: (rows, outputs) of (rows, inputs)."""
+    return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], ""))
+
+
+class PackedLinear(nn.Module):
+    """A linear map in oneDNN's order; `weight` gives the plain one, made anew each time."""
+
+    def __init__(self, plain: nn.Linear) -> None:
+        super().__init__()
+        self.packed, self.bias = onednn_weight(plain.weight), plain.bias
+
+    @property
+    def weight(self) -> Tensor:
+        """(outputs, inputs)."""
+        return self.packed.to_dense()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, outputs) of (…, inputs)."""
+        return onednn_linear(x, self.packed, self.bias)
+
+
+LINEAR = nn.Linear | Conv1D | PackedLinear  # what a quantised copy can be made of
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from types import FunctionType
 from typing import Any, cast, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
@@ -18,7 +18,7 @@ from ..core.errors import ModelNotFound, SettingsError
 from ..core.requests import Speed
 from ..core.settings import n_threads
 from ..core.types import ModelInfo
-from .blocks import EAGER, Block, LayerFunctions
+from .blocks import EAGER, Block, LayerFunctions, PackedLinear, onednn_linear, onednn_weight
 from .fingerprint import fingerprint
 from .graphs import GraphPasses
 from .runtime import Runtime
@@ -192,36 +192,6 @@ def outputs_first(model: nn.Module) -> list[Conv1D]:
     for module in turned:
         module.weight.data = module.weight.data.t().contiguous().t()
     return turned
-
-
-def onednn_weight(weight: Tensor, rows: int | None = None) -> Tensor:
-    """A weight (outputs, inputs) in oneDNN's order, for passes of about `rows` rows.
-
-    Raises: RuntimeError, AttributeError: oneDNN is not there, or does not know the dtype on this processor.
-    """
-    return cast(Tensor, torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows))
-
-
-def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The map of an `onednn_weight`: (rows, outputs) of (rows, inputs)."""
-    return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], ""))
-
-
-class PackedLinear(nn.Module):
-    """A linear map in oneDNN's order; `weight` gives the plain one, made anew each time."""
-
-    def __init__(self, plain: nn.Linear) -> None:
-        super().__init__()
-        self.packed, self.bias = onednn_weight(plain.weight), plain.bias
-
-    @property
-    def weight(self) -> Tensor:
-        """(outputs, inputs)."""
-        return self.packed.to_dense()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(…, outputs) of (…, inputs)."""
-        return onednn_linear(x, self.packed, self.bias)
 
 
 @torch.inference_mode()

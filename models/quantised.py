@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..core.settings import group_size
 from ..core.types import LayerSet
-from .blocks import Block, LayerModules
+from .blocks import LINEAR, Block, LayerModules
 from .saved import cache_root, replacing
 
 LEVELS = 15  # steps of a 4-bit code
@@ -194,7 +194,7 @@ def _joined(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tenso
 
 def replaced(modules: Sequence[nn.Module], make: Callable[[Sequence[nn.Module]], nn.Module]) -> nn.Module:
     """Copy a module with `make`'s in place of its linear maps, each made of those of all the like `modules`."""
-    if isinstance(modules[0], nn.Linear | Conv1D):
+    if isinstance(modules[0], LINEAR):
         return make(modules)
     shell = copy.copy(modules[0])
     shell._modules = {
@@ -206,7 +206,7 @@ def replaced(modules: Sequence[nn.Module], make: Callable[[Sequence[nn.Module]],
 
 def has_linears(module: nn.Module) -> bool:
     """Tell whether there is a linear map in a module."""
-    return any(isinstance(part, nn.Linear | Conv1D) for part in module.modules())
+    return any(isinstance(part, LINEAR) for part in module.modules())
 
 
 def quantised(

@@ -56,7 +56,7 @@ def measured() -> Speeds:
 def _ways() -> dict[str, Way]:
     import torch
 
-    from ..loading import onednn_linear, onednn_weight
+    from ..blocks import onednn_linear, onednn_weight
     from .native import linear, map_of
 
     def by_kernels(library: Kernels, weights: list[Tensor], x: Tensor) -> Callable[[], Any]:

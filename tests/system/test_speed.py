@@ -32,6 +32,7 @@ from swiftopt.models.blocks import EAGER
 from swiftopt.models.costs import device_name
 from swiftopt.models.graphs import RECORD_AT, GraphPasses, StaticPass
 from swiftopt.models.loading import at_speed, load
+from swiftopt.models.quantised import QuantisedLinear
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
 from swiftopt.models.stacked import StackedLayers
@@ -158,6 +159,10 @@ def test_rows_that_fill_a_pass_up_change_no_slot_of_the_request() -> None:
     assert recorded[0].width == 4 and changed == [6, 7, 8]
 
 
+def quantised_maps(module: torch.nn.Module) -> list[QuantisedLinear]:
+    return [part for part in module.modules() if isinstance(part, QuantisedLinear)]
+
+
 def test_layer_sets_that_are_run_once_are_not_captured() -> None:
     recorded: list[StaticPass] = []
     runtime = graphed("llama", recorded)
@@ -184,6 +189,8 @@ def test_onednn_computes_what_eager_passes_do(family: str, dtype: torch.dtype) -
     for layer in range(2):
         ours, theirs = (each.copies.parts("attn", layer, "int8").out for each in (packed, eager))
         assert torch.equal(ours.codes, theirs.codes) and torch.equal(ours.scales, theirs.scales)
+        mine, eagers = (quantised_maps(each.copies.parts("mlp", layer, "int8").mlp) for each in (packed, eager))
+        assert mine and all(torch.equal(own.codes, other.codes) for own, other in zip(mine, eagers, strict=True))
     assert torch.equal(packed.copies.head("int8").codes, eager.copies.head("int8").codes)
 
 
