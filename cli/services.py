@@ -83,6 +83,11 @@ except SwiftoptError as error:
 @click.option("--timeout", default=600, type=positive, help="Seconds for one completion.")
 @click.option("--drain", default=30, type=positive, help="Seconds for completions at the end.")
 @click.option("--tune/--no-tune", default=True, help="Learn from the requests that are served.")
+@click.option(
+    "--keep-prompts",
+    metavar="FILE",
+    help="Append prompts to this file, a stream for `swiftopt tune`.  [default: they are kept in memory only]",
+)
 @options.machine(ServedModel, "speed")
 @click.option("--new-key", metavar="NAME", help="Print a new API key and its entry, and do nothing else.")
 @options.redis

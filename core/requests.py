@@ -140,7 +140,8 @@ class ServedModel(Record):
     """A model that a server decodes with, and how its engine runs it.
 
     `path` is what is loaded, `name` what clients call it; `concurrency` requests run at once, their keys and values in
-    `memory` bytes (None: half of what is free); with `tune` the engine learns from what it serves.
+    `memory` bytes (None: half of what is free); with `tune` the engine learns from what it serves. `keep_prompts` is a
+    file that prompts are appended to, as lines of a stream.
     """
 
     name: str
@@ -152,3 +153,4 @@ class ServedModel(Record):
     concurrency: int = 8
     memory: int | None = None
     tune: bool = True
+    keep_prompts: str | None = None

@@ -280,13 +280,14 @@ def default_output(stream: str) -> Path:
 class LineWriter(AbstractContextManager["LineWriter"]):
     """Append whole lines to a file, unbuffered.
 
-    Without `append` the old content is dropped when the first line comes: a run that ends before that keeps it.
+    Without `append` the old content is dropped when the first line comes: a run that ends before that keeps it. `what`
+    the lines are and the `option` that names the file are for errors.
 
     Raises: OutputError: the file cannot be opened or written; earlier lines stay, and no partial line follows them.
     """
 
-    def __init__(self, path: Path, append: bool = True) -> None:
-        self.path = path
+    def __init__(self, path: Path, append: bool = True, *, what: str = "completions", option: str = "--out") -> None:
+        self.path, self._what = path, what
         self.n_written = 0
         self._drop_old = not append and path.is_file()
         try:
@@ -294,7 +295,7 @@ class LineWriter(AbstractContextManager["LineWriter"]):
             self._file = path.open("ab", buffering=0)  # unbuffered, so that closing has nothing left to fail with
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
-            raise OutputError(f"cannot write completions to {path}: {reason}; choose another --out") from error
+            raise OutputError(f"cannot write {what} to {path}: {reason}; choose another {option}") from error
 
     def write(self, line: str) -> None:
         """Append one line."""
@@ -311,7 +312,7 @@ class LineWriter(AbstractContextManager["LineWriter"]):
                 self._file.truncate(size)
             raise OutputError(
                 f"cannot write to {self.path}: {(error.strerror or str(error)).lower()}; the {self.n_written}"
-                " completions before this one are there, free some space and run again"
+                f" {self._what} before this one are there, free some space and run again"
             ) from error
         self.n_written += 1
 

@@ -10,13 +10,16 @@ import json
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, TextIO
 
-from ..core.errors import InvalidInput, SwiftoptError
+from ..core.errors import InvalidInput, OutputError, SwiftoptError
 from ..core.requests import CompletionRequest, ServedModel
+from ..core.streams import LineWriter, stream_lines
 from ..core.types import DEFAULT_TASK, Prompt, TokenLogprob
 from ..decoding.grammar import Grammar
 from ..decoding.session import Session
@@ -100,6 +103,9 @@ class EngineHost:
             self.traffic = Traffic(served.name, runtime, store, None, loading, lambda: self.engine.n_waiting > 0)
         self.engine = self.model.engine(served.concurrency, served.memory)
         self._tickets: dict[int, _Sent] = {}
+        self._kept: LineWriter | None = None
+        if served.keep_prompts is not None:
+            self._kept = LineWriter(Path(served.keep_prompts), what="prompts", option="--keep-prompts")
 
     def run(self, lines: Iterator[str]) -> None:
         """Obey line by line, until there are none."""
@@ -156,6 +162,7 @@ class EngineHost:
     def _decode(self, number: int, request: CompletionRequest) -> None:
         self._tickets = {own: ticket for own, ticket in self._tickets.items() if not ticket.is_done}
         session, prompt = session_of(self.model, request)
+        self._keep(number, request)
         ticket = self._tickets[number] = _Sent(self._wire, number, self._text_of)
         if request.echo:
             text = request.text or self.model.runtime.tokenizer.decode(prompt.token_ids)
@@ -171,6 +178,20 @@ class EngineHost:
         else:
             work = self.traffic.work(session, prompt, request.task, **options)
         self.engine.run(work, ticket)
+
+    def _keep(self, number: int, request: CompletionRequest) -> None:
+        """Append the prompt to the file of prompts, if there is one; what no line of a stream can say is left out."""
+        is_chat = all(
+            set(each) == {"role", "content"} and isinstance(each["content"], str) for each in request.messages
+        )
+        if self._kept is None or request.token_ids or request.tools or not is_chat:
+            return
+        name = f"{time.time_ns()}-{number}"
+        prompt = Prompt(name, request.task or DEFAULT_TASK, request.text, tuple(request.messages))
+        try:
+            self._kept.write(stream_lines([prompt]).rstrip("\n"))
+        except OutputError as error:  # the client has asked for its answer, not for this
+            print(error, file=sys.stderr)
 
     def _text_of(self, token_id: int) -> str:
         return str(self.model.runtime.tokenizer.decode([token_id]))

@@ -21,6 +21,7 @@ from tiny_files import save
 from transformers import PreTrainedTokenizerFast
 
 import swiftopt
+from swiftopt.core.streams import read_stream
 from swiftopt.models.rows import Pass, Rows
 from swiftopt.server.settings import new_key
 
@@ -337,7 +338,9 @@ def test_completion_that_takes_too_long_is_given_up(folder: Path, tmp_path: Path
 
 def test_key_has_its_task_and_its_tokens(folder: Path, tmp_path: Path) -> None:
     (key, entry), (other, second) = (new_key(name) for name in ("ci", "laptop"))
+    prompts = tmp_path / "prompts.jsonl"
     options = ["--model", f"tiny={folder}", "--dtype", "float32", "--token-rate", "40", "--threads", "1"]
+    options += ["--keep-prompts", str(prompts)]
     with serving(
         str(tmp_path / "a.db"), tmp_path / "log", *options, SWIFTOPT_API_KEYS=f"{entry}:notes,{second}"
     ) as served:
@@ -358,6 +361,9 @@ def test_key_has_its_task_and_its_tokens(folder: Path, tmp_path: Path) -> None:
         served.client.headers["authorization"] = f"Bearer {key}"
         tasks = served.client.get("/v1/tuning").json()["models"]["tiny"]["tasks"]
         assert {task["task"] for task in tasks} == {"notes", "mine"}
+        kept = read_stream(str(prompts), None, None)
+        assert {(prompt.task, prompt.text) for prompt in kept} == {("notes", TEXT), ("mine", TEXT)}
+        assert TEXT not in served.log.read_text()
 
 
 def test_server_without_models_says_so(tmp_path: Path) -> None:
