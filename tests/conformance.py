@@ -1,25 +1,29 @@
 """Clients that no one here wrote, against a real server: `make conformance`.
 
-    python conformance.py [--model smollm2-135m] [--only llm-comply]
+    python conformance.py [--model smollm2-135m] [--only lm-eval]
 
-Each is installed from wheels into an environment of its own under the user's cache. llm-comply holds answers to the
-schemas of OpenAI's document, for chats and for Responses.
+Each is installed into an environment of its own under the user's cache. llm-comply holds answers to the schemas of
+OpenAI's document, for chats and for Responses; lm-eval's log probabilities of given continuations must be those of
+transformers in float32; npm's `openai` streams, parses, and is refused.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import venv
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import platformdirs
 from api import Served, serving
+
+from swiftopt.models.sources import local_folder, resolve
 
 # Of llm-comply; images, phases and reasoning are none of ours.
 CASES = ("basic-response", "system-prompt", "multi-turn", "tool-calling", "streaming-response", "streaming-usage")
@@ -27,19 +31,110 @@ MODELS_OWN = "got 'incomplete'"  # a small model may go on to the end of its con
 FORMS = {"openai-chat": "chat-", "open-responses": ""}  # with what their cases begin
 
 
-def environment(requirement: str) -> Path:
-    """The folder of the programs of an environment that has the package."""
-    folder = Path(platformdirs.user_cache_dir("swiftopt")) / "conformance" / requirement.replace("==", "-")
+QUESTIONS = (  # and continuations, the likely one first
+    ("def add(a, b):\n    return a", (" + b", " - b", " * b")),
+    ("The capital of France is", (" Paris", " Rome", " a bicycle")),
+    ("for i in range(10):\n   ", (" print(i)", " banana", " import")),
+    ("Water boils at a temperature of", (" 100 degrees", " green", " the")),
+)
+LM_TASK = """
+task: made
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+target_delimiter: ""
+doc_to_target: answer
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+"""
+CLOSE = 2e-3  # of a continuation's log probability, in nats: several sums of float32 in another order
+
+
+def environment(name: str, *requirements: str) -> Path:
+    """The folder of the programs of an environment that has the packages."""
+    folder = Path(platformdirs.user_cache_dir("swiftopt")) / "conformance" / name
     if not (folder / "done").exists():
         venv.create(folder, with_pip=True, clear=True)
-        subprocess.run([folder / "bin" / "pip", "install", "--quiet", requirement], check=True)
+        subprocess.run([folder / "bin" / "pip", "install", "--quiet", *requirements], check=True)
         (folder / "done").touch()
     return folder / "bin"
 
 
-def llm_comply(served: Served, model: str) -> list[str]:
+def lm_eval(served: Served, model: str, path: str) -> list[str]:
+    """Where lm-eval's figures over HTTP are not those of transformers."""
+    program = environment("lm-eval-0.4.13", "lm-eval[api]==0.4.13", "transformers") / "lm_eval"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        docs = [{"question": text, "choices": list(choices), "answer": 0} for text, choices in QUESTIONS]
+        (folder / "made.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+        (folder / "made.yaml").write_text(LM_TASK.format(file=folder / "made.jsonl"))
+        options = {"model": model, "base_url": f"{served.url}/v1/completions", "tokenizer": path, "num_concurrent": "4"}
+        subprocess.run(
+            [
+                *(program, "run", "--model", "local-completions", "--tasks", "made", "--include_path", folder),
+                *("--model_args", ",".join(f"{key}={value}" for key, value in options.items())),
+                *("--log_samples", "--output_path", folder / "out"),
+            ],
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "home")},
+            capture_output=True,
+            check=True,
+        )
+        [file] = (folder / "out").rglob("samples_made_*.jsonl")
+        samples = [json.loads(line) for line in file.read_text().splitlines()]
+    wrong = []
+    for sample in sorted(samples, key=lambda own: int(own["doc_id"])):
+        text, choices = QUESTIONS[sample["doc_id"]]
+        told = [float(value) for ((value, _),) in sample["resps"]]
+        expected = log_probabilities(path, text, choices)
+        print(f"lm-eval {text!r}: {told}, transformers {expected}")
+        wrong += [f"{text!r}: {a} and {b}" for a, b in zip(told, expected, strict=True) if abs(a - b) > CLOSE]
+    return wrong
+
+
+def log_probabilities(path: str, text: str, choices: Sequence[str]) -> list[float]:
+    """What transformers' own model says of each continuation, in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    n_before, found = len(tokenizer(text).input_ids), []
+    for choice in choices:
+        ids = tokenizer(text + choice, return_tensors="pt").input_ids
+        with torch.inference_mode():
+            own = model(ids).logits[0, n_before - 1 : -1].log_softmax(-1)
+        found.append(float(own.gather(1, ids[0, n_before:, None]).sum()))
+    return found
+
+
+def npm_openai(served: Served, model: str, path: str) -> list[str]:
+    """What npm's client did not get as it should."""
+    folder = Path(platformdirs.user_cache_dir("swiftopt")) / "conformance" / "npm-openai-7.57.0"
+    if not (folder / "node_modules" / "openai").exists():
+        subprocess.run(["npm", "install", "--silent", "--prefix", folder, "openai@7.57.0"], check=True)
+    script = folder / "openai.mjs"  # beside what it imports
+    script.write_text((Path(__file__).parent / "clients" / "openai.mjs").read_text())
+    done = subprocess.run(["node", script, served.url, model], capture_output=True, text=True, check=False)
+    if done.returncode:
+        return [f"npm openai: {done.stderr.strip()[-500:]}"]
+    print(f"npm openai: {done.stdout.strip()}")
+    found = json.loads(done.stdout)
+    checks = {
+        "a stream is the whole": found["streamed"] == found["whole"] == found["response"] != "",
+        "its end": found["finish"] in ("stop", "length"),
+        "usage": found["tokens"][0] == found["tokens"][1] > 0,
+        "a schema": found["n"] == "number",
+        "an unknown model": found["refused"] == {"status": 404, "name": "NotFoundError"},
+        "models": found["models"] == [model],
+    }
+    return [f"npm openai: {name}: {found}" for name, holds in checks.items() if not holds]
+
+
+def llm_comply(served: Served, model: str, path: str) -> list[str]:
     """What llm-comply finds wrong."""
-    program, wrong = environment("llm-comply==0.5.0") / "llm-comply", []
+    program, wrong = environment("llm-comply-0.5.0", "llm-comply==0.5.0") / "llm-comply", []
     for form, begin in FORMS.items():
         names = [begin + case for case in (*CASES, "error-handling")]
         common = ["--base-url", f"{served.url}/v1", "--api-key", "none", "--model", model, "--format", form]
@@ -56,7 +151,11 @@ def llm_comply(served: Served, model: str) -> list[str]:
     return wrong
 
 
-CLIENTS: dict[str, Callable[[Served, str], list[str]]] = {"llm-comply": llm_comply}
+CLIENTS: dict[str, Callable[[Served, str, str], list[str]]] = {
+    "llm-comply": llm_comply,
+    "lm-eval": lm_eval,
+    "npm-openai": npm_openai,
+}
 
 
 def main() -> None:
@@ -65,12 +164,15 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--only", choices=sorted(CLIENTS))
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        where = Path(name)
-        with serving(str(where / "a.db"), where / "log", "--model", f"model={args.model}", "--rate", "0") as served:
+    with tempfile.TemporaryDirectory() as temporary:
+        where = Path(temporary)
+        path = str(local_folder(resolve(args.model)))
+        options = ("--model", f"model={path}", "--rate", "0", "--dtype", "float32")
+        with serving(str(where / "a.db"), where / "log", *options) as served:
             while served.client.get("/health").status_code != 200:
                 assert served.process.poll() is None, served.log.read_text()
-            wrong = [line for own in CLIENTS if args.only in (None, own) for line in CLIENTS[own](served, "model")]
+            chosen = [own for name, own in CLIENTS.items() if args.only in (None, name)]
+            wrong = [line for own in chosen for line in own(served, "model", path)]
     for line in wrong:
         print(line, file=sys.stderr)
     sys.exit(bool(wrong))
