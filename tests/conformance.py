@@ -100,7 +100,7 @@ def log_probabilities(path: str, text: str, choices: Sequence[str]) -> list[floa
 
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    n_before, found = len(tokenizer(text).input_ids), []
+    n_before, found = len(tokenizer(text.rstrip()).input_ids), []  # lm-eval gives spaces at the end to continuations
     for choice in choices:
         ids = tokenizer(text + choice, return_tensors="pt").input_ids
         with torch.inference_mode():
