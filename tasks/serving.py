@@ -7,6 +7,7 @@ Standard input brings `{"op": "decode", "id": …, "request": CompletionRequest}
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import threading
@@ -28,6 +29,8 @@ from . import model as models
 from .generate import Generated, TextAdded
 from .model import Cancelled, Model, Ticket
 from .traffic import Traffic, Way
+
+logger = logging.getLogger(__name__)
 
 
 class Wire:
@@ -191,7 +194,7 @@ class EngineHost:
         try:
             self._kept.write(stream_lines([prompt]).rstrip("\n"))
         except OutputError as error:  # the client has asked for its answer, not for this
-            print(error, file=sys.stderr)
+            logger.warning("prompt=not kept reason=%r", str(error))
 
     def _text_of(self, token_id: int) -> str:
         return str(self.model.runtime.tokenizer.decode([token_id]))
