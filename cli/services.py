@@ -43,7 +43,7 @@ except SwiftoptError as error:
 # --- the HTTP server
 
 
-@click.command(short_help="Answer look-ups and take jobs over HTTP.")
+@click.command(short_help="Serve models and look-ups over HTTP, and take jobs.")
 @click.option(
     "--host", default="127.0.0.1", help="Address to listen on; others than this machine's own need an API key."
 )
@@ -95,7 +95,7 @@ except SwiftoptError as error:
 @options.as_json
 @options.example("serve --model smollm2-135m", "serve --port 8000 --stream-folder prompts", "serve --new-key ci")
 def serve(new_key: str | None, as_json: bool, models: tuple[str, ...], **values: Any) -> int:
-    """Answer look-ups of layer sets, take jobs, and decode over HTTP.
+    """Decode over HTTP, answer look-ups of layer sets, and take jobs.
 
     With --model the server speaks OpenAI's API (/v1/chat/completions, /v1/completions, /v1/models) and gets faster on
     the requests that it serves; their output stays that of plain decoding. Each model runs in a process of its own.
