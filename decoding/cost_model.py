@@ -46,7 +46,9 @@ class PassCosts:
 
     def draft(self, n_rows: int) -> float:
         """Return the cost of a draft pass over `n_rows` rows of each sequence; infinite without a draft model."""
-        n_rows *= self.load
+        return self._draft_of(n_rows * self.load)
+
+    def _draft_of(self, n_rows: int) -> float:
         own = self._drafts if self._drafts is None or isinstance(self._drafts, LayerSet) else self._drafts.layer_set
         if own is None:
             return float("inf")
@@ -57,12 +59,10 @@ class PassCosts:
     @property
     def shared(self) -> float:
         """The part of a draft pass over a row of each sequence that does not depend on how many of them join it."""
-        load, self.load = self.load, 1
-        one, self.load = self.draft(1), load
-        if load == 1:
+        if self.load == 1:
             return 1.0
-        joined = self.draft(1)
-        return max(0.0, 1 - load * (joined - one) / (load - 1) / joined)
+        one, joined = self._draft_of(1), self._draft_of(self.load)
+        return max(0.0, 1 - self.load * (joined - one) / (self.load - 1) / joined)
 
     def verify(self, n_rows: int) -> float:
         """Return the cost of a target pass over `n_rows` rows of each sequence."""

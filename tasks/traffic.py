@@ -223,9 +223,7 @@ class Traffic:
         self._tasks: dict[str, TaskTraffic] = {}
         self._looked: dict[str, float] = {}
         self._owner = secrets.token_hex(8)
-        self._leases: dict[
-            str, tuple[float, bool]
-        ] = {}  # by task: when its search was asked for, and whether it is ours
+        self._leases: dict[str, tuple[float, bool]] = {}  # by task: when it was asked for, and whether it is ours
         if store is not None:
             self._known = tuple(store.known_sets(runtime.info.fingerprint))
 

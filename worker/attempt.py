@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from ..core.jobs import Delivery, Lease
 from ..core.requests import TuneRequest
 from ..core.streams import parse_stream
 from ..core.types import DEFAULT_TASK
-from ..store import LEASE_S, Claim, Store
+from ..store import LEASE_S, Claim, Jobs, Store
 from ..tasks.job import HandedBack, LeaseKeeper, Paused, patiently
 from .queue import JobService, RedisQueue
 
@@ -73,9 +73,10 @@ class KeptModel:
 
 def _model_of(request: TuneRequest) -> tuple[Any, ...]:
     """Return what distinguishes a request's model, with the time of its newest file where it is a path."""
-    path = Path(request.model)
-    files = [path, *path.iterdir()] if path.is_dir() else [path] if path.is_file() else []
-    changed = max((file.stat().st_mtime_ns for file in files if file.exists()), default=0)
+    path, changed = Path(request.model), 0
+    with suppress(OSError):  # loading says what is wrong
+        files = [path, *path.iterdir()] if path.is_dir() else [path] if path.is_file() else []
+        changed = max((file.stat().st_mtime_ns for file in files if file.exists()), default=0)
     return request.model, request.dtype, request.device, request.speed, changed
 
 
@@ -84,7 +85,7 @@ def run_attempts(
     store: Store,
     first: Delivery,
     ending: threading.Event,
-    on_begin: Callable[[Delivery], None] = lambda delivery: None,
+    on_begin: Callable[[Delivery], None],
 ) -> None:
     """Run an attempt, and as long as it succeeds that of the queue's next job, if that wants the model that is loaded.
 
@@ -138,7 +139,8 @@ def run_attempt(
         return
     logger.info("attempt=begun job=%s attempt=%d kind=%s", lease.job, lease.attempt, claim.job.kind)
     with LeaseKeeper(store.jobs, lease, fatal=True) as keeper, _deadline(service, lease, ending):
-        patiently(_outcome(context, store, claim, keeper, ending, kept))
+        work = partial(_tune, context, store, kept) if claim.job.kind != "noop" else _sleep
+        patiently(_outcome(store.jobs, lease, partial(work, claim, keeper, ending)))
     logger.info("attempt=over job=%s attempt=%d", lease.job, lease.attempt)
     if ending.is_set():
         service.deliver(store.jobs.get(lease.job))
@@ -162,21 +164,10 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def _outcome(
-    context: WorkerContext,
-    store: Store,
-    claim: Claim,
-    keeper: LeaseKeeper,
-    ending: threading.Event,
-    kept: KeptModel,
-) -> Callable[[], bool]:
+def _outcome(jobs: Jobs, lease: Lease, work: Callable[[], None]) -> Callable[[], bool]:
     """Do the work; return the call that records its outcome."""
-    jobs, lease = store.jobs, claim.lease
     try:
-        if claim.job.kind == "noop":
-            _sleep(claim, keeper, ending)
-        else:
-            _tune(context, store, claim, keeper, ending, kept)
+        work()
     except HandedBack:
         return partial(jobs.hand_back, lease, "its worker is ending")
     except Paused:
@@ -197,10 +188,10 @@ def _outcome(
 def _tune(
     context: WorkerContext,
     store: Store,
+    kept: KeptModel,
     claim: Claim,
     keeper: LeaseKeeper,
     ending: threading.Event,
-    kept: KeptModel,
 ) -> None:
     request = _request(context, claim.job.request)
     lines = (line.encode() for line in claim.lines.splitlines(keepends=True))
