@@ -201,7 +201,7 @@ class Exchange(ABC):
     def _close(self) -> None:
         for choice in self.choices:
             self.engine.drop(choice.reply)
-            self._app.tokens.spend(self._caller, choice.completion.n_prompt_tokens + choice.n_tokens)
+        self._app.tokens.spend(self._caller, self.usage()["total_tokens"])
 
     def usage(self) -> dict[str, Any]:
         """Count the tokens so far; a prompt of several choices counts once."""
