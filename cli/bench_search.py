@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.table import Table
 
 from ..core.costs import CostProfile
 from ..core.errors import NotFound
-from ..core.events import FormatTried
 from ..core.requests import GenerateRequest
 from ..core.settings import SwiftSettings, TuningSettings
 from ..core.streams import read_stream
@@ -21,6 +20,9 @@ from .options import check_words, decoding_request, default_of, pick, positive
 from .output import Result, note, note_load, writing
 from .progress import RunState, event_line
 from .render import fixed, lined_table, number
+
+if TYPE_CHECKING:
+    from ..optimizer.drafting import Trying
 
 COMPARED = ("swift", "random", *SIZE_CHOOSING)
 SPENT = {"passes": 0, "seconds": 1}  # what a search takes, with the digits that are shown of it
@@ -172,8 +174,8 @@ def stream_shift(stream: str, prompts: int, png: Path | None, **values: Any) -> 
     return Result(report, [_shift_table(report)])
 
 
-def _note_format(tried: FormatTried) -> None:
-    note(event_line(tried, RunState()) or "")
+def _note_format(event: Trying) -> None:
+    note(event_line(event, RunState()) or "")
 
 
 def _shift_table(report: dict[str, Any]) -> Table:

@@ -241,6 +241,7 @@ class QuantisedCopies:
         self._blocks, self.head_map = blocks, head
         self._fingerprint = fingerprint if HASH.fullmatch(fingerprint) else None
         self.packed = False  # for our kernels
+        self.kept: set[str] = set()  # formats that are never dropped: what is decoded now drafts with them
         self._made: dict[Key, _Copy] = {}
 
     @property
@@ -267,8 +268,9 @@ class QuantisedCopies:
             self._made.clear()
 
     def drop(self, name: str) -> None:
-        """Free all copies in a format; one that is asked for again is made, or read, again."""
-        self._made = {key: one for key, one in self._made.items() if key[2] != name}
+        """Free all copies in a format unless it is `kept`; one that is asked for again is made, or read, again."""
+        if name not in self.kept:
+            self._made = {key: one for key, one in self._made.items() if key[2] != name}
 
     @torch.inference_mode()
     def prepare(self, layer_set: LayerSet, on_step: Callable[[str], None] | None = None) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from ..core.costs import CostProfile
-from ..core.events import FormatTried
+from ..core.events import FormatTried, PhaseChanged
 from ..core.settings import AUTO, STORED, Branching, SwiftSettings
 from ..core.types import LayerSet, Prompt, n_skipped_for
 from ..decoding.draft_models import SkippedTarget
@@ -36,6 +36,8 @@ CANDIDATES = ("int4", "int8")  # formats, the cheaper one first
 ENOUGH = 2.0  # what int8 can hardly come to, however well it agrees: it reads half of the weights
 WORTH_IT = 1.05  # below this expected speedup copies are not worth their memory
 N_PROMPTS, N_WINDOWS = 2, 2  # texts that are looked at, and windows of each
+
+Trying = FormatTried | PhaseChanged  # a window that was looked at
 
 
 def drafting_with(draft: SkippedTarget, settings: SwiftSettings, costs: CostProfile | None) -> Method:
@@ -104,7 +106,7 @@ def choose_format(
     window: int,
     costs: CostProfile,
     measured: MeasureFormats,
-) -> Generator[FormatTried, None, tuple[str, CostProfile]]:
+) -> Generator[Trying, None, tuple[str, CostProfile]]:
     """The format in which drafts of all sub-layers promise most tokens per measured time, and the costs with it.
 
     "stored" where none promises anything. Copies that are not chosen are dropped.
@@ -117,7 +119,7 @@ def choose_format(
         draft = LayerSet(runtime.n_layers).filled(name)
         try:
             known = measured(name)
-            score = _scored(session, prompts[:N_PROMPTS], window, draft, known)
+            score = yield from _scored(session, prompts[:N_PROMPTS], window, name, draft, known)
         except (RuntimeError, MemoryError) as error:  # a device without such a kernel, or without room
             yield FormatTried(name, None, None, (str(error) or type(error).__name__).splitlines()[0])
             runtime.drop_copies(name)
@@ -138,7 +140,7 @@ def prepared(
     prompts: Sequence[Prompt],
     settings: SwiftSettings,
     measured: MeasureFormats,
-) -> Generator[FormatTried, None, tuple[SwiftSettings, CostProfile]]:
+) -> Generator[Trying, None, tuple[SwiftSettings, CostProfile]]:
     """The settings with the format that drafts get, chosen here where they leave it open, and what passes cost with it.
 
     Its copies are made.
@@ -153,8 +155,8 @@ def prepared(
 
 
 def _scored(
-    session: Session, prompts: Sequence[Prompt], window: int, draft: LayerSet, costs: CostProfile
-) -> WindowScore:
+    session: Session, prompts: Sequence[Prompt], window: int, name: str, draft: LayerSet, costs: CostProfile
+) -> Generator[PhaseChanged, None, WindowScore]:
     """What the draft predicts over windows of the model's own completions, which it drafts itself; as one window."""
     scores: list[WindowScore] = []
     for prompt in prompts:
@@ -169,6 +171,7 @@ def _scored(
                     if len(event.context.generated) - looked >= window:
                         looked = len(event.context.generated)
                         own += alone(score_window(event.context, [draft], window))
+                        yield PhaseChanged("", "profile", f"trying {name} drafts, window {len(scores) + len(own)}")
                     if len(own) == N_WINDOWS:
                         break
         scores += own

@@ -8,9 +8,11 @@ print(model.generate("Once upon a time", task="notes").text)
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from queue import SimpleQueue
+from time import perf_counter
 from typing import Any
 
 from ..core.errors import SwiftoptError
@@ -25,6 +27,8 @@ from ..models.saved import no_step
 from ..store import Store
 from .generate import Generated, Planner, TextAdded, as_planned, memory_for_texts
 from .tune import TuneResult, run_tuning
+
+TURN_SHARE = 0.03  # of the time spent decoding, that turns of other threads may take
 
 
 def load(
@@ -173,8 +177,20 @@ class Cancelled(SwiftoptError):
     """The request was cancelled, or its engine closed."""
 
 
+class _Turn:
+    """Another thread's turn to use the model: granted by the engine's thread, which then waits for its end."""
+
+    def __init__(self) -> None:
+        self.answered, self.over = threading.Event(), threading.Event()
+        self.granted = False
+
+    def answer(self, granted: bool) -> None:
+        self.granted = granted
+        self.answered.set()
+
+
 class LiveEngine(AbstractContextManager["LiveEngine"]):
-    """Decodes requests of any threads side by side, in a thread of its own that alone uses the model."""
+    """Decodes requests of any threads side by side, in a thread of its own that uses the model, or gives a turn."""
 
     def __init__(self, model: Model, concurrency: int, memory: int) -> None:
         self.model = model
@@ -182,6 +198,8 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock, self._closed = threading.Lock(), False
         self._requests: dict[Ticket, Request[None]] = {}
+        self._turns: deque[_Turn] = deque()
+        self._decoded_s = self._given_s = 0.0  # that steps took, and turns while requests waited for them
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -209,6 +227,26 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
         """Do something in the engine's thread, between two steps."""
         self._inbox.put(act)
 
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Use the model from the calling thread: while nothing is decoded, else for TURN_SHARE of the time at most.
+
+        Raises: Cancelled: the engine is closed, or closes before the turn.
+        """
+        turn = _Turn()
+        with self._lock:
+            if self._closed:
+                turn.answer(False)
+            else:
+                self.call(lambda: self._turns.append(turn))
+        turn.answered.wait()
+        if not turn.granted:
+            raise Cancelled("this engine is closed: start another one")
+        try:
+            yield
+        finally:
+            turn.over.set()
+
     @property
     def n_waiting(self) -> int:
         """Requests that were not begun yet."""
@@ -230,7 +268,10 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
                 self._obey()
                 if self._closed:
                     return
-                self._step()
+                if self._turns and (not self._requests or self._given_s <= TURN_SHARE * self._decoded_s):
+                    self._given_s += self._give(self._turns.popleft())
+                if self._requests:
+                    self._step()
         finally:
             with self._lock:
                 self._closed = True
@@ -238,18 +279,29 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
                 self._inbox.get()()
             for ticket in list(self._requests):
                 self._drop(ticket)
+            for turn in self._turns:
+                turn.answer(False)
 
     def _obey(self) -> None:
         """Do what was asked of this thread, waiting while there is nothing to decode."""
-        while not self._inbox.empty() or not (self._requests or self._closed):
+        while not self._inbox.empty() or not (self._requests or self._turns or self._closed):
             self._inbox.get()()
+
+    def _give(self, turn: _Turn) -> float:
+        """Let a thread use the model; the seconds that requests waited for it."""
+        begun, waited = perf_counter(), bool(self._requests)
+        turn.answer(True)
+        turn.over.wait()
+        return perf_counter() - begun if waited else 0.0
 
     def _add(self, ticket: Ticket, work: Work[None]) -> None:
         self._requests[ticket] = self._engine.add(intercept(work, _handing_to(ticket)))
 
     def _step(self) -> None:
+        begun = perf_counter()
         for _ in self._engine.step():
             pass
+        self._decoded_s += perf_counter() - begun
         for ticket, request in list(self._requests.items()):
             if request.is_done:
                 del self._requests[ticket]

@@ -34,7 +34,7 @@ from ..optimizer.self_sd import Candidate, SelfSdSearch
 from ..store import Store
 from ..training.descent import train
 from ..training.settings import HeadSettings, ProbeSettings
-from .job import patiently
+from .job import PATIENCE_S, patiently
 from .train import record_of
 
 KINDS: tuple[LearnedKind, ...] = ("heads", "probe")
@@ -311,20 +311,21 @@ def stored_costs(
     n_positions: int,
     on_step: Callable[[str], None] | None = None,
     formats: Iterable[str] = (),
+    patience_s: float = PATIENCE_S,
 ) -> CostProfile:
     """Return the model's cost profile on this machine with the named formats, measured once and stored.
 
-    Waits for a database that is away; without one nothing is stored.
+    Waits `patience_s` for a database that is away; without one nothing is stored.
 
     Raises: StoreUnavailable: it stayed away.
     """
     bucket = min(context_bucket(n_positions), runtime.max_positions)
     key = (runtime.info.fingerprint, machine_name(runtime), runtime.dtype_name, bucket)
-    found = None if store is None else patiently(lambda: store.cost_profile(*key))
+    found = None if store is None else patiently(lambda: store.cost_profile(*key), patience_s)
     costs = found or replace(measure_costs(runtime, bucket, on_step), context_bucket=bucket)
     costs = with_formats(runtime, costs, formats, on_step)
     if store is not None and costs is not found:
-        patiently(lambda: store.save_cost_profile(costs))
+        patiently(lambda: store.save_cost_profile(costs), patience_s)
     return costs
 
 

@@ -217,6 +217,7 @@ class Traffic:
         self.settings = settings or TuningSettings(draft_format=DRAFT_FORMAT)
         self.costs: CostProfile = stored_costs(runtime, store, TYPICAL_POSITIONS, on_step, [self.settings.draft_format])
         runtime.copies.prepare(LayerSet(runtime.n_layers).filled(self.settings.draft_format), on_step)
+        runtime.copies.kept.add(self.settings.draft_format)
         self.paused = False
         self._is_busy = is_busy
         self._known: tuple[KnownSet, ...] = ()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from os import getpid
 from pathlib import Path
 from statistics import median
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 from ..core.costs import CostProfile
 from ..core.errors import JobCancelled, JobFailed, LeaseLost, SettingsError, SwiftoptError
@@ -29,11 +29,15 @@ from ..optimizer.drafting import prepared
 from ..optimizer.task_state import reading
 from ..optimizer.tuning import MID_STEP, Tuner
 from ..store import Claim, Store
-from .job import HandedBack, LeaseKeeper, Paused, patiently, tune_spec
+from .job import PATIENCE_S, HandedBack, LeaseKeeper, Paused, patiently, tune_spec
 from .recipes import stamped, stored_costs
 
 SHOW_S = 1.0  # between two updates of the figures that others read
 CHECKPOINT_S = 5.0  # between two checkpoints while neither a pass of candidates nor a prompt ends
+SHORT_PATIENCE_S = 5.0  # with a database that is away, while who else uses the model waits for it
+
+E = TypeVar("E")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,8 @@ class TuningRun:
     """Tune under a lease; `on_event` gets every event after it was written.
 
     `ending` returns whether the process is to end soon: the run then raises HandedBack at its next checkpoint. `load`
-    gives the request's model, and tells what it does.
+    gives the request's model, and tells what it does. Where others use that model as well, `turn` waits until this run
+    may compute: from one event to the next, never while it waits for the database.
 
     Raises: LeaseLost: in `tune`, when the attempt was replaced or its job cancelled.
     """
@@ -109,12 +114,13 @@ class TuningRun:
         writer: LineWriter | None = None,
         ending: Callable[[], bool] = lambda: False,
         load: Callable[[TuneRequest, Callable[[str], None]], Runtime] = load_model,
+        turn: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
         self.request, self.prompts, self.store, self.claim = request, prompts, store, claim
         self.tuner: Tuner | None = None
         self._jobs, self._lease = store.jobs, claim.lease
         self._keeper, self._on_event, self._writer, self._ending = keeper, on_event, writer, ending
-        self._load = load
+        self._load, self._turn, self._now = load, turn, ExitStack()
         self._pending: list[Event] = []  # reported, not yet written
         self._n_checkpoints = claim.n_checkpoints
         self._snapshot = claim.snapshot  # of the last checkpoint
@@ -134,7 +140,7 @@ class TuningRun:
         self.tuner = Tuner(session, settings, costs, request.model, known, request.concurrency)
         finished: list[TaskFinished] = []
         with closing(self.tuner.run(self.prompts, self.claim.snapshot, self.claim.trials)) as events:
-            for event in events:
+            for event in self._in_turns(events):
                 if isinstance(event, TaskFinished):
                     finished.append(self._finish(event, "always"))
                 else:
@@ -160,14 +166,39 @@ class TuningRun:
             kept = CostProfile.from_json(begun["costs"]) if "costs" in begun else None
 
         def on_step(step: str) -> None:
-            self.handle(PhaseChanged("", "profile", step))
+            with self._turn_over():
+                self.handle(PhaseChanged("", "profile", step))
 
         def measured(*formats: str) -> CostProfile:
             if kept is not None and kept.device == machine_name(session.runtime):
                 return kept
-            return stored_costs(session.runtime, self.store, n_positions, on_step, formats)
+            patience_s = PATIENCE_S if self._turn is None else SHORT_PATIENCE_S
+            return stored_costs(session.runtime, self.store, n_positions, on_step, formats, patience_s)
 
-        return exhaust(prepared(session, self.prompts, settings, measured), self.handle)
+        return exhaust(self._in_turns(prepared(session, self.prompts, settings, measured)), self.handle)
+
+    def _in_turns(self, events: Generator[E, None, T]) -> Generator[E, None, T]:
+        """Hand on a generator's events, each computed in a turn."""
+        while True:
+            self._take_turn()
+            with self._now:
+                try:
+                    event = next(events)
+                except StopIteration as end:
+                    result: T = end.value
+                    return result
+            yield event
+
+    def _take_turn(self) -> None:
+        if self._turn is not None:
+            self._now.enter_context(self._turn())
+
+    @contextmanager
+    def _turn_over(self) -> Iterator[None]:
+        """Let others use the model, in the middle of what is computed."""
+        self._now.close()
+        yield
+        self._take_turn()
 
     def keep_unfinished(self) -> None:
         """Store the best sets so far of a run that was cut short, without making them anyone's plan."""

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import DeviceMissing, InvalidInput, LeaseLost, NotFound, SettingsError, SwiftoptError
-from ..core.jobs import Delivery, Lease
+from ..core.jobs import DEFAULT_QUEUE, Delivery, Lease
 from ..core.requests import TuneRequest
 from ..core.streams import parse_stream
 from ..core.types import DEFAULT_TASK
@@ -29,6 +31,8 @@ MOST_IN_A_ROW = 100  # attempts of one child
 HAND_BACK_S = 5.0  # after SIGTERM, until the next checkpoint; without one the job goes on from its last
 NOOP_STEP_S = 0.05
 
+Turn = Callable[[], AbstractContextManager[None]]
+
 logger = logging.getLogger(__name__)
 
 
@@ -36,7 +40,8 @@ logger = logging.getLogger(__name__)
 class WorkerContext:
     """Name, services and device of a worker; `device` replaces "auto" in requests.
 
-    `lease_s`: seconds without a renewal after which its attempts count as lost.
+    `redis` "": no queue is told of a job that is handed back, and the reconciler finds it. `lease_s`: seconds without a
+    renewal after which its attempts count as lost.
     """
 
     name: str
@@ -48,11 +53,14 @@ class WorkerContext:
 
 
 class KeptModel:
-    """The model that was loaded last, for the next job that wants it."""
+    """The model that was loaded last, for the next job that wants it.
 
-    def __init__(self) -> None:
-        self._wanted: tuple[Any, ...] | None = None
-        self._runtime: Runtime | None = None
+    Args: runtime: one that is loaded already, the model of `request`.
+    """
+
+    def __init__(self, request: TuneRequest | None = None, runtime: Runtime | None = None) -> None:
+        self._wanted = None if request is None else _model_of(request)
+        self._runtime = runtime
 
     def is_wanted_by(self, request: TuneRequest) -> bool:
         """Return whether a request wants that very model, and its files are as they were."""
@@ -72,12 +80,19 @@ class KeptModel:
 
 
 def _model_of(request: TuneRequest) -> tuple[Any, ...]:
-    """Return what distinguishes a request's model, with the time of its newest file where it is a path."""
-    path, changed = Path(request.model), 0
+    """Return what distinguishes a request's model; where it is a path, also the time of its newest file."""
+    path, changed, place = Path(request.model), 0, request.model
     with suppress(OSError):  # loading says what is wrong
         files = [path, *path.iterdir()] if path.is_dir() else [path] if path.is_file() else []
         changed = max((file.stat().st_mtime_ns for file in files if file.exists()), default=0)
-    return request.model, request.dtype, request.device, request.speed, changed
+        place = str(path.resolve()) if files else place
+    return place, request.dtype, request.device, request.speed, changed
+
+
+def engine_lock(request: TuneRequest) -> str:
+    """Return the name of the lock that an engine of this machine holds on jobs of its model."""
+    model = hashlib.sha256(repr(_model_of(request)).encode()).hexdigest()
+    return f"engine {socket.gethostname()} {model}"
 
 
 def run_attempts(
@@ -89,16 +104,32 @@ def run_attempts(
 ) -> None:
     """Run an attempt, and as long as it succeeds that of the queue's next job, if that wants the model that is loaded.
 
+    One whose model an engine of this machine has loaded is left to that engine, which looks for it.
+
     Args: on_begin: told of each attempt before it begins. Otherwise as `run_attempt`.
     """
     kept, delivery = KeptModel(), first
     for _ in range(MOST_IN_A_ROW):
+        if patiently(partial(_is_engines, context, store, delivery)):
+            logger.info("attempt=left job=%s attempt=%d reason='its model is served'", delivery.job, delivery.attempt)
+            return
         on_begin(delivery)
         run_attempt(context, store, delivery, ending, kept)
         following = None if ending.is_set() else patiently(partial(_following, context, store, delivery, kept))
         if following is None:
             return
         delivery = following
+
+
+def _is_engines(context: WorkerContext, store: Store, delivery: Delivery) -> bool:
+    """Return whether an engine of this machine takes the attempt."""
+    try:
+        job = store.jobs.get(delivery.job)
+        if delivery.queue != DEFAULT_QUEUE or job.kind != "tune":
+            return False
+        return not store.jobs.lock(engine_lock(request_of(context, job.request)), context.name, 0.0)
+    except (NotFound, InvalidInput):  # the attempt itself says so
+        return False
 
 
 def _following(context: WorkerContext, store: Store, done: Delivery, kept: KeptModel) -> Delivery | None:
@@ -108,26 +139,32 @@ def _following(context: WorkerContext, store: Store, done: Delivery, kept: KeptM
         return None
     job = store.jobs.get(following.job)
     try:
-        is_alike = job.kind == "tune" and kept.is_wanted_by(_request(context, job.request))
+        is_alike = job.kind == "tune" and kept.is_wanted_by(request_of(context, job.request))
     except InvalidInput:  # its own attempt says so
         return None
     return following if is_alike else None
 
 
-def _request(context: WorkerContext, values: Mapping[str, Any]) -> TuneRequest:
+def request_of(context: WorkerContext, values: Mapping[str, Any]) -> TuneRequest:
     """Return a job's request, on this worker's device."""
     request = TuneRequest.from_json(values)
     return replace(request, device=context.device) if request.device == "auto" else request
 
 
 def run_attempt(
-    context: WorkerContext, store: Store, delivery: Delivery, ending: threading.Event, kept: KeptModel
+    context: WorkerContext,
+    store: Store,
+    delivery: Delivery,
+    ending: threading.Event,
+    kept: KeptModel,
+    turn: Turn | None = None,
 ) -> None:
     """Claim and run one attempt, and write its outcome to the job's row; `ending` is set when this process is to end.
 
+    Args:   turn: of an engine that decodes with the same model, see `TuningRun`; a lost lease does not end its process.
     Raises: StoreUnavailable: the database stayed away; the lease runs out, and another worker goes on.
     """
-    service = JobService(store, RedisQueue(context.redis))
+    service = JobService(store, RedisQueue(context.redis) if context.redis else None)
     lease = Lease(delivery.job, delivery.attempt)
     if ending.is_set():
         if patiently(lambda: store.jobs.redeliver(delivery)) is not None:
@@ -138,8 +175,8 @@ def run_attempt(
         _tell_overtaken(store, lease)
         return
     logger.info("attempt=begun job=%s attempt=%d kind=%s", lease.job, lease.attempt, claim.job.kind)
-    with LeaseKeeper(store.jobs, lease, fatal=True) as keeper, _deadline(service, lease, ending):
-        work = partial(_tune, context, store, kept) if claim.job.kind != "noop" else _sleep
+    with LeaseKeeper(store.jobs, lease, fatal=turn is None) as keeper, _deadline(service, lease, ending):
+        work = partial(_tune, context, store, kept, turn) if claim.job.kind != "noop" else _sleep
         patiently(_outcome(store.jobs, lease, partial(work, claim, keeper, ending)))
     logger.info("attempt=over job=%s attempt=%d", lease.job, lease.attempt)
     if ending.is_set():
@@ -189,17 +226,20 @@ def _tune(
     context: WorkerContext,
     store: Store,
     kept: KeptModel,
+    turn: Turn | None,
     claim: Claim,
     keeper: LeaseKeeper,
     ending: threading.Event,
 ) -> None:
-    request = _request(context, claim.job.request)
+    request = request_of(context, claim.job.request)
     lines = (line.encode() for line in claim.lines.splitlines(keepends=True))
     prompts = parse_stream(lines, f"the stream of job {claim.job.id}", DEFAULT_TASK)
     from ..tasks.tune import TuningRun, check_room
 
     check_room(request, prompts)
-    run = TuningRun(request, prompts, store, claim, keeper, lambda event: None, ending=ending.is_set, load=kept.load)
+    run = TuningRun(
+        request, prompts, store, claim, keeper, lambda event: None, ending=ending.is_set, load=kept.load, turn=turn
+    )
     run.tune()
 
 

@@ -76,7 +76,8 @@ def chosen(
     choosing = choose_format(Session(runtime, Sampling(), n_tokens), PROMPTS, WINDOW, cheap_draft_costs(), measured)
     while True:
         try:
-            tried.append(next(choosing))
+            if isinstance(event := next(choosing), FormatTried):
+                tried.append(event)
         except StopIteration as end:
             return *end.value, tried, runtime
 

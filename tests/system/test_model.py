@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tiny_files import save
 import swiftopt
 from swiftopt.core.errors import ContextOverflow, SettingsError
 from swiftopt.core.events import Event, PromptFinished
-from swiftopt.tasks.model import Cancelled
+from swiftopt.tasks.model import TURN_SHARE, Cancelled
 
 TEXTS = [f"w{i + 1} w{i + 2} w{i + 1}" for i in range(8)]
 
@@ -103,3 +104,41 @@ def test_closed_engine_gives_up_what_runs_and_takes_nothing_new(model: swiftopt.
 def test_result_can_be_waited_for_in_vain(model: swiftopt.Model) -> None:
     with model.engine() as engine, pytest.raises(TimeoutError, match="not done after 0 s"):
         engine.submit(TEXTS[0], max_new_tokens=100).result(0)
+
+
+def test_turns_are_taken_alone_rarely_beside_requests_and_never_of_a_closed_engine(model: swiftopt.Model) -> None:
+    with model.engine() as engine:
+        with engine.turn():
+            ticket = engine.submit(TEXTS[0], max_new_tokens=200)
+            assert not ticket._done.wait(0.2), "a request waits until the turn is over"
+        assert ticket.result(60).text == model.generate(TEXTS[0], max_new_tokens=200).text
+        n_turns, tickets = 0, [engine.submit(text, max_new_tokens=200) for text in TEXTS]
+        began = time.perf_counter()
+        while not all(each.is_done for each in tickets):
+            with engine.turn():
+                n_turns += 1
+                if not all(each.is_done for each in tickets):
+                    time.sleep(0.02)
+        assert n_turns >= 1 and 0.02 * (n_turns - 2) <= 2 * TURN_SHARE * (time.perf_counter() - began)
+    with pytest.raises(Cancelled, match="closed"), engine.turn():
+        raise AssertionError("it was granted")
+
+
+def test_turn_that_waits_when_its_engine_closes_is_refused(model: swiftopt.Model) -> None:
+    engine, refused = model.engine(), threading.Event()
+
+    def ask() -> None:
+        with pytest.raises(Cancelled), engine.turn():
+            raise AssertionError("it was granted")
+        refused.set()
+
+    with engine.turn():
+        waiting = threading.Thread(target=ask)
+        waiting.start()
+        closing = threading.Thread(target=engine.close)
+        closing.start()
+        while not engine._closed:
+            time.sleep(0.01)
+    for thread in (waiting, closing):
+        thread.join(10)
+    assert refused.is_set()

@@ -8,11 +8,13 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import redis
 import yaml
+from api import Served, serving
 from servers import Postgres, Valkey, flush, server_folder
 from tiny_files import save
 from workers import Site, WorkerProcess, gone, site, until
@@ -190,6 +192,49 @@ def test_child_killed_in_its_second_job_loses_that_one_alone(here: Site, tmp_pat
     here.running(jobs[1], attempt=2, within_s=60)
     assert "probably out of memory" in here.reasons(jobs[1])
     assert here.job(jobs[0]).state == "succeeded" and n_runs(here, jobs[0]) == 1
+
+
+@contextmanager
+def engine(here: Site, model: Path) -> Iterator[Served]:
+    """A server that decodes with the model, on the site's database; it knows no Redis."""
+    options = ("--model", f"tiny={model}", "--threads", "1")
+    with serving(here.database, here.folder / "server.log", *options) as served:
+        until(lambda: served.client.get("/health").status_code == 200, 60)
+        yield served
+
+
+def test_job_of_a_served_model_runs_in_its_engine_beside_requests(here: Site, tmp_path: Path) -> None:
+    """The worker of that machine leaves it to the engine, and takes it once the engine is gone."""
+    here.reconcile()
+    one, other = save(tmp_path / "one"), save(tmp_path / "other")
+    body = {"model": "tiny", "prompt": "w3 w5 w7", "max_tokens": 24, "temperature": 0}
+    with engine(here, one) as served:
+        before = served.client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        worker = here.start()
+        jobs = [tuning(here, one, 12, 60), tuning(here, other, 1)]
+        here.running(jobs[0])
+        meanwhile = [served.client.post("/v1/completions", json=body).json() for _ in range(8)]
+        assert not here.job(jobs[0]).is_finished
+        assert [done["choices"][0]["text"] for done in meanwhile] == [before] * 8
+        assert [here.ended(job, 60).state for job in jobs] == ["succeeded"] * 2
+        assert "-engine" in here.reasons(jobs[0]) and "-engine" not in here.reasons(jobs[1])
+        assert f"attempt=begun job={jobs[0]}" not in worker.text()
+        assert here.job(jobs[0]).n_outputs == 12 and here.job(jobs[0]).attempt == 1
+    last = tuning(here, one, 2)
+    assert here.ended(last, 60).state == "succeeded" and "-engine" not in here.reasons(last)
+
+
+def test_server_that_ends_hands_its_engines_job_back(here: Site, tmp_path: Path) -> None:
+    one = save(tmp_path / "one")
+    with engine(here, one):
+        job = tuning(here, one, 24, 100)
+        here.running(job)
+        here.until(lambda: here.job(job).n_outputs > 2, 60)
+    left = here.job(job)
+    assert left.state == "queued" and 2 < left.n_outputs < 24
+    here.reconcile()
+    here.start()
+    assert here.ended(job, 120).state == "succeeded" and here.job(job).n_outputs == 24
 
 
 def test_redis_flushed_in_the_middle_loses_nothing(here: Site) -> None:

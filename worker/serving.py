@@ -2,6 +2,7 @@
 
 Standard input brings `{"op": "decode", "id": …, "request": CompletionRequest}`, `cancel`, `tokenize`, `detokenize` and
 `close`; standard output carries `{"id": …, "event": …}`, and `{"id": null, "event": "ready"}` once the model is there.
+Jobs of the model that wait in the queue run in the engine as well, while nothing is decoded.
 """
 
 from __future__ import annotations
@@ -9,26 +10,37 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..core.errors import InvalidInput, OutputError, SwiftoptError
-from ..core.requests import CompletionRequest, ServedModel
+from ..core.errors import InvalidInput, OutputError, StoreError, SwiftoptError
+from ..core.jobs import DEFAULT_QUEUE, Delivery, Job
+from ..core.requests import CompletionRequest, ServedModel, TuneRequest
 from ..core.streams import LineWriter, stream_lines
 from ..core.types import DEFAULT_TASK, Prompt, TokenLogprob
 from ..decoding.grammar import Grammar
 from ..decoding.session import Session
 from ..models.costs import machine_name
-from . import model as models
-from .generate import Generated, TextAdded
-from .model import Cancelled, Model, Ticket
-from .traffic import Traffic, Way
+from ..models.runtime import Runtime
+from ..store import Store
+from ..tasks import model as models
+from ..tasks.generate import Generated, TextAdded
+from ..tasks.job import HandedBack
+from ..tasks.model import Cancelled, LiveEngine, Model, Ticket
+from ..tasks.traffic import Traffic, Way
+from .attempt import HAND_BACK_S, KeptModel, WorkerContext, engine_lock, request_of, run_attempt
+
+LOOK_S = 1.0  # between two looks for jobs of the model
+HOLD_S = 30.0  # that these are kept from the workers of this machine without saying so again
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +102,78 @@ class _Sent(Ticket):
             self._wire.fail(self._number, error)
 
 
+class EngineJobs:
+    """Runs the default queue's jobs of the model that an engine has loaded, one at a time, in the engine's turns.
+
+    They need no Redis. Workers of this machine leave them alone for as long as this says so to the database.
+    """
+
+    def __init__(self, served: ServedModel, store: Store, runtime: Runtime, engine: LiveEngine) -> None:
+        request = TuneRequest(served.path, "", dtype=served.dtype, device=served.device, speed=served.speed)
+        self._name, self._store, self._engine = engine_lock(request), store, engine
+        self._kept = KeptModel(request, runtime)
+        self._others: set[str] = set()  # jobs that wait and are not for this engine
+        worker = f"{socket.gethostname()}-{os.getpid()}-engine"
+        self._context = WorkerContext(worker, store.url, "", DEFAULT_QUEUE, served.device, store.jobs.lease_s)
+        self._ending, self._held = threading.Event(), -HOLD_S
+        self._thread = threading.Thread(target=self._run, name="jobs", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Have the job that runs handed back."""
+        self._ending.set()
+
+    def close(self) -> None:
+        """Wait until it is, and leave the jobs to others."""
+        self._thread.join(HAND_BACK_S)
+        with suppress(StoreError):
+            self._store.jobs.lock(self._name, self._context.name, 0.0)
+
+    def _run(self) -> None:
+        while not self._ending.is_set():
+            try:
+                self._hold()
+                for delivery in self._due():
+                    run_attempt(self._context, self._store, delivery, self._ending, self._kept, self._turn)
+            except SwiftoptError as error:  # the database is away, or the job is
+                logger.warning("engine=no look for jobs reason=%r", str(error))
+            self._ending.wait(LOOK_S)
+
+    def _due(self) -> Iterator[Delivery]:
+        """Yield the attempts that wait for this model."""
+        due = [each for each in self._store.jobs.due() if each.queue == DEFAULT_QUEUE]
+        self._others &= {delivery.job for delivery in due}
+        for delivery in due:
+            if delivery.job not in self._others and not self._ending.is_set():
+                if self._is_ours(self._store.jobs.get(delivery.job)):
+                    yield delivery
+                else:
+                    self._others.add(delivery.job)
+
+    def _is_ours(self, job: Job) -> bool:
+        try:
+            return job.kind == "tune" and self._kept.is_wanted_by(request_of(self._context, job.request))
+        except InvalidInput:  # a worker's attempt says so
+            return False
+
+    def _hold(self) -> None:
+        """Keep workers of this machine from the jobs."""
+        if time.monotonic() - self._held >= HOLD_S / 3:
+            self._store.jobs.lock(self._name, self._context.name, HOLD_S)
+            self._held = time.monotonic()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        with suppress(StoreError):
+            self._hold()
+        with ExitStack() as turn:
+            try:
+                turn.enter_context(self._engine.turn())
+            except Cancelled:
+                raise HandedBack from None
+            yield
+
+
 class EngineHost:
     """Serves one model to whoever writes the lines."""
 
@@ -101,10 +185,11 @@ class EngineHost:
 
         self.model = models.load(served.path, served.dtype, served.device, loading, served.speed, served.db)
         self.traffic: Traffic | None = None
+        runtime, store = self.model.runtime, self.model.store
         if served.tune:
-            runtime, store = self.model.runtime, self.model.store
             self.traffic = Traffic(served.name, runtime, store, None, loading, lambda: self.engine.n_waiting > 0)
         self.engine = self.model.engine(served.concurrency, served.memory)
+        self._jobs = EngineJobs(served, store, runtime, self.engine) if served.tune and store is not None else None
         self._tickets: dict[int, _Sent] = {}
         self._kept: LineWriter | None = None
         if served.keep_prompts is not None:
@@ -126,7 +211,11 @@ class EngineHost:
             for line in lines:
                 self._obey(json.loads(line))
         finally:
+            if self._jobs is not None:
+                self._jobs.end()
             self.engine.close()
+            if self._jobs is not None:
+                self._jobs.close()
             if self.traffic is not None:
                 self.traffic.close()
 
@@ -236,7 +325,8 @@ def session_of(model: Model, request: CompletionRequest) -> tuple[Session, Promp
 
 
 def main() -> None:
-    """Serve the model that the first argument describes; what others print goes to standard error."""
+    """Serve the model that the first argument describes, until SIGTERM; what others print goes to standard error."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     wire = Wire(out)
