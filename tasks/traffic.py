@@ -14,16 +14,19 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from operator import mul
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ..core.costs import CostProfile
 from ..core.errors import LayerSetNotFound, StoreError
 from ..core.events import TrialsDone
 from ..core.prompt_states import KnownSet, single, unit
 from ..core.settings import SwiftSettings, TuningSettings
-from ..core.types import DEFAULT_TASK, Completion, FoundPlan, LayerSet, Prompt, Verdict, VerdictWord
+from ..core.types import DEFAULT_TASK, Completion, FoundPlan, LayerSet, LayerSetRecord, Prompt, Verdict, VerdictWord
 from ..decoding.context import Context
 from ..decoding.draft import Draft, Drafter, Outcome
 from ..decoding.engine import PassGenerator, Work, intercept
@@ -33,6 +36,8 @@ from ..decoding.session import Session, Turn
 from ..models.costs import machine_name
 from ..models.runtime import Runtime
 from ..models.saved import OnStep, no_step
+from ..optimizer.search import Search
+from ..optimizer.shift import AcceptanceChart
 from ..optimizer.task_state import TunedTask
 from ..optimizer.verdict import Timed, judge
 from ..store import Store
@@ -49,12 +54,13 @@ OTHER_ROUNDS: Mapping[VerdictWord, int] = {
     "use": 2,
     "plain": 4,
 }  # that a request begins with, of the way that is not in use
-LEASE_S = 30.0  # that a replica holds a task's search without a renewal; it renews it after a third of that
+LEASE_S = 30.0  # that a replica holds a task's search; it renews it after a third of that
 REFRESH_S = 5.0  # between two looks for what other replicas stored
 MOST_TASKS = 64  # of one model; requests of further names count as the default's
 NEAREST = 0.8  # least cosine of a text's state and a task's, to be taken for that task
 
 Way = Literal["best", "plain"]
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -123,8 +129,10 @@ class TaskTraffic(TunedTask):
     """One task of a served model: what is known of its drafts, and which way is in use.
 
     `word` is the verdict on the drafts in use, `pairs` what it is made of: plain and drafted rounds of one request.
+    Nothing is searched for until the database has said what it holds (`looked_up`).
     """
 
+    looked_up: bool = False
     version: int | None = None  # of the stored plan in use
     word: VerdictWord = "unmeasured"
     verdict: Verdict | None = None
@@ -149,7 +157,8 @@ class TaskTraffic(TunedTask):
 
     def may_search(self, pass_s: float) -> bool:
         """Whether the search's share of the time has room for a pass of so many seconds."""
-        return self.pinned is None and self.search_s + pass_s <= SEARCH_SHARE * self.seconds
+        has_room = self.search_s + pass_s <= SEARCH_SHARE * self.seconds
+        return self.looked_up and self.pinned is None and has_room
 
     def add(self, rounds: Rounds, drafts: bool) -> bool:
         """Count a request's rounds, `drafts` being in use for it or not; returns whether that is news to be stored."""
@@ -176,6 +185,14 @@ class TaskTraffic(TunedTask):
         self.pairs.clear()
         self.verdict = None
 
+    def take_up(self, stored: FoundPlan, search: Search) -> None:
+        """Use a stored plan's drafts, those of `search`, from the next request on."""
+        for each in (self.search, search):
+            each.finish("a stored plan is in use")
+        self.search = search
+        self.version, self.word, self.stored_for = stored.version, stored.plan.verdict, search.layer_set
+        self.shift.chart, self.shift.settled = AcceptanceChart(), False  # requests in progress have the old drafts
+
     def to_json(self) -> dict[str, Any]:
         """What `GET /v1/tuning` says of it."""
         found, layer_set = self.verdict, self.search.layer_set
@@ -201,6 +218,46 @@ class TaskTraffic(TunedTask):
         }
 
 
+class Questions:
+    """Asks the database in a thread of its own; `take` hands over the answers in the thread that decodes.
+
+    No round waits for a database that is slow or away: what it was asked is not known until it has answered. Questions
+    are answered in their order.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "traffic")
+        self._open: dict[tuple[str, str], tuple[Future[Any], Callable[[Any], None]]] = {}
+        self._asked: dict[tuple[str, str], float] = {}
+
+    def ask(self, what: str, task: str, work: Callable[[], T], take: Callable[[T], None], every_s: float = 0.0) -> None:
+        """Have `work` done and `take` get what it returns; not while that is open, nor again within `every_s`."""
+        question, now = (what, task), time.monotonic()
+        if question in self._open or now - self._asked.get(question, -math.inf) < every_s:
+            return
+        self._asked[question] = now
+        self._open[question] = self._pool.submit(work), take
+
+    def take(self) -> None:
+        """Hand over the answers that are there; where the database was away, say so and leave things as they are."""
+        for question, (answer, take) in list(self._open.items()):
+            if not answer.done():
+                return
+            del self._open[question]
+            try:
+                take(answer.result())
+            except StoreError as error:
+                logger.warning("tuning=no %s task=%s reason=%r", *question, str(error))
+
+    def close(self) -> None:
+        """Wait for the question being answered and for versions to be stored; what else was asked is dropped."""
+        for question, (answer, _) in list(self._open.items()):
+            if question[0] != "version" and answer.cancel():
+                del self._open[question]
+        self._pool.shutdown()
+        self.take()
+
+
 class Traffic:
     """All tasks of one model, and how their requests are decoded."""
 
@@ -222,9 +279,9 @@ class Traffic:
         self._is_busy = is_busy
         self._known: tuple[KnownSet, ...] = ()
         self._tasks: dict[str, TaskTraffic] = {}
-        self._looked: dict[str, float] = {}
         self._owner = secrets.token_hex(8)
-        self._leases: dict[str, tuple[float, bool]] = {}  # by task: when it was asked for, and whether it is ours
+        self._leases: dict[str, float] = {}  # by task: until when its search is ours, as `time.monotonic` counts
+        self._questions = Questions()
         if store is not None:
             self._known = tuple(store.known_sets(runtime.info.fingerprint))
 
@@ -242,6 +299,7 @@ class Traffic:
 
         def handle(event: Any) -> Iterator[Any]:
             nonlocal own, drafts, rounds
+            self._questions.take()
             if isinstance(event, Began):
                 own = self._task(task or self._nearest(event))
                 own.saw(event)
@@ -271,21 +329,18 @@ class Traffic:
         return task.may_search(self.costs.target_pass_s(rows)) and self._leads(task.name)
 
     def _leads(self, task: str) -> bool:
-        """Return whether the search for a task is this replica's: one of them at a time, on machines alike, has it."""
-        asked, leads = self._leases.get(task, (-math.inf, self.store is None))
-        if self.store is not None and time.monotonic() - asked > LEASE_S / 3:
-            leads = self._lease(task, LEASE_S)
-            self._leases[task] = time.monotonic(), leads
-        return leads
+        """Return whether the search for a task is surely this replica's: one at a time, on machines alike, has it."""
+        if self.store is None:
+            return True
+        take = partial(self._leases.__setitem__, task)
+        self._questions.ask("lease", task, partial(self._lease, self.store, task), take, LEASE_S / 3)
+        return time.monotonic() < self._leases.get(task, -math.inf)
 
-    def _lease(self, task: str, seconds: float) -> bool:
-        """Ask for the search of a task, or give it back with 0 seconds; a database that is away says no."""
-        assert self.store is not None
+    def _lease(self, store: Store, task: str, seconds: float = LEASE_S) -> float:
+        """Ask for the search of a task, or give it back with 0 seconds; returns until when it is this replica's."""
         own = self.runtime.info.fingerprint, machine_name(self.runtime), self.runtime.dtype_name, task
-        try:
-            return self.store.jobs.lock(" ".join(("search", *own)), self._owner, seconds)
-        except StoreError:
-            return False
+        until = time.monotonic() + seconds
+        return until if store.jobs.lock(" ".join(("search", *own)), self._owner, seconds) else -math.inf
 
     def _nearest(self, began: Began) -> str:
         """The task whose prompts lie nearest to a prompt that was just read, if one is near."""
@@ -303,53 +358,49 @@ class Traffic:
             self._keep(task)
 
     def _keep(self, task: TaskTraffic) -> None:
-        """Store the drafts with their evidence as a new version; a database that is away costs nothing but that."""
+        """Have the drafts stored with their evidence as a new version."""
         if self.store is None or task.verdict is None:
             return
-        try:
-            record = self.store.add_layer_set(stamped(task.record(self.model, self.runtime, task.verdict)))
-            task.version, task.stored_for = record.version, record.layer_set
-        except StoreError as error:
-            logger.warning("tuning=unstored task=%s reason=%r", task.name, str(error))
+        record = stamped(task.record(self.model, self.runtime, task.verdict))
+
+        def kept(stored: LayerSetRecord) -> None:
+            task.version, task.stored_for = stored.version, stored.layer_set
+
+        self._questions.ask("version", task.name, partial(self.store.add_layer_set, record), kept)
 
     def _task(self, name: str) -> TaskTraffic:
-        """The task, with what any replica has stored for it."""
+        """The task, with what is known by now of the plans that any replica has stored for it."""
+        self._questions.take()
         if name not in self._tasks and len(self._tasks) >= MOST_TASKS:
             name = DEFAULT_TASK
-        known, at = self._tasks.get(name), time.monotonic()
-        if known is not None and (self.store is None or at - self._looked[name] < REFRESH_S):
-            return known
-        self._looked[name] = at
-        stored = self._stored(name)
-        if known is None or (stored is not None and (known.version or 0) < stored.version):
-            self._tasks[name] = self._begun(name, stored)
-            if known is not None:
-                known.search.close()
-                self._tasks[name].pinned = known.pinned
-        return self._tasks[name]
+        if name not in self._tasks:
+            self._tasks[name] = self._begun(name)
+            self._tasks[name].looked_up = self.store is None
+        task = self._tasks[name]
+        if self.store is not None:
+            found = partial(self._looked_up, task)
+            self._questions.ask("plan", name, partial(self._stored, self.store, name), found, REFRESH_S)
+        return task
 
-    def _stored(self, name: str) -> FoundPlan | None:
+    def _stored(self, store: Store, name: str) -> FoundPlan | None:
         """What `best` means for a task here, if that is a layer set for adaptive drafts in our format."""
-        if self.store is None:
-            return None
         runtime = self.runtime
         try:
-            found = self.store.lookup(runtime.info.fingerprint, name, machine_name(runtime), runtime.dtype_name)
-        except (LayerSetNotFound, StoreError):
+            found = store.lookup(runtime.info.fingerprint, name, machine_name(runtime), runtime.dtype_name)
+        except LayerSetNotFound:
             return None
         own = found.plan.layer_set
         if own is None or found.plan.method != "adaptive" or found.fallback is not None:
             return None
         return None if self.costs.missing(own.layer_set) else found
 
-    def _begun(self, name: str, stored: FoundPlan | None) -> TaskTraffic:
-        record = None if stored is None else stored.plan.layer_set
-        start = None if record is None else record.layer_set
-        task = TaskTraffic.begin(name, self.runtime, self.settings, self.costs, self._known, start)
-        if stored is not None:
-            task.search.finish("a stored plan is in use")
-            task.version, task.word, task.stored_for = stored.version, stored.plan.verdict, start
-        return task
+    def _looked_up(self, task: TaskTraffic, stored: FoundPlan | None) -> None:
+        task.looked_up = True
+        if stored is not None and stored.plan.layer_set is not None and (task.version or 0) < stored.version:
+            task.take_up(stored, self._begun(task.name, stored.plan.layer_set.layer_set).search)
+
+    def _begun(self, name: str, start: LayerSet | None = None) -> TaskTraffic:
+        return TaskTraffic.begin(name, self.runtime, self.settings, self.costs, self._known, start)
 
     def steer(self, verb: str, task: str | None = None, way: Way | None = None) -> None:
         """Pause or resume searches and comparisons, or pin a task to one way (None: let it be judged again)."""
@@ -360,15 +411,18 @@ class Traffic:
 
     def to_json(self) -> dict[str, Any]:
         """What is in use, what is being tried, what it costs and what it brings."""
+        self._questions.take()
         return {"paused": self.paused, "tasks": [task.to_json() for task in self._tasks.values()]}
 
     def close(self) -> None:
         """End all searches, so that another replica can take them up."""
+        self._questions.close()
         for task in self._tasks.values():
             task.search.close()
-        for name, (_, leads) in self._leases.items():
-            if leads:
-                self._lease(name, 0.0)
+        for name, until in self._leases.items():
+            if self.store is not None and time.monotonic() < until:
+                with suppress(StoreError):  # it ends by itself
+                    self._lease(self.store, name, 0.0)
 
 
 def _unless_done(task: TaskTraffic, context: Context, prompt_id: str) -> Work[None]:

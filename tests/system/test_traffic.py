@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sqlite3
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from tiny_files import save
@@ -17,7 +21,7 @@ from swiftopt.optimizer.challengers import Incumbent
 from swiftopt.optimizer.search import Search
 from swiftopt.store import Store
 from swiftopt.tasks.generate import Generated
-from swiftopt.tasks.traffic import FEWEST, LATEST, OTHER_ROUNDS, Rounds, TaskTraffic, Traffic
+from swiftopt.tasks.traffic import FEWEST, LATEST, LEASE_S, OTHER_ROUNDS, REFRESH_S, Rounds, TaskTraffic, Traffic
 
 TEXTS = [f"w{i + 1} w{i + 2} w{i + 1} w{i + 2}" for i in range(10)]
 SETTINGS = TuningSettings(draft_format="int4", context_window=8, max_steps=6)
@@ -42,6 +46,25 @@ def answers(traffic: Traffic, runtime: Runtime, task: str | None, at_once: int =
     return [event for event in side_by_side(works, at_once) if isinstance(event, Generated)]
 
 
+def await_answers(traffic: Traffic) -> None:
+    """Until the database has answered all that it was asked."""
+    while traffic._questions._open:
+        time.sleep(0.01)
+        traffic._questions.take()
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Let nobody else write to the test's database, however long they wait."""
+    (path,) = folder.glob("*.db")
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    finally:
+        other.close()
+
+
 def rounds(task: TaskTraffic, first_s: float, rest_s: float) -> Rounds:
     """As many first rounds as the task wants, and ten others; a token and so many seconds each."""
     n_first = task.n_other_rounds
@@ -52,7 +75,7 @@ def rounds(task: TaskTraffic, first_s: float, rest_s: float) -> Rounds:
 
 def task_of(model: swiftopt.Model) -> TaskTraffic:
     n_layers = model.runtime.n_layers
-    return TaskTraffic("code", Search("code", n_layers, SETTINGS, 0.4, None))
+    return TaskTraffic("code", Search("code", n_layers, SETTINGS, 0.4, None), looked_up=True)
 
 
 @pytest.mark.parametrize("at_once", [1, 3])
@@ -125,17 +148,24 @@ def test_what_pays_is_stored_with_its_evidence_and_others_begin_with_it(model: s
     for _ in range(FEWEST + 2):
         if task.add(rounds(task, 1.0, 0.4), task.drafts):
             traffic._keep(task)
+    await_answers(traffic)
     [record] = store.layer_sets("tiny", "code")
     assert record.verdict == "use" and record.measured_speedup == pytest.approx(2.5) and task.version == record.version
-    other = Traffic("tiny", model.runtime, store, SETTINGS)._task("code")
+    second = Traffic("tiny", model.runtime, store, SETTINGS)
+    other = second._task("code")
+    await_answers(second)
     assert (other.version, other.word, other.search.layer_set) == (record.version, "use", record.layer_set)
     assert not other.search.optimising
     with_more = Traffic("tiny", model.runtime, store, SETTINGS)
-    first = with_more._task("code")
+    task = with_more._task("code")
+    await_answers(with_more)
     store.add_layer_set(swiftopt.LayerSetRecord(**{**_fields(record), "measured_speedup": 9.0}))
-    assert with_more._task("code") is first  # it was looked up a moment ago
-    with_more._looked["code"] -= 10
-    assert with_more._task("code").version == 2
+    with_more._task("code")
+    assert not with_more._questions._open  # it was looked up a moment ago
+    with_more._questions._asked["plan", "code"] -= REFRESH_S
+    with_more._task("code")
+    await_answers(with_more)
+    assert task.version == 2
 
 
 def _fields(record: swiftopt.LayerSetRecord) -> dict[str, object]:
@@ -178,14 +208,59 @@ def test_one_replica_at_a_time_searches_for_a_task(
     first, second = (Traffic("tiny", model.runtime, store, SETTINGS) for _ in range(2))
 
     def n_trials(traffic: Traffic, task: str) -> int:
-        answers(traffic, model.runtime, task)
+        for _ in range(2):  # the first requests ask for the lease
+            answers(traffic, model.runtime, task)
+            await_answers(traffic)
         return next(each["search"]["trials"] for each in traffic.to_json()["tasks"] if each["task"] == task)
 
     assert n_trials(first, "code") > 0 and n_trials(second, "code") == 0
     assert n_trials(second, "notes") > 0  # another task
-    second._leases.clear()  # what it was told holds for some seconds
-    assert not second._leads("code")
     first.close()  # gives its search back
-    second._leases.clear()
+    second._questions._asked.clear()  # what it was told holds for some seconds
+    second._leads("code")
+    await_answers(second)
     assert second._leads("code")
     second.close()
+
+
+def test_a_search_is_not_this_replicas_for_longer_than_the_database_has_said(
+    model: swiftopt.Model, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traffic = Traffic("tiny", model.runtime, store, SETTINGS)
+    assert not traffic._leads("code")  # not yet answered
+    await_answers(traffic)
+    assert traffic._leads("code")
+    later = time.monotonic() + LEASE_S
+    monkeypatch.setattr("swiftopt.tasks.traffic.time.monotonic", lambda: later)
+    assert not traffic._leads("code")
+    traffic.close()
+
+
+def test_no_round_waits_for_the_database(
+    model: swiftopt.Model, store: Store, sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While nobody can write to it, requests are answered, and what it has not said is neither searched nor used."""
+    monkeypatch.setattr("swiftopt.tasks.traffic.SEARCH_SHARE", 1.0)
+    with Store.open(f"{sqlite_url}?timeout=600") as patient:
+        first = Traffic("tiny", model.runtime, store, SETTINGS)
+        task = first._task("notes")
+        for _ in range(FEWEST + 2):
+            if task.add(rounds(task, 1.0, 0.4), task.drafts):
+                first._keep(task)
+        await_answers(first)
+        monkeypatch.setattr("swiftopt.tasks.traffic.FEWEST", LATEST + 1)  # no verdict, and so no version to be stored
+        traffic = Traffic("tiny", model.runtime, patient, SETTINGS)
+        with locked(tmp_path):
+            for name in ("code", "notes"):
+                assert len(answers(traffic, model.runtime, name)) == len(TEXTS)
+            assert set(traffic._questions._open) == {("lease", "code"), ("plan", "notes")}
+            code, notes = (traffic._tasks[name] for name in ("code", "notes"))
+            assert code.looked_up and not code.search.trials
+            assert not notes.looked_up and notes.version is None and not notes.search.trials
+        await_answers(traffic)
+        assert notes.version == task.version == 1 and notes.word == "use" and not notes.search.optimising
+        assert {each.info.version for each in answers(traffic, model.runtime, "notes")} == {1}
+        answers(traffic, model.runtime, "code")
+        assert code.search.trials
+        traffic.close()
+        first.close()
