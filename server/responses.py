@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from ..core.serialization import explained
 from .asked import AskedChat, AskedModel
-from .completions import Choice, Exchange, Pieces
+from .completions import Exchange, Pieces
 from .problems import UnusableField
 from .state import Shared, State, sse
 
@@ -135,7 +135,7 @@ class ResponseExchange(Exchange):
     def whole(self) -> dict[str, Any]:
         choice, usage = self.choices[0], self.usage()
         is_cut = choice.finish_reason == "length"
-        text = [self._text_item(choice)] if choice.text or not choice.calls else []
+        text = [self._text_item("completed")] if choice.text or not choice.calls else []
         return {
             **self._head("incomplete" if is_cut else "completed"),
             "output": [*text, *map(_call_item, choice.calls)],
@@ -151,11 +151,14 @@ class ResponseExchange(Exchange):
         }
 
     async def told(self, pieces: Pieces) -> AsyncGenerator[ServerSentEvent]:
-        yield self._event("created", response=self._head("in_progress"))
-        yield self._event("in_progress", response=self._head("in_progress"))
         choice, at = self.choices[0], {"output_index": 0}
         part = {**at, "item_id": self._item["id"], "content_index": 0}
+        is_begun = False
         async for _, text in pieces:
+            if not is_begun:  # only now: a request that the engine refuses is answered by its status
+                is_begun = True
+                yield self._event("created", response=self._head("in_progress"))
+                yield self._event("in_progress", response=self._head("in_progress"))
             if text and text == choice.text:  # it is the first
                 item = {**self._item, "status": "in_progress", "content": []}
                 yield self._event("output_item.added", **at, item=item)
@@ -165,7 +168,7 @@ class ResponseExchange(Exchange):
         if choice.text:
             yield self._event("output_text.done", **part, text=choice.text, logprobs=[])
             yield self._event("content_part.done", **part, part=_text_part(choice.text))
-            yield self._event("output_item.done", **at, item=self._text_item(choice))
+            yield self._event("output_item.done", **at, item=self._text_item("completed"))
         for i, call in enumerate(choice.calls, start=int(bool(choice.text))):
             item, at = _call_item(call), {"output_index": i}
             yield self._event("output_item.added", **at, item={**item, "status": "in_progress", "arguments": ""})
@@ -176,7 +179,12 @@ class ResponseExchange(Exchange):
         yield self._event(whole["status"], response=whole)
 
     def failed(self, error: dict[str, Any]) -> list[ServerSentEvent]:
-        return [sse({"type": "error", "sequence_number": next(self._numbers), **error["error"]}, "error")]
+        response = {
+            **self._head("failed"),
+            "output": [self._text_item("incomplete")] if self.choices[0].text else [],
+            "error": {"code": "server_error", "message": error["error"]["message"]},
+        }
+        return [self._event("failed", response=response)]
 
     def _event(self, kind: str, **values: Any) -> ServerSentEvent:
         name = f"response.{kind}"
@@ -190,8 +198,9 @@ class ResponseExchange(Exchange):
             **{"completed_at": None, **self._repeated, "usage": None},
         }
 
-    def _text_item(self, choice: Choice) -> dict[str, Any]:
-        return {**self._item, "status": "completed", "content": [_text_part(choice.text)]}
+    def _text_item(self, status: str) -> dict[str, Any]:
+        """Return the message with the text so far."""
+        return {**self._item, "status": status, "content": [_text_part(self.choices[0].text)]}
 
 
 def _text_part(text: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,8 @@ def test_bad_requests_are_refused_in_openais_form(server: Served) -> None:
     refused(post("/v1/completions", content=b"{", headers={"content-type": "application/json"}), 400)
     streamed = post("/v1/completions", json={"model": "tiny", "prompt": TEXT, "max_tokens": 4000, "stream": True})
     refused(streamed, 400)
+    streamed = post("/v1/responses", json={"model": "tiny", "input": "w1 " * 300, "stream": True})
+    assert "256" in refused(streamed, 400)
     ignored = post("/v1/chat/completions", json={**chat, "max_tokens": 1, "verbosity": "low"})
     assert ignored.status_code == 200 and ignored.headers["x-swiftopt-ignored"] == "verbosity"
 
@@ -407,7 +410,17 @@ def test_engine_that_is_killed_comes_back_and_who_had_got_nothing_gets_an_answer
             assert "died" in error["error"]["message"] and done == "[DONE]"
             assert [each.result().choices[0].text for each in waiting] == [expected] * 3
             assert time.monotonic() - killed < load_s + 5
-        assert engine_of(served).pid != stopped.pid
+        second = engine_of(served)
+        assert second.pid != stopped.pid
+        stream = client.responses.create(model="tiny", input=TEXT, max_output_tokens=200, temperature=0, stream=True)
+        begun = list(takewhile(lambda event: event.type != "response.output_text.delta", stream))
+        second.kill()
+        *rest, failed = stream
+        assert failed.type == "response.failed" and failed.sequence_number == len(begun) + len(rest) + 1
+        assert failed.response.status == "failed" and failed.response.error is not None
+        assert failed.response.error.code == "server_error" and "died" in failed.response.error.message
+        [item] = failed.response.output
+        assert item.type == "message" and item.status == "incomplete" and failed.response.output_text
 
 
 def test_a_thousand_random_requests_leave_nothing_behind(server: Served, model: swiftopt.Model) -> None:
