@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -156,6 +157,42 @@ def test_requests_at_once_get_what_each_gets_alone(client: openai.OpenAI, model:
 
     with ThreadPoolExecutor(12) as pool:
         assert list(pool.map(ask, texts)) == expected
+
+
+def test_async_client_streams_at_once_and_gives_its_places_back_when_cancelled(
+    server: Served, model: swiftopt.Model
+) -> None:
+    texts = [f"w{i + 1} w{i + 3} w{i + 1}" for i in range(8)]
+    expected = [model.generate(text, max_new_tokens=16).text for text in texts]
+
+    async def ask() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+
+            async def streamed(text: str, max_tokens: int, begun: asyncio.Event) -> str:
+                more = {"ignore_eos": True}
+                stream = await client.completions.create(
+                    model="tiny", prompt=text, max_tokens=max_tokens, temperature=0, stream=True, extra_body=more
+                )
+                pieces = []
+                async for chunk in stream:
+                    begun.set()
+                    pieces.append(chunk.choices[0].text)
+                return "".join(pieces)
+
+            assert await asyncio.gather(*(streamed(text, 16, asyncio.Event()) for text in texts)) == expected
+            n_done = n_succeeded(server)
+            events = [asyncio.Event() for _ in range(4)]  # as many as there are places
+            long = [asyncio.create_task(streamed(text, 240, event)) for text, event in zip(texts, events, strict=False)]
+            await asyncio.gather(*(event.wait() for event in events))
+            for task in long:
+                task.cancel()
+            ended = await asyncio.gather(*long, return_exceptions=True)
+            assert all(isinstance(each, asyncio.CancelledError) for each in ended)
+            assert await asyncio.gather(*(streamed(text, 16, asyncio.Event()) for text in texts)) == expected
+            until_idle(server)
+            assert n_succeeded(server) == n_done + len(texts)  # the others were given up, not finished
+
+    asyncio.run(ask())
 
 
 def test_bad_requests_are_refused_in_openais_form(server: Served) -> None:
@@ -515,6 +552,13 @@ def posting(server: Served, path: str, length: int) -> socket.socket:
     lines = (f"POST {path} HTTP/1.1", "host: x", "content-type: application/json", f"content-length: {length}", "", "")
     raw.sendall("\r\n".join(lines).encode())
     return raw
+
+
+def n_succeeded(served: Served) -> int:
+    """How many requests have ended by themselves."""
+    lines = served.client.get("/metrics").text.splitlines()
+    [line] = [line for line in lines if line.startswith('vllm:request_success_total{model_name="tiny"}')]
+    return round(float(line.split()[-1]))
 
 
 def until_idle(served: Served) -> None:
