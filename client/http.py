@@ -28,6 +28,7 @@ from ..core.jobs import DEFAULT_QUEUE, EventPage, Job, JobEvent, JobList, Verb
 from ..core.requests import TuneRequest
 from ..core.serialization import Record
 from ..core.streams import stream_lines
+from ..core.traffic import Tuning, TuningVerb, Way
 from ..core.types import Completion, FoundPlan, LayerSetList, LayerSetRecord, ModelInfo, ModelList, Prompt
 
 ATTEMPTS = 4  # of a request that may be sent twice
@@ -313,6 +314,22 @@ class Client(ServerConnection):
     def ready(self) -> dict[str, Any]:
         """Return what the server says of itself and of what it needs; also when it is not ready."""
         return dict(self._json("GET", "/readyz", again=False, accept=(503,)))
+
+    # --- served models ---
+
+    def tuning(self) -> Tuning:
+        """Return what each served model has in use for its tasks, what it tries, and what that costs and brings."""
+        return self._read(Tuning, self._get("/v1/tuning"))
+
+    def steer_tuning(
+        self, verb: TuningVerb, model: str | None = None, task: str | None = None, way: Way | None = None
+    ) -> Tuning:
+        """Pause or resume learning, or pin a task to a way (None: let it be judged again); returns the tuning then.
+
+        Args: model: the one that it is for; None: all that are served. task, way: what `pin` pins, and to what.
+        """
+        body = {name: value for name, value in (("model", model), ("task", task), ("way", way)) if value is not None}
+        return self._read(Tuning, self._json("POST", f"/v1/tuning:{verb}", again=True, json=body))
 
     @contextmanager
     def _opened(self, job: str, after: int) -> Iterator[httpx2.Response]:

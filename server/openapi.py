@@ -69,8 +69,7 @@ def document(app: FastAPI) -> dict[str, Any]:
             ref_template="#/components/schemas/OpenAIError/$defs/{model}"
         )
         schemas["TuningSettings"]["properties"]["strategy"]["enum"] = list(STRATEGIES)
-        for unused in ("LayerSet", "Plan"):
-            schemas.pop(unused, None)
+        schemas.pop("Plan", None)  # unused
         found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         app.openapi_schema = found
     return app.openapi_schema

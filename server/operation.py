@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response
 
 from ..core.errors import EngineGone, InvalidInput, ServiceUnreachable, StoreError
 from ..core.jobs import DEFAULT_QUEUE, STATES
+from ..core.traffic import ModelTuning, Tuning, TuningVerb, Way
 from ..store import Store
 from ..worker.queue import RedisQueue
 from .engines import EngineProcess
@@ -171,20 +172,20 @@ class Steering(Strict):
 
     model: Word | None = None
     task: Task | None = None
-    way: Literal["best", "plain"] | None = None
+    way: Way | None = None
 
 
-@tuning_router.get("/tuning", operation_id="tuning", response_class=Response)
+@tuning_router.get("/tuning", operation_id="tuning", response_model=Tuning)
 async def tuning(app: Shared) -> Response:
     """By model and task: what is in use, what is being tried, what that costs, and what it has brought."""
     engines = app.engines.all()
     found = await asyncio.gather(*map(_told, engines))
     models = {engine.served.name: told for engine, told in zip(engines, found, strict=True)}
-    return JSONResponse({"schema": "swiftopt.tuning/1", "models": models})
+    return JSONResponse(Tuning(models).to_json())
 
 
-@tuning_router.post("/tuning:{verb}", operation_id="steer_tuning", response_class=Response)
-async def steer(app: Shared, verb: Literal["pause", "resume", "pin"], body: Steering) -> Response:
+@tuning_router.post("/tuning:{verb}", operation_id="steer_tuning", response_model=Tuning)
+async def steer(app: Shared, verb: TuningVerb, body: Steering) -> Response:
     """Pause or resume learning, or pin a task to its best drafts or to plain decoding; the tuning as it is then."""
     engines = app.engines.all()
     if verb == "pin" and body.task is None:
@@ -194,9 +195,8 @@ async def steer(app: Shared, verb: Literal["pause", "resume", "pin"], body: Stee
     return await tuning(app)
 
 
-async def _told(engine: EngineProcess) -> dict[str, object]:
+async def _told(engine: EngineProcess) -> ModelTuning:
     try:
-        found = await engine.tell("tuning")
+        return ModelTuning.from_json(await engine.tell("tuning"))
     except EngineGone as error:
-        return {"unavailable": str(error)}
-    return {key: value for key, value in found.items() if key not in ("id", "event")}
+        return ModelTuning(unavailable=str(error))

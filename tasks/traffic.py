@@ -19,13 +19,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from operator import mul
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from ..core.costs import CostProfile
 from ..core.errors import LayerSetNotFound, StoreError
 from ..core.events import TrialsDone
 from ..core.prompt_states import KnownSet, single, unit
 from ..core.settings import SwiftSettings, TuningSettings
+from ..core.traffic import ModelTuning, SearchStatus, TaskTuning, TuningVerb, Way
 from ..core.types import DEFAULT_TASK, Completion, FoundPlan, LayerSet, LayerSetRecord, Prompt, Verdict, VerdictWord
 from ..decoding.context import Context
 from ..decoding.draft import Draft, Drafter, Outcome
@@ -59,7 +60,6 @@ REFRESH_S = 5.0  # between two looks for what other replicas stored
 MOST_TASKS = 64  # of one model; requests of further names count as the default's
 NEAREST = 0.8  # least cosine of a text's state and a task's, to be taken for that task
 
-Way = Literal["best", "plain"]
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -193,29 +193,30 @@ class TaskTraffic(TunedTask):
         self.version, self.word, self.stored_for = stored.version, stored.plan.verdict, search.layer_set
         self.shift.chart, self.shift.settled = AcceptanceChart(), False  # requests in progress have the old drafts
 
-    def to_json(self) -> dict[str, Any]:
-        """What `GET /v1/tuning` says of it."""
-        found, layer_set = self.verdict, self.search.layer_set
-        return {
-            "task": self.name,
-            "in_use": "drafts" if self.drafts else "plain",
-            "verdict": self.word,
-            "version": self.version,
-            "pinned": self.pinned,
-            "layer_set": layer_set.to_json(),
-            "pairs": len(self.pairs),
-            "ratio": None if found is None or found.ratio is None else round(found.ratio, 4),
-            "interval": None if found is None or found.interval is None else [round(end, 4) for end in found.interval],
-            "requests": self.n_requests,
-            "tokens": self.n_tokens,
-            "seconds": round(self.seconds, 3),
-            "search": {
-                "trials": len(self.search.trials),
-                "seconds": round(self.search_s, 3),
-                "matchness": self.search.matchness,
-                "ended": self.search.stopped_because or None,
-            },
-        }
+    def status(self) -> TaskTuning:
+        """Return what `GET /v1/tuning` says of it."""
+        found, search = self.verdict, self.search
+        low, high = found.interval if found is not None and found.interval is not None else (None, None)
+        return TaskTuning(
+            task=self.name,
+            in_use="drafts" if self.drafts else "plain",
+            verdict=self.word,
+            version=self.version,
+            pinned=self.pinned,
+            layer_set=search.layer_set,
+            pairs=len(self.pairs),
+            ratio=None if found is None or found.ratio is None else round(found.ratio, 4),
+            interval=None if low is None or high is None else (round(low, 4), round(high, 4)),
+            requests=self.n_requests,
+            tokens=self.n_tokens,
+            seconds=round(self.seconds, 3),
+            search=SearchStatus(
+                trials=len(search.trials),
+                seconds=round(self.search_s, 3),
+                matchness=search.matchness,
+                ended=search.stopped_because or None,
+            ),
+        )
 
 
 class Questions:
@@ -402,17 +403,17 @@ class Traffic:
     def _begun(self, name: str, start: LayerSet | None = None) -> TaskTraffic:
         return TaskTraffic.begin(name, self.runtime, self.settings, self.costs, self._known, start)
 
-    def steer(self, verb: str, task: str | None = None, way: Way | None = None) -> None:
+    def steer(self, verb: TuningVerb, task: str | None = None, way: Way | None = None) -> None:
         """Pause or resume searches and comparisons, or pin a task to one way (None: let it be judged again)."""
         if verb == "pin":
             self._task(task or DEFAULT_TASK).pinned = way
         else:
             self.paused = verb == "pause"
 
-    def to_json(self) -> dict[str, Any]:
-        """What is in use, what is being tried, what it costs and what it brings."""
+    def status(self) -> ModelTuning:
+        """Return what is in use, what is being tried, what it costs and what it brings."""
         self._questions.take()
-        return {"paused": self.paused, "tasks": [task.to_json() for task in self._tasks.values()]}
+        return ModelTuning(self.paused, tuple(task.status() for task in self._tasks.values()))
 
     def close(self) -> None:
         """End all searches, so that another replica can take them up."""

@@ -26,6 +26,7 @@ from ..core.errors import InvalidInput, OutputError, StoreError, SwiftoptError
 from ..core.jobs import DEFAULT_QUEUE, Delivery, Job
 from ..core.requests import CompletionRequest, ServedModel, TuneRequest
 from ..core.streams import LineWriter, stream_lines
+from ..core.traffic import ModelTuning, TuningVerb, Way
 from ..core.types import DEFAULT_TASK, Prompt, TokenLogprob
 from ..decoding.grammar import Grammar
 from ..decoding.session import Session
@@ -36,7 +37,7 @@ from ..tasks import model as models
 from ..tasks.generate import Generated, TextAdded
 from ..tasks.job import HandedBack
 from ..tasks.model import Cancelled, LiveEngine, Model, Ticket
-from ..tasks.traffic import Traffic, Way
+from ..tasks.traffic import Traffic
 from .attempt import HAND_BACK_S, KeptModel, WorkerContext, engine_lock, request_of, run_attempt
 
 LOOK_S = 1.0  # between two looks for jobs of the model
@@ -242,14 +243,14 @@ class EngineHost:
         except Exception as error:
             self._wire.fail(number, error)
 
-    def _tell_tuning(self, number: int, verb: str | None, task: str | None, way: Way | None) -> None:
+    def _tell_tuning(self, number: int, verb: TuningVerb | None, task: str | None, way: Way | None) -> None:
         """Obey a verb, if there is one, and say what is in use and being tried; in the engine's thread."""
-        found: dict[str, Any] = {"paused": True, "tasks": []}
+        found = ModelTuning(paused=True)
         if self.traffic is not None:
             if verb is not None:
                 self.traffic.steer(verb, task, way)
-            found = self.traffic.to_json()
-        self._wire.send(number, "tuning", **found)
+            found = self.traffic.status()
+        self._wire.send(number, "tuning", **found.to_json())
 
     def _decode(self, number: int, request: CompletionRequest) -> None:
         self._tickets = {own: ticket for own, ticket in self._tickets.items() if not ticket.is_done}

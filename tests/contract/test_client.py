@@ -119,6 +119,11 @@ def test_lookup_of_many_answers_each(client: swiftopt.Client, store: Store) -> N
     assert isinstance(other, LayerSetNotFound) and "gone" in str(other)
 
 
+def test_server_that_decodes_nothing_has_no_tuning(client: swiftopt.Client) -> None:
+    with pytest.raises(NotFound, match="swiftopt serve --model"):
+        client.tuning()
+
+
 def test_uploaded_stream_has_the_hash_of_its_prompts(client: swiftopt.Client) -> None:
     assert client.upload(PROMPTS) == stream_sha256(PROMPTS)
 

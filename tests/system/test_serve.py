@@ -23,7 +23,9 @@ from tiny_files import save
 from transformers import PreTrainedTokenizerFast
 
 import swiftopt
+from swiftopt.core.errors import InvalidInput, NotFound
 from swiftopt.core.streams import read_stream
+from swiftopt.core.traffic import TaskTuning, Tuning
 from swiftopt.models.rows import Pass, Rows
 from swiftopt.server.settings import new_key
 
@@ -324,27 +326,31 @@ def test_responses_are_the_same_chats(client: openai.OpenAI) -> None:
         client.responses.create(**asked, input=TEXT, previous_response_id="resp-1")
 
 
-def test_tuning_can_be_seen_paused_and_pinned(server: Served, client: openai.OpenAI) -> None:
+def test_tuning_can_be_seen_paused_and_pinned(server: Served, client: openai.OpenAI, model: swiftopt.Model) -> None:
     def ask() -> str:
         more = {"swiftopt": {"task": "pinned"}, "return_metrics": True}
         done = client.completions.create(model="tiny", prompt=TEXT, max_tokens=16, temperature=0, extra_body=more)
         assert done.model_extra is not None
         return str(done.model_extra["metrics"]["decoded_with"])
 
-    def seen() -> dict[str, Any]:
-        tasks = server.client.get("/v1/tuning").json()["models"]["tiny"]["tasks"]
-        return next(task for task in tasks if task["task"] == "pinned")
+    def of(tuning: Tuning) -> TaskTuning:
+        return next(task for task in tuning.models["tiny"].tasks if task.task == "pinned")
 
     ask()
-    assert seen()["requests"] == 1 and seen()["pairs"] == 1
-    pinned = server.client.post("/v1/tuning:pin", json={"task": "pinned", "way": "plain"})
-    assert pinned.status_code == 200 and seen()["in_use"] == "plain" and ask() == "plain"
-    server.client.post("/v1/tuning:pin", json={"task": "pinned"})
-    assert seen()["pinned"] is None and ask() == "adaptive"
-    assert server.client.post("/v1/tuning:pause", json={}).json()["models"]["tiny"]["paused"]
-    assert not server.client.post("/v1/tuning:resume", json={"model": "tiny"}).json()["models"]["tiny"]["paused"]
-    assert server.client.post("/v1/tuning:pin", json={}).status_code == 422
-    assert server.client.post("/v1/tuning:pause", json={"model": "other"}).status_code == 404
+    with swiftopt.Client(server.url) as ours:
+        seen = of(ours.tuning())
+        assert (seen.requests, seen.pairs, seen.in_use, seen.pinned) == (1, 1, "drafts", None)
+        assert seen.seconds > 0 and seen.layer_set.n_layers == model.runtime.n_layers
+        assert server.client.get("/v1/tuning").json()["models"]["tiny"]["tasks"][-1] == seen.to_json()
+        pinned = of(ours.steer_tuning("pin", task="pinned", way="plain"))
+        assert (pinned.pinned, pinned.in_use) == ("plain", "plain") and ask() == "plain"
+        assert of(ours.steer_tuning("pin", "tiny", "pinned")).pinned is None and ask() == "adaptive"
+        assert ours.steer_tuning("pause").models["tiny"].paused
+        assert not ours.steer_tuning("resume", "tiny").models["tiny"].paused
+        with pytest.raises(InvalidInput, match="pin is for one task"):
+            ours.steer_tuning("pin")
+        with pytest.raises(NotFound, match="did you mean 'tiny'"):
+            ours.steer_tuning("pause", "other")
 
 
 @pytest.mark.parametrize(

@@ -88,10 +88,10 @@ def test_learning_changes_no_token(
     for task in ("code", None):
         done = answers(traffic, model.runtime, task, at_once)
         assert {each.prompt.text: each.completion.token_ids[:40] for each in done} == expected
-    found = {own["task"]: own for own in traffic.to_json()["tasks"]}
-    assert found["code"]["requests"] >= len(TEXTS) and found["code"]["pairs"] > 0
-    assert sum(own["requests"] for own in found.values()) == 2 * len(TEXTS)
-    assert any(own["search"]["trials"] for own in found.values())
+    found = {own.task: own for own in traffic.status().tasks}
+    assert found["code"].requests >= len(TEXTS) and found["code"].pairs > 0
+    assert sum(own.requests for own in found.values()) == 2 * len(TEXTS)
+    assert any(own.search.trials for own in found.values())
     traffic.close()
 
 
@@ -186,19 +186,19 @@ def test_names_of_tasks_cannot_fill_the_memory(model: swiftopt.Model, monkeypatc
     monkeypatch.setattr("swiftopt.tasks.traffic.MOST_TASKS", 3)
     traffic = Traffic("tiny", model.runtime, None, SETTINGS)
     assert [traffic._task(name).name for name in ("a", "b", "c", "d", "a")] == ["a", "b", "c", "default", "a"]
-    assert len(traffic.to_json()["tasks"]) == 4
+    assert len(traffic.status().tasks) == 4
 
 
 def test_paused_traffic_neither_searches_nor_compares(model: swiftopt.Model, store: Store) -> None:
     traffic = Traffic("tiny", model.runtime, store, SETTINGS)
     traffic.steer("pause")
     answers(traffic, model.runtime, "code")
-    [found] = traffic.to_json()["tasks"]
-    assert found["pairs"] == 0 and found["search"]["trials"] == 0 and traffic.to_json()["paused"]
+    [found] = traffic.status().tasks
+    assert found.pairs == 0 and found.search.trials == 0 and traffic.status().paused
     traffic.steer("resume")
     answers(traffic, model.runtime, "code")
-    assert traffic.to_json()["tasks"][0]["pairs"] > 0
-    assert LayerSet.from_json(traffic.to_json()["tasks"][0]["layer_set"]).n_layers == model.runtime.n_layers
+    assert traffic.status().tasks[0].pairs > 0
+    assert traffic.status().tasks[0].layer_set.n_layers == model.runtime.n_layers
 
 
 def test_one_replica_at_a_time_searches_for_a_task(
@@ -211,7 +211,7 @@ def test_one_replica_at_a_time_searches_for_a_task(
         for _ in range(2):  # the first requests ask for the lease
             answers(traffic, model.runtime, task)
             await_answers(traffic)
-        return next(each["search"]["trials"] for each in traffic.to_json()["tasks"] if each["task"] == task)
+        return next(each.search.trials for each in traffic.status().tasks if each.task == task)
 
     assert n_trials(first, "code") > 0 and n_trials(second, "code") == 0
     assert n_trials(second, "notes") > 0  # another task

@@ -1,0 +1,66 @@
+"""What a served model says of the drafts that it learns: the object of `GET /v1/tuning`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from .errors import StoreError
+from .serialization import Record
+from .types import LayerSet, VerdictWord
+
+Way = Literal["best", "plain"]  # what a task can be pinned to
+TuningVerb = Literal["pause", "resume", "pin"]
+
+
+@dataclass(frozen=True, slots=True)
+class SearchStatus(Record):
+    """What a search has cost, how well the set in use drafts (matchness, once it was scored), and why it has ended."""
+
+    trials: int
+    seconds: float
+    matchness: float | None = None
+    ended: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TaskTuning(Record):
+    """One task of a served model: the way in use, the verdict on its drafts, its requests and its search.
+
+    `version` is of the stored plan in use; `ratio` and its `interval` are plain seconds / drafted seconds, over the
+    latest `pairs` of timings; `seconds` were spent decoding its `requests`.
+    """
+
+    task: str
+    in_use: Literal["drafts", "plain"]
+    verdict: VerdictWord
+    version: int | None
+    pinned: Way | None
+    layer_set: LayerSet
+    pairs: int
+    ratio: float | None
+    interval: tuple[float, float] | None
+    requests: int
+    tokens: int
+    seconds: float
+    search: SearchStatus
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTuning(Record):
+    """The tasks of one model; `unavailable` says why its engine cannot tell."""
+
+    paused: bool = False
+    tasks: tuple[TaskTuning, ...] = ()
+    unavailable: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning(Record):
+    """By model: what is in use, what is being tried, what that costs, and what it has brought."""
+
+    SCHEMA: ClassVar = "swiftopt.tuning/1"
+    ERROR: ClassVar = StoreError
+
+    models: Mapping[str, ModelTuning]
