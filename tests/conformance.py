@@ -4,7 +4,9 @@
 
 Each is installed into an environment of its own under the user's cache. llm-comply holds answers to the schemas of
 OpenAI's document, for chats and for Responses; lm-eval's log probabilities of given continuations must be those of
-transformers in float32; npm's `openai` streams, parses, and is refused.
+transformers in float32; npm's `openai` streams, parses, and is refused; guidellm streams several requests at once by
+each route, with prompts that it makes by the model's tokenizer: all must succeed, be timed, and have the tokens that
+the server counts. Once the environments are there, nothing needs a network.
 """
 
 from __future__ import annotations
@@ -49,6 +51,9 @@ target_delimiter: ""
 doc_to_target: answer
 metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 """
+N_REQUESTS, N_AT_ONCE = 24, 4  # of guidellm, by each route
+PROMPT_TOKENS, OUTPUT_TOKENS = 40, 24
+COUNTED = {"request_success": "successful", "prompt_tokens": "prompt", "generation_tokens": "output"}
 CLOSE = 2e-3  # of a continuation's log probability, in nats: several sums of float32 in another order
 
 
@@ -151,10 +156,71 @@ def llm_comply(served: Served, model: str, path: str) -> list[str]:
     return wrong
 
 
+def guidellm(served: Served, model: str, path: str) -> list[str]:
+    """What guidellm finds wrong under load."""
+    program = environment("guidellm-0.8.1", "torch==2.13.0", "guidellm==0.8.1") / "guidellm"
+    return [
+        f"guidellm {route}: {line}"
+        for route in ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+        for line in under_load(program, served, model, path, route)
+    ]
+
+
+def under_load(program: Path, served: Served, model: str, path: str, route: str) -> list[str]:
+    """What is wrong with guidellm's report on requests to a route; its tokens are those of `usage`."""
+    options = {
+        "backend": f"kind=openai_http,target={served.url},model={model},request_format={route}",
+        "profile": f"kind=concurrent,streams={N_AT_ONCE}",
+        "constraint": f"kind=max_requests,count={N_REQUESTS}",
+        "tokenizer": f"kind=huggingface_auto,model={path}",
+        "data": f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={OUTPUT_TOKENS}",
+    }
+    before = n_counted(served)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "report.json"
+        chosen = [word for name, value in options.items() for word in (f"--{name}", value)]
+        done = subprocess.run(
+            [program, "run", "--disable-console", *chosen, "--output", f"kind=json,path={file}"],
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": folder},
+            capture_output=True,
+            text=True,
+            cwd=folder,
+            check=False,
+        )
+        if done.returncode:
+            return [done.stderr.strip()[-500:]]
+        [report] = json.loads(file.read_text())["benchmarks"]
+    counted = {name: n - before[name] for name, n in n_counted(served).items()}
+    requests, metrics = report["requests"]["successful"], report["metrics"]
+    waits = [metrics[f"{name}_ms"]["successful"]["median"] for name in ("time_to_first_token", "inter_token_latency")]
+    n_prompt, n_output = (sum(each[f"{kind}_tokens"] for each in requests) for kind in ("prompt", "output"))
+    print(f"guidellm {route}: {metrics['request_totals']}, {n_prompt} + {n_output} tokens, ms {waits}")
+    checks = {
+        "all succeed": metrics["request_totals"]["successful"] == metrics["request_totals"]["total"] == N_REQUESTS,
+        "they are timed": min(waits) > 0,
+        "the server counts the same": counted == {"successful": N_REQUESTS, "prompt": n_prompt, "output": n_output},
+    }
+    if route == "/v1/completions":  # no template, and `ignore_eos` holds
+        checks["lengths"] = (n_prompt, n_output) == (N_REQUESTS * PROMPT_TOKENS, N_REQUESTS * OUTPUT_TOKENS)
+    return [
+        f"{name}: {metrics['request_totals']}, {n_prompt} + {n_output} tokens, {waits}, the server {counted}"
+        for name, holds in checks.items()
+        if not holds
+    ]
+
+
+def n_counted(served: Served) -> dict[str, int]:
+    """Requests and tokens that the server has counted."""
+    lines = [line.split() for line in served.client.get("/metrics").text.splitlines() if line.startswith("vllm:")]
+    values = {name.partition("{")[0]: round(float(value)) for name, value in lines}
+    return {own: values.get(f"vllm:{name}_total", 0) for name, own in COUNTED.items()}
+
+
 CLIENTS: dict[str, Callable[[Served, str, str], list[str]]] = {
     "llm-comply": llm_comply,
     "lm-eval": lm_eval,
     "npm-openai": npm_openai,
+    "guidellm": guidellm,
 }
 
 
