@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO := demo-output
 
-.PHONY: setup lint test demo demo-tune conformance redis bench clean
+.PHONY: setup lint test browser demo demo-tune conformance redis bench clean
 
 setup: $(VENV)/.ready
 
@@ -33,6 +33,11 @@ test: setup
 # Long crash runs with servers of their own; ONLY="--only recovery,random" chooses some.
 chaos: setup
 	cd tests && $(abspath $(BIN))/python -m chaos $(ONLY)
+
+# The dashboard in Debian's Chromium, which is installed where it is missing; `make test` leaves it out there.
+browser: setup
+	command -v chromium || apt-get install --yes chromium
+	$(BIN)/python -m pytest tests/browser
 
 # Clients that no one here wrote, against a real server; each in an environment of its own.
 conformance: setup

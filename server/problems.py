@@ -122,10 +122,10 @@ def install(app: FastAPI) -> None:
 
 
 async def _respond(request: Request, error: Exception) -> Response:
-    return _refused(error).response(request.url.path)
+    return refused_by(error).response(request.url.path)
 
 
-def _refused(error: Exception) -> Refused:
+def refused_by(error: Exception) -> Refused:
     """Return how a request is turned away that ended with the error."""
     if isinstance(error, Refused):
         return error

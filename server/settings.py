@@ -81,6 +81,12 @@ class KeyRing:
                 found = name
         return found
 
+    def hashed(self, name: str | None) -> str | None:
+        """Return the hash of an entry's key, None where there is no such entry."""
+        self._refresh()
+        known = {**self._fixed, **self._filed}.get(name or "")
+        return None if known is None else known.hashed
+
     def task(self, name: str | None) -> str | None:
         """Return the task of the completions that an entry's key asks for, if it has one."""
         known = {**self._fixed, **self._filed}.get(name or "")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, cast
 
 from fastapi import Depends, Request
@@ -20,6 +20,8 @@ from ..worker.queue import RedisQueue
 from .engines import Engines
 from .middleware import RateLimit
 from .settings import ServerSettings
+
+LOGINS_PER_MIN = 20  # to the dashboard
 
 # no control characters: PostgreSQL stores no NUL, and a name has no line break
 Word = Annotated[str, StringConstraints(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f]+$")]
@@ -43,6 +45,7 @@ class State:
     settings: ServerSettings
     engines: Engines
     tokens: RateLimit  # of each caller
+    logins: RateLimit = field(default_factory=lambda: RateLimit(LOGINS_PER_MIN))  # of each address
 
 
 async def state_of(request: Request) -> State:

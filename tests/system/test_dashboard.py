@@ -1,0 +1,122 @@
+"""The dashboard's pages as a server answers them: log-in, forms, headers, and what they say when something is away."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from api import client_of, filled
+from starlette.testclient import TestClient
+
+from swiftopt.server.dashboard import COOKIE, PAGES, STATIC
+from swiftopt.server.settings import KeyRing, ServerSettings, new_key
+from swiftopt.store import Store
+
+ADDRESSES = [address for address, _ in PAGES]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with filled(str(tmp_path / "a.db")) as store:
+        yield store
+
+
+@pytest.fixture
+def client(store: Store) -> TestClient:
+    return client_of(store)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> tuple[str, Path]:
+    """A key, and the file with its entry."""
+    key, entry = new_key("ann")
+    (tmp_path / "keys").write_text(entry)
+    return key, tmp_path / "keys"
+
+
+def guarded(store: Store, file: Path) -> TestClient:
+    return client_of(store, ServerSettings(keys=KeyRing(file=file), requests_per_min=0))
+
+
+def token(html: str) -> str:
+    """What the page's forms carry."""
+    found = re.search(r'name="token" value="([^"]+)"', html)
+    assert found is not None, html
+    return found[1]
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_page_loads_nothing_from_elsewhere_and_runs_no_script_of_its_own(client: TestClient, address: str) -> None:
+    found = client.get(address)
+    assert found.status_code == 200 and found.headers["content-type"].startswith("text/html")
+    policy = found.headers["content-security-policy"]
+    assert policy.startswith("default-src 'self';") and "unsafe" not in policy
+    assert not re.search(r"""(src|href)=["']?(https?:)?//""", found.text)
+    assert not re.search(r"<script(?![^>]* src=)|<style|style=| on\w+=", found.text)
+    assert '<html lang="en">' in found.text and '<main id="content">' in found.text
+    for file in re.findall(r'"(/static/[^"]+)"', found.text):
+        assert client.get(file).status_code == 200, file
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_page_of_a_server_with_keys_wants_one(store: Store, keys: tuple[str, Path], address: str) -> None:
+    client, (key, _) = guarded(store, keys[1]), keys
+    found = client.get(address, follow_redirects=False)
+    assert (found.status_code, found.headers["location"]) == (303, f"/login?next={address}")
+    wrong = client.post("/login", data={"key": "swiftopt-wrong", "next": address})
+    assert wrong.status_code == 401 and "not one of this server" in wrong.text and COOKIE not in client.cookies
+    right = client.post("/login", data={"key": key, "next": address}, follow_redirects=False)
+    assert (right.status_code, right.headers["location"]) == (303, address)
+    flags = right.headers["set-cookie"].lower()
+    assert "httponly" in flags and "samesite=strict" in flags
+    assert key not in right.headers["set-cookie"] and "Log out ann" in client.get(address).text
+
+
+def test_session_ends_with_its_key_and_with_log_out(store: Store, keys: tuple[str, Path]) -> None:
+    client, (key, file) = guarded(store, keys[1]), keys
+    client.post("/login", data={"key": key})
+    assert client.post("/logout", data={"token": "forged"}).status_code == 403
+    assert (
+        client.post("/logout", data={"token": token(client.get("/").text)}, follow_redirects=False).status_code == 303
+    )
+    assert client.get("/", follow_redirects=False).status_code == 303
+    client.post("/login", data={"key": key})
+    assert client.get("/", follow_redirects=False).status_code == 200
+    file.write_text(new_key("ann")[1])
+    assert client.get("/", follow_redirects=False).status_code == 303, "the key of that name is another one now"
+
+
+def test_forms_of_other_sites_and_sessions_are_refused(store: Store, keys: tuple[str, Path]) -> None:
+    client, other, (key, _) = guarded(store, keys[1]), guarded(store, keys[1]), keys
+    assert client.post("/login", data={"key": key}, headers={"origin": "http://evil"}).status_code == 403
+    for each in (client, other):
+        each.post("/login", data={"key": key})
+    mine, theirs = token(client.get("/").text), token(other.get("/").text)
+    assert client.post("/logout", data={"token": theirs}).status_code == 403
+    assert client.post("/logout", data={"token": mine}, headers={"origin": "http://evil"}).status_code == 403
+    forged = guarded(store, keys[1])
+    forged.cookies.set(COOKIE, f"ann:{client.cookies[COOKIE].partition('.')[2]}")
+    assert forged.get("/", follow_redirects=False).status_code == 303
+
+
+@pytest.mark.parametrize("path", ["//evil.org", "/\\evil.org", "https://evil.org", "/a\nb"])
+def test_log_in_leads_to_this_server_only(store: Store, keys: tuple[str, Path], path: str) -> None:
+    client, (key, _) = guarded(store, keys[1]), keys
+    found = client.post("/login", data={"key": key, "next": path}, follow_redirects=False)
+    assert found.headers["location"] == "/"
+
+
+def test_key_can_not_be_guessed_for_long(store: Store, keys: tuple[str, Path]) -> None:
+    client = guarded(store, keys[1])
+    statuses = [client.post("/login", data={"key": str(n)}).status_code for n in range(30)]
+    assert statuses[0] == 401 and statuses[-1] == 429
+
+
+def test_vendored_files_are_what_the_list_says() -> None:
+    listed = dict(re.findall(r"^(\S+\.(?:js|css))  .*  ([0-9a-f]{64})$", STATIC["VENDORED.txt"].read_text(), re.M))
+    assert len(listed) == 4
+    for name, sha256 in listed.items():
+        assert hashlib.sha256(STATIC[name].read_bytes()).hexdigest() == sha256
