@@ -70,11 +70,12 @@ def measure(
     concurrency: int,
     on_run: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Ask for every prompt both ways; returns the seconds and texts of all, and the ratio of each window.
+    """Ask for every prompt both ways; returns the seconds and texts of all, the ratio of each window, and the shifts.
 
     Both ways read every prompt anew: each has a salt of its own.
     """
     results: list[dict[str, Any]] = []
+    shifts: list[dict[str, Any]] = []
     with ThreadPoolExecutor(concurrency) as pool:
         for number, block in enumerate(_blocks(prompts, 1 if concurrency == 1 else BLOCK)):
             walls, texts = {}, {}
@@ -94,6 +95,9 @@ def measure(
             n_done = sum(each["requests"] for each in results)
             speeds = " and ".join(f"{results[-1]['tokens'] / walls[way]:.1f} {way}" for way in walls)
             on_run(f"request {n_done} of {len(prompts)}: tok/s {speeds}")
+            for shift in new_shifts(_tuning(client), shifts):
+                on_run(shift_line(shift))
+                shifts.append(shift)
     (card,) = client.get("/v1/models").json()["data"]
     return {
         "schema": SCHEMA,
@@ -105,8 +109,29 @@ def measure(
         "results": results,
         "windows": windows(results),
         "equal": sum(each["equal"] for each in results),
-        "tuning": client.get("/v1/tuning").json()["models"]["model"],
+        "shifts": shifts,
+        "tuning": _tuning(client),
     }
+
+
+def _tuning(client: httpx2.Client) -> dict[str, Any]:
+    found: dict[str, Any] = client.get("/v1/tuning").json()["models"]["model"]
+    return found
+
+
+def new_shifts(tuning: dict[str, Any], before: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the changes of traffic that a tuning's tasks tell of and that are not among those before."""
+    told = [
+        {"task": task["task"], "request": task["shifts"]["at_request"], "reason": task["shifts"]["latest"]}
+        for task in tuning["tasks"]
+        if task["shifts"]["n"]
+    ]
+    return [shift for shift in told if shift not in before]
+
+
+def shift_line(shift: dict[str, Any]) -> str:
+    """Say a change of traffic; requests are counted by task."""
+    return f"the traffic changed at request {shift['request']} of task {shift['task']}: {shift['reason']}"
 
 
 def windows(results: Sequence[dict[str, Any]]) -> list[float]:

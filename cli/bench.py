@@ -276,6 +276,8 @@ def serve(
 
 def _serving_table(report: dict[str, Any]) -> Table:
     """Return a row for each ten requests."""
+    from ..bench.serving import shift_line
+
     what = f"{report['prompts']} requests of {report['max_new_tokens']} tokens, {report['concurrency']} at once"
     title = f"{report['model']}, {what}"
     rows, most = [], max(report["windows"])
@@ -283,7 +285,8 @@ def _serving_table(report: dict[str, Any]) -> Table:
         last = min(first + 9, report["prompts"])
         rows.append((f"{first}-{last}", f"{ratio:.2f}x", "█" * round(30 * ratio / most)))
     columns = [Column("requests", justify="right"), Column("to plain", justify="right"), Column("")]
-    caption = f"equal to plain decoding: {report['equal']} of {report['prompts']}"
+    equal = f"equal to plain decoding: {report['equal']} of {report['prompts']}"
+    caption = "\n".join([*map(shift_line, report["shifts"]), equal])
     return table(columns, rows, title=title, title_justify="left", caption=caption)
 
 

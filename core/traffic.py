@@ -25,6 +25,15 @@ class SearchStatus(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class ShiftStatus(Record):
+    """How often a task's text has become another kind, the latest time's reason, and the request it was noticed at."""
+
+    n: int = 0
+    latest: str | None = None
+    at_request: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TaskTuning(Record):
     """One task of a served model: the way in use, the verdict on its drafts, its requests and its search.
 
@@ -41,6 +50,7 @@ class TaskTuning(Record):
     pairs: int
     ratio: float | None
     interval: tuple[float, float] | None
+    shifts: ShiftStatus
     requests: int
     tokens: int
     seconds: float

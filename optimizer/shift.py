@@ -18,7 +18,8 @@ from ..core.types import NOT_WRITTEN, Completion, LayerSet
 
 N_LEARN = 3  # completions that say what acceptance is usual
 ALARM = 4.0  # height of a sum, in standard deviations, that means a shift
-ALARM_ELSEWHERE = 1.5  # the same, where the prompts lie elsewhere than those before
+SERVED_N_LEARN, SERVED_ALARM = 8, 8.0  # the two for served requests: many, short, with rates that vary by 0.2
+ELSEWHERE = 0.375  # of that height will do where the prompts lie elsewhere than those before
 UNLIKE = 3.0  # deviations below the usual cosine to the prompts before that mean elsewhere
 FAR_FOR = 3  # prompts in a row that lie elsewhere, and mean a shift whatever acceptance says
 USUAL_COSINE_SPREAD = 0.02  # before the prompts have said how alike they are
@@ -74,7 +75,9 @@ class AcceptanceChart(Usual):
 
     Each is compared with the mean and the spread of those before it, and counted into them afterwards, an outlying one
     with two spreads: the first texts of another kind would otherwise hide the rest. Undisturbed, some 600 texts whose
-    rates vary by 0.06 pass between two false alarms; a fall from 0.8 to 0.55 is noticed by the third or fourth.
+    rates vary by 0.06 pass between two false alarms; a fall from 0.8 to 0.55 is noticed by the third or fourth. With
+    the bounds for served requests it is some 300 of HumanEval's, whose rates vary by 0.2 (with the others 50), and a
+    fall from 0.8 to 0.5 is noticed by the sixth, 19 times of 20 by the seventeenth.
 
     Source: E. S. Page, "Continuous inspection schemes", 1954; D. M. Hawkins, "Self-starting CUSUM charts", 1987.
     """
@@ -82,10 +85,10 @@ class AcceptanceChart(Usual):
     rise: float = 0.0
     fall: float = 0.0
 
-    def add(self, accepted: int, drafted: int, alarm: float | None = None) -> bool:
-        """Take in a completion; tell whether its text is of another kind: a sum is above `alarm` (None: ALARM)."""
+    def add(self, accepted: int, drafted: int, alarm: float = ALARM, n_learn: int = N_LEARN) -> bool:
+        """Take in a completion; tell whether its text is of another kind: a sum is above `alarm`."""
         rate = accepted / drafted
-        if self.n >= N_LEARN:
+        if self.n >= n_learn:
             spread = self.spread(USUAL_SPREAD)
             noise = self.mean * (1 - self.mean) / drafted  # a short text's rate says little
             z = (rate - self.mean) / sqrt((spread**2 + noise) * (1 + 1 / self.n))
@@ -94,7 +97,7 @@ class AcceptanceChart(Usual):
             reach = 2 * spread
             rate = max(self.mean - reach, min(self.mean + reach, rate))
         self.take(rate)
-        return max(self.rise, self.fall) > (ALARM if alarm is None else alarm)
+        return max(self.rise, self.fall) > alarm
 
 
 @dataclass(slots=True)
@@ -116,13 +119,15 @@ class ShiftWatch(Record):
     A lasting change of acceptance is a shift; where prompts lie elsewhere among the hidden states than those before,
     less of a change will do, and several such prompts in a row are a shift by themselves: a search that is still going
     on would mix the kinds, and a set whose acceptance holds may yet not be the fastest for the new one.
-    `known` are sets from elsewhere, such as the store's, and no part of the JSON object. A set's state is the mean of
-    its prompts' states.
+    `known` are sets from elsewhere, such as the store's; they and the chart's bounds are no part of the JSON object. A
+    set's state is the mean of its prompts' states.
     """
 
     COMPLETE: ClassVar = True
 
     known: Sequence[KnownSet] = field(default=(), metadata=NOT_WRITTEN)
+    alarm: float = field(default=ALARM, metadata=NOT_WRITTEN)
+    n_learn: int = field(default=N_LEARN, metadata=NOT_WRITTEN)
     chart: AcceptanceChart = field(default_factory=AcceptanceChart)
     left: PackedSets = field(default_factory=list)  # of this stream, before the latest shift
     latest: PackedState = ()  # of the prompt that was read last
@@ -158,10 +163,10 @@ class ShiftWatch(Record):
         """Take in the completion of the prompt read last; return in words what has changed, or ""."""
         if self.n_far >= FAR_FOR:
             return f"{self.n_far} prompts in a row lie elsewhere than those before"
-        before, alarm = self.chart.mean, ALARM_ELSEWHERE if self.n_far else ALARM
+        before, alarm = self.chart.mean, self.alarm * (ELSEWHERE if self.n_far else 1.0)
         if not self.settled or not completion.drafted:
             return ""
-        if not self.chart.add(completion.accepted, completion.drafted, alarm):
+        if not self.chart.add(completion.accepted, completion.drafted, alarm, self.n_learn):
             return ""
         word = "fell" if self.chart.fall > self.chart.rise else "rose"
         rate = completion.accepted / completion.drafted

@@ -26,7 +26,7 @@ from ..core.errors import LayerSetNotFound, StoreError
 from ..core.events import TrialsDone
 from ..core.prompt_states import KnownSet, single, unit
 from ..core.settings import SwiftSettings, TuningSettings
-from ..core.traffic import ModelTuning, SearchStatus, TaskTuning, TuningVerb, Way
+from ..core.traffic import ModelTuning, SearchStatus, ShiftStatus, TaskTuning, TuningVerb, Way
 from ..core.types import DEFAULT_TASK, Completion, FoundPlan, LayerSet, LayerSetRecord, Prompt, Verdict, VerdictWord
 from ..decoding.context import Context
 from ..decoding.draft import Draft, Drafter, Outcome
@@ -38,7 +38,7 @@ from ..models.costs import machine_name
 from ..models.runtime import Runtime
 from ..models.saved import OnStep, no_step
 from ..optimizer.search import Search
-from ..optimizer.shift import AcceptanceChart
+from ..optimizer.shift import SERVED_ALARM, SERVED_N_LEARN, AcceptanceChart, ShiftWatch
 from ..optimizer.task_state import TunedTask
 from ..optimizer.verdict import Timed, judge
 from ..store import Store
@@ -144,6 +144,7 @@ class TaskTraffic(TunedTask):
     seconds: float = 0.0
     search_s: float = 0.0
     stored_for: LayerSet | None = None
+    shifts: ShiftStatus = field(default_factory=ShiftStatus)
 
     @property
     def drafts(self) -> bool:
@@ -207,6 +208,7 @@ class TaskTraffic(TunedTask):
             pairs=len(self.pairs),
             ratio=None if found is None or found.ratio is None else round(found.ratio, 4),
             interval=None if low is None or high is None else (round(low, 4), round(high, 4)),
+            shifts=self.shifts,
             requests=self.n_requests,
             tokens=self.n_tokens,
             seconds=round(self.seconds, 3),
@@ -353,8 +355,10 @@ class Traffic:
 
     def _learn(self, task: TaskTraffic, rounds: Rounds, drafts: bool, completion: Completion) -> None:
         """Learn from a request that has ended."""
-        if task.shifted_by(completion) is not None:
+        if (shifted := task.shifted_by(completion)) is not None:
             task.forget()
+            task.shifts = ShiftStatus(task.shifts.n + 1, shifted.reason, task.n_requests + 1)
+            logger.info("tuning=shifted task=%s reason=%r", task.name, shifted.reason)
         if task.add(rounds, drafts):
             self._keep(task)
 
@@ -401,7 +405,9 @@ class Traffic:
             task.take_up(stored, self._begun(task.name, stored.plan.layer_set.layer_set).search)
 
     def _begun(self, name: str, start: LayerSet | None = None) -> TaskTraffic:
-        return TaskTraffic.begin(name, self.runtime, self.settings, self.costs, self._known, start)
+        task = TaskTraffic.begin(name, self.runtime, self.settings, self.costs, self._known, start)
+        task.shift = ShiftWatch(self._known, SERVED_ALARM, SERVED_N_LEARN)
+        return task
 
     def steer(self, verb: TuningVerb, task: str | None = None, way: Way | None = None) -> None:
         """Pause or resume searches and comparisons, or pin a task to one way (None: let it be judged again)."""

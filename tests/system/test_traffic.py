@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -12,9 +13,11 @@ import pytest
 from tiny_files import save
 
 import swiftopt
+from swiftopt.bench.serving import new_shifts, shift_line
 from swiftopt.core.settings import TuningSettings
+from swiftopt.core.streams import read_stream
 from swiftopt.core.types import LayerSet, Prompt, Sampling
-from swiftopt.decoding.engine import side_by_side
+from swiftopt.decoding.engine import alone, side_by_side
 from swiftopt.decoding.session import Session
 from swiftopt.models.runtime import Runtime
 from swiftopt.optimizer.challengers import Incumbent
@@ -24,6 +27,7 @@ from swiftopt.tasks.generate import Generated
 from swiftopt.tasks.traffic import FEWEST, LATEST, LEASE_S, OTHER_ROUNDS, REFRESH_S, Rounds, TaskTraffic, Traffic
 
 TEXTS = [f"w{i + 1} w{i + 2} w{i + 1} w{i + 2}" for i in range(10)]
+EXAMPLES = Path(__file__).parents[2] / "examples" / "stream.jsonl"
 SETTINGS = TuningSettings(draft_format="int4", context_window=8, max_steps=6)
 
 
@@ -264,3 +268,31 @@ def test_no_round_waits_for_the_database(
         assert code.search.trials
         traffic.close()
         first.close()
+
+
+@pytest.mark.model
+def test_change_from_code_to_summaries_is_noticed_and_shown(caplog: pytest.LogCaptureFixture) -> None:
+    runtime = swiftopt.load("smollm2-135m", dtype="float32").runtime
+    traffic = Traffic("smollm2-135m", runtime, None)
+    session = Session(runtime, Sampling(), 8, ignore_eos=True)
+    kinds = {kind: [own for own in read_stream(str(EXAMPLES)) if own.task == kind][:10] for kind in ("code", "summary")}
+
+    def shifts_after(kind: str) -> dict[str, object]:
+        for prompt in kinds[kind]:
+            alone(traffic.work(session, prompt, "mixed"))
+        (told,) = traffic.status().to_json()["tasks"]
+        assert told["task"] == "mixed"
+        shifts: dict[str, object] = told["shifts"]
+        return shifts
+
+    n_code = len(kinds["code"])
+    assert shifts_after("code") == {"n": 0, "latest": None, "at_request": None}
+    assert new_shifts(traffic.status().to_json(), []) == []
+    with caplog.at_level(logging.INFO, "swiftopt.tasks.traffic"):
+        found = shifts_after("summary")
+    assert found["n"] == 1 and isinstance(found["at_request"], int) and n_code < found["at_request"] <= n_code + 20
+    assert f"tuning=shifted task=mixed reason={found['latest']!r}" in caplog.text
+    [shift] = new_shifts(traffic.status().to_json(), [])
+    assert shift_line(shift) == f"the traffic changed at request {found['at_request']} of task mixed: {found['latest']}"
+    assert new_shifts(traffic.status().to_json(), [shift]) == []
+    traffic.close()

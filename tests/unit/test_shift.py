@@ -10,7 +10,7 @@ import pytest
 
 from swiftopt.core.prompt_states import KnownSet, nearest, packed, unit, unpacked
 from swiftopt.core.types import Completion, LayerSet
-from swiftopt.optimizer.shift import FAR_FOR, AcceptanceChart, ShiftWatch
+from swiftopt.optimizer.shift import FAR_FOR, SERVED_ALARM, SERVED_N_LEARN, AcceptanceChart, ShiftWatch
 
 
 def texts(mean: float, spread: float, n: int, seed: int) -> list[tuple[int, int]]:
@@ -36,6 +36,22 @@ def test_lasting_change_of_acceptance_is_noticed_within_a_few_texts(after: float
 def test_texts_of_one_kind_seldom_raise_an_alarm() -> None:
     alarms = sum(alarm_at(AcceptanceChart(), texts(0.8, 0.06, 50, seed)) is not None for seed in range(40))
     assert alarms <= 8  # 2,000 texts: about three are to be expected
+
+
+def test_served_texts_of_one_kind_seldom_raise_an_alarm_and_a_fall_is_noticed_within_twenty() -> None:
+    """Their drafts copy text, too: rates vary by 0.2 from one to the next, as they did for HumanEval."""
+
+    def alarm(chart: AcceptanceChart, counts: list[tuple[int, int]]) -> int | None:
+        told = (i for i, own in enumerate(counts, 1) if chart.add(*own, SERVED_ALARM, SERVED_N_LEARN))
+        return next(told, None)
+
+    quiet = noticed = 0
+    for seed in range(100):
+        chart = AcceptanceChart()
+        if alarm(chart, texts(0.75, 0.2, 40, seed)) is None:
+            quiet += 1
+            noticed += alarm(chart, texts(0.35, 0.2, 20, seed + 1000)) is not None
+    assert quiet >= 95 and noticed >= 0.9 * quiet
 
 
 def test_one_odd_text_is_no_shift() -> None:
