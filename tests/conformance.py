@@ -30,6 +30,7 @@ from swiftopt.models.sources import local_folder, resolve
 # Of llm-comply; images, phases and reasoning are none of ours.
 CASES = ("basic-response", "system-prompt", "multi-turn", "tool-calling", "streaming-response", "streaming-usage")
 MODELS_OWN = "got 'incomplete'"  # a small model may go on to the end of its context
+CONTEXT = 512  # tokens, so that this does not take minutes
 FORMS = {"openai-chat": "chat-", "open-responses": ""}  # with what their cases begin
 
 
@@ -224,6 +225,17 @@ CLIENTS: dict[str, Callable[[Served, str, str], list[str]]] = {
 }
 
 
+def with_short_context(path: str, where: Path) -> str:
+    """Return a folder that links to a model's files, but says that its context is short."""
+    where.mkdir()
+    for file in Path(path).iterdir():
+        if file.name != "config.json":
+            (where / file.name).symlink_to(file.resolve())
+    config = json.loads((Path(path) / "config.json").read_text())
+    (where / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT}))
+    return str(where)
+
+
 def main() -> None:
     """Run the clients; exits with 1 where one finds something wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -232,7 +244,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         where = Path(temporary)
-        path = str(local_folder(resolve(args.model)))
+        path = with_short_context(str(local_folder(resolve(args.model))), where / "model")
         options = ("--model", f"model={path}", "--rate", "0", "--dtype", "float32")
         with serving(str(where / "a.db"), where / "log", *options) as served:
             while served.client.get("/health").status_code != 200:
