@@ -15,10 +15,11 @@ State = tuple[float, ...]  # a mean hidden state as a unit vector, (hidden_size,
 
 @dataclass(frozen=True, slots=True)
 class KnownSet:
-    """A layer set, and the mean state of the prompts that it was in use for."""
+    """A layer set, and the mean state of the prompts of a task that it was in use for."""
 
     layer_set: LayerSet
     state: State
+    task: str = ""
 
 
 def nearest(known: Iterable[KnownSet], state: State, n: int) -> list[LayerSet]:

@@ -108,9 +108,10 @@ class CompletionRequest(Settings):
 
     The prompt is `token_ids`, else `messages` for the chat template, with `tools` and the template's own `template`
     values, else `text`; `echo` has it told as well. `task` None: the one whose prompts lie nearest; `method` overrules
-    the plan; `max_new_tokens` None: as many as the context has room for; `logprobs`: of each token, with so many
-    alternatives, None: not wanted; `json_schema` is what the text keeps to; `prediction` is text that is expected. Only
-    requests of one `salt` share what was read of a prompt.
+    the plan, `version` names a stored one; without `learn` nothing is tried on it; `max_new_tokens` None: as many as
+    the context has room for; `logprobs`: of each token, with so many alternatives, None: not wanted; `json_schema` is
+    what the text keeps to; `prediction` is text that is expected. Only requests of one `salt` share what was read of a
+    prompt.
     """
 
     NAME: ClassVar = "the request"
@@ -122,6 +123,8 @@ class CompletionRequest(Settings):
     template: Mapping[str, Any] = field(default_factory=dict)
     task: str | None = None
     method: str | None = None
+    version: int | None = count(None)
+    learn: bool = True
     max_new_tokens: int | None = count(None)
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()

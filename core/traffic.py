@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from .errors import StoreError
 from .serialization import Record
-from .types import LayerSet, VerdictWord
+from .types import LayerSet, Trial, VerdictWord
 
 Way = Literal["best", "plain"]  # what a task can be pinned to
 TuningVerb = Literal["pause", "resume", "pin"]
@@ -16,12 +16,17 @@ TuningVerb = Literal["pause", "resume", "pin"]
 
 @dataclass(frozen=True, slots=True)
 class SearchStatus(Record):
-    """What a search has cost, how well the set in use drafts (matchness, once it was scored), and why it has ended."""
+    """What a search has cost, how well the set in use drafts (matchness, once it was scored), and why it has ended.
+
+    `share` is its part of the seconds spent decoding; `latest` the candidate that was tried last.
+    """
 
     trials: int
     seconds: float
+    share: float = 0.0
     matchness: float | None = None
     ended: str | None = None
+    latest: Trial | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,9 @@ class TaskTuning(Record):
     """One task of a served model: the way in use, the verdict on its drafts, its requests and its search.
 
     `version` is of the stored plan in use; `ratio` and its `interval` are plain seconds / drafted seconds, over the
-    latest `pairs` of timings; `seconds` were spent decoding its `requests`.
+    latest `pairs` of timings, as are the tokens per second of both; `seconds` were spent decoding its `requests`, of
+    them `compared_s` on rounds of the way that is not in use, to compare; `saved_s` is what plain decoding would have
+    taken longer, by the ratio that was known at each request.
     """
 
     task: str
@@ -54,6 +61,10 @@ class TaskTuning(Record):
     requests: int
     tokens: int
     seconds: float
+    compared_s: float
+    saved_s: float
+    plain_tok_s: float | None
+    drafted_tok_s: float | None
     search: SearchStatus
 
 

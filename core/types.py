@@ -290,8 +290,7 @@ class Completion(Record):
     prompt had been read by an earlier request. `lossy` says that the
     method does not promise the target's own output; `exact` that the output is plain decoding's bit by bit: the method
     is lossless, and the kernels compute a row alike whatever rows are beside it. `accepted_prediction` and
-    `rejected_prediction` count the drafted tokens that came from the request's prediction. `by_draft_length[k][j]` are
-    the rounds that accepted j of k draft steps.
+    `rejected_prediction` count the drafted tokens that came from the request's prediction.
     """
 
     COMPUTED: ClassVar = ("n_tokens", "acceptance_rate", "mean_generated_length")
@@ -318,9 +317,6 @@ class Completion(Record):
     accepted_prediction: int = field(default=0, metadata=WHERE_ANY)
     rejected_prediction: int = field(default=0, metadata=WHERE_ANY)
     n_cached: int = field(default=0, metadata=WHERE_ANY)
-    by_draft_length: Annotated[Mapping[int, tuple[int, ...]], BY_NUMBER] = field(
-        default_factory=dict, metadata=WHERE_ANY
-    )
 
     @property
     def n_tokens(self) -> int:
@@ -388,7 +384,8 @@ class LayerSetRecord(Record):
     """A stored layer set with its figures and provenance: the object of the CLI, the API and the export file.
 
     `version` is given by the store; None before it is stored. Figures are None where nothing was measured (an imported
-    set). `prompt_state`, see `core.prompt_states`, is for the store: those who ask it get the known sets instead.
+    set). `evidence` is what the verdict was made of: of each text plain decoding's tokens and seconds, and those with
+    the set. `prompt_state`, see `core.prompt_states`, is for the store: those who ask it get the known sets instead.
     """
 
     SCHEMA: ClassVar = "swiftopt.layer-set/1"
@@ -415,6 +412,7 @@ class LayerSetRecord(Record):
     created_at: str = ""
     version: int | None = field(default=None, metadata={"exclude_if": lambda version: version is None})
     job: str | None = field(default=None, metadata=NOT_WRITTEN)
+    evidence: tuple[tuple[int, float, int, float], ...] = field(default=(), repr=False, metadata=NOT_WRITTEN)
     prompt_state: tuple[float, ...] | None = field(default=None, repr=False, compare=False, metadata=NOT_WRITTEN)
 
     @classmethod

@@ -67,8 +67,13 @@ class TunedTask:
         first = self.shift.moved(self.search.layer_set)
         return StreamShifted(self.name, reason, len(first)) if self.search.reopen(first) else None
 
-    def record(self, model: str, runtime: Runtime, verdict: Verdict) -> LayerSetRecord:
-        """Describe the set in use, with the verdict on it; `model` is the name the caller used."""
+    def record(
+        self, model: str, runtime: Runtime, verdict: Verdict, pairs: Sequence[tuple[Timed, Timed]]
+    ) -> LayerSetRecord:
+        """Describe the set in use, with the verdict on it.
+
+        Args: model: the name that the caller used. pairs: plain and drafted runs of a text, which the verdict is of.
+        """
         interval = verdict.interval
         return LayerSetRecord(
             model=model,
@@ -83,6 +88,7 @@ class TunedTask:
             device=machine_name(runtime),
             dtype=runtime.dtype_name,
             settings=self.search.settings.to_json(),
+            evidence=tuple((plain.tokens, plain.seconds, own.tokens, own.seconds) for plain, own in pairs),
             prompt_state=self.shift.state,
         )
 
@@ -158,7 +164,7 @@ class TaskState(TunedTask):
             passes = sum(done.target_passes for done in tuned)
             tokens = sum(done.n_tokens - done.first_tokens for done in tuned)
         record = replace(
-            self.record(model, runtime, verdict),
+            self.record(model, runtime, verdict, list(zip(plain_runs, tuned_runs, strict=True))),
             acceptance_rate=_rounded(accepted / drafted if drafted else None),
             mean_generated_length=_rounded(tokens / passes if passes else None),
         )

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..core.requests import CompletionRequest
 from ..core.types import Sampling
 from .problems import UnusableField
-from .state import Strict, Task
+from .state import Depth, Strict, Task
 
 MOST_CHOICES = 128
 MOST_LOGPROBS = 20
@@ -34,7 +34,8 @@ class Options(Strict):
 
     task: Task | None = None
     method: str | None = None
-    plan: Literal["best", "plain"] = "best"
+    plan: Literal["best", "plain"] | Depth = "best"  # or a stored version
+    tune: bool = True
 
 
 class StreamOptions(BaseModel):
@@ -147,6 +148,8 @@ class Asked(AskedModel):
         return CompletionRequest(
             task=self.swiftopt.task,
             method="plain" if self.swiftopt.plan == "plain" else self.swiftopt.method,
+            version=self.swiftopt.plan if isinstance(self.swiftopt.plan, int) else None,
+            learn=self.swiftopt.tune,
             max_new_tokens=self.max_tokens,
             sampling=self.sampling(),
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),

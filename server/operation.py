@@ -113,12 +113,10 @@ def _redis(queue: RedisQueue | None) -> str:
     response_class=Response,
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
 )
-async def metrics(app: Shared, known: Known) -> Response:
+def metrics(app: Shared, known: Known) -> Response:
     """Prometheus metrics."""
-    await app.engines.ask_tuning()
     parts = [known.times, ServiceCollector(app.store, app.queue), *([app.engines.metrics] if app.engines.of else [])]
-    told = await asyncio.to_thread(lambda: b"".join(map(generate_latest, parts)))  # the database may be slow
-    return Response(told, media_type=CONTENT_TYPE_LATEST)
+    return Response(b"".join(map(generate_latest, parts)), media_type=CONTENT_TYPE_LATEST)
 
 
 class ServiceCollector(Collector):
@@ -193,7 +191,7 @@ async def steer(app: Shared, verb: TuningVerb, body: Steering) -> Response:
     if verb == "pin" and body.task is None:
         raise InvalidInput("pin is for one task: name it as `task`")
     for engine in [app.engines.find(body.model)] if body.model else engines:
-        await engine.tell("tuning", verb=verb, task=body.task, way=body.way)
+        await engine.steer(verb=verb, task=body.task, way=body.way)
     return await tuning(app)
 
 

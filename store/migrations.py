@@ -76,6 +76,11 @@ def _prompt_states(op: Operations) -> None:
     _add(op, "layer_sets", "prompt_state")
 
 
+def _evidence(op: Operations) -> None:
+    """Add what verdicts were made of; of earlier ones it was not kept."""
+    _add(op, "layer_sets", "evidence")
+
+
 @contextmanager
 def _plans(op: Operations) -> Iterator[BatchOperations]:
     """Change the plans. SQLite builds the table anew, and what points at it must not be there meanwhile."""
@@ -112,6 +117,7 @@ STEPS: dict[str, Callable[[Operations], None]] = {
     "0003_plans_of_any_method": _plans_of_any_method,
     "0004_quantised_drafts": _quantised_drafts,
     "0005_prompt_states": _prompt_states,
+    "0006_evidence": _evidence,
 }
 REVISIONS = ("0001_layer_sets", *STEPS)
 HEAD = REVISIONS[-1]

@@ -101,10 +101,10 @@ def list_layer_sets(session: Session, model: str | None = None, task: str | None
 
 
 def known_sets(session: Session, fingerprint: str) -> list[KnownSet]:
-    """Return the newest layer sets of a model, of any task, with the place of the text that each was found on."""
+    """Return the newest layer sets of a model, of any task, with the place of each one's text; the newest first."""
     placed = newest(session, LayerSetRow, fingerprint, None).where(LayerSetRow.prompt_state.is_not(None))
     rows = session.scalars(placed.options(undefer(LayerSetRow.prompt_state)).limit(N_KNOWN))
-    return [KnownSet(layer_set_record(row).layer_set, unpacked(row.prompt_state or b"")) for row in rows]
+    return [KnownSet(layer_set_record(row).layer_set, unpacked(row.prompt_state or b""), row.task) for row in rows]
 
 
 # --- plans ---

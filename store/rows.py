@@ -55,8 +55,9 @@ def layer_set_record(row: LayerSetRow) -> LayerSetRecord:
 
     Raises: LayerSetError, TypeError: the row was changed by hand.
     """
-    layer_set = _layer_set(row, row.owner.n_layers)
-    return to_record(LayerSetRecord, row, layer_set=layer_set, fingerprint=row.owner.fingerprint, prompt_state=None)
+    values: dict[str, Any] = {"fingerprint": row.owner.fingerprint, "prompt_state": None}
+    values |= {"layer_set": _layer_set(row, row.owner.n_layers), "evidence": _tuples(row.evidence or [])}
+    return to_record(LayerSetRecord, row, **values)
 
 
 def learned_record(row: LearnedRow) -> LearnedRecord:

@@ -214,6 +214,7 @@ class LayerSetRow(OfTask, Measured, Base):
     swiftopt_version: Mapped[str]
     created_at: Mapped[str]
     job: Mapped[str | None] = mapped_column("job_id", ForeignKey(JobRow.id), index=True)
+    evidence: Mapped[list[list[float]] | None] = mapped_column(JSON)  # None: a set of before it was kept
     prompt_state: Mapped[bytes | None] = mapped_column(deferred=True)  # no look-up reads it
 
     owner: Mapped[ModelRow] = relationship(lazy="joined", innerjoin=True)

@@ -99,12 +99,20 @@ def as_planned(session: Session, planner: Planner, prompt: Prompt, **options: An
 
 
 class Planner:
-    """Choose and build the method of each task once: the request's, else the stored plan's."""
+    """Choose and build the method of each task once: the request's, else the stored plan's.
+
+    Args: version: of the plan, whatever its verdict is; None: the one that `best` means, where its verdict is "use".
+    """
 
     def __init__(
-        self, request: GenerateRequest, runtime: Runtime, store: Store | None, on_step: Callable[[str], None] = no_step
+        self,
+        request: GenerateRequest,
+        runtime: Runtime,
+        store: Store | None,
+        on_step: Callable[[str], None] = no_step,
+        version: int | None = None,
     ) -> None:
-        self.request, self.runtime, self.store = request, runtime, store
+        self.request, self.runtime, self.store, self.version = request, runtime, store, version
         self._on_step = on_step
         self._planned: dict[str, tuple[Method, GenerateInfo]] = {}
         self._drafts: dict[str, Runtime] = {}
@@ -138,11 +146,13 @@ class Planner:
             return PLAIN, GenerateInfo("plain", note=missing)
         record = found.plan.layer_set
         info = GenerateInfo(found.plan.method, record, found.version, found.plan.verdict, found.fallback)
-        if found.plan.verdict != "use":
+        if found.plan.verdict != "use" and self.version is None:
             return PLAIN, replace(info, method="plain")
         try:
             return self._build(found.plan, self._recipe(task, found.plan)), info
         except (InvalidInput, NotFound) as error:  # made where its draft model is, or its heads were
+            if self.version is not None:
+                raise
             note = f"the stored plan cannot be used here: {error}"
             return PLAIN, replace(info, method="plain", record=None, note=note)
 
@@ -181,6 +191,8 @@ class Planner:
         if self.store is None:
             return None, "no database to look a plan up in: pass --db or --layer-set FILE"
         runtime = self.runtime
+        if self.version is not None:
+            return self.store.plan(runtime.info.fingerprint, task, self.version), ""
         try:
             found = self.store.lookup(runtime.info.fingerprint, task, machine_name(runtime), runtime.dtype_name)
             return found, ""

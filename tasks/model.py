@@ -74,7 +74,7 @@ class Model:
 
     def __init__(self, name: str, runtime: Runtime, store: Store | None) -> None:
         self.name, self.runtime, self.store = name, runtime, store
-        self._planners: dict[str | None, Planner] = {}
+        self._planners: dict[tuple[str | None, int | None], Planner] = {}
 
     def generate(self, prompt: str | Prompt, **options: Any) -> Completion:
         """Decode one prompt; the completion of its last turn. See `work` for the options."""
@@ -113,12 +113,14 @@ class Model:
         session = Session(self.runtime, sampling or Sampling(), max_new_tokens, stop)
         return self.decoding(session, prompt, method)
 
-    def decoding(self, session: Session, prompt: Prompt, method: str | None, **options: Any) -> Work[None]:
-        """`work` of a session; options as for `Session.request`."""
-        if method not in self._planners:
+    def decoding(
+        self, session: Session, prompt: Prompt, method: str | None, version: int | None = None, **options: Any
+    ) -> Work[None]:
+        """`work` of a session; `version` as for `Planner`, options as for `Session.request`."""
+        if (method, version) not in self._planners:
             request = GenerateRequest(self.name, method=method)
-            self._planners[method] = Planner(request, self.runtime, self.store)
-        return as_planned(session, self._planners[method], prompt, **options)
+            self._planners[method, version] = Planner(request, self.runtime, self.store, version=version)
+        return as_planned(session, self._planners[method, version], prompt, **options)
 
 
 class Ticket:

@@ -13,7 +13,7 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -40,7 +40,7 @@ from ..models.saved import OnStep, no_step
 from ..optimizer.search import Search
 from ..optimizer.shift import SERVED_ALARM, SERVED_N_LEARN, AcceptanceChart, ShiftWatch
 from ..optimizer.task_state import TunedTask
-from ..optimizer.verdict import Timed, judge
+from ..optimizer.verdict import Timed, judge, speed
 from ..store import Store
 from .generate import Generated, GenerateInfo, GrowingText
 from .recipes import TYPICAL_POSITIONS, stamped, stored_costs
@@ -143,6 +143,8 @@ class TaskTraffic(TunedTask):
     n_tokens: int = 0
     seconds: float = 0.0
     search_s: float = 0.0
+    compared_s: float = 0.0  # of the rounds of the way that is not in use
+    saved_s: float = 0.0  # that plain decoding would have taken longer, by the ratio known then
     stored_for: LayerSet | None = None
     shifts: ShiftStatus = field(default_factory=ShiftStatus)
 
@@ -161,12 +163,19 @@ class TaskTraffic(TunedTask):
         has_room = self.search_s + pass_s <= SEARCH_SHARE * self.seconds
         return self.looked_up and self.pinned is None and has_room
 
-    def add(self, rounds: Rounds, drafts: bool) -> bool:
-        """Count a request's rounds, `drafts` being in use for it or not; returns whether that is news to be stored."""
-        layer_set, pair = self.search.layer_set, rounds.pair
+    def count(self, rounds: Rounds, drafts: bool) -> None:
+        """Count a request's rounds, `drafts` being in use for it or not."""
+        (_, compared_s), (_, rest_s) = rounds.spent
         self.n_requests += 1
         self.n_tokens += sum(int(tokens) for tokens, _ in rounds.spent)
-        self.seconds += sum(seconds for _, seconds in rounds.spent)
+        self.seconds += compared_s + rest_s
+        self.compared_s += compared_s
+        if self.verdict is not None and self.verdict.ratio is not None:
+            self.saved_s += (rest_s if drafts else compared_s) * (self.verdict.ratio - 1)
+
+    def add(self, rounds: Rounds, drafts: bool) -> bool:
+        """Learn from a request's rounds; returns whether that is news to be stored."""
+        layer_set, pair = self.search.layer_set, rounds.pair
         if self.paired != layer_set:
             self.forget()
             self.paired = layer_set
@@ -175,11 +184,14 @@ class TaskTraffic(TunedTask):
         self.pairs.append(pair if drafts else (pair[1], pair[0]))
         if len(self.pairs) < FEWEST or self.n_requests % JUDGED_EVERY:
             return False
-        self.verdict = judge([drafted for _, drafted in self.pairs], [plain for plain, _ in self.pairs], None)
+        self.verdict = self._judged()
         assert self.verdict.interval is not None
         pays, before = self.verdict.word == "use", self.word
         self.word = "use" if pays else "plain" if self.verdict.interval[1] < 1 else before
         return pays and (before != "use" or self.stored_for != layer_set)
+
+    def _judged(self) -> Verdict:
+        return judge([drafted for _, drafted in self.pairs], [plain for plain, _ in self.pairs], None)
 
     def forget(self) -> None:
         """Judge anew: what drafts is another set, or the text another kind."""
@@ -187,11 +199,22 @@ class TaskTraffic(TunedTask):
         self.verdict = None
 
     def take_up(self, stored: FoundPlan, search: Search) -> None:
-        """Use a stored plan's drafts, those of `search`, from the next request on."""
-        for each in (self.search, search):
-            each.finish("a stored plan is in use")
+        """Use a stored plan's drafts, those of `search`, from the next request on.
+
+        What a server has stored while it searched goes on being searched and judged from there; a job's search is over.
+        """
+        plan, record = stored.plan, stored.plan.layer_set
+        self.search.finish("a stored plan is in use")
         self.search = search
-        self.version, self.word, self.stored_for = stored.version, stored.plan.verdict, search.layer_set
+        self.version, self.word, self.stored_for = stored.version, plan.verdict, search.layer_set
+        self.pairs.clear()
+        self.paired = search.layer_set
+        self.verdict = Verdict(plan.verdict, plan.measured_speedup, plan.measured_interval)
+        if record is not None and record.job is None and record.evidence:
+            self.pairs += [(Timed(int(n), s), Timed(int(m), t)) for n, s, m, t in record.evidence]
+            self.verdict = self._judged()
+        else:
+            search.finish("a stored plan is in use")
         self.shift.chart, self.shift.settled = AcceptanceChart(), False  # requests in progress have the old drafts
 
     def status(self) -> TaskTuning:
@@ -212,13 +235,23 @@ class TaskTraffic(TunedTask):
             requests=self.n_requests,
             tokens=self.n_tokens,
             seconds=round(self.seconds, 3),
+            compared_s=round(self.compared_s, 3),
+            saved_s=round(self.saved_s, 3),
+            plain_tok_s=_speed([plain for plain, _ in self.pairs]),
+            drafted_tok_s=_speed([drafted for _, drafted in self.pairs]),
             search=SearchStatus(
                 trials=len(search.trials),
                 seconds=round(self.search_s, 3),
+                share=round(self.search_s / self.seconds, 4) if self.seconds else 0.0,
                 matchness=search.matchness,
                 ended=search.stopped_because or None,
+                latest=search.trials[-1] if search.trials else None,
             ),
         )
+
+
+def _speed(runs: Sequence[Timed]) -> float | None:
+    return round(speed(runs), 2) if runs else None
 
 
 class Questions:
@@ -287,11 +320,18 @@ class Traffic:
         self._questions = Questions()
         if store is not None:
             self._known = tuple(store.known_sets(runtime.info.fingerprint))
+        for known in self._known:  # the newest first
+            if known.task and known.task not in self._tasks and len(self._tasks) < MOST_TASKS:
+                self._tasks[known.task] = self._begun(known.task)
+                self._tasks[known.task].shift.total = known.state
 
-    def work(self, session: Session, prompt: Prompt, task: str | None, **options: Any) -> Work[None]:
+    def work(
+        self, session: Session, prompt: Prompt, task: str | None, learn: bool = True, **options: Any
+    ) -> Work[None]:
         """Decode one request; yields `TextAdded` and `Generated`.
 
-        Args: task: whose drafts; None: the task whose prompts lie nearest to this one.
+        Args: task: whose drafts; None: the task whose prompts lie nearest to this one. learn: whether ways are compared
+              on it, and the search may use it.
         """
         drafter = Alternating(self._task(task or DEFAULT_TASK).search.method)
         scratch = max(own.search.scratch_rows for own in self._tasks.values())
@@ -305,8 +345,10 @@ class Traffic:
             self._questions.take()
             if isinstance(event, Began):
                 own = self._task(task or self._nearest(event))
-                own.saw(event)
-                drafts, rounds = own.drafts, Rounds(0 if self.paused else own.n_other_rounds, own.search.layer_set)
+                if learn:
+                    own.saw(event)
+                n_first = own.n_other_rounds if learn and not self.paused else 0
+                drafts, rounds = own.drafts, Rounds(n_first, own.search.layer_set)
                 drafter.choose(own.search.method, rounds.n_first, drafts_first=not drafts)
             elif isinstance(event, Round):
                 rounds.add(event)
@@ -314,12 +356,14 @@ class Traffic:
                 own.search_s += sum(trial.seconds for trial in event.trials)
             elif isinstance(event, Turn):
                 yield from text.ended(event.completion)
-                self._learn(own, rounds, drafts, event.completion)
+                own.count(rounds, drafts)
+                if learn:
+                    self._learn(own, rounds, drafts, event.completion)
                 info = GenerateInfo("adaptive" if drafts else "plain", version=own.version)
                 yield Generated(event.prompt, event.completion, info)
             if isinstance(event, Began | Round):
                 yield from text.grown(event)
-                if self._may_search(own) and own.search.scratch_rows <= scratch:
+                if learn and self._may_search(own) and own.search.scratch_rows <= scratch:
                     yield from intercept(_unless_done(own, event.context, prompt.id), handle)
 
         method = Method("adaptive", drafter)
@@ -357,7 +401,7 @@ class Traffic:
         """Learn from a request that has ended."""
         if (shifted := task.shifted_by(completion)) is not None:
             task.forget()
-            task.shifts = ShiftStatus(task.shifts.n + 1, shifted.reason, task.n_requests + 1)
+            task.shifts = ShiftStatus(task.shifts.n + 1, shifted.reason, task.n_requests)
             logger.info("tuning=shifted task=%s reason=%r", task.name, shifted.reason)
         if task.add(rounds, drafts):
             self._keep(task)
@@ -366,7 +410,7 @@ class Traffic:
         """Have the drafts stored with their evidence as a new version."""
         if self.store is None or task.verdict is None:
             return
-        record = stamped(task.record(self.model, self.runtime, task.verdict))
+        record = stamped(task.record(self.model, self.runtime, task.verdict, task.pairs))
 
         def kept(stored: LayerSetRecord) -> None:
             task.version, task.stored_for = stored.version, stored.layer_set

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from ..core.jobs import DEFAULT_QUEUE, Delivery, Job
 from ..core.requests import CompletionRequest, ServedModel, TuneRequest
 from ..core.streams import LineWriter, stream_lines
 from ..core.traffic import ModelTuning, TuningVerb, Way
-from ..core.types import DEFAULT_TASK, Prompt, TokenLogprob
+from ..core.types import DEFAULT_TASK, Prompt, Sampling, TokenLogprob
 from ..decoding.grammar import Grammar
 from ..decoding.session import Session
 from ..models.costs import machine_name
@@ -73,7 +73,6 @@ class _Sent(Ticket):
 
     def __init__(self, wire: Wire, number: int, text_of: Callable[[int], str]) -> None:
         super().__init__()
-        self._asked_at = time.perf_counter()
         self._wire, self._number, self._text_of = wire, number, text_of
 
     def put(self, event: TextAdded | Generated) -> None:
@@ -85,11 +84,9 @@ class _Sent(Ticket):
                 told["prompt_logprobs"] = [self._told(each) for each in event.prompt_logprobs]
             self._wire.send(self._number, "text", **told)
         else:
-            waited_s = time.perf_counter() - self._asked_at
             self._wire.send(
                 self._number,
                 "done",
-                queued_s=max(0.0, waited_s - event.completion.timings.total_s),
                 completion=event.completion.to_json(),
                 decoded_with=event.info.method,
                 version=event.info.version,
@@ -187,10 +184,11 @@ class EngineHost:
         def loading(step: str) -> None:
             wire.send(None, "loading", step=step)
 
-        loading("reading its weights")
         self.model = models.load(served.path, served.dtype, served.device, loading, served.speed, served.db)
         self.traffic: Traffic | None = None
         runtime, store = self.model.runtime, self.model.store
+        with suppress(InvalidInput):  # a request says it; read now, for the first grammar must not keep rounds waiting
+            Session(runtime, Sampling(), 1, grammar=Grammar.json_object()).rule()
         if served.tune:
             self.traffic = Traffic(served.name, runtime, store, None, loading, lambda: self.engine.n_waiting > 0)
         self.engine = self.model.engine(served.concurrency, served.memory)
@@ -261,26 +259,20 @@ class EngineHost:
         session, prompt = session_of(self.model, request)
         self._keep(number, request)
         ticket = self._tickets[number] = _Sent(self._wire, number, self._text_of)
+        if request.echo:
+            text = request.text or self.model.runtime.tokenizer.decode(prompt.token_ids)
+            self._wire.send(number, "prompt", text=text, first=self._text_of(prompt.token_ids[0]))
         options = {
             "salt": request.salt,
             "logprobs": request.logprobs,
             "prompt_logprobs": request.echo and request.logprobs is not None,
             "prediction": self._predicted(request.prediction),
         }
-        if self.traffic is None or request.method is not None:
-            work = self.model.decoding(session, prompt, request.method, **options)
+        if self.traffic is None or request.method is not None or request.version is not None:
+            work = self.model.decoding(session, prompt, request.method, request.version, **options)
         else:
-            work = self.traffic.work(session, prompt, request.task, **options)
-        self._tell_prompt(number, request, prompt.token_ids)
+            work = self.traffic.work(session, prompt, request.task, request.learn, **options)
         self.engine.run(work, ticket)
-
-    def _tell_prompt(self, number: int, request: CompletionRequest, token_ids: Sequence[int]) -> None:
-        """Say how long the prompt is, before anything is decoded, and what it is where that is wanted."""
-        echoed: dict[str, Any] = {}
-        if request.echo:
-            text = request.text or self.model.runtime.tokenizer.decode(token_ids)
-            echoed = {"text": text, "first": self._text_of(token_ids[0])}
-        self._wire.send(number, "prompt", n_tokens=len(token_ids), **echoed)
 
     def _keep(self, number: int, request: CompletionRequest) -> None:
         """Append the prompt to the file of prompts, if there is one; what no line of a stream can say is left out."""

@@ -38,13 +38,7 @@ class ServedNow:
     @property
     def saved_s(self) -> float:
         """Return the seconds that plain decoding would have taken longer, by each task's measured ratio."""
-        return sum(saved_s(task) for task in self.tasks)
-
-
-def saved_s(task: dict[str, Any]) -> float:
-    """Return the seconds that a task's drafts have saved, as far as a ratio was measured."""
-    ratio = task["ratio"] if task["in_use"] == "drafts" else None
-    return 0.0 if ratio is None else float(task["seconds"]) * (ratio - 1)
+        return float(sum(task["saved_s"] for task in self.tasks))
 
 
 async def served_now(app: State) -> list[ServedNow]:

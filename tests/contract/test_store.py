@@ -139,11 +139,19 @@ def test_known_sets_are_those_of_the_model_with_a_state_newest_first(store: Stor
     other = record(4, model="other-model", fingerprint="v1:other")
     store.add_layer_set(dataclasses.replace(other, prompt_state=near))
     assert store.known_sets(str(MODEL.fingerprint)) == [
-        KnownSet(newer.layer_set, near),
-        KnownSet(older.layer_set, far),
+        KnownSet(newer.layer_set, near, "code"),
+        KnownSet(older.layer_set, far, "prose"),
     ]
     assert store.known_sets("v1:none") == []
     assert store.layer_sets()[0].prompt_state is None  # lists do not read it
+
+
+def test_evidence_is_kept_as_it_was(store: Store) -> None:
+    """It is no part of the object that is exchanged."""
+    own = dataclasses.replace(record(1), evidence=((64, 0.8, 64, 0.5), (32, 0.4, 30, 0.35)))
+    stored = store.add_layer_set(own)
+    assert stored.evidence == store.layer_sets()[0].evidence == own.evidence
+    assert "evidence" not in stored.to_json()
 
 
 def test_versions_are_distinct_when_two_stores_write_at_once(database_url: str) -> None:

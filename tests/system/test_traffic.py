@@ -16,7 +16,7 @@ import swiftopt
 from swiftopt.bench.serving import new_shifts, shift_line
 from swiftopt.core.settings import TuningSettings
 from swiftopt.core.streams import read_stream
-from swiftopt.core.types import LayerSet, Prompt, Sampling
+from swiftopt.core.types import FoundPlan, LayerSet, Plan, Prompt, Sampling, Verdict
 from swiftopt.decoding.engine import alone, side_by_side
 from swiftopt.decoding.session import Session
 from swiftopt.models.runtime import Runtime
@@ -44,9 +44,11 @@ def store(sqlite_url: str, model: swiftopt.Model) -> Iterator[Store]:
         yield opened
 
 
-def answers(traffic: Traffic, runtime: Runtime, task: str | None, at_once: int = 1, n_new: int = 40) -> list[Generated]:
+def answers(
+    traffic: Traffic, runtime: Runtime, task: str | None, at_once: int = 1, n_new: int = 40, learn: bool = True
+) -> list[Generated]:
     session = Session(runtime, Sampling(), n_new, ignore_eos=True)
-    works = (traffic.work(session, Prompt(str(i), "x", text=text), task) for i, text in enumerate(TEXTS))
+    works = (traffic.work(session, Prompt(str(i), "x", text=text), task, learn) for i, text in enumerate(TEXTS))
     return [event for event in side_by_side(works, at_once) if isinstance(event, Generated)]
 
 
@@ -77,6 +79,13 @@ def rounds(task: TaskTraffic, first_s: float, rest_s: float) -> Rounds:
     return found
 
 
+def learnt(task: TaskTraffic, first_s: float, rest_s: float) -> bool:
+    """Have the task learn from a request; whether that is news to be stored."""
+    own, drafts = rounds(task, first_s, rest_s), task.drafts
+    task.count(own, drafts)
+    return task.add(own, drafts)
+
+
 def task_of(model: swiftopt.Model) -> TaskTraffic:
     n_layers = model.runtime.n_layers
     return TaskTraffic("code", Search("code", n_layers, SETTINGS, 0.4, None), looked_up=True)
@@ -103,17 +112,17 @@ def test_drafts_are_in_use_until_they_are_known_not_to_pay_and_again_when_they_d
     task = task_of(model)
     assert task.drafts and task.n_other_rounds == OTHER_ROUNDS["unmeasured"]
     while task.word == "unmeasured":
-        task.add(rounds(task, 1.0, 0.4), task.drafts)  # plain first: a second per token
+        learnt(task, 1.0, 0.4)  # plain first: a second per token
         assert task.n_requests <= FEWEST + 1
     assert task.word == "use" and task.n_other_rounds == OTHER_ROUNDS["use"]
     n_before = task.n_requests
     while task.word == "use":
-        task.add(rounds(task, 1.0, 1.6), task.drafts)
+        learnt(task, 1.0, 1.6)
         assert task.n_requests - n_before <= LATEST
     assert task.word == "plain" and not task.drafts
     n_before = task.n_requests
     while task.word == "plain":
-        task.add(rounds(task, 0.4, 1.0), task.drafts)  # drafts first
+        learnt(task, 0.4, 1.0)  # drafts first
         assert task.n_requests - n_before <= LATEST
     assert task.drafts
 
@@ -122,20 +131,20 @@ def test_a_verdict_is_made_of_the_drafts_in_use_alone(model: swiftopt.Model) -> 
     """Pairs that were timed with an earlier set say nothing of the one adopted, nor does a request that saw both."""
     task = task_of(model)
     for _ in range(FEWEST + 2):
-        task.add(rounds(task, 1.0, 0.4), task.drafts)
+        learnt(task, 1.0, 0.4)
     first, mixed = task.search.layer_set, rounds(task, 1.0, 0.4)
     task.search._standing.incumbent = Incumbent(LayerSet(first.n_layers, frozenset({1}), formats=first.formats))
     assert task.search.layer_set != first and len(task.pairs) == FEWEST + 2
     assert not task.add(mixed, task.drafts)
     assert not task.pairs and task.verdict is None and task.word == "use"
-    news = [task.add(rounds(task, 1.0, 0.4), task.drafts) for _ in range(FEWEST + 2)]
+    news = [learnt(task, 1.0, 0.4) for _ in range(FEWEST + 2)]
     assert news.index(True) + 1 >= FEWEST and len(task.pairs) == FEWEST + 2
 
 
 def test_a_set_whose_gain_is_not_sure_is_not_stored(model: swiftopt.Model) -> None:
     task = task_of(model)
     task.word = "use"  # of an earlier set
-    assert not any(task.add(rounds(task, 1.0, 0.4 if i % 2 else 2.0), task.drafts) for i in range(LATEST))
+    assert not any(learnt(task, 1.0, 0.4 if i % 2 else 2.0) for i in range(LATEST))
     assert task.word == "use" and task.verdict is not None and task.verdict.word == "plain"
 
 
@@ -143,14 +152,14 @@ def test_pinned_task_has_no_other_rounds(model: swiftopt.Model) -> None:
     task = task_of(model)
     task.pinned = "plain"
     assert not task.drafts and task.n_other_rounds == 0 and not task.may_search(0.0)
-    assert not task.add(rounds(task, 1.0, 1.0), task.drafts) and not task.pairs
+    assert not learnt(task, 1.0, 1.0) and not task.pairs
 
 
 def test_what_pays_is_stored_with_its_evidence_and_others_begin_with_it(model: swiftopt.Model, store: Store) -> None:
     traffic = Traffic("tiny", model.runtime, store, SETTINGS)
     task = traffic._task("code")
     for _ in range(FEWEST + 2):
-        if task.add(rounds(task, 1.0, 0.4), task.drafts):
+        if learnt(task, 1.0, 0.4):
             traffic._keep(task)
     await_answers(traffic)
     [record] = store.layer_sets("tiny", "code")
@@ -159,7 +168,8 @@ def test_what_pays_is_stored_with_its_evidence_and_others_begin_with_it(model: s
     other = second._task("code")
     await_answers(second)
     assert (other.version, other.word, other.search.layer_set) == (record.version, "use", record.layer_set)
-    assert not other.search.optimising
+    assert other.search.optimising, "what a server has stored while it searched goes on being searched"
+    assert len(other.pairs) == FEWEST and other.status().ratio == pytest.approx(2.5)
     with_more = Traffic("tiny", model.runtime, store, SETTINGS)
     task = with_more._task("code")
     await_answers(with_more)
@@ -172,6 +182,47 @@ def test_what_pays_is_stored_with_its_evidence_and_others_begin_with_it(model: s
     assert task.version == 2
 
 
+def test_plan_of_a_job_is_not_searched_again(model: swiftopt.Model) -> None:
+    traffic = Traffic("tiny", model.runtime, None, SETTINGS)
+    task, own = traffic._task("code"), LayerSet(model.runtime.n_layers).filled("int4")
+    record = swiftopt.LayerSetRecord("tiny", "code", own, job="0123", evidence=((8, 1.0, 8, 0.4),) * FEWEST)
+    plan = Plan("adaptive", record, verdict="use", measured_speedup=2.0, measured_interval=(1.8, 2.2))
+    task.take_up(FoundPlan(plan, 3, "best"), traffic._begun("code", own).search)
+    found = task.status()
+    assert (found.version, found.in_use, found.ratio, found.interval) == (3, "drafts", 2.0, (1.8, 2.2))
+    assert found.search.ended == "a stored plan is in use" and found.pairs == 0, "a job times whole requests"
+    assert not learnt(task, 1.0, 0.4) and task.status().ratio == 2.0
+    traffic.close()
+
+
+def test_tasks_are_told_apart_by_their_prompts_after_a_restart(
+    model: swiftopt.Model, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swiftopt.tasks.traffic.NEAREST", -1.0)  # a model of chance spreads its states
+    first = Traffic("tiny", model.runtime, store, SETTINGS)
+    answers(first, model.runtime, "code")
+    verdict = Verdict("use", 2.5, (2.0, 3.0))
+    store.add_layer_set(first._task("code").record("tiny", model.runtime, verdict, []))
+    first.close()
+    second = Traffic("tiny", model.runtime, store, SETTINGS)
+    answers(second, model.runtime, None)
+    found = {each.task: each for each in second.status().tasks}
+    assert found["code"].requests == len(TEXTS) and found["default"].requests == 0
+    second.close()
+
+
+def test_nothing_is_tried_on_a_request_that_is_not_to_be_learnt_from(
+    model: swiftopt.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swiftopt.tasks.traffic.SEARCH_SHARE", 1.0)
+    traffic = Traffic("tiny", model.runtime, None, SETTINGS)
+    answers(traffic, model.runtime, "code", learn=False)
+    [found] = traffic.status().tasks
+    assert found.requests == len(TEXTS) and found.tokens > 0
+    assert (found.pairs, found.search.trials, found.compared_s) == (0, 0, 0.0)
+    traffic.close()
+
+
 def _fields(record: swiftopt.LayerSetRecord) -> dict[str, object]:
     names = ("model", "task", "layer_set", "fingerprint", "verdict", "device", "dtype", "settings", "measured_interval")
     return {name: getattr(record, name) for name in names}
@@ -180,7 +231,7 @@ def _fields(record: swiftopt.LayerSetRecord) -> dict[str, object]:
 def test_search_keeps_to_its_share_of_the_time(model: swiftopt.Model) -> None:
     task = task_of(model)
     assert not task.may_search(0.1)  # nothing was decoded yet
-    task.add(rounds(task, 1.0, 0.4), task.drafts)  # 12 seconds
+    learnt(task, 1.0, 0.4)  # 12 seconds
     assert task.may_search(0.3) and not task.may_search(0.4)
     task.search_s = 0.3
     assert not task.may_search(0.1)
@@ -249,7 +300,7 @@ def test_no_round_waits_for_the_database(
         first = Traffic("tiny", model.runtime, store, SETTINGS)
         task = first._task("notes")
         for _ in range(FEWEST + 2):
-            if task.add(rounds(task, 1.0, 0.4), task.drafts):
+            if learnt(task, 1.0, 0.4):
                 first._keep(task)
         await_answers(first)
         monkeypatch.setattr("swiftopt.tasks.traffic.FEWEST", LATEST + 1)  # no verdict, and so no version to be stored
@@ -262,7 +313,7 @@ def test_no_round_waits_for_the_database(
             assert code.looked_up and not code.search.trials
             assert not notes.looked_up and notes.version is None and not notes.search.trials
         await_answers(traffic)
-        assert notes.version == task.version == 1 and notes.word == "use" and not notes.search.optimising
+        assert notes.version == task.version == 1 and notes.word == "use"
         assert {each.info.version for each in answers(traffic, model.runtime, "notes")} == {1}
         answers(traffic, model.runtime, "code")
         assert code.search.trials
