@@ -290,7 +290,8 @@ class Completion(Record):
     prompt had been read by an earlier request. `lossy` says that the
     method does not promise the target's own output; `exact` that the output is plain decoding's bit by bit: the method
     is lossless, and the kernels compute a row alike whatever rows are beside it. `accepted_prediction` and
-    `rejected_prediction` count the drafted tokens that came from the request's prediction.
+    `rejected_prediction` count the drafted tokens that came from the request's prediction. `by_draft_length[k][j]` are
+    the rounds that accepted j of k draft steps.
     """
 
     COMPUTED: ClassVar = ("n_tokens", "acceptance_rate", "mean_generated_length")
@@ -317,6 +318,9 @@ class Completion(Record):
     accepted_prediction: int = field(default=0, metadata=WHERE_ANY)
     rejected_prediction: int = field(default=0, metadata=WHERE_ANY)
     n_cached: int = field(default=0, metadata=WHERE_ANY)
+    by_draft_length: Annotated[Mapping[int, tuple[int, ...]], BY_NUMBER] = field(
+        default_factory=dict, metadata=WHERE_ANY
+    )
 
     @property
     def n_tokens(self) -> int:

@@ -28,6 +28,7 @@ class Tally:
     accepted: int = 0
     widths: dict[int, int] = field(default_factory=dict)
     per_position: list[int] = field(default_factory=list)
+    by_draft_length: dict[int, list[int]] = field(default_factory=dict)  # rounds by the tokens accepted
     refused: int = 0
     estimated: float | None = None  # cost of the rounds by the drafter's own estimate, in plain passes
     optimise_s: float = 0.0
@@ -55,11 +56,21 @@ class Tally:
         self.per_position += [0] * (n_steps - len(self.per_position))
         for position in range(n_accepted):
             self.per_position[position] += 1
+        if n_steps:
+            self.by_draft_length.setdefault(n_steps, [0] * (n_steps + 1))[n_accepted] += 1
 
     def copied(self, elapsed_s: float) -> Tally:
         """A copy whose clock goes on now from `elapsed_s`."""
         widths, per_position = dict(self.widths), list(self.per_position)
-        return replace(self, widths=widths, per_position=per_position, elapsed_s=elapsed_s, started=perf_counter())
+        by_draft_length = {n: list(rounds) for n, rounds in self.by_draft_length.items()}
+        return replace(
+            self,
+            widths=widths,
+            per_position=per_position,
+            by_draft_length=by_draft_length,
+            elapsed_s=elapsed_s,
+            started=perf_counter(),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,6 +173,7 @@ def _completion(context: Context, method: Method, ending: Ending, finish: Finish
         drafted=tally.drafted,
         accepted=tally.accepted,
         accepted_per_position=tuple(tally.per_position),
+        by_draft_length={n: tuple(rounds) for n, rounds in sorted(tally.by_draft_length.items())},
         refused=tally.refused,
         reckoned_cost=tally.estimated,
         accepted_prediction=tally.accepted_prediction,

@@ -11,17 +11,17 @@ import asyncio
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, ClassVar, TypeVar
 
 from fastapi import APIRouter, Request
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.responses import JSONResponse, Response
 
-from ..core.errors import ServiceUnreachable, SwiftoptError
+from ..core.errors import EngineGone, ServiceUnreachable, SwiftoptError
 from ..core.requests import CompletionRequest
 from ..core.types import Completion
 from .asked import AskedChat, AskedDetokenized, AskedText, AskedTokens, functions_of, plain_messages
@@ -47,7 +47,7 @@ class Choice:
 
     index: int
     reply: Reply
-    tools: ToolText | None = None  # where it may call some
+    names: Sequence[str] = ()  # of the tools that it may call
     prefix: str = ""  # the prompt, where it is echoed
     first: str = ""  # its first token, which has no log probability
     text: str = ""
@@ -55,8 +55,18 @@ class Choice:
     first_text_s: float = 0.0  # that its client has waited for its first text
     done: Mapping[str, Any] | None = None  # the engine's last event
     completion: Completion = field(default_factory=lambda: Completion((), "", "length", ""))  # what it came to, then
+    n_prompt: int = 0  # tokens, once they are known
+    tools: ToolText | None = field(init=False)
+    prompt_logprobs: list[Told] = field(default_factory=list)  # where the prompt is echoed
     logprobs: list[Told] = field(default_factory=list)  # of the tokens whose text was not handed on yet
     n_characters: int = 0  # of the tokens that were, for their offsets
+
+    def __post_init__(self) -> None:
+        self.tools = ToolText(self.names) if self.names else None
+
+    def again(self) -> Choice:
+        """Return the choice as it began: the engine died, and another one is asked."""
+        return Choice(self.index, self.reply, self.names)
 
     @property
     def waited_s(self) -> float:
@@ -70,7 +80,7 @@ class Choice:
         if event["event"] == "text":
             self.n_tokens += event["n_tokens"]
             if of_prompt := event.get("prompt_logprobs"):
-                self.logprobs += [[self.first, None, []], *of_prompt]
+                self.prompt_logprobs = [[self.first, None, []], *of_prompt]
             self.logprobs += event.get("logprobs", ())
             text = event["text"] if self.tools is None else self.tools.add(event["text"])
         else:
@@ -122,7 +132,7 @@ class Exchange(ABC):
             for i, own in enumerate(one for each in requests for one in _seeded(each, asked.n or 1)):
                 reply = self.engine.ask("decode", self._events, request=own.to_json())
                 names = [function["name"] for function in functions_of(own.tools)]
-                self.choices.append(Choice(i, reply, ToolText(names) if names else None))
+                self.choices.append(Choice(i, reply, names))
         except SwiftoptError:
             self._close()
             raise
@@ -168,6 +178,8 @@ class Exchange(ABC):
             async with aclosing(self._pieces()) as pieces, aclosing(self.told(pieces)) as events:
                 async for event in events:
                     is_begun = True
+                    for choice in self.choices:
+                        choice.reply.is_shown = True
                     yield event
         except SwiftoptError as error:
             if not is_begun:
@@ -180,18 +192,25 @@ class Exchange(ABC):
     async def _pieces(self) -> Pieces:
         """Yield the text of all choices as it comes.
 
-        Raises: ServiceUnreachable: it takes longer than the server lets it take. SwiftoptError: as the engine says.
+        Raises: ServiceUnreachable: it takes longer than the server lets it take. EngineGone: the engine died, and the
+                client has seen text that another one may not repeat. SwiftoptError: as the engine says.
         """
-        choices = {choice.reply: choice for choice in self.choices}
+        places = {choice.reply: i for i, choice in enumerate(self.choices)}
         while any(choice.done is None for choice in self.choices):
             try:
                 reply, event = await next_event(self._events, self._until - time.monotonic())
             except TimeoutError:
                 words = "the completion took longer than this server lets one take: ask for fewer tokens, or later"
                 raise ServiceUnreachable(words) from None
-            choice = choices[reply]
+            choice = self.choices[places[reply]]
+            if event["event"] == "restarted":
+                if reply.is_shown:  # by what was on its way when the engine died
+                    raise EngineGone(f"the engine of {self.engine.served.name} died: ask again")
+                self.choices[places[reply]] = choice.again()
+                continue
             if event["event"] == "prompt":
-                choice.prefix, choice.first = event["text"], event["first"]
+                choice.n_prompt = event["n_tokens"]
+                choice.prefix, choice.first = event.get("text", ""), event.get("first", "")
                 continue
             text = choice.add(event)
             if choice.done is not None:
@@ -206,7 +225,7 @@ class Exchange(ABC):
     def usage(self) -> dict[str, Any]:
         """Count the tokens so far; a prompt of several choices counts once."""
         done = [choice.completion for choice in self.choices if choice.done is not None]
-        n_prompt = sum(each.n_prompt_tokens for each in done[:: self.asked.n or 1])
+        n_prompt = sum(choice.n_prompt for choice in self.choices[:: self.asked.n or 1])
         n_tokens = sum(choice.n_tokens for choice in self.choices)
         return {
             "prompt_tokens": n_prompt,
@@ -288,7 +307,8 @@ class ChatExchange(Exchange):
         """Return a choice, or a piece of it, with the log probabilities that were not handed on yet, if wanted."""
         logprobs = None
         if self.asked.n_logprobs is not None:
-            logprobs, choice.logprobs = self._logprobs(choice), []
+            told, choice.prompt_logprobs, choice.logprobs = choice.prompt_logprobs + choice.logprobs, [], []
+            logprobs = self._logprobs(choice, told)
         return {"index": choice.index, **said, "finish_reason": finish_reason, "logprobs": logprobs}
 
     def _chunk(self, choice: Mapping[str, Any]) -> ServerSentEvent:
@@ -316,39 +336,53 @@ class ChatExchange(Exchange):
         calls = [{"index": i, **call} for i, call in enumerate(choice.calls)]
         return {"delta": {"tool_calls": calls} if calls else {}}
 
-    def _logprobs(self, choice: Choice) -> dict[str, Any]:
+    def _logprobs(self, choice: Choice, told: Sequence[Told]) -> dict[str, Any]:
+        """Return the tokens' log probabilities in the form's words."""
+
         def of(token: str, value: float) -> dict[str, Any]:
             return {"token": token, "logprob": value, "bytes": list(token.encode())}
 
-        told = choice.logprobs
         content = [{**of(token, value), "top_logprobs": [of(*each) for each in top]} for token, value, top in told]
         return {"content": content, "refusal": None}
 
     def _statistics(self) -> dict[str, Any]:
-        """Return statistics in vLLM's form, where they are wanted and there is one choice."""
+        """Return statistics in vLLM's form, where they are wanted; null, as there, for several choices."""
         choice = self.choices[0]
-        if not self.asked.return_metrics or len(self.choices) != 1 or choice.done is None:
+        if not self.asked.return_metrics:
             return {}
+        if len(self.choices) != 1 or choice.done is None:
+            return {"metrics": None}
         done, seconds = choice.completion, choice.completion.timings.total_s
-        at_least = [done.target_passes, *done.accepted_per_position, 0]  # rounds that accepted so many tokens or more
-        speculative = {
-            "mean_acceptance_length": done.mean_generated_length,
-            "draft_acceptance_rate": done.acceptance_rate,
-            "num_spec_steps": done.target_passes,
-            "num_draft_tokens": done.drafted,
-            "num_accepted_draft_tokens": done.accepted,
-            "num_spec_tokens": done.drafted,
-            "acceptance_histogram": [more - fewer for more, fewer in pairwise(at_least)],
-        }
+        decoding_ms = 1000 * (seconds - done.prefill_s)
         found = {
-            "time_to_first_token_ms": round(1000 * choice.first_text_s, 3),
-            "generation_time_ms": round(1000 * (seconds - done.prefill_s), 3),
+            "time_to_first_token_ms": round(1000 * done.prefill_s, 3),
+            "generation_time_ms": round(decoding_ms, 3),
+            "queue_time_ms": round(1000 * choice.done["queued_s"], 3),
+            "mean_itl_ms": round(decoding_ms / (done.n_tokens - 1), 3) if done.n_tokens > 1 else None,
             "tokens_per_second": round(done.n_tokens / seconds, 3) if seconds else None,
-            "speculative_decoding": speculative,
+            "speculative_decoding": speculative(done),
             "decoded_with": choice.done["decoded_with"],
             "plan_version": choice.done["version"],
         }
         return {"metrics": found}
+
+
+def speculative(done: Completion) -> dict[str, Any]:
+    """Return a completion's drafts in vLLM's form; steps are the rounds that drafted, without those that did not."""
+    by_length = done.by_draft_length
+    longest = max(by_length, default=0)
+    histogram = [sum(rounds[n] for rounds in by_length.values() if n < len(rounds)) for n in range(longest + 1)]
+    n_steps, n_accepted = sum(histogram), sum(n * rounds for n, rounds in enumerate(histogram))
+    return {
+        "mean_acceptance_length": 1 + n_accepted / n_steps if n_steps else 1.0,
+        "draft_acceptance_rate": done.acceptance_rate or 0.0,
+        "acceptance_histogram": histogram,
+        "acceptance_histogram_by_draft_length": {str(n): list(rounds) for n, rounds in by_length.items()},
+        "num_spec_steps": n_steps,
+        "num_accepted_draft_tokens": n_accepted,
+        "num_draft_tokens": done.drafted,
+        "num_spec_tokens": longest,
+    }
 
 
 class TextExchange(ChatExchange):
@@ -362,13 +396,15 @@ class TextExchange(ChatExchange):
 
     def _opening(self, choice: Choice) -> Iterator[dict[str, Any]]:
         if choice.prefix:
+            own, choice.logprobs = choice.logprobs, []  # these come with their own text
             yield self._choice(choice, {"text": choice.prefix})
+            choice.logprobs = own
 
     def _piece(self, choice: Choice, text: str | None) -> dict[str, Any]:
         return {"text": text or ""}
 
-    def _logprobs(self, choice: Choice) -> dict[str, Any]:
-        tokens, values, tops = zip(*choice.logprobs, strict=True) if choice.logprobs else ((), (), ())
+    def _logprobs(self, choice: Choice, told: Sequence[Told]) -> dict[str, Any]:
+        tokens, values, tops = zip(*told, strict=True) if told else ((), (), ())
         *offsets, choice.n_characters = accumulate(map(len, tokens), initial=choice.n_characters)
         top_logprobs = [None if value is None else dict(top) for value, top in zip(values, tops, strict=True)]
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top_logprobs, "text_offset": offsets}

@@ -1,6 +1,6 @@
 """The engines behind the server: a process per model, restarted when it dies; requests in, events out.
 
-The HTTP process never computes. What had sent nothing when an engine died is asked of the next one again.
+The HTTP process never computes. What no client has seen anything of when an engine dies is asked of the next one again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import count
@@ -24,11 +24,15 @@ from prometheus_client.registry import Collector
 from ..core import errors
 from ..core.errors import Busy, EngineGone, ModelNotFound, SwiftoptError
 from ..core.requests import ServedModel
+from ..core.traffic import ModelTuning, TaskTuning
 from ..core.types import Completion
 
 LONGEST_LINE = 1 << 28  # bytes of one event
 BACKOFF_S = (0.5, 30.0)  # after the first death, and at most
 ANSWER_S = 30.0  # to a question that needs no decoding
+TUNING_S = 0.5  # that a scrape of the metrics waits for what engines say of their tuning
+ENDS = ("done", "failed")  # events that nothing comes behind
+SAY_S = 1.0  # between two lines about a model that is loaded
 END_S = 5.0  # that a process gets to end
 STEADY_S = 60.0  # a process that lived so long begins with the shortest wait again
 
@@ -47,29 +51,44 @@ COUNTERS: tuple[tuple[str, str, Callable[[Completion], int]], ...] = (  # and wh
         lambda done: done.n_prompt_tokens,
     ),
     ("prefix_cache_hits", "Tokens of prompts that were found there.", lambda done: done.n_cached),
-    ("spec_decode_num_drafts", "Rounds.", lambda done: sum(done.verified_widths.values())),
+    ("spec_decode_num_drafts", "Rounds that drafted.", lambda done: sum(map(sum, done.by_draft_length.values()))),
     ("spec_decode_num_draft_tokens", "Draft steps.", lambda done: done.drafted),
     ("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", lambda done: done.accepted),
-    ("request_success", "Requests that ended.", lambda done: 1),
 )
 PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
+SUCCESS = "vllm:request_success"
+OF_TASK: tuple[tuple[str, str, Callable[[TaskTuning], float | None]], ...] = (  # gauges; None: not known yet
+    ("drafts", "1 where a task's requests are decoded with drafts, 0 where plainly.", lambda of: of.in_use == "drafts"),
+    ("version", "The stored plan in use.", lambda of: of.version),
+    ("ratio", "Plain seconds / drafted seconds, as measured.", lambda of: of.ratio),
+    ("ratio_low", "The lower end of the ratio's interval.", lambda of: of.interval and of.interval[0]),
+    ("ratio_high", "The upper end of the ratio's interval.", lambda of: of.interval and of.interval[1]),
+)
+SINCE_START: tuple[tuple[str, str, Callable[[TaskTuning], float]], ...] = (  # counters, of the engine's process
+    ("requests", "Requests that were served.", lambda of: of.requests),
+    ("tokens", "Tokens that these got.", lambda of: of.tokens),
+    ("search_seconds", "Seconds that the search has taken.", lambda of: of.search.seconds),
+)
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
 class Reply:
-    """A request in flight; its events go to a queue, which several replies may share."""
+    """A request in flight; its events go to a queue, which several replies may share.
+
+    The event "restarted" takes back all before it: the engine died, and the next one is asked.
+    """
 
     number: int
     request: Mapping[str, Any]  # as it goes over the wire
     events: Events
-    has_sent: bool = False
+    has_sent: bool = False  # the engine, since it was asked
+    is_shown: bool = False  # its client has seen something of it, which nothing can take back
     asked_at: float = field(default_factory=time.perf_counter)
 
     def put(self, event: dict[str, Any]) -> None:
         """Take an event in."""
-        self.has_sent = True
         self.events.put_nowait((self, event))
 
 
@@ -99,7 +118,9 @@ class EngineProcess:
         self._replies: dict[int, Reply] = {}
         self._steered: dict[Any, Mapping[str, Any]] = {}  # what was asked of its learning, for the next process
         self._numbers = count(1)
+        self.tuning = ModelTuning()  # as it was told last
         self._stdin: asyncio.StreamWriter | None = None
+        self._said_at = -SAY_S
 
     @property
     def state(self) -> str:
@@ -122,7 +143,7 @@ class EngineProcess:
     @property
     def n_requests(self) -> int:
         """Count the requests that run or wait."""
-        return len(self._replies)
+        return sum(reply.request["op"] == "decode" for reply in self._replies.values())
 
     def ask(self, op: str, events: Events | None = None, **values: Any) -> Reply:
         """Send a request, whose events come to the queue (None: to one of its own).
@@ -141,18 +162,23 @@ class EngineProcess:
         self._write(reply.request)
         return reply
 
-    async def tell(self, op: str, **values: Any) -> dict[str, Any]:
+    async def tell(self, op: str, within_s: float = ANSWER_S, **values: Any) -> dict[str, Any]:
         """Ask what has a single event as its reply.
 
         Raises: as `ask`, and what the engine refuses it with; EngineGone: it does not answer in time.
         """
         reply = self.ask(op, **values)
         try:
-            return (await next_event(reply.events, ANSWER_S))[1]
+            return (await next_event(reply.events, within_s))[1]
         except TimeoutError:
             raise EngineGone(f"the engine of {self.served.name} does not answer: try again soon") from None
         finally:
             self.drop(reply)
+
+    async def ask_tuning(self) -> None:
+        """Take in what the engine says of its tuning, unless it does not answer at once."""
+        with suppress(SwiftoptError):
+            self.tuning = ModelTuning.from_json(await self.tell("tuning", TUNING_S))
 
     async def steer(self, **values: Any) -> None:
         """Pause, resume or pin what it learns, in this process and those after it; raises as `tell`."""
@@ -177,7 +203,7 @@ class EngineProcess:
                 await self._live()
             except OSError as error:
                 self.reason = str(error)
-            self.about = None
+            self.about, self.tuning = None, ModelTuning()
             logger.warning("engine=ended model=%s reason=%r", self.served.name, self.reason)
             self._lose()
             wait_s = BACKOFF_S[0] if time.monotonic() - began > STEADY_S else wait_s
@@ -197,6 +223,7 @@ class EngineProcess:
         )
         assert process.stdout is not None
         self._stdin, self.reason = process.stdin, "it is loading the model"
+        self._say("starting its process")
         try:
             async for line in process.stdout:
                 self._hear(json.loads(line))
@@ -210,6 +237,9 @@ class EngineProcess:
         number = event["id"]
         if number is not None:
             if (reply := self._replies.get(number)) is not None:
+                reply.has_sent = True
+                if event["event"] in ENDS:
+                    del self._replies[number]
                 reply.put(event)
         elif event["event"] == "ready":
             self.about = event
@@ -222,11 +252,21 @@ class EngineProcess:
             self.reason = event["message"]
         else:
             self.reason = f"it is loading the model: {event['step']}"
+            self._say(event["step"])
+
+    def _say(self, step: str) -> None:
+        """Log a step of the loading, unless the last line is too near."""
+        if time.monotonic() - self._said_at >= SAY_S:
+            self._said_at = time.monotonic()
+            logger.info("engine=loading model=%s step=%r", self.served.name, step)
 
     def _lose(self) -> None:
-        """Fail the requests that had sent something; the others wait for the next process."""
+        """Fail the requests whose clients have seen something; the others wait for the next process."""
         for reply in list(self._replies.values()):
-            if reply.has_sent:
+            if reply.has_sent and not reply.is_shown:
+                reply.has_sent = False
+                reply.put({"event": "restarted"})
+            elif reply.is_shown:
                 del self._replies[reply.number]
                 words = f"the engine of {self.served.name} died ({self.reason}): ask again"
                 reply.put({"event": "failed", "kind": "EngineGone", "message": words})
@@ -251,6 +291,8 @@ class EngineMetrics(Collector):
         metric: dict[str, Any] = {"labelnames": ["model_name"], "registry": self._counted}
         self._waits = {name: Histogram(f"vllm:{name}", words, **metric, buckets=BUCKETS_S) for name, words in WAITS}
         self._counters = {name: Counter(f"vllm:{name}", words, **metric) for name, words, _ in COUNTERS}
+        metric["labelnames"] = ["model_name", "finished_reason"]
+        self._succeeded = Counter(SUCCESS, "Requests that ended.", **metric)
         metric["labelnames"] = ["model_name", "position"]
         self._per_position = Counter(PER_POSITION, "Accepted tokens by position in the draft, from 0.", **metric)
 
@@ -265,7 +307,19 @@ class EngineMetrics(Collector):
             waiting.add_metric([name], max(0, n - most))
             starts.add_metric([name], engine.n_starts)
         yield from (running, waiting, starts)
+        yield from self._of_tasks()
         yield from self._counted.collect()
+
+    def _of_tasks(self) -> Iterator[Metric]:
+        """Yield what is in use by model and task, as engines told it last."""
+        tasks = [(name, task) for name, engine in self._engines.items() for task in engine.tuning.tasks]
+        for kind, figures in ((GaugeMetricFamily, OF_TASK), (CounterMetricFamily, SINCE_START)):
+            for own, words, value_of in figures:
+                family = kind(f"swiftopt_serving_{own}", words, labels=["model_name", "task"])
+                for name, task in tasks:
+                    if (value := value_of(task)) is not None:
+                        family.add_metric([name, task.task], float(value))
+                yield family
 
     def add(self, model: str, done: Completion, first_token_s: float, whole_s: float) -> None:
         """Count a request that has ended; seconds are those that its client waited."""
@@ -276,6 +330,8 @@ class EngineMetrics(Collector):
             self._waits[name].labels(model).observe(seconds)
         for name, _, n_of in COUNTERS:
             self._counters[name].labels(model).inc(n_of(done))
+        reason = "length" if done.finish_reason == "length" else "stop"
+        self._succeeded.labels(model, reason).inc()
         for position, n in enumerate(done.accepted_per_position):
             self._per_position.labels(model, str(position)).inc(n)
 
@@ -306,6 +362,10 @@ class Engines:
             likely = get_close_matches(name, known, n=1, cutoff=0.0)[0]
             raise ModelNotFound(f"no model {name!r} is served here: did you mean {likely!r}?")
         return self.of[name]
+
+    async def ask_tuning(self) -> None:
+        """Have every engine say what its tuning is, for the metrics."""
+        await asyncio.gather(*(engine.ask_tuning() for engine in self.of.values()))
 
     @asynccontextmanager
     async def running(self, app: object) -> AsyncIterator[None]:

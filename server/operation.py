@@ -113,10 +113,12 @@ def _redis(queue: RedisQueue | None) -> str:
     response_class=Response,
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
 )
-def metrics(app: Shared, known: Known) -> Response:
+async def metrics(app: Shared, known: Known) -> Response:
     """Prometheus metrics."""
+    await app.engines.ask_tuning()
     parts = [known.times, ServiceCollector(app.store, app.queue), *([app.engines.metrics] if app.engines.of else [])]
-    return Response(b"".join(map(generate_latest, parts)), media_type=CONTENT_TYPE_LATEST)
+    told = await asyncio.to_thread(lambda: b"".join(map(generate_latest, parts)))  # the database may be slow
+    return Response(told, media_type=CONTENT_TYPE_LATEST)
 
 
 class ServiceCollector(Collector):

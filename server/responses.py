@@ -154,7 +154,7 @@ class ResponseExchange(Exchange):
         choice, at = self.choices[0], {"output_index": 0}
         part = {**at, "item_id": self._item["id"], "content_index": 0}
         is_begun = False
-        async for _, text in pieces:
+        async for choice, text in pieces:
             if not is_begun:  # only now: a request that the engine refuses is answered by its status
                 is_begun = True
                 yield self._event("created", response=self._head("in_progress"))

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import venv
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -213,8 +214,10 @@ def under_load(program: Path, served: Served, model: str, path: str, route: str)
 def n_counted(served: Served) -> dict[str, int]:
     """Requests and tokens that the server has counted."""
     lines = [line.split() for line in served.client.get("/metrics").text.splitlines() if line.startswith("vllm:")]
-    values = {name.partition("{")[0]: round(float(value)) for name, value in lines}
-    return {own: values.get(f"vllm:{name}_total", 0) for name, own in COUNTED.items()}
+    values = Counter[str]()
+    for name, value in lines:
+        values[name.partition("{")[0]] += round(float(value))
+    return {own: values[f"vllm:{name}_total"] for name, own in COUNTED.items()}
 
 
 CLIENTS: dict[str, Callable[[Served, str, str], list[str]]] = {

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -73,6 +73,7 @@ class _Sent(Ticket):
 
     def __init__(self, wire: Wire, number: int, text_of: Callable[[int], str]) -> None:
         super().__init__()
+        self._asked_at = time.perf_counter()
         self._wire, self._number, self._text_of = wire, number, text_of
 
     def put(self, event: TextAdded | Generated) -> None:
@@ -84,9 +85,11 @@ class _Sent(Ticket):
                 told["prompt_logprobs"] = [self._told(each) for each in event.prompt_logprobs]
             self._wire.send(self._number, "text", **told)
         else:
+            waited_s = time.perf_counter() - self._asked_at
             self._wire.send(
                 self._number,
                 "done",
+                queued_s=max(0.0, waited_s - event.completion.timings.total_s),
                 completion=event.completion.to_json(),
                 decoded_with=event.info.method,
                 version=event.info.version,
@@ -184,6 +187,7 @@ class EngineHost:
         def loading(step: str) -> None:
             wire.send(None, "loading", step=step)
 
+        loading("reading its weights")
         self.model = models.load(served.path, served.dtype, served.device, loading, served.speed, served.db)
         self.traffic: Traffic | None = None
         runtime, store = self.model.runtime, self.model.store
@@ -259,9 +263,6 @@ class EngineHost:
         session, prompt = session_of(self.model, request)
         self._keep(number, request)
         ticket = self._tickets[number] = _Sent(self._wire, number, self._text_of)
-        if request.echo:
-            text = request.text or self.model.runtime.tokenizer.decode(prompt.token_ids)
-            self._wire.send(number, "prompt", text=text, first=self._text_of(prompt.token_ids[0]))
         options = {
             "salt": request.salt,
             "logprobs": request.logprobs,
@@ -272,7 +273,16 @@ class EngineHost:
             work = self.model.decoding(session, prompt, request.method, request.version, **options)
         else:
             work = self.traffic.work(session, prompt, request.task, request.learn, **options)
+        self._tell_prompt(number, request, prompt.token_ids)
         self.engine.run(work, ticket)
+
+    def _tell_prompt(self, number: int, request: CompletionRequest, token_ids: Sequence[int]) -> None:
+        """Say how long the prompt is, before anything is decoded, and what it is where that is wanted."""
+        echoed: dict[str, Any] = {}
+        if request.echo:
+            text = request.text or self.model.runtime.tokenizer.decode(token_ids)
+            echoed = {"text": text, "first": self._text_of(token_ids[0])}
+        self._wire.send(number, "prompt", n_tokens=len(token_ids), **echoed)
 
     def _keep(self, number: int, request: CompletionRequest) -> None:
         """Append the prompt to the file of prompts, if there is one; what no line of a stream can say is left out."""

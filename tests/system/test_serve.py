@@ -257,6 +257,34 @@ def test_models_tokens_health_and_metrics(server: Served, client: openai.OpenAI,
     found = server.client.get("/metrics").text
     assert 'vllm:num_requests_running{model_name="tiny"} 0.0' in found
     assert 'vllm:generation_tokens_total{model_name="tiny"}' in found
+    assert 'vllm:request_success_total{finished_reason="length",model_name="tiny"}' in found
+    ours = {line.split()[0]: float(line.split()[1]) for line in found.splitlines() if line.startswith("swiftopt_serv")}
+    tasks = server.client.get("/v1/tuning").json()["models"]["tiny"]["tasks"]
+    assert tasks
+    for task in tasks:
+        of = f'{{model_name="tiny",task="{task["task"]}"}}'
+        assert ours[f"swiftopt_serving_drafts{of}"] == (task["in_use"] == "drafts")
+        assert ours[f"swiftopt_serving_requests_total{of}"] == task["requests"] > 0
+        assert ours[f"swiftopt_serving_tokens_total{of}"] == task["tokens"]
+        assert ours[f"swiftopt_serving_search_seconds_total{of}"] <= task["search"]["seconds"]
+        known = [f"swiftopt_serving_{name}{of}" in ours for name in ("ratio", "ratio_low", "ratio_high")]
+        assert known == [task["ratio"] is not None, *[task["interval"] is not None] * 2]
+
+
+def test_metrics_are_told_while_an_engine_does_not_answer(server: Served) -> None:
+    engine = engine_of(server)
+    engine.suspend()
+    try:
+        began = time.monotonic()
+        assert "swiftopt_serving_requests_total" in server.client.get("/metrics").text
+        assert time.monotonic() - began < 5
+    finally:
+        engine.resume()
+
+
+def test_loading_is_told_step_by_step_before_the_engine_is_ready(server: Served) -> None:
+    before, ready, _ = server.log.read_text().partition("engine=ready")
+    assert ready and "engine=loading" in before and "reading its weights" in before
 
 
 def test_statistics_come_on_request_in_vllms_form(client: openai.OpenAI) -> None:
@@ -265,11 +293,34 @@ def test_statistics_come_on_request_in_vllms_form(client: openai.OpenAI) -> None
     )
     found = done.model_extra["metrics"] if done.model_extra else {}
     drafts = found["speculative_decoding"]
-    assert found["tokens_per_second"] > 0 and drafts["num_spec_steps"] > 0
-    assert drafts["mean_acceptance_length"] == pytest.approx(31 / drafts["num_spec_steps"])
-    counts = drafts["acceptance_histogram"]  # rounds by the number of draft tokens that they accepted
-    assert sum(counts) == drafts["num_spec_steps"]
+    timed = {"time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms", "tokens_per_second"}
+    assert all(found[name] >= 0 for name in timed) and found["tokens_per_second"] > 0
+    assert found["mean_itl_ms"] == pytest.approx(found["generation_time_ms"] / 31, abs=1e-3)
+    counts, n_steps = drafts["acceptance_histogram"], drafts["num_spec_steps"]  # rounds by accepted draft tokens
+    assert 0 < sum(counts) == n_steps and len(counts) == drafts["num_spec_tokens"] + 1
     assert sum(n * rounds for n, rounds in enumerate(counts)) == drafts["num_accepted_draft_tokens"]
+    assert drafts["mean_acceptance_length"] == 1 + drafts["num_accepted_draft_tokens"] / n_steps
+    by_length = {int(n): rounds for n, rounds in drafts["acceptance_histogram_by_draft_length"].items()}
+    assert all(len(rounds) == n + 1 for n, rounds in by_length.items()) and sum(map(sum, by_length.values())) == n_steps
+    assert sum(n * sum(rounds) for n, rounds in by_length.items()) == drafts["num_draft_tokens"]
+
+
+def test_statistics_of_a_request_without_drafts_count_none(client: openai.OpenAI, server: Served) -> None:
+    def n_drafts() -> float:
+        lines = server.client.get("/metrics").text.splitlines()
+        return sum(float(line.split()[1]) for line in lines if line.startswith("vllm:spec_decode_num_drafts_total"))
+
+    before = n_drafts()
+    common: Any = {"model": "tiny", "prompt": TEXT, "max_tokens": 8}
+    extra = {"return_metrics": True, "swiftopt": {"plan": "plain"}}
+    done = client.completions.create(**common, extra_body=extra)
+    found = (done.model_extra or {})["metrics"]["speculative_decoding"]
+    nothing = ("num_spec_steps", "num_accepted_draft_tokens", "num_draft_tokens", "num_spec_tokens")
+    assert [found[name] for name in nothing] == [0] * 4
+    assert found["acceptance_histogram"] == [0] and found["mean_acceptance_length"] == 1.0
+    assert n_drafts() == before
+    two = client.completions.create(**common, n=2, extra_body=extra)
+    assert (two.model_extra or {})["metrics"] is None
 
 
 def test_log_probabilities_are_the_models_own_in_both_forms(client: openai.OpenAI, model: swiftopt.Model) -> None:
@@ -301,6 +352,28 @@ def test_log_probabilities_are_the_models_own_in_both_forms(client: openai.OpenA
     assert [token.logprob for piece in pieces for token in piece.content or ()] == [
         token.logprob for token in chat.logprobs.content
     ]
+
+
+def test_echoed_stream_has_the_log_probabilities_of_its_own_text(server: Served) -> None:
+    body = {"model": "tiny", "prompt": TEXT, "temperature": 0, "max_tokens": 6, "logprobs": 1, "echo": True}
+    whole = server.client.post("/v1/completions", json=body).json()["choices"][0]
+    with server.client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+        chunks = [chunk["choices"][0] for chunk in chunks_of(response.iter_lines())[:-1]]
+    assert "".join(chunk["text"] for chunk in chunks) == whole["text"] and chunks[0]["text"] == TEXT
+    for chunk in chunks:
+        assert chunk["logprobs"]["tokens"] == chunk["text"].split()
+    values = [value for chunk in chunks for value in chunk["logprobs"]["token_logprobs"]]
+    assert values == whole["logprobs"]["token_logprobs"]
+
+
+def test_usage_of_a_stream_has_the_prompt_from_the_first_chunk_on(server: Served, model: swiftopt.Model) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"model": "tiny", "prompt": [TEXT, "w3"], "max_tokens": 6, "n": 2, "stream": True, "stream_options": options}
+    with server.client.stream("POST", "/v1/completions", json=body) as response:
+        *chunks, _ = chunks_of(response.iter_lines())
+    n_prompt = sum(len(model.runtime.tokenizer(text)["input_ids"]) for text in (TEXT, "w3"))
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks[-4:]} == {n_prompt}
+    assert chunks[0]["usage"]["prompt_tokens"] > 0
 
 
 def test_prediction_drafts_and_changes_nothing(client: openai.OpenAI) -> None:
@@ -413,12 +486,12 @@ def test_completion_that_takes_too_long_is_given_up(folder: Path, tmp_path: Path
 
 
 def test_key_has_its_task_and_its_tokens(folder: Path, tmp_path: Path) -> None:
-    (key, entry), (other, second) = (new_key(name) for name in ("ci", "laptop"))
+    (key, entry), (other, second), (third, last) = (new_key(name) for name in ("ci", "laptop", "phone"))
     prompts = tmp_path / "prompts.jsonl"
     options = ["--model", f"tiny={folder}", "--dtype", "float32", "--token-rate", "40", "--threads", "1"]
     options += ["--keep-prompts", str(prompts)]
     with serving(
-        str(tmp_path / "a.db"), tmp_path / "log", *options, SWIFTOPT_API_KEYS=f"{entry}:notes,{second}"
+        str(tmp_path / "a.db"), tmp_path / "log", *options, SWIFTOPT_API_KEYS=f"{entry}:notes,{second},{last}"
     ) as served:
         until_ready(served)
 
@@ -437,6 +510,17 @@ def test_key_has_its_task_and_its_tokens(folder: Path, tmp_path: Path) -> None:
         served.client.headers["authorization"] = f"Bearer {key}"
         tasks = served.client.get("/v1/tuning").json()["models"]["tiny"]["tasks"]
         assert {task["task"] for task in tasks} == {"notes", "mine"}
+        long = {"prompt": [3] * 50, "stream": True, "max_tokens": 100}
+        with served.client.stream(
+            "POST", "/v1/completions", json={"model": "tiny", **long}, headers={"authorization": f"Bearer {third}"}
+        ) as response:
+            next(response.iter_lines())
+        for _ in range(15):  # what was cancelled has cost its prompt; these cost 30 tokens at most
+            time.sleep(0.2)
+            answer = post(third, prompt="w3", max_tokens=1)
+            if answer.status_code == 429:
+                break
+        assert "40 tokens a minute" in refused(answer, 429)
         kept = read_stream(str(prompts), None, None)
         assert {(prompt.task, prompt.text) for prompt in kept} == {("notes", TEXT), ("mine", TEXT)}
         assert TEXT not in served.log.read_text()
@@ -484,6 +568,20 @@ def test_engine_that_is_killed_comes_back_and_who_had_got_nothing_gets_an_answer
             assert "died" in error["error"]["message"] and done == "[DONE]"
             assert [each.result().choices[0].text for each in waiting] == [expected] * 3
             assert time.monotonic() - killed < load_s + 5
+        until_ready(served)
+        expected = model.generate(TEXT, max_new_tokens=240).text
+        n_before, before = n_succeeded(served), engine_of(served)
+        with ThreadPoolExecutor(1) as pool:  # a whole answer whose beginning the engine has sent, and no one has seen
+            asked: Any = {"model": "tiny", "prompt": TEXT, "max_tokens": 240, "temperature": 0, "n": 24}
+            whole = pool.submit(client.completions.create, **asked, extra_body={"ignore_eos": True})
+            until = time.monotonic() + 30
+            while n_succeeded(served) == n_before:
+                assert time.monotonic() < until
+            before.kill()
+            assert not whole.done()
+            answer = whole.result()
+        assert [choice.text for choice in answer.choices] == [expected] * 24 and answer.usage is not None
+        assert answer.usage.completion_tokens == 24 * 240 and "engine=ended" in served.log.read_text()
         second = engine_of(served)
         assert second.pid != stopped.pid
         tasks = served.client.get("/v1/tuning").json()["models"]["tiny"]["tasks"]
@@ -598,8 +696,9 @@ def posting(server: Served, path: str, length: int) -> socket.socket:
 def n_succeeded(served: Served) -> int:
     """How many requests have ended by themselves."""
     lines = served.client.get("/metrics").text.splitlines()
-    [line] = [line for line in lines if line.startswith('vllm:request_success_total{model_name="tiny"}')]
-    return round(float(line.split()[-1]))
+    ended = [line for line in lines if line.startswith("vllm:request_success_total{")]
+    assert all('finished_reason="' in line for line in ended), ended
+    return round(sum(float(line.split()[-1]) for line in ended))
 
 
 def until_idle(served: Served) -> None:

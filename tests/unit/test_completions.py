@@ -30,6 +30,7 @@ COMPLETIONS = st.builds(
     accepted_prediction=COUNT,
     rejected_prediction=COUNT,
     verified_widths=st.dictionaries(st.integers(1, 300), COUNT),
+    by_draft_length=st.dictionaries(st.integers(1, 9), st.lists(COUNT).map(tuple)),
     timings=st.builds(Timings, SECONDS, SECONDS, SECONDS, SECONDS),
     prefill_s=SECONDS,
     layer_set=st.none() | st.builds(LayerSet, st.just(9), st.frozensets(st.integers(1, 7)), st.just(frozenset({3}))),
