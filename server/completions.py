@@ -13,8 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 from fastapi import APIRouter, Request
@@ -23,82 +22,21 @@ from starlette.responses import JSONResponse, Response
 
 from ..core.errors import EngineGone, ServiceUnreachable, SwiftoptError
 from ..core.requests import CompletionRequest
-from ..core.types import Completion
+from ..worker.tokens import Piece
 from .asked import AskedChat, AskedDetokenized, AskedText, AskedTokens, functions_of, plain_messages
-from .engines import Events, Reply, next_event
+from .choices import Choice, Told, by_name, named, speculative
+from .engines import Events, next_event
 from .middleware import too_many
 from .problems import UnusableField, openai_error, status_of
 from .state import Shared, State, sse
-from .tools import ToolText
 
 PING_S = 15
 DONE = ServerSentEvent("[DONE]")
 GONE = 499  # the client has closed the connection: nobody reads it
 
 T = TypeVar("T")
-Told = list[Any]  # a token's text, its log probability (None: it has none), and both of its alternatives
 
 router = APIRouter(tags=["completions"])
-
-
-@dataclass(slots=True)
-class Choice:
-    """One completion of an answer as it grows."""
-
-    index: int
-    reply: Reply
-    names: Sequence[str] = ()  # of the tools that it may call
-    prefix: str = ""  # the prompt, where it is echoed
-    first: str = ""  # its first token, which has no log probability
-    text: str = ""
-    n_tokens: int = 0
-    first_text_s: float = 0.0  # that its client has waited for its first text
-    done: Mapping[str, Any] | None = None  # the engine's last event
-    completion: Completion = field(default_factory=lambda: Completion((), "", "length", ""))  # what it came to, then
-    n_prompt: int = 0  # tokens, once they are known
-    tools: ToolText | None = field(init=False)
-    prompt_logprobs: list[Told] = field(default_factory=list)  # where the prompt is echoed
-    logprobs: list[Told] = field(default_factory=list)  # of the tokens whose text was not handed on yet
-    n_characters: int = 0  # of the tokens that were, for their offsets
-
-    def __post_init__(self) -> None:
-        self.tools = ToolText(self.names) if self.names else None
-
-    def again(self) -> Choice:
-        """Return the choice as it began: the engine died, and another one is asked."""
-        return Choice(self.index, self.reply, self.names)
-
-    @property
-    def waited_s(self) -> float:
-        """Return the seconds since it was asked for."""
-        return time.perf_counter() - self.reply.asked_at
-
-    def add(self, event: Mapping[str, Any]) -> str:
-        """Take a piece of text or the end in; return what of it can be shown."""
-        if not self.n_tokens:  # with the end as well: then it has no text
-            self.first_text_s = self.waited_s
-        if event["event"] == "text":
-            self.n_tokens += event["n_tokens"]
-            if of_prompt := event.get("prompt_logprobs"):
-                self.prompt_logprobs = [[self.first, None, []], *of_prompt]
-            self.logprobs += event.get("logprobs", ())
-            text = event["text"] if self.tools is None else self.tools.add(event["text"])
-        else:
-            self.done, self.completion = event, Completion.from_json(event["completion"])
-            self.n_tokens = self.completion.n_tokens
-            text = "" if self.tools is None else self.tools.end()
-        self.text += text
-        return text
-
-    @property
-    def calls(self) -> list[dict[str, Any]]:
-        """Return the calls of tools that it makes."""
-        return [] if self.tools is None else self.tools.calls
-
-    @property
-    def finish_reason(self) -> str:
-        """Return why it has ended, in OpenAI's words."""
-        return "tool_calls" if self.calls else "length" if self.completion.finish_reason == "length" else "stop"
 
 
 Pieces = AsyncGenerator[tuple[Choice, str]]  # text of a choice; a choice whose text is over is `done`
@@ -112,6 +50,7 @@ class Exchange(ABC):
     """
 
     WORD: ClassVar[str]  # with which ids begin
+    SPLITS_THOUGHTS: ClassVar[bool] = False  # from what is said
 
     def __init__(self, app: State, request: Request, asked: AskedChat | AskedText) -> None:
         asked.check()
@@ -128,11 +67,12 @@ class Exchange(ABC):
         self.id, self.created = f"{self.WORD}-{secrets.token_hex(12)}", int(time.time())
         self._until, self._events = time.monotonic() + app.settings.timeout_s, Events()
         self.choices: list[Choice] = []
+        is_forced = isinstance(asked, AskedChat) and asked.tool_choice not in (None, "none", "auto")
         try:
             for i, own in enumerate(one for each in requests for one in _seeded(each, asked.n or 1)):
                 reply = self.engine.ask("decode", self._events, request=own.to_json())
                 names = [function["name"] for function in functions_of(own.tools)]
-                self.choices.append(Choice(i, reply, names))
+                self.choices.append(Choice(i, reply, names, is_forced))
         except SwiftoptError:
             self._close()
             raise
@@ -209,8 +149,7 @@ class Exchange(ABC):
                 self.choices[places[reply]] = choice.again()
                 continue
             if event["event"] == "prompt":
-                choice.n_prompt = event["n_tokens"]
-                choice.prefix, choice.first = event.get("text", ""), event.get("first", "")
+                choice.begin(event, self.SPLITS_THOUGHTS)
                 continue
             text = choice.add(event)
             if choice.done is not None:
@@ -234,7 +173,7 @@ class Exchange(ABC):
             "total_tokens": n_prompt + n_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(each.n_cached for each in done)},
             "completion_tokens_details": {
-                "reasoning_tokens": 0,
+                "reasoning_tokens": sum(choice.n_thought for choice in self.choices),
                 "accepted_prediction_tokens": sum(each.accepted_prediction for each in done),
                 "rejected_prediction_tokens": sum(each.rejected_prediction for each in done),
             },
@@ -275,6 +214,7 @@ class ChatExchange(Exchange):
     """A chat, whose stream has chunks of the same form, and ends with `[DONE]`."""
 
     WORD = "chatcmpl"
+    SPLITS_THOUGHTS = True
     OBJECTS = ("chat.completion", "chat.completion.chunk")  # a whole answer, and a chunk
 
     def whole(self) -> dict[str, Any]:
@@ -289,10 +229,10 @@ class ChatExchange(Exchange):
                 opened.add(choice.index)
                 for own in self._opening(choice):
                     yield self._chunk(own)
-            if text:
-                yield self._chunk(self._choice(choice, self._piece(choice, text)))
+            for said in self._pieces_of(choice, text):
+                yield self._chunk(self._choice(choice, said))
             if choice.done is not None:
-                yield self._chunk(self._choice(choice, self._piece(choice, None), choice.finish_reason))
+                yield self._chunk(self._choice(choice, self._last(), choice.finish_reason))
         options = self.asked.stream_options
         if options is not None and options.include_usage:
             yield sse({**self._head(self.OBJECTS[1]), "choices": [], "usage": self.usage(), **self._statistics()})
@@ -321,8 +261,12 @@ class ChatExchange(Exchange):
     def _said(self, choice: Choice) -> dict[str, Any]:
         """Return what a whole choice says."""
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.thought:
+            message |= {"reasoning_content": choice.thought}
+        if choice.calls or choice.thought or choice.is_forced:
+            message |= {"content": choice.text or None}
         if choice.calls:
-            message |= {"content": choice.text or None, "tool_calls": choice.calls}
+            message |= {"tool_calls": choice.calls}
         return {"message": message}
 
     def _opening(self, choice: Choice) -> Iterator[dict[str, Any]]:
@@ -330,18 +274,30 @@ class ChatExchange(Exchange):
         delta = {"role": "assistant", "content": ""}
         yield {"index": choice.index, "delta": delta, "finish_reason": None, "logprobs": None}
 
-    def _piece(self, choice: Choice, text: str | None) -> dict[str, Any]:
-        """Return what a piece of a choice says; `text` None: the last one."""
-        if text is not None:
-            return {"delta": {"content": text}}
-        calls = [{"index": i, **call} for i, call in enumerate(choice.calls)]
-        return {"delta": {"tool_calls": calls} if calls else {}}
+    def _pieces_of(self, choice: Choice, text: str) -> Iterator[dict[str, Any]]:
+        """Yield what is new of a choice: its thought, its text, and each call's name and arguments."""
+        if thought := choice.thought[choice.n_told_thought :]:
+            choice.n_told_thought += len(thought)
+            yield {"delta": {"reasoning_content": thought}}
+        if text:
+            yield {"delta": {"content": text}}
+        for i, call in enumerate(choice.calls[choice.n_told_calls :], start=choice.n_told_calls):
+            name = {**call["function"], "arguments": ""}
+            yield {"delta": {"tool_calls": [{"index": i, **call, "function": name}]}}
+            arguments = {"arguments": call["function"]["arguments"]}
+            yield {"delta": {"tool_calls": [{"index": i, "function": arguments}]}}
+        choice.n_told_calls = len(choice.calls)
+
+    def _last(self) -> dict[str, Any]:
+        """Return what the last piece of a choice says."""
+        return {"delta": {}}
 
     def _logprobs(self, choice: Choice, told: Sequence[Told]) -> dict[str, Any]:
         """Return the tokens' log probabilities in the form's words."""
 
-        def of(token: str, value: float) -> dict[str, Any]:
-            return {"token": token, "logprob": value, "bytes": list(token.encode())}
+        def of(piece: Piece, value: float) -> dict[str, Any]:
+            token, own = named(piece)
+            return {"token": token, "logprob": value, "bytes": own}
 
         content = [{**of(token, value), "top_logprobs": [of(*each) for each in top]} for token, value, top in told]
         return {"content": content, "refusal": None}
@@ -368,24 +324,6 @@ class ChatExchange(Exchange):
         return {"metrics": found}
 
 
-def speculative(done: Completion) -> dict[str, Any]:
-    """Return a completion's drafts in vLLM's form; steps are the rounds that drafted, without those that did not."""
-    by_length = done.by_draft_length
-    longest = max(by_length, default=0)
-    histogram = [sum(rounds[n] for rounds in by_length.values() if n < len(rounds)) for n in range(longest + 1)]
-    n_steps, n_accepted = sum(histogram), sum(n * rounds for n, rounds in enumerate(histogram))
-    return {
-        "mean_acceptance_length": 1 + n_accepted / n_steps if n_steps else 1.0,
-        "draft_acceptance_rate": done.acceptance_rate or 0.0,
-        "acceptance_histogram": histogram,
-        "acceptance_histogram_by_draft_length": {str(n): list(rounds) for n, rounds in by_length.items()},
-        "num_spec_steps": n_steps,
-        "num_accepted_draft_tokens": n_accepted,
-        "num_draft_tokens": done.drafted,
-        "num_spec_tokens": longest,
-    }
-
-
 class TextExchange(ChatExchange):
     """A completion of texts: the same in the older form."""
 
@@ -401,14 +339,21 @@ class TextExchange(ChatExchange):
             yield self._choice(choice, {"text": choice.prefix})
             choice.logprobs = own
 
-    def _piece(self, choice: Choice, text: str | None) -> dict[str, Any]:
-        return {"text": text or ""}
+    def _pieces_of(self, choice: Choice, text: str) -> Iterator[dict[str, Any]]:
+        if text:
+            yield {"text": text}
+
+    def _last(self) -> dict[str, Any]:
+        return {"text": ""}
 
     def _logprobs(self, choice: Choice, told: Sequence[Told]) -> dict[str, Any]:
-        tokens, values, tops = zip(*told, strict=True) if told else ((), (), ())
-        *offsets, choice.n_characters = accumulate(map(len, tokens), initial=choice.n_characters)
-        top_logprobs = [None if value is None else dict(top) for value, top in zip(values, tops, strict=True)]
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top_logprobs, "text_offset": offsets}
+        whole = choice.prefix + choice.text
+        return {
+            "tokens": [named(piece)[0] for piece, _, _ in told],
+            "token_logprobs": [value for _, value, _ in told],
+            "top_logprobs": [None if value is None else by_name(top) for _, value, top in told],
+            "text_offset": [choice.offset(piece, whole) for piece, _, _ in told],
+        }
 
 
 @router.post("/v1/chat/completions", operation_id="chat_completion", response_class=Response)

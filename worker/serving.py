@@ -39,6 +39,7 @@ from ..tasks.job import HandedBack
 from ..tasks.model import Cancelled, LiveEngine, Model, Ticket
 from ..tasks.traffic import Traffic
 from .attempt import HAND_BACK_S, KeptModel, WorkerContext, engine_lock, request_of, run_attempt
+from .tokens import Piece, Tokens
 
 LOOK_S = 1.0  # between two looks for jobs of the model
 HOLD_S = 30.0  # that these are kept from the workers of this machine without saying so again
@@ -71,10 +72,10 @@ class Wire:
 class _Sent(Ticket):
     """A request whose events go over the wire."""
 
-    def __init__(self, wire: Wire, number: int, text_of: Callable[[int], str]) -> None:
+    def __init__(self, wire: Wire, number: int, piece_of: Callable[[int], Piece]) -> None:
         super().__init__()
         self._asked_at = time.perf_counter()
-        self._wire, self._number, self._text_of = wire, number, text_of
+        self._wire, self._number, self._piece_of = wire, number, piece_of
 
     def put(self, event: TextAdded | Generated) -> None:
         """Write an event."""
@@ -97,8 +98,9 @@ class _Sent(Ticket):
             )
 
     def _told(self, token: TokenLogprob) -> list[Any]:
-        """A token's text, its log probability, and both of its alternatives."""
-        return [self._text_of(token.token_id), token.logprob, [(self._text_of(own), value) for own, value in token.top]]
+        """A token's text or bytes, its log probability, and both of its alternatives."""
+        top = [(self._piece_of(own), value) for own, value in token.top]
+        return [self._piece_of(token.token_id), token.logprob, top]
 
     def end(self, error: BaseException | None = None) -> None:
         """Write why it failed, if it did."""
@@ -198,6 +200,7 @@ class EngineHost:
             self.traffic = Traffic(served.name, runtime, store, None, loading, lambda: self.engine.n_waiting > 0)
         self.engine = self.model.engine(served.concurrency, served.memory)
         self._jobs = EngineJobs(served, store, runtime, self.engine) if served.tune and store is not None else None
+        self._tokens = Tokens(runtime.tokenizer)
         self._tickets: dict[int, _Sent] = {}
         self._kept: LineWriter | None = None
         if served.keep_prompts is not None:
@@ -263,7 +266,7 @@ class EngineHost:
         self._tickets = {own: ticket for own, ticket in self._tickets.items() if not ticket.is_done}
         session, prompt = session_of(self.model, request)
         self._keep(number, request)
-        ticket = self._tickets[number] = _Sent(self._wire, number, self._text_of)
+        ticket = self._tickets[number] = _Sent(self._wire, number, self._tokens.piece)
         options = {
             "salt": request.salt,
             "logprobs": request.logprobs,
@@ -279,11 +282,13 @@ class EngineHost:
 
     def _tell_prompt(self, number: int, request: CompletionRequest, token_ids: Sequence[int]) -> None:
         """Say how long the prompt is, before anything is decoded, and what it is where that is wanted."""
-        echoed: dict[str, Any] = {}
+        told: dict[str, Any] = {}
         if request.echo:
             text = request.text or self.model.runtime.tokenizer.decode(token_ids)
-            echoed = {"text": text, "first": self._text_of(token_ids[0])}
-        self._wire.send(number, "prompt", n_tokens=len(token_ids), **echoed)
+            told = {"text": text, "first": self._tokens.piece(token_ids[0])}
+        if request.messages and (end_of_thought := self._tokens.end_of_thought) is not None:
+            told = {"end_of_thought": end_of_thought, "in_thought": self._tokens.ends_in_thought(token_ids)}
+        self._wire.send(number, "prompt", n_tokens=len(token_ids), **told)
 
     def _keep(self, number: int, request: CompletionRequest) -> None:
         """Append the prompt to the file of prompts, if there is one; what no line of a stream can say is left out."""
@@ -298,9 +303,6 @@ class EngineHost:
             self._kept.write(stream_lines([prompt]).rstrip("\n"))
         except OutputError as error:  # the client has asked for its answer, not for this
             logger.warning("prompt=not kept reason=%r", str(error))
-
-    def _text_of(self, token_id: int) -> str:
-        return str(self.model.runtime.tokenizer.decode([token_id]))
 
     def _predicted(self, text: str) -> list[int]:
         tokenizer = self.model.runtime.tokenizer

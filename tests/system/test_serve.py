@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+from codecs import utf_8_decode
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -21,7 +22,9 @@ import openai
 import psutil
 import pytest
 from api import Served, serving
+from fakes import letter_tokenizer
 from tiny_files import save
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 import swiftopt
@@ -56,6 +59,33 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     with serving(str(where / "a.db"), where / "log", *options) as served:
         until_ready(served)
         yield served
+
+
+@pytest.fixture(scope="module")
+def lettered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server of a tiny model that writes letters, and bytes that are halves of them, and can end a thought."""
+    where = tmp_path_factory.mktemp("lettered")
+    folder = save(where / "tiny")
+    whole = json.loads(letter_tokenizer().backend_tokenizer.to_str())
+    others = {"#": "Ã", "%": "©", "&": "¨", "Q": "</think>"}
+    whole["model"]["vocab"] = {others.get(word, word): i for word, i in whole["model"]["vocab"].items()}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(whole)), eos_token="<eos>", pad_token="<pad>"
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if thinking %}<think>{% endif %}"
+        "{# a thought ends with </think> #}"
+    )
+    tokenizer.save_pretrained(folder)
+    options = ["--model", f"tiny={folder}", "--dtype", "float32", "--rate", "0", "--threads", "1", "--no-tune"]
+    with serving(str(where / "a.db"), where / "log", *options) as served:
+        until_ready(served)
+        yield served
+
+
+def id_of(word: str) -> str:
+    """A token of the tokenizer of letters."""
+    return str(letter_tokenizer().get_vocab()[word])
 
 
 @pytest.fixture
@@ -374,6 +404,87 @@ def test_usage_of_a_stream_has_the_prompt_from_the_first_chunk_on(server: Served
     n_prompt = sum(len(model.runtime.tokenizer(text)["input_ids"]) for text in (TEXT, "w3"))
     assert {chunk["usage"]["prompt_tokens"] for chunk in chunks[-4:]} == {n_prompt}
     assert chunks[0]["usage"]["prompt_tokens"] > 0
+
+
+def test_bytes_of_tokens_are_exact_and_offsets_those_of_the_text(lettered: Served) -> None:
+    """One first byte of two, and two second ones, come in turn by chance; what is no character is a `\ufffd`."""
+    halves = {"bytes:\\xc3": [0xC3], "bytes:\\xa9": [0xA9], "bytes:\\xa8": [0xA8]}
+    bias = {id_of(word): 100 for word in "#%&"}
+    body = {"model": "tiny", "logit_bias": bias, "max_tokens": 24, "seed": 5, "temperature": 2}
+    asked = {**body, "messages": [{"role": "user", "content": "ab"}], "logprobs": True, "top_logprobs": 3}
+    [choice] = lettered.client.post("/v1/chat/completions", json=asked).json()["choices"]
+    told = choice["logprobs"]["content"]
+    assert all(each["bytes"] == halves[each["token"]] for each in told) and len(told) == 24
+    assert {each["token"] for each in told} == set(halves)
+    written = bytes(byte for each in told for byte in each["bytes"])
+    assert written.decode(errors="replace") == choice["message"]["content"]
+    tops = [[top["token"] for top in each["top_logprobs"]] for each in told]
+    assert all(len(set(top)) == 3 for top in tops)
+    asked = {**body, "prompt": "ab", "echo": True, "logprobs": 3}
+    [choice] = lettered.client.post("/v1/completions", json=asked).json()["choices"]
+    told, text = choice["logprobs"], choice["text"]
+    raw = [halves.get(token, list(token.encode())) for token in told["tokens"]]
+    before = [bytes(byte for each in raw[:i] for byte in each) for i in range(len(raw))]
+    assert told["text_offset"] == [len(utf_8_decode(each, "replace", False)[0]) for each in before]
+    assert text.startswith("ab") and len(text) >= told["text_offset"][-1] > 2
+    assert all(top is None or len(top) == 3 for top in told["top_logprobs"])
+    with lettered.client.stream("POST", "/v1/completions", json={**asked, "stream": True}) as response:
+        chunks = [chunk["choices"][0]["logprobs"] for chunk in chunks_of(response.iter_lines())[:-1]]
+    assert [offset for chunk in chunks for offset in chunk["text_offset"]] == told["text_offset"]
+
+
+def test_thought_is_told_apart_from_the_answer_and_counted(lettered: Served) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "ab"}], "temperature": 0, "max_tokens": 8}
+    body |= {"chat_template_kwargs": {"thinking": True}, "ignore_eos": True}
+
+    def ask(**more: Any) -> tuple[dict[str, Any], str, str]:
+        answer = lettered.client.post("/v1/chat/completions", json={**body, **more}).json()
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        with lettered.client.stream("POST", "/v1/chat/completions", json={**body, **more, **options}) as response:
+            *chunks, last, _ = chunks_of(response.iter_lines())
+        assert last["usage"]["completion_tokens_details"] == answer["usage"]["completion_tokens_details"]
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        streamed = ["".join(delta.get(key) or "" for delta in deltas) for key in ("reasoning_content", "content")]
+        return answer, streamed[0], streamed[1]
+
+    answer, thought, said = ask()
+    message = answer["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == (thought, None) and thought and not said
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 8
+    answer, thought, said = ask(logit_bias={id_of("Q"): 100})  # again and again; the first one ends the thought
+    message = answer["choices"][0]["message"]
+    assert said == message["content"] == "</think>" * 7 and "reasoning_content" not in message
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 1
+    answer, thought, said = ask(chat_template_kwargs={})
+    assert said == answer["choices"][0]["message"]["content"] and not thought
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
+
+
+def test_calls_of_tools_are_streamed_as_name_and_arguments_before_the_last_chunk(lettered: Served) -> None:
+    arguments = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "add", "parameters": {**arguments, "additionalProperties": False}}}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "ab"}], "tools": [tool], "temperature": 0}
+    body |= {"tool_choice": "required", "stream": True, "logit_bias": {id_of("Ġ"): -100}}  # or it writes spaces
+    ends: list[tuple[str, str]] = []
+    most = lettered.client.post("/v1/chat/completions", json={**body, "stream": False}).json()["usage"]
+    for max_tokens in (200, most["completion_tokens"] - 4, 2):
+        asked = {**body, "max_tokens": max_tokens}
+        with lettered.client.stream("POST", "/v1/chat/completions", json=asked) as response:
+            *chunks, _ = chunks_of(response.iter_lines())
+        choices = [chunk["choices"][0] for chunk in chunks]
+        assert not any(choice["delta"].get("content") for choice in choices) and choices[-1]["delta"] == {}
+        calls = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
+        if calls:
+            assert calls[0]["function"] == {"name": "add", "arguments": ""} and calls[0]["id"].startswith("call_")
+        ends.append((choices[-1]["finish_reason"], "".join(call["function"]["arguments"] for call in calls)))
+        [whole] = lettered.client.post("/v1/chat/completions", json={**asked, "stream": False}).json()["choices"]
+        assert whole["finish_reason"] == choices[-1]["finish_reason"] and whole["message"]["content"] is None
+        told = [call["function"]["arguments"] for call in whole["message"].get("tool_calls", ())]
+        assert "".join(told) == ends[-1][1] and bool(told) == bool(calls)
+    complete, cut, nothing = ends
+    assert complete[0] == "tool_calls" and set(json.loads(complete[1])) == {"a"}
+    assert cut[0] == "length" and cut[1] and complete[1].replace(" ", "").startswith(cut[1])
+    assert nothing == ("length", "")
 
 
 def test_prediction_drafts_and_changes_nothing(client: openai.OpenAI) -> None:

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterator, Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftopt.server.tools import ToolText
+from swiftopt.server.tools import ThoughtText, ToolText
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 LLAMA = '{"name": "add", "parameters": {"a": 1}}'
+MISTRAL = '[{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {"a": 1}}]'
 OTHER = '<tool_call>{"name": "unknown"}</tool_call>'
 WHOLE = {
     f"Let me see.{CALL}": ("Let me see.", 1),
     f"{CALL}\n{CALL}": ("", 2),
     LLAMA: ("", 1),
     f"<|python_tag|>{LLAMA}": ("", 1),
+    f"Here: {LLAMA}": (f"Here: {LLAMA}", 0),
+    f"{LLAMA} is it": (" is it", 1),
+    MISTRAL: ("", 2),
+    f"[TOOL_CALLS] {MISTRAL}": ("", 2),
+    f"functools{MISTRAL}": ("", 2),
+    f"<|tool_call|>{MISTRAL}<|/tool_call|>": ("", 2),
+    "[1] and [2]": ("[1] and [2]", 0),
+    '[{"a": 1}]': ('[{"a": 1}]', 0),
+    '[{"name": "add"}, 3]': ('[{"name": "add"}, 3]', 0),
+    "functional": ("functional", 0),
     '{"a": 1} is an object': ('{"a": 1} is an object', 0),
     OTHER: (OTHER, 0),
     "a < b and <tool": ("a < b and <tool", 0),
@@ -25,14 +38,63 @@ WHOLE = {
 }
 
 
+def pieces_of(text: str, cuts: Sequence[int]) -> Iterator[str]:
+    ends = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    return (text[start:end] for start, end in itertools.pairwise(ends))
+
+
 @given(st.sampled_from(sorted(WHOLE)), st.lists(st.integers(0, 90)))
 def test_text_and_calls_do_not_depend_on_the_pieces(text: str, cuts: list[int]) -> None:
-    ends = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     tools, shown = ToolText(["add"]), ""
-    for start, end in itertools.pairwise(ends):
-        shown += tools.add(text[start:end])
+    for piece in pieces_of(text, cuts):
+        shown += tools.add(piece)
         assert WHOLE[text][0].startswith(shown)
     shown += tools.end()
     assert (shown, len(tools.calls)) == WHOLE[text]
-    assert all(json.loads(call["function"]["arguments"]) == {"a": 1} for call in tools.calls)
+    assert all(json.loads(call["function"]["arguments"]) == {"a": 1} for call in tools.calls) and not tools.is_cut
     assert len({call["id"] for call in tools.calls}) == len(tools.calls)
+
+
+@pytest.mark.parametrize("text", [CALL, LLAMA, MISTRAL])
+def test_call_is_known_as_soon_as_it_is_complete(text: str) -> None:
+    tools = ToolText(["add"])
+    assert tools.add(text[:-1]) == "" and not tools.calls
+    assert tools.add(text[-1]) == "" and tools.calls
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('{"name": "add", "arguments": {"a": 1', '{"a": 1'),
+        ('{"name": "add", "arguments":', ""),
+        ('{"name": "ad', None),
+    ],
+)
+def test_forced_call_that_is_cut_is_a_call_as_far_as_it_goes(text: str, arguments: str | None) -> None:
+    tools = ToolText(["add"], is_forced=True)
+    assert tools.add(text) + tools.end() == "" and tools.is_cut
+    told = [(call["function"]["name"], call["function"]["arguments"]) for call in tools.calls]
+    assert told == ([] if arguments is None else [("add", arguments)])
+    free = ToolText(["add"])
+    assert free.add(text) + free.end() == text and not free.calls
+
+
+THOUGHTS = {
+    (False, "<think>\nOne\n\ntwo\n</think>\n\nSo: 3\n"): ("One\n\ntwo", "So: 3\n"),
+    (False, "\n<think>\n\n</think>\n\n3"): ("", "3"),
+    (True, "One</think>3 </think>"): ("One", "3 </think>"),
+    (True, "\nOne\n"): ("One\n", ""),
+    (False, "<think>One </thi"): ("One </thi", ""),
+    (False, "\n3 <think> 4"): ("", "\n3 <think> 4"),
+    (False, "<thin"): ("", "<thin"),
+    (False, ""): ("", ""),
+}
+
+
+@given(st.sampled_from(sorted(THOUGHTS)), st.lists(st.integers(0, 40)))
+def test_thought_does_not_depend_on_the_pieces(case: tuple[bool, str], cuts: list[int]) -> None:
+    is_open, text = case
+    splitter = ThoughtText(is_open)
+    told = [*map(splitter.add, pieces_of(text, cuts)), splitter.end()]
+    thoughts, said = zip(*told, strict=True)
+    assert ("".join(thoughts), "".join(said)) == THOUGHTS[case]
