@@ -32,6 +32,7 @@ LONGEST_LINE = 1 << 28  # bytes of one event
 BACKOFF_S = (0.5, 30.0)  # after the first death, and at most
 ANSWER_S = 30.0  # to a question that needs no decoding
 TUNING_S = 0.5  # that a scrape of the metrics waits for what engines say of their tuning
+MOST_RESTARTS = 2  # of a request that engines have died with: it may be what they die of
 ENDS = ("done", "failed")  # events that nothing comes behind
 SAY_S = 1.0  # between two lines about a model that is loaded
 END_S = 5.0  # that a process gets to end
@@ -89,6 +90,7 @@ class Reply:
     request: Mapping[str, Any]  # as it goes over the wire
     events: Events
     has_sent: bool = False  # the engine, since it was asked
+    n_restarts: int = 0
     is_shown: bool = False  # its client has seen something of it, which nothing can take back
     asked_at: float = field(default_factory=time.perf_counter)
 
@@ -266,12 +268,12 @@ class EngineProcess:
             logger.info("engine=loading model=%s step=%r", self.served.name, step)
 
     def _lose(self) -> None:
-        """Fail the requests whose clients have seen something; the others wait for the next process."""
+        """Fail the requests whose clients have seen something, and those begun too often; others wait for the next."""
         for reply in list(self._replies.values()):
-            if reply.has_sent and not reply.is_shown:
-                reply.has_sent = False
+            if reply.has_sent and not reply.is_shown and reply.n_restarts < MOST_RESTARTS:
+                reply.has_sent, reply.n_restarts = False, reply.n_restarts + 1
                 reply.put({"event": "restarted"})
-            elif reply.is_shown:
+            elif reply.has_sent:
                 del self._replies[reply.number]
                 words = f"the engine of {self.served.name} died ({self.reason}): ask again"
                 reply.put({"event": "failed", "kind": "EngineGone", "message": words})

@@ -29,9 +29,11 @@ from transformers import PreTrainedTokenizerFast
 
 import swiftopt
 from swiftopt.core.errors import InvalidInput, NotFound
+from swiftopt.core.requests import ServedModel
 from swiftopt.core.streams import read_stream
 from swiftopt.core.traffic import TaskTuning, Tuning
 from swiftopt.models.rows import Pass, Rows
+from swiftopt.server.engines import MOST_RESTARTS, EngineProcess
 from swiftopt.server.settings import new_key
 
 TEMPLATE = (
@@ -708,6 +710,22 @@ def test_engine_that_is_killed_comes_back_and_who_had_got_nothing_gets_an_answer
         assert failed.response.error.code == "server_error" and "died" in failed.response.error.message
         [item] = failed.response.output
         assert item.type == "message" and item.status == "incomplete" and failed.response.output_text
+
+
+def test_request_that_engines_die_of_is_given_up_after_a_few() -> None:
+    """The process that would be killed is left out: what is asked is what becomes of the request."""
+
+    async def lives() -> list[str]:
+        engine = EngineProcess(ServedModel("tiny", "tiny"), most_waiting=1)
+        engine.about = {}
+        reply = engine.ask("decode", request={})
+        for _ in range(1 + MOST_RESTARTS):
+            engine._hear({"id": reply.number, "event": "prompt", "n_tokens": 1})
+            engine._lose()
+        assert engine.n_requests == 0
+        return [reply.events.get_nowait()[1]["event"] for _ in range(reply.events.qsize())]
+
+    assert asyncio.run(lives()) == [*["prompt", "restarted"] * MOST_RESTARTS, "prompt", "failed"]
 
 
 def test_a_thousand_random_requests_leave_nothing_behind(server: Served, model: swiftopt.Model) -> None:

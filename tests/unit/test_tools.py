@@ -1,4 +1,4 @@
-"""Calls of tools in a completion that comes in pieces."""
+"""Calls of tools and thoughts in a completion that comes in pieces, and the pieces that tokens are."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from collections.abc import Iterator, Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from swiftopt.server.tools import ThoughtText, ToolText
+from swiftopt.worker.tokens import Piece, Tokens
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 LLAMA = '{"name": "add", "parameters": {"a": 1}}'
@@ -98,3 +102,13 @@ def test_thought_does_not_depend_on_the_pieces(case: tuple[bool, str], cuts: lis
     told = [*map(splitter.add, pieces_of(text, cuts)), splitter.end()]
     thoughts, said = zip(*told, strict=True)
     assert ("".join(thoughts), "".join(said)) == THOUGHTS[case]
+
+
+def test_tokens_of_a_sentencepiece_vocabulary_keep_their_spaces_and_bytes() -> None:
+    words: dict[str, Piece] = {"<unk>": "<unk>", "▁": " ", "▁Hi": " Hi", "<0xE2>": [0xE2], "<0x41>": "A", "o": "o"}
+    backend = Tokenizer(BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True, unk_token="<unk>"))
+    strip = decoders.Strip(" ", 1, 0)
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
+    tokens = Tokens(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>"))
+    assert [tokens.piece(i) for i in range(len(words))] == list(words.values())
+    assert tokens.end_of_thought is None
