@@ -35,9 +35,16 @@ from urllib.parse import urlsplit
 
 
 class SwiftoptError(Exception):
-    """Base of all; its text is one sentence that says what, where and what to do."""
+    """Base of all; its text is one sentence that says what, where and what to do.
+
+    `param` is the field of a request that it is about, where one is.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str = "", param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class InvalidInput(SwiftoptError, ValueError):

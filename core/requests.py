@@ -109,9 +109,9 @@ class CompletionRequest(Settings):
     The prompt is `token_ids`, else `messages` for the chat template, with `tools` and the template's own `template`
     values, else `text`; `echo` has it told as well. `task` None: the one whose prompts lie nearest; `method` overrules
     the plan, `version` names a stored one; without `learn` nothing is tried on it; `max_new_tokens` None: as many as
-    the context has room for; `logprobs`: of each token, with so many alternatives, None: not wanted; `json_schema` is
-    what the text keeps to; `prediction` is text that is expected. Only requests of one `salt` share what was read of a
-    prompt.
+    the context has room for, 0: the prompt is only read; `logprobs`: of each token, with so many alternatives, None:
+    not wanted; `json_schema` is what the text keeps to; `prediction` is text that is expected. Only requests of one
+    `salt` share what was read of a prompt.
     """
 
     NAME: ClassVar = "the request"
@@ -125,7 +125,7 @@ class CompletionRequest(Settings):
     method: str | None = None
     version: int | None = count(None)
     learn: bool = True
-    max_new_tokens: int | None = count(None)
+    max_new_tokens: int | None = count(None, least=0)
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()

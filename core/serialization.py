@@ -23,13 +23,20 @@ if TYPE_CHECKING:
 
 LARGEST = 2**63 - 1  # the largest whole number that every database stores
 WORDS = {  # ours for pydantic's
+    ", (unable to|got a) .*": "",  # in the words of its parser
     "a valid integer": "a whole number",
+    "a valid number": "a number",
     "a valid string": "a text",
     "a valid boolean": "true or false",
     "a valid (list|tuple|set|frozenset)": "a list",
-    "a valid dictionary|a dictionary or an instance of .*": "an object",
+    "a valid dictionary( or (object to|instance of) .*)?|a dictionary or an instance of .*": "an object",
+    "(string|list) should have (at (least|most) \\d+ \\w+).*": r"use \2",
+    r"string should match pattern '\^\[\^/.*": "use a text without '/' and control characters",
+    r"string should match pattern '\^\[\^.*": "use a text without control characters",
     "use (?=greater|less)": "use a number ",
 }
+ABOUT_KEYS = ("missing", "unexpected_keyword_argument", "extra_forbidden")
+KEY = "[key]"  # pydantic's mark of a key that is wrong
 SCALARS = ("int", "float", "bool", "str")  # of pydantic's core schema
 
 
@@ -146,9 +153,11 @@ class Settings(Record):
         for field in dataclasses.fields(kind):
             value, known = getattr(self, field.name), choices.get(field.name)
             if known is not None and value not in known:
-                raise SettingsError(f"{field.name} {value} is out of range: use {' or '.join(map(str, known))}")
+                words = " or ".join(map(str, known))
+                raise SettingsError(f"{field.name} {value} is out of range: use {words}", field.name)
             if value is not None and not _in_range(value, field.metadata):
-                raise SettingsError(f"{field.name} {value} is out of range: use {_range_words(field.metadata)}")
+                words = _range_words(field.metadata)
+                raise SettingsError(f"{field.name} {value} is out of range: use {words}", field.name)
 
 
 def ranged(default: Any, **bounds: float) -> Any:
@@ -256,18 +265,66 @@ def explained(place: list[str], kind: str, message: str, value: Any, known: Sequ
     at, outer = ".".join(place), ".".join(place[:-1])
     if kind == "missing":
         return f"{outer or 'it'} lacks {place[-1]!r}"
-    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+    if kind in ABOUT_KEYS:
         nearest = difflib.get_close_matches(place[-1], known, n=1)
         advice = f"did you mean {nearest[0]!r}?" if nearest else f"known are {', '.join(known)}" if known else "omit it"
         return f"{outer or 'it'} has no {place[-1]!r}: {advice}"
     if kind == "value_error":
         words = message.removeprefix("Value error, ")
         return f"{at}: {words}" if at else words
+    return f"{at or 'it'} is {_short(value)}: {_advice(message)}"
+
+
+def explained_body(found: Sequence[Mapping[str, Any]], body: Any) -> tuple[str, str]:
+    """Return the first of pydantic's errors of a body as a sentence, and its place; `loc` is that within the body.
+
+    Where a value fits none of several types, the sentence is about the one that it comes nearest to, or names them all.
+    """
+    first, depth = found[0], len(_place_in(body, found[0]))
+    if first["type"] == "missing" and not first["loc"]:
+        return "there is no body: send one JSON object", ""
+    if depth < len(first["loc"]) and first["loc"][-1] != KEY:  # the next part is pydantic's name of a type
+        prefix = first["loc"][:depth]
+        rivals = [each for each in found if each["loc"][:depth] == prefix]
+        depth = max(len(_place_in(body, each)) for each in rivals)
+        first = next(each for each in rivals if len(_place_in(body, each)) == depth)
+        rivals = [each for each in rivals if _place_in(body, each) == _place_in(body, first)]
+    else:
+        rivals = [first]
+    place = _place_in(body, first)
+    at = _dotted(place)
+    if first["loc"] and first["loc"][-1] == KEY:
+        return f"{_dotted(place[:-1])} has the key {place[-1]!r}: {_advice(first['msg'])}", _dotted(place[:-1])
+    advice = list(dict.fromkeys(_advice(each["msg"]) for each in rivals))
+    if len(advice) > 1 and all(each.startswith("use ") for each in advice):
+        return f"{at} is {_short(first['input'])}: {', or '.join([advice[0], *(each[4:] for each in advice[1:])])}", at
+    outer = [_dotted(place[:-1]) or "the body", str(place[-1])] if first["type"] in ABOUT_KEYS else [at or "the body"]
+    return explained(outer, first["type"], first["msg"], first["input"]), at
+
+
+def _place_in(body: Any, error: Mapping[str, Any]) -> tuple[str | int, ...]:
+    """Return the keys and numbers of an error's location that lead through the body."""
+    place, value = list[str | int](), body
+    for part in error["loc"]:
+        is_key = isinstance(value, Mapping) and part in value
+        if is_key or (isinstance(value, list) and isinstance(part, int) and part < len(value)):
+            place.append(part)
+            value = value[part]
+    return (*place, error["loc"][-1]) if error["type"] == "missing" and error["loc"] else tuple(place)
+
+
+def _dotted(place: Sequence[str | int]) -> str:
+    """Return a place as JavaScript writes it: `messages[0].role`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part[:100]}" for part in place).removeprefix(".")
+
+
+def _advice(message: str) -> str:
+    """Return what to do about what pydantic found wrong."""
     wanted = message.removeprefix("Input should be ")
     words = f"use {wanted}" if wanted != message else f"{message[:1].lower()}{message[1:]}"
     for pattern, ours in WORDS.items():
         words = re.sub(pattern, ours, words)
-    return f"{at or 'it'} is {_short(value)}: {words}"
+    return words
 
 
 def _short(value: Any) -> str:

@@ -228,7 +228,8 @@ class Sampling(Settings):
             if token_id < 0 or not abs(bias) <= MOST_BIAS:
                 raise SettingsError(
                     f"logit_bias {bias} of token {token_id} is out of range: use token ids of 0 or more and numbers"
-                    f" from {-MOST_BIAS:g} to {MOST_BIAS:g}"
+                    f" from {-MOST_BIAS:g} to {MOST_BIAS:g}",
+                    "logit_bias",
                 )
         object.__setattr__(self, "logit_bias", tuple(sorted(dict(self.logit_bias).items())))
 

@@ -343,7 +343,7 @@ class Engine:
 def _too_long(wanted: Slots, memory: int) -> ContextOverflow:
     return ContextOverflow(
         f"a text of {wanted.capacity} tokens needs {wanted.n_bytes / 1e6:.0f} MB of keys and values, but they may take"
-        f" {memory / 1e6:.0f} MB: shorten the prompt or lower --max-new-tokens"
+        f" {memory / 1e6:.0f} MB: shorten the prompt or ask for fewer new tokens"
     )
 
 

@@ -51,9 +51,10 @@ class Session:
 
     def __post_init__(self) -> None:
         if "" in self.stop_strings:
-            raise SettingsError("a stop string is empty, and would end every completion at once: leave it out")
+            raise SettingsError("a stop string is empty, and would end every completion at once: leave it out", "stop")
         if self.min_new_tokens < 0:
-            raise SettingsError(f"min_new_tokens {self.min_new_tokens} is out of range: use 0 or more")
+            words = f"min_new_tokens {self.min_new_tokens} is out of range: use 0 or more"
+            raise SettingsError(words, "min_new_tokens")
         self._check_tokens("stop_token_ids", self.stop_token_ids)
         self._check_tokens("logit_bias", [token_id for token_id, _ in self.sampling.logit_bias])
         self.generation_config: Any = getattr(self.runtime.hf_model, "generation_config", None)
@@ -67,6 +68,13 @@ class Session:
         """
         return self._encode(prompt, self._messages(prompt))
 
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of a text; none, perhaps.
+
+        Raises: InvalidInput: the model has no tokenizer.
+        """
+        return list(self._tokenizer()(text)["input_ids"])
+
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **template: Any
     ) -> list[int]:
@@ -74,7 +82,7 @@ class Session:
 
         Raises: InvalidInput: there is none, or it refuses the messages.
         """
-        return self._templated("prompt", messages, tools=list(tools) or None, **template)
+        return self._templated("the prompt", messages, tools=list(tools) or None, **template)
 
     def check(self, prompt: Prompt) -> int:
         """Positions that the prompt's first turn needs, completion included.
@@ -146,9 +154,7 @@ class Session:
         return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)] or None
 
     def _encode(self, prompt: Prompt, messages: Sequence[Mapping[str, str]] | None) -> list[int]:
-        tokenizer = self.runtime.tokenizer
-        if tokenizer is None:
-            raise InvalidInput("this model has no tokenizer: put its tokenizer's files next to its weights")
+        tokenizer = self._tokenizer()
         if prompt.token_ids:
             ids = list(prompt.token_ids)
         elif messages is None:
@@ -164,15 +170,21 @@ class Session:
             if not 0 <= token_id < self.runtime.vocab_size:
                 raise SettingsError(
                     f"{what} names token {token_id}, but this model has tokens 0 to {self.runtime.vocab_size - 1}: use"
-                    " ids of its own tokenizer"
+                    " ids of its own tokenizer",
+                    what,
                 )
+
+    def _tokenizer(self) -> Any:
+        if self.runtime.tokenizer is None:
+            raise InvalidInput("this model has no tokenizer: put its tokenizer's files next to its weights")
+        return self.runtime.tokenizer
 
     def _templated(self, name: str, messages: Sequence[Mapping[str, Any]], **values: Any) -> list[int]:
         tokenizer = self.runtime.tokenizer
         if getattr(tokenizer, "chat_template", None) is None:
             raise InvalidInput(
                 f"{name} is a chat, but this model's tokenizer has no chat template:"
-                ' give it as {"prompt": …} or use an instruct model'
+                " give plain text, or use an instruct model"
             )
         values = {"add_generation_prompt": True, **values}
         try:

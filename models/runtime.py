@@ -132,7 +132,7 @@ class Runtime:
         if n_prompt + max_new_tokens > self.max_positions:
             raise ContextOverflow(
                 f"a prompt of {n_prompt} tokens with {max_new_tokens} new ones does not fit the model's context of"
-                f" {self.max_positions}: shorten the prompt or lower --max-new-tokens"
+                f" {self.max_positions}: shorten the prompt or ask for fewer new tokens"
             )
 
     def check_layer_set(self, layer_set: LayerSet) -> None:

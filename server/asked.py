@@ -1,18 +1,23 @@
 """What chats and completions ask: OpenAI's fields, vLLM's and our own, checked and made requests of the engine.
 
-Fields that nobody knows are ignored; those that are known and would have no effect here are refused.
+Fields that nobody knows are ignored; those that are known and cannot be obeyed are refused, unless they say what is the
+case anyway. null means the default.
 """
 
 from __future__ import annotations
 
+import json
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ..core.errors import SwiftoptError
 from ..core.requests import CompletionRequest
+from ..core.serialization import LARGEST
 from ..core.types import Sampling
 from .problems import UnusableField
 from .state import Depth, Strict, Task
@@ -26,6 +31,21 @@ RESERVED = frozenset(  # arguments of the tokenizer, which are not the template'
         *("return_assistant_tokens_mask", "padding", "truncation", "max_length", "tokenizer_kwargs"),
     ]
 )
+NAMES = {  # what clients call the fields of the engine's requests, where that is something else
+    **{"text": "prompt", "token_ids": "prompt", "json_schema": "response_format", "method": "swiftopt.method"},
+    **{
+        "max_new_tokens": "max_tokens",
+        "min_new_tokens": "min_tokens",
+        "task": "swiftopt.task",
+        "version": "swiftopt.plan",
+    },
+}
+INSTEAD = {  # of fields that are not supported
+    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice"), "response_format"),
+    **{"guided_grammar": "response_format", "functions": "tools", "function_call": "tool_choice"},
+    **{"bad_words": "logit_bias", "allowed_token_ids": "logit_bias"},
+    "prompt_logprobs": "echo with logprobs at /v1/completions",
+}
 SAMPLED = {each.name for each in fields(Sampling)}  # fields of the same names
 
 
@@ -34,15 +54,15 @@ class Options(Strict):
 
     task: Task | None = None
     method: str | None = None
-    plan: Literal["best", "plain"] | Depth = "best"  # or a stored version
-    tune: bool = True
+    plan: Literal["best", "plain"] | Depth | None = None  # or a stored version
+    tune: bool | None = None
 
 
 class StreamOptions(BaseModel):
     """What a stream tells beside its text."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Lenient(BaseModel):
@@ -54,8 +74,8 @@ class Lenient(BaseModel):
 class JsonSchema(Lenient):
     """A schema by name, as OpenAI wraps it."""
 
-    name: str = ""
-    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
 
 class ResponseFormat(BaseModel):
@@ -73,8 +93,8 @@ class ResponseFormat(BaseModel):
             return None
         if self.type == "json_object":
             return {"type": "object"}
-        if self.json_schema is None:
-            place = "response_format.json_schema"
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            place = "response_format.json_schema.schema"
             raise UnusableField(place, f"{place} is missing: give the schema")
         return self.json_schema.schema_
 
@@ -89,48 +109,109 @@ class Prediction(BaseModel):
 class AskedModel(Lenient):
     """The fields that every form has."""
 
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {  # and values that say what is the case anyway
+        **dict.fromkeys(("audio", "web_search_options", "structured_outputs", "guided_json", "guided_regex"), ()),
+        **dict.fromkeys(("guided_choice", "guided_grammar", "prompt_logprobs", "truncate_prompt_tokens"), ()),
+        **{"best_of": (1,), "suffix": ("",), "modalities": (["text"],), "allowed_token_ids": (), "bad_words": ([],)},
+        **dict.fromkeys(("include_stop_str_in_output", "use_beam_search", "early_stopping"), (False,)),
+        **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), (False,)),
+        **{"skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "length_penalty": (1, 1.0)},
+    }
+
     model: str
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     user: str | None = None
-    swiftopt: Options = Field(default_factory=Options)
-
-
-class Asked(AskedModel):
-    """The fields that chats and completions share."""
-
-    UNSUPPORTED: ClassVar[tuple[str, ...]] = ("best_of", "suffix", "audio", "modalities", "web_search_options")
-
-    top_k: int | None = Field(default=None, ge=-1)
+    swiftopt: Options | None = None
+    top_k: int | None = Field(default=None, ge=-1, le=LARGEST)
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, gt=0)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     logit_bias: dict[int, float] | None = None
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
-    max_tokens: int | None = Field(default=None, ge=1)
-    n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] = Field(default_factory=list)
-    min_tokens: int = Field(default=0, ge=0)
-    ignore_eos: bool = False
-    response_format: ResponseFormat | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = Field(default=None, ge=0, le=LARGEST)
+    ignore_eos: bool | None = None
     prediction: Prediction | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     cache_salt: str | None = Field(default=None, max_length=128)
-    return_metrics: bool = False
+    return_metrics: bool | None = None
 
     def check(self) -> None:
-        """Refuse what is known and has no effect here.
+        """Refuse what cannot be obeyed.
 
-        Raises: UnusableField: a field is.
+        Raises: UnusableField: a field cannot, by itself or beside another.
         """
-        for name in self.UNSUPPORTED:
-            if (self.model_extra or {}).get(name) is not None:
-                raise UnusableField(name, f"{name} is not supported: leave it out")
+        for name, usual in self.UNSUPPORTED.items():
+            value = (self.model_extra or {}).get(name)
+            if value is not None and not any(type(value) is type(each) and value == each for each in usual):
+                advice = f"use {INSTEAD[name]}" if name in INSTEAD else "leave it out"
+                raise UnusableField(name, f"{name} is not supported here: {advice}")
+
+    @property
+    def ignored(self) -> list[str]:
+        """Return the fields that were given and that nobody knows, in ASCII, as a header has them."""
+        more = {name for name, value in (self.model_extra or {}).items() if value is not None}
+        return [json.dumps(name)[1:-1] for name in sorted(more - set(self.UNSUPPORTED))]
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Let errors within name a field as the client does."""
+        try:
+            yield
+        except SwiftoptError as error:
+            if error.param is not None:
+                error.param = self.name_of(error.param)
+            raise
+
+    def name_of(self, field: str) -> str:
+        """Return what the client calls a field of the engine's request."""
+        return NAMES.get(field, field)
+
+
+class Asked(AskedModel):
+    """The fields that chats and completions share."""
+
+    max_tokens: int | None = Field(default=None, ge=1, le=LARGEST)
+    n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
+    response_format: ResponseFormat | None = None
+    stream_options: StreamOptions | None = None
+
+    def check(self) -> None:
+        super().check()
         if self.stream_options is not None and not self.stream:
             raise UnusableField("stream_options", "stream_options needs stream: set stream to true, or leave it out")
+        own = self.swiftopt or Options()
+        if own.plan == "plain" and own.method not in (None, "plain"):
+            words = f"swiftopt.plan 'plain' and swiftopt.method {own.method!r} exclude each other: choose one"
+            raise UnusableField("swiftopt.method", words)
+        if self.min_tokens and self.most_tokens is not None and self.min_tokens > self.most_tokens:
+            words = (
+                f"min_tokens {self.min_tokens} is more than the {self.most_tokens} tokens that a completion may have"
+            )
+            raise UnusableField("min_tokens", f"{words}: lower it, or ask for more")
+
+    def check_places(self, n_prompts: int, n_places: int) -> None:
+        """Refuse what a server could never run at once.
+
+        Raises: UnusableField: it has fewer places than completions are asked for.
+        """
+        n_choices = self.n or 1
+        if n_prompts * n_choices > n_places:
+            words = f"{n_prompts * n_choices} completions are asked for, but this server takes {n_places} at a time"
+            raise UnusableField("n" if n_choices > 1 else "prompt", f"{words}: ask for fewer")
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Return the most tokens of a completion; None: as many as there is room for."""
+        return self.max_tokens
+
+    @property
+    def most_calls(self) -> int | None:
+        """Return the most calls of tools in an answer; None: any number."""
+        return None
 
     @property
     def n_logprobs(self) -> int | None:
@@ -145,17 +226,18 @@ class Asked(AskedModel):
 
     def common(self, salt: str) -> CompletionRequest:
         """Return the request without its prompt."""
+        own = self.swiftopt or Options()
         return CompletionRequest(
-            task=self.swiftopt.task,
-            method="plain" if self.swiftopt.plan == "plain" else self.swiftopt.method,
-            version=self.swiftopt.plan if isinstance(self.swiftopt.plan, int) else None,
-            learn=self.swiftopt.tune,
-            max_new_tokens=self.max_tokens,
+            task=own.task,
+            method="plain" if own.plan == "plain" else own.method,
+            version=own.plan if isinstance(own.plan, int) else None,
+            learn=own.tune is not False,
+            max_new_tokens=self.most_tokens,
             sampling=self.sampling(),
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            stop_token_ids=tuple(self.stop_token_ids),
-            min_new_tokens=self.min_tokens,
-            ignore_eos=self.ignore_eos,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            min_new_tokens=self.min_tokens or 0,
+            ignore_eos=bool(self.ignore_eos),
             logprobs=self.n_logprobs,
             json_schema=None if self.response_format is None else self.response_format.schema_of_text(),
             prediction="" if self.prediction is None else joined(self.prediction.content, "prediction.content"),
@@ -181,40 +263,80 @@ class Message(Lenient):
 
     role: str
     content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
 
 
 def plain_messages(messages: Iterable[Message]) -> tuple[dict[str, Any], ...]:
     """Return the messages as templates read them.
 
-    Raises: UnusableField: a part of one is no text.
+    Raises: UnusableField: a part of one is no text, or the arguments of a call are no object.
     """
     found = []
     for i, each in enumerate(messages):
         more = {name: value for name, value in (each.model_extra or {}).items() if value is not None}
         content = joined(each.content or "", f"messages[{i}].content")
+        if each.tool_calls:
+            place = f"messages[{i}].tool_calls"
+            more["tool_calls"] = [_plain_call(call, f"{place}[{j}]") for j, call in enumerate(each.tool_calls)]
         found.append({"role": each.role, "content": content, **more})
     return tuple(found)
+
+
+def _plain_call(call: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return an earlier call as templates read it.
+
+    Raises: UnusableField: it is none of a function, or its arguments are no object.
+    """
+    function = call.get("function")
+    if not isinstance(function, Mapping):
+        raise UnusableField(place, f"{place} has no function: send the call as it was answered")
+    arguments = call_arguments(function.get("arguments"), f"{place}.function.arguments")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def call_arguments(arguments: Any, place: str) -> Mapping[str, Any]:
+    """Return the arguments of an earlier call, which clients send as JSON, as templates read them.
+
+    Raises: UnusableField: they are no object.
+    """
+    try:
+        found = arguments if isinstance(arguments, Mapping) else json.loads(arguments or "{}")
+    except (TypeError, ValueError, RecursionError):
+        raise UnusableField(place, f"{place}: the arguments are no JSON: send them as the call had them") from None
+    if not isinstance(found, Mapping):
+        raise UnusableField(place, f"{place}: the arguments are no JSON object: send them as the call had them")
+    return found
 
 
 class NamedTool(BaseModel):
     """The one tool that is to be called."""
 
+    class Function(BaseModel):
+        """Its function."""
+
+        name: str
+
     type: Literal["function"]
-    function: dict[str, Any]
+    function: Function
 
 
 class AskedChat(Asked):
     """A chat."""
 
-    UNSUPPORTED = (*Asked.UNSUPPORTED, "functions", "function_call")
+    UNSUPPORTED: ClassVar = {
+        **Asked.UNSUPPORTED,
+        **{"functions": (), "function_call": (), "chat_template": (), "documents": ([],)},
+        **{"echo": (False,), "add_special_tokens": (False,)},
+    }
 
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=LARGEST)
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
 
@@ -222,6 +344,23 @@ class AskedChat(Asked):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise UnusableField("top_logprobs", "top_logprobs needs logprobs: set logprobs to true, or leave it out")
+        lengths = (self.max_tokens, self.max_completion_tokens)
+        if None not in lengths and lengths[0] != lengths[1]:
+            words = f"max_tokens {lengths[0]} and max_completion_tokens {lengths[1]} exclude each other: leave one out"
+            raise UnusableField("max_tokens", words)
+        for i, tool in enumerate(self.tools or ()):
+            check_tool(tool, f"tools[{i}]")
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def most_calls(self) -> int | None:
+        return 1 if self.parallel_tool_calls is False else None
+
+    def name_of(self, field: str) -> str:
+        return "tools" if field == "json_schema" and self._must_call else super().name_of(field)
 
     @property
     def n_logprobs(self) -> int | None:
@@ -243,37 +382,54 @@ class AskedChat(Asked):
             messages=plain_messages(self.messages),
             tools=tuple(self.tools or ()) if self.tool_choice != "none" else (),
             template=template,
-            max_new_tokens=self.max_completion_tokens or self.max_tokens,
         )
         return [request]
 
     def _template(self) -> dict[str, Any]:
         """Return the values of the template."""
-        given = "add_generation_prompt" in self.model_fields_set
-        if self.continue_final_message and self.add_generation_prompt and given:
+        own = self.chat_template_kwargs or {}
+        if self.continue_final_message and self.add_generation_prompt:
             words = "continue_final_message and add_generation_prompt exclude each other: choose one"
             raise UnusableField("continue_final_message", words)
-        for name in sorted(RESERVED & set(self.chat_template_kwargs)):
+        for name in sorted(RESERVED & set(own)):
             place = f"chat_template_kwargs.{name}"
             raise UnusableField(place, f"{place} is no value of a template: leave it out")
         if self.continue_final_message:
-            return {**self.chat_template_kwargs, "continue_final_message": True, "add_generation_prompt": False}
-        return {**self.chat_template_kwargs, **({} if self.add_generation_prompt else {"add_generation_prompt": False})}
+            return {**own, "continue_final_message": True, "add_generation_prompt": False}
+        return {**own, "add_generation_prompt": False} if self.add_generation_prompt is False else own
+
+    @property
+    def _must_call(self) -> bool:
+        return self.tool_choice not in (None, "none", "auto")
 
     def _forced_call(self) -> dict[str, Any] | None:
         """Return the schema of the call that must be made; None: none must be.
 
         Raises: UnusableField: there is no such tool.
         """
-        if self.tool_choice in (None, "none", "auto"):
+        if not self._must_call:
             return None
-        wanted = self.tool_choice.function.get("name") if isinstance(self.tool_choice, NamedTool) else None
+        wanted = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
         functions = functions_of(self.tools or ())
         calls = [_call_schema(each) for each in functions if wanted is None or each["name"] == wanted]
         if not calls:
             words = "a tool is to be called, but none is given" if wanted is None else f"there is no tool {wanted!r}"
             raise UnusableField("tool_choice", f"{words}: add it to tools, or leave tool_choice out")
         return {"anyOf": calls}
+
+
+def check_tool(tool: Mapping[str, Any], place: str) -> None:
+    """Refuse what is no function with a name.
+
+    Raises: UnusableField: it is none.
+    """
+    if tool.get("type") != "function":
+        raise UnusableField(place, f"{place} is of type {tool.get('type')!r}: only functions are supported here")
+    function = tool.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise UnusableField(place, f"{place} has no function with a name: give it one")
+    if not isinstance(function.get("parameters") or {}, Mapping):
+        raise UnusableField(place, f"{place}: its parameters are no object: give their JSON schema")
 
 
 def functions_of(tools: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -296,13 +452,25 @@ def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
 class AskedText(Asked):
     """A completion of texts, or of token ids."""
 
+    UNSUPPORTED: ClassVar = {**Asked.UNSUPPORTED, "add_special_tokens": (True,)}
+
     prompt: str | list[str] | list[int] | list[list[int]]
-    echo: bool = False
+    max_tokens: int | None = Field(default=None, ge=0, le=LARGEST)
+    echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+
+    def check(self) -> None:
+        super().check()
+        if self.max_tokens == 0 and not self.echo:
+            raise UnusableField("max_tokens", "max_tokens 0 needs echo: set echo to true, or ask for tokens")
 
     @property
     def n_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def most_tokens(self) -> int | None:
+        return TEXT_TOKENS if self.max_tokens is None else self.max_tokens
 
     def requests(self, salt: str) -> list[CompletionRequest]:
         """A request per prompt.
@@ -313,7 +481,7 @@ class AskedText(Asked):
         prompts: Any = [self.prompt] if is_one else self.prompt
         if not prompts:
             raise UnusableField("prompt", "prompt is an empty list: give at least one prompt")
-        common = replace(self.common(salt), max_new_tokens=self.max_tokens or TEXT_TOKENS, echo=self.echo)
+        common = replace(self.common(salt), echo=bool(self.echo))
         return [
             replace(common, text=each) if isinstance(each, str) else replace(common, token_ids=tuple(each))
             for each in prompts

@@ -24,8 +24,9 @@ class Choice:
     reply: Reply
     names: Sequence[str] = ()  # of the tools that it may call
     is_forced: bool = False  # to call one
+    most_calls: int | None = None  # None: any number
     prefix: str = ""  # the prompt, where it is echoed
-    first: Piece = ""  # its first token, which has no log probability
+    first: Piece | None = None  # its first token, which has no log probability, until it is told
     text: str = ""
     n_tokens: int = 0
     first_text_s: float = 0.0  # that its client has waited for its first text
@@ -45,15 +46,15 @@ class Choice:
     half: bytes = b""  # of a character that the last of these have begun
 
     def __post_init__(self) -> None:
-        self.tools = ToolText(self.names, self.is_forced) if self.names else None
+        self.tools = ToolText(self.names, self.is_forced, self.most_calls) if self.names else None
 
     def again(self) -> Choice:
         """Return the choice as it began: the engine died, and another one is asked."""
-        return Choice(self.index, self.reply, self.names, self.is_forced)
+        return Choice(self.index, self.reply, self.names, self.is_forced, self.most_calls)
 
     def begin(self, event: Mapping[str, Any], may_think: bool) -> None:
         """Take in what the engine says of the prompt."""
-        self.n_prompt, self.prefix, self.first = event["n_tokens"], event.get("text", ""), event.get("first", "")
+        self.n_prompt, self.prefix, self.first = event["n_tokens"], event.get("text", ""), event.get("first")
         if may_think and "end_of_thought" in event:
             self.end_of_thought, self.splitter = event["end_of_thought"], ThoughtText(event["in_thought"])
 
@@ -68,8 +69,9 @@ class Choice:
             self.first_text_s = self.waited_s
         if event["event"] == "text":
             self.n_tokens += event["n_tokens"]
-            if of_prompt := event.get("prompt_logprobs"):
-                self.prompt_logprobs = [[self.first, None, []], *of_prompt]
+            if self.first is not None and "prompt_logprobs" in event:
+                self.prompt_logprobs = [[self.first, None, []], *event["prompt_logprobs"]]
+                self.first = None
             self.logprobs += event.get("logprobs", ())
             text = self._split(event["text"])
         else:

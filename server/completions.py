@@ -64,6 +64,8 @@ class Exchange(ABC):
         ]
         self.asked, self._request, self._app, self._caller = asked, request, app, caller["caller"]
         self.engine, self._metrics = app.engines.find(asked.model), app.engines.metrics
+        asked.check_places(len(requests), self.engine.n_places)
+        self.ignored = asked.ignored
         self.id, self.created = f"{self.WORD}-{secrets.token_hex(12)}", int(time.time())
         self._until, self._events = time.monotonic() + app.settings.timeout_s, Events()
         self.choices: list[Choice] = []
@@ -72,7 +74,7 @@ class Exchange(ABC):
             for i, own in enumerate(one for each in requests for one in _seeded(each, asked.n or 1)):
                 reply = self.engine.ask("decode", self._events, request=own.to_json())
                 names = [function["name"] for function in functions_of(own.tools)]
-                self.choices.append(Choice(i, reply, names, is_forced))
+                self.choices.append(Choice(i, reply, names, is_forced, asked.most_calls))
         except SwiftoptError:
             self._close()
             raise
@@ -92,8 +94,8 @@ class Exchange(ABC):
     async def answer(self) -> Response:
         """Answer with one object, or with a stream, whose status is that of its first event."""
         headers = {"x-request-id": self.id}
-        if self.asked.model_extra:
-            headers["x-swiftopt-ignored"] = ", ".join(sorted(self.asked.model_extra))[:500]
+        if self.ignored:
+            headers["x-swiftopt-ignored"] = ", ".join(self.ignored)[:500]
         if not self.asked.stream:
             found = await _unless_gone(self._request, self._collected())
             return Response(status_code=GONE) if found is None else JSONResponse(found, headers=headers)
@@ -153,8 +155,7 @@ class Exchange(ABC):
                 continue
             text = choice.add(event)
             if choice.done is not None:
-                task = str(choice.done["task"])
-                self._metrics.add(self.asked.model, task, choice.completion, choice.first_text_s, choice.waited_s)
+                self._metrics.add(self.asked.model, choice.completion, choice.first_text_s, choice.waited_s)
             yield choice, text
 
     def _close(self) -> None:
@@ -359,13 +360,15 @@ class TextExchange(ChatExchange):
 @router.post("/v1/chat/completions", operation_id="chat_completion", response_class=Response)
 async def chat_completions(app: Shared, request: Request, asked: AskedChat) -> Response:
     """Answer a chat, in OpenAI's form."""
-    return await ChatExchange(app, request, asked).answer()
+    with asked.naming():
+        return await ChatExchange(app, request, asked).answer()
 
 
 @router.post("/v1/completions", operation_id="completion", response_class=Response)
 async def completions(app: Shared, request: Request, asked: AskedText) -> Response:
     """Complete texts, in OpenAI's form."""
-    return await TextExchange(app, request, asked).answer()
+    with asked.naming():
+        return await TextExchange(app, request, asked).answer()
 
 
 @router.post("/tokenize", operation_id="tokenize", response_class=Response)

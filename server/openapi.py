@@ -20,7 +20,7 @@ from .. import __version__
 from ..optimizer.strategies import STRATEGIES
 from . import completions, jobs, lookups, operation, responses
 from .middleware import GUARDED
-from .problems import MEDIA_TYPE, OpenAIError, Problem, install
+from .problems import MEDIA_TYPE, OpenAIError, Problem, has_openai_errors, install
 
 DOCS = Path(__file__).parent.parent / "docs"
 SNAPSHOT, PAGE = DOCS / "openapi.json", DOCS / "api.md"
@@ -34,9 +34,8 @@ def _errors(description: str, media_type: str, schema: str) -> dict[int | str, d
 PROBLEMS = _errors("What was wrong, in one sentence.", MEDIA_TYPE, "Problem")
 OPENAI_ERRORS = _errors("What was wrong, in OpenAI's form.", "application/json", "OpenAIError")
 ROUTERS = (
-    *((router, PROBLEMS) for router in (lookups.router, jobs.streams, jobs.router)),
-    *((router, OPENAI_ERRORS) for router in (completions.router, responses.router)),
-    *((router, PROBLEMS) for router in (operation.tuning_router, operation.router)),
+    *(lookups.router, jobs.streams, jobs.router, completions.router, responses.router),
+    *(operation.tuning_router, operation.router),
 )
 
 
@@ -49,8 +48,8 @@ def bare_app() -> FastAPI:
         docs_url=None,  # they load scripts from elsewhere
         redoc_url=None,
     )
-    for router, errors in ROUTERS:
-        app.include_router(router, responses=errors)
+    for router in ROUTERS:
+        app.include_router(router, responses=PROBLEMS)
     install(app)
     app.openapi = partial(document, app)  # type: ignore[method-assign]
     return app
@@ -63,6 +62,8 @@ def document(app: FastAPI) -> dict[str, Any]:
         for path, operations in found["paths"].items():
             for described in operations.values() if path.startswith(GUARDED) else ():
                 described["security"] = [{"key": []}, {}]
+            for described in operations.values() if has_openai_errors(path) else ():
+                described["responses"].update(OPENAI_ERRORS)
         schemas = found["components"]["schemas"]
         schemas["Problem"] = Problem.model_json_schema()
         schemas["OpenAIError"] = OpenAIError.model_json_schema(

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from ..core.errors import Busy, Conflict, InvalidInput, NotFound, ServiceUnreachable, StoreUnavailable, SwiftoptError
-from ..core.serialization import explained
+from ..core.serialization import explained, explained_body
 
 MEDIA_TYPE = "application/problem+json"
 URN = "urn:swiftopt:problem:"
@@ -39,7 +39,8 @@ HTTP: dict[int, tuple[str, str]] = {
     405: ("method-not-allowed", "this address does not take that method: the header Allow lists those it takes"),
 }
 
-OPENAI = ("/v1/chat/", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize")  # routes with OpenAI's errors
+OWN = ("/v1/layer-sets", "/v1/jobs", "/v1/streams", "/v1/tuning")  # of the routes under /v1 those that OpenAI has not
+OPENAI = ("/v1/", "/tokenize", "/detokenize")  # all others have OpenAI's errors, and so has what is not there
 OPENAI_TYPES = {404: "NotFoundError", 422: "BadRequestError", 429: "RateLimitError", 503: "ServiceUnavailableError"}
 
 
@@ -70,8 +71,7 @@ class UnusableField(InvalidInput):
     """A field of a request that cannot be used; `param` names it."""
 
     def __init__(self, param: str, message: str) -> None:
-        super().__init__(message)
-        self.param = param
+        super().__init__(message, param)
 
 
 class Refused(HTTPException):
@@ -85,12 +85,17 @@ class Refused(HTTPException):
 
     def response(self, path: str) -> Response:
         """Return the response in the form that clients of the route at `path` read."""
-        if not path.startswith(OPENAI):
+        if not has_openai_errors(path):
             values = as_problem(self.status_code, self.kind, self.detail)
             return Response(json.dumps(values), self.status_code, self.headers, MEDIA_TYPE)
         status = 400 if self.status_code == 422 else self.status_code
         values = openai_error(status, self.detail, self.param)
         return Response(json.dumps(values), status, self.headers, "application/json")
+
+
+def has_openai_errors(path: str) -> bool:
+    """Return whether the errors of a route have OpenAI's form."""
+    return path.startswith(OPENAI) and not path.startswith(OWN)
 
 
 def as_problem(status: int, kind: str, detail: str) -> dict[str, Any]:
@@ -132,7 +137,7 @@ def refused_by(error: Exception) -> Refused:
     if isinstance(error, SwiftoptError):
         status = status_of(error)
         headers = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else {}
-        return Refused(status, kind_of(error), str(error), headers, getattr(error, "param", None))
+        return Refused(status, kind_of(error), str(error), headers, error.param)
     if isinstance(error, RequestValidationError):
         return _invalid(error)
     if isinstance(error, HTTPException):
@@ -148,6 +153,9 @@ def _invalid(error: RequestValidationError) -> Refused:
         where, why = first["loc"][-1], first.get("ctx", {}).get("error", "")
         words = f"the body is not valid JSON ({why}, character {where}): send one JSON object"
         return Refused(400, "malformed", words)
-    place = [str(part)[:100] for part in first["loc"]]
-    words = explained(place, first["type"], first["msg"], first["input"])
-    return Refused(422, "invalid-input", words, param=place[1] if len(place) > 1 else None)
+    if first["loc"][0] == "body":
+        within = [{**each, "loc": each["loc"][1:]} for each in error.errors() if each["loc"][0] == "body"]
+        words, place = explained_body(within, error.body)
+        return Refused(422, "invalid-input", words, param=place or None)
+    parts = [str(part)[:100] for part in first["loc"]]
+    return Refused(422, "invalid-input", explained(parts, first["type"], first["msg"], first["input"]))

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import re
 import time
 from collections.abc import AsyncGenerator, Mapping
 from itertools import count
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import Field, ValidationError
 from sse_starlette import ServerSentEvent
 from starlette.responses import Response
 
-from ..core.serialization import explained
-from .asked import AskedChat, AskedModel
+from ..core.serialization import LARGEST, explained_body
+from .asked import AskedChat, AskedModel, Lenient, call_arguments
 from .completions import Exchange, Pieces
 from .problems import UnusableField
 from .state import Shared, State, sse
@@ -23,21 +23,51 @@ router = APIRouter(prefix="/v1", tags=["completions"])
 
 NOT_HERE = ("previous_response_id", "reasoning", "max_tool_calls", "safety_identifier", "prompt_cache_key")
 FIXED = {  # what there is no choice about
-    **{"presence_penalty": 0.0, "frequency_penalty": 0.0, "top_logprobs": 0, "parallel_tool_calls": True},
-    **{"truncation": "disabled", "store": False, "background": False, "service_tier": "default"},
+    **{"truncation": "disabled", "store": False, "background": False, "service_tier": "default", "top_logprobs": 0},
 }
 STORED = ("previous_response_id", "conversation", "background", "prompt")  # what would need stored responses
+
+
+NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}  # by those of chats
+
+
+class TextOptions(Lenient):
+    """What the text of a response is to be."""
+
+    format: dict[str, Any] | None = None
 
 
 class AskedResponse(AskedModel):
     """A request in the form of Responses."""
 
+    UNSUPPORTED: ClassVar = {
+        **AskedChat.UNSUPPORTED,
+        **{"truncation": ("disabled",), "top_logprobs": (0,), "include": ([], ["reasoning.encrypted_content"])},
+    }
+
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    max_output_tokens: int | None = Field(default=None, ge=1)
-    tools: list[dict[str, Any]] = Field(default_factory=list)
+    max_output_tokens: int | None = Field(default=None, ge=1, le=LARGEST)
+    tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
-    stream: bool = False
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+
+    def check(self) -> None:
+        super().check()
+        for name in STORED:
+            if (self.model_extra or {}).get(name):
+                words = f"{name} is not supported, for no response is stored here: send the whole input"
+                raise UnusableField(name, words)
+        if self.return_metrics:
+            words = "return_metrics is not supported in Responses: ask /v1/chat/completions for statistics"
+            raise UnusableField("return_metrics", words)
+
+    def name_of(self, field: str) -> str:
+        if field == "json_schema" and self.tool_choice not in (None, "none", "auto"):
+            return "tools"
+        name = super().name_of(field)
+        return NAMES.get(re.split(r"[.\[]", name)[0], name)
 
     def repeated(self) -> dict[str, Any]:
         """Return what a response repeats of its request, with the defaults of what it did not say."""
@@ -47,9 +77,12 @@ class AskedResponse(AskedModel):
             **self.model_dump(include={"instructions", "max_output_tokens"}),
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": 1.0 if self.top_p is None else self.top_p,
-            "tools": [{**blank, **tool} for tool in self.tools],
+            "presence_penalty": self.presence_penalty or 0.0,
+            "frequency_penalty": self.frequency_penalty or 0.0,
+            "tools": [{**blank, **tool} for tool in self.tools or ()],
             "tool_choice": self.tool_choice or "auto",
-            "text": {"format": {"type": "text"}},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "text": {"format": (self.text and self.text.format) or {"type": "text"}},
             "metadata": (self.model_extra or {}).get("metadata") or {},
             **FIXED,
         }
@@ -59,10 +92,6 @@ class AskedResponse(AskedModel):
 
         Raises: UnusableField: a part of it cannot be asked for here.
         """
-        for name in STORED:
-            if (self.model_extra or {}).get(name):
-                words = f"{name} is not supported, for no response is stored here: send the whole input"
-                raise UnusableField(name, words)
         messages: list[dict[str, Any]] = [{"role": "system", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
             messages.append({"role": "user", "content": self.input})
@@ -74,16 +103,22 @@ class AskedResponse(AskedModel):
         if isinstance(choice, dict):
             choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
         values = {
-            **self.model_dump(include={"model", "temperature", "top_p", "user", "stream"}),
-            **{"messages": messages, "max_tokens": self.max_output_tokens, "swiftopt": self.swiftopt},
-            **{"tools": [_tool(each, i) for i, each in enumerate(self.tools)] or None, "tool_choice": choice},
+            **self.model_dump(include={*AskedModel.model_fields, "parallel_tool_calls"}),
+            **{"messages": messages, "max_tokens": self.max_output_tokens, "response_format": self._format()},
+            **{"tools": [_tool(each) for each in self.tools or ()] or None, "tool_choice": choice},
         }
         try:
             return AskedChat.model_validate(values)
         except ValidationError as error:
-            first = error.errors()[0]
-            words = explained([str(part) for part in first["loc"]], first["type"], first["msg"], first["input"])
-            raise UnusableField("input", f"input, as a chat: {words}") from error
+            words, place = explained_body(error.errors(include_url=False), values)
+            raise UnusableField(place, f"as a chat: {words}") from error
+
+    def _format(self) -> dict[str, Any] | None:
+        """Return the form of the text as chats have it."""
+        own = self.text.format if self.text is not None else None
+        if own is None or own.get("type") != "json_schema":
+            return own
+        return {"type": "json_schema", "json_schema": {key: own[key] for key in own if key != "type"}}
 
 
 def _message(item: Mapping[str, Any], place: str) -> dict[str, Any]:
@@ -100,7 +135,7 @@ def _message(item: Mapping[str, Any], place: str) -> dict[str, Any]:
         role = item.get("role")
         return {"role": "system" if role == "developer" else role, "content": content}
     if kind == "function_call":
-        function = {"name": item.get("name"), "arguments": _arguments(item, place)}
+        function = {"name": item.get("name"), "arguments": call_arguments(item.get("arguments"), place)}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         return {"role": "assistant", "content": "", "tool_calls": [call]}
     if kind == "function_call_output":
@@ -108,18 +143,8 @@ def _message(item: Mapping[str, Any], place: str) -> dict[str, Any]:
     raise UnusableField(place, f"{place}: items of type {kind!r} are not supported here")
 
 
-def _arguments(item: Mapping[str, Any], place: str) -> Any:
-    """Return the arguments of an earlier call, as templates read them: an object."""
-    try:
-        return json.loads(item.get("arguments") or "{}")
-    except (TypeError, ValueError):
-        raise UnusableField(place, f"{place}: the arguments are no JSON: send them as the call had them") from None
-
-
-def _tool(tool: Mapping[str, Any], number: int) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise UnusableField(f"tools[{number}]", f"tools[{number}]: only functions are supported here")
-    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": tool.get("type"), "function": {key: value for key, value in tool.items() if key != "type"}}
 
 
 class ResponseExchange(Exchange):
@@ -128,8 +153,9 @@ class ResponseExchange(Exchange):
     WORD = "resp"
 
     def __init__(self, app: State, request: Request, asked: AskedResponse) -> None:
+        asked.check()
         super().__init__(app, request, asked.chat())
-        self._repeated, self._numbers = asked.repeated(), count()
+        self.ignored, self._repeated, self._numbers = asked.ignored, asked.repeated(), count()
         self._item = {"id": f"msg_{self.id.removeprefix('resp-')}", "type": "message", "role": "assistant"}
 
     def whole(self) -> dict[str, Any]:
@@ -216,4 +242,5 @@ def _call_item(call: Mapping[str, Any]) -> dict[str, Any]:
 @router.post("/responses", operation_id="response", response_class=Response)
 async def responses(app: Shared, request: Request, asked: AskedResponse) -> Response:
     """Answer in the form of Responses."""
-    return await ResponseExchange(app, request, asked).answer()
+    with asked.naming():
+        return await ResponseExchange(app, request, asked).answer()

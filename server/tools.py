@@ -26,10 +26,11 @@ class ToolText:
     """Splits a completion that grows into text for the reader and calls of tools.
 
     `is_forced`: it can be nothing but a call; then what is cut in its middle is a call as well, as far as it goes.
+    Behind the last of `most_calls` (None: any number) nothing counts.
     """
 
-    def __init__(self, names: Sequence[str], is_forced: bool = False) -> None:
-        self._names, self._is_forced = names, is_forced
+    def __init__(self, names: Sequence[str], is_forced: bool = False, most_calls: int | None = None) -> None:
+        self._names, self._is_forced, self._most_calls = names, is_forced, most_calls
         self._held = ""
         self._after_call = self._has_text = False
         self.calls: list[dict[str, Any]] = []
@@ -37,13 +38,18 @@ class ToolText:
 
     def add(self, text: str) -> str:
         """Take more of the completion in; return what can be shown: no call begins in it."""
+        if self._is_full():
+            return ""
         self._held += text
         shown = ""
-        while (block := _BLOCK.search(self._held)) is not None and self._take(block[1]):
+        while not self._is_full() and (block := _BLOCK.search(self._held)) is not None and self._take(block[1]):
             before = self._held[: block.start()]
             shown += before.lstrip("\n") if self._after_call else before
             self._held, self._after_call = self._held[block.end() :], True
-        if self._may_be_calls("}" in text or "]" in text):
+        is_open = self._may_be_calls("}" in text or "]" in text)
+        if self._is_full():
+            self._held = ""
+        if is_open:
             return shown
         if self._after_call:  # line breaks between calls are nobody's text
             self._held = self._held.lstrip("\n").removeprefix(LAST_TAG)
@@ -64,6 +70,9 @@ class ToolText:
         if (cut := _CUT_CALL.match(rest)) is not None:
             self._add(json.loads(cut[1]), cut[2])
         return ""
+
+    def _is_full(self) -> bool:
+        return self._most_calls is not None and len(self.calls) >= self._most_calls
 
     def _may_be_calls(self, is_closed: bool) -> bool:
         """Take the calls that the completion begins with; True where they are not complete yet.
@@ -112,7 +121,8 @@ class ToolText:
 
     def _add(self, name: str, arguments: str) -> None:
         function = {"name": name, "arguments": arguments}
-        self.calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
+        if not self._is_full():
+            self.calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
 
 
 class ThoughtText:

@@ -126,7 +126,7 @@ class Recipes:
         command = "layers search" if name == "self-sd" else "tune --method swift --draft-format stored"
         raise LayerSetNotFound(
             f"{name} needs a layer set, and none is stored for the task {task}:"
-            f" run `swiftopt {command} --model MODEL --stream FILE --task {task}`, or pass --layer-set FILE"
+            f" run `swiftopt {command} --model MODEL --stream FILE --task {task}`, or give one"
         )
 
     def _newest(self, method: str, task: str) -> LayerSetRecord | None:

@@ -18,14 +18,15 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..core.errors import InvalidInput, OutputError, StoreError, SwiftoptError
+from ..core.errors import InvalidInput, NotFound, OutputError, StoreError, StreamError, SwiftoptError
 from ..core.jobs import DEFAULT_QUEUE, Delivery, Job
 from ..core.requests import CompletionRequest, ServedModel, TuneRequest
-from ..core.streams import LineWriter, stream_lines
+from ..core.streams import LineWriter, parse_stream, stream_lines
 from ..core.traffic import ModelTuning, TuningVerb, Way
 from ..core.types import DEFAULT_TASK, Prompt, Sampling, TokenLogprob
 from ..decoding.grammar import Grammar
@@ -66,22 +67,28 @@ class Wire:
         if not known:
             traceback.print_exception(error)
         words = str(error) if known else f"the engine failed at this request ({type(error).__name__}): see its log"
-        self.send(number, "failed", kind=type(error).__name__ if known else "SwiftoptError", message=words)
+        kind, param = type(error).__name__ if known else "SwiftoptError", getattr(error, "param", None)
+        self.send(number, "failed", kind=kind, message=words, param=param)
 
 
 class _Sent(Ticket):
-    """A request whose events go over the wire."""
+    """A request whose events go over the wire.
 
-    def __init__(self, wire: Wire, number: int, piece_of: Callable[[int], Piece]) -> None:
+    Of one that only reads its prompt, the token that the reading gives as well is left out.
+    """
+
+    def __init__(self, wire: Wire, number: int, request: CompletionRequest, piece_of: Callable[[int], Piece]) -> None:
         super().__init__()
         self._asked_at = time.perf_counter()
-        self._wire, self._number, self._piece_of = wire, number, piece_of
+        self._wire, self._number, self._request, self._piece_of = wire, number, request, piece_of
 
     def put(self, event: TextAdded | Generated) -> None:
         """Write an event."""
+        if self._request.max_new_tokens == 0:
+            event = _without_text(event)
         if isinstance(event, TextAdded):
             told: dict[str, Any] = {"text": event.text, "n_tokens": event.n_tokens}
-            if event.logprobs or event.prompt_logprobs:
+            if self._request.logprobs is not None:
                 told["logprobs"] = [self._told(each) for each in event.logprobs]
                 told["prompt_logprobs"] = [self._told(each) for each in event.prompt_logprobs]
             self._wire.send(self._number, "text", **told)
@@ -91,7 +98,6 @@ class _Sent(Ticket):
                 self._number,
                 "done",
                 queued_s=max(0.0, waited_s - event.completion.timings.total_s),
-                task=event.prompt.task,
                 completion=event.completion.to_json(),
                 decoded_with=event.info.method,
                 version=event.info.version,
@@ -105,8 +111,18 @@ class _Sent(Ticket):
     def end(self, error: BaseException | None = None) -> None:
         """Write why it failed, if it did."""
         super().end(error)
+        if isinstance(error, NotFound | InvalidInput) and self._request.method is not None and error.param is None:
+            error = InvalidInput(str(error), "method")  # the method cannot be used, or not with such a request
         if error is not None:
             self._wire.fail(self._number, error)
+
+
+def _without_text(event: TextAdded | Generated) -> TextAdded | Generated:
+    """Return an event with nothing but what it says of the prompt."""
+    if isinstance(event, TextAdded):
+        return replace(event, text="", n_tokens=0, logprobs=())
+    done = replace(event.completion, token_ids=(), text="", finish_reason="length", first_tokens=0)
+    return event._replace(completion=done)
 
 
 class EngineJobs:
@@ -243,6 +259,7 @@ class EngineHost:
                     _, prompt = session_of(self.model, CompletionRequest.from_json(asked["request"]))
                     self._wire.send(number, "tokens", token_ids=list(prompt.token_ids))
                 case "detokenize":
+                    check_vocabulary(asked["token_ids"], self.model.runtime, "tokens")
                     text = self.model.runtime.tokenizer.decode(asked["token_ids"])
                     self._wire.send(number, "detokenized", text=text)
                 case "tuning":
@@ -266,7 +283,7 @@ class EngineHost:
         self._tickets = {own: ticket for own, ticket in self._tickets.items() if not ticket.is_done}
         session, prompt = session_of(self.model, request)
         self._keep(number, request)
-        ticket = self._tickets[number] = _Sent(self._wire, number, self._tokens.piece)
+        ticket = self._tickets[number] = _Sent(self._wire, number, request, self._tokens.piece)
         options = {
             "salt": request.salt,
             "logprobs": request.logprobs,
@@ -292,15 +309,16 @@ class EngineHost:
 
     def _keep(self, number: int, request: CompletionRequest) -> None:
         """Append the prompt to the file of prompts, if there is one; what no line of a stream can say is left out."""
-        is_chat = all(
-            set(each) == {"role", "content"} and isinstance(each["content"], str) for each in request.messages
-        )
-        if self._kept is None or request.token_ids or request.tools or not is_chat:
+        is_plain = all(set(each) == {"role", "content"} for each in request.messages)
+        if self._kept is None or request.token_ids or request.tools or not is_plain:
             return
-        name = f"{time.time_ns()}-{number}"
-        prompt = Prompt(name, request.task or DEFAULT_TASK, request.text, tuple(request.messages))
+        task, text = request.task or DEFAULT_TASK, None if request.messages else request.text
+        line = stream_lines([Prompt(f"{time.time_ns()}-{number}", task, text, tuple(request.messages))])
         try:
-            self._kept.write(stream_lines([prompt]).rstrip("\n"))
+            parse_stream([line.encode()], "a prompt", task)
+            self._kept.write(line.rstrip("\n"))
+        except StreamError:
+            return
         except OutputError as error:  # the client has asked for its answer, not for this
             logger.warning("prompt=not kept reason=%r", str(error))
 
@@ -312,8 +330,13 @@ class EngineHost:
 def session_of(model: Model, request: CompletionRequest) -> tuple[Session, Prompt]:
     """Return how a request is decoded, and its prompt as token ids.
 
-    Raises: InvalidInput: the prompt cannot be encoded. ContextOverflow: it does not fit the model's context.
+    Raises: InvalidInput: the prompt cannot be encoded, or a field cannot be used. ContextOverflow: the prompt does not
+            fit the model's context, or the completion behind it.
     """
+    grammar = None
+    if request.json_schema is not None:
+        with about("json_schema"):
+            grammar = Grammar.json_schema(request.json_schema)
     session = Session(
         model.runtime,
         request.sampling,
@@ -322,22 +345,42 @@ def session_of(model: Model, request: CompletionRequest) -> tuple[Session, Promp
         request.ignore_eos,
         request.stop_token_ids,
         request.min_new_tokens,
-        None if request.json_schema is None else Grammar.json_schema(request.json_schema),
+        grammar,
     )
-    if request.token_ids:
-        ids = list(request.token_ids)
-        if not all(0 <= token_id < model.runtime.vocab_size for token_id in ids):
-            raise InvalidInput(
-                f"prompt: a token id is outside the vocabulary of {model.runtime.vocab_size}: leave it out"
-            )
-    elif request.messages:
-        ids = session.encode_chat(request.messages, request.tools, **request.template)
-    else:
-        ids = session.encode(Prompt("prompt", request.task or DEFAULT_TASK, text=request.text))
+    source = "messages" if request.messages else "text"
+    with about(source):
+        if request.token_ids:
+            ids = list(request.token_ids)
+            check_vocabulary(ids, model.runtime, source)
+        elif request.messages:
+            ids = session.encode_chat(request.messages, request.tools, **request.template)
+        else:
+            ids = session.encode_text(request.text)
+        if not ids:
+            raise InvalidInput("the prompt has no tokens: write at least one word")
     room = model.runtime.max_positions - len(ids)
-    session.max_new_tokens = room if request.max_new_tokens is None else request.max_new_tokens
-    model.runtime.check_context(len(ids), max(1, session.max_new_tokens))
+    session.max_new_tokens = max(1, room if request.max_new_tokens is None else request.max_new_tokens)
+    with about(source if room < 1 else "max_new_tokens"):
+        model.runtime.check_context(len(ids), session.max_new_tokens)
     return session, Prompt("prompt", request.task or DEFAULT_TASK, token_ids=tuple(ids))
+
+
+def check_vocabulary(token_ids: Sequence[int], runtime: Runtime, param: str) -> None:
+    """Raises: InvalidInput: the model has no such token."""
+    for token_id in token_ids:
+        if not 0 <= token_id < runtime.vocab_size:
+            words = f"there is no token {token_id}: this model has tokens 0 to {runtime.vocab_size - 1}, use those"
+            raise InvalidInput(words, param)
+
+
+@contextmanager
+def about(param: str) -> Iterator[None]:
+    """Let errors that name no field of the request name this one."""
+    try:
+        yield
+    except InvalidInput as error:
+        error.param = error.param or param
+        raise
 
 
 def main() -> None:

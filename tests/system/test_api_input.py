@@ -183,7 +183,7 @@ def test_page_of_another_site_cannot_post(client: TestClient) -> None:
 def test_rate_is_limited_but_lookups_are_not(store: Store) -> None:
     with client_of(store, ServerSettings(requests_per_min=3)) as client:
         assert [client.get("/v1/jobs").status_code for _ in range(4)] == [200, 200, 200, 429]
-        refused = client.get("/v1/models")
+        refused = client.get("/v1/jobs")
         assert problem(refused, 429, "too-many-requests") and int(refused.headers["retry-after"]) in (59, 60)
         assert {client.get(LOOKUP).status_code for _ in range(20)} == {200}
         assert client.get("/readyz").status_code == 200

@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+import warnings
 from codecs import utf_8_decode
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ import psutil
 import pytest
 from api import Served, serving
 from fakes import letter_tokenizer
+from hypothesis import HealthCheck, Phase, given, settings
 from tiny_files import save
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -36,6 +38,11 @@ from swiftopt.models.rows import Pass, Rows
 from swiftopt.server.engines import MOST_RESTARTS, EngineProcess
 from swiftopt.server.settings import new_key
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of its own imports
+    import schemathesis
+    from schemathesis.checks import CHECKS
+
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ['user', 'assistant', 'system'] %}"
     "{{ raise_exception('no role ' + m.role) }}{% endif %}w1 {{ m.content }} {% endfor %}"
@@ -43,6 +50,11 @@ TEMPLATE = (
 )
 TEXT = "w3 w5 w3 w5 w7"
 START_S = 60
+FUZZ_S = {  # of random requests to an engine
+    **{"/v1/chat/completions": 3.0, "/v1/completions": 3.0, "/v1/responses": 3.0},
+    **{"/tokenize": 0.8, "/detokenize": 0.8},
+}
+KEPT = ("not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance")
 
 
 @pytest.fixture(scope="module")
@@ -255,25 +267,23 @@ def test_async_client_streams_at_once_and_gives_its_places_back_when_cancelled(
 def test_bad_requests_are_refused_in_openais_form(server: Served) -> None:
     post = server.client.post
     chat = {"model": "tiny", "messages": [{"role": "user", "content": TEXT}]}
-    assert "did you mean 'tiny'?" in refused(post("/v1/chat/completions", json={**chat, "model": "tinny"}), 404)
-    assert "256" in refused(post("/v1/completions", json={"model": "tiny", "prompt": TEXT, "max_tokens": 4000}), 400)
+    assert "did you mean 'tiny'?" in refused(
+        post("/v1/chat/completions", json={**chat, "model": "tinny"}), 404, "model"
+    )
     refused(post("/v1/chat/completions", json={**chat, "temperature": 3}), 400, "temperature")
-    refused(post("/v1/chat/completions", json={**chat, "suffix": "x"}), 400, "suffix")
     refused(post("/v1/chat/completions", json={**chat, "stream_options": {}}), 400, "stream_options")
     refused(post("/v1/chat/completions", json={"model": "tiny"}), 400, "messages")
-    nameless = {"tools": [{"type": "function", "function": "x"}], "tool_choice": "required"}
-    refused(post("/v1/chat/completions", json={**chat, **nameless}), 400, "tool_choice")
-    words = refused(post("/v1/chat/completions", json={**chat, "messages": [{"role": "robot", "content": "w1"}]}), 400)
+    robot = [{"role": "robot", "content": "w1"}]
+    words = refused(post("/v1/chat/completions", json={**chat, "messages": robot}), 400, "messages")
     assert "no role robot" in words
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     refused(post("/v1/chat/completions", json={**chat, "messages": image}), 400, "messages[0].content")
-    refused(post("/v1/completions", json={"model": "tiny", "prompt": [10**6], "max_tokens": 1}), 400)
     refused(post("/v1/completions", json={"model": "tiny", "prompt": []}), 400, "prompt")
     refused(post("/v1/completions", content=b"{", headers={"content-type": "application/json"}), 400)
     streamed = post("/v1/completions", json={"model": "tiny", "prompt": TEXT, "max_tokens": 4000, "stream": True})
-    refused(streamed, 400)
+    refused(streamed, 400, "max_tokens")
     streamed = post("/v1/responses", json={"model": "tiny", "input": "w1 " * 300, "stream": True})
-    assert "256" in refused(streamed, 400)
+    assert "256" in refused(streamed, 400, "input")
     ignored = post("/v1/chat/completions", json={**chat, "max_tokens": 1, "verbosity": "low"})
     assert ignored.status_code == 200 and ignored.headers["x-swiftopt-ignored"] == "verbosity"
 
@@ -510,9 +520,8 @@ def test_sampling_fields_reach_the_model(client: openai.OpenAI, server: Served) 
     ended = client.completions.create(**common, temperature=0, extra_body={"stop_token_ids": [int(first[1:])]})
     assert ended.choices[0].finish_reason == "stop" and ended.usage is not None and ended.usage.completion_tokens == 1
     nonsense = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
-    words = refused(server.client.post("/v1/completions", json={**common, "response_format": nonsense}), 400)
-    assert "JSON schema" in words
-    refused(server.client.post("/v1/completions", json={**common, "logit_bias": {"9999": 1}}), 400)
+    asked = {**common, "response_format": nonsense}
+    assert "JSON schema" in refused(server.client.post("/v1/completions", json=asked), 400, "response_format")
 
 
 def test_responses_are_the_same_chats(client: openai.OpenAI) -> None:
@@ -569,6 +578,234 @@ def test_tuning_can_be_seen_paused_and_pinned(server: Served, client: openai.Ope
             ours.steer_tuning("pause", "other")
 
 
+SAID = [{"role": "user", "content": TEXT}]
+CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"model": "tiny", "messages": SAID, "max_tokens": 2, "temperature": 0},
+    COMPLETION: {"model": "tiny", "prompt": TEXT, "max_tokens": 2, "temperature": 0},
+    RESPONSE: {"model": "tiny", "input": TEXT, "max_output_tokens": 2, "temperature": 0},
+}
+NAMED = {"type": "function", "function": {"name": "add"}}
+CALLED = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{"}}
+TYPELESS = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
+WRONG: tuple[tuple[str, dict[str, Any], str, str], ...] = (
+    # what a completion cannot do
+    *(
+        (CHAT, {name: value}, name, f"{name} is not supported here")
+        for name, value in {
+            **{"structured_outputs": {"regex": "a+"}, "allowed_token_ids": [5], "bad_words": ["w1"]},
+            **{"prompt_logprobs": 1, "truncate_prompt_tokens": 3, "include_stop_str_in_output": True},
+            **{"skip_special_tokens": False, "add_special_tokens": True, "chat_template": "{{1}}", "guided_json": {}},
+            **{"use_beam_search": True, "return_token_ids": True, "echo": True, "suffix": "x", "best_of": 2},
+            **{"functions": [], "function_call": "auto", "audio": {}},
+        }.items()
+    ),
+    (COMPLETION, {"add_special_tokens": False}, "add_special_tokens", "not supported"),
+    (RESPONSE, {"top_logprobs": 3}, "top_logprobs", "not supported"),
+    (RESPONSE, {"include": ["message.output_text.logprobs"]}, "include", "not supported"),
+    (RESPONSE, {"truncation": "auto"}, "truncation", "not supported"),
+    (RESPONSE, {"return_metrics": True}, "return_metrics", "/v1/chat/completions"),
+    (RESPONSE, {"structured_outputs": {}}, "structured_outputs", "not supported"),
+    # values that exclude each other
+    (CHAT, {"max_tokens": 3, "max_completion_tokens": 5}, "max_tokens", "exclude each other"),
+    (CHAT, {"min_tokens": 9}, "min_tokens", "more than the 2 tokens"),
+    (COMPLETION, {"min_tokens": 17, "max_tokens": None}, "min_tokens", "more than the 16 tokens"),
+    (CHAT, {"swiftopt": {"plan": "plain", "method": "swift"}}, "swiftopt.method", "exclude each other"),
+    (COMPLETION, {"max_tokens": 0}, "max_tokens", "echo"),
+    # more than there are places
+    (COMPLETION, {"n": 100}, "n", "100 completions are asked for, but this server takes 68"),
+    (COMPLETION, {"prompt": ["w1"] * 80}, "prompt", "80 completions are asked for, but this server takes 68"),
+    # what only the engine knows
+    (COMPLETION, {"prompt": ""}, "prompt", "the prompt has no tokens"),
+    (COMPLETION, {"prompt": [[]]}, "prompt", "the prompt has no tokens"),
+    (COMPLETION, {"prompt": [10**6]}, "prompt", "there is no token 1000000: this model has tokens 0 to"),
+    (COMPLETION, {"prompt": [5] * 300}, "prompt", "256: shorten the prompt or ask for fewer new tokens"),
+    (COMPLETION, {"max_tokens": 4000}, "max_tokens", "256: shorten the prompt or ask for fewer new tokens"),
+    (CHAT, {"messages": [{"role": "user", "content": "w1 " * 300}]}, "messages", "shorten"),
+    (RESPONSE, {"max_output_tokens": 4000}, "max_output_tokens", "shorten"),
+    (CHAT, {"logit_bias": {"9999": 1}}, "logit_bias", "token 9999"),
+    (CHAT, {"logit_bias": {"5": 200}}, "logit_bias", "200"),
+    (RESPONSE, {"logit_bias": {"9999": 1}}, "logit_bias", "token 9999"),
+    (CHAT, {"stop_token_ids": [-1]}, "stop_token_ids", "token -1"),
+    (CHAT, {"stop": ""}, "stop", "empty"),
+    (CHAT, {"swiftopt": {"method": "nope"}}, "swiftopt.method", "there is no method 'nope'"),
+    (CHAT, {"swiftopt": {"method": "swift"}}, "swiftopt.method", "or give one"),
+    (CHAT, {"response_format": TYPELESS}, "response_format", "JSON schema"),
+    (RESPONSE, {"text": {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}}, "text.format", "JSON"),
+    (
+        CHAT,
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "nonsense"}}}]}
+        | {"tool_choice": "required"},
+        "tools",
+        "JSON schema",
+    ),
+    # tools, their calls, and schemas
+    (CHAT, {"tools": [NAMED, {"type": "function"}]}, "tools[1]", "no function with a name"),
+    (CHAT, {"tools": [{"type": "retrieval"}]}, "tools[0]", "'retrieval': only functions"),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}, "tools[0]", "no object"),
+    (RESPONSE, {"tools": [{"type": "web_search"}]}, "tools[0]", "'web_search': only functions"),
+    (CHAT, {"tool_choice": NAMED}, "tool_choice", "there is no tool 'add'"),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "tool_calls": [CALLED]}]},
+        "messages[0].tool_calls[0].function.arguments",
+        "no JSON",
+    ),
+    (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "missing"),
+    (RESPONSE, {"text": {"format": {"type": "json_schema"}}}, "text.format", "missing"),
+    # sentences without the words of a parser
+    (CHAT, {"tool_choice": "any"}, "tool_choice", "is 'any': use 'none', 'auto' or 'required', or an object"),
+    (CHAT, {"logit_bias": {"abc": 1}}, "logit_bias", "logit_bias has the key 'abc': use a whole number"),
+    (CHAT, {"ignore_eos": "q"}, "ignore_eos", "ignore_eos is 'q': use true or false"),
+    (CHAT, {"swiftopt": {"task": "a/b"}}, "swiftopt.task", "use a text without '/' and control characters"),
+    (CHAT, {"messages": []}, "messages", "messages is []: use at least 1 item"),
+    (COMPLETION, {"prompt": 5}, "prompt", "prompt is 5: use a text, or a list"),
+    (RESPONSE, {"text": {"format": {"type": "xml"}}}, "text.format", "use 'text', 'json_object' or 'json_schema'"),
+)
+
+
+@pytest.mark.parametrize(("path", "own", "param", "words"), WRONG, ids=[f"{one[0]} {one[1]}"[:60] for one in WRONG])
+def test_field_that_cannot_be_obeyed_is_named(
+    server: Served, path: str, own: dict[str, Any], param: str, words: str
+) -> None:
+    told = refused(server.client.post(path, json={**BODIES[path], **own}), 400, param)
+    assert words in told and "[key]" not in told and "literal[" not in told and "--max" not in told
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_null_and_what_is_the_case_anyway_change_nothing(server: Served, path: str) -> None:
+    """Every optional field that the document has may be null."""
+    schemas = server.client.get("/openapi.json").json()["components"]["schemas"]
+    form = {CHAT: "AskedChat", COMPLETION: "AskedText", RESPONSE: "AskedResponse"}[path]
+    optional = set(schemas[form]["properties"]) - set(schemas[form]["required"]) - set(BODIES[path])
+    usual = {"use_beam_search": False, "skip_special_tokens": True, "include_stop_str_in_output": False}
+    usual |= {"bad_words": [], "suffix": "", "best_of": 1, "length_penalty": 1.0, "modalities": ["text"]}
+    answer = server.client.post(path, json={**BODIES[path], **dict.fromkeys(optional), **usual, "unheard_of": None})
+    assert answer.status_code == 200, answer.text
+    assert "x-swiftopt-ignored" not in answer.headers and len(optional) > 15
+
+
+def test_fields_that_nobody_knows_are_named_in_a_header(server: Served) -> None:
+    for path, body in BODIES.items():
+        answer = server.client.post(path, json={**body, "nonsense": 1, "größe": 2, "a\r\nb": 3})
+        assert answer.status_code == 200
+        assert answer.headers["x-swiftopt-ignored"] == "a\\r\\nb, gr\\u00f6\\u00dfe, nonsense"
+
+
+def test_responses_take_the_fields_of_chats(server: Served) -> None:
+    def text(path: str, **own: Any) -> str:
+        length = {"max_output_tokens" if path == RESPONSE else "max_tokens": 24}
+        found = server.client.post(path, json={**BODIES[path], **length, **own}).json()
+        return str(
+            found["output"][0]["content"][0]["text"] if path == RESPONSE else found["choices"][0]["message"]["content"]
+        )
+
+    plain = text(CHAT)
+    same: tuple[dict[str, Any], ...] = (
+        {"temperature": 2, "seed": 5},
+        {"stop": plain.split()[3]},
+        {"temperature": 2, "seed": 5, "top_k": 2},
+        {"temperature": 2, "seed": 6, "min_p": 0.9},
+        {"logit_bias": {plain.split()[0][1:]: -100}},
+        {"presence_penalty": 2.0, "frequency_penalty": 2.0},
+        {"prediction": {"type": "content", "content": plain}},
+        {"swiftopt": {"plan": "plain"}, "cache_salt": "a"},
+    )
+    for own in same:
+        assert text(RESPONSE, **own) == text(CHAT, **own), own
+    assert len({text(CHAT, **own) for own in same}) > 5
+
+
+def test_prompt_alone_is_scored(client: openai.OpenAI, server: Served) -> None:
+    """`max_tokens` 0 with `echo`: the log probabilities are those of a completion's prompt, and nothing is written."""
+    common: Any = {"model": "tiny", "prompt": TEXT, "temperature": 0, "logprobs": 2, "echo": True}
+    longer = client.completions.create(**common, max_tokens=1).choices[0].logprobs
+    scored = client.completions.create(**common, max_tokens=0)
+    [choice] = scored.choices
+    assert (choice.text, choice.finish_reason) == (TEXT, "length") and choice.logprobs is not None
+    assert longer is not None and longer.tokens is not None and longer.token_logprobs is not None
+    assert choice.logprobs.tokens == longer.tokens[:-1] and len(longer.tokens) > 3
+    assert choice.logprobs.token_logprobs == longer.token_logprobs[:-1]
+    assert scored.usage is not None and scored.usage.completion_tokens == 0
+    pieces = list(client.completions.create(**common, max_tokens=0, stream=True))
+    assert "".join(piece.choices[0].text for piece in pieces) == TEXT
+    told = [token for piece in pieces if piece.choices[0].logprobs for token in piece.choices[0].logprobs.tokens or ()]
+    assert told == choice.logprobs.tokens
+    for max_tokens in (0, 1):  # a single token has no log probability, and is there
+        one = client.completions.create(**{**common, "prompt": "w3"}, max_tokens=max_tokens).choices[0].logprobs
+        assert one is not None and one.tokens is not None and one.token_logprobs is not None
+        assert (one.tokens[0], one.token_logprobs[0], len(one.tokens)) == ("w3", None, 1 + max_tokens)
+    plain = server.client.post(COMPLETION, json={"model": "tiny", "prompt": TEXT, "max_tokens": 0, "echo": True})
+    assert plain.json()["choices"][0] == {"index": 0, "text": TEXT, "finish_reason": "length", "logprobs": None}
+
+
+@pytest.mark.parametrize("token_id", [-1, 99999999, 1 << 70])
+def test_token_that_the_model_has_not_is_refused(server: Served, token_id: int) -> None:
+    answer = server.client.post("/detokenize", json={"model": "tiny", "tokens": [3, token_id]})
+    assert f"there is no token {token_id}" in refused(answer, 400, "tokens")
+
+
+def test_routes_that_are_openais_answer_in_its_form(client: openai.OpenAI, server: Served) -> None:
+    with pytest.raises(openai.NotFoundError) as error:
+        client.models.retrieve("tinny")
+    assert "did you mean 'tiny'?" in error.value.body["message"] and error.value.param == "model"  # type: ignore[index,call-overload]
+    with pytest.raises(openai.NotFoundError, match="there is nothing at this address"):
+        client.embeddings.create(model="tiny", input="w1")
+    with pytest.raises(openai.NotFoundError, match="there is nothing at this address"):
+        client.moderations.create(input="w1")
+    refused(server.client.get("/v1/completions"), 405)
+    assert server.client.get("/v1/jobs/none").headers["content-type"] == "application/problem+json"
+    assert server.client.get("/nothing").headers["content-type"] == "application/problem+json"
+    with swiftopt.Client(server.url) as ours:
+        assert ours.models() is not None
+
+
+@pytest.mark.parametrize("path", FUZZ_S)
+def test_engine_survives_what_schemathesis_makes_up(server: Served, path: str) -> None:
+    """Requests that the document allows and that it forbids, to an engine; answers keep to the document."""
+    operation = schemathesis.openapi.from_dict(server.client.get("/openapi.json").json())[path]["POST"]
+    n_answered, until = dict[int, int](), 0.0
+    for mode in schemathesis.GenerationMode:
+        until = time.monotonic() + FUZZ_S[path] / 2
+
+        @given(operation.as_strategy(generation_mode=mode))
+        @settings(
+            max_examples=500,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            phases=[Phase.explicit, Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        def holds(case: schemathesis.Case) -> None:
+            if time.monotonic() > until:  # noqa: B023
+                raise TimeIsUp
+            if isinstance(case.body, dict):
+                case.body = answerable(case.body)
+            answer = case.call(base_url=server.url)
+            n_answered[answer.status_code] = n_answered.get(answer.status_code, 0) + 1
+            case.validate_response(answer, checks=[CHECKS.get_one(name) for name in KEPT])
+
+        with suppress(TimeIsUp):
+            holds()
+    assert n_answered[400] > 5 and n_answered[200] > 0, n_answered
+    assert "Traceback" not in server.log.read_text()
+
+
+class TimeIsUp(Exception):
+    """Ends the examples."""
+
+
+def answerable(body: dict[str, Any]) -> dict[str, Any]:
+    """The body with a model and roles that there are, and a length that takes no time, where it has such."""
+    known = {"model": "tiny", "max_tokens": 2, "max_output_tokens": 2, "max_completion_tokens": None, "min_tokens": 0}
+    body = {**body, **{name: value for name, value in known.items() if isinstance(body.get(name), str | int)}}
+    for message in body["messages"] if isinstance(body.get("messages"), list) else ():
+        if isinstance(message, dict) and isinstance(message.get("role"), str):
+            message["role"] = "user"
+    return body
+
+
 @pytest.mark.parametrize(
     ("path", "own"),
     [
@@ -620,6 +857,13 @@ def test_key_has_its_task_and_its_tokens(folder: Path, tmp_path: Path) -> None:
         assert "40 tokens a minute" in refused(refused_one, 429)
         assert 0 < int(refused_one.headers["retry-after"]) <= 120
         assert post(other, swiftopt={"task": "mine"}).status_code == 200
+        said = [{"role": "user", "content": "w9 w8"}, {"role": "assistant", "content": "w2"}]
+        for content in ("w7", " "):  # the second is no line of a stream
+            messages = [*said, {"role": "user", "content": content}]
+            asked = {"model": "tiny", "messages": messages, "max_tokens": 2, "swiftopt": {"task": "mine"}}
+            headers = {"authorization": f"Bearer {other}"}
+            assert served.client.post("/v1/chat/completions", json=asked, headers=headers).status_code == 200
+        said.append({"role": "user", "content": "w7"})
         served.client.headers["authorization"] = f"Bearer {key}"
         tasks = served.client.get("/v1/tuning").json()["models"]["tiny"]["tasks"]
         assert {task["task"] for task in tasks} == {"notes", "mine"}
@@ -635,14 +879,17 @@ def test_key_has_its_task_and_its_tokens(folder: Path, tmp_path: Path) -> None:
                 break
         assert "40 tokens a minute" in refused(answer, 429)
         kept = read_stream(str(prompts), None, None)
-        assert {(prompt.task, prompt.text) for prompt in kept} == {("notes", TEXT), ("mine", TEXT)}
+        assert {(prompt.task, prompt.text) for prompt in kept} == {("notes", TEXT), ("mine", TEXT), ("mine", None)}
+        [chat] = [prompt for prompt in kept if prompt.text is None]
+        assert chat.messages == tuple(said)
         assert TEXT not in served.log.read_text()
 
 
 def test_server_without_models_says_so(tmp_path: Path) -> None:
     with serving(str(tmp_path / "a.db"), tmp_path / "log") as served:
         asked = {"model": "tiny", "prompt": "w1"}
-        assert "swiftopt serve --model" in refused(served.client.post("/v1/completions", json=asked), 404)
+        words = refused(served.client.post("/v1/completions", json=asked), 404, "model")
+        assert "swiftopt serve --model" in words
         assert served.client.get("/health").status_code == 200
 
 

@@ -1,4 +1,4 @@
-"""Completions to JSON and back."""
+"""Completions to JSON and back; and what chats say of earlier calls."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 
 from swiftopt.core.errors import InvalidInput
 from swiftopt.core.types import Completion, LayerSet, Timings
+from swiftopt.server.asked import AskedChat, Message, call_arguments, plain_messages
+from swiftopt.server.problems import UnusableField
+from swiftopt.server.responses import AskedResponse
 
 COUNT = st.integers(0, 10**6)
 SECONDS = st.floats(0, 1e6)
@@ -49,3 +52,44 @@ def test_completion_with_a_part_missing_is_not_read(key: str) -> None:
     del values[key]
     with pytest.raises(InvalidInput, match=f"lacks '{key}'"):
         Completion.from_json(values)
+
+
+@pytest.mark.parametrize(
+    ("sent", "read"), [('{"a": {"b": 1}}', {"a": {"b": 1}}), ({"a": 1}, {"a": 1}), ("", {}), (None, {})]
+)
+def test_arguments_of_calls_are_objects_for_templates(sent: Any, read: dict[str, Any]) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": sent}}
+    [message] = plain_messages([Message(role="assistant", tool_calls=[call])])
+    assert message["tool_calls"] == [{**call, "function": {"name": "add", "arguments": read}}]
+    assert message["content"] == ""
+
+
+@pytest.mark.parametrize("sent", ["{", "[1]", "5", 5, [1], "[" * 100_000])
+def test_arguments_that_are_no_object_are_refused(sent: Any) -> None:
+    with pytest.raises(UnusableField, match="the arguments are no JSON") as error:
+        call_arguments(sent, "messages[2]")
+    assert error.value.param == "messages[2]"
+
+
+@pytest.mark.parametrize(("value", "most"), [(False, 1), (True, None), (None, None)])
+def test_parallel_calls_can_be_forbidden(value: bool | None, most: int | None) -> None:
+    said = {"model": "m", "messages": [{"role": "user", "content": "w1"}]}
+    assert AskedChat.model_validate({**said, "parallel_tool_calls": value}).most_calls == most
+
+
+@pytest.mark.parametrize(
+    ("held", "schema"),
+    [
+        ({"type": "json_schema", "name": "x", "schema": {"type": "string"}, "strict": True}, {"type": "string"}),
+        ({"type": "json_object"}, {"type": "object"}),
+        ({"type": "text"}, None),
+        (None, None),
+    ],
+)
+def test_form_of_a_responses_text_is_that_of_its_chat(
+    held: dict[str, Any] | None, schema: dict[str, Any] | None
+) -> None:
+    asked = AskedResponse.model_validate({"model": "m", "input": "w1", "text": {"format": held}})
+    [request] = asked.chat().requests("")
+    assert request.json_schema == schema
+    assert asked.repeated()["text"] == {"format": held or {"type": "text"}}

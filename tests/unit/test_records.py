@@ -120,7 +120,7 @@ def test_record_is_refused_when_a_required_key_is_missing(key: str) -> None:
         ("skip_mlp", "7", "skip_mlp is '7': use a list"),
         ("skip_mlp", [7.0], "skip_mlp.0 is 7.0: use a whole number"),
         ("skip_attn", [True], "skip_attn.0 is True: use a whole number"),
-        ("matchness", "good", "matchness is 'good': use a valid number"),
+        ("matchness", "good", "matchness is 'good': use a number"),
         ("measured_interval", [1.0], "measured_interval lacks"),
         ("quantised", 3, "quantised is 3: use a list"),
         ("settings", "none", "settings is 'none': use an object"),

@@ -47,6 +47,17 @@ def pieces_of(text: str, cuts: Sequence[int]) -> Iterator[str]:
     return (text[start:end] for start, end in itertools.pairwise(ends))
 
 
+@given(st.lists(st.integers(0, 200)))
+def test_behind_the_only_call_that_is_wanted_nothing_counts(cuts: list[int]) -> None:
+    tools = ToolText(["add"], most_calls=1)
+    shown = "".join(map(tools.add, pieces_of(f"One.{CALL}\nTwo.{CALL} Three.", cuts))) + tools.end()
+    assert (shown, len(tools.calls)) == ("One.", 1)
+    both = ToolText(["add"], most_calls=1)
+    one = '{"name": "add", "arguments": {"a": 1}}'
+    assert "".join(map(both.add, pieces_of(f"[TOOL_CALLS] [{one}, {one}] Two.", cuts))) + both.end() == ""
+    assert len(both.calls) == 1
+
+
 @given(st.sampled_from(sorted(WHOLE)), st.lists(st.integers(0, 90)))
 def test_text_and_calls_do_not_depend_on_the_pieces(text: str, cuts: list[int]) -> None:
     tools, shown = ToolText(["add"]), ""
