@@ -42,6 +42,7 @@ class ShiftStatus(Record):
 class TaskTuning(Record):
     """One task of a served model: the way in use, the verdict on its drafts, its requests and its search.
 
+    `since` is when the way in use became that, in seconds since 1970.
     `version` is of the stored plan in use; `ratio` and its `interval` are plain seconds / drafted seconds, over the
     latest `pairs` of timings, as are the tokens per second of both; `seconds` were spent decoding its `requests`, of
     them `compared_s` on rounds of the way that is not in use, to compare; `saved_s` is what plain decoding would have
@@ -50,6 +51,7 @@ class TaskTuning(Record):
 
     task: str
     in_use: Literal["drafts", "plain"]
+    since: float
     verdict: VerdictWord
     version: int | None
     pinned: Way | None

@@ -155,7 +155,8 @@ class Exchange(ABC):
                 continue
             text = choice.add(event)
             if choice.done is not None:
-                self._metrics.add(self.asked.model, choice.completion, choice.first_text_s, choice.waited_s)
+                task = str(choice.done["task"])
+                self._metrics.add(self.asked.model, task, choice.completion, choice.first_text_s, choice.waited_s)
             yield choice, text
 
     def _close(self) -> None:

@@ -10,11 +10,12 @@ import json
 import logging
 import sys
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from itertools import count
+from itertools import count, zip_longest
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -25,7 +26,7 @@ from ..core import errors
 from ..core.errors import Busy, EngineGone, ModelNotFound, SwiftoptError
 from ..core.requests import ServedModel
 from ..core.traffic import ModelTuning, TaskTuning
-from ..core.types import Completion
+from ..core.types import Completion, Timings
 
 LONGEST_LINE = 1 << 28  # bytes of one event
 BACKOFF_S = (0.5, 30.0)  # after the first death, and at most
@@ -70,6 +71,10 @@ SINCE_START: tuple[tuple[str, str, Callable[[TaskTuning], float]], ...] = (  # c
     ("tokens", "Tokens that these got.", lambda of: of.tokens),
     ("search_seconds", "Seconds that the search has taken.", lambda of: of.search.seconds),
 )
+
+PERIOD_S = 10  # of the history
+KEPT_S = 6 * 3600  # that it goes back
+MOST_HISTORIES = 64  # of tasks
 
 logger = logging.getLogger(__name__)
 
@@ -290,11 +295,74 @@ async def _end(process: asyncio.subprocess.Process) -> None:
             await process.wait()
 
 
+@dataclass(slots=True)
+class Period:
+    """Sums over what ended within one period of a task's traffic, `at` its beginning in seconds since 1970."""
+
+    at: int
+    requests: int = 0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    rounds: int = 0
+    first_token_s: float = 0.0
+    between_tokens_s: float = 0.0
+    spent: Timings = field(default_factory=Timings)
+    accepted_per_position: list[int] = field(default_factory=list)
+
+    def __add__(self, other: Period) -> Period:
+        """Return both together, from this one's beginning."""
+        sums = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)[1:-1]}
+        both = zip_longest(self.accepted_per_position, other.accepted_per_position, fillvalue=0)
+        return Period(self.at, **sums, accepted_per_position=[a + b for a, b in both])
+
+
+class History:
+    """The latest traffic by model and task, in periods of PERIOD_S, for as long as the server lives."""
+
+    def __init__(self) -> None:
+        self._periods: dict[tuple[str, str], deque[Period]] = {}
+
+    @property
+    def tasks(self) -> list[tuple[str, str]]:
+        """Return the models and tasks of which something ended."""
+        return list(self._periods)
+
+    def add(self, model: str, task: str, done: Completion, first_token_s: float, whole_s: float) -> None:
+        """Count a request that has ended."""
+        at = int(time.time()) // PERIOD_S * PERIOD_S
+        if (model, task) not in self._periods and len(self._periods) >= MOST_HISTORIES:
+            return
+        own = self._periods.setdefault((model, task), deque(maxlen=KEPT_S // PERIOD_S))
+        ended = Period(at, 1, done.n_tokens, done.n_prompt_tokens, done.n_cached, done.drafted, done.accepted)
+        ended.rounds, ended.first_token_s = sum(done.verified_widths.values()), first_token_s
+        ended.between_tokens_s = (whole_s - first_token_s) / max(1, done.n_tokens - 1)
+        ended.spent, ended.accepted_per_position = done.timings, list(done.accepted_per_position)
+        if own and own[-1].at == at:
+            own[-1] += ended
+        else:
+            own.append(ended)
+
+    def last(self, span_s: int, n: int, model: str | None = None, task: str | None = None) -> list[Period]:
+        """Return the last `span_s` seconds of a model and task (None: of all) in `n` periods, the oldest first."""
+        length = max(PERIOD_S, span_s // n)
+        end = int(time.time()) // length * length + length
+        found = [Period(at) for at in range(end - n * length, end, length)]
+        for (of_model, of_task), periods in self._periods.items():
+            for period in reversed(periods if model in (None, of_model) and task in (None, of_task) else ()):
+                if period.at < found[0].at:
+                    break
+                found[(period.at - found[0].at) // length] += period
+        return found
+
+
 class EngineMetrics(Collector):
-    """What engines do, under vLLM's names."""
+    """What engines do, under vLLM's names; and their latest `history`."""
 
     def __init__(self, engines: Mapping[str, EngineProcess]) -> None:
-        self._engines, self._counted = engines, CollectorRegistry()
+        self._engines, self._counted, self.history = engines, CollectorRegistry(), History()
         metric: dict[str, Any] = {"labelnames": ["model_name"], "registry": self._counted}
         self._waits = {name: Histogram(f"vllm:{name}", words, **metric, buckets=BUCKETS_S) for name, words in WAITS}
         self._counters = {name: Counter(f"vllm:{name}", words, **metric) for name, words, _ in COUNTERS}
@@ -328,8 +396,9 @@ class EngineMetrics(Collector):
                         family.add_metric([name, task.task], float(value))
                 yield family
 
-    def add(self, model: str, done: Completion, first_token_s: float, whole_s: float) -> None:
+    def add(self, model: str, task: str, done: Completion, first_token_s: float, whole_s: float) -> None:
         """Count a request that has ended; seconds are those that its client waited."""
+        self.history.add(model, task, done, first_token_s, whole_s)
         waits = {"time_to_first_token_seconds": first_token_s, "e2e_request_latency_seconds": whole_s}
         if done.n_tokens > 1:
             waits["inter_token_latency_seconds"] = (whole_s - first_token_s) / (done.n_tokens - 1)

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import mul
 from typing import Any, TypeVar
@@ -146,6 +146,7 @@ class TaskTraffic(TunedTask):
     compared_s: float = 0.0  # of the rounds of the way that is not in use
     saved_s: float = 0.0  # that plain decoding would have taken longer, by the ratio known then
     stored_for: LayerSet | None = None
+    since: float = field(default_factory=time.time)  # when the way in use became that; seconds since 1970
     shifts: ShiftStatus = field(default_factory=ShiftStatus)
 
     @property
@@ -188,6 +189,8 @@ class TaskTraffic(TunedTask):
         assert self.verdict.interval is not None
         pays, before = self.verdict.word == "use", self.word
         self.word = "use" if pays else "plain" if self.verdict.interval[1] < 1 else before
+        if "plain" in (self.word, before) and self.word != before:
+            self.since = time.time()
         return pays and (before != "use" or self.stored_for != layer_set)
 
     def _judged(self) -> Verdict:
@@ -224,6 +227,7 @@ class TaskTraffic(TunedTask):
         return TaskTuning(
             task=self.name,
             in_use="drafts" if self.drafts else "plain",
+            since=round(self.since, 3),
             verdict=self.word,
             version=self.version,
             pinned=self.pinned,
@@ -360,7 +364,7 @@ class Traffic:
                 if learn:
                     self._learn(own, rounds, drafts, event.completion)
                 info = GenerateInfo("adaptive" if drafts else "plain", version=own.version)
-                yield Generated(event.prompt, event.completion, info)
+                yield Generated(replace(event.prompt, task=own.name), event.completion, info)
             if isinstance(event, Began | Round):
                 yield from text.grown(event)
                 if learn and self._may_search(own) and own.search.scratch_rows <= scratch:
@@ -456,7 +460,9 @@ class Traffic:
     def steer(self, verb: TuningVerb, task: str | None = None, way: Way | None = None) -> None:
         """Pause or resume searches and comparisons, or pin a task to one way (None: let it be judged again)."""
         if verb == "pin":
-            self._task(task or DEFAULT_TASK).pinned = way
+            own = self._task(task or DEFAULT_TASK)
+            before, own.pinned = own.drafts, way
+            own.since = own.since if own.drafts == before else time.time()
         else:
             self.paused = verb == "pause"
 

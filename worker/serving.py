@@ -98,6 +98,7 @@ class _Sent(Ticket):
                 self._number,
                 "done",
                 queued_s=max(0.0, waited_s - event.completion.timings.total_s),
+                task=event.prompt.task,
                 completion=event.completion.to_json(),
                 decoded_with=event.info.method,
                 version=event.info.version,

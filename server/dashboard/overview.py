@@ -1,44 +1,46 @@
-"""The first page: what is decoded now and how much faster than plainly, what is in use, and what needs attention."""
+"""The first page: what is decoded now, how much faster than plainly, and what needs attention; and the traffic."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import Request
+from fastapi import Query, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from ...core.errors import EngineGone, StoreError
-from ..engines import EngineProcess
-from ..state import Shared, State
+from ...core.traffic import ModelTuning, TaskTuning
+from ...core.types import seconds_by_part
+from ..engines import EngineProcess, Period
+from ..state import Shared, State, Word
 from . import Visiting, live, page, pages, render
+
+NOW_S = 60  # that "now" looks back
+SPANS = {"10 minutes": 600, "1 hour": 3600, "6 hours": 21_600}
+POINTS = 60  # of a chart
+POSITIONS = 8  # of a draft, whose acceptance is shown
 
 router = pages()
 
 
+# --- overview
+
+
 @dataclass(frozen=True, slots=True)
 class ServedNow:
-    """An engine and what it says of its tasks (`Traffic.to_json`); `tuning` None: it does not answer."""
+    """An engine and what it says of its tasks; `tuning` None: it does not answer."""
 
     engine: EngineProcess
-    tuning: dict[str, Any] | None
+    tuning: ModelTuning | None
+    tok_s: float  # that ended lately
 
     @property
-    def tasks(self) -> list[dict[str, Any]]:
-        """Return the tasks of which requests came."""
-        return [] if self.tuning is None else list(self.tuning["tasks"])
-
-    @property
-    def tokens(self) -> int:
-        """Return the tokens of completions so far."""
-        return sum(task["tokens"] for task in self.tasks)
-
-    @property
-    def saved_s(self) -> float:
-        """Return the seconds that plain decoding would have taken longer, by each task's measured ratio."""
-        return float(sum(task["saved_s"] for task in self.tasks))
+    def tasks(self) -> tuple[TaskTuning, ...]:
+        """Return the tasks that it knows."""
+        return () if self.tuning is None else self.tuning.tasks
 
 
 async def served_now(app: State) -> list[ServedNow]:
@@ -46,9 +48,11 @@ async def served_now(app: State) -> list[ServedNow]:
 
     async def ask(engine: EngineProcess) -> ServedNow:
         try:
-            return ServedNow(engine, await engine.tell("tuning"))
+            tuning = ModelTuning.from_json(await engine.tell("tuning"))
         except EngineGone:
-            return ServedNow(engine, None)
+            tuning = None
+        [lately] = app.engines.metrics.history.last(NOW_S, 1, engine.served.name)
+        return ServedNow(engine, tuning, lately.tokens / NOW_S)
 
     return list(await asyncio.gather(*map(ask, app.engines.of.values())))
 
@@ -60,9 +64,11 @@ def alarms(served: list[ServedNow], states: dict[str, int] | str) -> list[str]:
         found.append(f"The database is away: {states}")
     for one in served:
         for task in one.tasks:
-            if task["in_use"] == "plain" and task["pinned"] is None:
-                ratio = f"measured {task['ratio']:.2f}x of plain" if task["ratio"] is not None else "not measured"
-                found.append(f"Drafting is off for {one.engine.served.name}/{task['task']}: {ratio}")
+            if task.in_use == "plain" and task.pinned is None and task.requests:
+                measured = "drafts were slower" if task.ratio is None else f"drafts were measured at {task.ratio:.2f}x"
+                why = task.shifts.latest or measured
+                since = time.strftime("%H:%M", time.localtime(task.since))
+                found.append(f"Drafting is off for {one.engine.served.name}/{task.task} since {since}: {why}")
     return found
 
 
@@ -73,12 +79,14 @@ async def values_of(app: State) -> dict[str, Any]:
         states: dict[str, int] | str = await run_in_threadpool(app.store.jobs.states)
     except StoreError as error:
         states = str(error)
+    tasks = [task for one in served for task in one.tasks]
     return {
         "served": served,
         "alarms": alarms(served, states),
         "jobs": {} if isinstance(states, str) else states,
-        "saved_s": sum(one.saved_s for one in served),
-        "tokens": sum(one.tokens for one in served),
+        "saved_s": sum(task.saved_s for task in tasks),
+        "tokens": sum(task.tokens for task in tasks),
+        "tok_s": sum(one.tok_s for one in served),
     }
 
 
@@ -94,5 +102,87 @@ async def overview_live(app: Shared, visit: Visiting) -> Response:
 
     async def part() -> str:
         return render("overview_part.html", **await values_of(app))
+
+    return live(part)
+
+
+# --- traffic
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A chart that is a table too: lines by name, a value for each moment (None: nothing ended then)."""
+
+    title: str
+    unit: str
+    lines: dict[str, list[float | None]]
+
+
+def charts(periods: list[Period], length_s: float) -> list[Chart]:
+    """Return the charts of a task's traffic."""
+
+    def each(value: Any) -> list[float | None]:
+        return [round(value(period), 4) if period.requests else None for period in periods]
+
+    def ratio(above: str, below: str) -> list[float | None]:
+        pairs = [(getattr(period, above), getattr(period, below)) for period in periods]
+        return [round(a / b, 4) if b else None for a, b in pairs]
+
+    parts = [seconds_by_part(period.spent) for period in periods]
+    return [
+        Chart("Tokens per second", "", {"completions": each(lambda own: own.tokens / length_s)}),
+        Chart("Time to first token", "s", {"mean": ratio("first_token_s", "requests")}),
+        Chart("Time per token", "s", {"mean": ratio("between_tokens_s", "requests")}),
+        Chart("Acceptance", "", {"accepted / drafted": ratio("accepted", "drafted")}),
+        Chart("Prompt tokens read before", "", {"cached / prompt": ratio("cached_tokens", "prompt_tokens")}),
+        Chart("Where time went", "s", {name: [round(own[name], 4) for own in parts] for name in parts[0]}),
+    ]
+
+
+def by_position(periods: list[Period]) -> list[tuple[int, float]]:
+    """Return the share of rounds in which each position of the draft was accepted, from 1."""
+    whole = sum(periods[1:], periods[0])
+    shown = whole.accepted_per_position[:POSITIONS]
+    return [(place, n / whole.rounds) for place, n in enumerate(shown, 1)] if whole.rounds else []
+
+
+def traffic_of(app: State, span: str, model: str | None, task: str | None) -> dict[str, Any]:
+    """Return what the page shows of the last `span`."""
+    history, span_s = app.engines.metrics.history, SPANS.get(span, 3600)
+    periods = history.last(span_s, POINTS, model, task)
+    length_s = max(1, span_s // POINTS)
+    return {
+        "charts": charts(periods, length_s),
+        "moments": [period.at for period in periods],
+        "clock": [time.strftime("%H:%M:%S", time.localtime(period.at)) for period in periods],
+        "by_position": by_position(periods),
+        "requests": sum(period.requests for period in periods),
+        "tokens": sum(period.tokens for period in periods),
+    }
+
+
+Named = Annotated[Word | None, Query()]
+Span = Annotated[str, Query(max_length=20)]
+
+
+@router.get("/traffic")
+async def traffic(
+    request: Request, app: Shared, visit: Visiting, span: Span = "1 hour", model: Named = None, task: Named = None
+) -> Response:
+    """The traffic of the last minutes or hours, of one model and task or of all."""
+    span = span if span in SPANS else "1 hour"
+    values: dict[str, Any] = {"span": span, "model": model, "task": task, "spans": list(SPANS)}
+    values |= {"query": request.url.query, "tasks": app.engines.metrics.history.tasks}
+    return page(request, visit, "traffic.html", **values, **traffic_of(app, span, model, task))
+
+
+@router.get("/live/traffic")
+async def traffic_live(
+    app: Shared, visit: Visiting, span: Span = "1 hour", model: Named = None, task: Named = None
+) -> Response:
+    """The same, as it changes."""
+
+    async def part() -> str:
+        return render("traffic_part.html", **traffic_of(app, span, model, task))
 
     return live(part)

@@ -98,3 +98,14 @@ def test_overview_follows_what_is_decoded(browser: Browser, server: Served) -> N
         tab.page.wait_for_selector("th:has-text('code')")
         ask(server, "new-task")
         tab.page.wait_for_selector("th:has-text('new-task')", timeout=10_000)
+
+
+def test_traffic_is_drawn_from_its_tables(browser: Browser, server: Served) -> None:
+    with Tab(browser, server) as tab:
+        tab.page.goto("/traffic?span=10+minutes")
+        tab.page.wait_for_selector("figure.chart canvas")
+        assert tab.page.locator("figure.chart canvas").count() == 6
+        before = tab.page.locator(".facts").inner_text()
+        ask(server, "code")
+        tab.page.wait_for_function("before => document.querySelector('.facts').innerText !== before", arg=before)
+        assert tab.page.locator("figure.chart canvas").count() == 6

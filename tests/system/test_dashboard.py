@@ -11,9 +11,14 @@ import pytest
 from api import client_of, filled
 from starlette.testclient import TestClient
 
+from swiftopt.core.types import Completion, Timings
+from swiftopt.server.app import create_app
 from swiftopt.server.dashboard import COOKIE, PAGES, STATIC
+from swiftopt.server.dashboard.overview import by_position, charts
+from swiftopt.server.engines import KEPT_S, Engines, History
 from swiftopt.server.settings import KeyRing, ServerSettings, new_key
 from swiftopt.store import Store
+from swiftopt.worker.queue import JobService
 
 ADDRESSES = [address for address, _ in PAGES]
 
@@ -113,6 +118,50 @@ def test_key_can_not_be_guessed_for_long(store: Store, keys: tuple[str, Path]) -
     client = guarded(store, keys[1])
     statuses = [client.post("/login", data={"key": str(n)}).status_code for n in range(30)]
     assert statuses[0] == 401 and statuses[-1] == 429
+
+
+def ended(n_tokens: int, drafted: int, accepted: int) -> Completion:
+    widths, spent = {1: n_tokens}, Timings(draft_s=1.0, verify_s=2.0)
+    return Completion(
+        (0,) * n_tokens,
+        "",
+        "length",
+        "adaptive",
+        drafted=drafted,
+        accepted=accepted,
+        accepted_per_position=(accepted,),
+        verified_widths=widths,
+        timings=spent,
+    )
+
+
+def test_history_adds_up_by_model_task_and_period(monkeypatch: pytest.MonkeyPatch) -> None:
+    history, now = History(), 1_000_000.0
+    monkeypatch.setattr("swiftopt.server.engines.time.time", lambda: now)
+    history.add("a", "code", ended(10, 8, 4), 0.5, 1.4)
+    history.add("a", "notes", ended(20, 0, 0), 0.1, 2.0)
+    now += 60
+    history.add("b", "code", ended(30, 10, 5), 0.2, 3.1)
+    every, of_a = history.last(600, 10), history.last(600, 10, "a")
+    assert [period.tokens for period in every[-2:]] == [30, 30] and sum(period.requests for period in every) == 3
+    assert [period.tokens for period in of_a] == [*[0] * 8, 30, 0]
+    assert sum(period.drafted for period in history.last(600, 10, None, "code")) == 18
+    assert every[-2].spent == Timings(draft_s=2.0, verify_s=4.0) and every[-2].accepted_per_position == [4]
+    assert [chart.lines for chart in charts(every, 60)][3]["accepted / drafted"][-2:] == [0.5, 0.5]
+    assert by_position(every) == [(1, 9 / 60)]
+    now += KEPT_S
+    assert not any(period.requests for period in history.last(KEPT_S, 10))
+
+
+def test_traffic_page_shows_figures_without_scripts(store: Store) -> None:
+    engines = Engines()
+    engines.metrics.add("tiny", "a/<b>", ended(10, 8, 4), 0.5, 1.4)
+    app = create_app(store, JobService(store, None), ServerSettings(requests_per_min=0), engines=engines)
+    client = TestClient(app)
+    found = client.get("/traffic?span=10 minutes").text
+    assert "1 requests, 10 tokens" in found and "a/&lt;b&gt;" in found and found.count("<tr>") > 300
+    assert "0 requests, 0 tokens" in client.get("/traffic?model=other").text
+    assert client.get("/traffic?span=" + "x" * 30).status_code == 422
 
 
 def test_vendored_files_are_what_the_list_says() -> None:
