@@ -10,6 +10,7 @@ from rich.table import Table
 
 from ..core.costs import CostProfile
 from ..core.errors import NotFound
+from ..core.events import event_line
 from ..core.requests import GenerateRequest
 from ..core.settings import SwiftSettings, TuningSettings
 from ..core.streams import read_stream
@@ -18,7 +19,6 @@ from . import options
 from .charts import draw_search, draw_stream_shift
 from .options import check_words, decoding_request, default_of, pick, positive
 from .output import Result, note, note_load, writing
-from .progress import RunState, event_line
 from .render import fixed, lined_table, number
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def stream_shift(stream: str, prompts: int, png: Path | None, **values: Any) -> 
 
 
 def _note_format(event: Trying) -> None:
-    note(event_line(event, RunState()) or "")
+    note(event_line(event) or "")
 
 
 def _shift_table(report: dict[str, Any]) -> Table:

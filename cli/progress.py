@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core import events
-from ..core.events import Event, Progress
+from ..core.events import Event, Progress, event_line, event_task, state_words
 from .render import number, sparkline
 
 REFRESH_PER_S = 4  # redraws of the live display
@@ -50,60 +50,6 @@ class RunState:
                 return replace(state, matchness=values[-KEPT_VALUES:])
             case _:
                 return state
-
-
-def event_task(event: Event) -> str:
-    """Return the task that an event belongs to; empty before the first one."""
-    return event.prompt.task if isinstance(event, events.PromptFinished) else event.task
-
-
-def state_words(event: events.StateChanged) -> str:
-    """Return a job's new state in words; what made it fail is said by the error at the end."""
-    if event.state == "queued" and event.detail:
-        return f"queued again: {event.detail}"
-    told = event.detail if event.state in ("running", "paused", "cancelled") else ""
-    again = f"(attempt {event.attempt})" if event.state == "running" and event.attempt > 1 else ""
-    return " ".join(filter(None, (event.state, told, again)))
-
-
-def event_line(event: Event, state: RunState) -> str | None:
-    """Return the line for a log; None for an event that would only fill it."""
-    task = f"{event_task(event)}: " if event_task(event) else ""
-    match event:
-        case events.StateChanged():
-            return state_words(event)
-        case events.PhaseChanged():
-            return f"{task}{event.phase}" + (f": {event.detail}" if event.detail else "")
-        case events.FormatTried(problem=""):
-            return (
-                f"drafts in {event.format}: {number(event.expected)}x expected,"
-                f" {number(event.agreement)} of the tokens agree"
-            )
-        case events.FormatTried():
-            return f"drafts in {event.format} do not run here: {event.problem}"
-        case events.SkipRatioLowered():
-            return f"{task}skip ratio lowered to {event.skip_ratio:.2f}, for α was {event.acceptance_rate:.2f}"
-        case events.DraftingChosen():
-            widest = event.branching[0][1]
-            return (
-                f"{task}drafts of at most {event.max_draft_length} tokens, to confidence {event.stop_threshold:.2f},"
-                f" {widest} candidates at most: {event.expected:.2f}x expected, {event.before:.2f}x before"
-            )
-        case events.StreamShifted():
-            tried = f", {event.n_known} known sets first" if event.n_known else ""
-            return f"{task}other text, for {event.reason}: searching again{tried}"
-        case events.PromptFinished():
-            done = event.completion
-            held_out = ", held out" if event.held_out else ""
-            speed = done.n_tokens / done.timings.total_s if done.timings.total_s else None
-            figures = f"α {number(done.acceptance_rate)}, M {number(done.mean_generated_length)}"
-            place = f"prompt {event.index + 1}" + (f" of {state.n_prompts}" if state.n_prompts else "")
-            decoded = f"{done.n_tokens} tokens, {number(speed, 1)} tok/s, {figures}"
-            return f"{task}{place} ({event.prompt.id}{held_out}): {decoded}"
-        case events.TaskFinished():
-            return f"{task}finished, {event.verdict.word}"
-        case _:
-            return None
 
 
 def live_view(state: RunState, width: int) -> RenderableType:
@@ -165,7 +111,7 @@ class TuneProgress:
         """Show an event."""
         self.state = self.state.after(event)
         self.n_finished += isinstance(event, events.PromptFinished)
-        line = event_line(event, self.state)
+        line = event_line(event, self.state.n_prompts)
         if line is not None and self._is_news(event):
             self.say(line)
 

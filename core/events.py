@@ -224,3 +224,64 @@ def event_from_json(name: str, values: Mapping[str, Any]) -> Event:
         raise StoreError(
             f"an event {name!r} of the job cannot be read ({error}): it was changed by hand, or by a newer swiftopt"
         ) from error
+
+
+# --- in words, for terminal and pages
+
+
+def event_task(event: Event) -> str:
+    """Return the task that an event belongs to; empty before the first one."""
+    return event.prompt.task if isinstance(event, PromptFinished) else event.task
+
+
+def state_words(event: StateChanged) -> str:
+    """Return a job's new state in words; what made it fail is said by the error at the end."""
+    if event.state == "queued" and event.detail:
+        return f"queued again: {event.detail}"
+    told = event.detail if event.state in ("running", "paused", "cancelled") else ""
+    again = f"(attempt {event.attempt})" if event.state == "running" and event.attempt > 1 else ""
+    return " ".join(filter(None, (event.state, told, again)))
+
+
+def event_line(event: Event, n_prompts: int = 0) -> str | None:
+    """Return the line for a log; None for an event that would only fill it. `n_prompts` 0: not known."""
+    task = f"{event_task(event)}: " if event_task(event) else ""
+    match event:
+        case StateChanged():
+            return state_words(event)
+        case PhaseChanged():
+            return f"{task}{event.phase}" + (f": {event.detail}" if event.detail else "")
+        case FormatTried(problem=""):
+            return (
+                f"drafts in {event.format}: {_figure(event.expected)}x expected,"
+                f" {_figure(event.agreement)} of the tokens agree"
+            )
+        case FormatTried():
+            return f"drafts in {event.format} do not run here: {event.problem}"
+        case SkipRatioLowered():
+            return f"{task}skip ratio lowered to {event.skip_ratio:.2f}, for α was {event.acceptance_rate:.2f}"
+        case DraftingChosen():
+            widest = event.branching[0][1]
+            return (
+                f"{task}drafts of at most {event.max_draft_length} tokens, to confidence {event.stop_threshold:.2f},"
+                f" {widest} candidates at most: {event.expected:.2f}x expected, {event.before:.2f}x before"
+            )
+        case StreamShifted():
+            tried = f", {event.n_known} known sets first" if event.n_known else ""
+            return f"{task}other text, for {event.reason}: searching again{tried}"
+        case PromptFinished():
+            done = event.completion
+            held_out = ", held out" if event.held_out else ""
+            speed = done.n_tokens / done.timings.total_s if done.timings.total_s else None
+            figures = f"α {_figure(done.acceptance_rate)}, M {_figure(done.mean_generated_length)}"
+            place = f"prompt {event.index + 1}" + (f" of {n_prompts}" if n_prompts else "")
+            decoded = f"{done.n_tokens} tokens, {_figure(speed, 1)} tok/s, {figures}"
+            return f"{task}{place} ({event.prompt.id}{held_out}): {decoded}"
+        case TaskFinished():
+            return f"{task}finished, {event.verdict.word}"
+        case _:
+            return None
+
+
+def _figure(value: float | None, digits: int = 2) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"

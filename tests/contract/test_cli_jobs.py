@@ -19,9 +19,17 @@ from swiftopt.cli import backend
 from swiftopt.cli.backend import Backend, JobClient, QueueClient, finished_tasks, follow
 from swiftopt.cli.jobs import duration, job_view, jobs_table
 from swiftopt.cli.main import run
-from swiftopt.cli.progress import RunState, TuneProgress, state_words
+from swiftopt.cli.progress import RunState, TuneProgress
 from swiftopt.core.errors import JobCancelled, JobFailed, StoreUnavailable, safe_url
-from swiftopt.core.events import PhaseChanged, Progress, PromptFinished, StateChanged, TaskFinished, TrialsDone
+from swiftopt.core.events import (
+    PhaseChanged,
+    Progress,
+    PromptFinished,
+    StateChanged,
+    TaskFinished,
+    TrialsDone,
+    state_words,
+)
 from swiftopt.core.jobs import Job, Lease
 from swiftopt.core.requests import TuneRequest
 from swiftopt.core.types import Completion, LayerSet, LayerSetRecord, Prompt, Timings, Trial, Verdict

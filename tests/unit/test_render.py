@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 
 from swiftopt.cli.doctor import Check, checks_table
 from swiftopt.cli.layers import aliases_table, stored_table
-from swiftopt.cli.progress import RunState, TuneProgress, event_line, live_view
+from swiftopt.cli.progress import RunState, TuneProgress, live_view
 from swiftopt.cli.render import (
     KEPT,
     SKIPPED,
@@ -38,6 +38,7 @@ from swiftopt.core.events import (
     StreamShifted,
     TaskFinished,
     TrialsDone,
+    event_line,
 )
 from swiftopt.core.types import (
     Completion,
@@ -313,4 +314,4 @@ def test_progress_draws_and_cleans_up_when_there_is_a_terminal() -> None:
 
 def test_held_out_prompt_is_called_so() -> None:
     finished = PromptFinished(Prompt("p", "t", text="x"), 0, Completion((), "", "stop", "plain"), held_out=True)
-    assert event_line(finished, RunState()) == "t: prompt 1 (p, held out): 0 tokens, – tok/s, α –, M –"
+    assert event_line(finished) == "t: prompt 1 (p, held out): 0 tokens, – tok/s, α –, M –"
