@@ -247,14 +247,19 @@ async def upload_stream(
             data = await file.read()
     else:
         data = await request.body()
-    return await run_in_threadpool(_store, app, data, task)
+    sha256, n_prompts = await run_in_threadpool(keep_upload, app, data, task)
+    return JSONResponse({"schema": "swiftopt.stream/1", "sha256": sha256, "n_prompts": n_prompts}, 201)
 
 
-def _store(app: State, data: bytes, task: str) -> Response:
+def keep_upload(app: State, data: bytes, task: str) -> tuple[str, int]:
+    """Store a stream for jobs to name; returns its SHA-256 and the number of its prompts.
+
+    Raises: StreamError: a line is no prompt.
+    """
     prompts = parse_stream(io.BytesIO(data), "the upload", task)
     sha256 = stream_sha256(prompts)
     app.store.jobs.save_stream(sha256, stream_lines(prompts))
-    return JSONResponse({"schema": "swiftopt.stream/1", "sha256": sha256, "n_prompts": len(prompts)}, 201)
+    return sha256, len(prompts)
 
 
 @router.get(

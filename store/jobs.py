@@ -14,7 +14,7 @@ from ..core.errors import LayerSetError, NotFound, StoreError
 from ..core.events import Event, JobState, PromptFinished, event_from_json, event_type
 from ..core.jobs import STATES, Job, JobEvent, JobKind, Lease
 from ..core.types import Completion, LayerSetRecord, now
-from .database import insert
+from .database import clock_s, insert
 from .rows import layer_set_record, to_record
 from .tables import CounterRow, EventRow, JobRow, LayerSetRow, OutputRow, StreamRow
 
@@ -32,9 +32,9 @@ def get(session: Session, job: str) -> Job:
     return to_jobs(session, [find(session, job)])[0]
 
 
-def latest(session: Session, state: JobState | None = None, limit: int = 100) -> list[Job]:
-    """Return the newest jobs first."""
-    query = select(JobRow).order_by(JobRow.created_at.desc(), JobRow.id).limit(limit)
+def latest(session: Session, state: JobState | None = None, limit: int = 100, offset: int = 0) -> list[Job]:
+    """Return the newest jobs first, behind `offset` of them."""
+    query = select(JobRow).order_by(JobRow.created_at.desc(), JobRow.id).limit(limit).offset(offset)
     query = query if state is None else query.where(JobRow.state == state)
     return to_jobs(session, session.scalars(query).all())
 
@@ -49,14 +49,40 @@ def events(session: Session, job: str, after: int = 0, limit: int = 1000) -> lis
     return [to_record(JobEvent, row) for row in session.scalars(query)]
 
 
-def outputs(session: Session, job: str) -> list[PromptFinished]:
-    """Return the finished completions in the order of the stream.
+def newest_events(session: Session, job: str, limit: int, type: str | None = None) -> list[JobEvent]:
+    """Return what the job reported last, the newest first; `type`: only events of that name."""
+    query = select(EventRow).where(EventRow.job_id == job).order_by(EventRow.id.desc()).limit(limit)
+    rows = session.scalars(query if type is None else query.where(EventRow.type == type))
+    return [to_record(JobEvent, row) for row in rows]
+
+
+class Standing(NamedTuple):
+    """What a job's row says of its attempts beyond `Job`; seconds from now, by the database's clock.
+
+    `lease_s`: until the lease runs out; `due_s`: until the attempt may be taken (negative: so long ago).
+    `n_checkpoints` are those of all attempts.
+    """
+
+    lease_s: float | None
+    due_s: float | None
+    n_checkpoints: int
+
+
+def standings(session: Session, jobs: Sequence[str]) -> dict[str, Standing]:
+    """Return where jobs stand, by their ids."""
+    left = (JobRow.lease_until - clock_s(), JobRow.due_at - clock_s())
+    found = session.execute(select(JobRow.id, *left, JobRow.n_checkpoints).where(JobRow.id.in_(jobs)))
+    return {job: Standing(lease_s, due_s, n) for job, lease_s, due_s, n in found}
+
+
+def outputs(session: Session, job: str, limit: int | None = None) -> list[PromptFinished]:
+    """Return the finished completions in the order of the stream, at most the first `limit`.
 
     Raises: NotFound: no such job.
     """
     find(session, job)
     query = select(EventRow).join(OutputRow, OutputRow.event_id == EventRow.id).where(OutputRow.job_id == job)
-    rows = session.scalars(query.order_by(OutputRow.place, EventRow.id))
+    rows = session.scalars(query.order_by(OutputRow.place, EventRow.id).limit(limit))
     found = [event_from_json(row.type, row.data) for row in rows]
     return [event for event in found if isinstance(event, PromptFinished)]
 

@@ -64,6 +64,8 @@ class Jobs(Transactions):
     get = reads(jobs.get)
     latest = reads(jobs.latest)
     events = reads(jobs.events)
+    newest_events = reads(jobs.newest_events)
+    standings = reads(jobs.standings)
     outputs = reads(jobs.outputs)
     save_stream = writes(jobs.save_stream)
     stream = reads(jobs.stream)

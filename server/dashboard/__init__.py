@@ -35,7 +35,7 @@ from ..state import LOGINS_PER_MIN, Shared, state_of
 
 HERE = Path(__file__).parent
 STATIC = {path.name: path for path in (HERE / "static").iterdir()}
-PAGES = (("/", "Overview"), ("/traffic", "Traffic"))
+PAGES = (("/", "Overview"), ("/jobs", "Jobs"), ("/traffic", "Traffic"))
 COOKIE = "swiftopt_session"
 SESSION_S = 12 * 3600  # that a log-in holds
 LIVE_S = 2.0  # between two looks at what a page shows

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import sqlite3
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +30,11 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="this machine has no Ch
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server that has decoded something."""
     where = tmp_path_factory.mktemp("served")
+    (where / "streams").mkdir()
+    lines = [json.dumps({"prompt": f"w{n} w3 w5", "max_new_tokens": 200}) for n in range(120)]
+    (where / "streams" / "words.jsonl").write_text("\n".join(lines))
     options = ["--model", f"tiny={save(where / 'tiny')}", "--rate", "0", "--threads", "1"]
+    options += ["--stream-folder", str(where / "streams")]
     with serving(str(where / "a.db"), where / "log", *options) as served:
         until = time.monotonic() + START_S
         while served.client.get("/health").status_code != 200:
@@ -72,7 +79,10 @@ class Tab:
             assert not self.wrong, self.wrong
 
 
-@pytest.mark.parametrize("address", [address for address, _ in PAGES])
+ADDRESSES = [*(address for address, _ in PAGES), "/jobs/new"]
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
 def test_page_is_sound_at_every_width_in_both_themes(browser: Browser, server: Served, address: str) -> None:
     for theme in ("light", "dark"):
         with Tab(browser, server, color_scheme=theme) as tab:
@@ -85,7 +95,7 @@ def test_page_is_sound_at_every_width_in_both_themes(browser: Browser, server: S
             assert not serious, [(rule["id"], rule["nodes"][0]["html"]) for rule in serious]
 
 
-@pytest.mark.parametrize("address", [address for address, _ in PAGES])
+@pytest.mark.parametrize("address", ADDRESSES)
 def test_page_says_the_same_without_scripts(browser: Browser, server: Served, address: str) -> None:
     with Tab(browser, server, java_script_enabled=False) as tab:
         assert tab.page.goto(address).status == 200
@@ -109,3 +119,97 @@ def test_traffic_is_drawn_from_its_tables(browser: Browser, server: Served) -> N
         ask(server, "code")
         tab.page.wait_for_function("before => document.querySelector('.facts').innerText !== before", arg=before)
         assert tab.page.locator("figure.chart canvas").count() == 6
+
+
+# --- jobs
+
+
+def reach(page: Page, what: str) -> None:
+    """Press Tab until a field of that name, or what reads so, has the focus."""
+    for _ in range(80):
+        page.keyboard.press("Tab")
+        if page.evaluate("(at => (at.name || at.innerText || '').trim())(document.activeElement)") == what:
+            return
+    raise AssertionError(f"no Tab leads to {what}")
+
+
+def model_path(served: Served) -> str:
+    """What the server's engine has loaded."""
+    return str(served.client.get("/v1/models").json()["data"][0]["root"])
+
+
+def test_job_is_submitted_and_followed_with_the_keyboard_alone(browser: Browser, server: Served) -> None:
+    """It runs in the server's own engine; its page shows what happens without being loaded again."""
+    with Tab(browser, server) as tab:
+        page = tab.page
+        page.goto("/jobs")
+        reach(page, "Submit a job")
+        page.keyboard.press("Enter")
+        page.wait_for_url("**/jobs/new")
+        reach(page, "model")
+        page.keyboard.type(model_path(server))
+        reach(page, "stream")
+        page.keyboard.type("words.jsonl")
+        reach(page, "Submit")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("h1:has-text('Job ')")
+        page.evaluate("window.stillHere = true")
+        page.wait_for_selector("p.facts:has-text('-engine')", timeout=30_000)
+        page.wait_for_selector("#now", timeout=30_000)
+        page.wait_for_function("document.querySelectorAll('tr[id^=event-]').length > 12", timeout=60_000)
+        ids = [int(str(row.get_attribute("id"))[6:]) for row in page.locator("tr[id^=event-]").all()]
+        assert ids == sorted(ids, reverse=True)
+        page.wait_for_selector("strong.state.succeeded", timeout=120_000)
+        page.wait_for_selector("a:has-text('Download all 120')")
+        assert page.evaluate("window.stillHere") and page.locator("#found").count() == 1
+        found = Axe().run(page).response["violations"]
+        assert not [rule["id"] for rule in found if rule["impact"] in ("serious", "critical")]
+
+
+def test_running_job_pauses_and_goes_on_by_its_buttons(browser: Browser, server: Served) -> None:
+    with Tab(browser, server) as tab:
+        page = tab.page
+        page.goto(f"/jobs/new?model={model_path(server)}&stream=words.jsonl&task=again")
+        page.click("button:has-text('Submit')")
+        page.wait_for_selector("#now", timeout=30_000)
+        reach(page, "Pause")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("strong.state:text-is('paused')", timeout=30_000)
+        reach(page, "Resume")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("strong.state:text-is('running')", timeout=30_000)
+        assert page.locator("p.facts:has-text('attempt 2')").count() == 1
+        page.click("button:has-text('Stop')")
+        page.wait_for_selector("strong.state.succeeded", timeout=60_000)
+
+
+def test_job_is_submitted_and_cancelled_without_scripts(browser: Browser, server: Served, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "w1"}\n')
+    with Tab(browser, server, java_script_enabled=False) as tab:
+        page = tab.page
+        page.goto("/jobs/new")
+        page.fill("#model", NASTY[0])
+        page.set_input_files("#file", tmp_path / "a.jsonl")
+        page.fill("#limit", "none")
+        page.click("button:has-text('Submit')")
+        assert "'none'" in page.inner_text("[role=alert]") and page.input_value("#model") == NASTY[0]
+        tab.wrong.clear()  # the browser notes the status 422
+        page.fill("#limit", "1")
+        page.set_input_files("#file", tmp_path / "a.jsonl")
+        page.click("button:has-text('Submit')")
+        assert page.inner_text("strong.state") == "queued"
+        page.click("button:has-text('Cancel')")
+        assert "without a result" in page.inner_text("main")
+        page.click("button:has-text('Cancel the job')")
+        assert page.inner_text("strong.state") == "cancelled"
+
+
+def test_open_page_says_that_the_database_is_away_and_goes_on_with_it(browser: Browser, tmp_path: Path) -> None:
+    with serving(str(tmp_path / "a.db"), tmp_path / "log") as served, Tab(browser, served) as tab:
+        tab.page.goto("/jobs")
+        tab.page.wait_for_selector("text=There is no job yet")
+        for there, named in (("swiftopt_jobs", "gone"), ("gone", "swiftopt_jobs")):
+            with sqlite3.connect(tmp_path / "a.db") as database:
+                database.execute(f"ALTER TABLE {there} RENAME TO {named}")
+            shown = "[role=alert]" if named == "gone" else "text=There is no job yet"
+            tab.page.wait_for_selector(shown, timeout=10_000)

@@ -1,0 +1,545 @@
+"""The jobs: which there are and who works on them, one with what it reports, its verbs, and a form for a new one."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, fields
+from datetime import datetime
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from fastapi import Query, Request
+from pydantic import ValidationError
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import FormData, UploadFile
+from starlette.responses import RedirectResponse, Response
+
+from ...core.errors import ServiceUnreachable, StoreError, StoreUnavailable, SwiftoptError
+from ...core.events import (
+    Adopted,
+    JobState,
+    Progress,
+    PromptFinished,
+    PromptStarted,
+    StateChanged,
+    TrialsDone,
+    event_from_json,
+    event_line,
+    event_type,
+)
+from ...core.jobs import DEFAULT_QUEUE, STATES, Job, JobEvent, Verb
+from ...core.requests import MAX_NEW_TOKENS, Speed, TuneRequest
+from ...core.serialization import explained
+from ...core.settings import AUTO, FORMATS, STORED, TuningSettings
+from ...core.types import Sampling
+from ...models.sources import DTYPES
+from ...optimizer.strategies import STRATEGIES
+from ...store.jobs import Standing
+from .. import jobs as api
+from ..jobs import JobId, JobSubmission, StreamSource
+from ..state import Shared, State
+from . import Sent, Visiting, live, number, page, pages, render, seconds, templates
+
+PER_PAGE = 50
+LAST_PAGE = 1_000_000
+EVENTS_SHOWN = 100
+ATTEMPTS_SHOWN = 50  # changes of state
+OUTPUTS_SHOWN = 5
+WORKERS_SHOWN = 200
+NAMES_OFFERED = 200  # of models and streams, while one types
+TEXT_SHOWN = 300  # characters of a completion
+ENGINE = "-engine"  # how the name of a served model's engine ends, as a worker
+WANTED = {"pause": "running, to pause at its next step", "stop": "running, to stop at its next step"}
+ABOUT: dict[Verb, str] = {
+    "pause": "let it rest; a running job saves where it is at its next step",
+    "resume": "let it go on from where it was",
+    "stop": "end it with the best layer sets found so far",
+    "cancel": "end it without a result; finished completions are kept",
+    "retry": "queue it again, from its last checkpoint",
+}
+LABELS = {  # where a field's name in words would not say enough
+    "limit": "Take only the first prompts",
+    "max_new_tokens": "Tokens per completion",
+    "concurrency": "Prompts decoded at once",
+    "dtype": "Weights as",
+    "speed": "How passes are computed",
+    "n_prompts": "Prompts",
+    "settings.optimise": "Search for layer sets",
+    "settings.search_drafting": "Choose drafting by measured time",
+    "settings.strategy": "Search strategy",
+    "settings.draft_format": "Format of draft weights",
+    "settings.max_steps": "Candidates at most",
+    "settings.patience": "Candidates without a better one that end the search",
+    "settings.context_window": "Tokens that a candidate is scored on",
+    "settings.bayes_interval": "Candidates between two suggestions",
+    "settings.seed": "Seed of the search",
+    "sampling.seed": "Seed of sampling",
+    "sampling.top_k": "Top k (0: off)",
+    "sampling.min_p": "Min p (0: off)",
+}
+
+router = pages()
+
+
+# --- what is shown
+
+
+def since(at: str | None) -> float | None:
+    """Return a stored time as seconds since 1970; None where there is none, or it was changed by hand."""
+    try:
+        return None if at is None else datetime.fromisoformat(at).timestamp()
+    except ValueError:
+        return None
+
+
+def label(name: str) -> str:
+    """Return what people call a field: its last name in words, unless it has a label of its own."""
+    words = name.rpartition(".")[2].replace("_", " ")
+    return LABELS.get(name, words[:1].upper() + words[1:])
+
+
+def state_shown(job: Job) -> str:
+    """Return the job's state, and what it was asked to do."""
+    return WANTED.get(job.wanted or "", job.state) if job.state == "running" else job.state
+
+
+def place_shown(job: Job, standing: Standing | None) -> str:
+    """Return how long the attempt may go on without a sign of life, or what it waits for."""
+    if standing is None:
+        return "–"
+    if job.state == "running" and standing.lease_s is not None:
+        if standing.lease_s < 0:
+            return f"lease ran out {seconds(-standing.lease_s)} ago: the next attempt follows"
+        return f"lease for {seconds(standing.lease_s)} more"
+    if job.state == "queued":
+        if standing.due_s is not None and standing.due_s > 0:
+            return f"next attempt in {seconds(standing.due_s)}"
+        return "waits for a worker"
+    return "–"
+
+
+def verbs_of(job: Job, standing: Standing | None) -> list[Verb]:
+    """Return what can be done with a job in its state, as `store.transitions` has it."""
+    runs, queued = job.state == "running", job.state == "queued"
+    saved = standing is not None and standing.n_checkpoints > 0
+    kept = job.kind != "tune" or job.queue is not None or job.stream is not None  # its prompts
+    allowed: dict[Verb, bool] = {
+        "pause": queued or (runs and job.queue is not None and job.wanted != "pause"),
+        "resume": job.state == "paused" or (runs and job.wanted == "pause"),
+        "stop": not job.is_finished and job.wanted != "stop" and (runs or saved),
+        "cancel": not job.is_finished,
+        "retry": job.state in ("failed", "cancelled") and kept,
+    }
+    return [verb for verb, can in allowed.items() if can]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSeen:
+    """A worker of a queue, or a served model's engine; `doing` is a job's id or a word, `sign` its sign of life."""
+
+    name: str
+    queue: str
+    job: str | None
+    doing: str
+    sign: str
+
+
+def workers_of(app: State) -> tuple[list[WorkerSeen], str]:
+    """Return who works, and in a sentence why it cannot all be seen (empty: it can).
+
+    Raises: StoreError: the database is away.
+    """
+    found, why = _listening(app)
+    known = {worker.name for worker in found}
+    running = [job for job in app.store.jobs.latest("running", WORKERS_SHOWN) if job.worker]
+    standings = app.store.jobs.standings([job.id for job in running])
+    for job in running:
+        name = str(job.worker)
+        if name not in known:
+            what = "engine of a served model" if name.endswith(ENGINE) else "not in Redis"
+            sign = place_shown(job, standings.get(job.id))
+            found.append(WorkerSeen(name, job.queue or "none", job.id, what, sign))
+    return found, why
+
+
+def _listening(app: State) -> tuple[list[WorkerSeen], str]:
+    if app.queue is None:
+        return [], "No Redis was named, so there are no workers to see; jobs of served models run in their engines."
+    try:
+        workers = app.queue.workers()[:WORKERS_SHOWN]
+    except ServiceUnreachable as error:
+        return [], f"Redis is away, so jobs wait for workers in the database: {error}."
+    found = []
+    for worker in workers:
+        job = worker.job.rpartition("-a")[0] if worker.job else None
+        age = worker.heartbeat_age_s
+        sign = "none yet" if age == float("inf") else f"{seconds(max(0.0, age))} ago"
+        found.append(WorkerSeen(worker.name, worker.queue, job or None, worker.state, sign))
+    return found, ""
+
+
+def words_of(event: JobEvent, n_prompts: int) -> str:
+    """Return an event in words; one that cannot be read is named."""
+    try:
+        found = event_from_json(event.type, event.data)
+    except StoreError:
+        return f"{event.type}: changed by hand, or of a newer swiftopt"
+    match found:
+        case TrialsDone():
+            best = max((trial.matchness for trial in found.trials), default=None)
+            n = len(found.trials)
+            scored = f"{n} candidate{'' if n == 1 else 's'} scored"
+            return f"{found.task}: {scored}, best matchness {number(best)}"
+        case Adopted():
+            return f"{found.task}: drafts use candidate {found.step} (matchness {number(found.matchness)})"
+        case PromptStarted():
+            return f"{found.task}: prompt {found.index + 1} of {found.n_prompts} ({found.prompt_id})"
+        case StateChanged(state="failed"):
+            return f"failed: {found.detail}"
+        case _:
+            return event_line(found, n_prompts) or event_type(found)
+
+
+def attempts_of(events: Sequence[JobEvent]) -> list[tuple[str, int, JobState, str]]:
+    """Return changes of state as (time, attempt, state, reason)."""
+    found = []
+    for event in events:
+        with suppress(StoreError):
+            change = event_from_json(event.type, event.data)
+            if isinstance(change, StateChanged):
+                found.append((event.created_at, change.attempt, change.state, change.detail))
+    return found
+
+
+def figures_of(job: Job) -> list[tuple[str, str]]:
+    """Return the latest figures of a job that runs; none if a newer swiftopt has written them."""
+    if job.progress is None or job.is_finished:
+        return []
+    try:
+        now = event_from_json("progress", {key: value for key, value in job.progress.items() if key != "type"})
+    except StoreError:
+        return []
+    assert isinstance(now, Progress)
+    return [
+        ("Task", now.task),
+        ("Phase", now.phase),
+        ("Tokens per second", number(now.tok_s, 1)),
+        ("Tokens", number(now.tokens, 0)),
+        ("Candidates", number(now.n_trials, 0)),
+        ("Matchness, best", number(now.best_matchness)),
+        ("Acceptance α", number(now.acceptance_rate)),
+        ("Tokens per pass M", number(now.mean_generated_length)),
+        ("Skip ratio", number(now.skip_ratio)),
+    ]
+
+
+def _flat(request: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in request.items():
+        if name in ("settings", "sampling") and isinstance(value, Mapping):
+            yield from ((f"{name}.{own}", each) for own, each in value.items())
+        else:
+            yield name, value
+
+
+def asked_words(request: Mapping[str, Any]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Return what a job was asked for in words: what was chosen, and what is at its default."""
+    usual = dict(_flat(TuneRequest("", "").to_json()))
+    chosen: list[tuple[str, str]] = []
+    rest: list[tuple[str, str]] = []
+    for name, value in _flat(request):
+        if name != "out":
+            kept = rest if name in usual and usual[name] == value else chosen
+            kept.append((label(name), _value_words(value)))
+    return chosen, rest
+
+
+def _value_words(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return value if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else json.dumps(value)
+
+
+def list_values(app: State, state: JobState | None, at: int) -> dict[str, Any]:
+    """Return what a page of the list shows; `at` counts pages from 1.
+
+    Raises: StoreError: the database is away.
+    """
+    found = app.store.jobs.latest(state, PER_PAGE + 1, (at - 1) * PER_PAGE)
+    shown, states = found[:PER_PAGE], app.store.jobs.states()
+    standings = app.store.jobs.standings([job.id for job in shown])
+    workers, why = workers_of(app)
+    n = sum(states.values()) if state is None else states.get(state, 0)
+    return {
+        "rows": [(job, standings.get(job.id)) for job in shown],
+        "filters": [(None, sum(states.values())), *((each, states.get(each, 0)) for each in STATES)],
+        "state": state,
+        "at": at,
+        "n_pages": max(1, -(-n // PER_PAGE)),
+        "more": len(found) > PER_PAGE,
+        "workers": workers,
+        "why": why,
+        "engines": [engine.served.name for engine in app.engines.of.values() if engine.served.tune],
+    }
+
+
+def job_values(app: State, name: str) -> dict[str, Any]:
+    """Return what a job's page shows.
+
+    Raises: NotFound: no such job. StoreError: the database is away.
+    """
+    job, jobs = app.board.get(name), app.store.jobs
+    standing = jobs.standings([job.id]).get(job.id)
+    outputs: list[PromptFinished] = []
+    problem = ""
+    try:
+        outputs = jobs.outputs(job.id, OUTPUTS_SHOWN)
+    except StoreUnavailable:
+        raise
+    except StoreError as error:
+        problem = str(error)
+    events = jobs.newest_events(job.id, EVENTS_SHOWN)
+    return {
+        "job": job,
+        "standing": standing,
+        "verbs": verbs_of(job, standing),
+        "figures": figures_of(job),
+        "attempts": attempts_of(jobs.newest_events(job.id, ATTEMPTS_SHOWN, "state_changed")),
+        "events": [(event.id, event.created_at, words_of(event, job.n_prompts)) for event in events],
+        "outputs": outputs,
+        "outputs_problem": problem,
+        "why": _listening(app)[1] if job.state == "queued" and app.queue is not None else "",
+    }
+
+
+templates.globals |= {
+    "state_shown": state_shown,
+    "place_shown": place_shown,
+    "verbs_about": ABOUT,
+    "most_events": EVENTS_SHOWN,
+    "text_shown": TEXT_SHOWN,
+}
+templates.filters["since"] = since
+
+
+# --- a new job
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A field of the form: `value` is its default as shown; with `choices` one of them is chosen."""
+
+    name: str
+    value: str
+    kind: Literal["text", "number", "choice"]
+    choices: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """Return what people call it."""
+        return label(self.name)
+
+    def read(self, text: str) -> Any:
+        """Return what a text of the form means; what is no number stays as it is, for validation to say so."""
+        if self.choices == ("yes", "no"):
+            return text == "yes"
+        if self.kind == "number":
+            with suppress(ValueError):
+                return int(text)
+            with suppress(ValueError):
+                return float(text) if math.isfinite(float(text)) else text
+        return text
+
+
+def options_of(kind: type, prefix: str) -> list[Option]:
+    """Return a field for each setting of a record that is a single value."""
+    choices = {"strategy": tuple(STRATEGIES), "draft_format": (AUTO, STORED, *FORMATS)}
+    hints, found = get_type_hints(kind), []
+    for each in fields(kind):
+        name, hint = f"{prefix}.{each.name}", hints[each.name]
+        default = "" if each.default is MISSING or each.default is None else each.default
+        kinds = {hint, *get_args(hint)}
+        if hint is bool:
+            found.append(Option(name, "yes" if default else "no", "choice", ("yes", "no")))
+        elif get_origin(hint) is Literal or each.name in choices:
+            found.append(Option(name, str(default), "choice", choices.get(each.name, get_args(hint))))
+        elif kinds & {int, float} and get_origin(hint) is not tuple:
+            found.append(Option(name, f"{default:g}" if default != "" else "", "number"))
+    return found
+
+
+FIRST = (
+    Option("limit", "", "number"),
+    Option("max_new_tokens", str(MAX_NEW_TOKENS), "number"),
+    Option("concurrency", "1", "number"),
+)
+REST = {
+    "The model": [
+        Option("device", "auto", "text"),
+        Option("dtype", "auto", "choice", DTYPES),
+        Option("speed", "auto", "choice", get_args(Speed)),
+        Option("queue", DEFAULT_QUEUE, "text"),
+    ],
+    "The search and its drafts": options_of(TuningSettings, "settings"),
+    "Sampling": options_of(Sampling, "sampling"),
+}
+OPTIONS = {option.name: option for option in (*FIRST, *(each for group in REST.values() for each in group))}
+
+
+def _text(form: FormData, name: str) -> str:
+    value = form.get(name, "")
+    return value.strip() if isinstance(value, str) else ""
+
+
+def asked_values(form: FormData, stream: str) -> dict[str, Any]:
+    """Return a form as values of a `JobSubmission`; what is at its default is left out."""
+    values: dict[str, Any] = {"model": _text(form, "model"), "stream": {"name": stream}}
+    if task := _text(form, "task"):
+        values["task"] = task
+    for name, option in OPTIONS.items():
+        text = _text(form, name)
+        if text not in ("", option.value):
+            group, _, own = name.rpartition(".")
+            (values.setdefault(group, {}) if group else values)[own] = option.read(text)
+    return values
+
+
+def submit_form(app: State, form: FormData, data: bytes, file: str) -> tuple[Job, bool]:
+    """Submit the job of a form; returns it and whether it is new. `data` are the bytes of a file of that name, if any.
+
+    Raises: ValidationError: a value cannot be used. SwiftoptError: the stream cannot, or the database is away.
+    """
+    body = JobSubmission.model_validate(asked_values(form, file or _text(form, "stream")))
+    if file:
+        sha256, _ = api.keep_upload(app, data, body.task or PurePosixPath(file).stem)
+        body = body.model_copy(update={"task": None, "stream": StreamSource(upload=sha256)})
+    prompts, stream, task = api.prompts_of(app, body)
+    return app.board.submit(body.tune_request(stream, task), prompts, body.queue)
+
+
+def wrong_with(error: ValidationError | SwiftoptError) -> list[tuple[str, str]]:
+    """Return what is wrong with a form as (name of the field, sentence)."""
+    if isinstance(error, SwiftoptError):
+        return [("stream", str(error))]
+    found = []
+    for each in error.errors():
+        name = ".".join(str(part) for part in each["loc"][:2])
+        name = "stream" if name.startswith("stream") else name
+        found.append((name, explained([label(name)] if name else [], each["type"], each["msg"], each["input"])))
+    return found
+
+
+def form_values(app: State, form: FormData, wrong: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """Return what the form shows: what was typed, what was wrong with it, and names that are known."""
+    known = dict.fromkeys(engine.served.path for engine in app.engines.of.values())
+    with suppress(StoreError):  # names are a help only
+        known |= dict.fromkeys(app.store.model_names())
+    folders = app.settings.stream_folders
+    streams = sorted({str(path.relative_to(folder)) for folder in folders for path in folder.glob("*.jsonl")})
+    return {
+        "typed": {name: _text(form, name) for name in ("model", "task", "stream", *OPTIONS)},
+        "wrong": wrong,
+        "wrong_at": {name for name, _ in wrong},
+        "first": FIRST,
+        "rest": REST,
+        "opened": any(name not in ("", "model", "task", "stream", *(each.name for each in FIRST)) for name, _ in wrong),
+        "models": list(known)[:NAMES_OFFERED],
+        "streams": streams[:NAMES_OFFERED],
+        "has_folders": bool(folders),
+    }
+
+
+# --- routes
+
+PageNumber = Annotated[int, Query(alias="page", ge=1, le=LAST_PAGE)]
+
+
+@router.get("/jobs")
+async def jobs(
+    request: Request,
+    app: Shared,
+    visit: Visiting,
+    state: JobState | None = None,
+    at: PageNumber = 1,
+) -> Response:
+    """The jobs, the newest first, and the workers."""
+    return page(request, visit, "jobs.html", **await run_in_threadpool(list_values, app, state, at))
+
+
+@router.get("/live/jobs")
+async def jobs_live(
+    app: Shared,
+    visit: Visiting,
+    state: JobState | None = None,
+    at: PageNumber = 1,
+) -> Response:
+    """The same, as it changes."""
+
+    async def part() -> str:
+        return render("jobs_part.html", **await run_in_threadpool(list_values, app, state, at))
+
+    return live(part)
+
+
+@router.get("/jobs/new")
+async def new(request: Request, app: Shared, visit: Visiting) -> Response:
+    """The form for a new job; a query such as `?model=…&task=…` fills it."""
+    typed = FormData(dict(request.query_params))
+    return page(request, visit, "job_new.html", **await run_in_threadpool(form_values, app, typed, ()))
+
+
+@router.post("/jobs/new")
+async def submit(request: Request, app: Shared, visit: Sent) -> Response:
+    """Submit a job; the form again, with what is wrong, if it cannot be."""
+    form = await request.form()  # which was read for its token already
+    sent = form.get("file")
+    file, data = (sent.filename or "", await sent.read()) if isinstance(sent, UploadFile) else ("", b"")
+    try:
+        job, is_new = await run_in_threadpool(submit_form, app, form, data, file)
+    except StoreUnavailable:
+        raise
+    except (ValidationError, SwiftoptError) as error:
+        values = await run_in_threadpool(form_values, app, form, wrong_with(error))
+        return page(request, visit, "job_new.html", 422, **values)
+    return RedirectResponse(f"/jobs/{job.id}" + ("" if is_new else "?known=1"), 303)
+
+
+@router.get("/jobs/{job}")
+async def show(request: Request, app: Shared, visit: Visiting, job: JobId, known: bool = False) -> Response:
+    """One job; `known`: it was submitted again."""
+    values = await run_in_threadpool(job_values, app, job)
+    chosen, rest = asked_words(values["job"].request)
+    return page(request, visit, "job.html", **values, chosen=chosen, defaults=rest, known=known)
+
+
+@router.get("/live/jobs/{job}")
+async def show_live(app: Shared, visit: Visiting, job: JobId) -> Response:
+    """What of it changes."""
+
+    async def part() -> str:
+        return render("job_part.html", visit=visit, **await run_in_threadpool(job_values, app, job))
+
+    return live(part)
+
+
+@router.get("/jobs/{job}/outputs")
+def outputs(app: Shared, visit: Visiting, job: JobId) -> Response:
+    """The finished completions as a file: those of `GET /v1/jobs/ID/outputs`."""
+    return api.outputs(app, job)
+
+
+@router.get("/jobs/{job}/cancel")
+async def ask_cancel(request: Request, app: Shared, visit: Visiting, job: JobId) -> Response:
+    """Ask whether a job is to be cancelled."""
+    return page(request, visit, "job_cancel.html", job=await run_in_threadpool(app.board.get, job))
+
+
+@router.post("/jobs/{job}/{verb}")
+async def act(app: Shared, visit: Sent, job: JobId, verb: Verb) -> Response:
+    """Pause, resume, stop, cancel or retry a job."""
+    found = await run_in_threadpool(app.board.act, job, verb)
+    return RedirectResponse(f"/jobs/{found.id}", 303)
