@@ -56,7 +56,7 @@ def newest_events(session: Session, job: str, limit: int, type: str | None = Non
     return [to_record(JobEvent, row) for row in rows]
 
 
-class Standing(NamedTuple):
+class JobStanding(NamedTuple):
     """What a job's row says of its attempts beyond `Job`; seconds from now, by the database's clock.
 
     `lease_s`: until the lease runs out; `due_s`: until the attempt may be taken (negative: so long ago).
@@ -68,11 +68,11 @@ class Standing(NamedTuple):
     n_checkpoints: int
 
 
-def standings(session: Session, jobs: Sequence[str]) -> dict[str, Standing]:
+def standings(session: Session, jobs: Sequence[str]) -> dict[str, JobStanding]:
     """Return where jobs stand, by their ids."""
     left = (JobRow.lease_until - clock_s(), JobRow.due_at - clock_s())
     found = session.execute(select(JobRow.id, *left, JobRow.n_checkpoints).where(JobRow.id.in_(jobs)))
-    return {job: Standing(lease_s, due_s, n) for job, lease_s, due_s, n in found}
+    return {job: JobStanding(lease_s, due_s, n) for job, lease_s, due_s, n in found}
 
 
 def outputs(session: Session, job: str, limit: int | None = None) -> list[PromptFinished]:

@@ -37,7 +37,7 @@ from ...core.settings import AUTO, FORMATS, STORED, TuningSettings
 from ...core.types import Sampling
 from ...models.sources import DTYPES
 from ...optimizer.strategies import STRATEGIES
-from ...store.jobs import Standing
+from ...store.jobs import JobStanding
 from .. import jobs as api
 from ..jobs import JobId, JobSubmission, StreamSource
 from ..state import Shared, State
@@ -106,7 +106,7 @@ def state_shown(job: Job) -> str:
     return WANTED.get(job.wanted or "", job.state) if job.state == "running" else job.state
 
 
-def place_shown(job: Job, standing: Standing | None) -> str:
+def place_shown(job: Job, standing: JobStanding | None) -> str:
     """Return how long the attempt may go on without a sign of life, or what it waits for."""
     if standing is None:
         return "–"
@@ -121,7 +121,7 @@ def place_shown(job: Job, standing: Standing | None) -> str:
     return "–"
 
 
-def verbs_of(job: Job, standing: Standing | None) -> list[Verb]:
+def verbs_of(job: Job, standing: JobStanding | None) -> list[Verb]:
     """Return what can be done with a job in its state, as `store.transitions` has it."""
     runs, queued = job.state == "running", job.state == "queued"
     saved = standing is not None and standing.n_checkpoints > 0
