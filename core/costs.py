@@ -67,9 +67,9 @@ class CostProfile(Record):
             kept_mlp = self.n_layers - len(layer_set.skip_mlp)
             return self.fixed_s + self.head_s + kept_attn * self.attn_s + kept_mlp * self.mlp_s
         layers = range(self.n_layers)
-        attn = sum(self._part_s("attn", i, layer_set) for i in layers if i not in layer_set.skip_attn)
-        mlp = sum(self._part_s("mlp", i, layer_set) for i in layers if i not in layer_set.skip_mlp)
-        return self._rest_s(layer_set) + attn + mlp + self._part_s("head", 0, layer_set)
+        attn = sum(self.part_s("attn", i, layer_set) for i in layers if i not in layer_set.skip_attn)
+        mlp = sum(self.part_s("mlp", i, layer_set) for i in layers if i not in layer_set.skip_mlp)
+        return self._rest_s(layer_set) + attn + mlp + self.part_s("head", 0, layer_set)
 
     def _rest_s(self, layer_set: LayerSet) -> float:
         """The rest of a pass, of the format where it is largest: what is left over depends on what runs beside it.
@@ -79,7 +79,8 @@ class CostProfile(Record):
         names = {layer_set.format_of("attn"), layer_set.format_of("mlp")}
         return max(self.fixed_s if name is None else self.formats[name].fixed_s for name in names)
 
-    def _part_s(self, kind: Literal["attn", "mlp", "head"], layer: int, layer_set: LayerSet) -> float:
+    def part_s(self, kind: Literal["attn", "mlp", "head"], layer: int, layer_set: LayerSet) -> float:
+        """Seconds of one part of a draft in the format that the set runs it in; KeyError where that is `missing`."""
         name = layer_set.format_of(kind, layer)
         costs = self if name is None else self.formats[name]
         return {"attn": costs.attn_s, "mlp": costs.mlp_s, "head": costs.head_s}[kind]

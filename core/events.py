@@ -207,7 +207,12 @@ _NAMES = {kind: name for name, kind in TYPES.items()}
 
 def event_type(event: Event) -> str:
     """Return the event's name: prompt_finished, trials_done ..."""
-    return _NAMES[type(event)]
+    return event_type_of(type(event))
+
+
+def event_type_of(kind: type[Event]) -> str:
+    """Return the name of that kind of events."""
+    return _NAMES[kind]
 
 
 def event_from_json(name: str, values: Mapping[str, Any]) -> Event:

@@ -558,3 +558,44 @@ class FoundPlan(Record):
     version: int
     alias: str | None
     fallback: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanVersion:
+    """A stored plan among the versions of its model and task.
+
+    `names` are the model's, the shortest first, its fingerprint last where it is known. `best_for` lists the device,
+    dtype and time since which the alias `best` means this version there. `created_at` None: the time is not stored.
+    """
+
+    names: tuple[str, ...]
+    fingerprint: str | None
+    task: str
+    version: int
+    plan: Plan
+    created_at: str | None
+    best_for: tuple[tuple[str | None, str | None, str], ...] = ()
+
+    @property
+    def model(self) -> str:
+        """Return the name to look it up by."""
+        return self.names[0]
+
+    @property
+    def own_set(self) -> LayerSetRecord | None:
+        """Return the layer set that the plan was stored with; None where it took one over, or needs none."""
+        record = self.plan.layer_set
+        mine = record is not None and (record.version, record.task) == (self.version, self.task)
+        return record if mine else None
+
+
+@dataclass(frozen=True, slots=True)
+class AliasMove:
+    """An alias has come to mean a version; `taken_back` by a later rollback, or itself what such a rollback did."""
+
+    version: int
+    device: str | None
+    dtype: str | None
+    created_at: str
+    is_rollback: bool
+    taken_back: bool

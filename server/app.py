@@ -25,7 +25,7 @@ from ..core.requests import ServedModel
 from ..store import Store
 from ..worker.queue import JobService, RedisQueue
 from ..worker.reconciler import Reconciler
-from .dashboard import jobs, overview
+from .dashboard import jobs, overview, plans, searches
 from .dashboard import router as dashboard
 from .engines import Engines
 from .lookups import Answers, find_plan
@@ -49,7 +49,7 @@ def create_app(
     """Return an app over the store; `queue` None: no Redis, so jobs only wait; `engines` live as long as the app."""
     settings, engines = settings or ServerSettings(), engines or Engines()
     app = bare_app()
-    for router in (dashboard, overview.router, jobs.router):
+    for router in (dashboard, overview.router, plans.router, searches.router, jobs.router):
         app.include_router(router)
     app.state.swiftopt = State(store, board, queue, settings, engines, RateLimit(settings.tokens_per_min, counted=True))
     app.state.answers = Answers(partial(find_plan, store))

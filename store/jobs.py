@@ -5,19 +5,21 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from typing import Any, NamedTuple, cast, get_args
 
 from sqlalchemy import ColumnElement, and_, func, select
 from sqlalchemy.orm import Session
 
 from ..core.errors import LayerSetError, NotFound, StoreError
-from ..core.events import Event, JobState, PromptFinished, event_from_json, event_type
+from ..core.events import Event, JobState, PromptFinished, TaskFinished, event_from_json, event_type, event_type_of
 from ..core.jobs import STATES, Job, JobEvent, JobKind, Lease
 from ..core.types import Completion, LayerSetRecord, now
 from .database import clock_s, insert
 from .rows import layer_set_record, to_record
 from .tables import CounterRow, EventRow, JobRow, LayerSetRow, OutputRow, StreamRow
 
+MOST_HELD_OUT = 64  # turns of prompts behind a verdict that are shown
 KINDS: tuple[JobKind, ...] = get_args(JobKind)
 
 
@@ -85,6 +87,25 @@ def outputs(session: Session, job: str, limit: int | None = None) -> list[Prompt
     rows = session.scalars(query.order_by(OutputRow.place, EventRow.id).limit(limit))
     found = [event_from_json(row.type, row.data) for row in rows]
     return [event for event in found if isinstance(event, PromptFinished)]
+
+
+def evidence(session: Session, job: str, task: str) -> tuple[TaskFinished | None, list[PromptFinished]]:
+    """Return how a job's task ended, and its latest held-out prompts (at most `MOST_HELD_OUT`), in their order.
+
+    Raises: StoreError: an event was changed by hand.
+    """
+    ends = select(EventRow).where(EventRow.job_id == job, EventRow.type == event_type_of(TaskFinished))
+    found = [(row.id, event_from_json(row.type, row.data)) for row in session.scalars(ends.order_by(EventRow.id))]
+    mine = [(at, end) for at, end in found if isinstance(end, TaskFinished) and end.task == task]
+    if not mine:
+        return None, []
+    at, finished = mine[-1]
+    # A task's held-out prompts are decoded last, right before its end.
+    before = select(EventRow).where(EventRow.job_id == job, EventRow.type == event_type_of(PromptFinished))
+    rows = session.scalars(before.where(EventRow.id < at).order_by(EventRow.id.desc()).limit(MOST_HELD_OUT))
+    prompts = [event for row in rows if isinstance(event := event_from_json(row.type, row.data), PromptFinished)]
+    held_out = takewhile(lambda event: event.held_out and event.prompt.task == task, prompts)
+    return finished, list(held_out)[::-1]
 
 
 def states(session: Session) -> dict[str, int]:

@@ -66,11 +66,17 @@ def by_fingerprint(session: Session, fingerprint: str) -> ModelRow | None:
 
 def list_models(session: Session) -> list[ModelInfo]:
     """Return the models that were loaded, oldest first; one known only from an imported set has no fingerprint yet."""
-    names: dict[int, list[str]] = {}
-    for name in session.scalars(select(NameRow)):
-        names.setdefault(name.model_id, []).append(name.name)
+    names = names_of(session)
     found = session.scalars(select(ModelRow).where(ModelRow.fingerprint.is_not(None)).order_by(ModelRow.id))
     return [to_record(ModelInfo, row, names=tuple(sorted(names.get(row.id, [])))) for row in found]
+
+
+def names_of(session: Session) -> dict[int, list[str]]:
+    """Return the names of every model, the shortest first."""
+    names: dict[int, list[str]] = {}
+    for name in sorted(session.scalars(select(NameRow)), key=lambda row: (len(row.name), row.name)):
+        names.setdefault(name.model_id, []).append(name.name)
+    return names
 
 
 def list_names(session: Session) -> list[str]:

@@ -6,14 +6,26 @@ Alias moves are only ever added, so that each can be undone.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 from sqlalchemy import bindparam, select
 from sqlalchemy.orm import Session, aliased, undefer
 
-from ..core.errors import LayerSetNotFound, StoreError
+from ..core.errors import LayerSetError, LayerSetNotFound, StoreError
 from ..core.prompt_states import KnownSet, unpacked
-from ..core.types import AS_FOUND, DEFAULT_TASK, FoundPlan, LayerSetRecord, Plan, now
-from .names import find_model, known_model, lock, model_for, newest, next_version, of
+from ..core.types import (
+    AS_FOUND,
+    DEFAULT_TASK,
+    AliasMove,
+    FoundPlan,
+    LayerSetRecord,
+    Plan,
+    PlanVersion,
+    now,
+)
+from .names import find_model, known_model, lock, model_for, names_of, newest, next_version, of
 from .results import find_row
 from .rows import found_plan, layer_set_record, layer_set_row, to_row
 from .tables import JobRow, LayerSetRow, ModelRow, MoveRow, NameRow, PlanRow
@@ -157,6 +169,41 @@ def plan_of(session: Session, model: str, task: str, version: int) -> PlanRow:
     raise LayerSetNotFound(f"{model}/{task} has no version {version}: stored are {_listed(stored)}")
 
 
+def plan_versions(session: Session, model: str | None = None, task: str | None = None) -> list[PlanVersion]:
+    """Return the versions of a model (name or fingerprint), a task, both or all, newest first.
+
+    Left out are rows that were changed by hand, and models that nothing finds any more.
+    """
+    rows = session.scalars(newest(session, PlanRow, model, task)).unique().all()
+    names, moves = names_of(session), session.scalars(newest(session, MoveRow, model, task)).all()
+    made_at = {move.plan_id: move.created_at for move in moves}  # newest first: the first move of each remains
+    best = _best_for(moves)
+    found = []
+    for row in rows:
+        known = (*names.get(row.model_id, ()), *filter(None, [row.owner.fingerprint]))
+        if not known:
+            continue
+        with suppress(LayerSetError, TypeError):
+            plan = found_plan(row).plan
+            made = PlanVersion(known, row.owner.fingerprint, row.task, row.version, plan, None, best.get(row.id, ()))
+            created_at = made_at.get(row.id) if made.own_set is None else made.own_set.created_at
+            found.append(replace(made, created_at=created_at))
+    return found
+
+
+def _best_for(moves: Sequence[MoveRow]) -> dict[int, tuple[tuple[str | None, str | None, str], ...]]:
+    """Return by plan where and since when `best` means it; `moves` newest first."""
+    undone = {move.undoes_id for move in moves}
+    found: dict[int, tuple[tuple[str | None, str | None, str], ...]] = {}
+    seen = set()
+    for move in moves:
+        where = (move.model_id, move.task, move.device, move.dtype)
+        if move.alias == "best" and move.undoes_id is None and move.id not in undone and where not in seen:
+            seen.add(where)
+            found[move.plan_id] = (*found.get(move.plan_id, ()), (move.device, move.dtype, move.created_at))
+    return found
+
+
 # --- aliases ---
 
 
@@ -205,6 +252,23 @@ def rollback(session: Session, model: str, task: str, alias: str = "best") -> Fo
     last, before = moves[0], moves[1]
     session.add(_move_row(before.plan, alias, undoes=last))
     return found_plan(before.plan, alias)
+
+
+def alias_moves(session: Session, model: str, task: str, alias: str = "best") -> list[AliasMove]:
+    """Return what the alias has come to mean, newest first."""
+    moves = session.scalars(newest(session, MoveRow, model, task).where(MoveRow.alias == alias)).all()
+    undone = {each.undoes_id for each in moves}
+    return [
+        AliasMove(
+            version=each.plan.version,
+            device=each.device,
+            dtype=each.dtype,
+            created_at=each.created_at,
+            is_rollback=each.undoes_id is not None,
+            taken_back=each.id in undone,
+        )
+        for each in moves
+    ]
 
 
 def move(session: Session, plan: PlanRow, alias: str) -> FoundPlan:

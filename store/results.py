@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from sqlalchemy import delete, select
+from sqlalchemy import Text, cast, delete, exists, func, select
 from sqlalchemy.orm import Session
 
 from ..core.costs import CostProfile
 from ..core.errors import LayerSetError, LearnedNotFound, StoreError
-from ..core.types import DEFAULT_TASK, LearnedKind, LearnedRecord, Trial, now
+from ..core.types import DEFAULT_TASK, LayerSet, LearnedKind, LearnedRecord, Trial, now
 from . import rows
 from .names import by_fingerprint, known_model, lock, newest, next_version, of
-from .tables import ComparisonRow, CostProfileRow, LearnedRow, TrialRow, WeightsRow
+from .tables import ComparisonRow, CostProfileRow, JobRow, LearnedRow, TrialRow, WeightsRow
 
 COMPARISON = ("id", "model", "task", "device", "dtype", "created_at", "report")
 
@@ -155,6 +156,92 @@ def find_cost_profile(
     )
     row = session.scalars(query.order_by(CostProfileRow.id.desc())).first()
     return rows.cost_profile(row) if row is not None else None
+
+
+def list_cost_profiles(session: Session, fingerprint: str) -> list[CostProfile]:
+    """Return all measured costs of a model, newest first."""
+    query = select(CostProfileRow).where(CostProfileRow.fingerprint == fingerprint)
+    return [rows.cost_profile(row) for row in session.scalars(query.order_by(CostProfileRow.id.desc()))]
+
+
+class Tried(NamedTuple):
+    """A trial's figures; its layer set as the database has it, to be read only where it is wanted.
+
+    A page shows few of 10,000 trials: to make records of all takes several times as long as to read them so.
+    """
+
+    step: int
+    origin: str
+    matchness: float
+    score: float
+    adopted: bool
+    seconds: float
+    n_layers: int
+    skip_attn: str
+    skip_mlp: str
+    quantised: str | None
+
+    @property
+    def key(self) -> tuple[str, str, str | None]:
+        """Return what is equal for equal layer sets."""
+        return self.skip_attn, self.skip_mlp, self.quantised
+
+    @property
+    def layer_set(self) -> LayerSet:
+        """Return the layer set.
+
+        Raises: StoreError: the trial was changed by hand.
+        """
+        try:
+            attn, mlp = (frozenset(json.loads(text)) for text in (self.skip_attn, self.skip_mlp))
+            return LayerSet(self.n_layers, attn, mlp, tuple((json.loads(self.quantised or "null") or {}).items()))
+        except (LayerSetError, TypeError, ValueError, AttributeError) as error:
+            raise StoreError(f"trial {self.step} cannot be read ({error}): it was changed by hand") from error
+
+
+def list_tried(session: Session, job: str, task: str) -> list[Tried]:
+    """Return a job's trials for a task in step order, with their figures alone."""
+    table = TrialRow.__table__.c  # not the row's attributes: the mapper would take as long as the database
+    texts = ("skip_attn", "skip_mlp", "quantised")
+    columns = [cast(table[name], Text) if name in texts else table[name] for name in Tried._fields]
+    mine = table.job_id == job, table.task == task
+    return list(map(Tried._make, session.execute(select(*columns).where(*mine).order_by(table.step))))
+
+
+class StoredSearch(NamedTuple):
+    """The search of a job's task, in figures."""
+
+    job: str
+    state: str
+    model: str
+    created_at: str
+    task: str
+    n_trials: int
+    best_score: float
+    best_matchness: float
+
+
+def list_searches(session: Session, job: str | None = None, limit: int = 100) -> list[StoredSearch]:
+    """Return the searches of the newest jobs that have trials, or of one job."""
+    query = select(JobRow.id, JobRow.state, JobRow.request, JobRow.created_at)
+    wanted = exists().where(TrialRow.job_id == JobRow.id) if job is None else JobRow.id == job
+    jobs = session.execute(query.where(wanted).order_by(JobRow.created_at.desc(), JobRow.id).limit(limit)).all()
+    sums = select(
+        TrialRow.job_id, TrialRow.task, func.count(), func.max(TrialRow.score), func.max(TrialRow.matchness)
+    ).where(TrialRow.job_id.in_([row.id for row in jobs]))
+    of_job: dict[str, list[Any]] = {}
+    for owner, *figures in session.execute(sums.group_by(TrialRow.job_id, TrialRow.task).order_by(TrialRow.task)):
+        of_job.setdefault(owner, []).append(figures)
+    return [
+        StoredSearch(row.id, row.state, _model_of(row.request), row.created_at, *figures)
+        for row in jobs
+        for figures in of_job.get(row.id, [])
+    ]
+
+
+def _model_of(request: object) -> str:
+    """Return the model that a job's request names; nothing where the request was changed by hand."""
+    return str(request.get("model", "")) if isinstance(request, Mapping) else ""
 
 
 def list_trials(session: Session, job: str, task: str) -> list[Trial]:

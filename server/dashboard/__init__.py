@@ -35,7 +35,13 @@ from ..state import LOGINS_PER_MIN, Shared, state_of
 
 HERE = Path(__file__).parent
 STATIC = {path.name: path for path in (HERE / "static").iterdir()}
-PAGES = (("/", "Overview"), ("/jobs", "Jobs"), ("/traffic", "Traffic"))
+PAGES = (
+    ("/", "Overview"),
+    ("/plans", "Plans"),
+    ("/searches", "Searches"),
+    ("/jobs", "Jobs"),
+    ("/traffic", "Traffic"),
+)
 COOKIE = "swiftopt_session"
 SESSION_S = 12 * 3600  # that a log-in holds
 LIVE_S = 2.0  # between two looks at what a page shows
@@ -162,7 +168,8 @@ class PageRoute(APIRoute):
 
 async def _refusing(request: Request, refused: Refused) -> Response:
     if refused.status_code == 401 and request.method == "GET" and not request.url.path.startswith("/live/"):
-        return RedirectResponse(f"/login?next={quote(request.url.path)}", 303)
+        asked = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        return RedirectResponse(f"/login?next={quote(asked)}", 303)
     visit = None
     app = await state_of(request)
     if (found := _going_on(app.settings.keys, request.cookies.get(COOKIE, ""))) is not None:

@@ -14,13 +14,19 @@ import pytest
 from api import Served, serving
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, sync_playwright
+from searched import fill, searching, trials
 from tiny_files import save
 
+from swiftopt.core.events import TrialsDone
+from swiftopt.core.types import LayerSet, LayerSetRecord
 from swiftopt.server.dashboard import PAGES
+from swiftopt.store import Store
 
 CHROMIUM = shutil.which("chromium")
 WIDTHS = (360, 1280, 1920)
 START_S = 60
+OF_PLANS = "/plans/task?model=m&task=code"  # what `fill` stores
+COMPARED = "/plans/compare?model=m&task=code&left=1&right=2"
 NASTY = ("<img src=x onerror=alert(1)>", "a'b\"c&amp;", "\u05e9\u05dc\u05d5\u05dd", "x" * 500)  # names of tasks
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="this machine has no Chromium: `make browser` installs it")
@@ -35,6 +41,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     (where / "streams" / "words.jsonl").write_text("\n".join(lines))
     options = ["--model", f"tiny={save(where / 'tiny')}", "--rate", "0", "--threads", "1"]
     options += ["--stream-folder", str(where / "streams")]
+    with Store.open(str(where / "a.db")) as store:
+        fill(store)
     with serving(str(where / "a.db"), where / "log", *options) as served:
         until = time.monotonic() + START_S
         while served.client.get("/health").status_code != 200:
@@ -79,7 +87,7 @@ class Tab:
             assert not self.wrong, self.wrong
 
 
-ADDRESSES = [*(address for address, _ in PAGES), "/jobs/new"]
+ADDRESSES = [*(address for address, _ in PAGES), "/jobs/new", OF_PLANS, COMPARED]
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
@@ -213,3 +221,51 @@ def test_open_page_says_that_the_database_is_away_and_goes_on_with_it(browser: B
                 database.execute(f"ALTER TABLE {there} RENAME TO {named}")
             shown = "[role=alert]" if named == "gone" else "text=There is no job yet"
             tab.page.wait_for_selector(shown, timeout=10_000)
+
+
+# --- plans and searches
+
+
+def test_version_is_chosen_compared_promoted_and_rolled_back(browser: Browser, server: Served) -> None:
+    with Tab(browser, server) as tab:
+        tab.page.goto("/plans")
+        tab.page.get_by_role("link", name="code", exact=True).first.click()
+        tab.page.get_by_role("link", name="1", exact=True).click()
+        tab.page.get_by_role("button", name="Compare").click()
+        assert tab.page.get_by_role("img", name="Layer map of version").count() == 2
+        tab.page.go_back()
+        tab.page.get_by_role("button", name="Make version 1 the best one").click()
+        assert tab.page.get_by_role("status").inner_text() == "This version is the best one now."
+        with tab.page.expect_download() as download:
+            tab.page.get_by_role("link", name="Export the layer set").click()
+        assert download.value.suggested_filename == "layer-set-v1.json"
+        tab.page.get_by_role("button", name="Roll back to version 2").click()
+        assert tab.page.get_by_role("heading", name="Version 2, the best one").is_visible()
+
+
+def test_served_task_is_pinned_and_judged_again(browser: Browser, server: Served) -> None:
+    with Store.open(str(server.log.parent / "a.db")) as store:
+        store.add_layer_set(LayerSetRecord("tiny", "pinned", LayerSet(4, frozenset({1}))))
+    ask(server, "pinned")
+    with Tab(browser, server, java_script_enabled=False) as tab:
+        tab.page.goto("/plans/task?model=tiny&task=pinned")
+        tab.page.get_by_role("button", name="Pin plain decoding").click()
+        assert "In use: plain (pinned)" in tab.page.locator("main").inner_text()
+        tab.page.get_by_role("button", name="Let it be judged").click()
+        assert "(pinned)" not in tab.page.locator("main").inner_text()
+
+
+def test_search_follows_its_job(browser: Browser, server: Served) -> None:
+    with Store.open(str(server.log.parent / "a.db")) as store:
+        lease = searching(store, 20)
+        with Tab(browser, server) as tab:
+            tab.page.goto(f"/searches/{lease.job}")
+            for width in WIDTHS:
+                tab.page.set_viewport_size({"width": width, "height": 900})
+                assert tab.page.evaluate("document.documentElement.scrollWidth") <= width
+            found = Axe().run(tab.page).response["violations"]
+            assert not [rule["id"] for rule in found if rule["impact"] in ("serious", "critical")]
+            store.jobs.checkpoint(lease, 2, [TrialsDone("code", tuple(trials(5, start=20)))], {})
+            tab.page.wait_for_selector(".figures dd:text-is('25')", timeout=10_000)
+            store.jobs.end(lease, "succeeded")
+            tab.page.wait_for_selector(".figures dd:text-is('succeeded')", timeout=10_000)

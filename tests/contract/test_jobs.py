@@ -361,3 +361,15 @@ def test_jobs_are_listed_with_their_own_sets_and_outputs(jobs: Jobs) -> None:
         (1, 0),
         (0, 1),
     ]
+
+
+def test_evidence_of_a_task_is_its_end_and_the_held_out_prompts_before_it(jobs: Jobs) -> None:
+    lease = running(jobs)
+    assert jobs.evidence(lease.job, "t") == (None, [])
+    held_out = [finished(place, f"p{place}", held_out=True) for place in (3, 4)]
+    jobs.checkpoint(lease, 1, [finished(0, held_out=True), finished(1), *held_out], None)
+    stored = jobs.finish_task(lease, 2, task_finished(lease.job), "swift", "always", {})
+    found, prompts = jobs.evidence(lease.job, "t")
+    assert found is not None and (found.verdict, found.record) == (stored.verdict, stored.record)
+    assert [event.prompt.id for event in prompts] == ["p3", "p4"], "not those of an earlier verdict"
+    assert jobs.evidence(lease.job, "other") == (None, [])

@@ -103,6 +103,39 @@ def test_plan_is_the_best_of_its_own_device_and_dtype(store: Store) -> None:
     assert store.lookup("smol", "code", "cpu", "bfloat16").fallback == "tuned on cpu float32"
 
 
+def test_versions_say_what_they_are_and_where_they_are_the_best(store: Store) -> None:
+    first = store.add_layer_set(dataclasses.replace(TUNED, created_at="2026-11-21T00:00:00Z"))
+    store.add_plan("smol", "code", dataclasses.replace(SPD, layer_set=first))
+    store.add_plan("smol", "code", dataclasses.replace(SPD, device="cpu"))
+    store.add_plan("smol", "code", SPD, promote=False)
+    store.add_plan("smol", "notes", SPD, promote=False)
+    store.rollback("smol", "code")
+    found = store.plan_versions(MODEL.fingerprint, "code")
+    assert [each.version for each in found] == [4, 3, 2, 1]
+    assert all((each.model, each.names) == ("smol", ("smol", "org/smol", MODEL.fingerprint)) for each in found)
+    assert [each.plan for each in found] == [store.plan("smol", "code", each.version).plan for each in found]
+    assert [[where[:2] for where in each.best_for] for each in found] == [[], [], [("NVIDIA H200", "bfloat16")], []]
+    assert found[3].created_at == "2026-11-21T00:00:00Z" and found[0].created_at is None
+    assert found[3].own_set == first and found[2].own_set is None, "a plan may take over another version's set"
+    assert [each.task for each in store.plan_versions()] == ["notes", "code", "code", "code", "code"]
+    assert store.plan_versions("nobody") == []
+
+
+def test_moves_of_an_alias_are_listed_with_what_was_taken_back(store: Store) -> None:
+    for _ in range(3):
+        store.add_plan("smol", "code", SPD)
+    store.rollback("smol", "code")
+    moves = store.alias_moves("smol", "code")
+    assert [(move.version, move.is_rollback, move.taken_back) for move in moves] == [
+        (2, True, False),
+        (3, False, True),
+        (2, False, False),
+        (1, False, False),
+    ]
+    assert {(move.device, move.dtype) for move in moves} == {("NVIDIA H200", "bfloat16")}
+    assert store.alias_moves("smol", "notes") == []
+
+
 def test_layer_set_of_a_plan_is_that_which_it_decodes_with(store: Store) -> None:
     stored = store.add_layer_set(dataclasses.replace(SET, task="default"))
     store.add_plan("smol", "code", dataclasses.replace(SPD, method="self-sd", layer_set=stored))

@@ -386,6 +386,7 @@ def test_cost_profile_is_replaced_by_a_newer_one_of_the_same_key(store: Store) -
     store.save_cost_profile(newer)
     assert store.cost_profile("f", H200, "bfloat16", 2048) == newer
     assert store.cost_profile("f", A100, "bfloat16", 2048) is None
+    assert store.cost_profiles("f") == [newer, longer] and store.cost_profiles("g") == []
 
 
 def test_trials_come_back_in_step_order_and_unchanged(store: Store) -> None:
@@ -397,6 +398,21 @@ def test_trials_come_back_in_step_order_and_unchanged(store: Store) -> None:
     jobs.checkpoint(other, 1, [TrialsDone("a", (trial(6),))], None)
     assert store.trials(mine.job, "a") == [trial(0), adopted, trial(2)]
     assert store.trials(mine.job, "c") == []
+
+
+def test_figures_of_trials_are_read_without_their_sets_and_summed_up_per_search(store: Store) -> None:
+    lease, other = (store.jobs.begin_here(JobSpec("tune", None), "here").lease for _ in range(2))
+    same = dataclasses.replace(trial(1), step=3, score=2.5, adopted=True)
+    stored = [trial(0), trial(1), same]
+    store.jobs.checkpoint(lease, 1, [TrialsDone("a", tuple(stored)), TrialsDone("b", (trial(5),))], None)
+    store.jobs.checkpoint(other, 1, [TrialsDone("a", (trial(6),))], None)
+    tried = store.tried(lease.job, "a")
+    for name in ("step", "origin", "matchness", "score", "adopted", "seconds", "layer_set"):
+        assert [getattr(each, name) for each in tried] == [getattr(each, name) for each in stored]
+    assert tried[1].key == tried[2].key != tried[0].key
+    sums = {(each.job, each.task): (each.n_trials, each.best_score) for each in store.searches()}
+    assert sums == {(lease.job, "a"): (3, 2.5), (lease.job, "b"): (1, 1 / 3), (other.job, "a"): (1, 1 / 3)}
+    assert [each.task for each in store.searches(lease.job)] == ["a", "b"] and store.searches("none") == []
 
 
 def test_local_job_has_an_id_of_12_hexadecimal_digits_and_its_first_end_stands(store: Store) -> None:

@@ -1,0 +1,462 @@
+"""The pages of plans: per model and task the versions, their layer maps and evidence, and which of them is in use."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+from urllib.parse import urlencode
+
+from fastapi import Form, Query, Request
+from markupsafe import Markup, escape
+from pydantic import StringConstraints
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import RedirectResponse, Response
+
+from ...core.errors import EngineGone, StoreError
+from ...core.events import TaskFinished
+from ...core.traffic import ModelTuning, TaskTuning, Way
+from ...core.types import AliasMove, LayerSet, PlanVersion, SubLayer
+from ...store import Store
+from ..engines import EngineProcess
+from ..problems import Refused
+from ..state import Depth, Shared, State
+from . import Sent, Visiting, live, number, page, pages, render, templates
+
+Name = Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\x00-\x1f\x7f]+$")]
+
+CELL, LABEL, ROW, RULER = 20, 68, 24, 16  # of a layer map, in its own units
+PER_BLOCK = 32  # layers side by side
+KINDS: tuple[tuple[Literal["attn", "mlp"], str], ...] = (("attn", "attention"), ("mlp", "MLP"))
+MARKS = {"int8": "M{x} {m}h10", "int4": "M{x} {a}h10M{x} {b}h10", "skipped": "M{x} {t}l10 10m0 -10l-10 10"}  # in cells
+STATES = ("kept", "int8", "int4", "skipped")  # of a sub-layer, as the style sheet and the legend name them
+
+SAID = {"promoted": "This version is the best one now.", "rolled-back": "The last choice was taken back."}
+PINNED = {"plain": "Plain decoding is pinned.", "best": "Drafts are pinned.", "judged": "Its requests judge it again."}
+
+router = pages()
+
+
+# --- layer maps
+
+
+def state_of_part(layer_set: LayerSet, kind: Literal["attn", "mlp"], layer: int) -> str:
+    """Return how the draft runs a sub-layer: "kept", "skipped", or the format of its weights, such as "int4-64"."""
+    return "skipped" if layer_set.skips(kind, layer) else layer_set.format_of(kind, layer) or "kept"
+
+
+def spans(layers: Iterable[int]) -> str:
+    """Return numbers in words: 1–3, 7."""
+    found: list[list[int]] = []
+    for layer in sorted(layers):
+        if found and found[-1][1] == layer - 1:
+            found[-1][1] = layer
+        else:
+            found.append([layer, layer])
+    return ", ".join(str(low) if low == high else f"{low}–{high}" for low, high in found)
+
+
+def map_words(layer_set: LayerSet) -> str:
+    """Return a layer map as sentences."""
+    sentences = []
+    for kind, name in KINDS:
+        by_state: dict[str, list[int]] = {}
+        for layer in range(layer_set.n_layers):
+            by_state.setdefault(state_of_part(layer_set, kind, layer), []).append(layer)
+        parts = [
+            f"{state} in {'all layers' if len(layers) == layer_set.n_layers else spans(layers)}"
+            for state, layers in sorted(by_state.items(), key=lambda pair: len(pair[1]))
+        ]
+        sentences.append(f"{name[0].upper()}{name[1:]}: {'; '.join(parts)}.")
+    return f"{' '.join(sentences)} Head: {layer_set.format_of('head') or 'kept'}."
+
+
+def differing(first: LayerSet, second: LayerSet) -> list[SubLayer]:
+    """Return the sub-layers that two sets treat differently; of models of different depth those of the shallower."""
+    n_layers = min(first.n_layers, second.n_layers)
+    return [
+        (kind, i)
+        for kind, _ in KINDS
+        for i in range(n_layers)
+        if state_of_part(first, kind, i) != state_of_part(second, kind, i)
+    ]
+
+
+def layer_map(layer_set: LayerSet, title: str, marked: Collection[SubLayer] = ()) -> Markup:
+    """Draw attention and MLP by depth as SVG: kept, int8, int4 or skipped, by colour and by the mark in the cell.
+
+    The cells of a state are one path, so that a map is a few elements whatever the depth. `marked` ones get a frame.
+    """
+    layers, n_layers = range(layer_set.n_layers), layer_set.n_layers
+    width = max(LABEL + CELL * min(n_layers, PER_BLOCK) + 2, 512)
+    block = RULER + ROW * len(KINDS) + 4
+    n_blocks = -(-n_layers // PER_BLOCK)
+    cells: dict[str, list[str]] = {state: [] for state in STATES}
+    marks: dict[str, list[str]] = {state: [] for state in MARKS}
+    frames, texts = [], []
+    for i in layers:
+        x, top = LABEL + CELL * (i % PER_BLOCK), block * (i // PER_BLOCK)
+        if i % 5 == 0 or n_layers <= 12:
+            texts.append(f'<text x="{x + 9}" y="{top + 11}" text-anchor="middle">{i}</text>')
+        for row, (kind, name) in enumerate(KINDS):
+            y = top + RULER + ROW * row
+            state = state_of_part(layer_set, kind, i).partition("-")[0]
+            cells[state].append(f"M{x} {y}h18v20h-18z")
+            marks.get(state, []).append(_mark(state, x, y))
+            if (kind, i) in marked:
+                frames.append(f"M{x - 1} {y - 1}h20v22h-20z")
+            if i % PER_BLOCK == 0:
+                texts.append(f'<text x="0" y="{y + 14}">{name}</text>')
+    key_y, key_x = block * n_blocks + 6, LABEL
+    for state in STATES:
+        if cells[state]:
+            cells[state].append(f"M{key_x} {key_y}h18v20h-18z")
+            marks.get(state, []).append(_mark(state, key_x, key_y))
+            texts.append(f'<text x="{key_x + 24}" y="{key_y + 14}">{state}</text>')
+            key_x += 84
+    drawn = "".join(f'<path class="{state}" d="{"".join(paths)}"/>' for state, paths in cells.items() if paths)
+    drawn += "".join(f'<path class="mark on-{state}" d="{"".join(paths)}"/>' for state, paths in marks.items() if paths)
+    drawn += "".join(texts)
+    if frames:
+        drawn += f'<path class="differs" d="{"".join(frames)}"/>'
+    height = key_y + 22
+    return Markup(
+        f'<svg class="map" role="img" viewBox="-1 0 {width} {height}" width="{width}" height="{height}">'
+        f"<title>{escape(title)}</title><desc>{escape(map_words(layer_set))}</desc>{drawn}</svg>"
+    )
+
+
+def _mark(state: str, x: int, y: int) -> str:
+    return MARKS.get(state, "").format(x=x + 4, t=y + 5, m=y + 10, a=y + 7, b=y + 13)
+
+
+# --- what the pages show
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedText:
+    """A text that a verdict is made of: tokens and seconds plainly and with drafts, None where they are not stored."""
+
+    name: str
+    plain: tuple[int, float]
+    drafted: tuple[int, float] | None
+    text: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """Return seconds per token plainly / with drafts."""
+        if self.drafted is None:
+            return None
+        spent = self.plain[0] * self.drafted[1]
+        return self.drafted[0] * self.plain[1] / spent if spent else None
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What a version was judged on, as far as it is stored; `words` say what that is.
+
+    `finished` is the end of the job that made it; `compared` are the rows of the comparison that did.
+    """
+
+    words: str
+    judged: Sequence[JudgedText] = ()
+    finished: TaskFinished | None = None
+    compared: Sequence[dict[str, Any]] = ()
+
+
+def evidence_of(store: Store, found: PlanVersion) -> Evidence:
+    """Return what a version was judged on."""
+    own = found.own_set
+    if own is None:
+        return _compared(store, found)
+    pairs = [((n, plain_s), (m, drafted_s)) for n, plain_s, m, drafted_s in own.evidence]
+    if own.job is None:
+        words = "Served requests: plain and drafted rounds of each." if pairs else "No pairs of timings are stored."
+        return Evidence(words, [JudgedText(f"request {i}", *pair) for i, pair in enumerate(pairs, 1)])
+    finished, held_out = store.jobs.evidence(own.job, found.task)
+    reason = "no verdict is stored" if finished is None else finished.verdict.reason or "no reason is stored"
+    texts = [(event.prompt.id, event.completion.text) for event in held_out]
+    if not pairs:  # of a version before they were stored; the plain halves are the job's output
+        runs = [(event.completion.n_tokens, event.completion.timings.total_s) for event in held_out]
+        judged = [JudgedText(name, run, None, text) for run, (name, text) in zip(runs, texts, strict=True)]
+    elif len(texts) == len(pairs):
+        judged = [JudgedText(name, *pair, text) for pair, (name, text) in zip(pairs, texts, strict=True)]
+    else:
+        judged = [JudgedText(f"text {i}", *pair) for i, pair in enumerate(pairs, 1)]
+    return Evidence(f"Job {own.job}, on held-out prompts: {reason}.", judged, finished)
+
+
+def _compared(store: Store, found: PlanVersion) -> Evidence:
+    """Return the comparison that made a version."""
+    for row in store.comparisons(found.model, found.task, 100):
+        plan = row["report"].get("plan") or {}
+        if plan.get("version") == found.version:
+            words = f"A comparison of methods on {row['device']}, {row['created_at']}."
+            return Evidence(words, compared=row["report"]["results"])
+    return Evidence("Nothing that it was judged on is stored.")
+
+
+def next_best(moves: Sequence[AliasMove]) -> AliasMove | None:
+    """Return the choice that a rollback would go back to; None where there is none before the last."""
+    standing = [move for move in moves if not (move.is_rollback or move.taken_back)]
+    return standing[1] if len(standing) > 1 else None
+
+
+def overview_of(versions: Sequence[PlanVersion]) -> list[tuple[PlanVersion, int]]:
+    """Return per model and task the version that look-ups find, or else the newest, and how many there are."""
+    counts = Counter((each.model, each.task) for each in versions)
+    shown: dict[tuple[str, str], PlanVersion] = {}
+    for each in versions:
+        now = shown.setdefault((each.model, each.task), each)
+        if _since(each) > _since(now):
+            shown[each.model, each.task] = each
+    return [(shown[key], counts[key]) for key in sorted(shown)]
+
+
+def _since(version: PlanVersion) -> str:
+    return max((since for _, _, since in version.best_for), default="")
+
+
+def chosen(versions: Sequence[PlanVersion], number: int | None) -> PlanVersion:
+    """Return the version of that number; None: the one that look-ups find.
+
+    Raises: Refused: 404, there is no such version.
+    """
+    if number is None:
+        return overview_of(versions)[0][0]
+    for each in versions:
+        if each.version == number:
+            return each
+    known = ", ".join(str(each.version) for each in versions)
+    raise Refused(404, "layer-set-not-found", f"there is no version {number} here: stored are {known}")
+
+
+def figures_of(found: PlanVersion) -> list[tuple[str, str]]:
+    """Return the figures of a version, each with its name."""
+    plan, own = found.plan, found.plan.layer_set
+    low, high = plan.measured_interval or (None, None)
+    interval = "" if low is None else f" ({number(low)}–{number(high)})"
+    rows = [
+        ("Method", plan.method),
+        ("Verdict", plan.verdict),
+        ("Ratio to plain", number(plan.measured_speedup, 2, "x") + interval),
+    ]
+    if own is not None:
+        rows += [
+            ("Expected ratio", number(own.expected_speedup, 2, "x")),
+            ("α, acceptance rate", number(own.acceptance_rate)),
+            ("M, tokens per pass", number(own.mean_generated_length)),
+            ("Matchness", number(own.matchness)),
+            ("r, share skipped", number(own.skip_ratio)),
+        ]
+    if plan.learned is not None:
+        rows.append((plan.learned.kind.capitalize(), f"version {plan.learned.version} of {plan.learned.task}"))
+    if plan.draft_model is not None:
+        rows.append(("Draft model", plan.draft_model))
+    return [
+        *rows,
+        ("Device", plan.device or "–"),
+        ("dtype", plan.dtype or "–"),
+        ("Stored", (found.created_at or "–")[:16].replace("T", " ")),
+    ]
+
+
+def settings_of(found: PlanVersion) -> dict[str, str]:
+    """Return the settings of a version as texts."""
+    record = found.plan.layer_set
+    merged = {**(record.settings if record is not None else {}), **found.plan.settings}
+    return {key: json.dumps(value, ensure_ascii=False) for key, value in merged.items() if value is not None}
+
+
+async def served_of(app: State, found: PlanVersion) -> list[tuple[EngineProcess, TaskTuning | EngineGone]]:
+    """Return the engines that serve the model, and what each says of the task, or why it does not answer."""
+    told: list[tuple[EngineProcess, TaskTuning | EngineGone]] = []
+    for engine in app.engines.of.values():
+        if engine.served.name in found.names or (found.fingerprint or "") == engine.card()["fingerprint"]:
+            try:
+                tasks = ModelTuning.from_json(await engine.tell("tuning")).tasks
+                told += [(engine, task) for task in tasks if task.task == found.task]
+            except EngineGone as error:
+                told.append((engine, error))
+    return told
+
+
+def _map(found: PlanVersion, marked: Collection[SubLayer] = ()) -> Markup | None:
+    record = found.plan.layer_set
+    if record is None:
+        return None
+    return layer_map(record.layer_set, f"Layer map of version {found.version}", marked)
+
+
+def task_values(store: Store, model: str, task: str, number: int | None) -> dict[str, Any]:
+    """Return what the page of a model's task shows.
+
+    Raises: LayerSetNotFound: nothing is stored for it; Refused: 404, there is no such version.
+    """
+    versions = store.plan_versions(model, task)
+    if not versions:
+        store.plan(model, task, number or 1)  # its error names the nearest
+    found, moves = chosen(versions, number), store.alias_moves(model, task)
+    others = sorted((each for each in versions if each is not found), key=lambda each: not each.best_for)
+    record = found.plan.layer_set
+    try:
+        evidence = evidence_of(store, found)
+    except StoreError as error:
+        evidence = Evidence(str(error))
+    return {
+        "model": found.model,
+        "task": task,
+        "versions": versions,
+        "found": found,
+        "other": next(iter(others), None),  # to compare with: the best one, else the newest
+        "map": _map(found),
+        "map_words": None if record is None else map_words(record.layer_set),
+        "figures": figures_of(found),
+        "settings": settings_of(found),
+        "evidence": evidence,
+        "moves": moves,
+        "back_to": next_best(moves),
+    }
+
+
+def compare_values(store: Store, model: str, task: str, left: int, right: int) -> dict[str, Any]:
+    """Return what two versions have side by side: figures and settings, each with whether they differ, and the maps.
+
+    Raises: as `task_values`.
+    """
+    versions = store.plan_versions(model, task)
+    if not versions:
+        store.plan(model, task, left)
+    pair = [chosen(versions, left), chosen(versions, right)]
+    sets = [each.plan.layer_set.layer_set for each in pair if each.plan.layer_set is not None]
+    marked = differing(*sets) if len(sets) == 2 else []
+    rows = []
+    for values in ([dict(figures_of(each)) for each in pair], [settings_of(each) for each in pair]):
+        names = dict.fromkeys([*values[0], *values[1]])
+        rows.append([(name, *(each.get(name, "–") for each in values)) for name in names])
+    return {
+        "model": pair[0].model,
+        "task": task,
+        "pair": pair,
+        "maps": [_map(each, marked) for each in pair],
+        "figures": rows[0],
+        "settings": [row for row in rows[1] if row[1] != row[2]],
+        "differing": [(name, spans(i for of, i in marked if of == kind)) for kind, name in KINDS],
+        "comparable": len(sets) == 2,
+    }
+
+
+def address(model: str, task: str, **more: object) -> str:
+    """Return the address of a task's page; names may have slashes, so they stand in the query."""
+    return f"/plans/task?{urlencode({'model': model, 'task': task, **more})}"
+
+
+templates.globals["plan_address"] = address
+
+
+# --- routes
+
+
+@router.get("/plans")
+async def plans(request: Request, app: Shared, visit: Visiting) -> Response:
+    """Per model and task, the plan that is in use."""
+    return page(request, visit, "plans.html", **await _list_values(app))
+
+
+@router.get("/live/plans")
+async def plans_live(app: Shared, visit: Visiting) -> Response:
+    """The same, as it changes."""
+
+    async def part() -> str:
+        return render("plans_part.html", **await _list_values(app))
+
+    return live(part)
+
+
+async def _list_values(app: State) -> dict[str, Any]:
+    return {"rows": overview_of(await run_in_threadpool(app.store.plan_versions))}
+
+
+@router.get("/plans/task")
+async def task_plans(
+    request: Request,
+    app: Shared,
+    visit: Visiting,
+    model: Annotated[Name, Query()],
+    task: Annotated[Name, Query()],
+    version: Annotated[Depth | None, Query()] = None,
+    said: str = "",
+) -> Response:
+    """The versions of a model's task, and one of them whole."""
+    values = await run_in_threadpool(task_values, app.store, model, task, version)
+    served = await served_of(app, values["found"])
+    words = {**SAID, **PINNED}.get(said)
+    return page(request, visit, "plan.html", **values, served=served, said=words)
+
+
+@router.get("/plans/compare")
+async def compare(
+    request: Request,
+    app: Shared,
+    visit: Visiting,
+    model: Annotated[Name, Query()],
+    task: Annotated[Name, Query()],
+    left: Annotated[Depth, Query()],
+    right: Annotated[Depth, Query()],
+) -> Response:
+    """Two versions side by side."""
+    values = await run_in_threadpool(compare_values, app.store, model, task, left, right)
+    return page(request, visit, "plan_compare.html", **values)
+
+
+@router.get("/plans/export")
+async def export(
+    app: Shared,
+    visit: Visiting,
+    model: Annotated[Name, Query()],
+    task: Annotated[Name, Query()],
+    version: Annotated[Depth, Query()],
+) -> Response:
+    """A version's layer set, the file that `swiftopt layers export` writes."""
+    record = await run_in_threadpool(app.store.layer_set, model, task, version)
+    headers = {"Content-Disposition": f'attachment; filename="layer-set-v{version}.json"'}
+    return Response(json.dumps(record.to_json(), indent=2) + "\n", 200, headers, "application/json")
+
+
+@router.post("/plans/promote")
+async def promote(
+    app: Shared,
+    visit: Sent,
+    model: Annotated[Name, Form()],
+    task: Annotated[Name, Form()],
+    version: Annotated[Depth, Form()],
+) -> Response:
+    """Let `best` mean a version."""
+    await run_in_threadpool(app.store.promote, model, task, version)
+    return RedirectResponse(address(model, task, version=version, said="promoted"), 303)
+
+
+@router.post("/plans/rollback")
+async def roll_back(
+    app: Shared, visit: Sent, model: Annotated[Name, Form()], task: Annotated[Name, Form()]
+) -> Response:
+    """Take back what `best` was last made to mean."""
+    found = await run_in_threadpool(app.store.rollback, model, task)
+    return RedirectResponse(address(model, task, version=found.version, said="rolled-back"), 303)
+
+
+@router.post("/plans/pin")
+async def pin(
+    app: Shared,
+    visit: Sent,
+    served: Annotated[Name, Form()],
+    model: Annotated[Name, Form()],
+    task: Annotated[Name, Form()],
+    way: Annotated[Way | Literal["judged"], Form()],
+) -> Response:
+    """Pin a served task to plain decoding or to its drafts, or let it be judged again."""
+    engine = app.engines.find(served)
+    await engine.steer(verb="pin", task=task, way=None if way == "judged" else way)
+    return RedirectResponse(address(model, task, said=way), 303)

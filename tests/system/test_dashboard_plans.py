@@ -1,0 +1,243 @@
+"""The dashboard's pages of plans and searches, as a server answers them on a real store."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from html import unescape
+from itertools import pairwise
+from pathlib import Path
+from urllib.parse import urlencode
+
+import pytest
+from api import client_of
+from click.testing import CliRunner
+from searched import fill, searching, trials
+from starlette.testclient import TestClient
+
+from swiftopt.cli.main import swiftopt
+from swiftopt.core.types import LayerSet, LayerSetRecord
+from swiftopt.server.dashboard.plans import differing, layer_map, map_words, spans
+from swiftopt.server.dashboard.searches import front_of, skip_shares, ticks, tried_sets
+from swiftopt.store import Store
+
+OF = {"model": "m", "task": "code"}
+LONGEST_S = 0.2  # of a page, 10,000 trials in the database
+NASTY = ("<img src=x onerror=alert(1)>", "a'b\"c&amp;", "\u05e9\u05dc\u05d5\u05dd", "x" * 10_000)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.open(str(tmp_path / "a.db")) as opened:
+        yield opened
+
+
+@pytest.fixture
+def client(store: Store) -> TestClient:
+    return client_of(store)
+
+
+def text(client: TestClient, path: str, status: int = 200, **query: object) -> str:
+    """The page, without what only a browser reads."""
+    found = client.get(f"{path}?{urlencode(query)}" if query else path)
+    assert found.status_code == status, found.text
+    return unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", found.text)))
+
+
+def post(client: TestClient, path: str, **values: object) -> int:
+    """Send a form of the task's page; the status."""
+    token = re.search(r'name="token" value="([^"]+)"', client.get("/plans/task", params={**OF, "version": 1}).text)
+    assert token is not None
+    return client.post(path, data={"token": token[1], **OF, **values}, follow_redirects=False).status_code
+
+
+def test_pages_of_an_empty_database_say_how_to_fill_it(client: TestClient) -> None:
+    assert "No plan is stored yet" in text(client, "/plans")
+    assert "No job has tried anything yet" in text(client, "/searches")
+    assert "no layer set is stored for m/code" in text(client, "/plans/task", 404, **OF)
+    assert "no job 'none' is stored" in text(client, "/searches/none", 404)
+    assert client.get("/plans/task", params={"model": "", "task": "code"}).status_code == 422
+
+
+def test_task_page_shows_its_versions_and_what_the_shown_one_was_judged_on(store: Store, client: TestClient) -> None:
+    job = fill(store)
+    best = text(client, "/plans/task", **OF)
+    assert "Version 2, the best one" in best and "Served requests: plain and drafted rounds of each. Each text" in best
+    first = text(client, "/plans/task", **OF, version=1)
+    assert (
+        f"Job {job}, on held-out prompts: the interval holds 1." in first
+        and "10.0 tok/s" in first
+        and "10.5 tok/s" in first
+    )
+    assert "p3 6 10.00 6 8.00 1.25x six" in first and "request 2 8 4.00 8 5.00 0.80x" in best
+    plain = text(client, "/plans/task", **OF, version=3)
+    assert "decodes with plain, which needs no layer set" in plain
+    assert "there is no version 9 here: stored are 3, 2, 1" in text(client, "/plans/task", 404, **OF, version=9)
+    assert "version 2 of 3" in text(client, "/plans")
+
+
+def test_version_from_before_pairs_were_stored_shows_the_output_of_its_job(store: Store, client: TestClient) -> None:
+    fill(store, evidence=())
+    found = text(client, "/plans/task", **OF, version=1)
+    assert "of this version only the plain runs are stored" in found and "p3 6 10.00 – – – six" in found
+
+
+def test_comparison_that_made_a_version_is_its_evidence(store: Store, client: TestClient) -> None:
+    fill(store)
+    row = {"method": "spd", "title": "SpD", "tok_s": 12.5, "ratio": 1.25, "ratio_interval": [1.1, 1.4], "prompts": 8}
+    store.add_comparison("m", "code", "cpu", "float32", {"plan": {"version": 3}, "results": [row]}, "2026-11-22")
+    found = text(client, "/plans/task", **OF, version=3)
+    assert "A comparison of methods on cpu, 2026-11-22." in found and "SpD 12.5 1.25x 1.10–1.40 8" in found
+
+
+def test_version_is_promoted_and_rolled_back_by_forms_with_their_token_only(store: Store, client: TestClient) -> None:
+    fill(store)
+    for path in ("/plans/promote", "/plans/rollback", "/plans/pin"):
+        sent = client.post(path, data={**OF, "version": 1, "served": "m", "way": "plain", "token": "forged"})
+        assert sent.status_code == 403
+    assert store.lookup("m", "code").version == 2
+    assert post(client, "/plans/promote", version=1) == 303
+    assert store.lookup("m", "code").version == 1
+    assert "Roll back to version 2" in text(client, "/plans/task", **OF)
+    assert post(client, "/plans/rollback") == 303
+    assert store.lookup("m", "code").version == 2
+    assert "rolled back to version 2" in text(client, "/plans/task", **OF)
+    assert post(client, "/plans/promote", version=9) == 404
+    assert post(client, "/plans/promote", version="x") == 422
+
+
+def test_only_version_can_not_be_rolled_back(store: Store, client: TestClient) -> None:
+    fill(store)
+    store.add_layer_set(LayerSetRecord("m", "notes", LayerSet(8)))
+    assert "Roll back" not in text(client, "/plans/task", model="m", task="notes")
+    assert post(client, "/plans/rollback", task="notes") == 404
+
+
+def test_export_is_what_the_command_writes(store: Store, client: TestClient, tmp_path: Path) -> None:
+    fill(store)
+    for version in (1, 2):
+        found = client.get("/plans/export", params={**OF, "version": version})
+        command = ["layers", "export", "m/code", "--version", str(version), "--db", str(tmp_path / "a.db")]
+        assert found.text == CliRunner().invoke(swiftopt, command).stdout
+        assert found.headers["content-disposition"] == f'attachment; filename="layer-set-v{version}.json"'
+    assert "has no layer set" in text(client, "/plans/export", 404, **OF, version=3)
+
+
+def test_two_versions_are_compared_side_by_side(store: Store, client: TestClient) -> None:
+    fill(store)
+    found = text(client, "/plans/compare", **OF, left=1, right=2)
+    assert "They differ in attention 0–1, 3–7; MLP 0–2, 4–7, which frames mark." in found
+    assert "α, acceptance rate – 0.70 ≠" in found and "Device cpu cpu" in found
+    assert 'class="differs"' in client.get("/plans/compare", params={**OF, "left": 1, "right": 2}).text
+    assert "The layer maps are the same." in text(client, "/plans/compare", **OF, left=1, right=1)
+    assert "needs no layer set" in text(client, "/plans/compare", **OF, left=1, right=3)
+    assert "there is no version 7" in text(client, "/plans/compare", 404, **OF, left=1, right=7)
+
+
+def test_names_can_not_break_a_page(store: Store, client: TestClient) -> None:
+    for name in NASTY:
+        store.add_layer_set(LayerSetRecord(f"org/{name}", name, LayerSet(8, frozenset({2}))))
+        searching(store, 3, name)
+        store.jobs.act(store.searches()[0].job, "cancel")
+    for path in ("/plans", "/searches"):
+        page = client.get(path)
+        assert page.status_code == 200 and "<img" not in page.text and len(page.text) < 100_000
+        links = [unescape(link) for link in re.findall(r'href="(/(?:plans|searches)[/?][^"]+)"', page.text)]
+        assert len(links) == len(NASTY)
+        for link in links:
+            found = client.get(link)
+            assert found.status_code == 200 and "<img" not in found.text
+
+
+def test_map_says_in_words_and_marks_what_its_colours_say() -> None:
+    layer_set = LayerSet(8, frozenset({2, 3, 5}), frozenset(), (("mlp", "int4-64"), ("mlp:1", "stored")))
+    assert map_words(layer_set) == (
+        "Attention: skipped in 2–3, 5; kept in 0–1, 4, 6–7. MLP: kept in 1; int4-64 in 0, 2–7. Head: kept."
+    )
+    drawn = layer_map(layer_set, "<title>")
+    assert "<title>&lt;title&gt;</title>" in drawn and map_words(layer_set) in drawn
+    cells = {name: len(re.findall("v20", path)) for name, path in re.findall(r'<path class="(\w+)" d="([^"]+)"', drawn)}
+    assert cells == {"kept": 5 + 1 + 1, "int4": 7 + 1, "skipped": 3 + 1}, "and one of each in the legend"
+    assert len(layer_map(LayerSet(200), "deep")) < 20_000
+
+
+def test_spans_and_differences_of_sets() -> None:
+    assert spans([]) == "" and spans([5, 1, 2, 3, 7]) == "1–3, 5, 7"
+    one, two = LayerSet(8, frozenset({2})), LayerSet(8, frozenset(), frozenset({3}))
+    assert differing(one, two) == [("attn", 2), ("mlp", 3)] and differing(one, one) == []
+
+
+def test_search_page_shows_what_was_tried_and_at_what_cost(store: Store, client: TestClient) -> None:
+    job = fill(store)
+    found = text(client, f"/searches/{job}", task="code")
+    assert "The search ended: the trials are used up." in found
+    best = max(store.tried(job, "code"), key=lambda each: each.score)
+    assert f"{best.step} random {best.score:.2f} {best.matchness:.2f}" in found
+    assert "left out in every one of the best 4 trials" in found
+    assert "int4 4.000 ms" in found and "cpu, float32, context of 256 tokens" in found
+    assert "has no trials for this task: it has some for code" in text(client, f"/searches/{job}", 404, task="x")
+    assert f"{job} succeeded code m 40" in text(client, "/searches")
+
+
+def test_search_without_stored_costs_says_so(store: Store, client: TestClient) -> None:
+    lease = searching(store, 5)
+    found = text(client, f"/searches/{lease.job}")
+    assert "No measured costs of this model are stored" in found and "running" in found
+
+
+def test_job_that_has_tried_nothing_says_so(store: Store, client: TestClient) -> None:
+    lease = searching(store, 0)
+    assert "This job is running and has tried nothing yet." in text(client, f"/searches/{lease.job}")
+
+
+def test_front_is_what_nothing_cheaper_matches(store: Store) -> None:
+    job = fill(store)
+    tried, costs = store.tried(job, "code"), store.cost_profiles("f" * 16)[0]
+    found = tried_sets(tried, costs)
+    assert sum(each.n_trials for each in found) == len(tried)
+    assert all(each.cost == pytest.approx(costs.draft_cost(each.trial.layer_set)) for each in found)
+    front = front_of(found)
+    for before, after in pairwise(front):
+        assert before.cost <= after.cost and before.matchness < after.matchness
+    for each in found:
+        assert any(one.cost <= each.cost and one.matchness >= each.matchness for one in front)
+
+
+def test_shares_count_what_was_left_out(store: Store) -> None:
+    tried, made = store.tried(searching(store, 30).job, "code"), trials(30)
+    shares = skip_shares(tried)
+    assert shares["attn"] == [sum(i in each.layer_set.skip_attn for each in made) / 30 for i in range(8)]
+    assert shares["mlp"] == [sum(i in each.layer_set.skip_mlp for each in made) / 30 for i in range(8)]
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-3.2, 7.0), (0.21, 0.29), (0, 10_000), (5.0, 5.0)])
+def test_ticks_are_round_and_inside(low: float, high: float) -> None:
+    found = ticks(low, high)
+    assert 1 <= len(found) <= 7 and all(low - 1e-9 <= each <= high + 1e-9 for each in found)
+    assert all(float(f"{each:.4g}") == pytest.approx(each, abs=1e-9) for each in found)
+
+
+def test_search_of_10_000_trials_is_small_and_quick(store: Store, client: TestClient) -> None:
+    """By the processor's time, for the machine that tests run on has other work, too."""
+    fill(store)
+    job = searching(store, 10_000).job
+    for path in (f"/searches/{job}", "/searches", "/plans"):
+        seconds = []
+        for _ in range(10):
+            began = time.process_time()
+            found = client.get(path)
+            seconds.append(time.process_time() - began)
+        assert found.status_code == 200 and len(found.content) < 100_000 and found.text.count("<path") < 100
+        assert min(seconds) < LONGEST_S, (path, seconds)
+
+
+def test_pages_say_so_when_the_database_is_away(store: Store, client: TestClient, tmp_path: Path) -> None:
+    job = fill(store)
+    paths = ["/plans", "/searches", f"/searches/{job}", f"/plans/task?{urlencode(OF)}"]
+    assert [client.get(path).status_code for path in paths] == [200] * 4
+    store.close()
+    (tmp_path / "a.db").write_bytes(b"no database" * 1000)
+    for path in paths:
+        found = client.get(path)
+        assert found.status_code in (500, 503) and "is no database" in found.text, found.text
