@@ -112,7 +112,7 @@ def place_shown(job: Job, standing: JobStanding | None) -> str:
         return "–"
     if job.state == "running" and standing.lease_s is not None:
         if standing.lease_s < 0:
-            return f"lease ran out {seconds(-standing.lease_s)} ago: the next attempt follows"
+            return f"lease ran out {seconds(-standing.lease_s)} ago: its worker is lost"
         return f"lease for {seconds(standing.lease_s)} more"
     if job.state == "queued":
         if standing.due_s is not None and standing.due_s > 0:
