@@ -124,6 +124,7 @@ def test_job_shows_its_attempts_lease_and_figures(client: TestClient, store: Sto
     html = client.get(f"/jobs/{lease.job}").text
     assert "host-7-engine" in html and "lease for" in html and "31.5" in html and "0.75" in html
     assert "1 of 1" in html and "six" in html, "the completion"
+    assert client.get(f"/searches/{lease.job}").status_code == 200 and f'"/searches/{lease.job}"' in html
     assert "host-7-engine" in client.get("/jobs").text and "engine of a served model" in client.get("/jobs").text
     store.jobs.attempt_failed(lease, "out of <b>memory</b>")
     html = client.get(f"/jobs/{lease.job}").text
