@@ -27,6 +27,7 @@ from . import Sent, Visiting, live, number, page, pages, render, templates
 
 Name = Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\x00-\x1f\x7f]+$")]
 
+SELDOM_S = 10.0  # between two looks at a table that changes seldom
 CELL, LABEL, ROW, RULER = 20, 68, 24, 16  # of a layer map, in its own units
 PER_BLOCK = 32  # layers side by side
 KINDS: tuple[tuple[Literal["attn", "mlp"], str], ...] = (("attn", "attention"), ("mlp", "MLP"))
@@ -372,7 +373,7 @@ async def plans_live(app: Shared, visit: Visiting) -> Response:
     async def part() -> str:
         return render("plans_part.html", **await _list_values(app))
 
-    return live(part)
+    return live(part, SELDOM_S)
 
 
 async def _list_values(app: State) -> dict[str, Any]:

@@ -20,12 +20,12 @@ from ...core.jobs import UNFINISHED, Job
 from ...core.settings import STORED
 from ...core.types import LayerSet
 from ...store import Store
-from ...store.results import Tried
+from ...store.results import StoredSearch, Tried
 from ..problems import Refused
 from ..state import Shared, State
 from . import Visiting, live, page, pages, render
 from .overview import served_now
-from .plans import CELL, KINDS, LABEL, PER_BLOCK, RULER, Name, layer_map, spans
+from .plans import CELL, KINDS, LABEL, PER_BLOCK, RULER, SELDOM_S, Name, layer_map, spans
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 240, 60, 24, 12, 42  # of a chart
 MOST_DOTS = 400  # beyond which trials are drawn as a band
@@ -398,7 +398,7 @@ async def searches_live(app: Shared, visit: Visiting) -> Response:
     async def part() -> str:
         return render("searches_part.html", **await list_values(app))
 
-    return live(part)
+    return live(part, SELDOM_S)
 
 
 @router.get("/searches/{job}")
@@ -411,15 +411,22 @@ async def search(
 
 @router.get("/live/searches/{job}")
 async def search_live(app: Shared, visit: Visiting, job: str, task: Annotated[Name | None, Query()] = None) -> Response:
-    """The same, as the job goes on; it is made anew only once there are more trials, or another state."""
-    seen: tuple[Any, str] = (None, "")
+    """The same, as the job goes on; it is made anew for another state, or 1 % more trials."""
+    seen: tuple[list[StoredSearch], str] = ([], "")
 
     async def part() -> str:
         nonlocal seen
         now = await run_in_threadpool(app.store.searches, job)
-        if now != seen[0]:
+        if not seen[1] or is_news(seen[0], now):
             values = await run_in_threadpool(search_values, app.store, job, task)
             seen = now, render("search_part.html", **values)
         return seen[1]
 
     return live(part)
+
+
+def is_news(before: Sequence[StoredSearch], now: Sequence[StoredSearch]) -> bool:
+    """Return whether a job has another state or task, or so many more trials that its charts show them."""
+    if [(each.task, each.state) for each in before] != [(each.task, each.state) for each in now]:
+        return True
+    return sum(each.n_trials for each in now) > 1.01 * sum(each.n_trials for each in before)

@@ -19,8 +19,9 @@ from starlette.testclient import TestClient
 from swiftopt.cli.main import swiftopt
 from swiftopt.core.types import LayerSet, LayerSetRecord
 from swiftopt.server.dashboard.plans import differing, layer_map, map_words, spans
-from swiftopt.server.dashboard.searches import front_of, skip_shares, ticks, tried_sets
+from swiftopt.server.dashboard.searches import front_of, is_news, skip_shares, ticks, tried_sets
 from swiftopt.store import Store
+from swiftopt.store.results import StoredSearch
 
 OF = {"model": "m", "task": "code"}
 LONGEST_S = 0.2  # of a page, 10,000 trials in the database
@@ -209,6 +210,14 @@ def test_shares_count_what_was_left_out(store: Store) -> None:
     shares = skip_shares(tried)
     assert shares["attn"] == [sum(i in each.layer_set.skip_attn for each in made) / 30 for i in range(8)]
     assert shares["mlp"] == [sum(i in each.layer_set.skip_mlp for each in made) / 30 for i in range(8)]
+
+
+def test_live_search_is_made_anew_when_there_is_something_to_see() -> None:
+    searches = [StoredSearch("j", "running", "m", "", "code", n, 1.0, 1.0) for n in (20, 21, 10_000, 10_050, 10_200)]
+    few, more, many, hardly, clearly = searches
+    assert is_news([few], [more]) and not is_news([few], [few])
+    assert is_news([many], [clearly]) and not is_news([many], [hardly])
+    assert is_news([many], [many._replace(state="failed")]) and is_news([many], [many, many._replace(task="other")])
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-3.2, 7.0), (0.21, 0.29), (0, 10_000), (5.0, 5.0)])
