@@ -302,6 +302,7 @@ def _serving_table(report: dict[str, Any]) -> Table:
     multiple=True,
     type=Path,
     metavar="FILE",
+    shell_complete=options.files,
     help="Another file of this model, for llama.cpp; repeatable.",
 )
 @click.option("--assistant", metavar="MODEL", help="The smaller model that drafts for transformers/assisted.")

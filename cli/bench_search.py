@@ -30,10 +30,19 @@ SPENT = {"passes": 0, "seconds": 1}  # what a search takes, with the digits that
 
 @click.command("search", short_help="Search strategies side by side on recorded text.")
 @options.model
-@click.option("--stream", metavar="FILE", help="Prompts to record, one JSON object per line; - is standard input.")
+@click.option(
+    "--stream",
+    metavar="FILE",
+    shell_complete=options.files,
+    help="Prompts to record, one JSON object per line; - is standard input.",
+)
 @click.option("--limit", type=positive, default=8, help="Prompts that are recorded.")
 @click.option(
-    "--record", type=Path, metavar="FILE", help="Recorded texts and costs: read where the file is, else written."
+    "--record",
+    type=Path,
+    metavar="FILE",
+    shell_complete=options.files,
+    help="Recorded texts and costs: read where the file is, else written.",
 )
 @click.option("--strategies", default=",".join(COMPARED), help="What to compare, by commas.")
 @click.option("--passes", type=positive, default=300, help="Candidate passes of each strategy.")
@@ -127,7 +136,13 @@ def _search_table(report: dict[str, Any]) -> Table:
 
 @click.command("stream-shift", short_help="A stream that changes its task, and how acceptance follows.")
 @options.model
-@click.option("--stream", required=True, metavar="FILE", help="Prompts that come task by task; - is standard input.")
+@click.option(
+    "--stream",
+    required=True,
+    metavar="FILE",
+    shell_complete=options.files,
+    help="Prompts that come task by task; - is standard input.",
+)
 @click.option("--prompts", type=positive, default=16, help="Prompts of each task.")
 @options.png("Draw acceptance along the stream.")
 @options.machine(GenerateRequest, "max_new_tokens", "speed")

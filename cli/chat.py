@@ -37,7 +37,11 @@ COMMANDS = """\
 
 
 @click.command(short_help="Chat in the terminal, with a server or a model of your own.")
-@click.option("--model", help="Model to load here; with --server, which of its models.  [default: its only one]")
+@click.option(
+    "--model",
+    shell_complete=options.models,
+    help="Model to load here; with --server, which of its models.  [default: its only one]",
+)
 @click.option(
     "--server",
     metavar="URL",

@@ -46,7 +46,7 @@ class Check:
 
 
 @click.command(short_help="Check versions, devices, memory and database.")
-@click.option("--model", help="Check that this model can be found as well.")
+@click.option("--model", shell_complete=options.models, help="Check that this model can be found as well.")
 @options.db
 @options.redis
 @options.server

@@ -24,13 +24,29 @@ if TYPE_CHECKING:
 
 source_options = together(
     click.option("--prompt", help="Raw text to continue."),
-    click.option("--stream", metavar="FILE", help="Prompts, one JSON object per line; - is standard input."),
+    click.option(
+        "--stream",
+        metavar="FILE",
+        shell_complete=options.files,
+        help="Prompts, one JSON object per line; - is standard input.",
+    ),
     options.limit,
-    click.option("-o", "--out", metavar="FILE", help="Write one JSON object per prompt to a file as well."),
+    click.option(
+        "-o",
+        "--out",
+        metavar="FILE",
+        shell_complete=options.files,
+        help="Write one JSON object per prompt to a file as well.",
+    ),
 )
 method_options = together(
     options.method,
-    click.option("--draft-model", metavar="NAME", help="Smaller model that drafts, for methods that draft with one."),
+    click.option(
+        "--draft-model",
+        metavar="NAME",
+        shell_complete=options.models,
+        help="Smaller model that drafts, for methods that draft with one.",
+    ),
     options.layer_set,
     click.option("--stop", multiple=True, metavar="STR", help="End before this text; may be repeated."),
     options.from_field(Sampling, "repetition_penalty", "Above 1 repeats less.  [default: the model's own]"),

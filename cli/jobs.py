@@ -45,7 +45,13 @@ on_job = together(click.argument("job", metavar="ID"), backend_options, options.
 @options.model
 @options.stream
 @options.from_field(TuneRequest, "task", "Task of lines that name none.  [default: the file's stem]")
-@options.from_field(TuneRequest, "out", "File for the completions.  [default: in your data folder]", metavar="FILE")
+@options.from_field(
+    TuneRequest,
+    "out",
+    "File for the completions.  [default: in your data folder]",
+    metavar="FILE",
+    shell_complete=options.files,
+)
 @options.from_field(TuneRequest, "limit", "Take only the first prompts.", type=positive)
 @options.from_field(TuneRequest, "concurrency", "How many prompts are decoded at once.", type=positive)
 @options.machine(TuneRequest, "max_new_tokens", "speed")
@@ -296,7 +302,14 @@ for verb, (short, words) in VERBS.items():
 
 @jobs.command(short_help="Write a job's completions as JSON Lines.")
 @click.argument("job", metavar="ID")
-@click.option("-o", "--out", metavar="FILE", default=STDOUT, help="File to write; - is standard output.")
+@click.option(
+    "-o",
+    "--out",
+    metavar="FILE",
+    shell_complete=options.files,
+    default=STDOUT,
+    help="File to write; - is standard output.",
+)
 @backend_options
 @options.as_json
 @options.example("jobs outputs 3f2a9c81d04e --out completions.jsonl")

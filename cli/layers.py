@@ -37,7 +37,7 @@ def layers() -> None:
 
 
 @layers.command("list", short_help="List the stored layer sets.")
-@click.option("--model", "of_model", help="Only this model's.")
+@click.option("--model", "of_model", shell_complete=options.models, help="Only this model's.")
 @click.option("--task", "of_task", help="Only this task's.")
 @options.store
 @options.json
@@ -73,7 +73,12 @@ def best(name: ModelTask, device_name: str | None, tuned_dtype: str | None, alia
 @layers.command("show", short_help="Show a layer set, its map and its search.")
 @options.model_task
 @version_option
-@click.option("--png", metavar="FILE", help="Draw the layer map and the matchness curve to a file as well.")
+@click.option(
+    "--png",
+    metavar="FILE",
+    shell_complete=options.files,
+    help="Draw the layer map and the matchness curve to a file as well.",
+)
 @options.store
 @options.json
 @options.example("layers show smollm2-135m/notes --version 2 --png notes.png")
@@ -141,7 +146,7 @@ def search(stream: str, limit: int, max_steps: int, minutes: float | None, db: s
 @layers.command(short_help="Write a layer set as JSON.")
 @options.model_task
 @version_option
-@click.option("-o", "--out", metavar="FILE", help="Write to a file instead of stdout.")
+@click.option("-o", "--out", metavar="FILE", shell_complete=options.files, help="Write to a file instead of stdout.")
 @options.store
 @options.as_json
 @options.example("layers export smollm2-135m/notes -o notes.json")
@@ -160,8 +165,10 @@ def export(name: ModelTask, version: int | None, out: str | None, store: Store, 
 
 
 @layers.command("import", short_help="Store layer sets from a file.")
-@click.argument("file", metavar="FILE")
-@click.option("--model", "as_model", help="Store it under this model; for a file with one set.")
+@click.argument("file", metavar="FILE", shell_complete=options.files)
+@click.option(
+    "--model", "as_model", shell_complete=options.models, help="Store it under this model; for a file with one set."
+)
 @click.option("--task", "as_task", help="Store it under this task; for a file with one set.")
 @click.option("--n-layers", type=positive, help="Depth of a model that swiftopt does not know.")
 @options.store

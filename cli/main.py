@@ -32,6 +32,7 @@ MODULES = {  # of the commands, in the order in which help lists them
     "bench": "bench",
     "db": "services",
     "doctor": "doctor",
+    "completion": "reference",
 }
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # errors of what stdout leads to
 

@@ -17,6 +17,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 import click
+from click.shell_completion import CompletionItem
 
 from ..core.errors import LayerSetError, SettingsError, SwiftoptError
 from ..core.jobs import DEFAULT_QUEUE
@@ -71,6 +72,42 @@ class Parsed(click.ParamType[Parameter]):
             self.fail(str(error), param, ctx)
 
 
+# --- completion in a shell
+
+
+def files(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+    """Complete the name of a file, which the shell does itself."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+def folders(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+    """Complete the name of a folder, which the shell does itself."""
+    return [CompletionItem(incomplete, type="dir")]
+
+
+def models(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+    """Complete a model's alias, else the name of a folder or a GGUF file."""
+    from ..models.sources import ALIASES
+
+    found = [CompletionItem(name, help=known.hub_id) for name, known in ALIASES.items() if name.startswith(incomplete)]
+    return found or files(context, parameter, incomplete)
+
+
+def methods(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+    """Complete the name of a decoding method."""
+    from ..decoding.methods import METHODS
+
+    return [CompletionItem(name, help=each.title) for name, each in METHODS.items() if name.startswith(incomplete)]
+
+
+def strategies(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+    """Complete the name of a search strategy."""
+    return [CompletionItem(name, help=each.help) for name, each in STRATEGIES.items() if name.startswith(incomplete)]
+
+
+# --- options and arguments
+
+
 def _model_task(text: str) -> ModelTask:
     """Split at the last slash, for a model may be a folder or a hub id."""
     model, _, task = text.rpartition("/")
@@ -115,23 +152,42 @@ def _token_bias(text: str) -> tuple[int, float]:
 positive = click.IntRange(min=1)
 model_task = click.argument("name", type=Parsed("MODEL/TASK", _model_task), metavar="MODEL/TASK")
 model = click.option(
-    "--model", required=True, help="Alias, hub id, folder or GGUF file; `swiftopt models` lists aliases."
+    "--model",
+    required=True,
+    shell_complete=models,
+    help="Alias, hub id, folder or GGUF file; `swiftopt models` lists aliases.",
 )
 stream = click.option(
-    "--stream", required=True, metavar="FILE", help="Prompts, one JSON object per line; - is standard input."
+    "--stream",
+    required=True,
+    metavar="FILE",
+    shell_complete=files,
+    help="Prompts, one JSON object per line; - is standard input.",
 )
 method = click.option(
-    "--method", type=Parsed("NAME", _method_name), help="Overrule the stored plan; docs/methods.md lists the methods."
+    "--method",
+    type=Parsed("NAME", _method_name),
+    shell_complete=methods,
+    help="Overrule the stored plan; docs/methods.md lists the methods.",
 )
 draft_model = click.option(
-    "--draft-model", metavar="MODEL", help="A smaller model with the same tokenizer, for drafts."
+    "--draft-model",
+    metavar="MODEL",
+    shell_complete=models,
+    help="A smaller model with the same tokenizer, for drafts.",
 )
-layer_set = click.option("--layer-set", type=Parsed("FILE", _layer_set), help="Draft with this exported layer set.")
+layer_set = click.option(
+    "--layer-set",
+    type=Parsed("FILE", _layer_set),
+    shell_complete=files,
+    help="Draft with this exported layer set.",
+)
 limit = click.option("--limit", type=positive, help="Take only the first prompts of the stream.")
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 db = click.option(
     "--db",
     metavar="URL|FILE",
+    shell_complete=files,
     help="Database of layer sets: a file or an SQLAlchemy URL.  [default: in your data folder]",
 )
 redis = click.option("--redis", metavar="URL", help="Redis that delivers jobs.  [env: SWIFTOPT_REDIS_URL]")
@@ -151,7 +207,7 @@ queue = click.option(
 
 def png(help: str) -> Decorator[Any]:
     """Make `--png`."""
-    return click.option("--png", type=Path, metavar="FILE", help=help)
+    return click.option("--png", type=Path, metavar="FILE", shell_complete=files, help=help)
 
 
 alias = click.option("--alias", default="best", help="Name of the choice.")
@@ -265,6 +321,7 @@ settings = together(
     _setting(
         "strategy",
         f"Who proposes layer sets: {'; '.join(f'{name} ({recipe.help})' for name, recipe in STRATEGIES.items())}.",
+        shell_complete=strategies,
     ),
     _setting("objective", "What a layer set is scored by."),
     _setting(

@@ -1,4 +1,4 @@
-"""Prints the reference page of the command line, made of what `--help` prints; a test compares the two.
+"""What is made from all commands: `swiftopt completion`, and the page of what `--help` prints; a test compares the two.
 
 python -m swiftopt.cli.reference > docs/cli.md
 """
@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import click
+from click.shell_completion import get_completion_class
 
+from . import options
 from .config import LONG_NAMES, PREFIX, TOML_FILE, ProgramSettings
 from .main import swiftopt
-from .output import INTERRUPTED
+from .output import INTERRUPTED, Result
 
 WIDTH = 80  # columns, whatever the terminal has
+SHELLS = ("bash", "zsh", "fish")
 
 EXIT_CODES = {
     0: "done",
@@ -41,6 +44,31 @@ An option on the command line wins over its environment variable, that over `{TO
 folder, that over the default. An unknown key in the file is an error. The key of a server is read from
 `SWIFTOPT_API_KEY` alone, so that no listing of processes and no file shows it.\
 """
+
+
+@click.command(short_help="Print a script that completes commands in a shell.")
+@click.argument("shell", type=click.Choice(SHELLS))
+@options.json
+@options.example(
+    "completion bash > ~/.local/share/bash-completion/completions/swiftopt",
+    "completion zsh > ~/.zfunc/_swiftopt",
+    "completion fish > ~/.config/fish/completions/swiftopt.fish",
+)
+def completion(shell: str) -> Result:
+    """Print a script for bash (4.4 or newer), zsh or fish that completes commands, options, and values of options.
+
+    Values are choices, aliases of models, methods, search strategies and files; no database is asked. zsh needs
+    `fpath+=~/.zfunc` before `compinit` in ~/.zshrc.
+    """
+    script = _completer(shell)
+    return Result({"schema": "swiftopt.completion/1", "shell": shell, "script": script}, [script])
+
+
+def _completer(shell: str) -> str:
+    """Return click's script for a shell; it asks `swiftopt` itself, with a variable that `click.Group.main` reads."""
+    completer = get_completion_class(shell)
+    assert completer is not None, f"click knows no {shell}"
+    return completer(swiftopt, {}, "swiftopt", "_SWIFTOPT_COMPLETE").source().rstrip("\n")
 
 
 def commands(command: click.Command, name: str, parent: click.Context | None = None) -> Iterator[tuple[str, str]]:

@@ -53,6 +53,7 @@ except SwiftoptError as error:
     "folders",
     multiple=True,
     metavar="DIR",
+    shell_complete=options.folders,
     help="Folder whose streams jobs may name; may be repeated.  [env: SWIFTOPT_STREAM_FOLDERS]",
 )
 @click.option("--max-body-mb", default=32, type=click.IntRange(1, 4096), help="Largest body, in MiB.")
@@ -73,6 +74,7 @@ except SwiftoptError as error:
     "models",
     multiple=True,
     metavar="[NAME=]MODEL",
+    shell_complete=options.models,
     help="A model to decode with: alias, hub id, folder or GGUF file; may be repeated. NAME is what clients call it.",
 )
 @click.option("--concurrency", default=8, type=positive, help="Completions at once, per model.")
@@ -86,6 +88,7 @@ except SwiftoptError as error:
 @click.option(
     "--keep-prompts",
     metavar="FILE",
+    shell_complete=options.files,
     help="Append prompts to this file, a stream for `swiftopt tune`.  [default: they are kept in memory only]",
 )
 @options.machine(ServedModel, "speed")

@@ -64,6 +64,7 @@ def training_options(settings: type[HeadSettings] | type[ProbeSettings]) -> Deco
             required=True,
             multiple=True,
             metavar="FILE",
+            shell_complete=options.files,
             help="Prompts, one JSON object per line; - is standard input; may be repeated.",
         ),
         click.option("--task", help="What to store it under.  [default: the prompts' own task, or mixed]"),
@@ -73,7 +74,7 @@ def training_options(settings: type[HeadSettings] | type[ProbeSettings]) -> Deco
         options.from_field(settings, "learning_rate", "Adam's, at its highest."),
         options.from_field(settings, "seed", "Seed of the order and of every draw."),
         options.machine(TuneRequest, "max_new_tokens"),
-        click.option("--png", metavar="FILE", help="Draw the loss curve to a file."),
+        click.option("--png", metavar="FILE", shell_complete=options.files, help="Draw the loss curve to a file."),
         options.db,
         options.json,
     )
@@ -175,7 +176,7 @@ def _add_commands(group: click.Group, kind: LearnedKind) -> None:
     """Add the commands for what is stored of a kind."""
 
     @group.command("list", short_help=f"List the stored {kind}.")
-    @click.option("--model", "of_model", help="Only this model's.")
+    @click.option("--model", "of_model", shell_complete=options.models, help="Only this model's.")
     @click.option("--task", "of_task", help="Only this task's.")
     @options.store
     @options.json
@@ -191,7 +192,7 @@ def _add_commands(group: click.Group, kind: LearnedKind) -> None:
     @group.command("show", short_help=f"Show the figures of stored {kind}.")
     @options.model_task
     @version_option
-    @click.option("--png", metavar="FILE", help="Draw the loss curve to a file as well.")
+    @click.option("--png", metavar="FILE", shell_complete=options.files, help="Draw the loss curve to a file as well.")
     @options.store
     @options.json
     @options.example(
@@ -206,7 +207,9 @@ def _add_commands(group: click.Group, kind: LearnedKind) -> None:
     @group.command("export", short_help=f"Write stored {kind} to a file.")
     @options.model_task
     @version_option
-    @click.option("-o", "--out", required=True, metavar="FILE", help="Where to write them.")
+    @click.option(
+        "-o", "--out", required=True, metavar="FILE", shell_complete=options.files, help="Where to write them."
+    )
     @options.store
     @options.json
     @options.example(
