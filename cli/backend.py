@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from ..core.errors import (
     InvalidInput,
@@ -28,7 +27,7 @@ from ..core.errors import (
 from ..core.events import Event, StateChanged, TaskFinished, TrialsDone, event_from_json
 from ..core.jobs import Job, JobBoard, JobEvent
 from . import options
-from .options import open_store, together
+from .options import on_command_line, open_store, together
 from .output import INTERRUPTED, console, note
 from .progress import TuneProgress
 
@@ -163,12 +162,6 @@ class Backend:
         values = {"server": self.server, "redis": self.redis, "db": self.db}
         given = [(f"--{name}", safe_url(value)) for name, value in values.items() if value and on_command_line(name)]
         return f"`{shlex.join(['swiftopt', *words, *(part for option in given for part in option)])}`"
-
-
-def on_command_line(name: str) -> bool:
-    """Return whether the running command got an option from its command line, not from a preset or default."""
-    context = click.get_current_context(silent=True)
-    return context is not None and context.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def backend_options(command: Any) -> Any:

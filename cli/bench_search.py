@@ -17,7 +17,7 @@ from ..core.streams import read_stream
 from ..optimizer.strategies import SIZE_CHOOSING, STRATEGIES
 from . import options
 from .charts import draw_search, draw_stream_shift
-from .options import check_words, decoding_request, default_of, pick, positive
+from .options import check_words, decoding_request, default_of, pick, positive, warn_idle
 from .output import Result, note, note_load, writing
 from .render import fixed, lined_table, number
 
@@ -163,6 +163,7 @@ def stream_shift(stream: str, prompts: int, png: Path | None, **values: Any) -> 
     lines = read_stream(stream, None, None)
     settings: SwiftSettings = pick(TuningSettings, values)
     check_words("strategy", [settings.strategy], STRATEGIES)
+    warn_idle(settings, "max_steps")  # no stream's length ends these searches
     request = decoding_request({**values, "settings": settings})
 
     from ..bench.stream_shift import StreamShift

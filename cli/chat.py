@@ -16,9 +16,9 @@ from ..core.requests import GenerateRequest
 from ..core.streams import raw_prompt
 from ..core.types import DEFAULT_TASK, Prompt, Sampling, check_task
 from . import options
-from .backend import Backend, on_command_line
+from .backend import Backend
 from .generate import note_remarks
-from .options import check_model, pick, positive
+from .options import check_model, on_command_line, pick, positive
 from .output import emit_json, note, note_load
 from .render import number
 

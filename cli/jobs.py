@@ -25,8 +25,19 @@ from ..core.streams import STDIN, LineWriter, default_output, output_line, read_
 from ..core.types import Prompt, Sampling, seconds_by_part
 from ..optimizer.strategies import STRATEGIES
 from . import options
-from .backend import Backend, JobClient, backend_options, event_of, on_command_line, result_of
-from .options import PresetGroup, check_model, check_words, default_of, open_store, pick, positive, together
+from .backend import Backend, JobClient, backend_options, event_of, result_of
+from .options import (
+    PresetGroup,
+    check_model,
+    check_words,
+    default_of,
+    on_command_line,
+    open_store,
+    pick,
+    positive,
+    together,
+    warn_idle,
+)
 from .output import Result, console, note, write_text
 from .progress import TuneProgress, progress_words
 from .render import ROOMY, Columns, figures_table, fixed, folding, heading, listing, numeric, ratio, tune_summary
@@ -92,6 +103,7 @@ def tune(**values: Any) -> Result:
     if queued or read_twice:  # a bad line must not cost the loading of torch
         prompts = read_stream(request.stream, request.task, request.limit)
     check_words("strategy", [request.settings.strategy], STRATEGIES)
+    warn_idle(request.settings)
     if queued:
         return _tune_through_queue(request, prompts, backend, values["queue"], values["detach"])
     return _tune_here(request, values["db"])

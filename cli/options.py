@@ -17,15 +17,16 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from ..core.errors import LayerSetError, SettingsError, SwiftoptError
 from ..core.jobs import DEFAULT_QUEUE
 from ..core.requests import GenerateRequest, TuneRequest
-from ..core.settings import AUTO, FORMATS, STORED, THREADS, TuningSettings
+from ..core.settings import AUTO, FORMATS, STORED, THREADS, SwiftSettings, TuningSettings
 from ..core.types import LayerSetRecord, Sampling
-from ..optimizer.strategies import SIZE_CHOOSING, STRATEGIES
-from .output import Result
+from ..optimizer.strategies import MOST, SIZE_CHOOSING, STRATEGIES, recipe_of
+from .output import Result, note
 
 if TYPE_CHECKING:
     from ..store import Store
@@ -328,7 +329,7 @@ settings = together(
         "skip_ratio", "r, from 0 to 1, where the strategy leaves the size to it.  [default: 0.45, 0.5 from 34B on]"
     ),
     _setting("context_window", "γ, generated tokens that score a layer set."),
-    _setting("max_steps", f"S, candidates to try at most; {', '.join(SIZE_CHOOSING)} stop at 96 for themselves."),
+    _setting("max_steps", f"S, candidates to try at most; {', '.join(SIZE_CHOOSING)} stop at {MOST} for themselves."),
     _setting("stop_threshold", "ε, confidence below which a SWIFT draft stops."),
     _setting("max_draft_length", "N_D, steps of a SWIFT draft."),
     _setting("early_stop", "SWIFT drafts always have N_D tokens."),
@@ -340,6 +341,77 @@ settings = together(
     ),
     _setting("deterministic", "Wait for late suggestions: the same seed then gives the same trials."),
 )
+
+
+class Idle(NamedTuple):
+    """A setting that has no effect with settings of which `when` is true; `words` say so, with settings' values."""
+
+    name: str
+    when: Callable[[SwiftSettings], bool]
+    words: str
+
+
+def _chooses_size(own: SwiftSettings) -> bool:
+    return own.strategy in SIZE_CHOOSING and own.objective == "expected_speedup"
+
+
+_ADAPTIVE = "has no effect with --method adaptive, whose drafts end by measured time: it is for --method swift"
+_NO_SEARCH = "has no effect with --no-optimise, which searches for no layer set"
+IDLE = (
+    *(
+        Idle(name, lambda own: own.method == "adaptive", _ADAPTIVE)
+        for name in ("stop_threshold", "max_draft_length", "early_stop", "dynamic_verification", "search_drafting")
+    ),
+    Idle(
+        "stop_threshold",
+        lambda own: not own.early_stop,
+        "has no effect with --no-early-stop, with which every draft has its full length: leave one of them out",
+    ),
+    Idle(
+        "search_drafting",
+        lambda own: own.objective == "matchness",
+        "has no effect with --objective matchness, with which ε, N_D and k are kept anyway",
+    ),
+    *(
+        Idle(name, lambda own: not own.optimise, _NO_SEARCH)
+        for name in ("max_steps", "deterministic", "search_drafting")
+    ),
+    # without a search the set that it would start from is used, whose size is the ratio's where it is not quantised
+    Idle(
+        "skip_ratio",
+        lambda own: _chooses_size(own) and (own.optimise or own.draft_format in FORMATS),
+        "does not set the size with --strategy {strategy}, which measures what pays: --strategy swift takes it",
+    ),
+    Idle(
+        "max_steps",
+        lambda own: own.strategy in SIZE_CHOOSING and own.max_steps > MOST,
+        f"has no effect above {MOST} with --strategy {{strategy}}, which ends there: --strategy swift goes on",
+    ),
+    Idle(
+        "deterministic",
+        lambda own: own.strategy in STRATEGIES and not recipe_of(own.strategy).suggests,
+        "has no effect with --strategy {strategy}, which waits for no suggestions",
+    ),
+)
+
+
+def on_command_line(name: str) -> bool:
+    """Return whether the running command got an option from its command line, not from a preset or default."""
+    context = click.get_current_context(silent=True)
+    return context is not None and context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
+def warn_idle(settings: SwiftSettings, *used: str) -> None:
+    """Say of each option of the command line that it has no effect with the other settings; presets pass silently.
+
+    Args: used: settings that the running command uses all the same.
+    """
+    flags = {param.name: param.opts[0] for param in click.get_current_context().command.params}
+    warned = set(used)
+    for name, when, words in IDLE:
+        if name not in warned and on_command_line(name) and when(settings):
+            warned.add(name)
+            note(f"warning: {flags[name]} {words.format(strategy=settings.strategy)}")
 
 
 def pick(values: type[Any], options: dict[str, Any]) -> Any:

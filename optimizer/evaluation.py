@@ -15,12 +15,13 @@ from ..decoding.context import Context
 from ..decoding.cost_model import Acceptance, PassCosts
 from ..decoding.engine import PassGenerator
 from ..models.rows import Pass, Rows
+from .strategies import MOST
 
 LONGEST_CHAIN = 24  # tokens of an adaptive draft
 LAMBDA_ROUNDS = 4
 LARGEST_BATCH = 8  # candidates per pass
 SEARCH_SHARE = 0.03  # of the seconds of a stream's decoding that its search may take
-FEWEST, MOST = 36, 96  # candidates that a search may score however short the stream is, or however long
+FEWEST = 36  # candidates that a search may score however short the stream is
 USUAL_SPEEDUP = 3.0  # of the decoding that a search is weighed against
 BATCH_GAIN = 0.95  # a larger batch must cut the seconds per candidate at least to this share
 

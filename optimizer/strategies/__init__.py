@@ -16,6 +16,7 @@ from ...core.types import LayerSet
 from .base import Proposal, SearchProblem, Strategy, Study, StudyKind, SubLayerPrices
 
 __all__ = [
+    "MOST",
     "SIZE_CHOOSING",
     "STRATEGIES",
     "Proposal",
@@ -29,18 +30,23 @@ __all__ = [
 ]
 
 
+MOST = 96  # candidates that a strategy which chooses the size scores, however long the stream is
+
+
 @dataclass(frozen=True, slots=True)
 class StrategyInfo:
     """One strategy: `help` says how it proposes, `make` builds it.
 
     `study`: what it looks at in the model; such a strategy chooses how many sub-layers are skipped, given prices, and
-    stops after `patience` candidates without a better one.
+    stops after `patience` candidates without a better one. `suggests`: a process beside the run suggests candidates,
+    which `deterministic` waits for.
     """
 
     help: str
     make: Callable[[SearchProblem], Strategy]
     study: StudyKind | None = None
     patience: int | None = None
+    suggests: bool = False
 
     @property
     def chooses_size(self) -> bool:
@@ -66,9 +72,13 @@ def _by_study(help: str, study: StudyKind, patience: int, **how: Any) -> Strateg
 
 STRATEGIES: dict[str, StrategyInfo] = {
     "random": StrategyInfo("uniform draws", _drawn),
-    "bayes": StrategyInfo("a Gaussian process at every step", partial(_drawn, engine="gp", interval=1)),
-    "swift": StrategyInfo("draws, and a Gaussian process at every β-th step", partial(_drawn, engine="gp")),
-    "tpe": StrategyInfo("a tree-structured Parzen estimator at every step", partial(_drawn, engine="tpe", interval=1)),
+    "bayes": StrategyInfo("a Gaussian process at every step", partial(_drawn, engine="gp", interval=1), suggests=True),
+    "swift": StrategyInfo(
+        "draws, and a Gaussian process at every β-th step", partial(_drawn, engine="gp"), suggests=True
+    ),
+    "tpe": StrategyInfo(
+        "a tree-structured Parzen estimator at every step", partial(_drawn, engine="tpe", interval=1), suggests=True
+    ),
     "local": _by_study("moves from the best set known", "similarity", 100),
     "knapsack": _by_study("a dynamic program over measured costs, then moves", "knapsack", 60, n_studies=2),
     "clasp": _by_study("the same with whole layers", "clasp", 100, n_studies=8, whole_layers=True),

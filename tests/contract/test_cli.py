@@ -493,3 +493,72 @@ def test_output_keeps_to_the_terminals_width(
         lines = capsys.readouterr().out.splitlines()
         assert max(map(len, lines)) <= width
         assert max(map(len, lines)) > width // 2
+
+
+# --- options that have no effect
+
+
+def warnings_of(line: str, home: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Return what `tune` warns of before it finds that there is no such model."""
+    (home / "good.jsonl").write_text('{"prompt": "a"}\n' * 9)
+    assert run(["tune", "--model", "no-such-model", "--stream", "good.jsonl", *line.split()]) == 3
+    return [said for said in capsys.readouterr().err.splitlines() if said.startswith("warning: ")]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--skip-ratio 0.3", "--skip-ratio does not set the size with --strategy knapsack"),
+        ("--strategy local --skip-ratio 0.3", "--skip-ratio does not set the size with --strategy local"),
+        ("--stop-threshold 0.5", "--stop-threshold has no effect with --method adaptive"),
+        ("--max-draft-length 9", "--max-draft-length has no effect with --method adaptive"),
+        ("--no-early-stop", "--no-early-stop has no effect with --method adaptive"),
+        ("--no-dynamic-verification", "--no-dynamic-verification has no effect with --method adaptive"),
+        ("--no-search-drafting", "--no-search-drafting has no effect with --method adaptive"),
+        ("--max-steps 97", "--max-steps has no effect above 96 with --strategy knapsack"),
+        ("--deterministic", "--deterministic has no effect with --strategy knapsack"),
+        ("--deterministic --strategy random", "--deterministic has no effect with --strategy random"),
+        ("--max-steps 9 --no-optimise", "--max-steps has no effect with --no-optimise"),
+        ("--method swift --no-early-stop --stop-threshold 0.5", "--stop-threshold has no effect with --no-early-stop"),
+        (
+            "--method swift --objective matchness --no-search-drafting",
+            "--no-search-drafting has no effect with --objective matchness",
+        ),
+    ],
+)
+def test_option_without_effect_is_named_once(
+    line: str, says: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (said,) = warnings_of(line, home, capsys)
+    assert said.startswith(f"warning: {says}")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "--skip-ratio 0.3 --strategy swift",
+        "--skip-ratio 0.3 --objective matchness",
+        "--skip-ratio 0.3 --no-optimise --draft-format stored",
+        "--max-steps 96",
+        "--max-steps 200 --strategy tpe",
+        "--deterministic --strategy bayes",
+        "--method swift --stop-threshold 0.5 --max-draft-length 9 --no-dynamic-verification --no-search-drafting",
+        "--method swift --no-early-stop",
+        "--context-window 16 --draft-format int8 --no-optimise",
+    ],
+)
+def test_option_with_an_effect_brings_no_warning(line: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert warnings_of(line, home, capsys) == []
+
+
+def test_preset_without_effect_brings_no_warning(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SWIFTOPT_SKIP_RATIO", "0.3")  # for other commands and strategies as well
+    assert warnings_of("", home, capsys) == []
+
+
+def test_several_options_without_effect_have_a_line_each(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = warnings_of("--skip-ratio 0.3 --stop-threshold 0.5 --no-early-stop", home, capsys)
+    assert [line.split()[1] for line in said] == ["--stop-threshold", "--no-early-stop", "--skip-ratio"]

@@ -7,7 +7,8 @@ import dataclasses
 from fakes import cheap_draft_costs, flat_costs
 
 from swiftopt.core.types import LayerSet
-from swiftopt.optimizer.evaluation import FEWEST, MOST, affordable, candidates_per_pass
+from swiftopt.optimizer.evaluation import FEWEST, affordable, candidates_per_pass
+from swiftopt.optimizer.strategies import MOST
 
 INT4 = LayerSet(4).filled("int4")
 
