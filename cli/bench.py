@@ -56,12 +56,22 @@ def bench() -> None:
 @bench.command(short_help="Methods side by side on the same prompts.")
 @options.model
 @options.stream
-@click.option("--task", help="Whose stored layer set to use.  [default: each prompt's own task]")
+@options.group(
+    options.PROMPTS, click.option("--task", help="Whose stored layer set to use.  [default: each prompt's own task]")
+)
 @options.layer_set
-@click.option("--methods", default=",".join(COMPARED), help="What to compare.")
-@click.option("--assistant", metavar="MODEL", help="The smaller model that drafts for hf-assisted.")
+@options.group(options.MEASUREMENT, click.option("--methods", default=",".join(COMPARED), help="What to compare."))
+@options.group(
+    options.MEASUREMENT,
+    click.option("--assistant", metavar="MODEL", help="The smaller model that drafts for hf-assisted."),
+)
 @options.limit
-@click.option("--ignore-eos", is_flag=True, help="Go on behind stop tokens, so that every completion has full length.")
+@options.group(
+    options.MEASUREMENT,
+    click.option(
+        "--ignore-eos", is_flag=True, help="Go on behind stop tokens, so that every completion has full length."
+    ),
+)
 @options.machine(GenerateRequest, "max_new_tokens", "speed")
 @options.db
 @options.json
@@ -108,7 +118,10 @@ def _loaded(request: GenerateRequest, model: str) -> Runtime:
 @click.argument("name")
 @options.model
 @options.stream
-@click.option("--task", help="Whose stored layer set, heads and probe to use.  [default: the stream's task]")
+@options.group(
+    options.PROMPTS,
+    click.option("--task", help="Whose stored layer set, heads and probe to use.  [default: the stream's task]"),
+)
 @options.draft_model
 @options.limit
 @options.machine(GenerateRequest, "max_new_tokens")
@@ -161,13 +174,27 @@ def _cell(key: str, value: float | None) -> str:
 @options.model
 @options.stream
 @options.limit
-@options.from_field(GenerateRequest, "task", "Whose stored plan drafts.  [default: each prompt's own task]")
-@options.from_field(
-    GenerateRequest, "method", "What drafts.  [default: the stored plan, or adaptive where there is none]"
+@options.group(
+    options.PROMPTS,
+    options.from_field(GenerateRequest, "task", "Whose stored plan drafts.  [default: each prompt's own task]"),
 )
-@click.option("--concurrency", "words", default="1,2,4,8", help="Requests at a time, several runs.")
-@click.option("--rate", type=float, help="Requests that arrive per second.  [default: all at once]")
-@click.option("--rounds", type=positive, default=2, help="Times that both take their turn.")
+@options.group(
+    options.DRAFTING,
+    options.from_field(
+        GenerateRequest, "method", "What drafts.  [default: the stored plan, or adaptive where there is none]"
+    ),
+)
+@options.group(
+    options.MEASUREMENT,
+    click.option("--concurrency", "words", default="1,2,4,8", help="Requests at a time, several runs."),
+)
+@options.group(
+    options.MEASUREMENT,
+    click.option("--rate", type=float, help="Requests that arrive per second.  [default: all at once]"),
+)
+@options.group(
+    options.MEASUREMENT, click.option("--rounds", type=positive, default=2, help="Times that both take their turn.")
+)
 @options.machine(GenerateRequest, "max_new_tokens", "speed")
 @options.db
 @options.json
@@ -243,8 +270,10 @@ def _throughput_table(report: dict[str, Any]) -> Table:
 @options.model
 @options.stream
 @options.limit
-@click.option("--task", help="Task of all lines.  [default: each prompt's own]")
-@click.option("--concurrency", type=positive, default=1, help="Clients that ask at once.")
+@options.group(options.PROMPTS, click.option("--task", help="Task of all lines.  [default: each prompt's own]"))
+@options.group(
+    options.MEASUREMENT, click.option("--concurrency", type=positive, default=1, help="Clients that ask at once.")
+)
 @options.shared(GenerateRequest, "max_new_tokens")
 @options.machine(ServedModel, "speed")
 @options.png("Draw the speed by request.")
@@ -293,27 +322,52 @@ def _serving_table(report: dict[str, Any]) -> Table:
 @bench.command(short_help="swiftopt and other engines on the same prompts.")
 @options.model
 @options.stream
-@click.option("--task", help="Whose stored plan swiftopt/best uses.  [default: each prompt's own task]")
-@options.limit
-@click.option("--peers", "words", default="all", help="Engines, or rows such as llama-cpp/plain.")
-@click.option(
-    "--gguf",
-    "ggufs",
-    multiple=True,
-    type=Path,
-    metavar="FILE",
-    shell_complete=options.files,
-    help="Another file of this model, for llama.cpp; repeatable.",
+@options.group(
+    options.PROMPTS,
+    click.option("--task", help="Whose stored plan swiftopt/best uses.  [default: each prompt's own task]"),
 )
-@click.option("--assistant", metavar="MODEL", help="The smaller model that drafts for transformers/assisted.")
-@click.option("--base", metavar="ROW", help="Row of the ratios.  [default: llama.cpp's faster plain one]")
-@click.option("--threads", type=positive, help="Threads of each engine.  [default: as many as the machine has cores]")
-@click.option("--timeout", type=positive, default=600, help="Seconds for one answer.")
-@options.from_field(
-    GenerateRequest,
-    "dtype",
-    "auto (as stored) or one of the others, for those that take it.",
-    type=click.Choice(DTYPES),
+@options.limit
+@options.group(
+    options.MEASUREMENT,
+    click.option("--peers", "words", default="all", help="Engines, or rows such as llama-cpp/plain."),
+)
+@options.group(
+    options.MEASUREMENT,
+    click.option(
+        "--gguf",
+        "ggufs",
+        multiple=True,
+        type=Path,
+        metavar="FILE",
+        shell_complete=options.files,
+        help="Another file of this model, for llama.cpp; repeatable.",
+    ),
+)
+@options.group(
+    options.MEASUREMENT,
+    click.option("--assistant", metavar="MODEL", help="The smaller model that drafts for transformers/assisted."),
+)
+@options.group(
+    options.MEASUREMENT,
+    click.option("--base", metavar="ROW", help="Row of the ratios.  [default: llama.cpp's faster plain one]"),
+)
+@options.group(
+    options.MEASUREMENT,
+    click.option(
+        "--threads", type=positive, help="Threads of each engine.  [default: as many as the machine has cores]"
+    ),
+)
+@options.group(
+    options.MEASUREMENT, click.option("--timeout", type=positive, default=600, help="Seconds for one answer.")
+)
+@options.group(
+    options.MACHINE,
+    options.from_field(
+        GenerateRequest,
+        "dtype",
+        "auto (as stored) or one of the others, for those that take it.",
+        type=click.Choice(DTYPES),
+    ),
 )
 @options.shared(GenerateRequest, "max_new_tokens", "speed")
 @options.db

@@ -28,7 +28,7 @@ COMPARED = ("swift", "random", *SIZE_CHOOSING)
 SPENT = {"passes": 0, "seconds": 1}  # what a search takes, with the digits that are shown of it
 
 
-@click.command("search", short_help="Search strategies side by side on recorded text.")
+@options.command("search", short_help="Search strategies side by side on recorded text.")
 @options.model
 @click.option(
     "--stream",
@@ -37,25 +37,45 @@ SPENT = {"passes": 0, "seconds": 1}  # what a search takes, with the digits that
     help="Prompts to record, one JSON object per line; - is standard input.",
 )
 @click.option("--limit", type=positive, default=8, help="Prompts that are recorded.")
-@click.option(
-    "--record",
-    type=Path,
-    metavar="FILE",
-    shell_complete=options.files,
-    help="Recorded texts and costs: read where the file is, else written.",
+@options.group(
+    options.MEASUREMENT,
+    click.option(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        shell_complete=options.files,
+        help="Recorded texts and costs: read where the file is, else written.",
+    ),
 )
-@click.option("--strategies", default=",".join(COMPARED), help="What to compare, by commas.")
-@click.option("--passes", type=positive, default=300, help="Candidate passes of each strategy.")
-@click.option(
-    "--window",
-    type=positive,
-    default=default_of(SwiftSettings, "context_window"),
-    help="γ, generated tokens that score a candidate.",
+@options.group(
+    options.MEASUREMENT, click.option("--strategies", default=",".join(COMPARED), help="What to compare, by commas.")
 )
-@click.option("--stride", type=positive, default=4, help="Tokens between two steps of a search.")
+@options.group(
+    options.MEASUREMENT, click.option("--passes", type=positive, default=300, help="Candidate passes of each strategy.")
+)
+@options.group(
+    options.MEASUREMENT,
+    click.option(
+        "--window",
+        type=positive,
+        default=default_of(SwiftSettings, "context_window"),
+        help="γ, generated tokens that score a candidate.",
+    ),
+)
+@options.group(
+    options.MEASUREMENT,
+    click.option("--stride", type=positive, default=4, help="Tokens between two steps of a search."),
+)
 @options.shared(SwiftSettings, "seed")
-@click.option(
-    "--long-search", type=click.IntRange(min=0), default=0, metavar="N", help="Judge N sets more, up from the best one."
+@options.group(
+    options.MEASUREMENT,
+    click.option(
+        "--long-search",
+        type=click.IntRange(min=0),
+        default=0,
+        metavar="N",
+        help="Judge N sets more, up from the best one.",
+    ),
 )
 @options.png("Draw the best objective against candidate passes and seconds.")
 @options.machine(GenerateRequest, "max_new_tokens")
@@ -134,7 +154,7 @@ def _search_table(report: dict[str, Any]) -> Table:
     )
 
 
-@click.command("stream-shift", short_help="A stream that changes its task, and how acceptance follows.")
+@options.command("stream-shift", short_help="A stream that changes its task, and how acceptance follows.")
 @options.model
 @click.option(
     "--stream",
@@ -143,7 +163,7 @@ def _search_table(report: dict[str, Any]) -> Table:
     shell_complete=options.files,
     help="Prompts that come task by task; - is standard input.",
 )
-@click.option("--prompts", type=positive, default=16, help="Prompts of each task.")
+@options.group(options.MEASUREMENT, click.option("--prompts", type=positive, default=16, help="Prompts of each task."))
 @options.png("Draw acceptance along the stream.")
 @options.machine(GenerateRequest, "max_new_tokens", "speed")
 @options.settings

@@ -36,7 +36,7 @@ COMMANDS = """\
 /quit         end the chat, as Ctrl-D does"""
 
 
-@click.command(short_help="Chat in the terminal, with a server or a model of your own.")
+@options.command(short_help="Chat in the terminal, with a server or a model of your own.")
 @click.option(
     "--model",
     shell_complete=options.models,
@@ -50,9 +50,12 @@ COMMANDS = """\
 )
 @options.from_field(GenerateRequest, "task", "Whose stored plan to use.  [default: default]")
 @options.method
-@click.option("--system", metavar="TEXT", help="Message that says how to answer.")
-@click.option("--message", metavar="TEXT", help="Ask this one question, and end.")
-@click.option("--max-new-tokens", default=ANSWER_TOKENS, type=positive, help="Most tokens of an answer.")
+@options.group(options.PROMPTS, click.option("--system", metavar="TEXT", help="Message that says how to answer."))
+@options.group(options.PROMPTS, click.option("--message", metavar="TEXT", help="Ask this one question, and end."))
+@options.group(
+    options.PROMPTS,
+    click.option("--max-new-tokens", default=ANSWER_TOKENS, type=positive, help="Most tokens of an answer."),
+)
 @options.machine(GenerateRequest, "speed")
 @options.sampling
 @options.db

@@ -36,11 +36,23 @@ def _names(lossy: bool) -> str:
 
 
 method_options = together(
-    click.option("--methods", default="all", help="all, or names from the list below, by commas."),
+    options.group(
+        options.DRAFTING, click.option("--methods", default="all", help="all, or names from the list below, by commas.")
+    ),
     options.draft_model,
-    click.option("--lossless", is_flag=True, help="Only methods that keep the model's own output."),
-    click.option(
-        "--set", "assignments", multiple=True, metavar="METHOD.KEY=VALUE", help="A method's setting; may be repeated."
+    options.group(
+        options.DRAFTING,
+        click.option("--lossless", is_flag=True, help="Only methods that keep the model's own output."),
+    ),
+    options.group(
+        options.DRAFTING,
+        click.option(
+            "--set",
+            "assignments",
+            multiple=True,
+            metavar="METHOD.KEY=VALUE",
+            help="A method's setting; may be repeated.",
+        ),
     ),
 )
 
@@ -51,11 +63,13 @@ outside the timing. plain always runs, for the others are measured against it. M
 lossy {_names(lossy=True)}. {", ".join(PEERS)} are transformers' own."""
 
 
-@click.command(short_help="All decoding methods side by side; the best becomes the plan.")
+@options.command(short_help="All decoding methods side by side; the best becomes the plan.")
 @options.model
 @options.stream
 @click.option("--task", help="Whose plan this makes.  [default: the stream's task; default, if it holds several]")
-@click.option("--limit", type=positive, help="Compare on the first prompts of the stream only.")
+@options.group(
+    options.PROMPTS, click.option("--limit", type=positive, help="Compare on the first prompts of the stream only.")
+)
 @method_options
 @options.png("Draw the ratios as a bar chart.")
 @click.option("--no-store", is_flag=True, help="Store neither the report, nor the plan, nor what had to be made.")

@@ -45,7 +45,7 @@ class Check:
     text: str
 
 
-@click.command(short_help="Check versions, devices, memory and database.")
+@options.command(short_help="Check versions, devices, memory and database.")
 @click.option("--model", shell_complete=options.models, help="Check that this model can be found as well.")
 @options.db
 @options.redis

@@ -23,48 +23,66 @@ if TYPE_CHECKING:
     from ..tasks.generate import GenerateInfo
 
 source_options = together(
-    click.option("--prompt", help="Raw text to continue."),
-    click.option(
-        "--stream",
-        metavar="FILE",
-        shell_complete=options.files,
-        help="Prompts, one JSON object per line; - is standard input.",
+    options.group(options.PROMPTS, click.option("--prompt", help="Raw text to continue.")),
+    options.group(
+        options.PROMPTS,
+        click.option(
+            "--stream",
+            metavar="FILE",
+            shell_complete=options.files,
+            help="Prompts, one JSON object per line; - is standard input.",
+        ),
     ),
     options.limit,
-    click.option(
-        "-o",
-        "--out",
-        metavar="FILE",
-        shell_complete=options.files,
-        help="Write one JSON object per prompt to a file as well.",
+    options.group(
+        options.PROMPTS,
+        click.option(
+            "-o",
+            "--out",
+            metavar="FILE",
+            shell_complete=options.files,
+            help="Write one JSON object per prompt to a file as well.",
+        ),
     ),
 )
 method_options = together(
     options.method,
-    click.option(
-        "--draft-model",
-        metavar="NAME",
-        shell_complete=options.models,
-        help="Smaller model that drafts, for methods that draft with one.",
+    options.group(
+        options.DRAFTING,
+        click.option(
+            "--draft-model",
+            metavar="NAME",
+            shell_complete=options.models,
+            help="Smaller model that drafts, for methods that draft with one.",
+        ),
     ),
     options.layer_set,
-    click.option("--stop", multiple=True, metavar="STR", help="End before this text; may be repeated."),
-    options.from_field(Sampling, "repetition_penalty", "Above 1 repeats less.  [default: the model's own]"),
+    options.group(
+        options.PROMPTS,
+        click.option("--stop", multiple=True, metavar="STR", help="End before this text; may be repeated."),
+    ),
+    options.group(
+        options.SAMPLING,
+        options.from_field(Sampling, "repetition_penalty", "Above 1 repeats less.  [default: the model's own]"),
+    ),
 )
 
 
-@click.command(short_help="Decode with what was tuned for a task.")
+@options.command(short_help="Decode with what was tuned for a task.")
 @options.model
 @options.from_field(
     GenerateRequest, "task", "Whose stored layer set to use.  [default: the prompt's own task, or default]"
 )
 @source_options
 @method_options
-@options.from_field(
-    GenerateRequest,
-    "concurrency",
-    "How many prompts of a stream are decoded at once; each is shown when it is done.",
-    type=positive,
+@options.group(
+    options.PROMPTS,
+    options.from_field(
+        GenerateRequest,
+        "concurrency",
+        "How many prompts of a stream are decoded at once; each is shown when it is done.",
+        type=positive,
+    ),
 )
 @options.machine(GenerateRequest, "max_new_tokens", "speed")
 @options.sampling

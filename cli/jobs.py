@@ -52,27 +52,33 @@ JOB_WANTED = {"pause": "pausing", "stop": "stopping"}
 on_job = together(click.argument("job", metavar="ID"), backend_options, options.json)
 
 
-@click.command(short_help="Find the layer set that decodes a stream fastest.")
+@options.command(short_help="Find the layer set that decodes a stream fastest.")
 @options.model
 @options.stream
 @options.from_field(TuneRequest, "task", "Task of lines that name none.  [default: the file's stem]")
-@options.from_field(
-    TuneRequest,
-    "out",
-    "File for the completions.  [default: in your data folder]",
-    metavar="FILE",
-    shell_complete=options.files,
+@options.group(
+    options.PROMPTS,
+    options.from_field(
+        TuneRequest,
+        "out",
+        "File for the completions.  [default: in your data folder]",
+        metavar="FILE",
+        shell_complete=options.files,
+    ),
+    options.from_field(TuneRequest, "limit", "Take only the first prompts.", type=positive),
+    options.from_field(TuneRequest, "concurrency", "How many prompts are decoded at once.", type=positive),
 )
-@options.from_field(TuneRequest, "limit", "Take only the first prompts.", type=positive)
-@options.from_field(TuneRequest, "concurrency", "How many prompts are decoded at once.", type=positive)
 @options.machine(TuneRequest, "max_new_tokens", "speed")
 @options.sampling
 @options.settings
 @options.redis
 @options.server
 @options.queue
-@click.option("--detach", is_flag=True, help="Submit the job and return at once.")
-@click.option("--local", is_flag=True, help="Run in this process, although a Redis or server is configured.")
+@options.group(
+    options.SERVICES,
+    click.option("--detach", is_flag=True, help="Submit the job and return at once."),
+    click.option("--local", is_flag=True, help="Run in this process, although a Redis or server is configured."),
+)
 @options.db
 @options.json
 @options.example(

@@ -103,9 +103,16 @@ def show_(name: ModelTask, version: int | None, png: str | None, store: Store) -
 @options.model
 @options.stream
 @click.option("--task", help="Task to store the set under.  [default: the first prompt's own]")
-@click.option("--limit", type=positive, default=4, help="Prompts that each candidate decodes.")
-@click.option("--max-steps", type=positive, default=200, help="Candidates to try at most.")
-@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="Begin no candidate after this time.")
+@options.group(
+    options.PROMPTS, click.option("--limit", type=positive, default=4, help="Prompts that each candidate decodes.")
+)
+@options.group(
+    options.SEARCH, click.option("--max-steps", type=positive, default=200, help="Candidates to try at most.")
+)
+@options.group(
+    options.SEARCH,
+    click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="Begin no candidate after this time."),
+)
 @options.machine(GenerateRequest, "max_new_tokens")
 @options.shared(Sampling, "seed")
 @options.db
@@ -281,7 +288,7 @@ def _moved(command: str, name: ModelTask, found: FoundPlan) -> Result:
 # --- models
 
 
-@click.command(short_help="List model names, and what was tuned here.")
+@options.command(short_help="List model names, and what was tuned here.")
 @options.store
 @options.json
 @options.example("models")

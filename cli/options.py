@@ -36,8 +36,37 @@ Decorator = Callable[[Command], Command]
 Parameter = TypeVar("Parameter")
 
 
+# headings of help, where a command has many options
+MAIN, PROMPTS, MACHINE = "Main options", "Prompts and completions", "Model and machine"
+DRAFTING, SAMPLING, SEARCH, SERVICES = "Drafting", "Sampling", "Search", "Jobs and database"
+MEASUREMENT = "Measurement"
+OTHER = "Other options"
+MANY = 12  # options from which on they have headings
+N_MAIN = 3  # that come first: those that a command declares first
+HEADINGS: dict[click.Parameter, str] = {}
+
+
+class GroupedCommand(click.Command):
+    """Lists many options under headings, the first few of them before all."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        found = [param for param in self.get_params(ctx) if param.get_help_record(ctx) is not None]
+        shown = [param for param in found if isinstance(param, click.Option)]
+        if len(shown) < MANY:
+            return super().format_options(ctx, formatter)
+        sections: dict[str, list[click.Option]] = {MAIN: shown[:N_MAIN]}
+        for param in shown[N_MAIN:]:
+            sections.setdefault(HEADINGS.get(param, OTHER), []).append(param)
+        others = sections.pop(OTHER)  # --help at least
+        for heading, params in [*sections.items(), (OTHER, others)]:
+            with formatter.section(heading):
+                formatter.write_dl([record for param in params if (record := param.get_help_record(ctx))])
+
+
 class PresetGroup(click.Group):
     """Passes its presets on to its commands, where click looks for them; lists commands as they were added."""
+
+    command_class = GroupedCommand
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -46,6 +75,35 @@ class PresetGroup(click.Group):
         presets = ctx.default_map or {}
         ctx.default_map = {name: presets for name in self.list_commands(ctx)}
         return super().invoke(ctx)
+
+
+def command(name: str | None = None, **more: Any) -> Callable[[Callable[..., Any]], click.Command]:
+    """Make a command of no group; `more` goes to `click.command`."""
+    return click.command(name, cls=GroupedCommand, **more)
+
+
+def together(*options: Decorator[Any]) -> Decorator[Any]:
+    """Join decorators to one; help lists their options in the order given."""
+
+    def decorate(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def group(heading: str, *options: Decorator[Any]) -> Decorator[Any]:
+    """Join decorators to one; help lists their options under that heading, where a command has many."""
+
+    def decorate(command: Any) -> Any:
+        n_before = len(getattr(command, "__click_params__", ()))  # where click keeps them until there is a command
+        command = together(*options)(command)
+        for param in command.__click_params__[n_before:]:
+            HEADINGS[param] = heading
+        return command
+
+    return decorate
 
 
 class ModelTask(NamedTuple):
@@ -152,57 +210,83 @@ def _token_bias(text: str) -> tuple[int, float]:
 
 positive = click.IntRange(min=1)
 model_task = click.argument("name", type=Parsed("MODEL/TASK", _model_task), metavar="MODEL/TASK")
-model = click.option(
-    "--model",
-    required=True,
-    shell_complete=models,
-    help="Alias, hub id, folder or GGUF file; `swiftopt models` lists aliases.",
+model = group(
+    MACHINE,
+    click.option(
+        "--model",
+        required=True,
+        shell_complete=models,
+        help="Alias, hub id, folder or GGUF file; `swiftopt models` lists aliases.",
+    ),
 )
-stream = click.option(
-    "--stream",
-    required=True,
-    metavar="FILE",
-    shell_complete=files,
-    help="Prompts, one JSON object per line; - is standard input.",
+stream = group(
+    PROMPTS,
+    click.option(
+        "--stream",
+        required=True,
+        metavar="FILE",
+        shell_complete=files,
+        help="Prompts, one JSON object per line; - is standard input.",
+    ),
 )
-method = click.option(
-    "--method",
-    type=Parsed("NAME", _method_name),
-    shell_complete=methods,
-    help="Overrule the stored plan; docs/methods.md lists the methods.",
+method = group(
+    DRAFTING,
+    click.option(
+        "--method",
+        type=Parsed("NAME", _method_name),
+        shell_complete=methods,
+        help="Overrule the stored plan; docs/methods.md lists the methods.",
+    ),
 )
-draft_model = click.option(
-    "--draft-model",
-    metavar="MODEL",
-    shell_complete=models,
-    help="A smaller model with the same tokenizer, for drafts.",
+draft_model = group(
+    DRAFTING,
+    click.option(
+        "--draft-model",
+        metavar="MODEL",
+        shell_complete=models,
+        help="A smaller model with the same tokenizer, for drafts.",
+    ),
 )
-layer_set = click.option(
-    "--layer-set",
-    type=Parsed("FILE", _layer_set),
-    shell_complete=files,
-    help="Draft with this exported layer set.",
+layer_set = group(
+    DRAFTING,
+    click.option(
+        "--layer-set",
+        type=Parsed("FILE", _layer_set),
+        shell_complete=files,
+        help="Draft with this exported layer set.",
+    ),
 )
-limit = click.option("--limit", type=positive, help="Take only the first prompts of the stream.")
+limit = group(PROMPTS, click.option("--limit", type=positive, help="Take only the first prompts of the stream."))
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-db = click.option(
-    "--db",
-    metavar="URL|FILE",
-    shell_complete=files,
-    help="Database of layer sets: a file or an SQLAlchemy URL.  [default: in your data folder]",
+db = group(
+    SERVICES,
+    click.option(
+        "--db",
+        metavar="URL|FILE",
+        shell_complete=files,
+        help="Database of layer sets: a file or an SQLAlchemy URL.  [default: in your data folder]",
+    ),
 )
-redis = click.option("--redis", metavar="URL", help="Redis that delivers jobs.  [env: SWIFTOPT_REDIS_URL]")
-server = click.option(
-    "--server",
-    metavar="URL",
-    help="Server of jobs and layer sets; its key: SWIFTOPT_API_KEY.  [env: SWIFTOPT_SERVER_URL]",
+redis = group(
+    SERVICES, click.option("--redis", metavar="URL", help="Redis that delivers jobs.  [env: SWIFTOPT_REDIS_URL]")
 )
-queue = click.option(
-    "--queue",
-    type=Parsed("NAME", _queue_name),
-    default=DEFAULT_QUEUE,
-    show_default=False,
-    help="Queue of the workers.  [env: SWIFTOPT_QUEUE; default: default]",
+server = group(
+    SERVICES,
+    click.option(
+        "--server",
+        metavar="URL",
+        help="Server of jobs and layer sets; its key: SWIFTOPT_API_KEY.  [env: SWIFTOPT_SERVER_URL]",
+    ),
+)
+queue = group(
+    SERVICES,
+    click.option(
+        "--queue",
+        type=Parsed("NAME", _queue_name),
+        default=DEFAULT_QUEUE,
+        show_default=False,
+        help="Queue of the workers.  [env: SWIFTOPT_QUEUE; default: default]",
+    ),
 )
 
 
@@ -242,17 +326,6 @@ def from_field(values: type[Any], name: str, help: str, **more: Any) -> Decorato
     return click.option(f"--{flag}", name, default=default, help=help, **more)
 
 
-def together(*options: Decorator[Any]) -> Decorator[Any]:
-    """Join decorators to one; help lists their options in the order given."""
-
-    def decorate(command: Any) -> Any:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
-
 def example(*lines: str, words: str | None = None) -> Decorator[Any]:
     """Add command lines, each without `swiftopt`, to a command's help, which is `words` or else its docstring."""
     text = "".join(f"\n  swiftopt {line}" for line in lines)
@@ -285,17 +358,27 @@ SHARED: dict[str, dict[str, Any]] = {  # what `from_field` is told of fields tha
 }
 
 
+SHARED_HEADINGS = {
+    "dtype": MACHINE,
+    "device": MACHINE,
+    "speed": MACHINE,
+    "max_new_tokens": PROMPTS,
+    "seed": SAMPLING,
+}
+
+
 def shared(values: type[Any], *names: str) -> Decorator[Any]:
     """Make options for fields that several dataclasses have; `values` has the defaults."""
-    return together(*(from_field(values, name, **SHARED[name]) for name in names))
+    return together(*(group(SHARED_HEADINGS[name], from_field(values, name, **SHARED[name])) for name in names))
 
 
 def machine(values: type[Any], *more: str) -> Decorator[Any]:
     """Make the options for where a model runs, and `more` that are shared; `values` has the defaults."""
-    return together(threads, shared(values, "dtype", "device", *more))
+    return together(group(MACHINE, threads), shared(values, "dtype", "device", *more))
 
 
-sampling = together(
+sampling = group(
+    SAMPLING,
     from_field(Sampling, "temperature", "0 takes the most probable token."),
     from_field(Sampling, "top_p", "Draw from the most probable tokens that reach this mass."),
     from_field(Sampling, "top_k", "Draw from the k most probable tokens; 0 is off."),
@@ -312,7 +395,8 @@ sampling = together(
 )
 
 _setting = functools.partial(from_field, TuningSettings)
-settings = together(
+searching = group(
+    SEARCH,
     _setting("method", "What the layer set is to draft for; adaptive decides by measured time."),
     _setting(
         "draft_format",
@@ -330,17 +414,21 @@ settings = together(
     ),
     _setting("context_window", "γ, generated tokens that score a layer set."),
     _setting("max_steps", f"S, candidates to try at most; {', '.join(SIZE_CHOOSING)} stop at {MOST} for themselves."),
-    _setting("stop_threshold", "ε, confidence below which a SWIFT draft stops."),
-    _setting("max_draft_length", "N_D, steps of a SWIFT draft."),
-    _setting("early_stop", "SWIFT drafts always have N_D tokens."),
-    _setting("dynamic_verification", "SWIFT drafts are chains, not trees."),
-    _setting("search_drafting", "Keep ε, N_D and k of SWIFT's drafts as given, instead of choosing them by time."),
     _setting(
         "optimise",
         "Keep what a search starts from: nothing left out of quantised drafts, else evenly spaced sub-layers.",
     ),
     _setting("deterministic", "Wait for late suggestions: the same seed then gives the same trials."),
 )
+swift_drafts = group(
+    "SWIFT's drafts, with --method swift",
+    _setting("stop_threshold", "ε, confidence below which a draft stops."),
+    _setting("max_draft_length", "N_D, steps of a draft."),
+    _setting("early_stop", "Drafts always have N_D tokens."),
+    _setting("dynamic_verification", "Drafts are chains, not trees."),
+    _setting("search_drafting", "Keep ε, N_D and k as given, instead of choosing them by time."),
+)
+settings = together(searching, swift_drafts)
 
 
 class Idle(NamedTuple):

@@ -46,7 +46,7 @@ folder, that over the default. An unknown key in the file is an error. The key o
 """
 
 
-@click.command(short_help="Print a script that completes commands in a shell.")
+@options.command(short_help="Print a script that completes commands in a shell.")
 @click.argument("shell", type=click.Choice(SHELLS))
 @options.json
 @options.example(

@@ -42,33 +42,10 @@ except SwiftoptError as error:
 
 # --- the HTTP server
 
+REQUESTS, LEARNING, ACCESS = "Requests", "Learning", "Keys and limits"  # headings of its help
 
-@click.command(short_help="Serve models and look-ups over HTTP, and take jobs.")
-@click.option(
-    "--host", default="127.0.0.1", help="Address to listen on; others than this machine's own need an API key."
-)
-@click.option("--port", default=8000, type=click.IntRange(0, 65535), help="0 takes a free one.")
-@click.option(
-    "--stream-folder",
-    "folders",
-    multiple=True,
-    metavar="DIR",
-    shell_complete=options.folders,
-    help="Folder whose streams jobs may name; may be repeated.  [env: SWIFTOPT_STREAM_FOLDERS]",
-)
-@click.option("--max-body-mb", default=32, type=click.IntRange(1, 4096), help="Largest body, in MiB.")
-@click.option(
-    "--rate",
-    default=600,
-    type=click.IntRange(min=0),
-    help="Requests a minute per key, or address where there are no keys; 0 is no limit.",
-)
-@click.option(
-    "--token-rate",
-    default=0,
-    type=click.IntRange(min=0),
-    help="Tokens of prompts and completions a minute, likewise; 0 is no limit.",
-)
+
+@options.command(short_help="Serve models and look-ups over HTTP, and take jobs.")
 @click.option(
     "--model",
     "models",
@@ -77,22 +54,59 @@ except SwiftoptError as error:
     shell_complete=options.models,
     help="A model to decode with: alias, hub id, folder or GGUF file; may be repeated. NAME is what clients call it.",
 )
-@click.option("--concurrency", default=8, type=positive, help="Completions at once, per model.")
-@click.option("--max-waiting", default=64, type=click.IntRange(min=0), help="Completions that may wait.")
 @click.option(
-    "--memory-gb", type=click.FloatRange(min=0.01), help="For keys and values.  [default: half of what is free]"
+    "--host", default="127.0.0.1", help="Address to listen on; others than this machine's own need an API key."
 )
-@click.option("--timeout", default=600, type=positive, help="Seconds for one completion.")
-@click.option("--drain", default=30, type=positive, help="Seconds for completions at the end.")
-@click.option("--tune/--no-tune", default=True, help="Learn from the requests that are served.")
-@click.option(
-    "--keep-prompts",
-    metavar="FILE",
-    shell_complete=options.files,
-    help="Append prompts to this file, a stream for `swiftopt tune`.  [default: they are kept in memory only]",
+@click.option("--port", default=8000, type=click.IntRange(0, 65535), help="0 takes a free one.")
+@options.group(
+    REQUESTS,
+    click.option("--concurrency", default=8, type=positive, help="Completions at once, per model."),
+    click.option("--max-waiting", default=64, type=click.IntRange(min=0), help="Completions that may wait."),
+    click.option(
+        "--memory-gb", type=click.FloatRange(min=0.01), help="For keys and values.  [default: half of what is free]"
+    ),
+    click.option("--timeout", default=600, type=positive, help="Seconds for one completion."),
+    click.option("--drain", default=30, type=positive, help="Seconds for completions at the end."),
+)
+@options.group(
+    LEARNING,
+    click.option("--tune/--no-tune", default=True, help="Learn from the requests that are served."),
+    click.option(
+        "--keep-prompts",
+        metavar="FILE",
+        shell_complete=options.files,
+        help="Append prompts to this file, a stream for `swiftopt tune`.  [default: they are kept in memory only]",
+    ),
+)
+@options.group(
+    ACCESS,
+    click.option("--new-key", metavar="NAME", help="Print a new API key and its entry, and do nothing else."),
+    click.option(
+        "--rate",
+        default=600,
+        type=click.IntRange(min=0),
+        help="Requests a minute per key, or address where there are no keys; 0 is no limit.",
+    ),
+    click.option(
+        "--token-rate",
+        default=0,
+        type=click.IntRange(min=0),
+        help="Tokens of prompts and completions a minute, likewise; 0 is no limit.",
+    ),
+    click.option("--max-body-mb", default=32, type=click.IntRange(1, 4096), help="Largest body, in MiB."),
 )
 @options.machine(ServedModel, "speed")
-@click.option("--new-key", metavar="NAME", help="Print a new API key and its entry, and do nothing else.")
+@options.group(
+    options.SERVICES,
+    click.option(
+        "--stream-folder",
+        "folders",
+        multiple=True,
+        metavar="DIR",
+        shell_complete=options.folders,
+        help="Folder whose streams jobs may name; may be repeated.  [env: SWIFTOPT_STREAM_FOLDERS]",
+    ),
+)
 @options.redis
 @options.db
 @options.as_json
@@ -175,7 +189,7 @@ def _new_key(name: str) -> Result:
 # --- workers
 
 
-@click.command(short_help="Run the jobs of a queue.")
+@options.command(short_help="Run the jobs of a queue.")
 @options.queue
 @click.option("--device", default="auto", help="Where jobs that name no device run, e.g. cuda:0.")
 @click.option("--burst", is_flag=True, help="End when the queue is empty.")

@@ -54,6 +54,9 @@ def _layers(text: str) -> tuple[int, ...]:
         raise SettingsError(f"layers {text!r} are no numbers: give them like 8,15,22") from error
 
 
+TRAINING = "Training"  # a heading of help
+
+
 def training_options(settings: type[HeadSettings] | type[ProbeSettings]) -> Decorator[Any]:
     """Make the options of both `train` commands, with the defaults of `settings`."""
     return together(
@@ -68,11 +71,16 @@ def training_options(settings: type[HeadSettings] | type[ProbeSettings]) -> Deco
             help="Prompts, one JSON object per line; - is standard input; may be repeated.",
         ),
         click.option("--task", help="What to store it under.  [default: the prompts' own task, or mixed]"),
-        click.option("--limit", type=positive, help="Take only the first prompts of each stream."),
-        options.from_field(settings, "epochs", "Passes over all positions."),
-        options.from_field(settings, "minutes", "End training after so long; completing the prompts is extra."),
-        options.from_field(settings, "learning_rate", "Adam's, at its highest."),
-        options.from_field(settings, "seed", "Seed of the order and of every draw."),
+        options.group(
+            options.PROMPTS, click.option("--limit", type=positive, help="Take only the first prompts of each stream.")
+        ),
+        options.group(TRAINING, options.from_field(settings, "epochs", "Passes over all positions.")),
+        options.group(
+            TRAINING,
+            options.from_field(settings, "minutes", "End training after so long; completing the prompts is extra."),
+        ),
+        options.group(TRAINING, options.from_field(settings, "learning_rate", "Adam's, at its highest.")),
+        options.group(TRAINING, options.from_field(settings, "seed", "Seed of the order and of every draw.")),
         options.machine(TuneRequest, "max_new_tokens"),
         click.option("--png", metavar="FILE", shell_complete=options.files, help="Draw the loss curve to a file."),
         options.db,
@@ -82,13 +90,18 @@ def training_options(settings: type[HeadSettings] | type[ProbeSettings]) -> Deco
 
 @heads.command("train", short_help="Train heads on a model's own completions.")
 @training_options(HeadSettings)
-@options.from_field(
-    HeadSettings,
-    "layers",
-    "Layers run before each head.  [default: 0.6, 0.73 and 0.87 of the depth]",
-    type=Parsed("N,N,…", _layers),
+@options.group(
+    TRAINING,
+    options.from_field(
+        HeadSettings,
+        "layers",
+        "Layers run before each head.  [default: 0.6, 0.73 and 0.87 of the depth]",
+        type=Parsed("N,N,…", _layers),
+    ),
 )
-@click.option("--full", is_flag=True, help="Train whole heads, not transforms before the model's own.")
+@options.group(
+    TRAINING, click.option("--full", is_flag=True, help="Train whole heads, not transforms before the model's own.")
+)
 @options.example("heads train --model smollm2-135m --stream prompts.jsonl --task code --minutes 10")
 def train_heads(**values: Any) -> Result:
     """Train heads that say after some layers what the last one will say, on the model's own greedy completions.
@@ -102,8 +115,14 @@ def train_heads(**values: Any) -> Result:
 
 @probe.command("train", short_help="Train a probe on a model's own completions.")
 @training_options(ProbeSettings)
-@options.from_field(ProbeSettings, "layer", "Layers run before the exit.  [default: a quarter of the depth]")
-@options.from_field(ProbeSettings, "sampling", "How the exit's token is chosen, and what counts as accepted.")
+@options.group(
+    TRAINING,
+    options.from_field(ProbeSettings, "layer", "Layers run before the exit.  [default: a quarter of the depth]"),
+)
+@options.group(
+    TRAINING,
+    options.from_field(ProbeSettings, "sampling", "How the exit's token is chosen, and what counts as accepted."),
+)
 @options.example("probe train --model smollm2-135m --stream prompts.jsonl --task code --sampling top-p")
 def train_probe(**values: Any) -> Result:
     """Train a probe that predicts from an early state whether the token read there will be accepted.

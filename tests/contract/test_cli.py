@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import click
 import pytest
 
 from swiftopt.cli.main import MODULES, run, swiftopt
+from swiftopt.cli.options import MANY
 from swiftopt.core.events import TaskFinished, TrialsDone
 from swiftopt.core.jobs import JobSpec
 from swiftopt.core.types import Completion, LayerSet, LayerSetRecord, Prompt, Timings, Trial, Verdict
@@ -133,6 +135,51 @@ def test_start_imports_nothing_heavy(args: list[str], allowed: set[str]) -> None
     exit_code, *modules = done.stderr.splitlines()[-1].split()
     assert exit_code == "0"
     assert HEAVY & set(modules) <= allowed
+
+
+def sections_of(path: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:
+    """Return the options that help lists under each heading, by their first long name."""
+    assert run([*path, "--help"]) == 0
+    found: dict[str, list[str]] = {}
+    for line in capsys.readouterr().out.splitlines():
+        if re.fullmatch(r"\S.*:", line):
+            found[line[:-1]] = []
+        elif found and (option := re.match(r"  (?:-\w, )?(--[a-z-]+)", line)):  # not a line of the words above
+            found[list(found)[-1]].append(option[1])
+    return found
+
+
+@pytest.mark.parametrize("path", [path for path in every_command() if not is_group(path)], ids=" ".join)
+def test_help_lists_each_option_once_and_many_under_headings(
+    path: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = sections_of(path, capsys)
+    options = [param for param in command_at(path).params if isinstance(param, click.Option)]
+    declared = [next(name for name in param.opts if name.startswith("--")) for param in options] + ["--help"]
+    listed = [name for names in found.values() for name in names]
+    assert sorted(listed) == sorted(declared)
+    if len(declared) < MANY:
+        assert [heading for heading, names in found.items() if names] == ["Options"]
+    else:
+        assert found["Main options"] == declared[:3]
+        assert set(found["Other options"]) <= {"--help", "--json", "--png", "--no-store"}
+
+
+def test_help_of_tune_begins_with_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    found = sections_of(("tune",), capsys)
+    assert found["Main options"] == ["--model", "--stream", "--task"]
+    assert {"--strategy", "--max-steps"} <= set(found["Search"])
+    assert "--stop-threshold" in found["SWIFT's drafts, with --method swift"]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_help_keeps_to_the_width(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert run(["tune", "--help"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("    swiftopt ")]
+    assert width // 2 < max(map(len, lines)) <= width  # examples are not wrapped, to be copied
 
 
 def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
