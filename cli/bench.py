@@ -63,7 +63,12 @@ def bench() -> None:
 @options.group(options.MEASUREMENT, click.option("--methods", default=",".join(COMPARED), help="What to compare."))
 @options.group(
     options.MEASUREMENT,
-    click.option("--assistant", metavar="MODEL", help="The smaller model that drafts for hf-assisted."),
+    click.option(
+        "--assistant",
+        metavar="MODEL",
+        shell_complete=options.models,
+        help="The smaller model that drafts for hf-assisted.",
+    ),
 )
 @options.limit
 @options.group(
@@ -345,7 +350,12 @@ def _serving_table(report: dict[str, Any]) -> Table:
 )
 @options.group(
     options.MEASUREMENT,
-    click.option("--assistant", metavar="MODEL", help="The smaller model that drafts for transformers/assisted."),
+    click.option(
+        "--assistant",
+        metavar="MODEL",
+        shell_complete=options.models,
+        help="The smaller model that drafts for transformers/assisted.",
+    ),
 )
 @options.group(
     options.MEASUREMENT,
