@@ -201,7 +201,7 @@ def check_model(name: str) -> Finding:
 def check_database(url: str) -> Finding:
     """Check that the database opens and has the newest schema."""
     from ..store import Store
-    from ..store.schema import look
+    from ..store.migrations import look
 
     state = look(url)
     if state.newer:

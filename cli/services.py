@@ -22,7 +22,7 @@ from .options import PresetGroup, database_url, open_store, pick, positive
 from .output import Result, emit_json, note
 
 if TYPE_CHECKING:
-    from ..store.schema import SchemaState
+    from ..store.migrations import SchemaState
     from ..worker.attempt import WorkerContext
     from ..worker.queue import RedisQueue
 
@@ -228,7 +228,7 @@ def worker(
 
 def problems_of(working: WorkerContext) -> Iterator[str]:
     """Yield what keeps a worker on this machine from working, each in a sentence."""
-    from ..store.schema import look
+    from ..store.migrations import look
     from ..worker.queue import RedisQueue
 
     try:
@@ -344,7 +344,7 @@ def db() -> None:
 @options.example("db upgrade --db postgresql://swiftopt@db.example/swiftopt")
 def upgrade(db: str | None) -> Result:
     """Bring the database to the newest schema; a new one is created. Rows stay."""
-    from ..store.schema import bring_to_head
+    from ..store.migrations import bring_to_head
 
     before, now = bring_to_head(database_url(db))
     done = "has the newest schema already:" if before.ok else f"went from {before.revision or 'empty'} to"
@@ -357,7 +357,7 @@ def upgrade(db: str | None) -> Result:
 @options.example("db current")
 def current(db: str | None) -> Result:
     """Print the revision of the database's schema, or `empty`; nothing is changed or created."""
-    from ..store.schema import look
+    from ..store.migrations import look
 
     state = look(database_url(db))
     return _schema_result(state, state.revision or "empty")
@@ -369,7 +369,7 @@ def current(db: str | None) -> Result:
 @options.example("db check && swiftopt serve")
 def check(db: str | None) -> Result:
     """End with 0 if the database has the newest schema, else say what it has and end with 1; nothing is changed."""
-    from ..store.schema import look
+    from ..store.migrations import look
 
     state = look(database_url(db))
     if state.ok:

@@ -23,8 +23,7 @@ from ..core.errors import SettingsError
 from ..core.jobs import JobBoard
 from ..core.requests import ServedModel
 from ..store import Store
-from ..worker.queue import JobService, RedisQueue
-from ..worker.reconciler import Reconciler
+from ..worker.queue import JobService, Reconciler, RedisQueue
 from .dashboard import jobs, overview, plans, searches
 from .dashboard import router as dashboard
 from .engines import Engines

@@ -184,8 +184,8 @@ class Asked(AskedModel):
         if self.stream_options is not None and not self.stream:
             raise UnusableField("stream_options", "stream_options needs stream: set stream to true, or leave it out")
         own = self.swiftopt or Options()
-        if own.plan == "plain" and own.method not in (None, "plain"):
-            words = f"swiftopt.plan 'plain' and swiftopt.method {own.method!r} exclude each other: choose one"
+        if own.plan not in (None, "best") and own.method not in (None, own.plan):
+            words = f"swiftopt.plan {own.plan!r} and swiftopt.method {own.method!r} exclude each other: choose one"
             raise UnusableField("swiftopt.method", words)
         if self.min_tokens and self.most_tokens is not None and self.min_tokens > self.most_tokens:
             words = (

@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 from ..core.jobs import Lease
 from . import attempt_writes, jobs, names, plans, results, transitions
 from .database import Transactions, as_url, default_url, shown
-from .schema import SchemaState, connect_at_head, revision
+from .migrations import SchemaState, connect_at_head, revision
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -18,8 +18,7 @@ import psutil
 from swiftopt.core.errors import StoreUnavailable
 from swiftopt.core.jobs import Job, JobSpec
 from swiftopt.store import Store
-from swiftopt.worker.queue import JobService, RedisQueue
-from swiftopt.worker.reconciler import Reconciler
+from swiftopt.worker.queue import JobService, Reconciler, RedisQueue
 
 # What `swiftopt worker` runs, with a lease of our own length; and the promise that the parent never imports torch.
 PROGRAM = """

@@ -33,10 +33,9 @@ from ..core.errors import StoreError
 from ..core.jobs import Delivery, JobSpec, Lease
 from ..store import Jobs, Store
 from ..store.database import as_url, store_errors, writing
-from ..store.schema import connect_at_head
+from ..store.migrations import connect_at_head
 from .attempt import WorkerContext, run_attempts
-from .queue import SERIALIZER, RedisQueue
-from .reconciler import PERIOD_S, Reconciler
+from .queue import PERIOD_S, SERIALIZER, Reconciler, RedisQueue
 
 WORKER_TTL_S = 20  # rq waits 15 s less than this for a job, then looks around: 5 s between two passes of the reconciler
 MONITOR_S = 5.0  # between two heartbeats while a child works

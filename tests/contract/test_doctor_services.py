@@ -67,8 +67,7 @@ def test_doctor_changes_no_schema(empty_database_url: str, capsys: pytest.Captur
     from first_schema import create
 
     from swiftopt.store.database import connect, writing
-    from swiftopt.store.migrations import REVISIONS
-    from swiftopt.store.schema import look
+    from swiftopt.store.migrations import REVISIONS, look
 
     assert "empty" in checks(capsys)["database"]["text"] and look(empty_database_url).revision is None
     engine = connect(empty_database_url)

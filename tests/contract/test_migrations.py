@@ -27,8 +27,7 @@ from sqlalchemy import (
 
 from swiftopt.store import Store
 from swiftopt.store.database import connect, writing
-from swiftopt.store.migrations import HEAD, REVISIONS, upgrade
-from swiftopt.store.schema import revision
+from swiftopt.store.migrations import HEAD, REVISIONS, revision, upgrade
 from swiftopt.store.tables import Base
 
 STEPS = list(pairwise(REVISIONS))

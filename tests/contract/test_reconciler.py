@@ -11,8 +11,7 @@ from sqlalchemy import create_engine
 from swiftopt.core.errors import StoreUnavailable
 from swiftopt.core.jobs import Lease
 from swiftopt.store import Store
-from swiftopt.worker.queue import RedisQueue
-from swiftopt.worker.reconciler import Reconciler
+from swiftopt.worker.queue import Reconciler, RedisQueue
 
 
 @pytest.fixture

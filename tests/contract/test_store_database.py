@@ -27,8 +27,7 @@ from swiftopt.core.jobs import JobSpec
 from swiftopt.core.types import LayerSet, LayerSetRecord, Trial
 from swiftopt.store import Store, as_url, default_url
 from swiftopt.store.database import Transactions, connect, writing
-from swiftopt.store.migrations import HEAD, REVISIONS
-from swiftopt.store.schema import revision
+from swiftopt.store.migrations import HEAD, REVISIONS, revision
 from swiftopt.store.tables import Base, SchemaRow
 
 RECORD = LayerSetRecord("m", "t", LayerSet(40, frozenset({7}), frozenset({8})))

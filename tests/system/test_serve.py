@@ -611,6 +611,7 @@ WRONG: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     (CHAT, {"min_tokens": 9}, "min_tokens", "more than the 2 tokens"),
     (COMPLETION, {"min_tokens": 17, "max_tokens": None}, "min_tokens", "more than the 16 tokens"),
     (CHAT, {"swiftopt": {"plan": "plain", "method": "swift"}}, "swiftopt.method", "exclude each other"),
+    (CHAT, {"swiftopt": {"plan": 1, "method": "plain"}}, "swiftopt.method", "exclude each other"),
     (COMPLETION, {"max_tokens": 0}, "max_tokens", "echo"),
     # more than there are places
     (COMPLETION, {"n": 100}, "n", "100 completions are asked for, but this server takes 68"),
