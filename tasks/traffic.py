@@ -134,6 +134,7 @@ class TaskTraffic(TunedTask):
 
     looked_up: bool = False
     version: int | None = None  # of the stored plan in use
+    best: int | None = None  # that `best` meant at the latest look
     word: VerdictWord = "unmeasured"
     verdict: Verdict | None = None
     pairs: deque[tuple[Timed, Timed]] = field(default_factory=lambda: deque(maxlen=LATEST))
@@ -449,7 +450,10 @@ class Traffic:
 
     def _looked_up(self, task: TaskTraffic, stored: FoundPlan | None) -> None:
         task.looked_up = True
-        if stored is not None and stored.plan.layer_set is not None and (task.version or 0) < stored.version:
+        if stored is None or stored.plan.layer_set is None:
+            return
+        before, task.best = task.best, stored.version
+        if stored.version not in (before, task.version):  # `best` was moved: by another replica, or by hand
             task.take_up(stored, self._begun(task.name, stored.plan.layer_set.layer_set).search)
 
     def _begun(self, name: str, start: LayerSet | None = None) -> TaskTraffic:

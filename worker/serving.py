@@ -181,10 +181,12 @@ class EngineJobs:
             return False
 
     def _hold(self) -> None:
-        """Keep workers of this machine from the jobs."""
+        """Keep workers of this machine from the jobs; where no reconciler runs, do its part for lost ones."""
         if time.monotonic() - self._held >= HOLD_S / 3:
-            self._store.jobs.lock(self._name, self._context.name, HOLD_S)
             self._held = time.monotonic()
+            self._store.jobs.lock(self._name, self._context.name, HOLD_S)
+            if self._store.jobs.lock("reconciler", self._context.name, HOLD_S / 2):
+                self._store.jobs.expire()
 
     @contextmanager
     def _turn(self) -> Iterator[None]:

@@ -180,6 +180,11 @@ def test_what_pays_is_stored_with_its_evidence_and_others_begin_with_it(model: s
     with_more._task("code")
     await_answers(with_more)
     assert task.version == 2
+    store.rollback("tiny", "code")
+    with_more._questions._asked["plan", "code"] -= REFRESH_S
+    with_more._task("code")
+    await_answers(with_more)
+    assert task.version == 1, "what was rolled back is left"
 
 
 def test_plan_of_a_job_is_not_searched_again(model: swiftopt.Model) -> None:

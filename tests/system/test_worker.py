@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 import redis
 import yaml
@@ -235,6 +236,18 @@ def test_server_that_ends_hands_its_engines_job_back(here: Site, tmp_path: Path)
     here.reconcile()
     here.start()
     assert here.ended(job, 120).state == "succeeded" and here.job(job).n_outputs == 24
+
+
+def test_job_of_an_engine_that_was_killed_runs_in_the_next_one(here: Site, tmp_path: Path) -> None:
+    one = save(tmp_path / "one")
+    with engine(here, one) as served:
+        job = tuning(here, one, 24, 100)
+        here.running(job)
+        here.until(lambda: here.job(job).n_outputs > 1, 60)
+        children = psutil.Process(served.process.pid).children()
+        next(child for child in children if "swiftopt.worker.serving" in child.cmdline()).kill()
+        here.running(job, attempt=2, within_s=90)
+        assert here.ended(job, 120).state == "succeeded" and here.job(job).n_outputs == 24
 
 
 def test_redis_flushed_in_the_middle_loses_nothing(here: Site) -> None:
