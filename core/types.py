@@ -417,7 +417,9 @@ class LayerSetRecord(Record):
     created_at: str = ""
     version: int | None = field(default=None, metadata={"exclude_if": lambda version: version is None})
     job: str | None = field(default=None, metadata=NOT_WRITTEN)
-    evidence: tuple[tuple[int, float, int, float], ...] = field(default=(), repr=False, metadata=NOT_WRITTEN)
+    evidence: tuple[tuple[int, float, int, float], ...] = field(
+        default=(), repr=False, compare=False, metadata=NOT_WRITTEN
+    )
     prompt_state: tuple[float, ...] | None = field(default=None, repr=False, compare=False, metadata=NOT_WRITTEN)
 
     @classmethod

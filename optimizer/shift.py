@@ -126,7 +126,7 @@ class ShiftWatch(Record):
     COMPLETE: ClassVar = True
 
     known: Sequence[KnownSet] = field(default=(), metadata=NOT_WRITTEN)
-    alarm: float = field(default=ALARM, metadata=NOT_WRITTEN)
+    alarm: float = field(default_factory=lambda: ALARM, metadata=NOT_WRITTEN)
     n_learn: int = field(default=N_LEARN, metadata=NOT_WRITTEN)
     chart: AcceptanceChart = field(default_factory=AcceptanceChart)
     left: PackedSets = field(default_factory=list)  # of this stream, before the latest shift

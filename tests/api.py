@@ -84,7 +84,7 @@ def serving(database: str, log: Path, *options: str, **environment: str) -> Iter
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(20)
+            process.wait(40)
         finally:
             process.kill()
             process.wait()
