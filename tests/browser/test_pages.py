@@ -115,7 +115,7 @@ def test_overview_follows_what_is_decoded(browser: Browser, server: Served) -> N
         tab.page.goto("/")
         tab.page.wait_for_selector("th:has-text('code')")
         ask(server, "new-task")
-        tab.page.wait_for_selector("th:has-text('new-task')", timeout=10_000)
+        tab.page.wait_for_selector("th:has-text('new-task')")
 
 
 def test_traffic_is_drawn_from_its_tables(browser: Browser, server: Served) -> None:
@@ -220,7 +220,7 @@ def test_open_page_says_that_the_database_is_away_and_goes_on_with_it(browser: B
             with sqlite3.connect(tmp_path / "a.db") as database:
                 database.execute(f"ALTER TABLE {there} RENAME TO {named}")
             shown = "[role=alert]" if named == "gone" else "text=There is no job yet"
-            tab.page.wait_for_selector(shown, timeout=10_000)
+            tab.page.wait_for_selector(shown)
 
 
 # --- plans and searches
@@ -266,6 +266,6 @@ def test_search_follows_its_job(browser: Browser, server: Served) -> None:
             found = Axe().run(tab.page).response["violations"]
             assert not [rule["id"] for rule in found if rule["impact"] in ("serious", "critical")]
             store.jobs.checkpoint(lease, 2, [TrialsDone("code", tuple(trials(5, start=20)))], {})
-            tab.page.wait_for_selector(".figures dd:text-is('25')", timeout=10_000)
+            tab.page.wait_for_selector(".figures dd:text-is('25')")
             store.jobs.end(lease, "succeeded")
-            tab.page.wait_for_selector(".figures dd:text-is('succeeded')", timeout=10_000)
+            tab.page.wait_for_selector(".figures dd:text-is('succeeded')")
