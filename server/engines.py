@@ -187,10 +187,10 @@ class EngineProcess:
         finally:
             self.drop(reply)
 
-    async def ask_tuning(self) -> None:
-        """Take in what the engine says of its tuning, unless it does not answer at once."""
-        with suppress(SwiftoptError):
-            self.tuning = ModelTuning.from_json(await self.tell("tuning", TUNING_S))
+    async def ask_tuning(self, within_s: float = ANSWER_S) -> ModelTuning:
+        """Return what the engine says of its tuning, which is kept as `tuning`; raises as `tell`."""
+        self.tuning = ModelTuning.from_json(await self.tell("tuning", within_s))
+        return self.tuning
 
     async def steer(self, **values: Any) -> None:
         """Pause, resume or pin what it learns, in this process and those after it; raises as `tell`."""
@@ -440,8 +440,13 @@ class Engines:
         return self.of[name]
 
     async def ask_tuning(self) -> None:
-        """Have every engine say what its tuning is, for the metrics."""
-        await asyncio.gather(*(engine.ask_tuning() for engine in self.of.values()))
+        """Have every engine that answers at once say what its tuning is, for the metrics."""
+
+        async def ask(engine: EngineProcess) -> None:
+            with suppress(SwiftoptError):
+                await engine.ask_tuning(TUNING_S)
+
+        await asyncio.gather(*map(ask, self.of.values()))
 
     @asynccontextmanager
     async def running(self, app: object) -> AsyncIterator[None]:

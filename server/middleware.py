@@ -110,9 +110,7 @@ class Gate:
 
     def _bad_post(self, path: str, headers: Headers) -> Refused | None:
         """Return what can be said of a body before it comes, and of the page that sends it."""
-        origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != headers.get("host"):
-            # a page of another site, which a browser would let post to a server on the user's own machine
+        if is_foreign(headers):
             words = "a page of another site may not do that: call the API from a program"
             return Refused(403, "foreign-origin", words)
         given = headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -123,6 +121,12 @@ class Gate:
         length = headers.get("content-length", "0")
         too_large = length.isdigit() and int(length) > self._settings.max_body_bytes
         return _too_large(self._settings.max_body_bytes) if too_large else None
+
+
+def is_foreign(headers: Headers) -> bool:
+    """Tell whether a page of another site sends it: browsers let it post to a server on the user's own machine."""
+    origin = headers.get("origin")
+    return origin is not None and urlsplit(origin).netloc != headers.get("host")
 
 
 def _limited(receive: Receive, max_bytes: int) -> Receive:

@@ -199,6 +199,6 @@ async def steer(app: Shared, verb: TuningVerb, body: Steering) -> Response:
 
 async def _told(engine: EngineProcess) -> ModelTuning:
     try:
-        return ModelTuning.from_json(await engine.tell("tuning"))
+        return await engine.ask_tuning()
     except EngineGone as error:
         return ModelTuning(unavailable=str(error))

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from fastapi import APIRouter, Depends, Form, Request
 from fastapi.exceptions import RequestValidationError
@@ -28,7 +28,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 
 from ...core.errors import SwiftoptError
-from ..middleware import too_many
+from ..middleware import is_foreign, too_many
 from ..problems import Refused, refused_by
 from ..settings import KeyRing
 from ..state import LOGINS_PER_MIN, Shared, state_of
@@ -71,10 +71,12 @@ _secret = secrets.token_hex(32)  # signs where no keys are set: such a server an
 class Visit:
     """Who looks at a page: the name of the key that was logged in with, None where no keys are set.
 
-    Forms of the page carry `token`; a session's `cookie` is set with the next page where it is not None.
+    Forms of the page carry `token`, which signs the session's `nonce`; its `cookie` is set with the next page where it
+    is not None.
     """
 
     owner: str | None
+    nonce: str
     token: str
     cookie: str | None = None
 
@@ -88,19 +90,20 @@ def _begun(keys: KeyRing, owner: str | None) -> Visit:
     """Begin a session."""
     nonce = secrets.token_urlsafe(16)
     cookie = f"{owner or ''}:{_signer(keys, owner, 'session').dumps(nonce)}"
-    return Visit(owner, _signer(keys, owner, "form").dumps(nonce), cookie)
+    return Visit(owner, nonce, _signer(keys, owner, "form").dumps(nonce), cookie)
 
 
-def _going_on(keys: KeyRing, cookie: str) -> tuple[str | None, str] | None:
-    """Return owner and nonce of a session that is going on."""
-    name, _, signed = cookie.partition(":")
+def _going_on(request: Request, keys: KeyRing) -> Visit | None:
+    """Return the session that a request belongs to, if there is one and it holds."""
+    name, _, signed = request.cookies.get(COOKIE, "").partition(":")
     owner = name or None
     if (keys.hashed(owner) is None) == keys.required:
         return None
     try:
-        return owner, str(_signer(keys, owner, "session").loads(signed, max_age=SESSION_S))
+        nonce = str(_signer(keys, owner, "session").loads(signed, max_age=SESSION_S))
     except BadSignature:
         return None
+    return Visit(owner, nonce, _signer(keys, owner, "form").dumps(nonce))
 
 
 def visit_of(request: Request, app: Shared) -> Visit:
@@ -109,10 +112,8 @@ def visit_of(request: Request, app: Shared) -> Visit:
     Raises: Refused: 401, where keys are set and nobody has logged in.
     """
     keys = app.settings.keys
-    found = _going_on(keys, request.cookies.get(COOKIE, ""))
-    if found is not None:
-        owner, nonce = found
-        return Visit(owner, _signer(keys, owner, "form").dumps(nonce))
+    if (visit := _going_on(request, keys)) is not None:
+        return visit
     if keys.required:
         raise Refused(401, "unauthorised", "log in with one of this server's keys")
     return _begun(keys, None)
@@ -124,14 +125,11 @@ def check_form(request: Request, app: Shared, token: Annotated[str, Form()] = ""
     Raises: Refused: 401 as `visit_of`; 403: a page of another site, or of an earlier session, has sent it.
     """
     keys, visit = app.settings.keys, visit_of(request, app)
-    origin = request.headers.get("origin")
-    found = _going_on(keys, request.cookies.get(COOKIE, ""))
     try:
         nonce = _signer(keys, visit.owner, "form").loads(token, max_age=SESSION_S)
     except BadSignature:
         nonce = None
-    foreign = origin is not None and urlsplit(origin).netloc != request.headers.get("host")
-    if foreign or found is None or nonce != found[1]:
+    if is_foreign(request.headers) or nonce != visit.nonce:
         words = "this form is not of your present session: load the page again, then send it"
         raise Refused(403, "foreign-form", words)
     return visit
@@ -170,10 +168,8 @@ async def _refusing(request: Request, refused: Refused) -> Response:
     if refused.status_code == 401 and request.method == "GET" and not request.url.path.startswith("/live/"):
         asked = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         return RedirectResponse(f"/login?next={quote(asked)}", 303)
-    visit = None
     app = await state_of(request)
-    if (found := _going_on(app.settings.keys, request.cookies.get(COOKIE, ""))) is not None:
-        visit = Visit(found[0], _signer(app.settings.keys, found[0], "form").dumps(found[1]))
+    visit = _going_on(request, app.settings.keys)
     return page(request, visit, "problem.html", refused.status_code, title="Not possible", detail=refused.detail)
 
 
@@ -282,8 +278,7 @@ async def log_in(
     if wait_s := app.logins.wait_s(caller):
         raise too_many(f"{LOGINS_PER_MIN} log-ins", wait_s)
     app.logins.spend(caller)
-    origin = request.headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+    if is_foreign(request.headers):
         raise Refused(403, "foreign-origin", "a page of another site may not log you in: open this server's own")
     owner = app.settings.keys.owner(key.strip())
     if owner is None:

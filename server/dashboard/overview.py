@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -47,10 +48,9 @@ async def served_now(app: State) -> list[ServedNow]:
     """Ask every engine what it does."""
 
     async def ask(engine: EngineProcess) -> ServedNow:
-        try:
-            tuning = ModelTuning.from_json(await engine.tell("tuning"))
-        except EngineGone:
-            tuning = None
+        tuning: ModelTuning | None = None
+        with suppress(EngineGone):
+            tuning = await engine.ask_tuning()
         [lately] = app.engines.metrics.history.last(NOW_S, 1, engine.served.name)
         return ServedNow(engine, tuning, lately.tokens / NOW_S)
 

@@ -17,7 +17,7 @@ from starlette.responses import RedirectResponse, Response
 
 from ...core.errors import EngineGone, StoreError
 from ...core.events import TaskFinished
-from ...core.traffic import ModelTuning, TaskTuning, Way
+from ...core.traffic import TaskTuning, Way
 from ...core.types import AliasMove, LayerSet, PlanVersion, SubLayer
 from ...store import Store
 from ..engines import EngineProcess
@@ -277,7 +277,7 @@ async def served_of(app: State, found: PlanVersion) -> list[tuple[EngineProcess,
     for engine in app.engines.of.values():
         if engine.served.name in found.names or (found.fingerprint or "") == engine.card()["fingerprint"]:
             try:
-                tasks = ModelTuning.from_json(await engine.tell("tuning")).tasks
+                tasks = (await engine.ask_tuning()).tasks
                 told += [(engine, task) for task in tasks if task.task == found.task]
             except EngineGone as error:
                 told.append((engine, error))
