@@ -214,6 +214,7 @@ def test_job_is_submitted_and_cancelled_without_scripts(browser: Browser, server
 
 def test_open_page_says_that_the_database_is_away_and_goes_on_with_it(browser: Browser, tmp_path: Path) -> None:
     with serving(str(tmp_path / "a.db"), tmp_path / "log") as served, Tab(browser, served) as tab:
+        tab.page.route("**/hx-sse*", lambda route: (time.sleep(0.5), route.continue_()))  # a script that comes late
         tab.page.goto("/jobs")
         tab.page.wait_for_selector("text=There is no job yet")
         for there, named in (("swiftopt_jobs", "gone"), ("gone", "swiftopt_jobs")):
