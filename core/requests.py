@@ -110,8 +110,8 @@ class CompletionRequest(Settings):
     values, else `text`; `echo` has it told as well. `task` None: the one whose prompts lie nearest; `method` overrules
     the plan, `version` names a stored one; without `learn` nothing is tried on it; `max_new_tokens` None: as many as
     the context has room for, 0: the prompt is only read; `logprobs`: of each token, with so many alternatives, None:
-    not wanted; `json_schema` is what the text keeps to; `prediction` is text that is expected. Only requests of one
-    `salt` share what was read of a prompt.
+    not wanted; with `trace` text is told with where its tokens came from; `json_schema` is what the text keeps to;
+    `prediction` is text that is expected. Only requests of one `salt` share what was read of a prompt.
     """
 
     NAME: ClassVar = "the request"
@@ -133,6 +133,7 @@ class CompletionRequest(Settings):
     min_new_tokens: int = count(0, least=0)
     logprobs: int | None = count(None, least=0)
     echo: bool = False
+    trace: bool = False
     json_schema: Mapping[str, Any] | None = None
     prediction: str = ""
     salt: str = ""

@@ -248,6 +248,22 @@ class TokenLogprob(Record):
     top: tuple[tuple[int, float], ...] = ()
 
 
+TokenSource = Literal["target", "draft", "text", "prediction", "grammar"]
+
+
+@dataclass(frozen=True, slots=True)
+class TracedToken:
+    """A committed token: where it came from, and the tokens that were drafted in its place and rejected.
+
+    A source "target" is the model itself; the others drafted it: what the method drafts with, earlier text, the text
+    that the request predicts, or a grammar that leaves no choice.
+    """
+
+    token_id: int
+    source: TokenSource = "target"
+    rejected: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Timings(Record):
     """Where the seconds of a completion went (SWIFT Figure 6); prefill counts as `other_s`."""

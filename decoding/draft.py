@@ -20,7 +20,7 @@ from .tree import DraftTree, Riders
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..core.types import LayerSet
+    from ..core.types import LayerSet, TokenSource
     from .context import Context
     from .draft_models import DraftModel
     from .engine import PassGenerator
@@ -73,7 +73,7 @@ class Draft:
     verifier asks for it. `staged` runs the rest of rows that were run part of the way, and returns the target's logits
     (n_checked, vocab). `n_checked` is how many of the tree's nodes, from the root on, the target gives logits for
     (None: all); 0 says that no pass is needed, for the drafter itself ran the target (`n_passes` times) and left keys
-    and values in place. `predicted` are the nodes whose tokens come from the request's prediction.
+    and values in place. `sources` says where nodes' tokens come from, those of "draft" left out.
     """
 
     tree: DraftTree
@@ -85,7 +85,7 @@ class Draft:
     n_passes: int = 1
     n_drafted: int | None = None  # draft steps that α counts; None: the tree's
     estimated: float | None = None  # what the round costs by measured costs of passes, in plain passes
-    predicted: frozenset[int] = frozenset()
+    sources: Mapping[int, TokenSource] = field(default_factory=dict)
 
     @property
     def n_steps(self) -> int:

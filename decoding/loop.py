@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import SettingsError
-from ..core.types import Completion, FinishReason, Timings, TokenLogprob
+from ..core.types import Completion, FinishReason, Timings, TokenLogprob, TokenSource, TracedToken
 from ..models.rows import Pass
 from ..models.runtime import Runtime
 from .context import Begun, Context, Ending, Tally
@@ -40,10 +40,18 @@ class Began:
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
+    @property
+    def traced(self) -> tuple[TracedToken, ...]:
+        """The tokens, which nothing has drafted."""
+        return tuple(map(TracedToken, self.token_ids))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Round:
-    """One draft and its verification, and the tokens that they committed, with their `logprobs` where wanted."""
+    """One draft and its verification, and the tokens that they committed, with their `logprobs` where wanted.
+
+    `traced` says where each of the tokens came from.
+    """
 
     context: Context
     token_ids: Sequence[int]
@@ -53,6 +61,7 @@ class Round:
     draft_s: float
     verify_s: float
     logprobs: tuple[TokenLogprob, ...] = ()
+    traced: tuple[TracedToken, ...] = ()
 
 
 def decode(runtime: Runtime, prompt_ids: Sequence[int], method: Method, rule: TokenRule, ending: Ending) -> Completion:
@@ -210,13 +219,29 @@ def _round(context: Context, verifier: Verifier, drafting: Drafter, ending: Endi
     if draft.estimated is not None:
         tally.estimated = (tally.estimated or 0.0) + draft.estimated
     tally.refused += len(walked.path) < draft.n_steps
-    n_predicted = len(draft.predicted.intersection(walked.path[: len(kept)]))
+    traced = _traced(draft, walked, kept)
+    n_predicted = sum(token.source == "prediction" for token in traced)
     tally.accepted_prediction += n_predicted
-    tally.rejected_prediction += len(draft.predicted) - n_predicted
+    tally.rejected_prediction += sum(source == "prediction" for source in draft.sources.values()) - n_predicted
     tally.draft_s += drafted - clock
     tally.verify_s += verified - drafted
     told = () if context.logprobs is None else target.logprobs(walked.path, kept, context.logprobs)
-    yield Round(context, kept, draft.n_steps, n_accepted, draft.n_rows, drafted - clock, verified - drafted, told)
+    times = (drafted - clock, verified - drafted)
+    yield Round(context, kept, draft.n_steps, n_accepted, draft.n_rows, *times, told, traced)
+
+
+def _traced(draft: Draft, walked: Walk, kept: Sequence[int]) -> tuple[TracedToken, ...]:
+    """Return where each of the kept tokens came from, and what was drafted first in its place."""
+    tree, parent, traced = draft.tree, 0, list[TracedToken]()
+    for token_id, node in zip(kept, (*walked.path, None), strict=False):
+        if node is None:
+            traced.append(TracedToken(token_id, "target", tuple(tree.token_ids[i] for i in tree.below(parent))))
+            break
+        first = () if tree.is_chain else tree.below(parent)
+        rejected = tuple(tree.token_ids[i] for i in first) if first[:1] not in ((), (node,)) else ()
+        traced.append(TracedToken(token_id, draft.sources.get(node, "draft"), rejected))
+        parent = node
+    return tuple(traced)
 
 
 def _forced(context: Context, room: int) -> Draft | None:
@@ -225,7 +250,8 @@ def _forced(context: Context, room: int) -> Draft | None:
     token_ids = [] if grammar is None else grammar.forced(context.token_ids)[: min(room, MOST_FORCED)]
     if len(token_ids) < FEWEST_FORCED:
         return None
-    return Draft(DraftTree.chain([context.token_ids[-1], *token_ids]))
+    sources: dict[int, TokenSource] = dict.fromkeys(range(1, len(token_ids) + 1), "grammar")
+    return Draft(DraftTree.chain([context.token_ids[-1], *token_ids]), sources=sources)
 
 
 def _check(context: Context, draft: Draft) -> PassGenerator[Tensor | None]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
+from ..core.types import TokenSource
+
 LONGEST = 8  # match lengths from here on are counted together
 PRIOR_TOKENS = 2  # how many observed tokens the prior weighs
 EARLIER_TOKENS = 8  # and how many what earlier texts say
@@ -144,11 +146,11 @@ class HitRates:
 
 
 class Guess(NamedTuple):
-    """What came next at an earlier place, the chance that it does here, and whether a prediction holds that place."""
+    """What came next at an earlier place, the chance that it does here, and what text that place is in."""
 
     token_id: int
     chance: float
-    predicted: bool
+    source: TokenSource
 
 
 class Matches:
@@ -230,7 +232,7 @@ class Cursor:
         """Yield what comes next, token by token, each with its chance given those before it."""
         cursor = Cursor(self.matches, self.place, self.length, self.last)
         while (token_id := cursor.token_id) is not None:
-            yield Guess(token_id, cursor.chance, cursor.place in self.matches.predicted)
+            yield Guess(token_id, cursor.chance, "prediction" if cursor.place in self.matches.predicted else "text")
             cursor.move(token_id)
 
     def guesses(self, most: int, worth: float) -> list[Guess]:

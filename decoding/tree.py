@@ -52,6 +52,15 @@ class DraftTree:
         """Whether there are no side leaves, so that slots are positions."""
         return self.n_nodes == self.n_steps + 1
 
+    def below(self, node: int) -> tuple[int, ...]:
+        """Return the nodes below one: its first child, the first child of that, and so on."""
+        found: list[int] = []
+        for other in range(node + 1, self.n_nodes):
+            if self.parents[other] == node:
+                found.append(other)
+                node = other
+        return tuple(found)
+
     def child(self, node: int, token_id: int) -> int | None:
         """Return the node that continues `node` with `token_id`, None where the draft did not offer it."""
         for other in range(node + 1, self.n_nodes):

@@ -24,7 +24,7 @@ from ..core.jobs import JobBoard
 from ..core.requests import ServedModel
 from ..store import Store
 from ..worker.queue import JobService, Reconciler, RedisQueue
-from .dashboard import jobs, overview, plans, searches
+from .dashboard import jobs, overview, plans, playground, searches
 from .dashboard import router as dashboard
 from .engines import Engines
 from .lookups import Answers, find_plan
@@ -48,7 +48,7 @@ def create_app(
     """Return an app over the store; `queue` None: no Redis, so jobs only wait; `engines` live as long as the app."""
     settings, engines = settings or ServerSettings(), engines or Engines()
     app = bare_app()
-    for router in (dashboard, overview.router, plans.router, searches.router, jobs.router):
+    for router in (dashboard, overview.router, plans.router, searches.router, jobs.router, playground.router):
         app.include_router(router)
     app.state.swiftopt = State(store, board, queue, settings, engines, RateLimit(settings.tokens_per_min, counted=True))
     app.state.answers = Answers(partial(find_plan, store))

@@ -45,6 +45,7 @@ class State:
     settings: ServerSettings
     engines: Engines
     tokens: RateLimit  # of each caller
+    tries: dict[str, Any] = field(default_factory=dict)  # of `dashboard.playground`, the oldest first
     logins: RateLimit = field(default_factory=lambda: RateLimit(LOGINS_PER_MIN))  # of each address
 
 

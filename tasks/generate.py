@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..core.errors import InvalidInput, LayerSetNotFound, NotFound
 from ..core.requests import GenerateRequest
-from ..core.types import Completion, FoundPlan, LayerSetRecord, Plan, Prompt, TokenLogprob, VerdictWord
+from ..core.types import Completion, FoundPlan, LayerSetRecord, Plan, Prompt, TokenLogprob, TracedToken, VerdictWord
 from ..decoding.engine import Work, intercept, side_by_side
 from ..decoding.loop import Began, Round
 from ..decoding.methods import PLAIN, Method, build, method_info
@@ -48,8 +48,8 @@ class Generated(NamedTuple):
 class TextAdded:
     """Text that a completion has grown by, and that nothing can change any more.
 
-    `n_tokens` tokens brought it, whose `logprobs` these are where they are wanted; `prompt_logprobs` those of the
-    prompt's tokens after the first one.
+    `n_tokens` tokens brought it, `traced` to where they came from, whose `logprobs` these are where they are wanted;
+    `prompt_logprobs` those of the prompt's tokens after the first one.
     """
 
     prompt: Prompt
@@ -57,6 +57,7 @@ class TextAdded:
     n_tokens: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    traced: tuple[TracedToken, ...] = ()
 
 
 def generate(
@@ -216,10 +217,12 @@ class GrowingText:
         self._text = ""
         self._from = self._read = self._shown = self._n_told = 0
         self._logprobs: tuple[TokenLogprob, ...] = ()
+        self._traced: tuple[TracedToken, ...] = ()
 
     def grown(self, event: Began | Round) -> Iterator[TextAdded]:
         """Yield the text that an event's tokens complete, if they do."""
         self._logprobs += event.logprobs
+        self._traced += event.traced
         of_prompt = event.prompt_logprobs if isinstance(event, Began) else ()
         if (text := self.add(event.token_ids)) or of_prompt:
             yield self._told(text, of_prompt)
@@ -233,7 +236,8 @@ class GrowingText:
     def _told(self, text: str, prompt_logprobs: tuple[TokenLogprob, ...] = ()) -> TextAdded:
         n_tokens, self._n_told = len(self._token_ids) - self._n_told, len(self._token_ids)
         logprobs, self._logprobs = self._logprobs, ()
-        return TextAdded(self._prompt, text, n_tokens, logprobs, prompt_logprobs)
+        traced, self._traced = self._traced, ()
+        return TextAdded(self._prompt, text, n_tokens, logprobs, prompt_logprobs, traced)
 
     def add(self, token_ids: Sequence[int]) -> str:
         """Take tokens in; returns the text that they complete."""

@@ -91,6 +91,9 @@ class _Sent(Ticket):
             if self._request.logprobs is not None:
                 told["logprobs"] = [self._told(each) for each in event.logprobs]
                 told["prompt_logprobs"] = [self._told(each) for each in event.prompt_logprobs]
+            if self._request.trace:
+                pieces = [(token, [*map(self._piece_of, token.rejected)]) for token in event.traced]
+                told["trace"] = [(self._piece_of(token.token_id), token.source, rest) for token, rest in pieces]
             self._wire.send(self._number, "text", **told)
         else:
             waited_s = time.perf_counter() - self._asked_at
@@ -236,6 +239,7 @@ class EngineHost:
             exact=runtime.exact,
             device=machine_name(runtime),
             dtype=runtime.dtype_name,
+            chats=bool(getattr(runtime.tokenizer, "chat_template", None)),
         )
         try:
             for line in lines:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ...core.errors import SettingsError
 from ...core.serialization import Settings, adapter, count
-from ...core.types import LayerSet
+from ...core.types import LayerSet, TokenSource
 from ..cost_model import Acceptance, Joining, PassCosts, Probing, Rate, Throughput, chain_worth, faded
 from ..draft import Draft, Drafter, Outcome
 from ..text_matches import Cursor, HitRates, Matches
@@ -96,7 +96,7 @@ class _Chain:
     """A chain as it grows: tokens, the confidence of those that the model gave (None: text's), and second candidates.
 
     `alive` is the chance that the whole chain is accepted; `drafting` is the cost of the draft's passes so far, `spent`
-    that with the time of sequences that waited for them. `predicted` are the nodes whose tokens a prediction gave.
+    that with the time of sequences that waited for them. `sources`: see `Draft`.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -105,7 +105,7 @@ class _Chain:
     alive: float = 1.0
     drafting: float = 0.0
     spent: float = 0.0
-    predicted: list[int] = field(default_factory=list)
+    sources: dict[int, TokenSource] = field(default_factory=dict)
 
     def add(self, token_id: int, chance: float, confidence: float | None = None) -> None:
         self.token_ids.append(token_id)
@@ -172,8 +172,7 @@ class AdaptiveDrafter(Drafter):
         if most > 0:
             yield from self._fill(chain, most)
         self.estimated = chain.spent + self.costs.verify(chain.n_rows)
-        predicted = frozenset(chain.predicted)
-        return Draft(chain.tree(self.context.token_ids[-1]), estimated=self.estimated, predicted=predicted)
+        return Draft(chain.tree(self.context.token_ids[-1]), estimated=self.estimated, sources=chain.sources)
 
     def observe(self, outcome: Outcome) -> None:
         """Learn from every token that the target judged."""
@@ -222,8 +221,7 @@ class AdaptiveDrafter(Drafter):
             if chain.alive * guess.chance < rate * self._row(chain):
                 break
             chain.add(guess.token_id, guess.chance)
-            if guess.predicted:
-                chain.predicted.append(len(chain.token_ids))
+            chain.sources[len(chain.token_ids)] = guess.source
 
     def _by_model(self, chain: _Chain, cursor: Cursor, most: int, rate: float) -> PassGenerator[None]:
         """Add the draft model's tokens while a further pass is worth its time; rate 0: up to `most`."""

@@ -260,4 +260,4 @@ class LookupDrafter(Drafter):
         enough = cursor.length >= self.min_match
         followed = cursor.guesses(min(room, self.max_depth), WORTH) if enough else []
         tree = DraftTree.chain([cursor.last, *(guess.token_id for guess in followed)])
-        return Draft(tree, predicted=frozenset(node for node, guess in enumerate(followed, 1) if guess.predicted))
+        return Draft(tree, sources={node: guess.source for node, guess in enumerate(followed, 1)})

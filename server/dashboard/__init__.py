@@ -41,6 +41,7 @@ PAGES = (
     ("/searches", "Searches"),
     ("/jobs", "Jobs"),
     ("/traffic", "Traffic"),
+    ("/playground", "Playground"),
 )
 COOKIE = "swiftopt_session"
 SESSION_S = 12 * 3600  # that a log-in holds
@@ -198,12 +199,18 @@ def remember(request: Request, response: Response, cookie: str) -> None:
     response.set_cookie(COOKIE, cookie, SESSION_S, httponly=True, samesite="strict", secure=secure)
 
 
-def live(part: Callable[[], Awaitable[str]], period_s: float = LIVE_S) -> Response:
-    """Send a page's live part whenever it has changed; what keeps it from being made is said in its place."""
+def live(
+    part: Callable[[], Awaitable[str]], period_s: float = LIVE_S, is_over: Callable[[], bool] = lambda: False
+) -> Response:
+    """Send a page's live part whenever it has changed; what keeps it from being made is said in its place.
+
+    Once `is_over`, the part is sent a last time, and the event "over" behind it.
+    """
 
     async def events() -> AsyncIterator[ServerSentEvent]:
         shown = ""
         while True:
+            is_last = is_over()
             try:
                 html = await part()
             except SwiftoptError as error:
@@ -211,6 +218,9 @@ def live(part: Callable[[], Awaitable[str]], period_s: float = LIVE_S) -> Respon
             if html != shown:
                 shown = html
                 yield ServerSentEvent(html)
+            if is_last:
+                yield ServerSentEvent("", event="over")
+                return
             await asyncio.sleep(period_s)
 
     return EventSourceResponse(events(), ping=KEEP_ALIVE_S)

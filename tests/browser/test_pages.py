@@ -7,6 +7,7 @@ import shutil
 import sqlite3
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield served
 
 
-def ask(served: Served, task: str) -> None:
+def ask(served: Served, task: str, n_tokens: int = 16) -> None:
     """Have the engine decode something of a task."""
-    body = {"model": "tiny", "prompt": "w3 w5 w7", "max_tokens": 16, "swiftopt": {"task": task}}
+    body = {"model": "tiny", "prompt": "w3 w5 w7", "max_tokens": n_tokens, "swiftopt": {"task": task}}
     assert served.client.post("/v1/completions", json=body).status_code == 200
 
 
@@ -270,3 +271,58 @@ def test_search_follows_its_job(browser: Browser, server: Served) -> None:
             tab.page.wait_for_selector(".figures dd:text-is('25')")
             store.jobs.end(lease, "succeeded")
             tab.page.wait_for_selector(".figures dd:text-is('succeeded')")
+
+
+# --- playground
+
+
+def test_playground_decodes_both_ways_and_goes_on(browser: Browser, server: Served) -> None:
+    with Tab(browser, server) as tab:
+        page = tab.page
+        page.goto("/playground?plan=prompt-lookup&form=text")
+        page.fill("#prompt", f"w3 w5 w7 {NASTY[0]}")
+        page.fill("#tokens", "200")
+        page.click("button:has-text('Decode both ways')")
+        page.wait_for_selector("text=Both texts are the same, token by token.")
+        plan, plain = page.locator(".decoded").all()
+        texts = [page.evaluate(WITHOUT_REJECTED, each.element_handle()) for each in (plan, plain)]
+        assert texts[0] == texts[1] and len(texts[0]) > 200
+        assert plan.locator(".from-text").count() > 20 and plain.locator(".from-text").count() == 0
+        assert page.locator("del:visible").count() == 1  # the one that says what they look like
+        page.check("#show-rejected")
+        assert page.locator(".decoded del:visible").count() == plan.locator("del").count() > 0
+        found = Axe().run(page).response["violations"]
+        assert not [rule["id"] for rule in found if rule["impact"] in ("serious", "critical")]
+        for width in WIDTHS:
+            page.set_viewport_size({"width": width, "height": 900})
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+        first = page.url
+        page.click("button:has-text('Decode both ways')")  # the form still has what was typed
+        page.wait_for_url(lambda url: url != first)
+
+
+WITHOUT_REJECTED = "of => [...of.querySelectorAll('span')].map(each => each.textContent).join('')"
+
+
+def test_playground_works_without_scripts_and_stops(browser: Browser, server: Served) -> None:
+    with Tab(browser, server, java_script_enabled=False) as tab:
+        page = tab.page
+        page.goto("/playground")
+        page.select_option("#form", "text")
+        page.fill("#prompt", "w3")
+        page.fill("#tokens", "none")
+        page.click("button:has-text('Decode both ways')")
+        assert "tokens is 'none'" in page.inner_text("[role=alert]")
+        tab.wrong.clear()  # the browser notes the status 400
+        page.fill("#plan", "no-such-method")
+        page.fill("#tokens", "16")
+        page.click("button:has-text('Decode both ways')")
+        page.wait_for_selector("[role=alert]:has-text('no-such-method')")
+        page.fill("#plan", "")
+        page.fill("#tokens", "200")
+        with ThreadPoolExecutor(48) as others:  # that keep the engine busy
+            for _ in range(48):
+                others.submit(ask, server, "busy", 200)
+            page.click("button:has-text('Decode both ways')")
+            page.click("button:has-text('Stop')")
+        assert "it was stopped" in page.inner_text("main")

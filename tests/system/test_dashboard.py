@@ -11,10 +11,12 @@ import pytest
 from api import client_of, filled
 from starlette.testclient import TestClient
 
+from swiftopt.core.errors import InvalidInput
 from swiftopt.core.types import Completion, Timings
 from swiftopt.server.app import create_app
 from swiftopt.server.dashboard import COOKIE, PAGES, STATIC
 from swiftopt.server.dashboard.overview import by_position, charts
+from swiftopt.server.dashboard.playground import Side, Try, request_of
 from swiftopt.server.engines import KEPT_S, Engines, History
 from swiftopt.server.settings import KeyRing, ServerSettings, new_key
 from swiftopt.store import Store
@@ -169,3 +171,73 @@ def test_vendored_files_are_what_the_list_says() -> None:
     assert len(listed) == 4
     for name, sha256 in listed.items():
         assert hashlib.sha256(STATIC[name].read_bytes()).hexdigest() == sha256
+
+
+# --- playground
+
+
+TYPED = {"prompt": "p", "plan": "", "task": "", "form": "text", "tokens": "5", "temperature": "0"}
+
+
+@pytest.mark.parametrize(
+    ("typed", "param"),
+    [
+        ({"prompt": " \n"}, "prompt"),
+        ({"tokens": "0"}, "tokens"),
+        ({"tokens": "1e9"}, "tokens"),
+        ({"tokens": "nan"}, "tokens"),
+        ({"temperature": "-1"}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"task": "a/b"}, "task"),
+        ({"task": "x" * 10_000}, "task"),
+    ],
+)
+def test_playground_says_which_field_it_cannot_use(typed: dict[str, str], param: str) -> None:
+    with pytest.raises(InvalidInput) as error:
+        request_of({**TYPED, **typed}, None)
+    assert error.value.param == param and len(str(error.value)) < 200
+
+
+def test_playground_asks_for_what_was_typed_and_learns_nothing() -> None:
+    asked = request_of({**TYPED, "plan": " 3 ", "task": " code "}, None)
+    assert (asked.version, asked.method, asked.task, asked.text) == (3, None, "code", "p")
+    assert asked.trace and not asked.learn and asked.max_new_tokens == 5
+    assert request_of({**TYPED, "plan": "swift"}, None).method == "swift"
+    assert request_of({**TYPED, "plan": "best"}, None).method is None
+    chat = request_of({**TYPED, "form": "chat"}, None)
+    side = Side("The plan", chat, completion=Completion((1,), "answer", "stop", "plain"))
+    follow = request_of({**TYPED, "form": "chat", "prompt": "more"}, Try("1", None, TYPED, (side, side)))
+    assert [each["content"] for each in follow.messages] == ["p", "answer", "more"]
+
+
+def test_halves_of_a_character_are_shown_as_one() -> None:
+    euro = list("€".encode())
+    told = [("a", "target", []), (euro[:2], "draft", [euro[:1]]), (euro[2:], "text", ["b"]), ([255], "text", [])]
+    side = Side("Plain", request_of(TYPED, None), told=told)  # type: ignore[arg-type]
+    assert [text for text, _, _ in side.tokens] == ["a", "", "€", "\ufffd"]
+    assert [rejected for _, _, rejected in side.tokens] == ["", "\ufffd", "b", ""]
+    assert side.by_source == [("the model itself", 1), ("its draft", 1), ("earlier text", 2)]
+
+
+def test_texts_that_differ_are_told_from_where() -> None:
+    asked = request_of(TYPED, None)
+
+    def unlike(one: tuple[int, ...], other: tuple[int, ...]) -> int | None:
+        sides = [Side("", asked, completion=Completion(each, "", "stop", "plain")) for each in (one, other)]
+        return Try("1", None, TYPED, (sides[0], sides[1])).unlike
+
+    assert [unlike((1, 2), (1, 2)), unlike((1, 2), (1, 3)), unlike((1, 2), (1, 2, 3))] == [None, 2, 3]
+
+
+def test_try_of_another_key_is_not_shown(store: Store, keys: tuple[str, Path]) -> None:
+    client, (key, _) = guarded(store, keys[1]), keys
+    client.post("/login", data={"key": key})
+    tries = client.app.state.swiftopt.tries  # type: ignore[attr-defined]
+    side = Side("The plan", request_of(TYPED, None), told=[("<script>", "draft", ["<b>"])])
+    for owner in ("ann", "bob"):
+        tries[owner] = Try(owner, owner, {**TYPED, "model": "m", "after": ""}, (side, side))
+    mine, theirs = client.get("/playground/ann"), client.get("/playground/bob")
+    assert mine.status_code == 200 and "&lt;script&gt;" in mine.text and "<script>" not in mine.text
+    assert theirs.status_code == 404 and "no longer remembered" in theirs.text
+    assert client.get("/live/playground/bob").status_code == 404
+    assert client.post("/playground/bob/stop", data={"token": token(mine.text)}).status_code in (403, 404)

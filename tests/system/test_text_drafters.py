@@ -11,11 +11,11 @@ import torch
 from fakes import cheap_draft_costs
 from families import CONFIGS, VOCAB, taken_in_turns, tiny_runtime
 
-from swiftopt.core.types import Completion, Sampling
+from swiftopt.core.types import Completion, LayerSet, Sampling, TracedToken
 from swiftopt.decoding.context import Context, Ending
 from swiftopt.decoding.draft import Draft, Drafter, Outcome, Walk
-from swiftopt.decoding.engine import PassGenerator, alone
-from swiftopt.decoding.loop import decode, decoding
+from swiftopt.decoding.engine import PassGenerator, alone, side_by_side
+from swiftopt.decoding.loop import Began, Round, _traced, decode, decoding
 from swiftopt.decoding.methods import PLAIN, Method, Resources, build
 from swiftopt.decoding.methods.adaptive import AdaptiveSettings
 from swiftopt.decoding.methods.guesses import (
@@ -314,3 +314,56 @@ def test_a_pool_keeps_the_latest_ngrams_of_each_first_token() -> None:
     assert pool.continuations(1) == [(6, 7), (2, 3)]
     assert pool.continuations(9) == [(9, 9)]
     assert pool.continuations(2) == []
+
+
+SOURCES = {  # that a method's accepted drafts come from
+    **{"prompt-lookup": {"text"}, "swift": {"draft"}, "jacobi": {"draft"}, "lookahead": {"draft"}},
+    **{"adaptive": {"draft", "text"}},
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("predicts", [False, True])
+def test_trace_says_where_each_token_came_from(name: str, predicts: bool) -> None:
+    runtime, ids = tiny_runtime("llama"), repetitive(1)
+    expected = run(runtime, ids, PLAIN, FREE).token_ids
+    layer_set = LayerSet(runtime.n_layers, frozenset({1}))
+    settings = AdaptiveSettings(draft_format="stored") if name == "adaptive" else None
+    method = build(name, Resources(runtime, layer_set=layer_set, costs=cheap_draft_costs()), settings)
+    rule = TokenRule.of(FREE, None, len(ids))
+    prediction = [*expected[:20], (expected[20] + 1) % VOCAB, *expected[21:]] if predicts else ()
+    events = [
+        event
+        for event in side_by_side([decoding(runtime, ids, method, rule, Ending(N_NEW), prediction=prediction)])
+        if isinstance(event, Began | Round)
+    ]
+    tokens = [token for event in events for token in event.traced]
+    assert [token.token_id for token in tokens] == list(expected)
+    assert [token.source for token in events[0].traced] == ["target"]
+    for event in events[1:]:
+        assert isinstance(event, Round)
+        drafted = [token for token in event.traced if token.source != "target"]
+        assert len(drafted) == event.n_accepted and event.traced[: len(drafted)] == tuple(drafted)
+        if len(event.traced) > len(drafted) and name in ("prompt-lookup", "jacobi"):  # chains
+            assert not any(token.rejected for token in drafted)
+            assert len(event.traced[-1].rejected) == event.n_steps - event.n_accepted
+    assert all(token.rejected[:1] != (token.token_id,) for token in tokens)
+    sources = {token.source for token in tokens} - {"target"}
+    assert sources <= SOURCES[name] | ({"prediction"} if predicts and "text" in SOURCES[name] else set())
+    assert not predicts or "text" not in SOURCES[name] or "prediction" in sources
+
+
+def test_trace_of_a_tree_tells_what_stood_first_in_place_of_a_side_branch() -> None:
+    tree = DraftTree.grow(1, [(2, 9), (3, 8), (4,)])  # the spine 2, 3, 4; beside them 9 and 8
+    draft = Draft(tree, sources={3: "text"})
+    assert _traced(draft, Walk((1, 5), (2, 8, 7)), [2, 8, 7]) == (
+        TracedToken(2, "draft"),
+        TracedToken(8, "draft", (3, 4)),
+        TracedToken(7, "target"),
+    )
+    assert _traced(draft, Walk((1, 2, 3), (2, 3, 4, 7)), [2, 3, 4]) == (
+        TracedToken(2, "draft"),
+        TracedToken(3, "draft"),
+        TracedToken(4, "text"),
+    )
+    assert _traced(draft, Walk((), (5,)), [5]) == (TracedToken(5, "target", (2, 3, 4)),)
