@@ -44,10 +44,12 @@ conformance: setup
 	cd tests && $(abspath $(BIN))/python conformance.py
 
 # A server that learns from the requests it serves: its speed by request, plain decoding beside it.
+# At a terminal it goes on serving, for the dashboard; the last line is for where nobody can end it.
 demo: setup
 	mkdir -p $(DEMO) && rm -f $(DEMO)/served.db
 	$(BIN)/swiftopt bench serve --model smollm2-135m --stream examples/stream.jsonl --max-new-tokens 64 \
-	    --db $(DEMO)/served.db --png $(DEMO)/served.png
+	    --db $(DEMO)/served.db --png $(DEMO)/served.png $$(test -t 2 && echo --stay)
+	@echo "Its dashboard again: $(BIN)/swiftopt serve --model smollm2-135m --db $(DEMO)/served.db, then http://127.0.0.1:8000/"
 
 demo-tune: setup
 	mkdir -p $(DEMO)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,7 +23,7 @@ from . import options
 from .bench_search import search, stream_shift
 from .charts import draw_serving
 from .options import PresetGroup, check_model, check_words, database_url, decoding_request, open_store, positive
-from .output import Result, note, note_load, note_run
+from .output import Result, note, note_load, note_run, show
 from .render import folding, heading, interval, lined_table, number, numeric, table
 
 if TYPE_CHECKING:
@@ -282,17 +284,27 @@ def _throughput_table(report: dict[str, Any]) -> Table:
 @options.shared(GenerateRequest, "max_new_tokens")
 @options.machine(ServedModel, "speed")
 @options.png("Draw the speed by request.")
+@click.option("--stay", is_flag=True, help="Serve on until Ctrl-C, for the dashboard; not with --json.")
 @options.db
 @options.json
 @options.example("bench serve --model smollm2-135m --stream prompts.jsonl --limit 40 --db new.db --png speed.png")
 def serve(
-    stream: str, limit: int | None, task: str | None, concurrency: int, png: Path | None, db: str | None, **values: Any
+    stream: str,
+    limit: int | None,
+    task: str | None,
+    concurrency: int,
+    png: Path | None,
+    stay: bool,
+    db: str | None,
+    **values: Any,
 ) -> Result:
     """Start a server and ask it for every prompt of a stream twice, by turns: as it serves, learning, and plainly.
 
     Prints the ratio of each ten requests, from the first to the last. Where --db is a new file, the server begins with
     nothing.
     """
+    if stay and click.get_current_context().params["as_json"]:
+        raise click.UsageError("--stay is for looking at the dashboard, and --json for programs: choose one")
     prompts = read_stream(stream, task, limit)
     request = decoding_request(values)
 
@@ -301,11 +313,15 @@ def serve(
     given = [f"--{name}={values[name]}" for name in ("dtype", "device", "speed")]
     more = ["--concurrency", str(concurrency), *(["--db", db] if db else [])]
     with served(request.model, [*given, *more], note) as client:
-        measured = measure(client, prompts, request.max_new_tokens, concurrency, note)
-    report = {"model": request.model, **measured}
-    if png is not None:
-        draw_serving(report, png)
-    return Result(report, [_serving_table(report)])
+        report = {"model": request.model, **measure(client, prompts, request.max_new_tokens, concurrency, note)}
+        if png is not None:
+            draw_serving(report, png)
+        if stay:
+            show(_serving_table(report))
+            show(f"Its dashboard: {client.base_url} (Ctrl-C ends the server)")
+            with suppress(KeyboardInterrupt):
+                Event().wait()
+    return Result(report, () if stay else [_serving_table(report)])
 
 
 def _serving_table(report: dict[str, Any]) -> Table:

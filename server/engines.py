@@ -160,11 +160,11 @@ class EngineProcess:
     def ask(self, op: str, events: Events | None = None, **values: Any) -> Reply:
         """Send a request, whose events come to the queue (None: to one of its own).
 
-        Raises: EngineGone: the process is not there. Busy: too many requests wait.
+        Raises: EngineGone: the process is not there. Busy: too many requests to decode wait.
         """
         if self.about is None:
             raise EngineGone(f"the engine of {self.served.name} cannot serve now ({self.reason}): try again soon")
-        if self.n_requests >= self.n_places:
+        if op == "decode" and self.n_requests >= self.n_places:
             raise Busy(
                 f"{self.n_requests} requests run or wait already for {self.served.name}: try again in a few seconds"
             )

@@ -11,13 +11,14 @@ import pytest
 from api import client_of, filled
 from starlette.testclient import TestClient
 
-from swiftopt.core.errors import InvalidInput
+from swiftopt.core.errors import Busy, InvalidInput
+from swiftopt.core.requests import ServedModel
 from swiftopt.core.types import Completion, Timings
 from swiftopt.server.app import create_app
 from swiftopt.server.dashboard import COOKIE, PAGES, STATIC
 from swiftopt.server.dashboard.overview import by_position, charts
 from swiftopt.server.dashboard.playground import Side, Try, request_of
-from swiftopt.server.engines import KEPT_S, Engines, History
+from swiftopt.server.engines import KEPT_S, EngineProcess, Engines, History
 from swiftopt.server.settings import KeyRing, ServerSettings, new_key
 from swiftopt.store import Store
 from swiftopt.worker.queue import JobService
@@ -171,6 +172,16 @@ def test_vendored_files_are_what_the_list_says() -> None:
     assert len(listed) == 4
     for name, sha256 in listed.items():
         assert hashlib.sha256(STATIC[name].read_bytes()).hexdigest() == sha256
+
+
+def test_full_queue_turns_completions_away_and_no_questions() -> None:
+    engine = EngineProcess(ServedModel("tiny", "tiny", concurrency=1), 1)
+    engine.about = {"event": "ready"}
+    for _ in range(2):
+        engine.ask("decode")
+    with pytest.raises(Busy, match="2 requests run or wait already for tiny"):
+        engine.ask("decode")
+    engine.ask("tuning")
 
 
 # --- playground

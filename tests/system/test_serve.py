@@ -8,6 +8,8 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -20,6 +22,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import psutil
 import pytest
@@ -1089,3 +1092,18 @@ def until_idle(served: Served) -> None:
     while not all(line in served.client.get("/metrics").text for line in idle):
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+def test_benchmark_that_stays_shows_its_dashboard(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "s.jsonl").write_text("\n".join(json.dumps({"prompt": f"w{n} w3"}) for n in range(4)))
+    command = [sys.executable, "-m", "swiftopt", "bench", "serve", "--model", str(folder), "--max-new-tokens", "8"]
+    command += ["--stream", str(tmp_path / "s.jsonl"), "--task", "shown", "--db", str(tmp_path / "a.db"), "--stay"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        said = next(line for line in process.stdout if "dashboard" in line)
+        found = httpx2.get(said.split()[2])
+        assert found.status_code == 200 and "shown" in found.text
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    refused = subprocess.run([*command, "--json"], capture_output=True, text=True)
+    assert refused.returncode == 2 and "choose one" in refused.stderr

@@ -109,6 +109,7 @@ def test_process_is_restarted_with_its_history_when_killed(process: SuggestionPr
     expected = suggested(process, step=1)
     pid = process.pid
     assert expected is not None and pid is not None
+    os.kill(pid, signal.SIGSTOP)  # it must not answer before it is killed
     process.ask(2, N_SKIPPED, [])
     os.kill(pid, signal.SIGKILL)
     assert process.take(wait=True) is None  # that suggestion is lost
