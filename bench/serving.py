@@ -19,8 +19,6 @@ from ..core.errors import ServiceUnreachable
 from ..core.types import Prompt
 
 SCHEMA = "swiftopt.bench-serve/1"
-WINDOW = 10  # requests of a ratio
-BLOCK = 10  # requests that both ways decode by turns, where several clients ask at once
 LOAD_S = 600.0
 ANSWER_S = 1800.0
 
@@ -68,16 +66,19 @@ def measure(
     prompts: Sequence[Prompt],
     max_new_tokens: int,
     concurrency: int,
+    window: int,
     on_run: Callable[[str], None],
 ) -> dict[str, Any]:
     """Ask for every prompt both ways; returns the seconds and texts of all, the ratio of each window, and the shifts.
 
-    Both ways read every prompt anew: each has a salt of its own.
+    One client asks both ways by turns; several decode a window one way and then the other, and wait for its last
+    request in between: the shorter the window, the more do requests that end apart lose by that. Both ways read every
+    prompt anew: each has a salt of its own.
     """
     results: list[dict[str, Any]] = []
     shifts: list[dict[str, Any]] = []
     with ThreadPoolExecutor(concurrency) as pool:
-        for number, block in enumerate(_blocks(prompts, 1 if concurrency == 1 else BLOCK)):
+        for number, block in enumerate(_blocks(prompts, 1 if concurrency == 1 else window)):
             walls, texts = {}, {}
             for way in ("best", "plain")[:: 1 if number % 2 == 0 else -1]:
                 clock = time.perf_counter()
@@ -107,7 +108,8 @@ def measure(
         "prompts": len(prompts),
         "max_new_tokens": max_new_tokens,
         "results": results,
-        "windows": windows(results),
+        "window": window,
+        "windows": windows(results, window),
         "equal": sum(each["equal"] for each in results),
         "shifts": shifts,
         "tuning": _tuning(client),
@@ -134,9 +136,9 @@ def shift_line(shift: dict[str, Any]) -> str:
     return f"the traffic changed at request {shift['request']} of task {shift['task']}: {shift['reason']}"
 
 
-def windows(results: Sequence[dict[str, Any]]) -> list[float]:
-    """Plain seconds / served seconds of each ten requests, one after the other."""
-    size = max(1, WINDOW // results[0]["requests"]) if results else 1
+def windows(results: Sequence[dict[str, Any]], window: int) -> list[float]:
+    """Plain seconds / served seconds of each so many requests, one after the other."""
+    size = max(1, window // results[0]["requests"]) if results else 1
     return [
         round(sum(each["plain_s"] for each in own) / sum(each["served_s"] for each in own), 4)
         for own in _blocks(results, size)

@@ -279,7 +279,9 @@ def _throughput_table(report: dict[str, Any]) -> Table:
 @options.limit
 @options.group(options.PROMPTS, click.option("--task", help="Task of all lines.  [default: each prompt's own]"))
 @options.group(
-    options.MEASUREMENT, click.option("--concurrency", type=positive, default=1, help="Clients that ask at once.")
+    options.MEASUREMENT,
+    click.option("--concurrency", type=positive, default=1, help="Clients that ask at once."),
+    click.option("--window", type=positive, default=10, show_default=True, help="Requests that a ratio is of."),
 )
 @options.shared(GenerateRequest, "max_new_tokens")
 @options.machine(ServedModel, "speed")
@@ -293,6 +295,7 @@ def serve(
     limit: int | None,
     task: str | None,
     concurrency: int,
+    window: int,
     png: Path | None,
     stay: bool,
     db: str | None,
@@ -300,8 +303,8 @@ def serve(
 ) -> Result:
     """Start a server and ask it for every prompt of a stream twice, by turns: as it serves, learning, and plainly.
 
-    Prints the ratio of each ten requests, from the first to the last. Where --db is a new file, the server begins with
-    nothing.
+    Prints the ratio of each window of requests, from the first to the last. Where --db is a new file, the server begins
+    with nothing.
     """
     if stay and click.get_current_context().params["as_json"]:
         raise click.UsageError("--stay is for looking at the dashboard, and --json for programs: choose one")
@@ -313,7 +316,7 @@ def serve(
     given = [f"--{name}={values[name]}" for name in ("dtype", "device", "speed")]
     more = ["--concurrency", str(concurrency), *(["--db", db] if db else [])]
     with served(request.model, [*given, *more], note) as client:
-        report = {"model": request.model, **measure(client, prompts, request.max_new_tokens, concurrency, note)}
+        report = {"model": request.model, **measure(client, prompts, request.max_new_tokens, concurrency, window, note)}
         if png is not None:
             draw_serving(report, png)
         if stay:
@@ -325,14 +328,14 @@ def serve(
 
 
 def _serving_table(report: dict[str, Any]) -> Table:
-    """Return a row for each ten requests."""
+    """Return a row for each window."""
     from ..bench.serving import shift_line
 
     what = f"{report['prompts']} requests of {report['max_new_tokens']} tokens, {report['concurrency']} at once"
     title = f"{report['model']}, {what}"
     rows, most = [], max(report["windows"])
-    for first, ratio in zip(range(1, report["prompts"] + 1, 10), report["windows"], strict=False):
-        last = min(first + 9, report["prompts"])
+    for first, ratio in zip(range(1, report["prompts"] + 1, report["window"]), report["windows"], strict=False):
+        last = min(first + report["window"] - 1, report["prompts"])
         rows.append((f"{first}-{last}", f"{ratio:.2f}x", "█" * round(30 * ratio / most)))
     columns = [Column("requests", justify="right"), Column("to plain", justify="right"), Column("")]
     equal = f"equal to plain decoding: {report['equal']} of {report['prompts']}"
