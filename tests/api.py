@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -50,6 +51,13 @@ def problem(response: Any, status: int, kind: str) -> str:
     assert (response.status_code, values["status"], values["type"]) == (status, status, f"urn:swiftopt:problem:{kind}")
     assert "\n" not in values["detail"] and "Traceback" not in values["detail"]
     return str(values["detail"])
+
+
+def token(html: str) -> str:
+    """What the page's forms carry."""
+    found = re.search(r'name="token" value="([^"]+)"', html)
+    assert found is not None, html
+    return found[1]
 
 
 class Served:

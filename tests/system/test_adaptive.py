@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from fakes import cheap_draft_costs, flat_costs
-from families import tiny_runtime
+from native import quick_runtime
 
 from swiftopt.core.errors import SettingsError
 from swiftopt.core.types import Completion, LayerSet, Sampling
@@ -17,16 +18,22 @@ from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, Method, Resources, build
 from swiftopt.decoding.methods.adaptive import AdaptiveDrafter, AdaptiveSettings
 from swiftopt.decoding.rule import TokenRule
+from swiftopt.models.runtime import Runtime
 
 REPEATING, FREE = [3, 1, 4, 1, 5, 9] * 4, [5, 9, 11, 2, 7]
 
 
+@cache
+def model() -> Runtime:
+    return quick_runtime("llama")
+
+
 def run(method: Method, ids: list[int], n_new: int = 80, sampling: Sampling | None = None) -> Completion:
-    return decode(tiny_runtime("llama"), ids, method, TokenRule.of(sampling or Sampling(), None), Ending(n_new))
+    return decode(model(), ids, method, TokenRule.of(sampling or Sampling(), None), Ending(n_new))
 
 
 def adaptive(share: float = 0.25, **settings: object) -> Method:
-    parts = Resources(tiny_runtime("llama"), costs=cheap_draft_costs(share))
+    parts = Resources(model(), costs=cheap_draft_costs(share))
     return build("adaptive", parts, AdaptiveSettings.from_json(settings))
 
 
@@ -44,7 +51,7 @@ def test_output_is_plain_decodings_in_every_make(settings: dict[str, object], te
 
 def test_good_cheap_draft_is_followed_far() -> None:
     """A draft that is the model itself at a tenth of the cost: nearly every token comes from a chain."""
-    runtime = tiny_runtime("llama")
+    runtime = model()
     drafter = AdaptiveDrafter(
         OtherModel(runtime),
         PassCosts(cheap_draft_costs(0.1), LayerSet(4).filled("int4")),
@@ -84,7 +91,7 @@ def test_text_saves_passes_of_the_draft() -> None:
 
 
 def test_missing_costs_are_asked_for_in_a_sentence() -> None:
-    runtime = tiny_runtime("llama")
+    runtime = model()
     with pytest.raises(SettingsError, match="decides by measured costs: give Resources the profile"):
         build("adaptive", Resources(runtime))
     with pytest.raises(SettingsError, match="costs of int4 are not in the profile: add them with measure_format"):

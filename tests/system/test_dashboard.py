@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from api import client_of, filled
+from api import client_of, filled, token
 from starlette.testclient import TestClient
 
 from swiftopt.core.errors import Busy, InvalidInput
@@ -47,13 +47,6 @@ def keys(tmp_path: Path) -> tuple[str, Path]:
 
 def guarded(store: Store, file: Path) -> TestClient:
     return client_of(store, ServerSettings(keys=KeyRing(file=file), requests_per_min=0))
-
-
-def token(html: str) -> str:
-    """What the page's forms carry."""
-    found = re.search(r'name="token" value="([^"]+)"', html)
-    assert found is not None, html
-    return found[1]
 
 
 @pytest.mark.parametrize("address", ADDRESSES)

@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
-from api import client_of
+from api import client_of, token
 from click.testing import CliRunner
 from searched import fill, searching, trials
 from starlette.testclient import TestClient
@@ -48,9 +48,8 @@ def text(client: TestClient, path: str, status: int = 200, **query: object) -> s
 
 def post(client: TestClient, path: str, **values: object) -> int:
     """Send a form of the task's page; the status."""
-    token = re.search(r'name="token" value="([^"]+)"', client.get("/plans/task", params={**OF, "version": 1}).text)
-    assert token is not None
-    return client.post(path, data={"token": token[1], **OF, **values}, follow_redirects=False).status_code
+    page = client.get("/plans/task", params={**OF, "version": 1})
+    return client.post(path, data={"token": token(page.text), **OF, **values}, follow_redirects=False).status_code
 
 
 def test_pages_of_an_empty_database_say_how_to_fill_it(client: TestClient) -> None:
@@ -237,6 +236,8 @@ def test_search_of_10_000_trials_is_small_and_quick(store: Store, client: TestCl
             began = time.process_time()
             found = client.get(path)
             seconds.append(time.process_time() - began)
+            if seconds[-1] < LONGEST_S:
+                break
         assert found.status_code == 200 and len(found.content) < 100_000 and found.text.count("<path") < 100
         assert min(seconds) < LONGEST_S, (path, seconds)
 
