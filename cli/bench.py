@@ -286,7 +286,10 @@ def _throughput_table(report: dict[str, Any]) -> Table:
 @options.shared(GenerateRequest, "max_new_tokens")
 @options.machine(ServedModel, "speed")
 @options.png("Draw the speed by request.")
-@click.option("--stay", is_flag=True, help="Serve on until Ctrl-C, for the dashboard; not with --json.")
+@options.group(
+    options.SERVICES,
+    click.option("--stay", is_flag=True, help="Serve on until Ctrl-C, for the dashboard; not with --json."),
+)
 @options.db
 @options.json
 @options.example("bench serve --model smollm2-135m --stream prompts.jsonl --limit 40 --db new.db --png speed.png")
