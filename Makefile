@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO := demo-output
 
-.PHONY: setup lint test browser demo demo-tune conformance redis bench clean
+.PHONY: setup lint test browser docs demo demo-tune conformance redis bench clean
 
 setup: $(VENV)/.ready
 
@@ -39,6 +39,12 @@ browser: setup
 	command -v chromium || apt-get install --yes chromium
 	$(BIN)/python -m pytest tests/browser
 
+# The manual as a site, in site/; building it needs no network once its tools are installed.
+docs: setup
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "Open site/index.html, or with search: $(BIN)/python -m http.server --directory site"
+
 # Clients that no one here wrote, against a real server; each in an environment of its own.
 conformance: setup
 	cd tests && $(abspath $(BIN))/python conformance.py
@@ -65,4 +71,4 @@ bench: setup
 	$(BIN)/swiftopt bench decode --model smollm2-135m --stream examples/stream.jsonl --limit 8 --max-new-tokens 64
 
 clean:
-	rm -rf $(VENV) .lint $(DEMO) build *.egg-info
+	rm -rf $(VENV) .lint $(DEMO) site build *.egg-info

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import re
 import shlex
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -137,6 +140,28 @@ def test_readme_maps_every_folder_of_the_package() -> None:
     known = re.findall(r"^([a-z]+)/ ", text_of("README.md"), re.MULTILINE)
     packages = [path.parent.name for path in ROOT.glob("*/__init__.py")]
     assert sorted(known) == sorted([*packages, "deploy", "docker", "examples", "docs", "tests"])
+
+
+# --- the manual as a site
+
+
+def test_pages_are_read_in_one_order() -> None:
+    site = re.findall(r"- ([\w-]+\.md)$", text_of("mkdocs.yml"), re.MULTILINE)
+    assert site == ["README.md", *re.findall(r"^\| \[([\w-]+\.md)\]", text_of("docs/README.md"), re.MULTILINE)]
+    assert sorted(site) == sorted(path.name for path in ROOT.glob("docs/*.md"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("material") is None, reason="the site's tools are missing: run make docs")
+def test_site_is_built_without_a_warning_and_loads_nothing_from_other_hosts(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    built = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    pages = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.rglob("*.html")}
+    assert len(pages) == len(list(ROOT.glob("docs/*.md"))) + 1  # and the page of what was not found
+    loads = r"""<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)=["']?((?:https?:)?//[^"' >]+)"""
+    assert {name: found for name, text in pages.items() if (found := re.findall(loads, text))} == {}
+    styles = "".join(path.read_text(encoding="utf-8") for path in tmp_path.rglob("*.css"))
+    assert re.findall(r"""(?:url\(|@import )["']?(?:https?:)?//[^)"']+""", styles) == []
 
 
 # --- the page of the methods
