@@ -249,12 +249,18 @@ def ago(at: float) -> str:
     return f"{seconds(max(0.0, time.time() - at))} ago"
 
 
+def moment(at: float) -> str:
+    """Return a moment (seconds since 1970) of the server's clock, with its day where that is not today."""
+    then, now = time.localtime(at), time.localtime()
+    return time.strftime("%H:%M" if then[:3] == now[:3] else "%Y-%m-%d %H:%M", then)
+
+
 def static(name: str) -> str:
     """Return the address of a file, which changes with the file."""
     return f"/static/{name}?{hashlib.sha256(STATIC[name].read_bytes()).hexdigest()[:12]}"
 
 
-templates.filters |= {"number": number, "seconds": seconds, "ago": ago}
+templates.filters |= {"number": number, "seconds": seconds, "ago": ago, "moment": moment}
 templates.globals["static"] = {name: static(name) for name in STATIC}.__getitem__
 
 

@@ -32,11 +32,16 @@ router = pages()
 
 @dataclass(frozen=True, slots=True)
 class ServedNow:
-    """An engine and what it says of its tasks; `tuning` None: it does not answer."""
+    """An engine and what it says of its tasks; `tuning` None: it does not answer. `lately`: what ended lately."""
 
     engine: EngineProcess
     tuning: ModelTuning | None
-    tok_s: float  # that ended lately
+    lately: Period
+
+    @property
+    def tok_s(self) -> float:
+        """Return the tokens per second that ended lately."""
+        return self.lately.tokens / NOW_S
 
     @property
     def tasks(self) -> tuple[TaskTuning, ...]:
@@ -52,7 +57,7 @@ async def served_now(app: State) -> list[ServedNow]:
         with suppress(EngineGone):
             tuning = await engine.ask_tuning()
         [lately] = app.engines.metrics.history.last(NOW_S, 1, engine.served.name)
-        return ServedNow(engine, tuning, lately.tokens / NOW_S)
+        return ServedNow(engine, tuning, lately)
 
     return list(await asyncio.gather(*map(ask, app.engines.of.values())))
 
@@ -80,6 +85,7 @@ async def values_of(app: State) -> dict[str, Any]:
     except StoreError as error:
         states = str(error)
     tasks = [task for one in served for task in one.tasks]
+    drafted, accepted = (sum(getattr(one.lately, name) for one in served) for name in ("drafted", "accepted"))
     return {
         "served": served,
         "alarms": alarms(served, states),
@@ -87,6 +93,9 @@ async def values_of(app: State) -> dict[str, Any]:
         "saved_s": sum(task.saved_s for task in tasks),
         "tokens": sum(task.tokens for task in tasks),
         "tok_s": sum(one.tok_s for one in served),
+        "acceptance": accepted / drafted if drafted else None,
+        "n_running": sum(min(one.engine.n_requests, one.engine.served.concurrency) for one in served),
+        "n_requests": sum(one.engine.n_requests for one in served),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sqlite3
 import time
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from api import Served, serving
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, Request, sync_playwright
 from searched import fill, searching, trials
 from tiny_files import save
 
@@ -109,6 +110,38 @@ def test_page_says_the_same_without_scripts(browser: Browser, server: Served, ad
     with Tab(browser, server, java_script_enabled=False) as tab:
         assert tab.page.goto(address).status == 200
         assert tab.page.locator("h1").count() == 1 and "alert" not in tab.wrong
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_first_view_is_small(browser: Browser, server: Served, address: str) -> None:
+    loaded: list[Request] = []
+    with Tab(browser, server) as tab:
+        tab.page.on("requestfinished", lambda made: loaded.append(made))
+        tab.page.goto(address)
+        sizes = {made.url: made.sizes()["responseBodySize"] for made in loaded[:]}
+        assert len(sizes) > 3 and sum(sizes.values()) <= 150_000, sizes
+
+
+def test_newcomer_finds_five_answers_within_three_clicks(browser: Browser, server: Served) -> None:
+    """What is in use, since when, what it saves, why, and how to go back."""
+    task = "newcomer"
+    with Store.open(str(server.log.parent / "a.db")) as store:
+        store.add_layer_set(LayerSetRecord("tiny", task, LayerSet(4, frozenset({1})), verdict="use"))
+    ask(server, task)
+    with Tab(browser, server, java_script_enabled=False) as tab:
+        page = tab.page
+        page.goto("/")
+        row = page.locator("tr", has=page.get_by_role("rowheader", name=task, exact=True))
+        heads = [head.inner_text() for head in page.locator("thead th").all()]
+        cells = dict(zip(heads, [cell.inner_text() for cell in row.locator("th, td").all()], strict=False))
+        assert cells["In use"] == "drafts" and re.fullmatch(r"\d\d:\d\d", cells["Since"])
+        assert cells["Ratio to plain"] and cells["Saved"]
+        page.get_by_role("link", name="Plans", exact=True).click()
+        page.get_by_role("link", name=task, exact=True).click()
+        assert page.get_by_role("heading", name="What it was judged on").is_visible()
+        page.get_by_role("button", name="Pin plain decoding").click()
+        page.goto("/")
+        assert "plain (pinned)" in row.inner_text()
 
 
 def test_overview_follows_what_is_decoded(browser: Browser, server: Served) -> None:
