@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from api import Served, serving
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, Request, sync_playwright
+from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
 from searched import fill, searching, trials
 from tiny_files import save
 
@@ -138,8 +138,9 @@ def test_newcomer_finds_five_answers_within_three_clicks(browser: Browser, serve
         assert cells["Ratio to plain"] and cells["Saved"]
         page.get_by_role("link", name="Plans", exact=True).click()
         page.get_by_role("link", name=task, exact=True).click()
-        assert page.get_by_role("heading", name="What it was judged on").is_visible()
+        expect(page.get_by_role("heading", name="What it was judged on")).to_be_visible()
         page.get_by_role("button", name="Pin plain decoding").click()
+        expect(page.locator("main")).to_contain_text("In use: plain (pinned)")
         page.goto("/")
         assert "plain (pinned)" in row.inner_text()
 
@@ -155,12 +156,11 @@ def test_overview_follows_what_is_decoded(browser: Browser, server: Served) -> N
 def test_traffic_is_drawn_from_its_tables(browser: Browser, server: Served) -> None:
     with Tab(browser, server) as tab:
         tab.page.goto("/traffic?span=10+minutes")
-        tab.page.wait_for_selector("figure.chart canvas")
-        assert tab.page.locator("figure.chart canvas").count() == 6
+        expect(tab.page.locator("figure.chart canvas")).to_have_count(6)
         before = tab.page.locator(".facts").inner_text()
         ask(server, "code")
         tab.page.wait_for_function("before => document.querySelector('.facts').innerText !== before", arg=before)
-        assert tab.page.locator("figure.chart canvas").count() == 6
+        expect(tab.page.locator("figure.chart canvas")).to_have_count(6)
 
 
 # --- jobs
@@ -203,7 +203,8 @@ def test_job_is_submitted_and_followed_with_the_keyboard_alone(browser: Browser,
         assert ids == sorted(ids, reverse=True)
         page.wait_for_selector("strong.state.succeeded", timeout=120_000)
         page.wait_for_selector("a:has-text('Download all 120')")
-        assert page.evaluate("window.stillHere") and page.locator("#found").count() == 1
+        expect(page.locator("#found")).to_have_count(1)
+        assert page.evaluate("window.stillHere")
         found = Axe().run(page).response["violations"]
         assert not [rule["id"] for rule in found if rule["impact"] in ("serious", "critical")]
 
@@ -220,7 +221,7 @@ def test_running_job_pauses_and_goes_on_by_its_buttons(browser: Browser, server:
         reach(page, "Resume")
         page.keyboard.press("Enter")
         page.wait_for_selector("strong.state:text-is('running')", timeout=30_000)
-        assert page.locator("p.facts:has-text('attempt 2')").count() == 1
+        expect(page.locator("p.facts:has-text('attempt 2')")).to_have_count(1)
         page.click("button:has-text('Stop')")
         page.wait_for_selector("strong.state.succeeded", timeout=60_000)
 
@@ -234,7 +235,8 @@ def test_job_is_submitted_and_cancelled_without_scripts(browser: Browser, server
         page.set_input_files("#file", tmp_path / "a.jsonl")
         page.fill("#limit", "none")
         page.click("button:has-text('Submit')")
-        assert "'none'" in page.inner_text("[role=alert]") and page.input_value("#model") == NASTY[0]
+        expect(page.get_by_role("alert")).to_contain_text("'none'")
+        assert page.input_value("#model") == NASTY[0]
         tab.wrong.clear()  # the browser notes the status 422
         page.fill("#limit", "1")
         page.set_input_files("#file", tmp_path / "a.jsonl")
@@ -267,15 +269,15 @@ def test_version_is_chosen_compared_promoted_and_rolled_back(browser: Browser, s
         tab.page.get_by_role("link", name="code", exact=True).first.click()
         tab.page.get_by_role("link", name="1", exact=True).click()
         tab.page.get_by_role("button", name="Compare").click()
-        assert tab.page.get_by_role("img", name="Layer map of version").count() == 2
+        expect(tab.page.get_by_role("img", name="Layer map of version")).to_have_count(2)
         tab.page.go_back()
         tab.page.get_by_role("button", name="Make version 1 the best one").click()
-        assert tab.page.get_by_role("status").inner_text() == "This version is the best one now."
+        expect(tab.page.get_by_role("status")).to_have_text("This version is the best one now.")
         with tab.page.expect_download() as download:
             tab.page.get_by_role("link", name="Export the layer set").click()
         assert download.value.suggested_filename == "layer-set-v1.json"
         tab.page.get_by_role("button", name="Roll back to version 2").click()
-        assert tab.page.get_by_role("heading", name="Version 2, the best one").is_visible()
+        expect(tab.page.get_by_role("heading", name="Version 2, the best one")).to_be_visible()
 
 
 def test_served_task_is_pinned_and_judged_again(browser: Browser, server: Served) -> None:
@@ -285,9 +287,9 @@ def test_served_task_is_pinned_and_judged_again(browser: Browser, server: Served
     with Tab(browser, server, java_script_enabled=False) as tab:
         tab.page.goto("/plans/task?model=tiny&task=pinned")
         tab.page.get_by_role("button", name="Pin plain decoding").click()
-        assert "In use: plain (pinned)" in tab.page.locator("main").inner_text()
+        expect(tab.page.locator("main")).to_contain_text("In use: plain (pinned)")
         tab.page.get_by_role("button", name="Let it be judged").click()
-        assert "(pinned)" not in tab.page.locator("main").inner_text()
+        expect(tab.page.locator("main")).not_to_contain_text("(pinned)")
 
 
 def test_search_follows_its_job(browser: Browser, server: Served) -> None:
@@ -345,7 +347,7 @@ def test_playground_works_without_scripts_and_stops(browser: Browser, server: Se
         page.fill("#prompt", "w3")
         page.fill("#tokens", "none")
         page.click("button:has-text('Decode both ways')")
-        assert "tokens is 'none'" in page.inner_text("[role=alert]")
+        expect(page.get_by_role("alert")).to_contain_text("tokens is 'none'")
         tab.wrong.clear()  # the browser notes the status 400
         page.fill("#plan", "no-such-method")
         page.fill("#tokens", "16")
@@ -358,4 +360,4 @@ def test_playground_works_without_scripts_and_stops(browser: Browser, server: Se
                 others.submit(ask, server, "busy", 200)
             page.click("button:has-text('Decode both ways')")
             page.click("button:has-text('Stop')")
-        assert "it was stopped" in page.inner_text("main")
+        expect(page.locator("main")).to_contain_text("it was stopped")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from html import unescape
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +25,7 @@ from swiftopt.store import Store
 from swiftopt.store.results import StoredSearch
 
 OF = {"model": "m", "task": "code"}
-LONGEST_S = 0.2  # of a page, 10,000 trials in the database
+LONGEST = 10  # of a page, in times of reading its 10,000 trials from the database
 NASTY = ("<img src=x onerror=alert(1)>", "a'b\"c&amp;", "\u05e9\u05dc\u05d5\u05dd", "x" * 10_000)
 
 
@@ -226,20 +227,26 @@ def test_ticks_are_round_and_inside(low: float, high: float) -> None:
     assert all(float(f"{each:.4g}") == pytest.approx(each, abs=1e-9) for each in found)
 
 
+def processor_s(do: Callable[[], object]) -> float:
+    began = time.process_time()
+    do()
+    return time.process_time() - began
+
+
 def test_search_of_10_000_trials_is_small_and_quick(store: Store, client: TestClient) -> None:
-    """By the processor's time, for the machine that tests run on has other work, too."""
+    """By the processor's time and next to reading the trials, for no machine that tests run on is quiet."""
     fill(store)
     job = searching(store, 10_000).job
     for path in (f"/searches/{job}", "/searches", "/plans"):
-        seconds = []
-        for _ in range(10):
-            began = time.process_time()
-            found = client.get(path)
-            seconds.append(time.process_time() - began)
-            if seconds[-1] < LONGEST_S:
-                break
+        found = client.get(path)
         assert found.status_code == 200 and len(found.content) < 100_000 and found.text.count("<path") < 100
-        assert min(seconds) < LONGEST_S, (path, seconds)
+        reading, showing = [], []
+        for _ in range(10):
+            reading.append(processor_s(lambda: store.tried(job, "code")))
+            showing.append(processor_s(partial(client.get, path)))
+            if min(showing) < LONGEST * min(reading):
+                break
+        assert min(showing) < LONGEST * min(reading), (path, showing, reading)
 
 
 def test_pages_say_so_when_the_database_is_away(store: Store, client: TestClient, tmp_path: Path) -> None:
