@@ -6,7 +6,7 @@
 A file holds one object: {"date", "commit", "command", "note", "report"}, where `report` is what `swiftopt compare
 --json` or `swiftopt bench decode|peers|search|stream-shift --json` printed for `command`. Every row of every file is
 shown, those that lose among them, in one table for methods, one for rivals, one for searches and one for streams that
-change. The README has the rivals and methods of those files that say `"headline": true`, again with every row.
+change. The README has the rows that a file of rivals names as its `"headline"`; the others are a link away.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ README = ROOT / "README.md"
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
 KEYS = ("date", "commit", "command", "note", "report")
 HEADER = ("model", "task", "method", "tok/s", "ratio [95 %]", "α", "M", "identical", "device, dtype")
-SHORT_HEADER = ("model", "task", "method", "plain tok/s", "tok/s", "ratio [95 %]", "α", "M", "device, dtype")
 PEERS_HEADER = ("model, text", "row", "tok/s", "decoding alone", "ratio [95 %]", "memory", "tokens equal to", "device")
 BASE = "1 (base)"
 NOTHING = "No measurement is published yet."
@@ -55,22 +54,24 @@ def table(folder: Path = RESULTS) -> str:
         if own:
             title = [f"**{kind.title}**", ""] if kind.title else []
             rows = ((*row, _link(path, result, PAGE)) for path, result in own for row in kind.rows(result))
-            lines = _markdown(kind.header, rows)
+            lines = _markdown((*kind.header, "file"), rows)
             parts.append("\n".join([*title, *lines, "", *(_origin(path, result) for path, result in own)]))
     return "\n\n".join(parts) or NOTHING
 
 
 def short_table(folder: Path = RESULTS) -> str:
-    """The rivals of the headline files, then their methods, each beside the speed of plain decoding in its own run.
+    """The headline's rows of rivals, and above each table what was run.
 
     Raises: InvalidInput: a file is no result.
     """
-    results = [(path, result) for path, result in _results(folder) if result.get("headline")]
     parts = []
-    for header, kind, rows_of in ((PEERS_HEADER, PEERS_TABLE, _peers), (SHORT_HEADER, METHODS_TABLE, _against_base)):
-        own = [(path, result) for path, result in results if KINDS[result["report"]["schema"]] is kind]
-        rows = [(*row, _link(path, result, README)) for path, result in own for row in rows_of(result)]
-        parts += ["\n".join(_markdown(header, rows))] if rows else []
+    for path, result in _results(folder):
+        if named := result.get("headline"):
+            found = {cells[1]: cells for cells in _peers(result) if cells[1] in named}
+            _, _, *shown, _ = PEERS_HEADER
+            first = next(iter(found.values()))
+            parts.append(f"{first[0]}, {first[-1]} ({_link(path, result, README)}):")
+            parts.append("\n".join(_markdown(("", *shown), (cells[1:-1] for cells in found.values()))))
     return "\n\n".join(parts) or NOTHING
 
 
@@ -80,8 +81,7 @@ def _results(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a table whose last column is the file."""
-    cells = [(*header, "file"), ("---",) * (len(header) + 1), *rows]
+    cells = [header, ("---",) * len(header), *rows]
     return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in cells]
 
 
@@ -129,15 +129,6 @@ def _rows(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         own = f"{row[0]}."
         told = [each.removeprefix(own) for each in given.set if each.startswith(own)]
         yield (report["model"], task, ", ".join((row[0], *told)), *row[1:], where)
-
-
-def _against_base(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Rows of a report of methods, but that of plain decoding, whose speed the others have beside them."""
-    shown = list(_rows(result))
-    base = next(row for row in shown if row[4] == BASE)
-    for model, task, method, tok_s, ratio, acceptance, length, _, where in shown:
-        if ratio != BASE:
-            yield (model, task, method, base[3], tok_s, ratio, acceptance, length, where)
 
 
 def _decoded(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:

@@ -22,6 +22,7 @@ from tiny_files import save
 
 import swiftopt
 from swiftopt.bench.decode import SCHEMA
+from swiftopt.bench.peers import SCHEMA as PEERS_SCHEMA
 from swiftopt.bench.tables import BEGIN, END, NOTHING, PAGE, README, main, refreshed, short_table, table
 from swiftopt.cli.main import swiftopt as program
 from swiftopt.cli.output import INTERRUPTED
@@ -131,13 +132,16 @@ def test_models_page_has_a_row_per_supported_type() -> None:
     assert sorted(rows) == sorted(FAMILIES)
 
 
-def test_readme_explains_every_word_of_the_types() -> None:
+def test_manual_explains_every_word_of_the_types() -> None:
     words = re.findall(r"^\|[^|]+\| `(\w+)`", text_of("core/types.py"), re.MULTILINE)
-    assert len(words) == 13 and [word for word in words if f"| `{word}` |" not in text_of("README.md")] == []
+    assert len(words) == 13 and [word for word in words if f"| `{word}` |" not in text_of("docs/how-it-works.md")] == []
 
 
-def test_readme_maps_every_folder_of_the_package() -> None:
-    known = re.findall(r"^([a-z]+)/ ", text_of("README.md"), re.MULTILINE)
+def test_architecture_has_every_room_of_the_package() -> None:
+    rooms = text_of("docs/architecture.md").partition("## The rooms")[2].partition("\n## ")[0]
+    known = [
+        name for line in re.findall(r"^\| ([^|]+) \|", rooms, re.MULTILINE) for name in re.findall(r"`(\w+)/`", line)
+    ]
     packages = [path.parent.name for path in ROOT.glob("*/__init__.py")]
     assert sorted(known) == sorted([*packages, "deploy", "docker", "examples", "docs", "tests"])
 
@@ -297,14 +301,21 @@ def test_table_shows_every_row_those_that_lose_among_them(tmp_path: Path) -> Non
     assert len(lines) == 7
 
 
-def test_short_table_has_every_row_of_a_headline_beside_the_base(tmp_path: Path) -> None:
+def test_short_table_has_the_rows_that_a_headline_names(tmp_path: Path) -> None:
+    row = {"row": "swiftopt/plain", "tok_s": 8.9, "decode_tok_s": None, "ratio": 1.1, "ratio_interval": [1.0, 1.2]}
+    row |= {"peak_bytes": 3.7e9, "same_weights": True, "equal_to": None, "weights": "BF16"}
+    rows = [row, {**row, "row": "swiftopt/best", "tok_s": 22.8}, {**row, "row": "other/plain"}]
+    report = {"schema": PEERS_SCHEMA, "model": "tiny", "device": "EPYC", "prompts": 6, "max_new_tokens": 128}
+    report |= {"base": "other/plain", "results": rows}
     put(tmp_path, "2026-01-01-fff0000-cpu.json", result(commit="fff0000"))
-    lines = short_table(put(tmp_path, "2026-01-02-abc1234-cpu.json", result(headline=True))).splitlines()
-    where = "cpu\\|x, float32 | [abc1234](bench/results/2026-01-02-abc1234-cpu.json) |"
-    task = "| tiny | notes, 4 prompts, 16 tokens"
-    assert lines[2:] == [
-        f"{task} | swift | 10.0 | 8.0 | 0.80x [0.70-0.90] | 0.91 | 2.50 | {where}",
-        f"{task} | hf-lookup | 10.0 | 13.0 | 1.30x [1.20-1.40] | – | – | {where}",
+    named = ["swiftopt/plain", "swiftopt/best"]
+    put(tmp_path, "2026-01-02-abc1234-cpu.json", result(headline=named, report=report))
+    above, _, header, _, *lines = short_table(tmp_path).splitlines()
+    assert above == "tiny, 6 prompts, 128 tokens, EPYC ([abc1234](bench/results/2026-01-02-abc1234-cpu.json)):"
+    assert header.startswith("|  | tok/s | decoding alone | ratio [95 %] |")
+    assert [line[:49] for line in lines] == [
+        "| swiftopt/best | 22.8 | – | 1.10x [1.00-1.20] | ",
+        "| swiftopt/plain | 8.9 | – | 1.10x [1.00-1.20] | ",
     ]
     assert short_table(tmp_path / "absent") == NOTHING
 
