@@ -259,6 +259,8 @@ class Engine:
             self.load.drafted = len(drafting)
         else:
             self.load.checked = max(1, len(waiting))
+            self.load.n_checks += not all(wanted.beside for _, wanted in waiting)
+            self.load.n_beside += any(wanted.beside for _, wanted in waiting)
         together: dict[Any, list[tuple[Request[Any], Pass]]] = {}
         for request, wanted in drafting or waiting:
             together.setdefault((wanted.runtime, wanted.layers), []).append((request, wanted))

@@ -17,10 +17,15 @@ from .buffer import KVBuffer
 
 @dataclass(slots=True)
 class Load:
-    """How many sequences the latest passes of an engine served: of the whole target, and of drafts."""
+    """How many sequences the latest passes of an engine served: of the whole target, and of drafts.
+
+    `n_checks` counts passes of the target that checked drafts, `n_beside` those that read a prompt or scored a window.
+    """
 
     checked: int = 1
     drafted: int = 1
+    n_checks: int = 0
+    n_beside: int = 0
 
 
 class PassRunner(Protocol):
@@ -62,9 +67,9 @@ class Pass:
     """Rows of one sequence that are to be run through a model.
 
     `buffer` holds the sequence's keys and values; `wanted` are the rows that logits are wanted of (None: all);
-    `capture` is as in `Runtime.forward`. `drafts` says that the sequence is still drafting. `layers` (first, last): the
-    rows, whose states (rows, hidden_size) after `first` layers are `hidden`, run up to `last` layers only, and logits
-    are read there.
+    `capture` is as in `Runtime.forward`. `drafts` says that the sequence is still drafting, `beside` that a prompt is
+    read or a window scored. `layers` (first, last): the rows, whose states (rows, hidden_size) after `first` layers are
+    `hidden`, run up to `last` layers only, and logits are read there.
     """
 
     runtime: PassRunner
@@ -75,6 +80,7 @@ class Pass:
     drafts: bool = False
     hidden: Tensor | None = None
     layers: tuple[int, int] | None = None
+    beside: bool = False
 
 
 Kind = Literal["attn", "mlp"]

@@ -199,7 +199,8 @@ class Runtime:
             n_rows = PREFILL_ROWS if load is None or load.checked == 1 else PREFILL_ROWS_BESIDE
             chunk = token_ids[start : start + n_rows]
             wanted = (len(chunk) - 1,) if start + len(chunk) == len(token_ids) else ()
-            yield Pass(self, Rows(chunk, first_slot + start), buffer, None if every_row else wanted, capture)
+            rows = Rows(chunk, first_slot + start)
+            yield Pass(self, rows, buffer, None if every_row else wanted, capture, beside=True)
             start += len(chunk)
 
     def forward(

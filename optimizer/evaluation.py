@@ -62,7 +62,7 @@ def score_window(context: Context, layer_sets: Sequence[LayerSet], window: int) 
         visible[i * window : (i + 1) * window, scratch + i * window : scratch + (i + 1) * window] = causal
     positions = list(range(first, first + window)) * n
     rows = Rows(list(inputs) * n, scratch, positions, visible, tuple(layer_sets))
-    logits = yield Pass(context.runtime, rows, context.buffer)  # (n * window, vocab)
+    logits = yield Pass(context.runtime, rows, context.buffer, beside=True)  # (n * window, vocab)
     ranks, confidences = _read(context, logits, first, window)
     return [
         WindowScore(tuple(ranks[i * window : (i + 1) * window]), tuple(confidences[i * window : (i + 1) * window]))

@@ -159,6 +159,7 @@ def study(context: Context, kind: StudyKind, window: int, saved: Sequence[float]
     Args: saved: what skipping each searchable sub-layer saves, in any unit. skip_ratio: bounds what `clasp` skips.
           The buffer must have `study_rows` slots behind the committed ones.
     """
+    context.load.n_beside += 1
     run = StudyPass(context, window)
     states = run.own_states()
     turns = _turns(states, context.runtime.n_layers)

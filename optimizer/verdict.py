@@ -88,6 +88,9 @@ class Timed:
         """The whole request, prefill included: what a user waits for."""
         return cls(completion.n_tokens, completion.timings.total_s)
 
+    def __add__(self, other: Timed) -> Timed:
+        return Timed(self.tokens + other.tokens, self.seconds + other.seconds)
+
 
 def timed_pairs(pairs: Sequence[Pair]) -> tuple[list[Timed], list[Timed]]:
     """The plain and the tuned runs of each pair."""

@@ -1,9 +1,9 @@
 """Learn from the requests that a model serves: search beside them, try what was found on them, keep what pays.
 
-A request's output is plain decoding's however it is decoded. So each begins with a few rounds of the way that is not in
-use, plain or drafted, and goes on with the other: a pair of timings of one text, as many as there are requests, which
-the verdict's own statistics judge. The surer they are, the fewer such rounds; there are always some, so that drafts
-that stop paying are left, and are taken up again when they pay.
+A request's output is plain decoding's however it is decoded. So from time to time all requests are decoded for a few
+rounds the way that is not in use, plain or drafted: each request has then timings of both ways of one text, and the
+verdict's own statistics judge these pairs. The surer they are, the fewer such rounds; there are always some, so that
+drafts that stop paying are left, and are taken up again when they pay.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from ..decoding.loop import Began, Round
 from ..decoding.methods import PLAIN, Method
 from ..decoding.session import Session, Turn
 from ..models.costs import machine_name
+from ..models.rows import Load
 from ..models.runtime import Runtime
 from ..models.saved import OnStep, no_step
 from ..optimizer.search import Search
@@ -54,11 +55,13 @@ OTHER_ROUNDS: Mapping[VerdictWord, int] = {
     "unmeasured": 8,
     "use": 2,
     "plain": 4,
-}  # that a request begins with, of the way that is not in use
+}  # of the way that is not in use, in a comparison
 LEASE_S = 30.0  # that a replica holds a task's search; it renews it after a third of that
 REFRESH_S = 5.0  # between two looks for what other replicas stored
 MOST_TASKS = 64  # of one model; requests of further names count as the default's
 NEAREST = 0.8  # least cosine of a text's state and a task's, to be taken for that task
+
+NOTHING = Timed(0, 0.0)
 
 T = TypeVar("T")
 
@@ -66,62 +69,80 @@ logger = logging.getLogger(__name__)
 
 
 class Alternating(Drafter):
-    """Drafts in all rounds of a request but its first `n_first`, or in these only.
+    """Drafts in a round, or not, as `drafts` says when it begins.
 
-    What drafts is chosen when the request begins, after its prefill: `choose` is called by whoever gets its `Began`.
+    What drafts is chosen when the request begins, after its prefill: `method` is set by whoever gets its `Began`.
     """
 
-    def __init__(self, typical: Method) -> None:
-        self._chosen, self._n_first, self._drafts_first = typical, 0, False
-        self._round = 0
+    def __init__(self, typical: Method, drafts: Callable[[], bool]) -> None:
+        self.method, self._drafts = typical, drafts
 
     @property
     def layer_set(self) -> LayerSet | None:
-        return self._chosen.layer_set
-
-    def choose(self, method: Method, n_first: int, drafts_first: bool) -> None:
-        """Draft with that method."""
-        self._chosen, self._n_first, self._drafts_first = method, n_first, drafts_first
+        return self.method.layer_set
 
     def max_rows(self, room: int) -> int:
-        return self._chosen.drafter.max_rows(room)
+        return self.method.drafter.max_rows(room)
 
     def start(self) -> None:
-        self._drafter, self._plain = (own.drafter.begin(self.context) for own in (self._chosen, PLAIN))
+        self._drafter, self._plain = (own.drafter.begin(self.context) for own in (self.method, PLAIN))
         self._now = self._plain
 
     def draft(self, room: int) -> PassGenerator[Draft]:
-        """Draft, or not, by the number of the round."""
-        first = self._round < self._n_first
-        self._round += 1
-        self._now = self._drafter if first == self._drafts_first else self._plain
+        """Draft, or not."""
+        self._now = self._drafter if self._drafts() else self._plain
         return (yield from self._now.draft(room))
 
     def observe(self, outcome: Outcome) -> None:
         self._now.observe(outcome)
 
 
+@dataclass(frozen=True, slots=True)
+class ComparedPasses:
+    """The target's passes, from the `first` to before the `end`, whose rounds all draft, or none does.
+
+    All requests take part at once: a plain round beside drafted ones waits for their drafts, and does not tell what
+    plain decoding takes.
+    """
+
+    first: int = 0
+    end: int = 0
+    drafts: bool = False
+
+
 @dataclass(slots=True)
 class Rounds:
-    """Tokens and seconds of one request's rounds: its first ones, and the others; `layer_set` is of their drafts."""
+    """Tokens and seconds of one request's rounds, plain and drafted; `layer_set` is of their drafts.
 
-    n_first: int
+    Args: drafts: which way is in use. compares: whether it takes part in comparisons.
+    """
+
+    drafts: bool
+    compares: bool
     layer_set: LayerSet
-    rounds: int = 0
-    spent: list[list[float]] = field(default_factory=lambda: [[0, 0.0], [0, 0.0]])
+    spent: list[Timed] = field(default_factory=lambda: [NOTHING, NOTHING])
+    alone: list[Timed] = field(default_factory=lambda: [NOTHING, NOTHING])  # of `spent`, with nothing read beside them
+    drafted: bool = False  # the round that goes on
+    _n_beside: int = 0
+
+    def begin(self, passes: ComparedPasses, load: Load) -> None:
+        """Choose the way of the round that begins."""
+        compared = self.compares and passes.first <= load.n_checks < passes.end
+        self.drafted = passes.drafts if compared else self.drafts
+        self._n_beside = load.n_beside
 
     def add(self, round_: Round) -> None:
-        """Count a round."""
-        way = self.spent[0 if self.rounds < self.n_first else 1]
-        way[0] += len(round_.token_ids)
-        way[1] += round_.draft_s + round_.verify_s
-        self.rounds += 1
+        """Count the round that has ended."""
+        own = Timed(len(round_.token_ids), round_.draft_s + round_.verify_s)
+        self.spent[self.drafted] += own
+        if round_.context.load.n_beside == self._n_beside:
+            self.alone[self.drafted] += own
 
     @property
     def pair(self) -> tuple[Timed, Timed] | None:
-        """The first rounds and the others, where there were both."""
-        first, rest = (Timed(int(tokens), seconds) for tokens, seconds in self.spent)
-        return (first, rest) if first.tokens and rest.tokens else None
+        """The plain and the drafted rounds, where there were both."""
+        plain, drafted = self.alone
+        return (plain, drafted) if self.compares and plain.tokens and drafted.tokens else None
 
 
 @dataclass(slots=True)
@@ -157,7 +178,7 @@ class TaskTraffic(TunedTask):
 
     @property
     def n_other_rounds(self) -> int:
-        """Rounds that the next request begins with of the way that is not in use."""
+        """Rounds of the next comparison."""
         return 0 if self.pinned is not None else OTHER_ROUNDS[self.word]
 
     def may_search(self, pass_s: float) -> bool:
@@ -165,25 +186,25 @@ class TaskTraffic(TunedTask):
         has_room = self.search_s + pass_s <= SEARCH_SHARE * self.seconds
         return self.looked_up and self.pinned is None and has_room
 
-    def count(self, rounds: Rounds, drafts: bool) -> None:
-        """Count a request's rounds, `drafts` being in use for it or not."""
-        (_, compared_s), (_, rest_s) = rounds.spent
+    def count(self, rounds: Rounds) -> None:
+        """Count a request's rounds."""
+        both = rounds.spent[False] + rounds.spent[True]
         self.n_requests += 1
-        self.n_tokens += sum(int(tokens) for tokens, _ in rounds.spent)
-        self.seconds += compared_s + rest_s
-        self.compared_s += compared_s
+        self.n_tokens += both.tokens
+        self.seconds += both.seconds
+        self.compared_s += rounds.spent[not rounds.drafts].seconds
         if self.verdict is not None and self.verdict.ratio is not None:
-            self.saved_s += (rest_s if drafts else compared_s) * (self.verdict.ratio - 1)
+            self.saved_s += rounds.spent[True].seconds * (self.verdict.ratio - 1)
 
-    def add(self, rounds: Rounds, drafts: bool) -> bool:
+    def add(self, rounds: Rounds) -> bool:
         """Learn from a request's rounds; returns whether that is news to be stored."""
         layer_set, pair = self.search.layer_set, rounds.pair
         if self.paired != layer_set:
             self.forget()
             self.paired = layer_set
-        if pair is None or not rounds.n_first or rounds.layer_set != layer_set:
+        if pair is None or rounds.layer_set != layer_set:
             return False
-        self.pairs.append(pair if drafts else (pair[1], pair[0]))
+        self.pairs.append(pair)
         if len(self.pairs) < FEWEST or self.n_requests % JUDGED_EVERY:
             return False
         self.verdict = self._judged()
@@ -318,6 +339,8 @@ class Traffic:
         runtime.copies.kept.add(self.settings.draft_format)
         self.paused = False
         self._is_busy = is_busy
+        self._compared = ComparedPasses()
+        self._n_running = self._n_begun = 0  # requests being decoded; begun since the latest comparison did
         self._known: tuple[KnownSet, ...] = ()
         self._tasks: dict[str, TaskTraffic] = {}
         self._owner = secrets.token_hex(8)
@@ -338,41 +361,60 @@ class Traffic:
         Args: task: whose drafts; None: the task whose prompts lie nearest to this one. learn: whether ways are compared
               on it, and the search may use it.
         """
-        drafter = Alternating(self._task(task or DEFAULT_TASK).search.method)
+        typical = self._task(task or DEFAULT_TASK).search.method
+        drafter = Alternating(typical, lambda: rounds is not None and rounds.drafted)
         scratch = max(own.search.scratch_rows for own in self._tasks.values())
         text = GrowingText(session, prompt)
-        own: TaskTraffic  # and what follows is known once the prompt was read
-        drafts: bool
-        rounds: Rounds
+        own: TaskTraffic  # and `rounds` are known once the prompt was read
+        rounds: Rounds | None = None
 
         def handle(event: Any) -> Iterator[Any]:
-            nonlocal own, drafts, rounds
+            nonlocal own, rounds
             self._questions.take()
             if isinstance(event, Began):
                 own = self._task(task or self._nearest(event))
                 if learn:
                     own.saw(event)
-                n_first = own.n_other_rounds if learn and not self.paused else 0
-                drafts, rounds = own.drafts, Rounds(n_first, own.search.layer_set)
-                drafter.choose(own.search.method, rounds.n_first, drafts_first=not drafts)
-            elif isinstance(event, Round):
+                rounds = self._begin(own, learn, event.context.load)
+                drafter.method = own.search.method
+            assert rounds is not None
+            if isinstance(event, Round):
                 rounds.add(event)
             elif isinstance(event, TrialsDone):
                 own.search_s += sum(trial.seconds for trial in event.trials)
             elif isinstance(event, Turn):
                 yield from text.ended(event.completion)
-                own.count(rounds, drafts)
+                own.count(rounds)
                 if learn:
-                    self._learn(own, rounds, drafts, event.completion)
-                info = GenerateInfo("adaptive" if drafts else "plain", version=own.version)
+                    self._learn(own, rounds, event.completion)
+                info = GenerateInfo("adaptive" if rounds.drafts else "plain", version=own.version)
                 yield Generated(replace(event.prompt, task=own.name), event.completion, info)
             if isinstance(event, Began | Round):
                 yield from text.grown(event)
                 if learn and self._may_search(own) and own.search.scratch_rows <= scratch:
                     yield from intercept(_unless_done(own, event.context, prompt.id), handle)
+                rounds.begin(self._compared, event.context.load)
 
         method = Method("adaptive", drafter)
-        yield from intercept(session.request(prompt, method, scratch_rows=scratch, with_state=True, **options), handle)
+        try:
+            yield from intercept(
+                session.request(prompt, method, scratch_rows=scratch, with_state=True, **options), handle
+            )
+        finally:
+            self._n_running -= rounds is not None
+
+    def _begin(self, task: TaskTraffic, learn: bool, load: Load) -> Rounds:
+        """Take in a request whose prompt was read; every so many as are running, a comparison begins."""
+        self._n_running += 1
+        self._n_begun += 1
+        n_rounds = task.n_other_rounds if learn and not self.paused else 0
+        rounds = Rounds(task.drafts, n_rounds > 0, task.search.layer_set)
+        is_over = self._n_running == 1 or load.n_checks >= self._compared.end
+        if n_rounds and is_over and self._n_begun >= self._n_running:
+            self._n_begun = 0
+            first = load.n_checks + (self._n_running > 1)  # rounds of others have begun in this pass
+            self._compared = ComparedPasses(first, first + n_rounds, drafts=not rounds.drafts)
+        return rounds
 
     def _may_search(self, task: TaskTraffic) -> bool:
         rows = self.settings.context_window * (1 + task.search.batch)
@@ -402,13 +444,13 @@ class Traffic:
         best = max(near, key=lambda name: near[name], default=DEFAULT_TASK)
         return best if near.get(best, 0.0) >= NEAREST else DEFAULT_TASK
 
-    def _learn(self, task: TaskTraffic, rounds: Rounds, drafts: bool, completion: Completion) -> None:
+    def _learn(self, task: TaskTraffic, rounds: Rounds, completion: Completion) -> None:
         """Learn from a request that has ended."""
         if (shifted := task.shifted_by(completion)) is not None:
             task.forget()
             task.shifts = ShiftStatus(task.shifts.n + 1, shifted.reason, task.n_requests)
             logger.info("tuning=shifted task=%s reason=%r", task.name, shifted.reason)
-        if task.add(rounds, drafts):
+        if task.add(rounds):
             self._keep(task)
 
     def _keep(self, task: TaskTraffic) -> None:

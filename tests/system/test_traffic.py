@@ -5,23 +5,28 @@ from __future__ import annotations
 import logging
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from tiny_files import save
+from torch import Tensor
 
 import swiftopt
 from swiftopt.bench.serving import new_shifts, shift_line
+from swiftopt.core.costs import CostProfile, FormatCosts
 from swiftopt.core.settings import TuningSettings
 from swiftopt.core.streams import read_stream
+from swiftopt.core.traffic import Way
 from swiftopt.core.types import FoundPlan, LayerSet, Plan, Prompt, Sampling, Verdict
 from swiftopt.decoding.engine import alone, side_by_side
 from swiftopt.decoding.session import Session
+from swiftopt.models.rows import Pass
 from swiftopt.models.runtime import Runtime
 from swiftopt.optimizer.challengers import Incumbent
 from swiftopt.optimizer.search import Search
+from swiftopt.optimizer.verdict import Timed
 from swiftopt.store import Store
 from swiftopt.tasks.generate import Generated
 from swiftopt.tasks.traffic import FEWEST, LATEST, LEASE_S, OTHER_ROUNDS, REFRESH_S, Rounds, TaskTraffic, Traffic
@@ -71,19 +76,19 @@ def locked(folder: Path) -> Iterator[None]:
         other.close()
 
 
-def rounds(task: TaskTraffic, first_s: float, rest_s: float) -> Rounds:
-    """As many first rounds as the task wants, and ten others; a token and so many seconds each."""
-    n_first = task.n_other_rounds
-    found = Rounds(n_first, task.search.layer_set)
-    found.spent = [[n_first, n_first * first_s], [10, 10 * rest_s]]
-    return found
+def rounds(task: TaskTraffic, compared_s: float, in_use_s: float) -> Rounds:
+    """As many rounds of the way that is not in use as the task wants, and ten others; a token and such seconds each."""
+    n = task.n_other_rounds
+    compared, in_use = Timed(n, n * compared_s), Timed(10, 10 * in_use_s)
+    both = [compared, in_use] if task.drafts else [in_use, compared]
+    return Rounds(task.drafts, n > 0, task.search.layer_set, both, both)
 
 
-def learnt(task: TaskTraffic, first_s: float, rest_s: float) -> bool:
+def learnt(task: TaskTraffic, compared_s: float, in_use_s: float) -> bool:
     """Have the task learn from a request; whether that is news to be stored."""
-    own, drafts = rounds(task, first_s, rest_s), task.drafts
-    task.count(own, drafts)
-    return task.add(own, drafts)
+    own = rounds(task, compared_s, in_use_s)
+    task.count(own)
+    return task.add(own)
 
 
 def task_of(model: swiftopt.Model) -> TaskTraffic:
@@ -112,7 +117,7 @@ def test_drafts_are_in_use_until_they_are_known_not_to_pay_and_again_when_they_d
     task = task_of(model)
     assert task.drafts and task.n_other_rounds == OTHER_ROUNDS["unmeasured"]
     while task.word == "unmeasured":
-        learnt(task, 1.0, 0.4)  # plain first: a second per token
+        learnt(task, 1.0, 0.4)  # plain: a second per token
         assert task.n_requests <= FEWEST + 1
     assert task.word == "use" and task.n_other_rounds == OTHER_ROUNDS["use"]
     n_before = task.n_requests
@@ -122,7 +127,7 @@ def test_drafts_are_in_use_until_they_are_known_not_to_pay_and_again_when_they_d
     assert task.word == "plain" and not task.drafts
     n_before = task.n_requests
     while task.word == "plain":
-        learnt(task, 0.4, 1.0)  # drafts first
+        learnt(task, 0.4, 1.0)  # drafts: less than half of one
         assert task.n_requests - n_before <= LATEST
     assert task.drafts
 
@@ -135,7 +140,7 @@ def test_a_verdict_is_made_of_the_drafts_in_use_alone(model: swiftopt.Model) -> 
     first, mixed = task.search.layer_set, rounds(task, 1.0, 0.4)
     task.search._standing.incumbent = Incumbent(LayerSet(first.n_layers, frozenset({1}), formats=first.formats))
     assert task.search.layer_set != first and len(task.pairs) == FEWEST + 2
-    assert not task.add(mixed, task.drafts)
+    assert not task.add(mixed)
     assert not task.pairs and task.verdict is None and task.word == "use"
     news = [learnt(task, 1.0, 0.4) for _ in range(FEWEST + 2)]
     assert news.index(True) + 1 >= FEWEST and len(task.pairs) == FEWEST + 2
@@ -146,6 +151,51 @@ def test_a_set_whose_gain_is_not_sure_is_not_stored(model: swiftopt.Model) -> No
     task.word = "use"  # of an earlier set
     assert not any(learnt(task, 1.0, 0.4 if i % 2 else 2.0) for i in range(LATEST))
     assert task.word == "use" and task.verdict is not None and task.verdict.word == "plain"
+
+
+class Clock:
+    """Time that passes with the model's passes alone: so much for one of drafts, and for one of the target.
+
+    A row of a prompt or of a window takes a second; `decoding_s` leaves these out.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, runtime: Runtime, draft_s: float, target_s: float) -> None:
+        self.now, self.decoding_s, forward_together = 0.0, 0.0, runtime.forward_together
+
+        def timed(passes: Sequence[Pass]) -> list[Tensor]:
+            own = draft_s if passes[0].drafts else target_s
+            self.decoding_s += 0 if all(each.beside for each in passes) else own
+            self.now += own + sum(len(each.rows.token_ids) for each in passes if each.beside)
+            return forward_together(passes)
+
+        monkeypatch.setattr(runtime, "forward_together", timed)
+        monkeypatch.setattr("swiftopt.decoding.loop.perf_counter", lambda: self.now)
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
+@pytest.mark.parametrize("draft_s", [0.01, 3.0])
+def test_what_is_said_of_drafts_is_what_requests_take_with_and_without_them(
+    model: swiftopt.Model, monkeypatch: pytest.MonkeyPatch, at_once: int, draft_s: float
+) -> None:
+    """Also where several run at once: a plain round that waits for others' drafts would be no measure of plain ones."""
+    monkeypatch.setattr("swiftopt.tasks.traffic.SEARCH_SHARE", 0.0)
+    cheap = FormatCosts(1e-3, 1e-3, 1e-3)  # as drafts are believed to be, so that there are many
+    costs = CostProfile(
+        "", "cpu", "float32", 256, model.runtime.n_layers, 0.1, 0.1, 0.1, 0.1, {1: 1.0}, {"int4": cheap}
+    )
+    monkeypatch.setattr("swiftopt.tasks.traffic.stored_costs", lambda *_: costs)
+    clock = Clock(monkeypatch, model.runtime, draft_s, target_s=1.0)
+    took: dict[Way, float] = {}
+    for way in ("plain", "best"):
+        traffic = Traffic("tiny", model.runtime, None, SETTINGS)
+        traffic.steer("pin", "code", way)
+        clock.decoding_s = 0.0
+        answers(traffic, model.runtime, "code", at_once)
+        took[way] = clock.decoding_s
+    traffic = Traffic("tiny", model.runtime, None, SETTINGS)
+    answers(traffic, model.runtime, "code", at_once)
+    [found] = traffic.status().tasks
+    assert found.pairs >= FEWEST and found.ratio == pytest.approx(took["plain"] / took["best"], rel=0.3)
 
 
 def test_pinned_task_has_no_other_rounds(model: swiftopt.Model) -> None:
