@@ -186,7 +186,7 @@ def loaded_partner(db: str | None, values: Mapping[str, Any]) -> Iterator[Partne
 
 
 class Conversation:
-    """What was said so far, shown on stdout as it is said; figures and remarks go to stderr."""
+    """What was said so far, shown on stdout as it is said; thoughts, figures and remarks go to stderr."""
 
     def __init__(self, partner: Partner, system: str | None, as_json: bool) -> None:
         self.partner, self.system = partner, system
@@ -224,17 +224,24 @@ class Conversation:
 
         Raises: SwiftoptError: there is no answer, or it broke off.
         """
-        asked, said = {"role": "user", "content": question}, list[str]()
+        from ..client.chat import Thought
+
+        asked, said, thought = {"role": "user", "content": question}, list[str](), list[str]()
         before = [{"role": "system", "content": self.system}] if self.system else []
         answer: Any = self.partner.answer([*before, *self._turns, asked])
         try:
             with closing(answer):  # the partner gives up its answer where we stop listening
                 for event in answer:
-                    if isinstance(event, str):
+                    if isinstance(event, Thought):
+                        thought.append(event)
+                        self._show_thought(event)
+                    elif isinstance(event, str):
+                        if thought and not said:
+                            self._show_thought("\n")
                         said.append(event)
                         self._show(event)
                     else:
-                        self._show_end("".join(said), event)
+                        self._show_end("".join(said), "".join(thought), event)
         except BaseException:
             if said:
                 self._show("\n")
@@ -247,9 +254,14 @@ class Conversation:
         if not self._as_json:
             click.echo(text, nl=False)
 
-    def _show_end(self, text: str, answered: Answered) -> None:
+    def _show_thought(self, text: str) -> None:
+        if not self._as_json:
+            click.echo(click.style(text, dim=True), nl=False, err=True)
+
+    def _show_end(self, text: str, thought: str, answered: Answered) -> None:
         if self._as_json:
-            emit_json({"schema": "swiftopt.chat/1", "model": self.partner.name, "text": text, **asdict(answered)})
+            texts = {"text": text, "reasoning_content": thought} if thought else {"text": text}
+            emit_json({"schema": "swiftopt.chat/1", "model": self.partner.name, **texts, **asdict(answered)})
         else:
             click.echo()
             parts = [] if answered.n_tokens is None else [f"{answered.n_tokens} tokens"]

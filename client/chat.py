@@ -32,6 +32,10 @@ class Answered:
     acceptance_rate: float | None = None
 
 
+class Thought(str):
+    """Text that a model thinks before it answers; no part of the chat that goes on."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModels:
     """The models that a server decodes with; `is_swiftopt`: whether the server is ours."""
@@ -56,7 +60,7 @@ class ChatClient(ServerConnection):
             return ServedModels(tuple(str(model["id"]) for model in found.get("data", ())), "schema" in found)
 
     def answer(self, model: str, messages: Sequence[Mapping[str, str]], **fields: Any) -> Iterator[str | Answered]:
-        """Yield the answer's text as it grows, then what it came to; closing the iterator ends the request.
+        """Yield thoughts and text as they grow, then what the answer came to; closing the iterator ends the request.
 
         Args: fields: further fields of the request's body, such as `max_tokens`.
         """
@@ -66,9 +70,8 @@ class ChatClient(ServerConnection):
         with closing(self._send("POST", "/v1/chat/completions", again=True, stream=True, json=body)) as response:
             for chunk in self._chunks(response):
                 with self._reading(*OTHER_FORM):
-                    text = told.take(chunk)
-                if text:
-                    yield text
+                    texts = told.take(chunk)
+                yield from filter(None, texts)
         with self._reading(*OTHER_FORM):
             answered = told.answered()
         yield answered
@@ -102,15 +105,17 @@ class _Told:
     usage: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
-    def take(self, chunk: Mapping[str, Any]) -> str:
-        """Return the text that a chunk adds."""
+    def take(self, chunk: Mapping[str, Any]) -> tuple[Thought, str]:
+        """Return the thought and the text that a chunk adds; servers name thoughts in two ways."""
         self.usage = chunk.get("usage") or self.usage
         self.metrics = chunk.get("metrics") or self.metrics
-        text = ""
+        thought = text = ""
         for choice in chunk.get("choices") or ():
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
-            text += (choice.get("delta") or {}).get("content") or ""
-        return text
+            delta = choice.get("delta") or {}
+            thought += delta.get("reasoning_content") or delta.get("reasoning") or ""
+            text += delta.get("content") or ""
+        return Thought(thought), text
 
     def answered(self) -> Answered:
         """Return what the answer came to; its speed by the server's clock, else by ours."""

@@ -170,6 +170,26 @@ def test_json_is_one_object_per_answer(capsys: pytest.CaptureFixture[str], monke
     assert second["text"] == "two"
 
 
+def test_thought_is_shown_beside_the_answer_and_is_no_part_of_the_chat(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thoughts = [
+        {"choices": [{"index": 0, "delta": {key: text}, "finish_reason": None}]}
+        for key, text in (("reasoning_content", "Let me "), ("reasoning", "think."))
+    ]
+    for options in ([], ["--json"]):
+        server = Answering([*thoughts, "Two"], ["Three"])
+        pipe(monkeypatch, "a", "b")
+        with serving(server.app) as url:
+            assert run(["chat", "--server", url, *options]) == 0
+        assert server.bodies[1]["messages"] == said("a", "Two", "b")
+        out, err = capsys.readouterr()
+        if options:
+            assert [json.loads(line).get("reasoning_content") for line in out.splitlines()] == ["Let me think.", None]
+        else:
+            assert out == "Two\nThree\n" and "Let me think.\n[" in err
+
+
 def test_server_without_usage_gets_a_dash(capsys: pytest.CaptureFixture[str]) -> None:
     last = {"choices": [{"index": 0, "delta": {"content": "."}, "finish_reason": "length"}]}
 
