@@ -5,6 +5,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO := demo-output
 
+# Containers set it, and every program that is started would compile all of swiftopt again, for a second or two.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: setup lint test browser docs demo demo-tune conformance redis bench clean
 
 setup: $(VENV)/.ready

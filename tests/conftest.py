@@ -7,9 +7,11 @@ The one's logical database is emptied; on the other, databases of our own are cr
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +29,16 @@ settings.load_profile("any machine")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background job; its programs would ignore it too
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Containers set it, and every program that a test starts would compile all of swiftopt again, for a second or two.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+gc.disable()  # until all modules and tests are there, which stay: to walk them again and again takes seconds
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import os
@@ -71,7 +72,10 @@ class KeptModel:
 
         Raises: ModelNotFound, UnsupportedModel, SettingsError: see `swiftopt.models.loading.load`.
         """
+        gc.disable()  # as in `__main__`
         from ..tasks.tune import load_model  # imports torch, so only in the child
+
+        gc.enable()
 
         if self._runtime is None or not self.is_wanted_by(request):
             self._wanted, self._runtime = _model_of(request), None  # the one before gives its memory back first

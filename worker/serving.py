@@ -402,7 +402,3 @@ def main() -> None:
         wire.fail(None, error)
         sys.exit(2)
     host.run(iter(sys.stdin.readline, ""))
-
-
-if __name__ == "__main__":
-    main()

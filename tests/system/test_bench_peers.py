@@ -158,7 +158,10 @@ def test_child_that_fails_or_dies_is_told_in_a_sentence(counting: Rival, tmp_pat
             child.ask(ASKED, 60)
 
 
-def test_child_that_cannot_load_or_takes_too_long_is_told_in_a_sentence(tmp_path: Path) -> None:
+def test_child_that_cannot_load_or_takes_too_long_is_told_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swiftopt.bench.peer_children.END_S", 50.0)
     launch = Launch((sys.executable, "-P", str(PROGRAMS / "answer.py"), str(PROGRAMS / "llama_cpp.py")))
     failing = Child(launch, {}, os.environ, tmp_path / "log")
     with pytest.raises(PeerFailed, match="ModuleNotFoundError: No module named 'xllamacpp': see "):
@@ -169,7 +172,7 @@ def test_child_that_cannot_load_or_takes_too_long_is_told_in_a_sentence(tmp_path
         slow.wait_until_ready(0.1)
     begun = time.monotonic()
     slow.close(at_once=True)
-    assert time.monotonic() - begun < 4
+    assert time.monotonic() - begun < 25
 
 
 @pytest.mark.parametrize(

@@ -204,8 +204,8 @@ def engine(here: Site, model: Path) -> Iterator[Served]:
         yield served
 
 
-def test_job_of_a_served_model_runs_in_its_engine_beside_requests(here: Site, tmp_path: Path) -> None:
-    """The worker of that machine leaves it to the engine, and takes it once the engine is gone."""
+def test_jobs_of_a_served_model_run_in_its_engine_while_there_is_one(here: Site, tmp_path: Path) -> None:
+    """Beside requests, and in the next engine after one that was killed; then a worker of that machine takes them."""
     here.reconcile()
     one, other = save(tmp_path / "one"), save(tmp_path / "other")
     body = {"model": "tiny", "prompt": "w3 w5 w7", "max_tokens": 24, "temperature": 0}
@@ -221,33 +221,22 @@ def test_job_of_a_served_model_runs_in_its_engine_beside_requests(here: Site, tm
         assert "-engine" in here.reasons(jobs[0]) and "-engine" not in here.reasons(jobs[1])
         assert f"attempt=begun job={jobs[0]}" not in worker.text()
         assert here.job(jobs[0]).n_outputs == 12 and here.job(jobs[0]).attempt == 1
-    last = tuning(here, one, 2)
-    assert here.ended(last, 60).state == "succeeded" and "-engine" not in here.reasons(last)
+        assert worker.end() == 0, here.logs()
 
-
-def test_server_that_ends_hands_its_engines_job_back(here: Site, tmp_path: Path) -> None:
-    one = save(tmp_path / "one")
-    with engine(here, one):
-        job = tuning(here, one, 24, 100)
-        here.running(job)
-        here.until(lambda: here.job(job).n_outputs > 2, 60)
-    left = here.job(job)
-    assert left.state == "queued" and 2 < left.n_outputs < 24
-    here.reconcile()
-    here.start()
-    assert here.ended(job, 120).state == "succeeded" and here.job(job).n_outputs == 24
-
-
-def test_job_of_an_engine_that_was_killed_runs_in_the_next_one(here: Site, tmp_path: Path) -> None:
-    one = save(tmp_path / "one")
-    with engine(here, one) as served:
-        job = tuning(here, one, 24, 100)
-        here.running(job)
+        job = tuning(here, one, 40, 100)
+        first = here.running(job)
         here.until(lambda: here.job(job).n_outputs > 1, 60)
         children = psutil.Process(served.process.pid).children()
-        next(child for child in children if "swiftopt.worker.serving" in child.cmdline()).kill()
-        here.running(job, attempt=2, within_s=90)
-        assert here.ended(job, 120).state == "succeeded" and here.job(job).n_outputs == 24
+        next(child for child in children if "swiftopt.worker" in child.cmdline()).kill()
+        second = here.running(job, attempt=2, within_s=90)
+        assert "-engine" in str(first.worker) and "-engine" in str(second.worker) and first.worker != second.worker
+        here.until(lambda: here.job(job).n_outputs > second.n_outputs, 60)
+    left = here.job(job)
+    assert left.state == "queued" and second.n_outputs < left.n_outputs < 40, "the server's end hands it back"
+    here.start()
+    last = here.running(job, attempt=3)
+    assert last.worker is not None and "-engine" not in last.worker
+    assert here.ended(job, 120).state == "succeeded" and here.job(job).n_outputs == 40
 
 
 def test_redis_flushed_in_the_middle_loses_nothing(here: Site) -> None:
