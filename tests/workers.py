@@ -170,7 +170,7 @@ def site(database: str, redis: str, folder: Path, lease_s: float = 20.0) -> Iter
         found.close()
 
 
-def until(found: Callable[[], Any], within_s: float, step_s: float = 0.02) -> Any:
+def until(found: Callable[[], Any], within_s: float, step_s: float = 0.05) -> Any:
     """What `found` returns as soon as it is something; a database that is away is waited for.
 
     Raises: TimeoutError: it stayed nothing.
