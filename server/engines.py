@@ -73,6 +73,7 @@ SINCE_START: tuple[tuple[str, str, Callable[[TaskTuning], float]], ...] = (  # c
 )
 
 PERIOD_S = 10  # of the history
+NOW_S = 60  # that its "now" looks back
 KEPT_S = 6 * 3600  # that it goes back
 MOST_HISTORIES = 64  # of tasks
 
@@ -356,6 +357,11 @@ class History:
                     break
                 found[(period.at - found[0].at) // length] += period
         return found
+
+    def now(self, model: str) -> Period:
+        """Return what ended of a model in the last NOW_S seconds, up to a period fewer: the newest has just begun."""
+        first, *rest = self.last(NOW_S, NOW_S // PERIOD_S, model)
+        return sum(rest, first)
 
 
 class EngineMetrics(Collector):

@@ -19,7 +19,6 @@ from ..engines import EngineProcess, Period
 from ..state import Shared, State, Word
 from . import Visiting, live, page, pages, render
 
-NOW_S = 60  # that "now" looks back
 SPANS = {"10 minutes": 600, "1 hour": 3600, "6 hours": 21_600}
 POINTS = 60  # of a chart
 POSITIONS = 8  # of a draft, whose acceptance is shown
@@ -41,7 +40,7 @@ class ServedNow:
     @property
     def tok_s(self) -> float:
         """Return the tokens per second that ended lately."""
-        return self.lately.tokens / NOW_S
+        return self.lately.tokens / (time.time() - self.lately.at)
 
     @property
     def tasks(self) -> tuple[TaskTuning, ...]:
@@ -56,8 +55,7 @@ async def served_now(app: State) -> list[ServedNow]:
         tuning: ModelTuning | None = None
         with suppress(EngineGone):
             tuning = await engine.ask_tuning()
-        [lately] = app.engines.metrics.history.last(NOW_S, 1, engine.served.name)
-        return ServedNow(engine, tuning, lately)
+        return ServedNow(engine, tuning, app.engines.metrics.history.now(engine.served.name))
 
     return list(await asyncio.gather(*map(ask, app.engines.of.values())))
 

@@ -16,7 +16,7 @@ from swiftopt.core.requests import ServedModel
 from swiftopt.core.types import Completion, Timings
 from swiftopt.server.app import create_app
 from swiftopt.server.dashboard import COOKIE, PAGES, STATIC
-from swiftopt.server.dashboard.overview import by_position, charts
+from swiftopt.server.dashboard.overview import ServedNow, by_position, charts
 from swiftopt.server.dashboard.playground import Side, Try, request_of
 from swiftopt.server.engines import KEPT_S, EngineProcess, Engines, History
 from swiftopt.server.settings import KeyRing, ServerSettings, new_key
@@ -129,6 +129,16 @@ def ended(n_tokens: int, drafted: int, accepted: int) -> Completion:
         verified_widths=widths,
         timings=spent,
     )
+
+
+@pytest.mark.parametrize("second", [0.0, 0.5, 9.9, 31.0, 59.9])
+def test_now_is_the_last_minute_wherever_the_clocks_minute_is(monkeypatch: pytest.MonkeyPatch, second: float) -> None:
+    history = History()
+    for ago in range(600, -1, -1):  # ten tokens end every second
+        monkeypatch.setattr("time.time", lambda ago=ago: 1_000_020.0 + second - ago)
+        history.add("a", "code", ended(10, 8, 4), 0.5, 1.4)
+    found = ServedNow(None, None, history.now("a"))  # type: ignore[arg-type]
+    assert 500 <= found.lately.tokens <= 610 and found.tok_s == pytest.approx(10, rel=0.05)
 
 
 def test_history_adds_up_by_model_task_and_period(monkeypatch: pytest.MonkeyPatch) -> None:
