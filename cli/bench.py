@@ -21,7 +21,7 @@ from ..core.streams import read_stream
 from ..decoding.methods import METHODS
 from . import options
 from .bench_search import search, stream_shift
-from .charts import draw_serving
+from .charts import Pictures, draw_ablation, draw_decoding, draw_peers, draw_serving, draw_throughput
 from .options import PresetGroup, check_model, check_words, database_url, decoding_request, open_store, positive
 from .output import Result, note, note_load, note_run, show
 from .render import folding, heading, interval, lined_table, number, numeric, table
@@ -80,11 +80,19 @@ def bench() -> None:
     ),
 )
 @options.machine(GenerateRequest, "max_new_tokens", "speed")
+@options.pictures("Draw the ratios as a bar chart.")
 @options.db
 @options.json
 @options.example("bench decode --model smollm2-135m --stream prompts.jsonl --limit 8 --max-new-tokens 64 --json")
 def decode(
-    stream: str, methods: str, assistant: str | None, limit: int | None, ignore_eos: bool, db: str | None, **values: Any
+    stream: str,
+    methods: str,
+    assistant: str | None,
+    limit: int | None,
+    ignore_eos: bool,
+    pictures: Pictures,
+    db: str | None,
+    **values: Any,
 ) -> Result:
     """Decode every prompt with every method, interleaved in one process, greedily.
 
@@ -110,6 +118,8 @@ def decode(
         store.remember_model(runtime.info)
         drafting = None if assistant is None else _loaded(request, assistant)
         report = run_methods(runtime, prompts, chosen, request, store, note_run, drafting, ignore_eos)
+    if pictures:
+        draw_decoding(report, pictures)
     title = f"{report['model']}, {report['dtype']}, {report['device']}, {report['prompts']} prompts"
     headings = ("tok/s", f"ratio to {report['base']}", "95 % interval", "α", "M", "identical")
     return Result(report, [lined_table(Column("method"), headings, rows(report), title)])
@@ -132,10 +142,19 @@ def _loaded(request: GenerateRequest, model: str) -> Runtime:
 @options.draft_model
 @options.limit
 @options.machine(GenerateRequest, "max_new_tokens")
+@options.pictures("Draw the ratios as a bar chart.")
 @options.db
 @options.json
 @options.example("bench ablate swift-parts --model smollm2-135m --stream prompts.jsonl --limit 8")
-def ablate(name: str, stream: str, limit: int | None, draft_model: str | None, db: str | None, **values: Any) -> Result:
+def ablate(
+    name: str,
+    stream: str,
+    limit: int | None,
+    draft_model: str | None,
+    pictures: Pictures,
+    db: str | None,
+    **values: Any,
+) -> Result:
     """Run one of the papers' ablations; its variants decode the same prompts by turns.
 
     NAME is swift-parts, swift-window, swift-schedule, swift-ratio, adadecode-parts, adadecode-threshold,
@@ -151,6 +170,8 @@ def ablate(name: str, stream: str, limit: int | None, draft_model: str | None, d
 
     with open_store(db) as store:
         report = run(name, request, draft_model, prompts, store, note, note_run)
+    if pictures:
+        draw_ablation(report, pictures)
     return Result(report, _ablation_view(report), interrupted=report["interrupted"])
 
 
@@ -203,11 +224,19 @@ def _cell(key: str, value: float | None) -> str:
     options.MEASUREMENT, click.option("--rounds", type=positive, default=2, help="Times that both take their turn.")
 )
 @options.machine(GenerateRequest, "max_new_tokens", "speed")
+@options.pictures("Draw the speed and the time per token by requests at once.")
 @options.db
 @options.json
 @options.example("bench throughput --model smollm2-135m --stream prompts.jsonl --limit 8 --concurrency 1,4,8")
 def throughput(
-    stream: str, limit: int | None, words: str, rate: float | None, rounds: int, db: str | None, **values: Any
+    stream: str,
+    limit: int | None,
+    words: str,
+    rate: float | None,
+    rounds: int,
+    pictures: Pictures,
+    db: str | None,
+    **values: Any,
 ) -> Result:
     """Decode a stream's prompts several at a time, with plain batching and with drafting by turns.
 
@@ -236,6 +265,8 @@ def throughput(
 
         report = measure(session, prompts, drafting, concurrencies, rate, rounds, note)
     report = {"model": request.model, **report}
+    if pictures:
+        draw_throughput(report, pictures)
     return Result(report, [_throughput_table(report)])
 
 
@@ -285,7 +316,7 @@ def _throughput_table(report: dict[str, Any]) -> Table:
 )
 @options.shared(GenerateRequest, "max_new_tokens")
 @options.machine(ServedModel, "speed")
-@options.png("Draw the speed by request.")
+@options.pictures("Draw the speed by request.")
 @options.group(
     options.SERVICES,
     click.option("--stay", is_flag=True, help="Serve on until Ctrl-C, for the dashboard; not with --json."),
@@ -299,7 +330,7 @@ def serve(
     task: str | None,
     concurrency: int,
     window: int,
-    png: Path | None,
+    pictures: Pictures,
     stay: bool,
     db: str | None,
     **values: Any,
@@ -320,8 +351,8 @@ def serve(
     more = ["--concurrency", str(concurrency), *(["--db", db] if db else [])]
     with served(request.model, [*given, *more], note) as client:
         report = {"model": request.model, **measure(client, prompts, request.max_new_tokens, concurrency, window, note)}
-        if png is not None:
-            draw_serving(report, png)
+        if pictures:
+            draw_serving(report, pictures)
         if stay:
             show(_serving_table(report))
             show(f"Its dashboard: {client.base_url} (Ctrl-C ends the server)")
@@ -402,6 +433,7 @@ def _serving_table(report: dict[str, Any]) -> Table:
     ),
 )
 @options.shared(GenerateRequest, "max_new_tokens", "speed")
+@options.pictures("Draw the ratios as a bar chart.")
 @options.db
 @options.json
 @options.example("bench peers --model smollm2-135m --stream prompts.jsonl --limit 6 --peers swiftopt,llama-cpp")
@@ -414,6 +446,7 @@ def peers(
     base: str | None,
     threads: int | None,
     timeout: int,
+    pictures: Pictures,
     db: str | None,
     **values: Any,
 ) -> Result:
@@ -460,6 +493,8 @@ def peers(
     bench = PeersBench(common, questions, chosen_rows(names, all_rows(ggufs, drafting)), note)
     bench.run()
     report = report_of(common, bench.runs, bench.questions, device_name(torch.device("cpu")), base, bench.interrupted)
+    if pictures:
+        draw_peers(report, pictures)
     return Result(report, peers_view(report), interrupted=bench.interrupted)
 
 

@@ -16,7 +16,7 @@ from ..core.settings import SwiftSettings, TuningSettings
 from ..core.streams import read_stream
 from ..optimizer.strategies import SIZE_CHOOSING, STRATEGIES
 from . import options
-from .charts import draw_search, draw_stream_shift
+from .charts import Pictures, draw_search, draw_stream_shift
 from .options import check_words, decoding_request, default_of, pick, positive, warn_idle
 from .output import Result, note, note_load, writing
 from .render import fixed, lined_table, number
@@ -77,7 +77,7 @@ SPENT = {"passes": 0, "seconds": 1}  # what a search takes, with the digits that
         help="Judge N sets more, up from the best one.",
     ),
 )
-@options.png("Draw the best objective against candidate passes and seconds.")
+@options.pictures("Draw the best objective against candidate passes and seconds.")
 @options.machine(GenerateRequest, "max_new_tokens")
 @options.json
 @options.example("bench search --model smollm2-135m --stream prompts.jsonl --record texts.json --png search.png")
@@ -91,7 +91,7 @@ def search(
     stride: int,
     seed: int,
     long_search: int,
-    png: Path | None,
+    pictures: Pictures,
     **values: Any,
 ) -> Result:
     """Run search strategies on the same recorded windows and show how soon each finds a good layer set.
@@ -129,8 +129,8 @@ def search(
     report = {"model": request.model, **bench.compare_strategies(run, chosen, passes, _note_gain)}
     if long_search:
         report = with_long_search(run, report, long_search, _note_gain)
-    if png is not None:
-        draw_search(report, png)
+    if pictures:
+        draw_search(report, pictures)
     return Result(report, [_search_table(report)])
 
 
@@ -164,7 +164,7 @@ def _search_table(report: dict[str, Any]) -> Table:
     help="Prompts that come task by task; - is standard input.",
 )
 @options.group(options.MEASUREMENT, click.option("--prompts", type=positive, default=16, help="Prompts of each task."))
-@options.png("Draw acceptance along the stream.")
+@options.pictures("Draw acceptance along the stream.")
 @options.machine(GenerateRequest, "max_new_tokens", "speed")
 @options.settings
 @options.shared(TuningSettings, "seed")
@@ -172,7 +172,7 @@ def _search_table(report: dict[str, Any]) -> Table:
 @options.example(
     "bench stream-shift --model smollm2-135m --stream five-tasks.jsonl --max-new-tokens 64 --png shift.png"
 )
-def stream_shift(stream: str, prompts: int, png: Path | None, **values: Any) -> Result:
+def stream_shift(stream: str, prompts: int, pictures: Pictures, **values: Any) -> Result:
     """Decode several tasks as one stream that does not name them, and see how soon the layer set follows.
 
     Three runs on the same prompts: each task with the set that a search on it alone ends with; all tasks with the
@@ -205,8 +205,8 @@ def stream_shift(stream: str, prompts: int, png: Path | None, **values: Any) -> 
     settings, costs = exhaust(prepared(session, lines, settings, measured), _note_format)
     bench = StreamShift(runtime, lines, prompts, settings, request.max_new_tokens, costs, note)
     report = {"model": request.model, **bench.run()}
-    if png is not None:
-        draw_stream_shift(report, png)
+    if pictures:
+        draw_stream_shift(report, pictures)
     return Result(report, [_shift_table(report)])
 
 

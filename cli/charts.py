@@ -1,76 +1,122 @@
-"""Pictures of layer sets, trainings and benchmarks, as PNG files in one style.
+"""Pictures of layer sets, searches, trainings and benchmarks, as PNG and SVG files in one style: the dashboard's.
 
-Every `draw_...` raises OutputError where its file cannot be written.
+Every `draw_...` raises OutputError where a file cannot be written.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from ..core.types import LayerSetRecord, LearnedRecord, Trial
-from .output import writing
+from ..core.types import LayerSet, LayerSetRecord, LearnedRecord, Trial
+from .output import note, writing
 from .render import device_words, map_caption, number, ratio
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Report = Mapping[str, Any]  # a benchmark's, as `--json` prints it
+Kind = Literal["attn", "mlp"]
 
-TEAL, PINK, INK, PALE, FAINT, GREY_BLUE = "#0f7c8f", "#c2417c", "#1f2933", "#7b8794", "#e4e7eb", "#9fb3bd"
-CYCLE = (PINK, PALE, TEAL, INK, "#d08a1d", "#5b7f2b", "#6d4fa3")
+# the light theme of server/dashboard/static/style.css
+BLUE, ORANGE, MID_BLUE, PALE_BLUE, KEPT = "#0b5c94", "#b54708", "#2f78ad", "#7fb0d6", "#d7e3ee"
+INK, GREY, LINE = "#1c2128", "#57606a", "#d0d7de"
+CYCLE = (ORANGE, GREY, BLUE, PALE_BLUE, "#1a6b35", "#8a5cc2", INK)
 DASHED = (0, (4, 3))
 STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 10,
+    "font.family": ["DejaVu Sans"],
+    "font.size": 11,
     "text.color": INK,
     "text.parse_math": False,  # a name may hold a dollar sign
     "axes.labelcolor": INK,
-    "axes.edgecolor": PALE,
+    "axes.edgecolor": GREY,
     "axes.titlelocation": "left",
-    "axes.titlesize": 9,
-    "axes.titlecolor": PALE,
+    "axes.titlesize": 10,
+    "axes.titlecolor": GREY,
     "axes.grid": True,  # lines behind the data instead of a frame around it
     "axes.grid.axis": "y",
     "axes.axisbelow": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.spines.left": False,
-    "grid.color": FAINT,
+    "grid.color": LINE,
+    "hatch.linewidth": 1.5,
     "xtick.major.size": 0,
     "ytick.major.size": 0,
     "xtick.labelcolor": INK,
     "ytick.labelcolor": INK,
     "lines.linewidth": 2,
-    "legend.loc": "lower right",
     "legend.frameon": False,
-    "legend.fontsize": 9,
+    "legend.fontsize": 10,
+    "svg.fonttype": "none",  # text that can be read and searched
+    "svg.hashsalt": "swiftopt",  # the same data give the same file
 }
+NO_METADATA: dict[str, dict[str, str | None]] = {"png": {"Software": None}, "svg": {"Creator": None, "Date": None}}
 WIDTH_IN, DPI = 10.0, 150
-BAR_IN, AROUND_BARS_IN = 0.34, 1.5  # height of a bar with its gap, and of what is above and below all of them
-KINDS = {"attn": ("attention", TEAL), "mlp": ("MLP", PINK)}
+BAR_IN, AROUND_BARS_IN = 0.36, 1.4  # height of a bar with its gap, and of what is above and below all of them
+MAP_IN, TRIALS_IN = 1.9, 3.0
+KINDS: dict[Kind, str] = {"attn": "attention", "mlp": "MLP"}
+PARTS = {"left out": ORANGE, "int4": MID_BLUE, "int8": PALE_BLUE, "kept": KEPT}
+OBJECTIVES = {"expected_speedup": "expected speedup", "matchness": "matchness"}
 LOSSES = {"heads": "KL to the last layer, nats", "probe": "binary cross-entropy, nats"}
 SHIFT_RUNS = (
-    ("kept", "first task's set", PALE),
-    ("own", "each task's own set", TEAL),
-    ("adapted", "one stream, adapting", PINK),
+    ("kept", "first task's set", GREY),
+    ("own", "each task's own set", BLUE),
+    ("adapted", "one stream, adapting", ORANGE),
 )
 MEAN_OF = 4  # prompts behind each point of a line of acceptance
 
 
+@dataclass(frozen=True)
+class Pictures:
+    """The files that a picture is written to; false where there are none. `origin` is kept in their metadata."""
+
+    png: Path | None = None
+    svg: Path | None = None
+    origin: str | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.files)
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """The files by their format."""
+        return {name: path for name, path in (("png", self.png), ("svg", self.svg)) if path is not None}
+
+    def to_json(self) -> dict[str, str | None]:
+        """Return the names of both files, None where there is none."""
+        return {name: str(path) if (path := self.files.get(name)) else None for name in NO_METADATA}
+
+    def check(self) -> None:
+        """Check that the files can be written, and leave them as they are.
+
+        Raises: OutputError: one can not.
+        """
+        for path in self.files.values():
+            with writing(path):
+                target = Path(os.path.realpath(path))  # what a link leads to
+                is_new = not target.exists()
+                if is_new or target.is_file() or target.is_dir():  # opening would disturb a pipe
+                    target.open("ab").close()
+                if is_new:
+                    target.unlink()
+
+
 @contextmanager
 def picture(
-    path: Path, height_in: float, title: str, title_size: int = 13, h_pad: float | None = None, **panels: Any
+    pictures: Pictures, height_in: float, title: str, h_pad: float | None = None, **panels: Any
 ) -> Iterator[Any]:
-    """Give the axes of an empty figure with a title, and write it as PNG when the block ends.
+    """Give the axes of an empty figure with a title, and write it in each format when the block ends.
 
     `panels` goes to `Figure.subplots`.
 
-    Raises: OutputError: the file cannot be written.
+    Raises: OutputError: a file cannot be written.
     """
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns where it has no folder of its own
     from matplotlib import rc_context
@@ -82,54 +128,96 @@ def picture(
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=h_pad)
         figure = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, facecolor="white", layout=layout)
         FigureCanvasAgg(figure)  # draws without a display, whatever backend is configured
-        figure.suptitle(title, x=0.012, ha="left", fontsize=title_size, fontweight="bold")
+        figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
         yield figure.subplots(**panels)
-        with writing(path):
-            figure.savefig(path, format="png")
+        for name, path in pictures.files.items():
+            with writing(path):
+                figure.savefig(path, format=name, metadata={**NO_METADATA[name], "Description": pictures.origin})
+            note(f"drawn to {path}")
 
 
-def draw_layer_set(record: LayerSetRecord, trials: Sequence[Trial], path: Path) -> None:
-    """Draw the map of a layer set, and the matchness of the trials of its search where there are any."""
-    version = f" · version {record.version}" if record.version is not None else ""
-    title = f"{record.model} / {record.task}{version}"
-    height_in, ratios = (5.4, [1, 3]) if trials else (2.2, [1])
-    with picture(path, height_in, title, h_pad=0.12, nrows=len(ratios), height_ratios=ratios, squeeze=False) as rows:
-        _draw_map(rows[0][0], record)
-        if trials:
-            _draw_trials(rows[1][0], record, trials)
+def _legend(*every: Axes) -> None:
+    """Name what all axes show, once each, below them: nothing of the data is behind it."""
+    found: dict[str, Any] = {}
+    for axes in every:
+        handles, labels = axes.get_legend_handles_labels()
+        found |= dict(zip(labels, handles, strict=True))
+    if found:
+        every[0].figure.legend(found.values(), found, loc="outside lower left", ncols=min(len(found), 5))
 
 
-def _draw_map(axes: Axes, record: LayerSetRecord) -> None:
+def _name(model: str) -> str:
+    """Return the last part of a model that is given as a folder or hub id."""
+    return Path(model).name or model
+
+
+def _conditions(report: Report, *more: str) -> str:
+    """Return what a benchmark ran on, and `more`."""
+    return " · ".join([*(report[key] for key in ("dtype", "device") if report.get(key)), *more])
+
+
+# --- layer sets and trainings
+
+
+def draw_layer_sets(found: Sequence[tuple[LayerSetRecord, Sequence[Trial]]], pictures: Pictures) -> None:
+    """Draw the map of each layer set, and the trials of its search where there are any; all are of one model."""
+    first = found[0][0]
+    version = f" · version {first.version}" if first.version is not None else ""
+    title = _name(first.model) if len(found) > 1 else f"{_name(first.model)} / {first.task}{version}"
+    heights = [height for _, trials in found for height in ([MAP_IN, TRIALS_IN] if trials else [MAP_IN])]
+    rows = {"nrows": len(heights), "height_ratios": heights, "squeeze": False}
+    with picture(pictures, 0.8 + sum(heights), title, h_pad=0.12, **rows) as panels:
+        every = (axes for row in panels for axes in row)
+        drawn = []
+        for record, trials in found:
+            drawn.append(next(every))
+            _draw_map(drawn[-1], record, f"{record.task} · " if len(found) > 1 else "")
+            if trials:
+                drawn.append(next(every))
+                _draw_trials(drawn[-1], record, trials)
+        _legend(*drawn)
+
+
+def _part(layer_set: LayerSet, kind: Kind, layer: int) -> str:
+    """Return how the draft runs a sub-layer, as `PARTS` names it."""
+    return "left out" if layer_set.skips(kind, layer) else (layer_set.format_of(kind, layer) or "kept").split("-")[0]
+
+
+def _draw_map(axes: Axes, record: LayerSetRecord, name: str) -> None:
     from matplotlib.patches import FancyBboxPatch
 
     layer_set = record.layer_set
-    skipped = {"attn": layer_set.skip_attn, "mlp": layer_set.skip_mlp}
-    for row, (kind, (_, colour)) in enumerate(KINDS.items()):
+    shown = set()
+    for row, kind in enumerate(KINDS):
         for layer in range(layer_set.n_layers):
-            face = colour if layer in skipped[kind] else FAINT
+            part = _part(layer_set, kind, layer)
+            pattern: dict[str, Any] = {"hatch": "///", "ec": "white"} if part == "left out" else {"ec": "none"}
             corner = (layer - 0.39, row - 0.36)
-            box = FancyBboxPatch(corner, 0.78, 0.72, boxstyle="round,pad=0,rounding_size=0.12", fc=face, ec="none")
+            style = "round,pad=0,rounding_size=0.12"
+            label = None if part in shown else part
+            shown.add(part)
+            box = FancyBboxPatch(corner, 0.78, 0.72, boxstyle=style, fc=PARTS[part], lw=0, label=label, **pattern)
             axes.add_patch(box)
     axes.set(xlim=(-0.7, layer_set.n_layers - 0.3), ylim=(1.55, -0.55))
     axes.set_xticks(range(0, layer_set.n_layers, 5 if layer_set.n_layers > 16 else 1))
-    axes.set_yticks([0, 1], [label for label, _ in KINDS.values()])
+    axes.set_yticks([0, 1], list(KINDS.values()))
     axes.grid(False)
     axes.spines[:].set_visible(False)
-    axes.set_title(f"{map_caption(layer_set)} · coloured sub-layers are left out of the draft")
-    axes.set_xlabel("layer", fontsize=9, color=PALE)
+    axes.set_title(f"{name}{map_caption(layer_set)}")
+    axes.set_xlabel("layer", color=GREY)
 
 
 def _draw_trials(axes: Axes, record: LayerSetRecord, trials: Sequence[Trial]) -> None:
-    steps, values = [trial.step for trial in trials], [trial.matchness for trial in trials]
-    axes.scatter(steps, values, s=9, color=PALE, alpha=0.45, linewidths=0, label="a trial")
-    axes.step(steps, list(accumulate(values, max)), where="post", color=TEAL, label="best so far")
+    """Draw what each candidate scored, the best so far, and which were adopted."""
+    steps, values = [trial.step for trial in trials], [trial.score for trial in trials]
+    axes.scatter(steps, values, s=12, color=GREY, alpha=0.55, linewidths=0, label="a trial")
+    axes.step(steps, list(accumulate(values, max)), where="post", color=BLUE, label="best so far")
     adopted = [trial for trial in trials if trial.adopted]
     if adopted:
-        at = ([trial.step for trial in adopted], [trial.matchness for trial in adopted])
-        axes.scatter(*at, s=44, marker="D", color=PINK, edgecolors="white", zorder=3, label="adopted")
-    axes.set(xlabel="optimisation step", ylabel="matchness", ylim=(max(-0.02, min(values) - 0.05), 1.02))
-    axes.tick_params(labelcolor=PALE)
-    axes.legend(loc="upper right", ncols=3)
+        at = ([trial.step for trial in adopted], [trial.score for trial in adopted])
+        axes.scatter(*at, s=48, marker="D", color=ORANGE, edgecolors="white", zorder=3, label="adopted")
+    axes.set(xlabel="trial", ylabel=OBJECTIVES.get(str(record.settings.get("objective")), "score"))
+    axes.margins(y=0.12)
     figures = (
         f"α {number(record.acceptance_rate)}",
         f"M {number(record.mean_generated_length)}",
@@ -141,48 +229,96 @@ def _draw_trials(axes: Axes, record: LayerSetRecord, trials: Sequence[Trial]) ->
     axes.set_title(" · ".join(filter(None, figures)))
 
 
-def draw_loss(record: LearnedRecord, path: Path) -> None:
+def draw_loss(record: LearnedRecord, pictures: Pictures) -> None:
     """Draw the loss of a training."""
     layers = ", ".join(map(str, record.depths))
-    with picture(path, 4.2, f"{record.model} / {record.task} · {record.kind} after layer {layers}") as axes:
-        axes.plot([step for step, _ in record.curve], [loss for _, loss in record.curve], color=TEAL)
+    title = f"{_name(record.model)} / {record.task} · {record.kind} after layer {layers}"
+    with picture(pictures, 4.2, title) as axes:
+        axes.plot([step for step, _ in record.curve], [loss for _, loss in record.curve], color=BLUE)
         axes.set(xlabel="step", ylabel=LOSSES[record.kind])
         axes.set_ylim(bottom=0)
 
 
-def draw_comparison(report: Report, path: Path) -> None:
-    """Draw the methods' speed ratios with their intervals as bars: the fastest on top, lossy ones hatched."""
-    rows = sorted((row for row in report["results"] if row["ratio"] is not None), key=lambda row: row["ratio"])
-    height_in = AROUND_BARS_IN + BAR_IN * len(rows)
-    with picture(path, height_in, f"{report['model']} / {report['task']}", h_pad=0.12) as axes:
-        highs = [_draw_bar(axes, place, row) for place, row in enumerate(rows)]
+# --- benchmarks
+
+
+def draw_comparison(report: Report, pictures: Pictures) -> None:
+    """Draw the methods' speed ratios of `compare`; lossy ones are hatched."""
+    marked = [row["method"] for row in report["results"] if row["lossy"]]
+    title = f"{_name(report['model'])} / {report['task']}"
+    _draw_ratios(title, report, _fastest_last(report["results"]), "method", pictures, ("lossy", marked))
+
+
+def draw_decoding(report: Report, pictures: Pictures) -> None:
+    """Draw the methods' speed ratios of `bench decode`."""
+    _draw_ratios(_name(report["model"]), report, _fastest_last(report["results"]), "method", pictures)
+
+
+def draw_ablation(report: Report, pictures: Pictures) -> None:
+    """Draw the variants' speed ratios of `bench ablate`, in its order; lossy ones are hatched."""
+    marked = [row["label"] for row in report["rows"] if row["lossy"]]
+    title = f"{_name(report['model'])} · {report['title']}"
+    _draw_ratios(title, report, report["rows"][::-1], "label", pictures, ("lossy", marked))
+
+
+def draw_peers(report: Report, pictures: Pictures) -> None:
+    """Draw the engines' speed ratios of `bench peers`; those with other weights are hatched."""
+    marked = [row["row"] for row in report["results"] if not row["same_weights"]]
+    rows = _fastest_last(report["results"])
+    _draw_ratios(_name(report["model"]), report, rows, "row", pictures, ("other weights", marked))
+
+
+def _fastest_last(rows: Iterable[Report]) -> list[Report]:
+    return sorted(rows, key=lambda row: row["ratio"] or 0.0)
+
+
+def _draw_ratios(
+    title: str,
+    report: Report,
+    rows: Sequence[Report],
+    name: str,
+    pictures: Pictures,
+    hatched: tuple[str, Sequence[str]] = ("", ()),
+) -> None:
+    """Draw ratios with their intervals as bars, the last row on top; `hatched` says of which rows, and why.
+
+    Rows that were not run have no bar. `name` is the rows' key of the bar's name.
+    """
+    rows = [row for row in rows if row["ratio"] is not None]
+    why, marked = hatched
+    with picture(pictures, AROUND_BARS_IN + BAR_IN * len(rows), title) as axes:
+        highs = [_draw_bar(axes, place, row, row[name] in marked) for place, row in enumerate(rows)]
         axes.axvline(1.0, color=INK, lw=1, ls=DASHED)
-        axes.set(xlim=(0, 1.22 * max([1.0, *highs])), ylim=(-0.6, len(rows) - 0.4))
-        axes.set_yticks(range(len(rows)), [row["method"] for row in rows])
+        axes.set(xlim=(0, 1.32 * max([1.0, *highs])), ylim=(-0.6, len(rows) - 0.4))
+        axes.set_yticks(range(len(rows)), [row[name] for row in rows])
         axes.grid(False)
         axes.grid(True, axis="x")
-        conditions = f"{report['dtype']} · {report['device']} · {report['prompts']} prompts"
-        axes.set_title(f"{conditions} · ratio to plain decoding with its 95 % interval · hatched: lossy")
+        tokens = f" of {report['max_new_tokens']} tokens" if "max_new_tokens" in report else ""
+        axes.set_title(_conditions(report, f"{report['prompts']} prompts{tokens}"))
+        base = report.get("base", "the variant's base")
+        hint = f"; hatched: {why}" if marked else ""
+        axes.set_xlabel(f"ratio to {base}, with its 95 % interval{hint}", fontsize=10)
 
 
-def _draw_bar(axes: Axes, place: int, row: Report) -> float:
-    """Draw a method's bar; return the upper end of its interval."""
+def _draw_bar(axes: Axes, place: int, row: Report, hatched: bool) -> float:
+    """Draw a row's bar; return the upper end of its interval."""
     low, high = row["ratio_interval"] or (row["ratio"], row["ratio"])
-    colour = TEAL if low > 1 else GREY_BLUE  # bright where the method is surely faster than plain decoding
-    hatched: dict[str, Any] = {"hatch": "////", "edgecolor": "white"} if row["lossy"] else {}
-    axes.barh(place, row["ratio"], height=0.72, color=colour, linewidth=0, **hatched)
+    colour = BLUE if low > 1 else PALE_BLUE  # dark where it is surely faster than what it is compared with
+    pattern: dict[str, Any] = {"hatch": "////", "edgecolor": "white"} if hatched else {}
+    axes.barh(place, row["ratio"], height=0.72, color=colour, linewidth=0, **pattern)
     axes.plot([low, high], [place, place], color=INK, lw=1.2, solid_capstyle="butt")
     axes.plot([low, high], [place, place], color=INK, lw=0, marker="|", ms=6)
-    label = f" {number(row['ratio'], unit='x')}  {number(row['tok_s'], 1)} tok/s"
+    label = f"{number(row['ratio'], unit='x')}  {number(row['tok_s'], 1)} tok/s"
+    beside: dict[str, Any] = {"textcoords": "offset points", "xytext": (6, 0), "va": "center", "fontsize": 9}
     under = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 0.8}
-    axes.text(max(high, row["ratio"]), place, label, va="center", fontsize=8, color=INK, bbox=under)
+    axes.annotate(label, (max(high, row["ratio"]), place), bbox=under, **beside)
     return float(high)
 
 
-def draw_search(report: Report, path: Path) -> None:
+def draw_search(report: Report, pictures: Pictures) -> None:
     """Draw the objective that search strategies reach against candidate passes, and against seconds."""
-    title = f"{report['model']} · {report['dtype']} · {report['device']} · {report['windows']} windows"
-    with picture(path, 4.4, title, 12, ncols=2, sharey=True) as (left, right):
+    title = f"{_name(report['model'])} · {_conditions(report)} · {report['windows']} windows"
+    with picture(pictures, 4.6, title, ncols=2, sharey=True) as (left, right):
         for column, (axes, ends) in enumerate(((left, "passes"), (right, "seconds"))):
             for colour, result in zip(CYCLE * len(report["results"]), report["results"], strict=False):
                 x = [*(point[column] for point in result["curve"]), result[ends]]
@@ -192,13 +328,13 @@ def draw_search(report: Report, path: Path) -> None:
             axes.set_title(f"dashed: {report['goal']:.3f}x, 95 % of the best")
         left.set(xlabel="candidate passes", ylabel="expected speedup of the set in use")
         right.set(xlabel="seconds of searching")
-        right.legend()
+        _legend(right)
 
 
-def draw_stream_shift(report: Report, path: Path) -> None:
+def draw_stream_shift(report: Report, pictures: Pictures) -> None:
     """Draw acceptance along a stream that changes its task, in the manner of SWIFT Figure 7."""
-    title = f"{report['model']} · {report['dtype']} · {report['device']} · {report['method']}"
-    with picture(path, 4.4, title, 12) as axes:
+    title = f"{_name(report['model'])} · {_conditions(report)} · {report['method']}"
+    with picture(pictures, 4.6, title) as axes:
         results = report["results"]
         starts = [0, *accumulate(result["prompts"] for result in results)]
         for key, label, colour in SHIFT_RUNS:
@@ -207,26 +343,57 @@ def draw_stream_shift(report: Report, path: Path) -> None:
                 x = range(start + 1, start + 1 + len(values))
                 axes.plot(x, values, color=colour, label=None if start else label)
         for start, result in zip(starts, results, strict=False):
-            axes.axvline(start + 0.5, color=FAINT, lw=1)
-            axes.text(start + 1, 1.01, result["task"], transform=axes.get_xaxis_transform(), fontsize=9, color=PALE)
+            axes.axvline(start + 0.5, color=LINE, lw=1)
+            axes.text(start + 1, 1.01, result["task"], transform=axes.get_xaxis_transform(), fontsize=10, color=GREY)
         for shift in report["shifts"]:
             axes.plot([shift["prompt"] + 1], [0.02], marker="^", color=INK, transform=axes.get_xaxis_transform())
         axes.set(xlabel="prompt of the stream; ▲ a shift was noticed", ylabel=f"acceptance, mean of {MEAN_OF} prompts")
-        axes.legend()
+        _legend(axes)
 
 
-def draw_serving(report: Report, path: Path) -> None:
+def draw_serving(report: Report, pictures: Pictures) -> None:
     """Draw the speed of a served stream by request, plain decoding beside it."""
-    title = f"{report['model']} · {report['prompts']} requests of {report['max_new_tokens']} tokens"
-    with picture(path, 4.4, title, 12) as axes:
+    title = f"{_name(report['model'])} · {report['prompts']} requests of {report['max_new_tokens']} tokens"
+    with picture(pictures, 4.4, title) as axes:
         ends = list(accumulate(result["requests"] for result in report["results"]))
-        for key, label, colour in (("plain_s", "plain decoding", PALE), ("served_s", "as served, learning", TEAL)):
+        for key, label, colour in (("served_s", "as served, learning", BLUE), ("plain_s", "plain decoding", GREY)):
             speeds = [result["tokens"] / result[key] for result in report["results"]]
-            axes.plot(ends, speeds, color=colour, lw=0, marker="o", ms=3, alpha=0.5)
+            axes.plot(ends, speeds, color=colour, lw=0, marker="o", ms=3, alpha=0.4)
             axes.plot(ends, _moving_means(speeds), color=colour, label=label)
-        axes.set(xlabel=f"request; {report['concurrency']} at a time", ylabel=f"tokens per second, mean of {MEAN_OF}")
+        equal = f"{report['equal']} of {report['prompts']} equal to plain decoding"
+        axes.set(xlabel="request", ylabel=f"tokens per second, mean of {MEAN_OF}")
         axes.set_ylim(bottom=0)
-        axes.legend()
+        axes.set_title(_conditions(report, f"{report['concurrency']} at a time", equal))
+        _legend(axes)
+
+
+def draw_throughput(report: Report, pictures: Pictures) -> None:
+    """Draw the speed and the time per token by how many requests run at once, with plain batching and drafting."""
+    title = f"{_name(report['model'])} · {report['prompts']} prompts of {report['max_new_tokens']} tokens"
+    results = sorted(report["results"], key=lambda result: result["concurrency"])
+    with picture(pictures, 4.6, title, ncols=2) as (left, right):
+        places = range(len(results))  # evenly spaced: 1, 2, 4 and 8 would crowd at the left
+        for way, label, colour in (("drafting", "drafting", BLUE), ("plain", "plain batching", GREY)):
+            each = [result[way]["per_token_s"] for result in results]
+            left.plot(places, [result[way]["tok_s"] for result in results], color=colour, marker="o", label=label)
+            right.plot(places, [1000 * one["p50"] for one in each], color=colour, marker="o")
+        for place, result in zip(places, results, strict=True):
+            at = (place, max(result[way]["tok_s"] for way in ("plain", "drafting")))
+            words: dict[str, Any] = {
+                "textcoords": "offset points",
+                "xytext": (0, 8),
+                "ha": "center",
+                "fontsize": 9,
+                "color": BLUE,
+            }
+            left.annotate(f"{result['ratio']:.2f}x", at, **words)
+        left.set_title(_conditions(report))
+        for axes, label in ((left, "tokens per second, all requests"), (right, "ms per token, median")):
+            axes.set_xticks(places, [str(result["concurrency"]) for result in results])
+            axes.set(xlabel="requests at once", ylabel=label)
+            axes.margins(x=0.12)
+            axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
+        _legend(left)
 
 
 def _moving_means(values: Sequence[float | None]) -> list[float]:

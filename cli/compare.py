@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import click
@@ -19,7 +18,7 @@ from ..core.streams import STDIN, read_stream
 from ..core.types import Prompt, Sampling
 from ..decoding.methods import METHODS, method_info
 from . import options
-from .charts import draw_comparison
+from .charts import Pictures, draw_comparison
 from .options import check_model, open_store, pick, positive, together
 from .output import Result, console, note, note_run
 from .render import fixed, heading, interval, number, numeric, percent, ratio, size, table
@@ -71,7 +70,7 @@ lossy {_names(lossy=True)}. {", ".join(PEERS)} are transformers' own."""
     options.PROMPTS, click.option("--limit", type=positive, help="Compare on the first prompts of the stream only.")
 )
 @method_options
-@options.png("Draw the ratios as a bar chart.")
+@options.pictures("Draw the ratios as a bar chart.")
 @click.option("--no-store", is_flag=True, help="Store neither the report, nor the plan, nor what had to be made.")
 @options.machine(GenerateRequest, "max_new_tokens", "speed")
 @options.sampling
@@ -86,7 +85,7 @@ def compare(
     methods: str,
     lossless: bool,
     assignments: tuple[str, ...],
-    png: Path | None,
+    pictures: Pictures,
     no_store: bool,
     db: str | None,
     **values: Any,
@@ -102,8 +101,8 @@ def compare(
 
     with open_store(db) as store:
         report = Comparison(request, prompts, store, others, note, note_run).run()
-    if png is not None:
-        draw_comparison(report, png)
+    if pictures:
+        draw_comparison(report, pictures)
     return Result(report, [comparison_view(report, console().width)], interrupted=report["interrupted"])
 
 

@@ -26,6 +26,7 @@ from ..core.types import Prompt, Sampling, seconds_by_part
 from ..optimizer.strategies import STRATEGIES
 from . import options
 from .backend import Backend, JobClient, backend_options, event_of, result_of
+from .charts import Pictures, draw_layer_sets
 from .options import (
     PresetGroup,
     check_model,
@@ -79,13 +80,14 @@ on_job = together(click.argument("job", metavar="ID"), backend_options, options.
     click.option("--detach", is_flag=True, help="Submit the job and return at once."),
     click.option("--local", is_flag=True, help="Run in this process, although a Redis or server is configured."),
 )
+@options.pictures("Draw the layer map and the search of each task.")
 @options.db
 @options.json
 @options.example(
     "tune --model smollm2-135m --stream prompts.jsonl --task notes --max-new-tokens 128",
     "tune --model smollm2-135m --stream prompts.jsonl --redis redis://127.0.0.1:6379 --detach",
 )
-def tune(**values: Any) -> Result:
+def tune(pictures: Pictures, **values: Any) -> Result:
     """Find the layer set with which a model decodes a stream of prompts fastest.
 
     Decodes every prompt on the way, losslessly, and keeps the completions. Ends with the layer set of each task, its
@@ -103,6 +105,10 @@ def tune(**values: Any) -> Result:
         raise InvalidInput("--detach needs workers to leave the job to: name their --redis or --server, not --local")
     if values["detach"] and request.out is not None:
         raise InvalidInput("--detach writes no file: leave out --out, and fetch it later with `swiftopt jobs outputs`")
+    if values["detach"] and pictures:
+        raise InvalidInput(
+            "--detach draws nothing: leave out --png and --svg, and draw with `swiftopt layers show` later"
+        )
     prompts = []
     file = Path(request.stream)
     read_twice = request.stream != STDIN and not (file.is_fifo() or file.is_char_device())  # <(command) gives text once
@@ -111,11 +117,11 @@ def tune(**values: Any) -> Result:
     check_words("strategy", [request.settings.strategy], STRATEGIES)
     warn_idle(request.settings)
     if queued:
-        return _tune_through_queue(request, prompts, backend, values["queue"], values["detach"])
-    return _tune_here(request, values["db"])
+        return _tune_through_queue(request, prompts, backend, values["queue"], values["detach"], pictures)
+    return _tune_here(request, values["db"], pictures)
 
 
-def _tune_here(request: TuneRequest, db: str | None) -> Result:
+def _tune_here(request: TuneRequest, db: str | None, pictures: Pictures) -> Result:
     """Tune in this process."""
     check_model(request)
     if request.out is None:  # decided here, so that a run cut short can tell where its completions are
@@ -135,11 +141,12 @@ def _tune_here(request: TuneRequest, db: str | None) -> Result:
         database = safe_url(store.url)
     # presets apply to the command that is printed as they did to this one
     given = [name for name in ("dtype", "device", "speed") if on_command_line(name)]
-    return tune_result(request, result.job, result.tasks, database, Backend(db=db), given, str(result.out))
+    backend, out = Backend(db=db), str(result.out)
+    return tune_result(request, result.job, result.tasks, database, backend, given, out, pictures=pictures)
 
 
 def _tune_through_queue(
-    request: TuneRequest, prompts: Sequence[Prompt], backend: Backend, queue: str, detach: bool
+    request: TuneRequest, prompts: Sequence[Prompt], backend: Backend, queue: str, detach: bool, pictures: Pictures
 ) -> Result:
     """Submit the job, and follow it to its end unless it is to be left alone."""
     out = Path(request.out) if request.out is not None else default_output(request.stream)
@@ -164,7 +171,8 @@ def _tune_through_queue(
         with LineWriter(out) as writer:
             for event in completions:
                 writer.write_completion(event.prompt, event.completion)
-        return tune_result(sent, job.id, ended.tasks, client.database, backend, changed(sent), str(out))
+        given, database = changed(sent), client.database
+        return tune_result(sent, job.id, ended.tasks, database, backend, given, str(out), pictures=pictures)
 
 
 def _submitted(client: JobClient, backend: Backend, job_id: str, is_new: bool) -> Result:
@@ -191,12 +199,15 @@ def tune_result(
     repeated: Sequence[str],
     out: str | None,
     fetch: str = "–",
+    pictures: Pictures = Pictures(),  # noqa: B008  (it is frozen)
 ) -> Result:
     """Return the result of a tuning run: what it found for each task, and the command line that uses it.
 
     `repeated` are the options that these command lines repeat. `out` is the file of the completions; where there is
-    none, `fetch` says how to get them.
+    none, `fetch` says how to get them. `pictures` are drawn of the searches.
     """
+    if pictures and tasks:
+        draw_layer_sets([(task.record, task.trials) for task in tasks], pictures)
     found, shown = [], []
     for task in tasks:
         command = _use(request, task, backend, repeated)

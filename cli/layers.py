@@ -18,6 +18,7 @@ from ..core.streams import read_stream
 from ..core.types import FoundPlan, LayerSetRecord, ModelInfo, Sampling, check_task
 from ..models.sources import ALIASES, find_alias
 from . import options
+from .charts import Pictures, draw_layer_sets
 from .options import ModelTask, PresetGroup, decoding_request, open_store, positive
 from .output import Result, console, note, note_load, write_text
 from .render import fixed, folding, layer_map, numeric, record_view, records_table, size, table
@@ -73,30 +74,22 @@ def best(name: ModelTask, device_name: str | None, tuned_dtype: str | None, alia
 @layers.command("show", short_help="Show a layer set, its map and its search.")
 @options.model_task
 @version_option
-@click.option(
-    "--png",
-    metavar="FILE",
-    shell_complete=options.files,
-    help="Draw the layer map and the matchness curve to a file as well.",
-)
+@options.pictures("Draw the layer map and the search to a file as well.")
 @options.store
 @options.json
 @options.example("layers show smollm2-135m/notes --version 2 --png notes.png")
-def show_(name: ModelTask, version: int | None, png: str | None, store: Store) -> Result:
+def show_(name: ModelTask, version: int | None, pictures: Pictures, store: Store) -> Result:
     """Show a layer set of MODEL/TASK with its map, its figures and the curve of the search that found it."""
     record = _find(store, name, version)
     trials = store.trials(record.job, record.task) if record.job else []
-    if png is not None:
-        from .charts import draw_layer_set
-
-        draw_layer_set(record, trials, Path(png))
-        note(f"drawn to {png}")
+    if pictures:
+        draw_layer_sets([(record, trials)], pictures)
     tried = []
     for trial in trials:
         parts = {"skip_attn": sorted(trial.layer_set.skip_attn), "skip_mlp": sorted(trial.layer_set.skip_mlp)}
         tried.append({**{name: getattr(trial, name) for name in TRIAL_FIGURES}, **parts})
-    value = {"schema": "swiftopt.layers-show/1", "layer_set": record.to_json(), "trials": tried, "png": png}
-    return Result(value, [record_view(record, trials, console().width)])
+    value = {"schema": "swiftopt.layers-show/1", "layer_set": record.to_json(), "trials": tried}
+    return Result({**value, **pictures.to_json()}, [record_view(record, trials, console().width)])
 
 
 @layers.command(short_help="Self-SD's offline search for a layer set.")

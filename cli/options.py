@@ -26,6 +26,7 @@ from ..core.requests import GenerateRequest, TuneRequest
 from ..core.settings import AUTO, FORMATS, STORED, THREADS, SwiftSettings, TuningSettings
 from ..core.types import LayerSetRecord, Sampling
 from ..optimizer.strategies import MOST, SIZE_CHOOSING, STRATEGIES, recipe_of
+from .charts import Pictures
 from .output import Result, note
 
 if TYPE_CHECKING:
@@ -290,9 +291,27 @@ queue = group(
 )
 
 
-def png(help: str) -> Decorator[Any]:
-    """Make `--png`."""
-    return click.option("--png", type=Path, metavar="FILE", shell_complete=files, help=help)
+def pictures(help: str) -> Decorator[Any]:
+    """Make --png and --svg; the command gets both as `pictures`, files that were found to be writable.
+
+    A file that is not ends the command before it begins its work.
+    """
+
+    def decorate(command: Any) -> Any:
+        @functools.wraps(command)
+        def call(*args: Any, png: Path | None, svg: Path | None, **values: Any) -> Any:
+            if png is not None and png == svg:
+                raise click.UsageError(f"--png and --svg both name {png}: give each a file of its own")
+            pictures = Pictures(png, svg)
+            pictures.check()
+            return command(*args, pictures=pictures, **values)
+
+        return call
+
+    def option(flag: str, help: str) -> Decorator[Any]:
+        return click.option(flag, type=Path, metavar="FILE", shell_complete=files, help=help)
+
+    return together(option("--png", help), option("--svg", "The same picture, as SVG."), decorate)
 
 
 alias = click.option("--alias", default="best", help="Name of the choice.")

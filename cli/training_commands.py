@@ -18,6 +18,7 @@ from ..core.streams import read_stream
 from ..core.types import LearnedKind, LearnedRecord
 from ..training.settings import HeadSettings, ProbeSettings, TrainingStep
 from . import options
+from .charts import Pictures, draw_loss
 from .options import Decorator, ModelTask, Parsed, PresetGroup, open_store, pick, positive, together
 from .output import Result, console, note, note_load, writing
 from .render import ROOMY, Columns, fixed, folding, listing, number, percent, sparkline, table
@@ -82,7 +83,7 @@ def training_options(settings: type[HeadSettings] | type[ProbeSettings]) -> Deco
         options.group(TRAINING, options.from_field(settings, "learning_rate", "Adam's, at its highest.")),
         options.group(TRAINING, options.from_field(settings, "seed", "Seed of the order and of every draw.")),
         options.machine(TuneRequest, "max_new_tokens"),
-        click.option("--png", metavar="FILE", shell_complete=options.files, help="Draw the loss curve to a file."),
+        options.pictures("Draw the loss curve to a file."),
         options.db,
         options.json,
     )
@@ -103,14 +104,14 @@ def training_options(settings: type[HeadSettings] | type[ProbeSettings]) -> Deco
     TRAINING, click.option("--full", is_flag=True, help="Train whole heads, not transforms before the model's own.")
 )
 @options.example("heads train --model smollm2-135m --stream prompts.jsonl --task code --minutes 10")
-def train_heads(**values: Any) -> Result:
+def train_heads(pictures: Pictures, **values: Any) -> Result:
     """Train heads that say after some layers what the last one will say, on the model's own greedy completions.
 
     The model stays as it is. A tenth of the prompts is held out for the figures. Several --stream give one set of heads
     for all, stored for the task `mixed`. Cut at any time, the same command goes on where it was. The paper trains for
     100 epochs; --epochs 100 does, where there is time.
     """
-    return _trained("heads", pick(HeadSettings, values), values)
+    return _trained("heads", pick(HeadSettings, values), pictures, values)
 
 
 @probe.command("train", short_help="Train a probe on a model's own completions.")
@@ -124,16 +125,18 @@ def train_heads(**values: Any) -> Result:
     options.from_field(ProbeSettings, "sampling", "How the exit's token is chosen, and what counts as accepted."),
 )
 @options.example("probe train --model smollm2-135m --stream prompts.jsonl --task code --sampling top-p")
-def train_probe(**values: Any) -> Result:
+def train_probe(pictures: Pictures, **values: Any) -> Result:
     """Train a probe that predicts from an early state whether the token read there will be accepted.
 
     A tenth of the prompts of the stream is held out for the figures. Cut at any time, the same command goes on where it
     was.
     """
-    return _trained("probe", pick(ProbeSettings, values), values)
+    return _trained("probe", pick(ProbeSettings, values), pictures, values)
 
 
-def _trained(kind: LearnedKind, settings: HeadSettings | ProbeSettings, values: dict[str, Any]) -> Result:
+def _trained(
+    kind: LearnedKind, settings: HeadSettings | ProbeSettings, pictures: Pictures, values: dict[str, Any]
+) -> Result:
     """Train and store what the options say."""
     prompts = [p for path in values["streams"] for p in read_stream(path, values["task"], values["limit"])]
     tasks = {prompt.task for prompt in prompts}
@@ -151,8 +154,9 @@ def _trained(kind: LearnedKind, settings: HeadSettings | ProbeSettings, values: 
     with open_store(values["db"]) as store:
         record = train(request, prompts, store, StepPrinter(), note_load)
         database = safe_url(store.url)
-    _draw(record, values["png"])
-    trained = {kind: record.to_json(), "database": database, "png": values["png"]}
+    if pictures:
+        draw_loss(record, pictures)
+    trained = {kind: record.to_json(), "database": database, **pictures.to_json()}
     return Result({"schema": f"swiftopt.{kind}-train/1", **trained}, [trained_view(record)])
 
 
@@ -175,14 +179,6 @@ class StepPrinter:
                 "train": f"train: step {step.done} of {step.total}, loss {step.loss or 0:.3f}",
             }
             note(words.get(step.phase, "measure: on the held-out prompts"))
-
-
-def _draw(record: LearnedRecord, png: str | None) -> None:
-    if png is not None:
-        from .charts import draw_loss
-
-        draw_loss(record, Path(png))
-        note(f"drawn to {png}")
 
 
 # --- what is stored
@@ -211,16 +207,17 @@ def _add_commands(group: click.Group, kind: LearnedKind) -> None:
     @group.command("show", short_help=f"Show the figures of stored {kind}.")
     @options.model_task
     @version_option
-    @click.option("--png", metavar="FILE", shell_complete=options.files, help="Draw the loss curve to a file as well.")
+    @options.pictures("Draw the loss curve to a file as well.")
     @options.store
     @options.json
     @options.example(
         f"{kind} show smollm2-135m/code", words=f"Show the figures of stored {kind}, and the curve of the loss."
     )
-    def show_(name: ModelTask, version: int | None, png: str | None, store: Store) -> Result:
+    def show_(name: ModelTask, version: int | None, pictures: Pictures, store: Store) -> Result:
         record = store.learned(name.model, name.task, kind, version)
-        _draw(record, png)
-        value = {**record.to_json(), "curve": [list(point) for point in record.curve], "png": png}
+        if pictures:
+            draw_loss(record, pictures)
+        value = {**record.to_json(), "curve": [list(point) for point in record.curve], **pictures.to_json()}
         return Result(value, [trained_view(record)])
 
     @group.command("export", short_help=f"Write stored {kind} to a file.")

@@ -162,7 +162,7 @@ def test_help_lists_each_option_once_and_many_under_headings(
         assert [heading for heading, names in found.items() if names] == ["Options"]
     else:
         assert found["Main options"] == declared[:3]
-        assert set(found["Other options"]) <= {"--help", "--json", "--png", "--no-store"}
+        assert set(found["Other options"]) <= {"--help", "--json", "--png", "--svg", "--no-store"}
 
 
 def test_help_of_tune_begins_with_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -418,7 +418,9 @@ def test_promote_and_rollback_move_the_best(stored: LayerSetRecord, capsys: pyte
 
 
 def test_png_is_drawn_with_and_without_trials(stored: LayerSetRecord, home: Path) -> None:
-    assert run(["layers", "show", "smollm2-135m/notes", "--png", "notes.png"]) == 0
+    assert run(["layers", "show", "smollm2-135m/notes", "--png", "notes.png", "--svg", "notes.svg"]) == 0
+    drawn = (home / "notes.svg").read_text()
+    assert all(f">{words}</text>" in drawn for words in ("smollm2-135m / notes · version 1", "attention", "adopted"))
     with Store.open() as store:
         store.add_layer_set(some_record(task="a $bare$ task", job=None))
     assert run(["layers", "show", "smollm2-135m/a $bare$ task", "--png", "bare.png"]) == 0

@@ -61,8 +61,9 @@ def test_what_was_trained_can_be_listed_shown_and_exported(
     assert (home / "loss.png").read_bytes().startswith(b"\x89PNG")
     listed = answer(capsys, kind, "list")
     assert listed[kind] == [trained[kind]]
-    shown = answer(capsys, kind, "show", f"{model}/code")
+    shown = answer(capsys, kind, "show", f"{model}/code", "--svg", "loss.svg")
     assert shown["figures"] == trained[kind]["figures"] and shown["curve"]
+    assert (shown["png"], shown["svg"]) == (None, "loss.svg") and f" / code · {kind}" in (home / "loss.svg").read_text()
     answer(capsys, kind, "export", f"{model}/code", "-o", "out.safetensors")
     runtime = load(str(model))
     learned = learned_from_bytes(kind, (home / "out.safetensors").read_bytes(), runtime)

@@ -237,7 +237,8 @@ def test_rows_run_by_turns_and_a_rival_that_fails_is_a_row(
     (tmp_path / "code.jsonl").write_text('{"prompt": "w3 w5 w3 w5 w3"}\n{"prompt": "w9 w8 w7"}\n')
     command = ["bench", "peers", "--model", str(folder), "--stream", str(tmp_path / "code.jsonl"), "--threads", "1"]
     command += ["--max-new-tokens", "8", "--peers", "swiftopt,node-llama-cpp/plain"]
-    assert run([*command, "--dtype", "float32", "--json"]) == 0
+    assert run([*command, "--dtype", "float32", "--svg", str(tmp_path / "ratios.svg"), "--json"]) == 0
+    assert "swiftopt/best" in (tmp_path / "ratios.svg").read_text()
     out, err = capsys.readouterr()
     report = json.loads(out)
     plain, best, failed = report["results"]

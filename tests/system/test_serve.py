@@ -1104,11 +1104,13 @@ def test_benchmark_that_stays_shows_its_dashboard(folder: Path, tmp_path: Path) 
     (tmp_path / "s.jsonl").write_text("\n".join(json.dumps({"prompt": f"w{n} w3"}) for n in range(4)))
     command = [sys.executable, "-m", "swiftopt", "bench", "serve", "--model", str(folder), "--max-new-tokens", "8"]
     command += ["--stream", str(tmp_path / "s.jsonl"), "--task", "shown", "--db", str(tmp_path / "a.db"), "--stay"]
+    command += ["--svg", str(tmp_path / "speed.svg")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         said = next(line for line in process.stdout if "dashboard" in line)
         found = httpx2.get(said.split()[2])
         assert found.status_code == 200 and "shown" in found.text
+        assert "4 requests of 8 tokens" in (tmp_path / "speed.svg").read_text()
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
     refused = subprocess.run([*command, "--json"], capture_output=True, text=True)

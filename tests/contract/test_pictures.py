@@ -1,0 +1,159 @@
+"""Pictures of commands: both formats with what was found, refused before any work where they cannot be written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from tiny_files import save
+
+from swiftopt.bench.tables import RESULTS
+from swiftopt.cli import charts
+from swiftopt.cli.charts import Pictures
+from swiftopt.cli.main import run
+
+PROMPTS = ["--model", "tiny", "--stream", "notes.jsonl"]
+SHORT = ["--max-new-tokens", "12"]
+TRAIN = [*PROMPTS, *SHORT, "--epochs", "1"]
+TUNE = ["tune", *PROMPTS, "--max-new-tokens", "40", "--context-window", "8", "--max-steps", "20"]
+SHIFT = ["--prompts", "3", "--context-window", "8", "--max-steps", "20", "--deterministic"]
+RUNS: dict[str, tuple[list[str], list[str]]] = {  # a command that draws, and what its picture must say
+    "tune": (TUNE, ["tiny / notes", "attention", "MLP", "best so far", "verdict"]),
+    "compare": (["compare", *PROMPTS, *SHORT, "--methods", "jacobi"], ["tiny / notes", "jacobi", "plain", "1.00x"]),
+    "bench decode": (["bench", "decode", *PROMPTS, *SHORT, "--methods", "plain,jacobi"], ["tiny", "jacobi", "1.00x"]),
+    "bench ablate": (["bench", "ablate", "swift-window", *PROMPTS, *SHORT], ["tiny · ", "tok/s", "variant's base"]),
+    "bench throughput": (
+        ["bench", "throughput", *PROMPTS, *SHORT, "--concurrency", "1,2", "--method", "jacobi"],
+        ["tiny", "drafting", "plain batching", "requests at once"],
+    ),
+    "bench search": (
+        ["bench", "search", *PROMPTS, "--max-new-tokens", "30", "--window", "8", "--passes", "8"],
+        ["tiny", "swift", "candidate passes"],
+    ),
+    "bench stream-shift": (["bench", "stream-shift", *PROMPTS, *SHORT, *SHIFT], ["tiny", "notes", "code", "adapting"]),
+    "heads train": (["heads", "train", *TRAIN], ["tiny / mixed · heads", "KL to the last layer"]),
+    "probe train": (["probe", "train", *TRAIN], ["tiny / mixed · probe", "cross-entropy"]),
+}
+OTHERS = {  # drawn in the tests of the commands themselves, which need other programs
+    "layers show": ["layers", "show", "tiny/notes"],
+    "heads show": ["heads", "show", "tiny/notes"],
+    "probe show": ["probe", "show", "tiny/notes"],
+    "bench serve": ["bench", "serve", *PROMPTS],
+    "bench peers": ["bench", "peers", *PROMPTS],
+}
+EVERY = {**{name: args for name, (args, _) in RUNS.items()}, **OTHERS}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def home(tmp_path: Path, own_cache: Path, no_presets: None, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a database and a cache of its own."""
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "kernels").symlink_to(own_cache / "kernels")
+    monkeypatch.setenv("SWIFTOPT_DATABASE_URL", str(tmp_path / "home.db"))
+    monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def words_of(svg: Path) -> str:
+    """All text of a picture, and its width and height are what they should be."""
+    root = ElementTree.parse(svg).getroot()
+    assert root.attrib["width"] == "720pt"
+    return "\n".join(element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text"))
+
+
+def check(png: Path, svg: Path, words: list[str]) -> str:
+    """Both are pictures of the same size, and the words are in the second."""
+    head = png.read_bytes()[:24]
+    assert head.startswith(b"\x89PNG") and int.from_bytes(head[16:20], "big") == 1500
+    found = words_of(svg)
+    assert [word for word in words if word not in found] == []
+    return found
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_command_draws_both_formats_of_what_it_found(
+    name: str, tiny: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (home / "tiny").symlink_to(tiny)
+    tasks = ["notes", "code"] if "shift" in name or "train" in name else ["notes"]
+    lines = [json.dumps({"task": task, "prompt": f"w{i} w{i + 1} w{i}"}) for task in tasks for i in range(4)]
+    (home / "notes.jsonl").write_text("\n".join(lines) + "\n")
+    args, words = RUNS[name]
+    code = run([*args, "--png", "x.png", "--svg", "x.svg", "--json"])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    assert json.loads(out)["schema"].startswith("swiftopt.")
+    assert "drawn to x.png\ndrawn to x.svg\n" in err
+    check(home / "x.png", home / "x.svg", words)
+
+
+@pytest.mark.parametrize("option", ["--png", "--svg"])
+@pytest.mark.parametrize("name", EVERY)
+def test_file_that_cannot_be_written_is_refused_before_any_work(
+    name: str, option: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*EVERY[name], option, "no/folder/x"]) == 1  # there is neither model nor stream
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("error: cannot write no/folder/x: no such file or directory; choose another file")
+    assert list(home.iterdir()) == [home / "cache"]
+
+
+def test_files_are_left_as_they_are_until_there_is_a_picture(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (home / "old.png").write_bytes(b"old")
+    (home / "link.svg").symlink_to("new.svg")
+    assert run([*EVERY["bench decode"], "--png", "old.png", "--svg", "link.svg"]) != 0  # there is no stream
+    assert "notes.jsonl" in capsys.readouterr().err
+    assert (home / "old.png").read_bytes() == b"old"
+    assert (home / "link.svg").is_symlink() and not (home / "new.svg").exists()
+    assert run([*EVERY["bench decode"], "--png", "x", "--svg", "x"]) == 2
+    assert "--png and --svg both name x" in capsys.readouterr().err
+    (home / "folder").mkdir()
+    assert run([*EVERY["bench decode"], "--svg", "folder"]) == 1
+    assert "cannot write folder: is a directory" in capsys.readouterr().err
+
+
+def test_detached_job_draws_nothing(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*TUNE, "--redis", "redis://127.0.0.1:1", "--detach", "--svg", "x.svg"]) == 2
+    assert "leave out --png and --svg" in capsys.readouterr().err
+    assert not (home / "x.svg").exists()
+
+
+def report_of(name: str) -> dict[str, Any]:
+    (path,) = RESULTS.glob(f"*-{name}.json")
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["report"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("draw", "name", "words"),
+    [
+        (charts.draw_comparison, "bc56a9b-epyc2-smollm2-all", ["1.82x  72.9 tok/s", "layerskip", "hatched: lossy"]),
+        (charts.draw_peers, "83d4d46-epyc2-qwen-rivals", ["2.80x  22.8 tok/s", "llama-cpp/draft", "other weights"]),
+        (charts.draw_serving, "067f1c8-epyc2-qwen-serve", ["98 requests of 64 tokens", "98 of 98 equal"]),
+        (charts.draw_throughput, "9c03b8d-epyc2-qwen-throughput", ["1.16x", "0.97x", "16"]),
+    ],
+    ids=["compare", "peers", "serve", "throughput"],
+)
+def test_picture_has_the_numbers_of_its_report_and_is_the_same_each_time(
+    draw: Callable[..., None], name: str, words: list[str], tmp_path: Path
+) -> None:
+    report = {**report_of(name), "model": "/some/folder/a model of $5"}
+    for folder in ("first", "second"):
+        (tmp_path / folder).mkdir()
+        draw(report, Pictures(tmp_path / folder / "x.png", tmp_path / folder / "x.svg"))
+    found = check(tmp_path / "first" / "x.png", tmp_path / "first" / "x.svg", ["a model of $5", *words])
+    assert "/some/folder" not in found
+    for suffix in ("png", "svg"):
+        first, second = ((tmp_path / folder / f"x.{suffix}").read_bytes() for folder in ("first", "second"))
+        assert first == second
