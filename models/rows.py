@@ -19,7 +19,8 @@ from .buffer import KVBuffer
 class Load:
     """How many sequences the latest passes of an engine served: of the whole target, and of drafts.
 
-    `n_checks` counts passes of the target that checked drafts, `n_beside` those that read a prompt or scored a window.
+    `n_checks` counts passes of the target that checked drafts; `n_beside` those that read a prompt or scored a window,
+    and what else took time beside rounds.
     """
 
     checked: int = 1

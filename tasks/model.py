@@ -292,6 +292,7 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
     def _give(self, turn: _Turn) -> float:
         """Let a thread use the model; the seconds that requests waited for it."""
         begun, waited = perf_counter(), bool(self._requests)
+        self._engine.load.n_beside += waited
         turn.answer(True)
         turn.over.wait()
         return perf_counter() - begun if waited else 0.0

@@ -119,6 +119,7 @@ def test_turns_are_taken_alone_rarely_beside_requests_and_never_of_a_closed_engi
                 n_turns += 1
                 if not all(each.is_done for each in tickets):
                     time.sleep(0.02)
+        assert engine._engine.load.n_beside >= len(TEXTS), "a round beside a turn or a prompt is no measure of a way"
         assert n_turns >= 1 and 0.02 * (n_turns - 2) <= 2 * TURN_SHARE * (time.perf_counter() - began)
     with pytest.raises(Cancelled, match="closed"), engine.turn():
         raise AssertionError("it was granted")
