@@ -16,10 +16,10 @@ from typing import Any, cast
 from ..core.errors import ContextOverflow, SwiftoptError
 from ..core.types import Prompt, Sampling
 from ..decoding.session import Session
+from ..models.gguf_weights import Rounding, gguf_of, stored_type
 from ..models.runtime import Runtime
 from ..models.saved import OnStep, cache_root, no_step, quiet
 from ..optimizer.verdict import Timed, bootstrap_interval, speed, speed_ratio
-from .gguf_weights import Rounding, gguf_of, stored_type
 from .peer_children import Child, room_for
 from .peer_environments import Launch, PeerFailed, prepared
 from .peer_rows import DRAFT_TOKENS, MIN_CONFIDENCE, NGRAM_TOKENS, Row, Weights

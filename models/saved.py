@@ -16,7 +16,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -149,6 +149,44 @@ def weight_files(folder: Path) -> list[Path]:
                 raise ModelNotFound(f"{index} is no index of weights: copy the model's folder again") from error
             return [folder / name for name in sorted(set(shards.values()))]
     return []
+
+
+class StoredTensors:
+    """The tensors of a folder's safetensors files, read one at a time; to be used as a context manager.
+
+    Raises: ModelNotFound: on entering, where the folder holds no such files, or a damaged one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open = ExitStack()
+        self._files: dict[str, Any] = {}
+
+    def __enter__(self) -> StoredTensors:
+        from safetensors import SafetensorError, safe_open
+
+        paths = weight_files(self._folder)
+        if not paths or any(path.suffix != ".safetensors" for path in paths):
+            raise ModelNotFound(f"{self._folder} holds no safetensors files: save the model again with transformers")
+        try:
+            for path in paths:
+                file = self._open.enter_context(safe_open(path, framework="pt"))
+                self._files.update(dict.fromkeys(file.keys(), file))
+        except (OSError, SafetensorError) as error:
+            self._open.close()
+            raise ModelNotFound(f"{self._folder} cannot be read ({first_line(error)}): copy it again") from error
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._open.close()
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor, in the files' order."""
+        return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
+
+    def read(self, name: str) -> Any:
+        """Return one tensor as it is stored, on the CPU."""
+        return self._files[name].get_tensor(name)
 
 
 def has_tokenizer(folder: Path) -> bool:

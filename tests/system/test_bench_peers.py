@@ -22,7 +22,6 @@ from tiny_files import save
 from transformers import AutoModelForCausalLM
 
 from swiftopt.bench import peers
-from swiftopt.bench.gguf_weights import gguf_of, write_gguf
 from swiftopt.bench.peer_children import Child
 from swiftopt.bench.peer_environments import PROGRAMS, Launch, PeerFailed, prepared
 from swiftopt.bench.peer_rows import RIVALS, Rival, Row
@@ -30,6 +29,7 @@ from swiftopt.bench.peers import PeersBench, PeersRequest, questions_of, report_
 from swiftopt.cli.main import run
 from swiftopt.core.errors import ContextOverflow, UnsupportedModel
 from swiftopt.core.types import Prompt
+from swiftopt.models.gguf_weights import gguf_of, write_gguf
 
 ASKED = {"prompt_ids": [3, 5, 7, 9], "max_new_tokens": 6, "task": "code"}
 

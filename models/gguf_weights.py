@@ -11,15 +11,15 @@ import math
 import os
 import tempfile
 from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from ..core.errors import ModelNotFound, OutputError, UnsupportedModel
-from ..models.fingerprint import fingerprint
-from ..models.saved import OnStep, cache_root, first_line, no_step, weight_files
+from ..core.errors import OutputError, UnsupportedModel
+from .fingerprint import fingerprint
+from .saved import OnStep, StoredTensors, cache_root, first_line, no_step
 
 Rounding = Literal["stored", "F16", "Q8_0", "Q4_0"]
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
@@ -113,9 +113,9 @@ def write_gguf(folder: Path, path: Path, kind: str) -> None:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        with _Weights(folder) as weights:
+        with StoredTensors(folder) as tensors:
             for stored, of_type in placed:
-                values = weights.read(stored)
+                values = tensors.read(stored).float().numpy()
                 if name in PAIRED:
                     values = _paired(stored, values, config)
                 writer.write_tensor_data(gguf.quants.quantize(values, of_type))
@@ -195,45 +195,9 @@ def _paired(stored: str, values: np.ndarray[Any, Any], config: Any) -> np.ndarra
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
 
 
-class _Weights:
-    """The tensors of a folder's safetensors files, read one at a time."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._open = ExitStack()
-        self._files: dict[str, Any] = {}
-
-    def __enter__(self) -> _Weights:
-        from safetensors import SafetensorError, safe_open
-
-        paths = weight_files(self._folder)
-        if not paths or any(path.suffix != ".safetensors" for path in paths):
-            raise ModelNotFound(f"{self._folder} holds no safetensors files: save the model again with transformers")
-        try:
-            for path in paths:
-                file = self._open.enter_context(safe_open(path, framework="pt"))
-                self._files.update(dict.fromkeys(file.keys(), file))
-        except (OSError, SafetensorError) as error:
-            self._open.close()
-            raise ModelNotFound(f"{self._folder} cannot be read ({first_line(error)}): copy it again") from error
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self._open.close()
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor, in the files' order."""
-        return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
-
-    def read(self, name: str) -> np.ndarray[Any, Any]:
-        """One tensor in float32."""
-        values: np.ndarray[Any, Any] = self._files[name].get_tensor(name).float().numpy()
-        return values
-
-
 def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    with _Weights(folder) as weights:
-        return weights.shapes()
+    with StoredTensors(folder) as tensors:
+        return tensors.shapes()
 
 
 def _config(folder: Path) -> Any:

@@ -1,0 +1,220 @@
+"""A layer set as a checkpoint with fewer layers, which engines load that know nothing of skipped sub-layers.
+
+A sub-layer carries its own norm and adds to the residual stream, so layer i's attention followed by layer j's MLP is an
+ordinary decoder layer. Where what a set leaves alternates attention, MLP, attention, MLP, …, it is a whole model. The
+checkpoint computes what the set computes on its own keys and values; drafting here, a set reads the target's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from ..core.errors import LayerSetError, UnsupportedModel
+from ..core.types import LayerSet, SubLayer
+from .families import FAMILIES, Family
+from .saved import StoredTensors, supported_config
+
+Pair = tuple[int, int]  # the layers that a new layer's attention and its MLP come from
+MOST_NEAREST = 16  # sets at equal distance that are listed
+SHARD_BYTES = 4 << 30  # of a file of weights; as much is in memory at a time
+STATES = ("nothing", "mlp next", "attn next")  # of a row of sub-layers: not begun, within a new layer, after one
+SMALL_FILES = (".json", ".jinja", ".txt", ".model")  # settings and tokenizer
+
+
+def pairs_of(layer_set: LayerSet, parallel: bool = False) -> tuple[Pair, ...]:
+    """Return the new layers, in order, that compute what the set leaves of a model.
+
+    Args:   parallel: a layer's attention and MLP read the same residual, so that both have to stay together.
+    Raises: LayerSetError: what is left does not alternate, is nothing or, of a parallel model, splits a layer.
+    """
+    if parallel:
+        split = sorted(layer_set.skip_attn ^ layer_set.skip_mlp)
+        if split:
+            raise LayerSetError(
+                f"the layer set leaves out one half of layers {split}, but in this model attention and MLP read the"
+                " same values: only sets of whole layers are a checkpoint of their own"
+            )
+    left = [sub for sub in _sub_layers(layer_set.n_layers) if not layer_set.skips(*sub)]
+    for place, (kind, layer) in enumerate(left):
+        if kind != ("attn", "mlp")[place % 2]:
+            raise LayerSetError(_not_alternating(layer, kind, left[place - 1] if place else None))
+    if len(left) % 2:
+        raise LayerSetError(
+            f"the layer set ends with the attention of layer {left[-1][1]}, and a decoder layer ends with an MLP: take"
+            " the nearest set that alternates"
+        )
+    if not left:
+        raise LayerSetError("the layer set leaves nothing of the model: take one that keeps at least one layer")
+    return tuple((left[i][1], left[i + 1][1]) for i in range(0, len(left), 2))
+
+
+def nearest(layer_set: LayerSet, parallel: bool = False, most: int = MOST_NEAREST) -> tuple[LayerSet, ...]:
+    """Return the sets that `pairs_of` takes with the fewest sub-layers changed, at most `most` of them.
+
+    A change leaves out one more sub-layer, or takes one back. At equal distance those come first that keep the earliest
+    sub-layer in which they differ. A set that alternates is its own nearest.
+    """
+    steps: list[tuple[SubLayer, ...]] = [(sub,) for sub in _sub_layers(layer_set.n_layers)]
+    if parallel:
+        steps = [(("attn", layer), ("mlp", layer)) for layer in range(layer_set.n_layers)]
+
+    @cache
+    def cheapest(step: int, state: str) -> float:
+        """Return the fewest changes from this step on."""
+        if step == len(steps):
+            return 0.0 if state == "attn next" else float("inf")
+        return min(cost + cheapest(step + 1, after) for _, after, cost in choices(step, state))
+
+    def choices(step: int, state: str) -> Iterator[tuple[bool, str, int]]:
+        """Yield whether the step's sub-layers are kept, the state after them, and the changes that makes."""
+        here = steps[step]
+        n_kept = sum(not layer_set.skips(*sub) for sub in here)
+        if parallel:
+            yield True, "attn next", len(here) - n_kept
+        elif here[0][0] == ("mlp" if state == "mlp next" else "attn"):
+            yield True, "mlp next" if here[0][0] == "attn" else "attn next", 1 - n_kept
+        yield False, state, n_kept
+
+    def walk(step: int, state: str, skipped: tuple[SubLayer, ...]) -> Iterator[LayerSet]:
+        if step == len(steps):
+            yield layer_set.skipping(skipped)
+            return
+        for kept, after, cost in choices(step, state):
+            if cost + cheapest(step + 1, after) == cheapest(step, state):
+                yield from walk(step + 1, after, skipped if kept else skipped + steps[step])
+
+    for step in reversed(range(len(steps))):  # fills the cache from behind: models are deeper than Python's stack
+        for state in STATES:
+            cheapest(step, state)
+    return tuple(islice(walk(0, "nothing", ()), most))
+
+
+def distance(one: LayerSet, other: LayerSet) -> int:
+    """Return the number of sub-layers that one set leaves out and the other does not."""
+    return len(one.skip_attn ^ other.skip_attn) + len(one.skip_mlp ^ other.skip_mlp)
+
+
+def is_parallel(config: Any) -> bool:
+    """Return whether attention and MLP of a layer read the same residual, by a transformers config."""
+    flag = FAMILIES[config.model_type].parallel_flag
+    return bool(getattr(config, flag, False)) if flag else False
+
+
+def check_restackable(config: Any) -> None:
+    """Raises: UnsupportedModel: by the transformers config, something depends on a layer's index."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if len(kinds) > 1 or FAMILIES[config.model_type].rotary_by_type:
+        raise UnsupportedModel(
+            f"this {config.model_type} model has attention types by layer, so its sub-layers cannot be put together"
+            " anew: only models whose layers are all of one kind can be exported as a draft"
+        )
+    if getattr(config, "scale_attn_by_inverse_layer_idx", False):
+        raise UnsupportedModel(
+            "this model scales attention by the layer's index, so its sub-layers cannot be put together anew: only"
+            " models whose layers are all of one kind can be exported as a draft"
+        )
+
+
+def write_restacked(folder: Path, pairs: Sequence[Pair], out: Path) -> None:
+    """Write a saved model's checkpoint of those layers: config, weights in safetensors, and the tokenizer's files.
+
+    The tensors are the model's own, bit by bit, in the stored type.
+
+    Args:   folder: of a saved model. pairs: of `pairs_of`. out: an empty folder.
+    Raises: UnsupportedModel: something in the model depends on a layer's index, or a tensor is of neither sub-layer.
+            ModelNotFound: the folder cannot be read. OSError: `out` cannot be written.
+    """
+    config = supported_config(folder)
+    check_restackable(config)
+    for path in sorted(folder.iterdir()):
+        if path.suffix in SMALL_FILES and path.name != "config.json" and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, out / path.name)
+    stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    text = json.dumps(_shortened(stored, len(pairs)), indent=2)
+    (out / "config.json").write_text(text + "\n", encoding="utf-8")
+    with StoredTensors(folder) as tensors:
+        _write_tensors(tensors, _new_names(tensors.shapes(), FAMILIES[config.model_type], pairs, folder), out)
+
+
+def _sub_layers(n_layers: int) -> list[SubLayer]:
+    """Return all sub-layers in the order in which they run."""
+    kinds: tuple[Literal["attn", "mlp"], ...] = ("attn", "mlp")
+    return [(kind, layer) for layer in range(n_layers) for kind in kinds]
+
+
+def _not_alternating(layer: int, kind: str, before: SubLayer | None) -> str:
+    words = {"attn": "attention", "mlp": "MLP"}
+    behind = "begins" if before is None else f"follows the {words[before[0]]} of layer {before[1]}"
+    return (
+        f"what the layer set leaves does not alternate attention and MLP: the {words[kind]} of layer {layer} {behind};"
+        " take the nearest set that does"
+    )
+
+
+def _shortened(config: Mapping[str, Any], n_layers: int) -> dict[str, Any]:
+    """Return the stored config of a model with that many layers, all of one kind."""
+    changed: dict[str, Any] = {key: n_layers for key in ("num_hidden_layers", "n_layer") if key in config}
+    if isinstance(config.get("layer_types"), list):
+        changed["layer_types"] = config["layer_types"][:n_layers]
+    if isinstance(config.get("max_window_layers"), int):
+        changed["max_window_layers"] = min(config["max_window_layers"], n_layers)
+    return {**config, **changed}
+
+
+def _new_names(
+    names: Mapping[str, object], family: Family, pairs: Sequence[Pair], folder: Path
+) -> list[tuple[str, str]]:
+    """Return (new name, stored name) of every tensor of the new checkpoint, layer by layer."""
+    inner = family.layers.partition(".")[2]  # files of a bare decoder lack the first word
+    layered = re.compile(rf"((?:{re.escape(family.layers)}|{re.escape(inner)})\.)(\d+)\.(.+)")
+    parts = {
+        "attn": (family.attn, family.attn_norm, family.attn_post_norm),
+        "mlp": (family.mlp, family.mlp_norm, family.mlp_post_norm),
+    }
+    sources = {"attn": [pair[0] for pair in pairs], "mlp": [pair[1] for pair in pairs]}
+    found = []
+    for name in names:
+        match = layered.fullmatch(name)
+        if match is None:
+            found.append((name, name))
+            continue
+        stem, layer, rest = match[1], int(match[2]), match[3]
+        kind = next((k for k, modules in parts.items() if any(m and rest.startswith(f"{m}.") for m in modules)), None)
+        if kind is None:
+            raise UnsupportedModel(
+                f"{folder} has a tensor {name!r} that belongs neither to attention nor to the MLP of its layer: its"
+                " layers cannot be put together anew"
+            )
+        found += [(f"{stem}{new}.{rest}", name) for new, source in enumerate(sources[kind]) if source == layer]
+    return sorted(found, key=lambda pair: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", pair[0])])
+
+
+def _write_tensors(tensors: StoredTensors, named: Sequence[tuple[str, str]], out: Path) -> None:
+    """Write one file, or as many as it takes and their index where they are larger than SHARD_BYTES."""
+    from safetensors.torch import save_file
+
+    shards: list[list[tuple[str, str]]] = [[]]
+    total = held = 0
+    for new, stored in named:
+        n_bytes = tensors.read(stored).nbytes
+        if held and held + n_bytes > SHARD_BYTES:
+            shards.append([])
+            held = 0
+        shards[-1].append((new, stored))
+        held, total = held + n_bytes, total + n_bytes
+    index = {}
+    for number, shard in enumerate(shards, 1):
+        one = len(shards) == 1
+        file = "model.safetensors" if one else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file({new: tensors.read(stored) for new, stored in shard}, out / file, metadata={"format": "pt"})
+        index.update({new: file for new, _ in shard})
+    if len(shards) > 1:
+        value = {"metadata": {"total_size": total}, "weight_map": index}
+        (out / "model.safetensors.index.json").write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
