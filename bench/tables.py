@@ -1,17 +1,21 @@
-"""The tables of results in bench/RESULTS.md and README.md, made of the files in bench/results.
+"""The tables of results in bench/RESULTS.md and README.md, and README's charts, made of the files in bench/results.
 
-    python -m swiftopt.bench.tables            prints those of RESULTS.md
-    python -m swiftopt.bench.tables --write    puts both between the marks of their pages
+    python -m swiftopt.bench.tables            prints the tables of RESULTS.md
+    python -m swiftopt.bench.tables --write    puts the tables between the marks of their pages, and draws the charts
+    python -m swiftopt.bench.tables --check    names the pages and charts that are not those of the files
 
 A file holds one object: {"date", "commit", "command", "note", "report"}, where `report` is what `swiftopt compare
 --json` or `swiftopt bench decode|peers|search|stream-shift --json` printed for `command`. Every row of every file is
 shown, those that lose among them, in one table for methods, one for rivals, one for searches and one for streams that
-change. The README has the rows that a file of rivals names as its `"headline"`; the others are a link away.
+change. The README has the rows that a file of rivals names as its `"headline"`, as a chart as well, and a chart of the
+newest file of `swiftopt bench serve`; the others are a link away. A chart is an SVG file that holds a digest of its
+data, for another matplotlib may draw the same data as other bytes.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import shlex
 import sys
@@ -20,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..cli.charts import Pictures, Report, draw_peers, draw_serving
 from ..core.errors import InvalidInput, SwiftoptError
 from ..tasks.report import SCHEMA as COMPARE_SCHEMA
 from .decode import SCHEMA, rows
@@ -34,6 +39,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 PAGE = ROOT / "bench" / "RESULTS.md"
 README = ROOT / "README.md"
+SERVING_CHART, RIVALS_CHART = ROOT / "docs" / "served.svg", ROOT / "docs" / "rivals.svg"
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
 KEYS = ("date", "commit", "command", "note", "report")
 HEADER = ("model", "task", "method", "tok/s", "ratio [95 %]", "α", "M", "identical", "device, dtype")
@@ -73,6 +79,64 @@ def short_table(folder: Path = RESULTS) -> str:
             parts.append(f"{first[0]}, {first[-1]} ({_link(path, result, README)}):")
             parts.append("\n".join(_markdown(("", *shown), (cells[1:-1] for cells in found.values()))))
     return "\n\n".join(parts) or NOTHING
+
+
+@dataclass(frozen=True)
+class ReadmeChart:
+    """A picture of README: its file, what draws it, and of which report."""
+
+    path: Path
+    draw: Callable[[Report, Pictures], None]
+    report: Report
+
+    @property
+    def origin(self) -> str:
+        """What the picture's metadata say of its data."""
+        return f"sha256 of the report: {hashlib.sha256(json.dumps(self.report, sort_keys=True).encode()).hexdigest()}"
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the file was drawn of this report."""
+        return self.path.is_file() and self.origin in self.path.read_text(encoding="utf-8")
+
+    def write(self) -> None:
+        """Draw the file.
+
+        Raises: OutputError: it cannot be written.
+        """
+        self.draw(self.report, Pictures(svg=self.path, origin=self.origin))
+
+
+def charts(folder: Path = RESULTS) -> list[ReadmeChart]:
+    """README's charts: the newest result of `bench serve`, and the headline's rows of rivals.
+
+    Raises: InvalidInput: a file is no result.
+    """
+    found = []
+    results = sorted(_results(folder), key=lambda item: (item[1]["date"], item[0].name))
+    if served := [result["report"] for _, result in results if result["report"]["schema"] == SERVE_SCHEMA]:
+        found.append(ReadmeChart(SERVING_CHART, draw_serving, served[-1]))
+    for _, result in results:
+        if named := result.get("headline"):
+            report = result["report"]
+            rows = [row for row in report["results"] if row["row"] in named]
+            found.append(ReadmeChart(RIVALS_CHART, draw_peers, {**report, "results": rows}))
+    return found
+
+
+def out_of_date() -> list[Path]:
+    """Return the pages and charts that are not those of the result files.
+
+    Raises: InvalidInput: a file is no result, or a page lacks its marks.
+    """
+    texts = ((page, page.read_text(encoding="utf-8"), body) for page, body in _pages())
+    pages = [page for page, text, body in texts if refreshed(text, body) != text]
+    return [*pages, *(chart.path for chart in charts() if not chart.is_current)]
+
+
+def _pages() -> list[tuple[Path, str]]:
+    """Return each page and what goes between its marks."""
+    return [(PAGE, table()), (README, short_table())]
 
 
 def _results(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
@@ -319,16 +383,25 @@ def _options(command: str) -> argparse.Namespace:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Print the table, or write it into its page; returns the exit code."""
+    """Print the tables, write or check pages and charts; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write into RESULTS.md and README.md instead")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--write", action="store_true", help="write into RESULTS.md and README.md, and draw the charts")
+    action.add_argument("--check", action="store_true", help="exit with 1 where a page or chart is out of date")
     parsed = parser.parse_args(args)
     try:
+        if parsed.check:
+            for path in (old := out_of_date()):
+                print(f"error: {path} is out of date: run python -m swiftopt.bench.tables --write", file=sys.stderr)
+            return 1 if old else 0
         if not parsed.write:
             print(table())
             return 0
-        for page, body in ((PAGE, table()), (README, short_table())):
+        for page, body in _pages():
             page.write_text(refreshed(page.read_text(encoding="utf-8"), body), encoding="utf-8")
+        for chart in charts():
+            if not chart.is_current:
+                chart.write()
     except SwiftoptError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -308,7 +308,7 @@ def _draw_bar(axes: Axes, place: int, row: Report, hatched: bool) -> float:
     axes.barh(place, row["ratio"], height=0.72, color=colour, linewidth=0, **pattern)
     axes.plot([low, high], [place, place], color=INK, lw=1.2, solid_capstyle="butt")
     axes.plot([low, high], [place, place], color=INK, lw=0, marker="|", ms=6)
-    label = f"{number(row['ratio'], unit='x')}  {number(row['tok_s'], 1)} tok/s"
+    label = f"{number(row['ratio'], unit='x')} · {number(row['tok_s'], 1)} tok/s"
     beside: dict[str, Any] = {"textcoords": "offset points", "xytext": (6, 0), "va": "center", "fontsize": 9}
     under = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 0.8}
     axes.annotate(label, (max(high, row["ratio"]), place), bbox=under, **beside)

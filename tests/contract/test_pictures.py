@@ -138,8 +138,8 @@ def report_of(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("draw", "name", "words"),
     [
-        (charts.draw_comparison, "bc56a9b-epyc2-smollm2-all", ["1.82x  72.9 tok/s", "layerskip", "hatched: lossy"]),
-        (charts.draw_peers, "83d4d46-epyc2-qwen-rivals", ["2.80x  22.8 tok/s", "llama-cpp/draft", "other weights"]),
+        (charts.draw_comparison, "bc56a9b-epyc2-smollm2-all", ["1.82x · 72.9 tok/s", "layerskip", "hatched: lossy"]),
+        (charts.draw_peers, "83d4d46-epyc2-qwen-rivals", ["2.80x · 22.8 tok/s", "llama-cpp/draft", "other weights"]),
         (charts.draw_serving, "067f1c8-epyc2-qwen-serve", ["98 requests of 64 tokens", "98 of 98 equal"]),
         (charts.draw_throughput, "9c03b8d-epyc2-qwen-throughput", ["1.16x", "0.97x", "16"]),
     ],

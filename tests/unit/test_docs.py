@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,19 @@ from tiny_files import save
 import swiftopt
 from swiftopt.bench.decode import SCHEMA
 from swiftopt.bench.peers import SCHEMA as PEERS_SCHEMA
-from swiftopt.bench.tables import BEGIN, END, NOTHING, PAGE, README, main, refreshed, short_table, table
+from swiftopt.bench.tables import (
+    BEGIN,
+    END,
+    NOTHING,
+    PAGE,
+    README,
+    charts,
+    main,
+    out_of_date,
+    refreshed,
+    short_table,
+    table,
+)
 from swiftopt.cli.main import swiftopt as program
 from swiftopt.cli.output import INTERRUPTED
 from swiftopt.cli.reference import EXIT_CODES, page
@@ -289,6 +302,29 @@ def put(folder: Path, name: str, value: Any) -> Path:
 def test_table_agrees_with_the_result_files(page: Path, made: Callable[[], str]) -> None:
     text = page.read_text(encoding="utf-8")
     assert refreshed(text, made()) == text, "run: python -m swiftopt.bench.tables --write"
+
+
+def test_charts_of_the_readme_are_those_of_the_result_files() -> None:
+    found = charts()
+    assert [chart.path.name for chart in found] == ["served.svg", "rivals.svg"]
+    assert [chart.path for chart in found if not chart.is_current] == [], "run: python -m swiftopt.bench.tables --write"
+    text = README.read_text(encoding="utf-8")
+    assert all(f"](docs/{chart.path.name})" in text for chart in found)
+    served, rivals = (chart.path.read_text(encoding="utf-8") for chart in found)
+    assert f">{found[0].report['prompts']} requests" in served.replace("· ", ">") and ">plain decoding<" in served
+    assert all(f">{row['row']}<" in rivals for row in found[1].report["results"])
+
+
+def test_chart_of_other_data_is_out_of_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chart = next(chart for chart in charts() if chart.path.name == "rivals.svg")
+    mine = replace(chart, path=tmp_path / "rivals.svg")
+    assert not mine.is_current
+    mine.write()
+    assert mine.is_current
+    assert not replace(mine, report={**mine.report, "prompts": 7}).is_current
+    monkeypatch.setattr("swiftopt.bench.tables.RIVALS_CHART", tmp_path / "absent.svg")
+    assert out_of_date() == [tmp_path / "absent.svg"]
+    assert main(["--check"]) == 1
 
 
 def test_table_shows_every_row_those_that_lose_among_them(tmp_path: Path) -> None:
