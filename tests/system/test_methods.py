@@ -187,7 +187,7 @@ def test_sampled_output_has_the_target_distribution(
 
 @pytest.mark.parametrize(("name", "with_model"), cases(LOSSY))
 def test_lossy_methods_say_so(name: str, with_model: bool) -> None:
-    own = parts("llama", with_model)
+    own = parts("llama", with_model, quick_runtime)
     method = build(name, own)
     done = run(method, own.runtime, prompt(2), Sampling())
     assert method.lossy and done.lossy and done.n_tokens == N_NEW
@@ -195,7 +195,7 @@ def test_lossy_methods_say_so(name: str, with_model: bool) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_length_is_kept_exactly(name: str) -> None:
-    own = parts()
+    own = parts("llama", False, quick_runtime)
     method = build(name, own)
     for n_new, seed in itertools.product((1, 2, 3, 7), (0, 1)):
         sampling = Sampling(temperature=0.8 * seed, seed=seed)
@@ -204,7 +204,7 @@ def test_every_length_is_kept_exactly(name: str) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_stop_token_ends_the_text_whoever_drafts(name: str) -> None:
-    own = parts()
+    own = parts("llama", False, quick_runtime)
     stop = run(PLAIN, own.runtime, prompt(0), Sampling()).token_ids[4]
     done = decode(
         own.runtime, prompt(0), build(name, own), TokenRule.of(Sampling(), None), Ending(N_NEW, frozenset({stop}))
@@ -217,7 +217,7 @@ def test_a_stop_token_ends_the_text_whoever_drafts(name: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, seed=4)], ids=["greedy", "sampled"])
 def test_no_stop_token_ends_the_text_before_its_least_length(name: str, sampling: Sampling) -> None:
-    own, ids, least = parts(), prompt(0), 9
+    own, ids, least = parts("llama", False, quick_runtime), prompt(0), 9
     stops = sorted(set(run(PLAIN, own.runtime, ids, sampling).token_ids[:6]))
 
     def under_constraint(method: Method) -> Completion:
