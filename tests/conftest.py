@@ -72,6 +72,16 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shared / "cache"
 
 
+@pytest.fixture
+def new_cache(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own, with nothing but the compiled kernels in it."""
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    (cache / "kernels").symlink_to(own_cache / "kernels")
+    monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(cache))
+    return cache
+
+
 @contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
     """Keep the run's other processes out."""

@@ -26,12 +26,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with a stream, a database and a cache of its own, in which the kernels are compiled."""
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "kernels").symlink_to(own_cache / "kernels")
+def home(tmp_path: Path, new_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a stream, a database and a cache of its own."""
     monkeypatch.setenv("SWIFTOPT_DATABASE_URL", str(tmp_path / "home.db"))
-    monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     for task in ("code", "notes"):
         lines = [json.dumps({"prompt": f"w{i} w{2 * i} w{len(task)}"}) for i in range(8)]

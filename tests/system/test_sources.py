@@ -153,9 +153,8 @@ def test_load_refuses_a_cuda_device_that_is_not_here(device: str) -> None:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "gguf"
+def cache(new_cache: Path) -> Path:
+    return new_cache / "gguf"
 
 
 @pytest.fixture
@@ -184,7 +183,7 @@ def test_gguf_conversion_keeps_the_function_and_is_made_once(
 
 
 def test_gguf_conversions_of_two_processes_both_end_well(tiny_gguf: Path, cache: Path) -> None:
-    code = f"from swiftopt.models.loading import load; print(load({str(tiny_gguf)!r}, speed='eager').info.fingerprint)"
+    code = f"from swiftopt.models.loading import load; print(load({str(tiny_gguf)!r}).info.fingerprint)"
     both = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     printed = [process.communicate(timeout=120)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0]
