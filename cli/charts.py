@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -131,7 +132,8 @@ def picture(
         figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
         yield figure.subplots(**panels)
         for name, path in pictures.files.items():
-            with writing(path):
+            with writing(path), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Glyph")  # a name in letters that the font lacks: it shows boxes
                 figure.savefig(path, format=name, metadata={**NO_METADATA[name], "Description": pictures.origin})
             note(f"drawn to {path}")
 
@@ -143,12 +145,12 @@ def _legend(*every: Axes) -> None:
         handles, labels = axes.get_legend_handles_labels()
         found |= dict(zip(labels, handles, strict=True))
     if found:
-        every[0].figure.legend(found.values(), found, loc="outside lower left", ncols=min(len(found), 5))
+        every[0].figure.legend(found.values(), found, loc="outside lower left", ncols=min(len(found), 7))
 
 
 def _name(model: str) -> str:
-    """Return the last part of a model that is given as a folder or hub id."""
-    return Path(model).name or model
+    """Return the last part of a model that is given as a folder or hub id, fit for an SVG file."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in Path(model).name or model)
 
 
 def _conditions(report: Report, *more: str) -> str:

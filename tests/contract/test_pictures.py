@@ -13,8 +13,9 @@ from tiny_files import save
 
 from swiftopt.bench.tables import RESULTS
 from swiftopt.cli import charts
-from swiftopt.cli.charts import Pictures
+from swiftopt.cli.charts import Pictures, draw_layer_sets
 from swiftopt.cli.main import run
+from swiftopt.core.types import LayerSet, LayerSetRecord, Trial
 
 PROMPTS = ["--model", "tiny", "--stream", "notes.jsonl"]
 SHORT = ["--max-new-tokens", "12"]
@@ -157,3 +158,31 @@ def test_picture_has_the_numbers_of_its_report_and_is_the_same_each_time(
     for suffix in ("png", "svg"):
         first, second = ((tmp_path / folder / f"x.{suffix}").read_bytes() for folder in ("first", "second"))
         assert first == second
+
+
+def test_several_tasks_are_drawn_with_the_formats_of_their_drafts(tmp_path: Path) -> None:
+    part = LayerSet(12, frozenset({3}), frozenset(), (("attn", "int4-64"), ("attn:5", "stored"), ("mlp", "int8")))
+    trials = [Trial(step, part, "random", 0.5, 1.0 + 0.1 * step, adopted=step == 2) for step in range(4)]
+    settings = {"objective": "expected_speedup"}
+    found = [(LayerSetRecord("folder/m", task, part, settings=settings), trials) for task in ("notes", "code")]
+    draw_layer_sets([*found, (LayerSetRecord("folder/m", "bare", part), [])], Pictures(svg=tmp_path / "x.svg"))
+    said = words_of(tmp_path / "x.svg").splitlines()
+    assert said.count("best so far") == said.count("int4") == said.count("int8") == said.count("kept") == 1
+    assert said.count("expected speedup") == 2 and "m" in said
+    assert [line.split(" · ")[0] for line in said if "skipped 1 of" in line] == ["notes", "code", "bare"]
+
+
+def test_names_that_a_font_or_a_file_lacks_make_no_noise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    record = LayerSetRecord("a\x07b", "\u4f1a\u8a71 <b>& \u05e9\u05dc\u05d5\u05dd", LayerSet(4))
+    draw_layer_sets([(record, [])], Pictures(tmp_path / "x.png", tmp_path / "x.svg"))
+    check(tmp_path / "x.png", tmp_path / "x.svg", [f"a\ufffdb / {record.task}"])
+    assert capsys.readouterr().err == f"drawn to {tmp_path}/x.png\ndrawn to {tmp_path}/x.svg\n" and not recwarn.list
+
+
+def test_report_without_any_ratio_is_still_a_picture(tmp_path: Path) -> None:
+    row = {"method": "jacobi", "ratio": None, "ratio_interval": None, "tok_s": None}
+    report = {"model": "m", "base": "plain", "prompts": 1, "max_new_tokens": 3, "results": [row]}
+    charts.draw_decoding(report, Pictures(svg=tmp_path / "x.svg"))
+    assert "ratio to plain, with its 95 % interval" in words_of(tmp_path / "x.svg")
