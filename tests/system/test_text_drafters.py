@@ -10,6 +10,7 @@ import pytest
 import torch
 from fakes import cheap_draft_costs
 from families import CONFIGS, VOCAB, taken_in_turns, tiny_runtime
+from native import quick_runtime
 
 from swiftopt.core.types import Completion, LayerSet, Sampling, TracedToken
 from swiftopt.decoding.context import Context, Ending
@@ -102,7 +103,7 @@ def test_text_drafters_equal_plain_decoding(family: str, names: Sequence[str], s
 def test_text_drafters_accept_something_somewhere(name: str, sampling: Sampling) -> None:
     """Guards the parity test: it must cross acceptance, several tokens deep where the draft is."""
     done = [
-        run(tiny_runtime(family), repetitive(1), Method(name, DRAFTERS[name]), sampling)
+        run(quick_runtime(family), repetitive(1), Method(name, DRAFTERS[name]), sampling)
         for family in ("llama", "qwen2-window", "gemma3", "gpt2")
     ]
     assert sum(one.accepted for one in done) > 0
@@ -128,7 +129,7 @@ def test_lookahead_accepts_a_branch_beside_the_first_path() -> None:
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_text_drafters_fill_the_context_to_its_last_position(family: str, name: str) -> None:
-    runtime = tiny_runtime(family)
+    runtime = quick_runtime(family)
     ids = repetitive(2, runtime.max_positions - 20)
     plain = run(runtime, ids, PLAIN, GREEDY, 20)
     assert run(runtime, ids, Method(name, DRAFTERS[name]), GREEDY, 20).token_ids == plain.token_ids
