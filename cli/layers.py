@@ -1,4 +1,4 @@
-"""`swiftopt layers` and `swiftopt models`: look at what is stored, search a layer set offline, move and choose them."""
+"""`swiftopt layers`, `export` and `models`: look at what is stored, search a layer set offline, choose, move it."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from .render import fixed, folding, layer_map, numeric, record_view, records_tab
 if TYPE_CHECKING:
     from ..store import Store
 
+EXPORT_ENGINES = ("transformers", "llamacpp", "vllm", "openvino", "sglang", "tensorrt-llm")  # as in tasks.export
 TRIAL_FIGURES = ("step", "origin", "matchness", "score", "adopted")  # of a trial, in --json
 
 version_option = click.option("--version", type=positive, help="A version.  [default: the best one]")
@@ -143,14 +144,14 @@ def search(stream: str, limit: int, max_steps: int, minutes: float | None, db: s
     )
 
 
-@layers.command(short_help="Write a layer set as JSON.")
+@layers.command("export", short_help="Write a layer set as JSON.")
 @options.model_task
 @version_option
 @click.option("-o", "--out", metavar="FILE", shell_complete=options.files, help="Write to a file instead of stdout.")
 @options.store
 @options.as_json
 @options.example("layers export smollm2-135m/notes -o notes.json")
-def export(name: ModelTask, version: int | None, out: str | None, store: Store, as_json: bool) -> None:
+def export_json(name: ModelTask, version: int | None, out: str | None, store: Store, as_json: bool) -> None:
     """Write a layer set of MODEL/TASK as one JSON object, which `import` and `generate --layer-set` read.
 
     --json puts the object on one line.
@@ -276,6 +277,39 @@ def _moved(command: str, name: ModelTask, found: FoundPlan) -> Result:
     where = {**name._asdict(), "alias": found.alias, "version": found.version}
     text = f"{found.alias} of {name} is now version {found.version} ({found.plan.method})"
     return Result({"schema": f"swiftopt.layers-{command}/1", **where, **found.plan.to_json()}, [text])
+
+
+# --- other engines
+
+
+@options.command(short_help="Write a plan as the files of another engine.")
+@options.model_task
+@click.option("--to", "engine", type=click.Choice(EXPORT_ENGINES), required=True, help="The engine.")
+@click.option(
+    "--out", metavar="FOLDER", shell_complete=options.folders, required=True, help="A new folder to write to."
+)
+@version_option
+@options.store
+@options.json
+@options.example("export smollm2-135m/notes --to transformers --out notes-draft")
+def export(name: ModelTask, engine: str, out: str, version: int | None, store: Store) -> Result:
+    """Write the plan of MODEL/TASK as what another engine loads: a draft checkpoint, its settings, and a README.
+
+    A set whose rest does not alternate attention and MLP is exported as the nearest one that does.
+    """
+    from ..tasks.export import export as export_plan
+    from ..tasks.export import refuse_existing
+
+    refuse_existing(Path(out))
+    found = store.lookup(name.model, name.task) if version is None else store.plan(name.model, name.task, version)
+    if found.fallback:
+        note(f"note: {found.fallback}")
+    made = export_plan(found, name.model, engine, Path(out), store, note_load)
+    layer_set = None if made.layer_set is None else made.layer_set.to_json()
+    figures = {"kind": made.kind, "draft_tokens": made.n_draft_tokens, "layer_set": layer_set}
+    value = {"schema": "swiftopt.export/1", "engine": engine, "out": out, **figures, "files": list(made.files)}
+    text = f"{out}: {len(made.files)} files for {engine}; {Path(out) / 'README.md'} says how to run them"
+    return Result({**value, "remarks": list(made.remarks)}, [text], [f"note: {each}" for each in made.remarks])
 
 
 # --- models

@@ -23,6 +23,7 @@ MODULES = {  # of the commands, in the order in which help lists them
     "chat": "chat",
     "compare": "compare",
     "layers": "layers",
+    "export": "layers",
     "heads": "training_commands",
     "probe": "training_commands",
     "models": "layers",

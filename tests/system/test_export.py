@@ -1,14 +1,17 @@
-"""Layer sets as checkpoints: restacked layers compute what the set computes, for every family that can be restacked."""
+"""Plans for other engines: restacked layers compute what the layer set computes, and the files are whole and run."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from families import CONFIGS, tiny_model
@@ -17,13 +20,18 @@ from hypothesis import strategies as st
 from tiny_files import edit_config, save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from swiftopt.core.errors import LayerSetError, UnsupportedModel
-from swiftopt.core.types import LayerSet, ModelInfo, searchable
+from swiftopt.cli.layers import EXPORT_ENGINES
+from swiftopt.cli.main import main, run
+from swiftopt.core.costs import CostProfile
+from swiftopt.core.errors import InvalidInput, LayerSetError, OutputError, SwiftoptError, UnsupportedModel
+from swiftopt.core.types import FoundPlan, LayerSet, LayerSetRecord, ModelInfo, Plan, Trial, searchable
 from swiftopt.models import restacked
 from swiftopt.models.restacked import distance, nearest, pairs_of, write_restacked
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
 from swiftopt.models.saved import quiet
+from swiftopt.store import Store
+from swiftopt.tasks.export import ENGINES, alternating, export, lengths_by_load
 
 DEPTH = 6
 BY_LAYER = ("qwen2-window", "gemma3", "gemma3-softcap")
@@ -44,7 +52,7 @@ def alternates(kept: tuple[bool, ...]) -> bool:
 
 
 @st.composite
-def alternating(draw: Any, depth: int = DEPTH) -> LayerSet:
+def alternating_sets(draw: Any, depth: int = DEPTH) -> LayerSet:
     kept, wanted = [], 0
     for place in range(2 * depth):
         keep = place % 2 == wanted and draw(st.booleans())
@@ -93,7 +101,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @settings(max_examples=12)
-@given(layer_set=alternating())
+@given(layer_set=alternating_sets())
 def test_restacked_checkpoint_has_the_logits_of_the_skipped_model(
     saved: tuple[Path, Runtime], layer_set: LayerSet
 ) -> None:
@@ -193,3 +201,147 @@ def test_a_tensor_of_neither_sub_layer_is_refused(tmp_path: Path) -> None:
     save_file({**tensors, "model.layers.1.extra.weight": torch.zeros(2)}, folder / "model.safetensors")
     with pytest.raises(UnsupportedModel, match="neither to attention nor to the MLP"), written(folder, LayerSet(4)):
         pass
+
+
+# --- swiftopt export
+
+
+SKIPPING = LayerSet(4, frozenset({1, 2}), frozenset({1}))  # leaves A0 M0 M2 A3 M3
+ENGINE_NAMES = list(ENGINES)
+
+
+def plan_of(layer_set: LayerSet | None, method: str = "swift", **known: Any) -> FoundPlan:
+    record = None if layer_set is None else LayerSetRecord("tiny", "code", layer_set, **known)
+    return FoundPlan(Plan(method, record, measured_speedup=1.31, device="EPYC", dtype="float32"), 3, None)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose rows part into blocks of 32."""
+    folder = save(tmp_path_factory.mktemp("tiny"))
+    tiny_model("llama", torch.float32, intermediate_size=64).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("engine", ENGINE_NAMES)
+def test_every_engine_gets_a_draft_its_settings_and_a_page(tiny: Path, tmp_path: Path, engine: str) -> None:
+    made = export(plan_of(SKIPPING, acceptance_rate=0.9), str(tiny), engine, tmp_path / "out")
+    row, page = ENGINES[engine], (tmp_path / "out" / "README.md").read_text()
+    draft = "draft.gguf" if engine == "llamacpp" else "draft/model.safetensors"
+    assert {draft, row.settings_file, "README.md"} <= set(made.files) and made.kind == "draft"
+    assert str(made.n_draft_tokens) in (tmp_path / "out" / row.settings_file).read_text()
+    assert "acceptance 0.90" in page and "speed-up 1.31" in page and str(tiny) in page
+    assert ("Not run" in page) == (not row.run_here)
+    assert distance(SKIPPING, made.layer_set or SKIPPING) == 1 and "does not alternate" in made.remarks[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("layer_set", [SKIPPING, None], ids=["draft", "text"])
+def test_lines_for_transformers_run_and_have_the_targets_own_tokens(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layer_set: LayerSet | None
+) -> None:
+    found = plan_of(layer_set, "swift" if layer_set else "prompt-lookup")
+    export(found, str(tiny), "transformers", tmp_path / "out")
+    monkeypatch.chdir(tmp_path / "out")
+    page = (tmp_path / "out" / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.+?)```", page, re.DOTALL)
+    values: dict[str, Any] = {}
+    with quiet():
+        exec(code.replace("def fibonacci(n):", "w3 w5 w3 w5 w3"), values)
+    plain = values["target"].generate(**values["inputs"], do_sample=False, max_new_tokens=128)
+    assert torch.equal(values["ids"], plain) and plain.shape[1] > 100
+    assert ("draft" in values) == (layer_set is not None)
+
+
+def test_gguf_draft_has_the_function_of_the_set(tiny: Path, tmp_path: Path) -> None:
+    found = plan_of(LayerSet(4, frozenset({1}), frozenset({1})))
+    export(found, str(tiny), "llamacpp", tmp_path / "llama")
+    export(found, str(tiny), "transformers", tmp_path / "hf")
+    auto: Any = AutoModelForCausalLM
+    read = auto.from_pretrained(tmp_path / "llama", gguf_file="draft.gguf", dtype=torch.float64)
+    with torch.inference_mode():
+        mine = read.eval()(torch.tensor([IDS])).logits[0]
+    torch.testing.assert_close(mine, logits_of(tmp_path / "hf" / "draft"), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("int4", "Q4_0"), ("int8", "Q8_0")])
+def test_fewer_bits_are_gguf_types_for_llama_cpp_and_left_out_elsewhere(
+    tiny: Path, tmp_path: Path, name: str, kind: str
+) -> None:
+    found = plan_of(LayerSet(4, frozenset({1}), frozenset({1})).filled(name))
+    export(found, str(tiny), "llamacpp", tmp_path / "llama")
+    tensors = {each.name: each for each in gguf.GGUFReader(str(tmp_path / "llama" / "draft.gguf")).tensors}
+    assert tensors["blk.2.ffn_up.weight"].tensor_type.name == kind and "blk.3.ffn_up.weight" not in tensors
+    assert "fewer bits" in export(found, str(tiny), "vllm", tmp_path / "vllm").remarks[0]
+    whole = plan_of(LayerSet(4).filled(name))
+    export(whole, str(tiny), "llamacpp", tmp_path / "whole")
+    with pytest.raises(InvalidInput, match="it only has fewer bits"):
+        export(whole, str(tiny), "vllm", tmp_path / "other")
+
+
+def test_plan_that_cannot_be_exported_leaves_nothing(tiny: Path, tmp_path: Path) -> None:
+    draft, gemma = plan_of(SKIPPING), save(tmp_path / "gemma", "gemma3")
+    for found, model, words in [
+        (plan_of(None, "plain"), tiny, "decodes with plain"),
+        (plan_of(SKIPPING, fingerprint="v1:0"), tiny, "tuned on another model"),
+        (plan_of(LayerSet(6, frozenset({1}))), tiny, "tuned on another model"),
+        (draft, gemma, "attention types by layer"),
+        (draft, tmp_path / "absent", "there is no folder"),
+    ]:
+        with pytest.raises(SwiftoptError, match=words):
+            export(found, str(model), "transformers", tmp_path / "out")
+    (tmp_path / "taken").write_text("mine")
+    with pytest.raises(InvalidInput, match="exists already"):
+        export(draft, str(tiny), "transformers", tmp_path / "taken")
+    with pytest.raises(OutputError, match="cannot be written"):
+        export(draft, str(tiny), "transformers", tmp_path / "taken" / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gemma", "taken"]
+    assert (tmp_path / "taken").read_text() == "mine"
+
+
+def test_failure_while_writing_leaves_nothing(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(OutputError, match="No space left"):
+        export(plan_of(SKIPPING), str(tiny), "transformers", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_of_sets_at_equal_distance_the_one_with_the_best_trials_is_taken() -> None:
+    candidates = nearest(SKIPPING)
+    assert len(candidates) > 2
+    trials = [Trial(1, candidates[0], "random", 0.5, 0.5), Trial(2, candidates[2], "random", 0.75, 0.5)]
+    assert alternating(SKIPPING, False, trials) == candidates[2]
+    assert alternating(SKIPPING, False, []) == candidates[0]
+    assert alternating(LayerSet(4), False, trials) == LayerSet(4)
+
+
+def test_drafts_get_longer_with_acceptance_and_shorter_under_load() -> None:
+    half = LayerSet(8, frozenset(range(2, 6)), frozenset(range(2, 6)))
+    lengths = [lengths_by_load(half, acceptance, None)[0][2] for acceptance in (0.3, 0.6, 0.9, 0.99)]
+    assert lengths == sorted(lengths) and lengths[0] == 0 and lengths[-1] > 3
+    widths = {1: 1.0, 8: 1.0, 16: 2.0, 32: 4.0}  # flat to 8 rows, then by the row
+    costs = CostProfile("v1:0", "cpu", "float32", 512, 8, 0.05, 0.05, 0.1, 0.1, widths)
+    found = lengths_by_load(half, 0.9, costs)
+    assert [k for _, _, k in found] == sorted((k for _, _, k in found), reverse=True) and found[0][2] > found[-1][2]
+    assert found[0][0] == 1 and all(one[1] + 1 == after[0] for one, after in pairwise(found))
+    assert lengths_by_load(half, None, costs) == ((1, 64, 5),)
+
+
+def test_export_command(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    assert tuple(ENGINES) == EXPORT_ENGINES
+    monkeypatch.setenv("SWIFTOPT_DATABASE_URL", str(tmp_path / "plans.db"))
+    with Store.open() as store:
+        store.add_layer_set(LayerSetRecord(str(tiny), "code", SKIPPING))
+    command = ["export", f"{tiny}/code", "--to", "vllm", "--out", str(tmp_path / "out")]
+    assert run([*command, "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["schema"] == "swiftopt.export/1" and value["draft_tokens"] == 5 and value["kind"] == "draft"
+    settings_of = json.loads((tmp_path / "out" / "speculative_config.json").read_text())
+    assert settings_of["method"] == "draft_model" and settings_of["num_speculative_tokens"] == 5
+    with pytest.raises(SystemExit, match="2"):
+        monkeypatch.setattr("sys.argv", ["swiftopt", *command])
+        main()
+    assert "exists already" in capsys.readouterr().err
