@@ -36,7 +36,7 @@ ROUNDED = {"int8": "Q8_0", "int4": "Q4_0", "int4-64": "Q4_0", "int4-32": "Q4_0"}
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class EngineDraft:
     """What an engine's files are written from. `lengths`: (fewest requests, most, draft tokens) by load, if known."""
 
     found: FoundPlan
@@ -66,8 +66,8 @@ class ExportEngine:
 
     title: str
     settings_file: str
-    settings: Callable[[Draft], Mapping[str, Any]]
-    lines: Callable[[Draft], tuple[str, str]]  # language, text
+    settings: Callable[[EngineDraft], Mapping[str, Any]]
+    lines: Callable[[EngineDraft], tuple[str, str]]  # language, text
     rounds: bool = False
     run_here: bool = False
 
@@ -87,13 +87,13 @@ class Exported:
 # --- the engines
 
 
-def _transformers_settings(draft: Draft) -> dict[str, Any]:
+def _transformers_settings(draft: EngineDraft) -> dict[str, Any]:
     if draft.kind == "text":
         return {"prompt_lookup_num_tokens": draft.n_tokens, "max_matching_ngram_size": 3}
     return {"num_assistant_tokens": draft.n_tokens, "num_assistant_tokens_schedule": "constant"}
 
 
-def _transformers_lines(draft: Draft) -> tuple[str, str]:
+def _transformers_lines(draft: EngineDraft) -> tuple[str, str]:
     values = _transformers_settings(draft)
     loaded = 'draft = AutoModelForCausalLM.from_pretrained("draft", dtype="auto")\n' if draft.kind == "draft" else ""
     settings = "".join(f"draft.generation_config.{name} = {value!r}\n" for name, value in values.items())
@@ -110,20 +110,20 @@ def _transformers_lines(draft: Draft) -> tuple[str, str]:
     return "python", text
 
 
-def _llamacpp_settings(draft: Draft) -> dict[str, Any]:
+def _llamacpp_settings(draft: EngineDraft) -> dict[str, Any]:
     if draft.kind == "text":
         return {"spec-type": "ngram-simple"}
     return {"model-draft": "draft.gguf", "spec-type": "draft-simple", "spec-draft-n-max": draft.n_tokens}
 
 
-def _llamacpp_lines(draft: Draft) -> tuple[str, str]:
+def _llamacpp_lines(draft: EngineDraft) -> tuple[str, str]:
     options = {("md" if name == "model-draft" else name): value for name, value in _llamacpp_settings(draft).items()}
     flags = [f"{'-' if name == 'md' else '--'}{name} {value}" for name, value in options.items()]
     target = draft.target if draft.target.endswith(".gguf") else "TARGET.gguf"
     return "bash", " ".join(["llama-server", f"-m {target}", *flags])
 
 
-def _vllm_settings(draft: Draft) -> dict[str, Any]:
+def _vllm_settings(draft: EngineDraft) -> dict[str, Any]:
     if draft.kind == "text":
         return {"method": "ngram", "num_speculative_tokens": draft.n_tokens, "prompt_lookup_max": 5}
     values: dict[str, Any] = {"method": "draft_model", "model": "draft", "num_speculative_tokens": draft.n_tokens}
@@ -132,16 +132,16 @@ def _vllm_settings(draft: Draft) -> dict[str, Any]:
     return values
 
 
-def _vllm_lines(draft: Draft) -> tuple[str, str]:
+def _vllm_lines(draft: EngineDraft) -> tuple[str, str]:
     return "bash", f'vllm serve {draft.target} --speculative-config "$(cat speculative_config.json)"'
 
 
-def _openvino_settings(draft: Draft) -> dict[str, Any]:
+def _openvino_settings(draft: EngineDraft) -> dict[str, Any]:
     more = {"max_ngram_size": 3} if draft.kind == "text" else {}
     return {"num_assistant_tokens": draft.n_tokens, **more}
 
 
-def _openvino_lines(draft: Draft) -> tuple[str, str]:
+def _openvino_lines(draft: EngineDraft) -> tuple[str, str]:
     with_draft = draft.kind == "draft"
     text = (
         f"# Once: optimum-cli export openvino -m {draft.target} target_ir\n"
@@ -156,7 +156,7 @@ def _openvino_lines(draft: Draft) -> tuple[str, str]:
     return "python", text
 
 
-def _sglang_settings(draft: Draft) -> dict[str, Any]:
+def _sglang_settings(draft: EngineDraft) -> dict[str, Any]:
     if draft.kind == "text":
         return {"speculative-algorithm": "NGRAM", "speculative-num-draft-tokens": draft.n_tokens}
     return {
@@ -168,12 +168,12 @@ def _sglang_settings(draft: Draft) -> dict[str, Any]:
     }
 
 
-def _sglang_lines(draft: Draft) -> tuple[str, str]:
+def _sglang_lines(draft: EngineDraft) -> tuple[str, str]:
     flags = " ".join(f"--{name} {value}" for name, value in _sglang_settings(draft).items())
     return "bash", f"python -m sglang.launch_server --model-path {draft.target} {flags}"
 
 
-def _tensorrt_settings(draft: Draft) -> dict[str, Any]:
+def _tensorrt_settings(draft: EngineDraft) -> dict[str, Any]:
     if draft.kind == "text":
         values: dict[str, Any] = {"decoding_type": "NGram", "max_draft_len": draft.n_tokens}
     else:
@@ -181,7 +181,7 @@ def _tensorrt_settings(draft: Draft) -> dict[str, Any]:
     return {"speculative_config": values}
 
 
-def _tensorrt_lines(draft: Draft) -> tuple[str, str]:
+def _tensorrt_lines(draft: EngineDraft) -> tuple[str, str]:
     return "bash", f"trtllm-serve {draft.target} --extra_llm_api_options settings.json  # JSON is YAML, too"
 
 
@@ -244,7 +244,7 @@ def refuse_existing(out: Path) -> None:
         raise InvalidInput(f"{out} exists already: name a new folder with --out, or remove it first")
 
 
-def draft_of(found: FoundPlan, target: str, folder: Path, engine: ExportEngine, store: Store | None) -> Draft:
+def draft_of(found: FoundPlan, target: str, folder: Path, engine: ExportEngine, store: Store | None) -> EngineDraft:
     """Return what the engine drafts with in place of the plan's own draft.
 
     Raises: as `export`.
@@ -272,9 +272,9 @@ def draft_of(found: FoundPlan, target: str, folder: Path, engine: ExportEngine, 
         costs = _stored_costs(store, found, own)
         lengths = lengths_by_load(chosen, acceptance, costs)
         n_tokens = max([1, *(k for _, _, k in lengths)])
-        return Draft(found, target, "draft", n_tokens, lengths, chosen, distance(layer_set, chosen))
+        return EngineDraft(found, target, "draft", n_tokens, lengths, chosen, distance(layer_set, chosen))
     if plan.method in TEXT_METHODS:
-        return Draft(found, target, "text", int(plan.settings.get("max_draft_length", 10)))
+        return EngineDraft(found, target, "text", int(plan.settings.get("max_draft_length", 10)))
     if layer_set is not None:
         raise InvalidInput(
             f"this plan's draft leaves out no sub-layer, it only has fewer bits, which {engine.title} gets by settings"
@@ -344,7 +344,7 @@ def _stored_costs(store: Store | None, found: FoundPlan, own: str) -> CostProfil
     return store.cost_profile(own, record.device, record.dtype, context_bucket(TYPICAL_POSITIONS))
 
 
-def _write(draft: Draft, engine: str, folder: Path, out: Path, on_step: OnStep) -> tuple[str, ...]:
+def _write(draft: EngineDraft, engine: str, folder: Path, out: Path, on_step: OnStep) -> tuple[str, ...]:
     """Write all files into an empty folder; return the remarks."""
     row = ENGINES[engine]
     remarks: list[str] = []
@@ -373,7 +373,7 @@ def _write(draft: Draft, engine: str, folder: Path, out: Path, on_step: OnStep) 
     return tuple(remarks)
 
 
-def readme(draft: Draft, engine: str, remarks: Sequence[str] = ()) -> str:
+def readme(draft: EngineDraft, engine: str, remarks: Sequence[str] = ()) -> str:
     """Return the page beside the files: what they are, how they are run, what to expect."""
     row, plan, record = ENGINES[engine], draft.found.plan, draft.found.plan.layer_set
     language, lines = row.lines(draft)
