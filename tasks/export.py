@@ -37,9 +37,13 @@ ROUNDED = {"int8": "Q8_0", "int4": "Q4_0", "int4-64": "Q4_0", "int4-32": "Q4_0"}
 
 @dataclass(frozen=True, slots=True)
 class EngineDraft:
-    """What an engine's files are written from. `lengths`: (fewest requests, most, draft tokens) by load, if known."""
+    """What an engine's files are written from. `lengths`: (fewest requests, most, draft tokens) by load, if known.
+
+    `name` is the target's, `target` what an engine reads it from.
+    """
 
     found: FoundPlan
+    name: str
     target: str
     kind: Kind
     n_tokens: int
@@ -222,7 +226,8 @@ def export(
     source = resolve(model)
     folder = local_folder(source, on_step)
     reads_it = source.kind != "gguf" or engine == "llamacpp"
-    draft = draft_of(found, source.location if reads_it else str(folder), folder, ENGINES[engine], store)
+    target = source.location if reads_it else str(folder)
+    draft = draft_of(found, Path(model).name, target, folder, ENGINES[engine], store)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(
@@ -244,7 +249,9 @@ def refuse_existing(out: Path) -> None:
         raise InvalidInput(f"{out} exists already: name a new folder with --out, or remove it first")
 
 
-def draft_of(found: FoundPlan, target: str, folder: Path, engine: ExportEngine, store: Store | None) -> EngineDraft:
+def draft_of(
+    found: FoundPlan, name: str, target: str, folder: Path, engine: ExportEngine, store: Store | None
+) -> EngineDraft:
     """Return what the engine drafts with in place of the plan's own draft.
 
     Raises: as `export`.
@@ -259,7 +266,7 @@ def draft_of(found: FoundPlan, target: str, folder: Path, engine: ExportEngine, 
         own = fingerprint(folder)
         if layer_set.n_layers != n_layers or (record is not None and record.fingerprint not in (None, own)):
             raise LayerSetError(
-                f"the layer set was tuned on another model than {target} ({own}): export it with the model it is of"
+                f"the layer set was tuned on another model than {name} ({own}): export it with the model it is of"
             )
         check_restackable(config)
         trials = (
@@ -272,9 +279,9 @@ def draft_of(found: FoundPlan, target: str, folder: Path, engine: ExportEngine, 
         costs = _stored_costs(store, found, own)
         lengths = lengths_by_load(chosen, acceptance, costs)
         n_tokens = max([1, *(k for _, _, k in lengths)])
-        return EngineDraft(found, target, "draft", n_tokens, lengths, chosen, distance(layer_set, chosen))
+        return EngineDraft(found, name, target, "draft", n_tokens, lengths, chosen, distance(layer_set, chosen))
     if plan.method in TEXT_METHODS:
-        return EngineDraft(found, target, "text", int(plan.settings.get("max_draft_length", 10)))
+        return EngineDraft(found, name, target, "text", int(plan.settings.get("max_draft_length", 10)))
     if layer_set is not None:
         raise InvalidInput(
             f"this plan's draft leaves out no sub-layer, it only has fewer bits, which {engine.title} gets by settings"
@@ -403,7 +410,7 @@ def readme(draft: EngineDraft, engine: str, remarks: Sequence[str] = ()) -> str:
     )
     return "\n".join(
         [
-            f"# {draft.target} in {row.title}",
+            f"# {draft.name} in {row.title}",
             "",
             f"Written by `swiftopt export` from version {draft.found.version} of a stored plan ({plan.method}). {what}",
             *(f"\nNote: {remark}." for remark in remarks),
