@@ -104,7 +104,9 @@ class ReadmeChart:
 
         Raises: OutputError: it cannot be written.
         """
-        self.draw(self.report, Pictures(svg=self.path, origin=self.origin))
+        pictures = Pictures(svg=self.path, origin=self.origin)
+        self.draw(self.report, pictures)
+        pictures.raise_failed()
 
 
 def charts(folder: Path = RESULTS) -> list[ReadmeChart]:

@@ -1,6 +1,6 @@
 """Pictures of layer sets, searches, trainings and benchmarks, as PNG and SVG files in one style: the dashboard's.
 
-Every `draw_...` raises OutputError where a file cannot be written.
+`Pictures.failed` has the files that a `draw_...` could not write.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..core.errors import OutputError
 from ..core.types import LayerSet, LayerSetRecord, LearnedRecord, Trial
 from .output import note, writing
 from .render import device_words, map_caption, number, ratio
@@ -76,11 +77,15 @@ MEAN_OF = 4  # prompts behind each point of a line of acceptance
 
 @dataclass(frozen=True)
 class Pictures:
-    """The files that a picture is written to; false where there are none. `origin` is kept in their metadata."""
+    """The files that a picture is written to; false where there are none. `origin` is kept in their metadata.
+
+    What cannot be written is in `failed`: a result is printed first, whatever becomes of its picture.
+    """
 
     png: Path | None = None
     svg: Path | None = None
     origin: str | None = None
+    failed: list[OutputError] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.files)
@@ -108,6 +113,11 @@ class Pictures:
                 if is_new:
                     target.unlink()
 
+    def raise_failed(self) -> None:
+        """Raises: OutputError: a picture was not written."""
+        if self.failed:
+            raise self.failed[0]
+
 
 @contextmanager
 def picture(
@@ -115,9 +125,7 @@ def picture(
 ) -> Iterator[Any]:
     """Give the axes of an empty figure with a title, and write it in each format when the block ends.
 
-    `panels` goes to `Figure.subplots`.
-
-    Raises: OutputError: a file cannot be written.
+    `panels` goes to `Figure.subplots`. A file that cannot be written is kept as `failed`.
     """
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns where it has no folder of its own
     from matplotlib import rc_context
@@ -132,10 +140,14 @@ def picture(
         figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
         yield figure.subplots(**panels)
         for name, path in pictures.files.items():
-            with writing(path), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Glyph")  # a name in letters that the font lacks: it shows boxes
-                figure.savefig(path, format=name, metadata={**NO_METADATA[name], "Description": pictures.origin})
-            note(f"drawn to {path}")
+            try:
+                with writing(path), warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "Glyph")  # a name in letters that the font lacks: it shows boxes
+                    figure.savefig(path, format=name, metadata={**NO_METADATA[name], "Description": pictures.origin})
+            except OutputError as error:
+                pictures.failed.append(error)
+            else:
+                note(f"drawn to {path}")
 
 
 def _legend(*every: Axes) -> None:

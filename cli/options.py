@@ -304,7 +304,9 @@ def pictures(help: str) -> Decorator[Any]:
                 raise click.UsageError(f"--png and --svg both name {png}: give each a file of its own")
             pictures = Pictures(png, svg)
             pictures.check()
-            return command(*args, pictures=pictures, **values)
+            code = command(*args, pictures=pictures, **values)
+            pictures.raise_failed()
+            return code
 
         return call
 
