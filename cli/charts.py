@@ -283,7 +283,7 @@ def draw_peers(report: Report, pictures: Pictures) -> None:
 
 
 def _fastest_last(rows: Iterable[Report]) -> list[Report]:
-    return sorted(rows, key=lambda row: row["ratio"] or 0.0)
+    return sorted(rows, key=lambda row: row.get("ratio") or 0.0)
 
 
 def _draw_ratios(
@@ -298,7 +298,7 @@ def _draw_ratios(
 
     Rows that were not run have no bar. `name` is the rows' key of the bar's name.
     """
-    rows = [row for row in rows if row["ratio"] is not None]
+    rows = [row for row in rows if row.get("ratio") is not None]
     why, marked = hatched
     with picture(pictures, AROUND_BARS_IN + BAR_IN * len(rows), title) as axes:
         highs = [_draw_bar(axes, place, row, row[name] in marked) for place, row in enumerate(rows)]
