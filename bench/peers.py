@@ -1,309 +1,20 @@
-"""swiftopt and its rivals on the same token ids, by turns, each row in a process of its own."""
+"""The report of swiftopt and other engines on the same prompts: speeds, ratios, and whose tokens are equal."""
 
 from __future__ import annotations
 
-import os
-import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from ..core.errors import ContextOverflow, SwiftoptError
-from ..core.types import Prompt, Sampling
-from ..decoding.session import Session
-from ..models.gguf_weights import Rounding, gguf_of, stored_type
-from ..models.runtime import Runtime
-from ..models.saved import OnStep, cache_root, no_step, quiet
-from ..optimizer.verdict import Timed, bootstrap_interval, speed, speed_ratio
-from .peer_children import Child, room_for
-from .peer_environments import Launch, PeerFailed, prepared
-from .peer_rows import DRAFT_TOKENS, MIN_CONFIDENCE, NGRAM_TOKENS, Row, Weights
+from ..engines.turns import Question, Row, RowRuns, TimedAnswer, TurnsRequest
+from ..optimizer.verdict import bootstrap_interval, speed, speed_ratio
 
 SCHEMA = "swiftopt.bench-peers/1"
-STILL_THERE = 0.8  # of a process's most memory: with less resident its weights were dropped
-WARM_TOKENS = 8  # of each warm-up, so that no row pays for first allocations and compilations later
-WARM_PROMPTS = 2  # at least, of different lengths, for what compiles by shape
 BASES = ("llama-cpp/plain", "node-llama-cpp/plain")  # the faster of them is what rows are compared with
-PRECISIONS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
-DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-OWN_BYTES = 1 << 30  # what a process needs beside its weights, as a first guess
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """One prompt as every row gets it."""
-
-    prompt_id: str
-    task: str
-    token_ids: tuple[int, ...]
-    max_new_tokens: int
-
-    def to_json(self, at_most: int | None = None) -> dict[str, Any]:
-        """The line that a rival's process reads; at most so many new tokens."""
-        n = self.max_new_tokens if at_most is None else min(at_most, self.max_new_tokens)
-        return {"prompt_ids": list(self.token_ids), "max_new_tokens": n, "task": self.task}
-
-
-@dataclass(frozen=True, slots=True)
-class TimedAnswer:
-    """What one row made of one prompt. Seconds are whole; `prefill_s` of them passed before the first token."""
-
-    token_ids: tuple[int, ...]
-    seconds: float
-    prefill_s: float | None
-
-
-@dataclass(slots=True)
-class RowRuns:
-    """All turns of one row, or why it has none."""
-
-    row: Row
-    weights: str
-    turns: list[TimedAnswer] = field(default_factory=list)
-    peak_bytes: int | None = None
-    methods: set[str] = field(default_factory=set)
-    reason: str = ""
-
-    @property
-    def timed(self) -> list[Timed]:
-        """Tokens and seconds of every turn, prefill included."""
-        return [Timed(len(turn.token_ids), turn.seconds) for turn in self.turns]
-
-    def decode_speed(self) -> float | None:
-        """Tokens after the first one per second after it; None where the rival does not tell the two apart."""
-        if any(turn.prefill_s is None for turn in self.turns):
-            return None
-        return speed([Timed(len(turn.token_ids) - 1, turn.seconds - (turn.prefill_s or 0.0)) for turn in self.turns])
-
-
-@dataclass(frozen=True, slots=True)
-class PeersRequest:
-    """What all rows have in common; `folder` holds the model, `db` is the database of swiftopt's own plans."""
-
-    model: str
-    folder: Path
-    dtype: str = "auto"
-    threads: int = os.cpu_count() or 1
-    timeout_s: float = 600.0
-    speed: str = "eager"
-    db: str | None = None
-
-
-def questions_of(folder: Path, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Question]:
-    """The prompts' token ids, chats cut to their first turn.
-
-    Raises: InvalidInput: the folder has no tokenizer or chat template for one. ContextOverflow: one does not fit.
-    """
-    from transformers import AutoConfig, AutoTokenizer
-
-    from ..models.saved import has_tokenizer
-
-    with quiet():
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True) if has_tokenizer(folder) else None
-        most = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config().max_position_embeddings
-    encoder = cast(Runtime, SimpleNamespace(tokenizer=tokenizer, hf_model=None))  # all that encoding reads of one
-    session = Session(encoder, Sampling(), max_new_tokens, ignore_eos=True)
-    found = [Question(each.id, each.task, tuple(session.encode(each)), session.room(each)) for each in prompts]
-    for question in found:
-        needed = len(question.token_ids) + question.max_new_tokens
-        if needed > most:
-            raise ContextOverflow(
-                f"prompt {question.prompt_id!r} needs {needed} positions with its completion, and the model has {most}:"
-                " shorten it or lower --max-new-tokens"
-            )
-    return found
-
-
-class PeersBench:
-    """Runs the rows over the questions, their order rotating from prompt to prompt.
-
-    `on_step` hears of every step; `has_room` says whether the machine has so many bytes for one more process.
-    """
-
-    def __init__(
-        self,
-        request: PeersRequest,
-        questions: Sequence[Question],
-        rows: Sequence[Row],
-        on_step: OnStep = no_step,
-        has_room: Callable[[float], bool] = room_for,
-    ) -> None:
-        self.request, self.questions, self._on_step, self._has_room = request, questions, on_step, has_room
-        kind = stored_type(request.folder) if request.dtype == "auto" else ""
-        self.dtype = DTYPES[kind] if kind else request.dtype
-        self.runs = [RowRuns(row, _weights_word(row, kind or stored_type(request.folder))) for row in rows]
-        self._launches: dict[str, Launch | PeerFailed] = {}
-        self._children: dict[str, Child] = {}  # the one used last at the end
-        self._needs: dict[str, float] = {}
-        self._logs = cache_root() / "peers" / "logs"
-        self.interrupted = False
-        self._n_ctx = -(-max(len(q.token_ids) + q.max_new_tokens + 2 * DRAFT_TOKENS for q in questions) // 256) * 256
-
-    def run(self) -> None:
-        """Fill in every row's turns, or the reason why it has none.
-
-        What is interrupted keeps the prompts that all rows have answered. Raises: KeyboardInterrupt: there is none.
-        """
-        self._logs.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as stack:
-            stack.callback(self._close_all)
-            for runs in self.runs:  # installations and weights before the first clock starts
-                self._attempt(runs, self._prepare)
-            try:
-                for number, question in enumerate(self.questions):
-                    turn = number % len(self.runs)
-                    for runs in [*self.runs[turn:], *self.runs[:turn]]:
-                        if not runs.reason:
-                            self._attempt(runs, partial(self._turn, question))
-            except KeyboardInterrupt:
-                self._keep_whole_prompts()
-                if not self.questions:
-                    raise
-
-    def _keep_whole_prompts(self) -> None:
-        self.interrupted = True
-        n_done = min((len(runs.turns) for runs in self.runs if not runs.reason), default=0)
-        self.questions = self.questions[:n_done]
-        for runs in self.runs:
-            del runs.turns[n_done:]
-
-    def _attempt(self, runs: RowRuns, act: Callable[[RowRuns], None]) -> None:
-        try:
-            act(runs)
-        except (PeerFailed, SwiftoptError) as error:
-            runs.reason, runs.turns = str(error), []
-            self._on_step(f"{runs.row.name}: {error}")
-            child = self._children.pop(runs.row.name, None)
-            if child is not None:
-                child.close(at_once=True)
-
-    def _prepare(self, runs: RowRuns) -> None:
-        """Make what the row needs before any clock starts."""
-        self._options(runs.row, self._launch(runs.row))
-
-    def _launch(self, row: Row) -> Launch:
-        name = row.rival.name
-        if name not in self._launches:
-            try:
-                self._launches[name] = prepared(row.rival, self._on_step)
-            except PeerFailed as error:
-                self._launches[name] = error
-        launch = self._launches[name]
-        if isinstance(launch, PeerFailed):
-            raise launch
-        return launch
-
-    def _turn(self, question: Question, runs: RowRuns) -> None:
-        child = self._child(runs)
-        answer = child.ask(question.to_json(), self.request.timeout_s)
-        token_ids = tuple(int(token) for token in answer["token_ids"])
-        if len(token_ids) != question.max_new_tokens:
-            raise PeerFailed(f"it gave {len(token_ids)} tokens for a prompt that asks for {question.max_new_tokens}")
-        turn = TimedAnswer(token_ids, float(answer["seconds"]), answer.get("prefill_s"))
-        runs.turns.append(turn)
-        runs.methods |= {answer["method"]} if "method" in answer else set()
-        self._note_memory(runs, child)
-        n = len(runs.turns)
-        tok_s = len(token_ids) / turn.seconds
-        self._on_step(f"prompt {n} of {len(self.questions)}, {runs.row.name}: {tok_s:.1f} tok/s")
-
-    def _note_memory(self, runs: RowRuns, child: Child) -> None:
-        if peak := child.memory().peak:
-            runs.peak_bytes = max(peak, runs.peak_bytes or 0)
-            self._needs[runs.row.name] = runs.peak_bytes
-
-    def _child(self, runs: RowRuns) -> Child:
-        """The row's process, warm; where memory lacks others end, the one used last first, for it is wanted last."""
-        name = runs.row.name
-        child = self._children.pop(name, None)
-        if child is not None:
-            if child.memory().resident > STILL_THERE * self._needs.get(name, 0.0):
-                self._children[name] = child
-                return child
-            child.close()  # its weights were dropped from memory, and would be read from the disk while it is timed
-        launch = self._launch(runs.row)
-        options = self._options(runs.row, launch)
-        needed = self._needs.get(name) or self._guessed_bytes(options)
-        # What others have mapped from files counts as free for the system, which would drop it.
-        while self._children and not self._has_room(needed + sum(o.memory().mapped for o in self._children.values())):
-            self._children.popitem()[1].close()
-        self._on_step(f"starting {name}")
-        log = self._logs / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}.log"
-        child = self._children[name] = Child(launch, options, self._environ(runs.row), log)
-        child.wait_until_ready(self.request.timeout_s)
-        for question in self._warm_ups():
-            child.ask(question.to_json(WARM_TOKENS), self.request.timeout_s)
-        self._note_memory(runs, child)
-        return child
-
-    def _warm_ups(self) -> list[Question]:
-        """The first prompts, and the first one of each task."""
-        of_tasks = {question.task: question for question in reversed(self.questions)}
-        first = list(self.questions[:WARM_PROMPTS])
-        return [*first, *(question for question in of_tasks.values() if question not in first)]
-
-    def _options(self, row: Row, launch: Launch) -> dict[str, Any]:
-        request = self.request
-        return {
-            "model": str(self._file(row.weights, row)),
-            "draft": str(self._file(row.draft, row)) if row.draft else None,
-            "package": str(launch.folder),
-            "dtype": self.dtype,
-            "precision": PRECISIONS[self.dtype],
-            "threads": request.threads,
-            "n_ctx": self._n_ctx,
-            "speed": request.speed,
-            "db": request.db,
-            "draft_tokens": DRAFT_TOKENS,
-            "ngram_tokens": NGRAM_TOKENS,
-            "min_confidence": MIN_CONFIDENCE,
-            **row.options,
-        }
-
-    def _file(self, weights: Weights, row: Row) -> Path:
-        if weights == "file":
-            assert row.file is not None
-            return row.file.resolve()
-        if weights == "folder":
-            return self.request.folder
-        rounding: Rounding = weights
-        return gguf_of(self.request.folder, rounding, self._on_step)
-
-    def _guessed_bytes(self, options: Mapping[str, Any]) -> float:
-        """Of a process that has not run yet: its weights, half as much again for copies, and its libraries."""
-        files = [Path(options[key]) for key in ("model", "draft", "assistant") if options.get(key)]
-        return 1.5 * sum(_size(path) for path in files) + OWN_BYTES
-
-    def _environ(self, row: Row) -> dict[str, str]:
-        own = {"OMP_NUM_THREADS": str(self.request.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        # How OpenMP waits is swiftopt's own choice, not the rivals'.
-        return {**{name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}, **own}
-
-    def _close_all(self) -> None:
-        while self._children:
-            self._children.popitem()[1].close()
-
-
-def _size(path: Path) -> int:
-    if path.is_file():
-        return path.stat().st_size
-    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
-
-
-def _weights_word(row: Row, stored: str) -> str:
-    """What the row's target computes with, as a reader knows it."""
-    if row.weights == "file":
-        return str(row.file.name if row.file else "")
-    return stored if row.weights in ("folder", "stored") else row.weights
 
 
 def report_of(
-    request: PeersRequest,
+    request: TurnsRequest,
     runs: Sequence[RowRuns],
     questions: Sequence[Question],
     machine: str,
@@ -336,7 +47,7 @@ def _result(own: RowRuns, base: RowRuns | None, measured: Mapping[str, RowRuns])
     row = own.row
     named = {
         "row": row.name,
-        "rival": row.rival.title,
+        "rival": row.engine.title,
         "weights": own.weights,
         "same_weights": row.same_weights,
         "reason": own.reason or None,
@@ -369,10 +80,10 @@ def _same(one: TimedAnswer, other: TimedAnswer) -> bool:
 
 
 def _reference(row: Row, measured: Mapping[str, RowRuns]) -> RowRuns | None:
-    """Whose tokens a row's are held against: drafting rows their rival's plain ones, all others swiftopt's."""
+    """Whose tokens a row's are held against: drafting rows their engine's plain ones, all others swiftopt's."""
     if not row.same_weights:
         return None
-    found = measured.get(f"{row.rival.name}/plain" if row.equals_plain else "swiftopt/plain")
+    found = measured.get(f"{row.engine.name}/plain" if row.equals_plain else "swiftopt/plain")
     return None if found is None or found.row is row else found
 
 

@@ -473,14 +473,15 @@ def peers(
 
     import torch
 
-    from ..bench.peers import PeersBench, PeersRequest, questions_of, report_of
+    from ..bench.peers import report_of
+    from ..engines.turns import Turns, TurnsRequest, questions_of
     from ..models.costs import device_name
     from ..models.sources import local_folder, resolve
 
     folder = local_folder(resolve(request.model), note_load)
     drafting = local_folder(resolve(assistant), note_load) if assistant else None
     given = {"threads": threads} if threads else {}
-    common = PeersRequest(
+    common = TurnsRequest(
         request.model,
         folder,
         request.dtype,
@@ -490,7 +491,7 @@ def peers(
         **given,
     )
     questions = questions_of(folder, prompts, request.max_new_tokens)
-    bench = PeersBench(common, questions, chosen_rows(names, all_rows(ggufs, drafting)), note)
+    bench = Turns(common, questions, chosen_rows(names, all_rows(ggufs, drafting)), note)
     bench.run()
     report = report_of(common, bench.runs, bench.questions, device_name(torch.device("cpu")), base, bench.interrupted)
     if pictures:

@@ -26,7 +26,7 @@ from .render import fixed, folding, layer_map, numeric, record_view, records_tab
 if TYPE_CHECKING:
     from ..store import Store
 
-EXPORT_ENGINES = ("transformers", "llamacpp", "vllm", "openvino", "sglang", "tensorrt-llm")  # as in tasks.export
+EXPORT_ENGINES = ("transformers", "llamacpp", "vllm", "openvino", "sglang", "tensorrt-llm")  # as in engines.export
 TRIAL_FIGURES = ("step", "origin", "matchness", "score", "adopted")  # of a trial, in --json
 
 version_option = click.option("--version", type=positive, help="A version.  [default: the best one]")
@@ -297,8 +297,8 @@ def export(name: ModelTask, engine: str, out: str, version: int | None, store: S
 
     A set whose rest does not alternate attention and MLP is exported as the nearest one that does.
     """
-    from ..tasks.export import export as export_plan
-    from ..tasks.export import refuse_existing
+    from ..engines.export import export as export_plan
+    from ..engines.export import refuse_existing
 
     refuse_existing(Path(out))
     found = store.lookup(name.model, name.task) if version is None else store.plan(name.model, name.task, version)

@@ -21,14 +21,15 @@ from families import CONFIGS
 from tiny_files import save
 from transformers import AutoModelForCausalLM
 
-from swiftopt.bench import peers
-from swiftopt.bench.peer_children import Child
-from swiftopt.bench.peer_environments import PROGRAMS, Launch, PeerFailed, prepared
-from swiftopt.bench.peer_rows import RIVALS, Rival, Row
-from swiftopt.bench.peers import PeersBench, PeersRequest, questions_of, report_of
+from swiftopt.bench.peers import report_of
 from swiftopt.cli.main import run
 from swiftopt.core.errors import ContextOverflow, UnsupportedModel
 from swiftopt.core.types import Prompt
+from swiftopt.engines import turns
+from swiftopt.engines.children import Child
+from swiftopt.engines.environments import PROGRAMS, EngineFailed, Launch, prepared
+from swiftopt.engines.packages import PACKAGES, EnginePackage
+from swiftopt.engines.turns import Row, Turns, TurnsRequest, questions_of
 from swiftopt.models.gguf_weights import gguf_of, write_gguf
 
 ASKED = {"prompt_ids": [3, 5, 7, 9], "max_new_tokens": 6, "task": "code"}
@@ -120,14 +121,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def counting(tmp_path: Path) -> Rival:
+def counting(tmp_path: Path) -> EnginePackage:
     """A rival that starts in no time: its tokens are 0, 1, 2, …"""
     (tmp_path / "counting.py").write_text(COUNTING)
-    return Rival("counting", "counting", "1", str(tmp_path / "counting.py"), "own")
+    return EnginePackage("counting", "counting", "1", str(tmp_path / "counting.py"), "own")
 
 
 @contextmanager
-def started(rival: Rival, tmp_path: Path, **options: Any) -> Iterator[Child]:
+def started(rival: EnginePackage, tmp_path: Path, **options: Any) -> Iterator[Child]:
     child = Child(prepared(rival), options, os.environ, tmp_path / "log")
     try:
         child.wait_until_ready(60)
@@ -137,7 +138,7 @@ def started(rival: Rival, tmp_path: Path, **options: Any) -> Iterator[Child]:
 
 
 def test_child_gives_as_many_tokens_as_asked_and_stands_still_between_its_turns(folder: Path, tmp_path: Path) -> None:
-    with started(RIVALS["transformers"], tmp_path, model=str(folder), dtype="float32", threads=1) as child:
+    with started(PACKAGES["transformers"], tmp_path, model=str(folder), dtype="float32", threads=1) as child:
         first, again = child.ask(ASKED, 60), child.ask(ASKED, 60)
         assert len(first["token_ids"]) == 6 and first["token_ids"] == again["token_ids"]
         assert 0 < again["prefill_s"] < again["seconds"]
@@ -148,27 +149,27 @@ def test_child_gives_as_many_tokens_as_asked_and_stands_still_between_its_turns(
             assert monotonic() < until, "it goes on"
 
 
-def test_child_that_fails_or_dies_is_told_in_a_sentence(counting: Rival, tmp_path: Path) -> None:
-    with started(counting, tmp_path) as child, pytest.raises(PeerFailed, match="ValueError: no such prompt: see "):
+def test_child_that_fails_or_dies_is_told_in_a_sentence(counting: EnginePackage, tmp_path: Path) -> None:
+    with started(counting, tmp_path) as child, pytest.raises(EngineFailed, match="ValueError: no such prompt: see "):
         child.ask({**ASKED, "prompt_ids": [666]}, 60)
     with started(counting, tmp_path) as child:
         assert child.ask(ASKED, 60)["token_ids"] == [0, 1, 2, 3, 4, 5]
         psutil.Process(child.pid).kill()
-        with pytest.raises(PeerFailed, match="its process ended by signal SIGKILL: see "):
+        with pytest.raises(EngineFailed, match="its process ended by signal SIGKILL: see "):
             child.ask(ASKED, 60)
 
 
 def test_child_that_cannot_load_or_takes_too_long_is_told_in_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swiftopt.bench.peer_children.END_S", 50.0)
+    monkeypatch.setattr("swiftopt.engines.children.END_S", 50.0)
     launch = Launch((sys.executable, "-P", str(PROGRAMS / "answer.py"), str(PROGRAMS / "llama_cpp.py")))
     failing = Child(launch, {}, os.environ, tmp_path / "log")
-    with pytest.raises(PeerFailed, match="ModuleNotFoundError: No module named 'xllamacpp': see "):
+    with pytest.raises(EngineFailed, match="ModuleNotFoundError: No module named 'xllamacpp': see "):
         failing.wait_until_ready(60)
     failing.close()
     slow = Child(Launch((sys.executable, "-c", "import time; time.sleep(60)")), {}, os.environ, tmp_path / "log")
-    with pytest.raises(PeerFailed, match="it took more than 0 s to load"):
+    with pytest.raises(EngineFailed, match="it took more than 0 s to load"):
         slow.wait_until_ready(0.1)
     begun = time.monotonic()
     slow.close(at_once=True)
@@ -180,7 +181,7 @@ def test_child_that_cannot_load_or_takes_too_long_is_told_in_a_sentence(
     [(False, 0.0, ["plain", "other", "plain"]), (True, 1e9, ["plain", "other", "other", "plain"])],
 )
 def test_processes_that_memory_does_not_hold_start_again_at_their_next_turn(
-    counting: Rival,
+    counting: EnginePackage,
     folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -189,13 +190,13 @@ def test_processes_that_memory_does_not_hold_start_again_at_their_next_turn(
     started: list[str],
 ) -> None:
     """Those that were ended for others, and those whose weights the system dropped from memory."""
-    monkeypatch.setattr(peers, "STILL_THERE", still_there)
+    monkeypatch.setattr(turns, "STILL_THERE", still_there)
     monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path / "cache"))
     questions = questions_of(folder, [Prompt(id=str(i), task="code", text="w1 w2") for i in range(2)], 4)
     rows = [Row(counting, name, "folder") for name in ("plain", "other")]
     steps: list[str] = []
-    request = PeersRequest("tiny", folder, "float32", threads=1)
-    bench = PeersBench(request, questions, rows, steps.append, has_room=lambda n_bytes: has_room)
+    request = TurnsRequest("tiny", folder, "float32", threads=1)
+    bench = Turns(request, questions, rows, steps.append, has_room=lambda n_bytes: has_room)
     bench.run()
     starts = [step for step in steps if step.startswith("starting")]
     assert starts == [f"starting counting/{name}" for name in started]
@@ -203,18 +204,18 @@ def test_processes_that_memory_does_not_hold_start_again_at_their_next_turn(
 
 
 def test_interrupted_run_keeps_the_prompts_that_all_rows_have_answered(
-    counting: Rival, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    counting: EnginePackage, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path / "cache"))
     questions = questions_of(folder, [Prompt(id=str(i), task="code", text="w1 w2") for i in range(3)], 4)
     rows = [Row(counting, name, "folder") for name in ("plain", "other")]
 
-    def bench_until(step: str) -> PeersBench:
+    def bench_until(step: str) -> Turns:
         def on_step(line: str) -> None:
             if line.startswith(step):
                 raise KeyboardInterrupt
 
-        return PeersBench(PeersRequest("tiny", folder, "float32", threads=1), questions, rows, on_step)
+        return Turns(TurnsRequest("tiny", folder, "float32", threads=1), questions, rows, on_step)
 
     bench = bench_until("prompt 2 of 3, counting/other")  # the one that is asked first for the second prompt
     bench.run()

@@ -25,13 +25,13 @@ from swiftopt.cli.main import main, run
 from swiftopt.core.costs import CostProfile
 from swiftopt.core.errors import InvalidInput, LayerSetError, OutputError, SwiftoptError, UnsupportedModel
 from swiftopt.core.types import FoundPlan, LayerSet, LayerSetRecord, ModelInfo, Plan, Trial, searchable
+from swiftopt.engines.export import ENGINES, alternating, export, lengths_by_load
 from swiftopt.models import restacked
 from swiftopt.models.restacked import distance, nearest, pairs_of, write_restacked
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
 from swiftopt.models.saved import quiet
 from swiftopt.store import Store
-from swiftopt.tasks.export import ENGINES, alternating, export, lengths_by_load
 
 DEPTH = 6
 BY_LAYER = ("qwen2-window", "gemma3", "gemma3-softcap")

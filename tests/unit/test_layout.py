@@ -21,6 +21,7 @@ RANK = {
     "store": 3,
     "client": 4,
     "tasks": 4,
+    "engines": 5,
     "worker": 5,
     "server": 6,
     "cli": 6,

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from swiftopt.bench.peer_environments import PeerFailed, prepared
-from swiftopt.bench.peer_rows import RIVALS, Rival, Row, all_rows, chosen_rows
-from swiftopt.bench.peers import PeersRequest, Question, RowRuns, TimedAnswer, equal_to, report_of
+from swiftopt.bench.peer_rows import all_rows, chosen_rows
+from swiftopt.bench.peers import equal_to, report_of
 from swiftopt.cli.bench import peers_view
 from swiftopt.core.errors import SettingsError
+from swiftopt.engines.environments import EngineFailed, prepared
+from swiftopt.engines.packages import PACKAGES, EnginePackage
+from swiftopt.engines.turns import Question, Row, RowRuns, TimedAnswer, TurnsRequest
 
-REQUEST = PeersRequest("tiny", Path("tiny"), threads=2)
+REQUEST = TurnsRequest("tiny", Path("tiny"), threads=2)
 QUESTIONS = [Question("a", "code", (1, 2), 4), Question("b", "code", (3,), 4)]
 ROWS = {row.name: row for row in all_rows(assistant=Path("small"))}
 
@@ -114,8 +116,8 @@ def test_each_given_file_is_a_row_of_both_builds_with_other_weights(tmp_path: Pa
 
 
 def test_every_program_is_there() -> None:
-    folder = Path(__file__).parents[2] / "bench" / "rivals"
-    assert all((folder / rival.program).is_file() for rival in RIVALS.values())
+    folder = Path(__file__).parents[2] / "engines" / "programs"
+    assert all((folder / rival.program).is_file() for rival in PACKAGES.values())
 
 
 def test_rival_that_cannot_be_installed_says_so_and_leaves_nothing(
@@ -123,15 +125,15 @@ def test_rival_that_cannot_be_installed_says_so_and_leaves_nothing(
 ) -> None:
     monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path))
     install = ("install", "--no-index", "--disable-pip-version-check", "no-such-rival==1")
-    with pytest.raises(PeerFailed, match=r"^no-such-rival 1 cannot be installed: No matching distribution"):
-        prepared(Rival("nobody", "no-such-rival", "1", "llama_cpp.py", "pip", (install,)))
+    with pytest.raises(EngineFailed, match=r"^no-such-rival 1 cannot be installed: No matching distribution"):
+        prepared(EnginePackage("nobody", "no-such-rival", "1", "llama_cpp.py", "pip", (install,)))
     assert not (tmp_path / "peers" / "no-such-rival-1").exists()
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(PeerFailed, match=r"needs npm and node, not found here: install Node.js"):
-        prepared(RIVALS["node-llama-cpp"])
+    with pytest.raises(EngineFailed, match=r"needs npm and node, not found here: install Node.js"):
+        prepared(PACKAGES["node-llama-cpp"])
 
 
 def test_rows_know_whose_weights_they_compute_with() -> None:
     assert {row.variant for row in ROWS.values() if not row.same_weights} == {"q8_0", "q4_0"}
     assert {row.variant for row in ROWS.values() if not row.equals_plain} == {"plain", "q8_0", "q4_0"}
-    assert Row(RIVALS["openvino"], "plain", "F16").same_weights
+    assert Row(PACKAGES["openvino"], "plain", "F16").same_weights

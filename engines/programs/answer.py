@@ -1,8 +1,8 @@
-"""The process of one row of `bench peers`: loads one rival, then answers JSON lines until its standard input ends.
+"""The process of an engine beside others: loads it, then answers JSON lines until its standard input ends.
 
-    python -P answer.py <rival's file> '<options as JSON>'
+    python -P answer.py <program> '<options as JSON>'
 
-The rival's file has `load(options)`, which returns a function from a line to its answer. A line in: {"prompt_ids":
+The program has `load(options)`, which returns a function from a line to its answer. A line in: {"prompt_ids":
 [...], "max_new_tokens": 128, "task": "code"}. Lines out: {"ready": true} once, then for each line {"token_ids": [...],
 "seconds": s, "prefill_s": s}, where the seconds until the first token may be null; or {"error": "..."}, after which the
 process ends. Whatever a library prints goes to standard error.
@@ -37,7 +37,7 @@ def main(file: str, options: dict[str, Any]) -> int:
                 begun = perf_counter()
                 answer = decode(asked)
                 say({**answer, "seconds": perf_counter() - begun})
-        except Exception as error:  # a rival can raise anything: the parent makes a row of it
+        except Exception as error:  # an engine can raise anything: the parent makes a row of it
             words = " ".join(str(error).split()) or "no message"
             say({"error": f"{type(error).__name__}: {words[:MESSAGE]}"})
             raise

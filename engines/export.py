@@ -343,7 +343,7 @@ def lengths_by_load(
 
 def _stored_costs(store: Store | None, found: FoundPlan, own: str) -> CostProfile | None:
     from ..models.costs import context_bucket
-    from .recipes import TYPICAL_POSITIONS
+    from ..tasks.recipes import TYPICAL_POSITIONS
 
     record = found.plan.layer_set
     if store is None or record is None or record.device is None or record.dtype is None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from .peer_environments import Launch, PeerFailed
+from .environments import EngineFailed, Launch
 
 SPARE_BYTES = 1 << 30  # of the machine's memory, left to everything else
 END_S = 5  # a process that has been told to end and does not is killed
@@ -30,7 +30,7 @@ class Memory(NamedTuple):
 
 
 class Child:
-    """A rival's process, which answers JSON lines; between its turns it is stopped, so that it cannot use the CPU.
+    """An engine's process, which answers JSON lines; between its turns it is stopped, so that it cannot use the CPU.
 
     It leads a process group of its own: the kernel ends it, stopped or not, when this process is gone.
     """
@@ -53,13 +53,13 @@ class Child:
         self._reader.start()
 
     def wait_until_ready(self, timeout_s: float) -> None:
-        """Raises: PeerFailed: it could not load, or took too long."""
+        """Raises: EngineFailed: it could not load, or took too long."""
         self._answer(timeout_s, "to load")
 
     def ask(self, question: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """Its answer to one line; it computes only while this waits.
 
-        Raises: PeerFailed: it failed, ended or took too long.
+        Raises: EngineFailed: it failed, ended or took too long.
         """
         self._signal(signal.SIGCONT)
         try:
@@ -67,7 +67,7 @@ class Child:
             self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
         except OSError as error:
-            raise PeerFailed(self._end_sentence()) from error
+            raise EngineFailed(self._end_sentence()) from error
         return self._answer(timeout_s, "for an answer")
 
     def memory(self) -> Memory:
@@ -101,13 +101,13 @@ class Child:
         try:
             line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
-            raise PeerFailed(f"it took more than {timeout_s:.0f} s {what}: see {self.log}") from None
+            raise EngineFailed(f"it took more than {timeout_s:.0f} s {what}: see {self.log}") from None
         self._signal(signal.SIGSTOP)
         if not line:
-            raise PeerFailed(self._end_sentence())
+            raise EngineFailed(self._end_sentence())
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise PeerFailed(f"{answer['error']}: see {self.log}")
+            raise EngineFailed(f"{answer['error']}: see {self.log}")
         return answer
 
     def _read(self) -> None:
