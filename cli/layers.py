@@ -14,6 +14,7 @@ from rich.table import Table
 
 from ..core.errors import InvalidInput, LayerSetNotFound
 from ..core.requests import GenerateRequest
+from ..core.settings import ENGINES
 from ..core.streams import read_stream
 from ..core.types import FoundPlan, LayerSetRecord, ModelInfo, Sampling, check_task
 from ..models.sources import ALIASES, find_alias
@@ -26,7 +27,6 @@ from .render import fixed, folding, layer_map, numeric, record_view, records_tab
 if TYPE_CHECKING:
     from ..store import Store
 
-EXPORT_ENGINES = ("transformers", "llamacpp", "vllm", "openvino", "sglang", "tensorrt-llm")  # as in engines.export
 TRIAL_FIGURES = ("step", "origin", "matchness", "score", "adopted")  # of a trial, in --json
 
 version_option = click.option("--version", type=positive, help="A version.  [default: the best one]")
@@ -284,7 +284,7 @@ def _moved(command: str, name: ModelTask, found: FoundPlan) -> Result:
 
 @options.command(short_help="Write a plan as the files of another engine.")
 @options.model_task
-@click.option("--to", "engine", type=click.Choice(EXPORT_ENGINES), required=True, help="The engine.")
+@click.option("--to", "engine", type=click.Choice(ENGINES), required=True, help="The engine.")
 @click.option(
     "--out", metavar="FOLDER", shell_complete=options.folders, required=True, help="A new folder to write to."
 )

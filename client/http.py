@@ -202,14 +202,21 @@ class Client(ServerConnection):
     # --- layer sets ---
 
     def layer_set(
-        self, model: str, task: str, device: str | None = None, dtype: str | None = None, alias: str = "best"
+        self,
+        model: str,
+        task: str,
+        device: str | None = None,
+        dtype: str | None = None,
+        alias: str = "best",
+        engine: str | None = None,
     ) -> FoundPlan:
-        """Return the plan for a model and task, as `Store.lookup`.
+        """Return the plan for a model and task, as `Store.lookup`; `engine`: the best one for another engine.
+
 
         Raises: LayerSetNotFound: nothing is stored for them.
         """
         path = f"/v1/layer-sets/{quote(model, safe='')}/{quote(task, safe='')}"
-        return self._read(FoundPlan, self._get(path, device=device, dtype=dtype, alias=alias))
+        return self._read(FoundPlan, self._get(path, device=device, dtype=dtype, alias=alias, engine=engine))
 
     def lookup(self, queries: Sequence[Mapping[str, str]]) -> list[FoundPlan | SwiftoptError]:
         """Return plans for many queries, each with the arguments of `layer_set`; an error stands for itself."""

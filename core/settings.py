@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from .errors import LayerSetError, SettingsError
 from .serialization import LARGEST, Settings, count, ranged, share
@@ -14,6 +14,9 @@ from .serialization import LARGEST, Settings, count, ranged, share
 # weight formats that parts of a draft can have beside the model's own; activations stay as they are
 FORMATS = ("int8", "int4", "int4-64", "int4-32")
 GROUP = 128  # weights that share a scale in "int4"; "int4-64" and "int4-32" name their own
+# Other engines, as `export --to`, `tune --engine` and look-ups name them.
+EngineName = Literal["transformers", "llamacpp", "vllm", "openvino", "sglang", "tensorrt-llm"]
+ENGINES: tuple[str, ...] = get_args(EngineName)
 AUTO = "auto"  # in settings: the one that measured time and agreement with the model speak for
 STORED: Final = "stored"  # the model's own weights, where a wider entry of `LayerSet.formats` says otherwise
 

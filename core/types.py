@@ -546,7 +546,8 @@ class Plan(Record):
 
     `learned` are the heads or the probe that the method reads; `draft_model` the name of the smaller model that drafts
     (None: the target without the layer set's sub-layers, where the method drafts with a model). The figures are those
-    of the comparison or the verdict that made the plan.
+    of the comparison or the verdict that made the plan. `engine` is the other engine that it is for, whose settings
+    `settings` then are; None: swiftopt itself.
     """
 
     method: str
@@ -559,6 +560,12 @@ class Plan(Record):
     measured_interval: tuple[float, float] | None = None
     device: str | None = field(default=None, metadata=NOT_WRITTEN)
     dtype: str | None = field(default=None, metadata=NOT_WRITTEN)
+    engine: str | None = field(default=None, metadata={"exclude_if": lambda engine: engine is None})
+
+    @property
+    def usual_alias(self) -> str:
+        """Return what look-ups ask for to find such plans: `best`, or the name of the engine that they are for."""
+        return self.engine or "best"
 
 
 @dataclass(frozen=True, slots=True)
@@ -583,7 +590,7 @@ class PlanVersion:
     """A stored plan among the versions of its model and task.
 
     `names` are the model's, the shortest first, its fingerprint last where it is known. `best_for` lists the device,
-    dtype and time since which the alias `best` means this version there. `created_at` None: the time is not stored.
+    dtype and time since which its usual alias means this version there. `created_at` None: the time is not stored.
     """
 
     names: tuple[str, ...]

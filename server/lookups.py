@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
 from ..core.errors import NotFound
+from ..core.settings import EngineName
 from ..core.types import FoundPlan, LayerSetList, ModelList
 from ..store import Store
 from .problems import MEDIA_TYPE, Problem, as_problem, kind_of
@@ -45,6 +46,7 @@ class LookupQuery(Strict):
     model: Word
     task: Word
     alias: Word = "best"
+    engine: EngineName | None = None  # its best plan, in place of `alias`
     device: Word | None = None
     dtype: Word | None = None
     version: Depth | None = None  # takes the place of `alias`
@@ -80,7 +82,7 @@ def find_plan(store: Store, query: LookupQuery) -> dict[str, Any]:
     Raises: LayerSetNotFound: nothing fits; it names the nearest.
     """
     if query.version is None:
-        found = store.lookup(query.model, query.task, query.device, query.dtype, query.alias)
+        found = store.lookup(query.model, query.task, query.device, query.dtype, query.engine or query.alias)
     else:
         found = store.plan(query.model, query.task, query.version)
     alias = found.alias if query.version is None else None
@@ -172,6 +174,7 @@ async def layer_set(
     model: Annotated[Word, Path(description="Name or fingerprint, percent-encoded.")],
     task: Annotated[Word, Path(description="The task; it has no '/'.")],
     alias: Annotated[Word, Query(description="The name of the choice.")] = "best",
+    engine: Annotated[EngineName | None, Query(description="Its best plan, in place of `alias`.")] = None,
     device: Annotated[Word | None, Query(description="Prefer a set that was tuned on this device.")] = None,
     dtype: Annotated[Word | None, Query(description="Prefer a set that was tuned in this dtype.")] = None,
     version: Annotated[Depth | None, Query(description="This version, whatever the alias means.")] = None,
@@ -182,7 +185,7 @@ async def layer_set(
 
     Falls back to another dtype or device, then to the task `default`; `fallback` says so in words.
     """
-    query = LookupQuery(model=model, task=task, alias=alias, device=device, dtype=dtype, version=version)
+    query = LookupQuery(model=model, task=task, alias=alias, engine=engine, device=device, dtype=dtype, version=version)
     began = time.perf_counter()
     answer = await known.get(query)
     known.times.observe(time.perf_counter() - began)

@@ -86,6 +86,11 @@ def _evidence(op: Operations) -> None:
     _add(op, "layer_sets", "evidence")
 
 
+def _engines(op: Operations) -> None:
+    """Add which engine a plan is for; earlier ones are for swiftopt."""
+    _add(op, "plans", "engine")
+
+
 @contextmanager
 def _plans(op: Operations) -> Iterator[BatchOperations]:
     """Change the plans. SQLite builds the table anew, and what points at it must not be there meanwhile."""
@@ -123,6 +128,7 @@ STEPS: dict[str, Callable[[Operations], None]] = {
     "0004_quantised_drafts": _quantised_drafts,
     "0005_prompt_states": _prompt_states,
     "0006_evidence": _evidence,
+    "0007_engines": _engines,
 }
 REVISIONS = ("0001_layer_sets", *STEPS)
 HEAD = REVISIONS[-1]

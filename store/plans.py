@@ -13,8 +13,9 @@ from dataclasses import replace
 from sqlalchemy import bindparam, select
 from sqlalchemy.orm import Session, aliased, undefer
 
-from ..core.errors import LayerSetError, LayerSetNotFound, StoreError
+from ..core.errors import InvalidInput, LayerSetError, LayerSetNotFound, StoreError
 from ..core.prompt_states import KnownSet, unpacked
+from ..core.settings import ENGINES
 from ..core.types import (
     AS_FOUND,
     DEFAULT_TASK,
@@ -123,9 +124,9 @@ def known_sets(session: Session, fingerprint: str) -> list[KnownSet]:
 
 
 def add_plan(session: Session, model: str, task: str, plan: Plan, promote: bool = True) -> FoundPlan:
-    """Store how to decode as the next version and, unless told otherwise, let `best` mean it.
+    """Store how to decode as the next version and, unless told otherwise, let its usual alias mean it.
 
-    The plan's layer set and heads or probe must be stored records. `alias` is "" if `best` was not moved.
+    The plan's layer set and heads or probe must be stored records. `alias` is "" if none was moved.
 
     Raises: LayerSetNotFound, LearnedNotFound: they are not. StoreError: the model was never remembered.
     """
@@ -143,7 +144,7 @@ def add_plan(session: Session, model: str, task: str, plan: Plan, promote: bool 
     session.add(row)
     session.flush()
     session.refresh(row)  # what was written, as a reader will get it: JSON has no tuples
-    return move(session, row, "best") if promote else found_plan(row)
+    return move(session, row, plan.usual_alias) if promote else found_plan(row)
 
 
 def get_plan(session: Session, model: str, task: str, version: int) -> FoundPlan:
@@ -192,13 +193,14 @@ def plan_versions(session: Session, model: str | None = None, task: str | None =
 
 
 def _best_for(moves: Sequence[MoveRow]) -> dict[int, tuple[tuple[str | None, str | None, str], ...]]:
-    """Return by plan where and since when `best` means it; `moves` newest first."""
+    """Return by plan where and since when its usual alias means it; `moves` newest first."""
     undone = {move.undoes_id for move in moves}
     found: dict[int, tuple[tuple[str | None, str | None, str], ...]] = {}
     seen = set()
     for move in moves:
-        where = (move.model_id, move.task, move.device, move.dtype)
-        if move.alias == "best" and move.undoes_id is None and move.id not in undone and where not in seen:
+        where = (move.model_id, move.task, move.alias, move.device, move.dtype)
+        usual = move.alias == (move.plan.engine or "best")
+        if usual and move.undoes_id is None and move.id not in undone and where not in seen:
             seen.add(where)
             found[move.plan_id] = (*found.get(move.plan_id, ()), (move.device, move.dtype, move.created_at))
     return found
@@ -228,9 +230,16 @@ def lookup(
 def promote(session: Session, model: str, task: str, version: int, alias: str = "best") -> FoundPlan:
     """Let the alias mean that version, for the device and dtype that it was tuned or compared on.
 
-    Raises: LayerSetNotFound: it names the versions that exist.
+    What is best for an engine is known by the engine's name: `best` stands for it with a plan for an engine.
+
+    Raises: LayerSetNotFound: it names the versions that exist. InvalidInput: the alias is an engine's, the plan is not.
     """
-    return move(session, plan_of(session, model, task, version), alias)
+    plan = plan_of(session, model, task, version)
+    if alias in ENGINES and plan.engine != alias:
+        raise InvalidInput(
+            f"version {version} of {model}/{task} is not for {alias}: choose one for it, or name another alias"
+        )
+    return move(session, plan, (plan.engine or alias) if alias == "best" else alias)
 
 
 def rollback(session: Session, model: str, task: str, alias: str = "best") -> FoundPlan:
@@ -362,6 +371,9 @@ def _stored_set(session: Session, model: ModelRow, record: LayerSetRecord) -> La
 
 def _not_found(session: Session, model: str, task: str, alias: str = "best") -> LayerSetNotFound:
     """Return the error for a model and task that nothing can be had for, with what comes nearest."""
+    if alias in ENGINES:
+        command = f"{_tune_command(model, task)} --engine {alias}"
+        return LayerSetNotFound(f"no plan for {alias} is stored for {model}/{task}: run `{command}`")
     stored = _versions(session, PlanRow, find_model(session, model), task)
     if stored:
         return LayerSetNotFound(

@@ -261,6 +261,7 @@ class PlanRow(OfTask, Measured, Base):
     layer_set_id: Mapped[int | None] = mapped_column(ForeignKey(LayerSetRow.id))
     learned_id: Mapped[int | None] = mapped_column(ForeignKey(LearnedRow.id))
     draft_model: Mapped[str | None]
+    engine: Mapped[str | None]
 
     owner: Mapped[ModelRow] = relationship()
     layer_set: Mapped[LayerSetRow | None] = relationship(lazy="joined")

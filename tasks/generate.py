@@ -193,7 +193,12 @@ class Planner:
             return None, "no database to look a plan up in: pass --db or --layer-set FILE"
         runtime = self.runtime
         if self.version is not None:
-            return self.store.plan(runtime.info.fingerprint, task, self.version), ""
+            found = self.store.plan(runtime.info.fingerprint, task, self.version)
+            if found.plan.engine is not None:
+                raise InvalidInput(
+                    f"version {self.version} of {task} is for {found.plan.engine} and not decoded here: name another"
+                )
+            return found, ""
         try:
             found = self.store.lookup(runtime.info.fingerprint, task, machine_name(runtime), runtime.dtype_name)
             return found, ""

@@ -211,7 +211,7 @@ def overview_of(versions: Sequence[PlanVersion]) -> list[tuple[PlanVersion, int]
     shown: dict[tuple[str, str], PlanVersion] = {}
     for each in versions:
         now = shown.setdefault((each.model, each.task), each)
-        if _since(each) > _since(now):
+        if each.plan.engine is None and (now.plan.engine is not None or _since(each) > _since(now)):
             shown[each.model, each.task] = each
     return [(shown[key], counts[key]) for key in sorted(shown)]
 
@@ -241,6 +241,7 @@ def figures_of(found: PlanVersion) -> list[tuple[str, str]]:
     interval = "" if low is None else f" ({number(low)}–{number(high)})"
     rows = [
         ("Method", plan.method),
+        *([("Engine", plan.engine)] if plan.engine else []),
         ("Verdict", plan.verdict),
         ("Ratio to plain", number(plan.measured_speedup, 2, "x") + interval),
     ]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, event
 
-from swiftopt.core.errors import LayerSetNotFound, LearnedNotFound, StoreError
+from swiftopt.core.errors import InvalidInput, LayerSetNotFound, LearnedNotFound, StoreError
 from swiftopt.core.types import LayerSet, LayerSetRecord, LearnedRecord, ModelInfo, Plan
 from swiftopt.store import Store
 
@@ -26,6 +26,7 @@ SPD = Plan(
     measured_interval=(1.3, 1.5),
     **HERE,
 )
+VLLM = Plan("prompt-lookup", settings={"method": "ngram"}, verdict="use", measured_speedup=1.2, engine="vllm", **HERE)
 HEADS = LearnedRecord(
     "heads",
     "smol",
@@ -93,6 +94,28 @@ def test_plan_that_was_not_promoted_is_not_looked_up_until_it_is(store: Store) -
     assert store.promote("smol", "code", 2).plan == SPD
     assert standing(store) == (2, "spd")
     assert store.rollback("smol", "code").version == 1
+
+
+def test_plan_for_another_engine_is_found_by_that_engine_and_never_as_the_best(store: Store) -> None:
+    own = store.add_plan("smol", "code", SPD)
+    first = store.add_plan("smol", "code", VLLM)
+    assert (first.alias, first.version) == ("vllm", own.version + 1)
+    assert standing(store) == (own.version, "spd")
+    found = store.lookup("smol", "code", alias="vllm", **HERE)
+    assert found == first and found.plan.engine == "vllm" and found.to_json()["engine"] == "vllm"
+    second = store.add_plan("smol", "code", dataclasses.replace(VLLM, method="plain", settings={}), promote=False)
+    assert store.promote("smol", "code", second.version).alias == "vllm"  # `best` of an engine's plan is the engine's
+    assert store.lookup("smol", "code", alias="vllm").version == second.version
+    assert store.rollback("smol", "code", "vllm").version == first.version
+    assert standing(store) == (own.version, "spd")
+    since = {each.version: bool(each.best_for) for each in store.plan_versions("smol")}
+    assert since == {own.version: True, first.version: True, second.version: False}
+    with pytest.raises(InvalidInput, match="is not for vllm: choose one for it, or name another alias"):
+        store.promote("smol", "code", own.version, "vllm")
+    with pytest.raises(
+        LayerSetNotFound, match=r"no plan for openvino is stored for smol/code: run .* --engine openvino"
+    ):
+        store.lookup("smol", "code", alias="openvino")
 
 
 def test_plan_is_the_best_of_its_own_device_and_dtype(store: Store) -> None:
