@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from .buffer import KVBuffer
+from .coded import CodedLinear
 from .families import Family
 
 
@@ -50,7 +51,7 @@ class PackedLinear(nn.Module):
         return onednn_linear(x, self.packed, self.bias)
 
 
-LINEAR = nn.Linear | Conv1D | PackedLinear  # what a quantised copy can be made of
+LINEAR = nn.Linear | Conv1D | PackedLinear | CodedLinear  # what a quantised copy can be made of
 
 
 @dataclass(slots=True)

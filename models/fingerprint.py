@@ -68,8 +68,8 @@ def fingerprint(model: Any) -> str:
 def _digest(config: Any, tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256(json.dumps(_function_of(config), sort_keys=True, default=str).encode())
     tied = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
-    for stored in sorted(tensors, key=lambda stored: (_plain_name(stored), stored)):
-        name = _plain_name(stored)
+    for stored in sorted(tensors, key=lambda stored: (plain_name(stored), stored)):
+        name = plain_name(stored)
         if name.endswith(_LEFTOVERS) or (tied and name == _HEAD):
             continue
         digest.update(f"{name}{list(tensors[stored].shape)}".encode())
@@ -102,7 +102,7 @@ def _relevant(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
     """Return a tensor's name as transformers has it in memory, whichever name its file uses."""
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)

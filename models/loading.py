@@ -14,13 +14,15 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
-from ..core.errors import ModelNotFound, SettingsError
+from ..core.errors import ModelNotFound, SettingsError, SwiftoptError
 from ..core.requests import Speed
 from ..core.settings import n_threads
 from ..core.types import ModelInfo
 from .blocks import EAGER, Block, LayerFunctions, PackedLinear, onednn_linear, onednn_weight
+from .coded import CodedLinear
 from .fingerprint import fingerprint
 from .graphs import GraphPasses
+from .packed_weights import load_packed
 from .runtime import Runtime
 from .saved import (
     OnStep,
@@ -30,9 +32,11 @@ from .saved import (
     quiet,
     refuse_missing,
     supported_config,
+    supported_type,
     telling,
     weight_files,
 )
+from .schemes import Scheme
 from .sources import check_names, local_folder
 
 HEADROOM = 1.15  # free GPU memory that a model needs / its weights: keys, values and activations come on top
@@ -61,16 +65,21 @@ def load(
     source = check_names(name, dtype, device, here=True)
     with quiet():
         folder = local_folder(source, step)
+        scheme = supported_type(folder)[1]
         supported_config(folder)
         placement = _placement(device, folder, dtype)
         step(f"loading {source.name}")
         with telling(step, f"loading {source.name}"):
-            model = _load_weights(folder, dtype, placement)
+            if scheme is None:
+                model = _load_weights(folder, dtype, placement)
+                n_parameters = sum(parameter.numel() for parameter in model.parameters())
+            else:
+                model, n_parameters = _load_packed(folder, scheme, dtype, placement, f"loading {source.name}", step)
         info = ModelInfo(
             fingerprint=fingerprint(folder),
             architecture=str(model.config.model_type),
             n_layers=int(model.config.num_hidden_layers),
-            n_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            n_parameters=n_parameters,
             names=source.names,
         )
         runtime = Runtime(model, _load_tokenizer(folder), info)
@@ -105,7 +114,10 @@ def _weight_bytes(folder: Path, dtype: str) -> float:
     n_stored = sum(path.stat().st_size for path in weight_files(folder) if path.is_file())
     stored = getattr(supported_config(folder), "dtype", None) or torch.float32
     target = stored if dtype == "auto" else getattr(torch, dtype)
-    return float(n_stored * target.itemsize / stored.itemsize)
+    scheme = supported_type(folder)[1]  # what is quantised is de-quantised on a GPU
+    return float(
+        n_stored * target.itemsize / stored.itemsize * (1 if scheme is None else 8 * stored.itemsize / scheme.bits)
+    )
 
 
 def _load_weights(folder: Path, dtype: str, placement: str) -> Any:
@@ -121,6 +133,22 @@ def _load_weights(folder: Path, dtype: str, placement: str) -> Any:
         raise ModelNotFound(f"{folder} cannot be loaded ({first_line(error)}): copy or download it again") from error
     refuse_missing(found["missing_keys"], folder)
     return model.eval().requires_grad_(False)
+
+
+def _load_packed(folder: Path, scheme: Scheme, dtype: str, placement: str, doing: str, step: OnStep) -> tuple[Any, int]:
+    if placement == "auto-map":
+        raise SettingsError(
+            f"{folder} is quantised ({scheme.words}), and such a model lies on one device: use --device cpu or cuda:N"
+        )
+    try:
+        model, n_parameters = load_packed(folder, scheme, dtype, doing, step)
+        return model.to(placement), n_parameters
+    except torch.OutOfMemoryError as error:
+        raise SettingsError(f"{folder} does not fit the memory of {placement}: use another --device") from error
+    except SwiftoptError:
+        raise
+    except Exception as error:  # as in _load_weights
+        raise ModelNotFound(f"{folder} cannot be loaded ({first_line(error)}): copy or download it again") from error
 
 
 def _load_tokenizer(folder: Path) -> Any:
@@ -151,7 +179,10 @@ def at_speed(runtime: Runtime, speed: Speed, lay_out: bool = True) -> None:
         reason = _by_native(runtime, lay_out)
         if reason is not None and speed == "native":
             raise SettingsError(f"our kernels cannot be used: {reason}")
+        if reason is not None:
+            de_quantise(runtime)
         return
+    de_quantise(runtime)
     graphs = GraphPasses(runtime) if "graphs" in speed else None
     if speed == "onednn":
         pack_for_onednn(runtime)
@@ -195,6 +226,27 @@ def outputs_first(model: nn.Module) -> list[Conv1D]:
 
 
 @torch.inference_mode()
+def de_quantise(runtime: Runtime) -> None:
+    """Give the maps of a quantised checkpoint plain weights, rounded to the model's dtype: torch reads no codes."""
+    for name, module in list(runtime.hf_model.named_modules()):
+        if isinstance(module, CodedLinear):
+            _put(runtime, name, module, module.plain())
+            module.codes.data = module.codes.data.new_empty(0)
+
+
+def _put(runtime: Runtime, name: str, module: nn.Module, made: nn.Module) -> None:
+    """Put a module in place of a linear map."""
+    cast(Any, runtime.hf_model).set_submodule(name, made)
+    for block in runtime.blocks:
+        if any(one is module for one in (*block.parts.qkv, block.parts.out)):
+            qkv = tuple(made if one is module else one for one in block.parts.qkv)
+            out = made if block.parts.out is module else block.parts.out
+            block.parts = replace(block.parts, qkv=qkv, out=out)
+    if runtime.head_module(None) is module:
+        runtime.take_head(made)
+
+
+@torch.inference_mode()
 def pack_for_onednn(runtime: Runtime) -> None:
     """Put the model's linear maps in oneDNN's order, in place of the plain ones; a head tied to the embedding stays.
 
@@ -212,17 +264,10 @@ def pack_for_onednn(runtime: Runtime) -> None:
         reason = first_line(error)
         raise SettingsError(f"oneDNN cannot compute this model here ({reason}): use another speed") from error
     tied = model.get_input_embeddings().weight
-    made: dict[Any, PackedLinear] = {}
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and module.weight is not tied:
-            made[module] = PackedLinear(module)
-            model.set_submodule(name, made[module])
+            _put(runtime, name, module, PackedLinear(module))
             module.weight.data = module.weight.data.new_empty(0)
-    for block in runtime.blocks:
-        qkv = tuple(made.get(one, one) for one in block.parts.qkv)
-        block.parts = replace(block.parts, qkv=qkv, out=made.get(block.parts.out, block.parts.out))
-    head = runtime.head_module(None)
-    runtime.take_head(made.get(head, head))
 
 
 @torch.inference_mode()

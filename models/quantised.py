@@ -25,15 +25,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..core.settings import group_size
+from ..core.settings import FORMATS, group_size
 from ..core.types import LayerSet
 from .blocks import LINEAR, Block, LayerModules
+from .coded import ROWS, CodedLinear, pack
 from .saved import cache_root, replacing
 
 LEVELS = 15  # steps of a 4-bit code
-ROWS = 16  # the kernels want outputs in multiples of it; missing ones are zeros
 SMALLEST_GROUP = 32  # inputs of packed weights come in multiples of it
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)  # of a group's range that are tried: the tails may cost less than coarser steps
+BITS = {name: 8 if name == "int8" else 4 for name in FORMATS}
+STORED_BITS = 16  # at least, of weights that are not quantised
 CHUNK = 1 << 15  # weights that are quantised at a time
 
 HASH = re.compile(r"v\d+:[0-9a-f]{16}")  # what `models.fingerprint` gives; made-up names of tests are none
@@ -62,7 +64,7 @@ class QuantisedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.n_out, self.n_in = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
-        self.packed, self.bits = packed, 8 if name == "int8" else 4
+        self.packed, self.bits = packed, BITS[name]
         width = self.n_in + (-self.n_in % SMALLEST_GROUP if packed else 0)
         self.group = group_size("int4" if packed and name == "int8" else name, width)
         self.bias = _joined(weights, biases)
@@ -75,7 +77,9 @@ class QuantisedLinear(nn.Module):
         if self.packed:
             assert self.group is not None
             padded = F.pad(weight, (0, -self.n_in % self.group, 0, -self.n_out % ROWS))
-            return pack(*(quantise_int4 if self.bits == 4 else quantise_groups)(padded, self.group), self.bits)
+            rounded = (quantise_int4 if self.bits == 4 else quantise_groups)(padded, self.group)
+            codes, pairs = pack(*rounded, self.bits)
+            return codes, pairs.to(torch.bfloat16)
         padded = F.pad(weight, (0, 0, 0, -self.n_out % ROWS))
         if self.group is None:
             return quantise_int8(padded, self._dtype)
@@ -132,20 +136,6 @@ def _round_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     scale = grouped.abs().amax(dim=-1, keepdim=True).div_(127).bfloat16().float().clamp_(min=least)
     codes = grouped.div_(scale).round_().clamp_(-127, 127).add_(128).to(torch.uint8)
     return codes.flatten(1), scale[..., 0], torch.zeros_like(scale[..., 0])
-
-
-def pack(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Lay out codes and scales as `kernels/quantised.h` wants them.
-
-    Args:    codes: (out, in), in whole blocks and groups. scales, zeros: (out, in / group).
-    Returns: uint8 (blocks, bytes of a block) and bfloat16 (blocks, groups, 2, 16).
-    """
-    n_out, n_in = codes.shape
-    blocks = codes.to(torch.uint8).view(n_out // ROWS, ROWS, n_in // 4, 4).transpose(1, 2)  # (blocks, n_in / 4, 16, 4)
-    if bits == 4:
-        blocks = blocks[:, 0::2] | (blocks[:, 1::2] << 4)
-    pairs = torch.stack((scales, zeros), dim=-1).view(n_out // ROWS, ROWS, -1, 2).permute(0, 2, 3, 1)
-    return blocks.reshape(n_out // ROWS, -1).contiguous(), pairs.to(torch.bfloat16).contiguous()
 
 
 def quantise_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -234,6 +224,8 @@ class _Copy:
 class QuantisedCopies:
     """The quantised copies that drafts of one model asked for so far.
 
+    Of a sub-layer, or a head, whose own weights have no more bits than a format, the copy is the sub-layer itself.
+
     Those of a model with a real fingerprint, a hash of its weights, are kept on disk for the next process.
     """
 
@@ -257,9 +249,9 @@ class QuantisedCopies:
         """Return the modules of a layer with that sub-layer's linear maps quantised; made at the first call."""
         return cast(LayerModules, self._copy((kind, layer, name)).modules)
 
-    def head(self, name: str) -> QuantisedLinear:
+    def head(self, name: str) -> nn.Module:
         """Return the quantised head; made at the first call."""
-        return cast(QuantisedLinear, self._copy(("head", 0, name)).modules)
+        return cast(nn.Module, self._copy(("head", 0, name)).modules)
 
     def lay_out(self, packed: bool) -> None:
         """Make copies from now on for our kernels (`packed`) or for torch's; those for the others are dropped."""
@@ -305,6 +297,9 @@ class QuantisedCopies:
     @torch.inference_mode()
     def _make(self, key: Key, kept: Iterator[tuple[Tensor, Tensor]]) -> _Copy:
         part, layer, name = key
+        modules: Any = self.head_map if part == "head" else self._blocks[layer].parts
+        if _bits_of(part, modules) <= BITS[name]:
+            return _Copy(modules, ())  # rounding again would save nothing
         maps: list[QuantisedLinear] = []
 
         def one(modules: Sequence[nn.Module]) -> QuantisedLinear:
@@ -312,11 +307,10 @@ class QuantisedCopies:
             return maps[-1]
 
         if part == "head":
-            return _Copy(one([self.head_map]), maps)
-        own = self._blocks[layer].parts
+            return _Copy(one([modules]), maps)
         if part == "attn":
-            return _Copy(replace(own, qkv=(one(own.qkv),), out=one([own.out])), maps)
-        return _Copy(replace(own, mlp=replaced([own.mlp], one)), maps)
+            return _Copy(replace(modules, qkv=(one(modules.qkv),), out=one([modules.out])), maps)
+        return _Copy(replace(modules, mlp=replaced([modules.mlp], one)), maps)
 
     def _device(self, part: str) -> torch.device:
         return cast(Tensor, self.head_map.weight).device if part == "head" else self._blocks[0].device
@@ -326,6 +320,15 @@ class QuantisedCopies:
         if self._fingerprint is None or any(block.device != device for block in self._blocks):
             return None
         return copy_file(self._fingerprint, part, name, cast(Tensor, self.head_map.weight).dtype, device, self.packed)
+
+
+def _bits_of(part: str, modules: Any) -> int:
+    """Bits of a weight in the target's own maps of a part; the most, where they differ."""
+    own = [modules] if part == "head" else [*modules.qkv, modules.out] if part == "attn" else modules.mlp.modules()
+    maps = [module for module in own if isinstance(module, LINEAR)]
+    return max(
+        (module.bits if isinstance(module, CodedLinear) else STORED_BITS for module in maps), default=STORED_BITS
+    )
 
 
 def _wanted(layer_set: LayerSet) -> Iterator[Key]:

@@ -82,8 +82,9 @@ class Runtime:
         self.copies = QuantisedCopies(self.blocks, self._head, info.fingerprint)
         self.device: torch.device = self._embed.weight.device
         self.dtype: torch.dtype = self._embed.weight.dtype
-        self._head_device: torch.device = self._head.weight.device
-        self.vocab_size = int(self._head.weight.shape[0])  # logits of a row
+        head: Tensor = self._head.weight
+        self._head_device: torch.device = head.device
+        self.vocab_size = int(head.shape[0])  # logits of a row
         ends = {self.device, self.final_norm.weight.device, self._head_device}
         self.one_device = len({block.device for block in self.blocks} | ends) == 1
         self.rotation = RotaryTables(submodule(hf_model, family.rotary), self.dtype, self.max_positions).of

@@ -23,6 +23,7 @@ from typing import Any
 
 from ..core.errors import ModelNotFound, OutputError, SwiftoptError, UnsupportedModel
 from .families import FAMILIES, family_of
+from .schemes import Scheme, scheme_in
 
 OnStep = Callable[[str], None]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
@@ -194,10 +195,11 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
-def supported_type(folder: Path) -> str:
-    """Read the model type from the folder's config, without transformers.
+def supported_type(folder: Path) -> tuple[str, Scheme | None]:
+    """Read model type and quantisation, None where there is none, from the folder's config, without transformers.
 
-    Raises: ModelNotFound: it cannot be read. UnsupportedModel: swiftopt cannot skip in that architecture.
+    Raises: ModelNotFound: it cannot be read. UnsupportedModel: swiftopt cannot skip in that architecture, or cannot
+        read weights that are quantised in that way.
     """
     path = folder / "config.json"
     try:
@@ -211,13 +213,13 @@ def supported_type(folder: Path) -> str:
         raise UnsupportedModel(
             f"{path} has the model type {model_type!r}, which is not supported: use {', '.join(sorted(FAMILIES))}"
         )
-    return str(model_type)
+    return str(model_type), scheme_in(config, path)
 
 
 def supported_config(folder: Path) -> Any:
     """Read the folder's config.
 
-    Raises: ModelNotFound: it cannot be read. UnsupportedModel: swiftopt cannot skip in that architecture.
+    Raises: as `supported_type`.
     """
     from transformers import AutoConfig
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from swiftopt.core.types import LayerSet
 from swiftopt.decoding.methods import Resources
+from swiftopt.models.coded import CodedLinear
 from swiftopt.models.early_exit import Heads, Probe
 from swiftopt.models.kernels import build
 from swiftopt.models.kernels import native as passes
@@ -88,7 +89,7 @@ def repeating(seed: int) -> list[int]:
 def linear(
     kernels: build.Kernels,
     x: Tensor,
-    weight: Tensor | QuantisedLinear,
+    weight: Tensor | QuantisedLinear | CodedLinear,
     bias: Tensor | None = None,
     n_threads: int = 1,
     rows: Sequence[int] | None = None,

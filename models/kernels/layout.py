@@ -8,6 +8,7 @@ from typing import Any
 NO_NORM, RMS, RMS_PLUS_ONE, LAYER = range(4)
 SILU, GELU, GELU_TANH, RELU = range(4)
 ATTENTION, MLP, KEEP, LOGITS = range(4)
+ZERO_VALUES, ZERO_CODES_BF16, ZERO_CODES_F16, ZERO_CODES_F32 = range(4)
 WORK = ("maps", "attention", "rest")  # kinds of work whose seconds a pass can note
 
 
@@ -20,9 +21,9 @@ class Map(Structure):
     """A linear map."""
 
     _fields_ = [
-        *_fields(c_void_p, "weight bias scales"),
+        *_fields(c_void_p, "weight bias scales order"),
         *_fields(c_int64, "stride"),
-        *_fields(c_int32, "n_in n_out bits group"),
+        *_fields(c_int32, "n_in n_out bits group scale_type"),
     ]
 
 

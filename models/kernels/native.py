@@ -20,7 +20,8 @@ from ...core.errors import SettingsError
 from ...core.settings import THREADS
 from ...core.types import LayerSet
 from ..blocks import Block, LayerModules
-from ..quantised import ROWS, QuantisedLinear
+from ..coded import GROUPS, ROWS, CodedLinear
+from ..quantised import QuantisedLinear
 from ..rows import KINDS, Kind, Pass, keepers
 from . import layout
 from .build import Kernels
@@ -45,6 +46,11 @@ MLP_MAPS = (  # names of the maps into an MLP and out of it
     (("c_fc",), "c_proj"),
     (("dense_h_to_4h",), "dense_4h_to_h"),
 )
+ZEROS_AS_CODES = {
+    torch.bfloat16: layout.ZERO_CODES_BF16,
+    torch.float16: layout.ZERO_CODES_F16,
+    torch.float32: layout.ZERO_CODES_F32,
+}
 STEPS: dict[Kind, int] = {"attn": layout.ATTENTION, "mlp": layout.MLP}
 MOST_PROGRAMS = 64
 WIDEST_HEAD = 1024  # of attention
@@ -106,7 +112,7 @@ class NativePasses:
         return self._parts[key]
 
     def _attention_of(self, block: Block, parts: LayerModules) -> layout.Attention:
-        maps = [self._map_of(module) for module in parts.qkv]
+        maps = self._maps_of(parts.qkv)
         heads, kv_heads, width = block.heads.n_heads, block.heads.n_kv_heads, block.heads.width
         if width > WIDEST_HEAD or heads % kv_heads:
             raise Unsupported(f"attention with {heads} heads of {width} over {kv_heads} is computed by torch")
@@ -136,7 +142,7 @@ class NativePasses:
             _refuse_hooks(module)
         if found is None:
             raise Unsupported(f"an MLP such as {type(mlp).__name__} is computed by torch")
-        maps = [self._map_of(getattr(mlp, name)) for name in found[0]]
+        maps = self._maps_of([getattr(mlp, name) for name in found[0]])
         out = self._map_of(getattr(mlp, found[1]))
         gated = found[0] != ("c_fc",) and found[0] != ("dense_h_to_4h",)
         if gated and len(maps) == 1 and out.n_in % ROWS:  # its halves would not be whole blocks in a quantised copy
@@ -169,6 +175,18 @@ class NativePasses:
             raise Unsupported("a norm without weights is computed by torch")
         return layout.Norm(self._address(module.weight), None if bias is None else self._address(bias), eps, kind)
 
+    def _maps_of(self, modules: Sequence[Any]) -> list[layout.Map]:
+        """Maps of one input, which is rounded once for all of them."""
+        maps = [self._map_of(module) for module in modules]
+        orders = [getattr(module, "order", None) for module in modules]
+        grouped = {
+            (bool(each.scales), each.group, None if own is None else tuple(own.tolist()))
+            for each, own in zip(maps, orders, strict=True)
+        }
+        if len(grouped) > 1:
+            raise Unsupported("maps of one input whose weights are grouped in several ways are computed by torch")
+        return maps
+
     def _map_of(self, module: Any) -> layout.Map:
         bias = getattr(module, "bias", None)
         if bias is not None:
@@ -176,6 +194,10 @@ class NativePasses:
         if isinstance(module, QuantisedLinear):
             return map_of(module, bias)
         _refuse_hooks(module)
+        if isinstance(module, CodedLinear):
+            if module.group not in GROUPS:
+                raise Unsupported(f"groups of {module.group} weights are computed by torch")
+            return map_of(module, bias)
         if type(module) not in (nn.Linear, Conv1D):
             raise Unsupported(f"a linear map such as {type(module).__name__} is computed by torch")
         weight = cast(Tensor, module.weight)
@@ -291,15 +313,21 @@ class NativePasses:
         return Program((layout.Step * len(steps))(*steps), lists, held)
 
 
-def map_of(weight: Tensor | QuantisedLinear, bias: Tensor | None = None) -> layout.Map:
-    """A linear map by weights (n_out, n_in), whose rows lie together, or by a packed copy of them."""
+def map_of(weight: Tensor | QuantisedLinear | CodedLinear, bias: Tensor | None = None) -> layout.Map:
+    """A linear map by weights (n_out, n_in), whose rows lie together, or by codes of them."""
     bias_at = None if bias is None else bias.data_ptr()
+    if isinstance(weight, CodedLinear):
+        codes, scales = weight.codes.data_ptr(), weight.scales.data_ptr()
+        order = None if weight.order is None else weight.order.data_ptr()
+        shape = weight.n_in, weight.n_out, weight.bits, weight.group
+        return layout.Map(codes, bias_at, scales, order, 0, *shape, ZEROS_AS_CODES[weight.scales.dtype])
     if isinstance(weight, QuantisedLinear):
         codes, scales = weight.codes.data_ptr(), weight.scales.data_ptr()
         assert weight.packed and weight.group is not None
-        return layout.Map(codes, bias_at, scales, 0, weight.n_in, weight.n_out, weight.bits, weight.group)
+        shape = weight.n_in, weight.n_out, weight.bits, weight.group
+        return layout.Map(codes, bias_at, scales, None, 0, *shape, layout.ZERO_VALUES)
     n_out, n_in = weight.shape
-    return layout.Map(weight.data_ptr(), bias_at, None, weight.stride(0), n_in, n_out, 0, 0)
+    return layout.Map(weight.data_ptr(), bias_at, None, None, weight.stride(0), n_in, n_out, 0, 0, 0)
 
 
 def linear(

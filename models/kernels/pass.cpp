@@ -14,8 +14,9 @@ extern "C" {
 
 struct Map {  // a linear map; `scales` null: `weight` is (n_out, n_in) of the model's type, else packed codes
     const void *weight, *bias, *scales;
-    int64_t stride;  // between the rows of `weight`
-    int32_t n_in, n_out, bits, group;
+    const int32_t* order;  // which of its inputs the codes are for, one after the other; null: they are in order
+    int64_t stride;        // between the rows of `weight`
+    int32_t n_in, n_out, bits, group, scale_type;
 };
 
 enum NormKind : int32_t { NO_NORM, RMS, RMS_PLUS_ONE, LAYER };
@@ -172,10 +173,10 @@ template <class T> class Runner {
     Runner(const Pass& pass, const Step* steps, int n_steps) : pass_(pass), steps_(steps), n_steps_(n_steps) {
         const size_t rows = std::max(1, pass.n_rows);
         size_t wide = 1, inner = 1, head = 0, seen = 0;
-        bool packed = false, keeps = false;
+        bool packed = false, ordered = false, keeps = false;
         auto widest = [&](const Map& map) {
             wide = std::max<size_t>(wide, map.n_in);
-            packed |= map.scales != nullptr;
+            packed |= map.scales != nullptr, ordered |= map.order != nullptr;
         };
         for (int s = 0; s < n_steps; s++) {
             if (steps[s].kind == ATTENTION) {
@@ -204,7 +205,8 @@ template <class T> class Runner {
         // The last input is the one that threads share; with few rows each thread makes its own, and waits for nobody.
         for (int i = 0; i <= n_threads_; i++) {
             const size_t n = i < n_threads_ ? std::min<size_t>(rows, FEW) : rows;
-            Input input{(T*)arena.take(n * wide * sizeof(T)), {}};
+            Input input{(T*)arena.take(n * wide * sizeof(T)), {}, nullptr};
+            if (ordered) input.ordered = (T*)arena.take(n * wide * sizeof(T));
             if (packed) {
                 input.codes.codes = (int8_t*)arena.take(n * wide);
                 input.codes.scales = (float*)arena.take(n * (wide / 32 + 1) * sizeof(float));
@@ -229,6 +231,7 @@ template <class T> class Runner {
     struct Input {  // of a linear map: rows, and their codes where the map is packed
         T* rows;
         Rounded codes;
+        T* ordered;  // rows in the order of a map's codes, where it has one of its own
     };
 
     static void grow(std::vector<float>& memory, size_t n) {
@@ -315,20 +318,26 @@ template <class T> class Runner {
         const int n = pass_.n_hidden;
         return prepared(list.n, thread, [&](const Input& input, int64_t i) {
             normed(norm, from + int64_t(row_of(list, i)) * n, n, input.rows + i * n);
-            if (map.scales) round_into(input.codes, input.rows + i * n, map, i);
+            if (map.scales) round_into(input, input.rows + i * n, map, i);
         });
     }
 
     // Rows as they are, rounded where the map wants that.
     Input taken(T* rows, const Map& map, int64_t n, int thread) {
-        if (!map.scales) return {rows, {}};
+        if (!map.scales) return {rows, {}, nullptr};
         Input input = prepared(n, thread, [&](const Input& to, int64_t i) {
-            round_into(to.codes, rows + i * map.n_in, map, i);
+            round_into(to, rows + i * map.n_in, map, i);
         });
-        return {rows, input.codes};
+        return {rows, input.codes, nullptr};
     }
 
-    static void round_into(const Rounded& codes, const T* x, const Map& map, int64_t row) {
+    static void round_into(const Input& input, const T* x, const Map& map, int64_t row) {
+        const Rounded& codes = input.codes;
+        if (map.order) {
+            T* own = input.ordered + row * map.n_in;
+            for (int i = 0; i < map.n_in; i++) own[i] = x[map.order[i]];
+            x = own;
+        }
         const int groups = (map.n_in + map.group - 1) / map.group;
         round_row(x, map.n_in, map.group, codes.codes + row * groups * map.group, codes.scales + row * groups,
                   codes.sums + row * groups);
@@ -338,7 +347,7 @@ template <class T> class Runner {
     void outputs(const Map& map, const Input& x, int rows, int first, int last, float* c, int64_t ldc) const {
         if (map.scales) {
             const int groups = (map.n_in + map.group - 1) / map.group;
-            const Packed packed{(const uint8_t*)map.weight, (const bf16*)map.scales, groups * map.group, map.group};
+            const Packed packed{(const uint8_t*)map.weight, map.scales, groups * map.group, map.group, map.scale_type};
             const int b0 = first / OUTPUTS, b1 = (last + OUTPUTS - 1) / OUTPUTS;
             if (map.bits == 4) packed_products<4>(packed, x.codes, rows, b0, b1, c, ldc);
             else packed_products<8>(packed, x.codes, rows, b0, b1, c, ldc);

@@ -1,9 +1,10 @@
-// Products with weights of 8 or 4 bits, for drafts: activations are rounded to 8 bits per group of inputs, sums of a group
+// Products with weights of 8 or 4 bits, of drafts and of quantised targets: activations are rounded to 8 bits per group of inputs, sums of a group
 // are integers and exact, and groups are added up in one order.
 //
 // Weights lie in blocks of 16 outputs; a weight is (code - half) * scale + zero, half 8 or 128. Codes of 8 bits: for every
 // 4 inputs 64 bytes, output by output. Codes of 4 bits: for every 8 inputs 64 bytes, the first 4 in the low halves.
-// Scales: per block and group 16 scales, then 16 zeros, in bfloat16.
+// Scales: per block and group 16 scales, then 16 zeros, in bfloat16. Those of targets are in the type that the checkpoint
+// has, and zeros are whole numbers: a weight is (code - half + zero) * scale.
 #pragma once
 #include "dense.h"
 
@@ -60,7 +61,7 @@ static inline __m512i high_halves(__m512i w) {
     return _mm512_and_si512(_mm512_srli_epi16(w, 4), _mm512_set1_epi8(15));
 }
 static inline vf converted(const Sums& s) { return (vf)_mm512_cvtepi32_ps(s.v); }
-static inline vf sixteen(const bf16* from) { return load(from); }
+template <class S> static inline vf sixteen(const S* from) { return load(from); }
 typedef vf Sixteen;
 #else
 struct Quads {
@@ -112,7 +113,7 @@ static inline Sixteen converted(const Sums& s) {
     for (int o = 0; o < OUTPUTS; o++) f.v[o] = float(s.v[o]);
     return f;
 }
-static inline Sixteen sixteen(const bf16* from) {
+template <class S> static inline Sixteen sixteen(const S* from) {
     Sixteen f;
     for (int o = 0; o < OUTPUTS; o++) f.v[o] = to_float(from[o]);
     return f;
@@ -133,6 +134,22 @@ static inline void add_product(Sixteen& sum, const Sixteen& a, const Sixteen& b)
     for (int o = 0; o < OUTPUTS; o++) sum.v[o] += a.v[o] * b.v[o];
 #endif
 }
+static inline Sixteen product(Sixteen a, const Sixteen& b) {
+#if defined(WITH_AVX512) && defined(__AVX512VNNI__)
+    return a * b;
+#else
+    for (int o = 0; o < OUTPUTS; o++) a.v[o] *= b.v[o];
+    return a;
+#endif
+}
+static inline Sixteen minus(Sixteen a, float b) {
+#if defined(WITH_AVX512) && defined(__AVX512VNNI__)
+    return a - b;
+#else
+    for (float& each : a.v) each -= b;
+    return a;
+#endif
+}
 static inline Sixteen times(Sixteen a, float b) {
 #if defined(WITH_AVX512) && defined(__AVX512VNNI__)
     return a * b;
@@ -142,12 +159,32 @@ static inline Sixteen times(Sixteen a, float b) {
 #endif
 }
 
+enum ScaleType : int32_t { ZERO_VALUES, ZERO_CODES_BF16, ZERO_CODES_F16, ZERO_CODES_F32 };
+
 // Weights of one map; `codes` and `scales` as above, `n_in` in whole groups.
 struct Packed {
     const uint8_t* codes;
-    const bf16* scales;
-    int n_in, group;
+    const void* scales;
+    int n_in, group, scale_type;
     int64_t block_bytes() const { return int64_t(n_in) * OUTPUTS; }  // of 8 bits
+
+    // Scales of a block's group, and what a code of 0 stands for; `at`: blocks and groups before it.
+    void scales_of(int64_t at, float half, Sixteen& scale, Sixteen& zero) const {
+        at *= 2 * OUTPUTS;
+        if (scale_type == ZERO_VALUES) {
+            scale = sixteen((const bf16*)scales + at), zero = sixteen((const bf16*)scales + at + OUTPUTS);
+            add_product(zero, scale, -half);
+        } else if (scale_type == ZERO_CODES_BF16) {
+            by_codes((const bf16*)scales + at, half, scale, zero);
+        } else if (scale_type == ZERO_CODES_F16) {
+            by_codes((const f16*)scales + at, half, scale, zero);
+        } else {
+            by_codes((const float*)scales + at, half, scale, zero);
+        }
+    }
+    template <class S> static void by_codes(const S* from, float half, Sixteen& scale, Sixteen& zero) {
+        scale = sixteen(from), zero = product(scale, minus(sixteen(from + OUTPUTS), half));
+    }
 };
 
 // R rows by B blocks of 16 outputs.
@@ -179,10 +216,8 @@ static inline void packed_tile(
             }
         }
         for (int b = 0; b < B; b++) {
-            const bf16* scales = w.scales + (int64_t(block + b) * groups + g) * 2 * OUTPUTS;
-            const Sixteen scale = sixteen(scales);
-            Sixteen zero = sixteen(scales + OUTPUTS);
-            add_product(zero, scale, float(-(1 << (BITS - 1))));
+            Sixteen scale, zero;
+            w.scales_of(int64_t(block + b) * groups + g, float(1 << (BITS - 1)), scale, zero);
             for (int r = 0; r < R; r++) {
                 const int64_t own = int64_t(row + r) * groups + g;
                 add_product(acc[r][b], converted(sums[r][b]), times(scale, x.scales[own]));

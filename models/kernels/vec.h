@@ -26,6 +26,9 @@ typedef int8_t vb __attribute__((vector_size(LANES), aligned(1), may_alias));
 struct bf16 {
     uint16_t bits;
 };
+struct f16 {  // of scales alone
+    uint16_t bits;
+};
 
 static inline vf splat(float x) { return vf{} + x; }
 
@@ -43,6 +46,22 @@ static inline float to_float(float x) { return x; }
 static inline float to_float(bf16 x) {
     uint32_t bits = uint32_t(x.bits) << 16;
     float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static inline float to_float(f16 x) {
+    // Exponent and mantissa as a float32's, whose exponents begin 112 lower; what is beyond f16's range is not a number.
+    const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, rest = uint32_t(x.bits & 0x7fff) << 13;
+    const uint32_t odd = rest >= 0x0f800000 ? 0x7f800000 : 0;
+    float value, unit;
+    memcpy(&value, &rest, 4);
+    const uint32_t two_to_112 = uint32_t(127 + 112) << 23;
+    memcpy(&unit, &two_to_112, 4);
+    value *= unit;
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    bits |= sign | odd;
     memcpy(&value, &bits, 4);
     return value;
 }
@@ -67,6 +86,9 @@ static inline vf load(const bf16* from) {
     memcpy(&half, from, sizeof half);
     return (vf)(__builtin_convertvector(half, vu) << 16);
 }
+#if defined(WITH_AVX512)
+static inline vf load(const f16* from) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
+#endif
 static inline void store(float* to, vf value) { memcpy(to, &value, sizeof value); }
 static inline void store(bf16* to, vf value) {
     vu bits = (vu)value;

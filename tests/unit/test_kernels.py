@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import swiftopt
 from swiftopt.core.errors import SettingsError
+from swiftopt.models.coded import CodedLinear, Codes
 from swiftopt.models.kernels import build
 from swiftopt.models.kernels.build import Kernels
 from swiftopt.models.loading import at_speed, load
@@ -258,6 +259,71 @@ def test_extreme_codes_do_not_overflow(kernels: Kernels) -> None:
             torch.testing.assert_close(out.double(), (x.double() @ unpacked(copy).T)[None], rtol=1e-5, atol=1e-5)
 
 
+@dataclass(frozen=True)
+class CodedCase:
+    """A map of a checkpoint and what goes into it; scales go down to where float16 loses digits."""
+
+    rows: int
+    n_in: int
+    n_out: int
+    seed: int
+    bits: int
+    group: int | None
+    scale_dtype: torch.dtype
+    ordered: bool
+
+    def made(self, dtype: torch.dtype) -> tuple[Tensor, CodedLinear, Tensor]:
+        """Inputs, the map, and its weight in float64 by definition, its columns group by group."""
+        generator = torch.Generator().manual_seed(self.seed)
+        group, top = self.group or self.n_in, 1 << self.bits
+        shape = self.n_out, -(-self.n_in // group)
+        codes = torch.randint(0, top, (self.n_out, self.n_in), generator=generator).to(torch.uint8)
+        zeros = torch.randint(0, top, shape, generator=generator).short()
+        scales = torch.randn(shape, generator=generator).exp2().mul(10.0 ** -(self.seed % 8)).to(self.scale_dtype)
+        order = torch.randperm(self.n_in, generator=generator) if self.ordered else None
+        by_input = [part.repeat_interleave(group, dim=1)[:, : self.n_in] for part in (scales, zeros)]
+        meant = (codes.double() - by_input[1].double()) * by_input[0].double()
+        bias = torch.randn(self.n_out, generator=generator)
+        coded = CodedLinear(Codes(codes, scales, zeros, self.bits, group, order), bias, dtype)
+        return torch.randn(self.rows, self.n_in, generator=generator).to(dtype), coded, meant
+
+
+coded_cases = st.builds(
+    CodedCase,
+    st.integers(1, 20),
+    st.one_of(st.sampled_from([1, 31, 64, 300, 1000, 2049]), st.integers(1, 300)),
+    n_outputs,
+    st.integers(0, 10**6),
+    st.sampled_from([4, 8]),
+    st.sampled_from([None, 32, 64, 96, 128, 256]),
+    st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
+    st.booleans(),
+)
+
+
+@each_level
+@each_dtype
+@settings(max_examples=40)
+@given(case=coded_cases)
+def test_product_with_a_checkpoints_codes_is_that_of_its_weights_and_rounded_activations(
+    level: str, dtype: torch.dtype, case: CodedCase
+) -> None:
+    x, coded, meant = case.made(dtype)
+    turned = meant if coded.order is None else torch.empty_like(meant).index_copy_(1, coded.order.long(), meant)
+    assert torch.equal(coded.weight, turned.to(torch.float32).to(dtype))
+    assert coded.bias is not None
+    inputs = rounded(x if coded.order is None else x[:, coded.order.long()], coded.group)
+    expected, bias = inputs @ meant.T + coded.bias.double(), coded.bias.double().abs()
+    # Codes and their zero are summed apart, so that what is rounded is as large as a code of the highest bit.
+    size = inputs.abs() @ (meant.abs() + meant.abs().amax(dim=1, keepdim=True)).T + bias
+    bound = 128 * 2**-24 * size * 16 + (2**-8 * expected.abs() if dtype == torch.bfloat16 else 0)
+    own = library(level)
+    together = linear(own, x, coded, coded.bias)
+    assert ((together.double() - expected).abs() <= bound).all()
+    for i in range(case.rows):
+        assert same_bits(linear(own, x[i : i + 1], coded, coded.bias, 2), together[i : i + 1])
+
+
 # -- what is no number -------------------------------------------------------------------------------------------------
 
 
@@ -326,7 +392,7 @@ found = build.kernels()
 if isinstance(found, str):
     raise SystemExit(found)
 x, weight, out = (ctypes.c_float * 3)(1, 2, 3), (ctypes.c_float * 3)(4, 5, 6), (ctypes.c_float * 1)()
-map_ = layout.Map(ctypes.addressof(weight), None, None, 3, 3, 1, 0, 0)
+map_ = layout.Map(ctypes.addressof(weight), None, None, None, 3, 3, 1, 0, 0, 0)
 step = layout.Step(ctypes.addressof(map_), layout.LOGITS, 0, 0, 0, -1, 0)
 rows = layout.RowList(None, 1)
 call = layout.Call(hidden=ctypes.addressof(x), lists=ctypes.pointer(rows), logits=ctypes.addressof(out),

@@ -1,0 +1,121 @@
+"""Linear maps whose weights are codes of 4 or 8 bits as a checkpoint stores them, laid out as our kernels read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ROWS = 16  # outputs of a block; missing ones are zeros
+GROUPS = (128, 64, 32)  # inputs that share a scale in our kernels
+DEQUANTISED = 256  # blocks that are de-quantised at a time, so that no float32 copy of a large map is held
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """A weight (out, in) by a checkpoint's definition: (code - zero) * scale.
+
+    `codes`: uint8 (out, in), its inputs group by group. `scales` (as stored) and `zeros` (int16): (out, groups).
+    `order`: int64 (in,), which of the map's inputs each column is for; None: they are in order.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+    bits: int
+    group: int
+    order: Tensor | None = None
+
+
+class CodedLinear(nn.Module):
+    """A linear map by the codes of a checkpoint.
+
+    Scales stay in the type they are stored in, and zeros are whole numbers beside them, so that no weight changes. A
+    group is cut into equal parts that our kernels know, if there are such.
+
+    DEVIATION: our kernels round what goes in to 8 bits per group, which none of the formats says; `forward` does not.
+
+    Args: coded: the weight. bias: (out,) or None. dtype: of the model.
+    """
+
+    order: Tensor | None
+    bias: Tensor | None
+
+    def __init__(self, coded: Codes, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.n_out, self.n_in = coded.codes.shape
+        self.bits, self.dtype = coded.bits, dtype
+        fitting = (size for size in GROUPS if coded.group % size == 0)
+        by_row = coded.group >= self.n_in  # whose one scale may be repeated beyond the last input
+        self.group = next(fitting, GROUPS[-1] if by_row else coded.group)
+        width = self.n_in + -self.n_in % self.group
+        codes = F.pad(coded.codes, (0, width - self.n_in, 0, -self.n_out % ROWS))
+        offsets = (1 << (self.bits - 1)) - coded.zeros  # the kernels' codes have their zero in the middle
+        scales, zeros = (
+            F.pad(part, (0, 0, 0, -self.n_out % ROWS)).repeat_interleave(-(-coded.group // self.group), dim=1)
+            for part in (coded.scales, offsets.to(coded.scales.dtype))
+        )
+        n_groups = width // self.group
+        laid_out, pairs = pack(codes, scales[:, :n_groups], zeros[:, :n_groups], self.bits)
+        self.codes, self.scales = nn.Parameter(laid_out, requires_grad=False), nn.Parameter(pairs, requires_grad=False)
+        self.register_buffer("order", None if coded.order is None else coded.order.int(), persistent=False)
+        own = None if bias is None else nn.Parameter(bias.to(dtype), requires_grad=False)
+        self.register_parameter("bias", own)
+
+    @property
+    def weight(self) -> Tensor:
+        """The de-quantised weight (out, in) in the model's dtype, made anew each time."""
+        weight = torch.empty((self.n_out, self.n_in), dtype=self.dtype, device=self.codes.device)
+        n_blocks = len(self.codes)
+        for first in range(0, n_blocks, DEQUANTISED):
+            codes, scales, offsets = unpack(
+                self.codes[first : first + DEQUANTISED], self.scales[first : first + DEQUANTISED], self.bits
+            )
+            whole = codes.short().sub_(1 << (self.bits - 1)).view(len(codes), -1, self.group)
+            part = ((whole + offsets[..., None].short()).float() * scales[..., None].float()).flatten(1)
+            rows = weight[first * ROWS : (first + DEQUANTISED) * ROWS]
+            part = part[: len(rows), : self.n_in].to(self.dtype)
+            if self.order is None:
+                rows.copy_(part)
+            else:
+                rows.index_copy_(1, self.order.long(), part)
+        return weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (…, in) to (…, out) by the de-quantised weight: a reference, not a fast way."""
+        return F.linear(x, self.weight, self.bias)
+
+    def plain(self) -> nn.Linear:
+        """The same map with a de-quantised weight."""
+        with torch.device("meta"):
+            made = nn.Linear(self.n_in, self.n_out, bias=self.bias is not None)
+        made.weight = nn.Parameter(self.weight, requires_grad=False)
+        if self.bias is not None:
+            made.bias = nn.Parameter(self.bias.data, requires_grad=False)
+        return made.eval()
+
+
+def pack(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Lay out codes and scales as `kernels/quantised.h` wants them.
+
+    Args:    codes: (out, in), in whole blocks and groups. scales, zeros: (out, in / group), of one type.
+    Returns: uint8 (blocks, bytes of a block) and (blocks, groups, 2, 16) of the scales' type.
+    """
+    n_out, n_in = codes.shape
+    blocks = codes.to(torch.uint8).view(n_out // ROWS, ROWS, n_in // 4, 4).transpose(1, 2)  # (blocks, n_in / 4, 16, 4)
+    if bits == 4:
+        blocks = blocks[:, 0::2] | (blocks[:, 1::2] << 4)
+    pairs = torch.stack((scales, zeros), dim=-1).view(n_out // ROWS, ROWS, -1, 2).permute(0, 2, 3, 1)
+    return blocks.reshape(n_out // ROWS, -1).contiguous(), pairs.contiguous()
+
+
+def unpack(blocks: Tensor, pairs: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and zeros that `pack` laid out."""
+    quads = blocks.view(len(blocks), -1, ROWS, 4)
+    if bits == 4:
+        quads = torch.stack((quads & 15, quads >> 4), dim=2).flatten(1, 2)
+    codes = quads.transpose(1, 2).reshape(len(blocks) * ROWS, -1)
+    scales, zeros = pairs.permute(0, 3, 1, 2).reshape(len(blocks) * ROWS, -1, 2).unbind(dim=-1)
+    return codes, scales, zeros

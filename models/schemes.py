@@ -1,0 +1,115 @@
+"""What a quantised checkpoint's config says of its linear maps: GPTQ, AWQ or compressed-tensors; read without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from ..core.errors import UnsupportedModel
+
+CheckpointFormat = Literal["gptq", "awq", "pack-quantized", "int-quantized"]
+BITS: dict[str, tuple[int, ...]] = {"gptq": (4, 8), "awq": (4,), "pack-quantized": (4, 8), "int-quantized": (8,)}
+SUPPORTED = (
+    "use GPTQ (4 or 8 bits), AWQ (gemm, 4 bits), compressed-tensors (pack-quantized or int-quantized weights), a GGUF"
+    " file, or the model as it was before"
+)
+CONFIG_KEYS = ("quantization_config", "compression_config")  # the second is compressed-tensors' old one
+EIGHT = 8  # groups come in multiples of it
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How linear maps are stored. `group`: inputs that share a scale, None for all of a row.
+
+    `symmetric`: compressed-tensors then stores no zeros. `minus_one`: GPTQ's first format stores zeros less one.
+    """
+
+    format: CheckpointFormat
+    bits: int
+    group: int | None
+    symmetric: bool = False
+    minus_one: bool = False
+
+    @property
+    def words(self) -> str:
+        """What the config says, for a sentence."""
+        return f"{self.format}, {self.bits} bits, {f'groups of {self.group}' if self.group else 'a scale per row'}"
+
+
+def scheme_in(config: Mapping[str, Any], path: Path) -> Scheme | None:
+    """Return how a config's linear maps are quantised; None where they are not.
+
+    Raises: UnsupportedModel: in a way that is not read here. `path`: of the config, for its sentence.
+    """
+    found = next((config[key] for key in CONFIG_KEYS if config.get(key) is not None), None)
+    if found is None:
+        return None
+    method = found.get("quant_method", "(none)") if isinstance(found, Mapping) else "(unreadable)"
+    try:
+        if method == "gptq":
+            scheme = _gptq(found)
+        elif method == "awq":
+            scheme = _awq(found)
+        elif method == "compressed-tensors":
+            scheme = _compressed_tensors(found)
+        else:
+            raise _Refused(f"quant_method {method!r}")
+        if scheme.bits not in BITS[scheme.format]:
+            raise _Refused(f"{scheme.bits} bits in {scheme.format}")
+        if scheme.group is not None and (scheme.group <= 0 or scheme.group % EIGHT):
+            raise _Refused(f"groups of {scheme.group}")
+    except _Refused as refused:
+        raise UnsupportedModel(f"{path} asks for {refused}, which is not supported: {SUPPORTED}") from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UnsupportedModel(
+            f"{path} has a quantization_config for {method} that cannot be read"
+            f" ({type(error).__name__}: {error}): {SUPPORTED}"
+        ) from error
+    return scheme
+
+
+class _Refused(Exception):
+    """What is not supported."""
+
+
+def _group(size: Any) -> int | None:
+    return None if size is None or int(size) == -1 else int(size)
+
+
+def _gptq(found: Mapping[str, Any]) -> Scheme:
+    stored = found.get("checkpoint_format") or "gptq"
+    if stored not in ("gptq", "gptq_v2"):
+        raise _Refused(f"the GPTQ format {stored!r}")
+    if found.get("pack_dtype", "int32") != "int32":
+        raise _Refused(f"GPTQ codes packed in {found['pack_dtype']}")
+    return Scheme("gptq", int(found["bits"]), _group(found["group_size"]), minus_one=stored == "gptq")
+
+
+def _awq(found: Mapping[str, Any]) -> Scheme:
+    version = str(found.get("version", "gemm")).lower()
+    if version != "gemm":
+        raise _Refused(f"the AWQ version {version!r}")
+    bits = found["bits"] if "bits" in found else found["w_bit"]
+    return Scheme("awq", int(bits), _group(found["group_size"] if "group_size" in found else found["q_group_size"]))
+
+
+def _compressed_tensors(found: Mapping[str, Any]) -> Scheme:
+    groups = list(found["config_groups"].values())
+    ways = [group["weights"] for group in groups]
+    if not ways or any(way != ways[0] for way in ways):
+        raise _Refused(f"{len(ways)} ways to quantise weights")
+    activations = next((group["input_activations"] for group in groups if group.get("input_activations")), None)
+    if activations:
+        raise _Refused(f"activations of {activations.get('num_bits')} bits in compressed-tensors")
+    if found.get("sparsity_config"):
+        raise _Refused("sparse weights in compressed-tensors")
+    stored, weights = str(groups[0].get("format") or found.get("format")), ways[0]
+    if stored not in get_args(CheckpointFormat)[2:] or weights.get("type", "int") != "int":
+        raise _Refused(f"the compressed-tensors format {stored!r} of {weights.get('type', 'int')} weights")
+    if weights.get("strategy") not in ("group", "channel", "tensor"):
+        raise _Refused(f"the compressed-tensors strategy {weights.get('strategy')!r}")
+    group = _group(weights["group_size"]) if weights["strategy"] == "group" else None
+    kind: CheckpointFormat = "pack-quantized" if stored == "pack-quantized" else "int-quantized"
+    return Scheme(kind, int(weights["num_bits"]), group, symmetric=bool(weights.get("symmetric", True)))

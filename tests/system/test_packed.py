@@ -1,0 +1,281 @@
+"""Laws of quantised targets: what a checkpoint stands for, bit by bit; its logits; and that drafts change no token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import cheap_draft_costs
+from families import CONFIGS, tiny_model
+from native import library, words
+from packed_files import PACKINGS, SIZE, Packing, packed_folder
+from safetensors.torch import load_file, save_file
+from tiny_files import edit_config
+from torch import nn
+
+from swiftopt.core.errors import ModelNotFound, SettingsError, SwiftoptError, UnsupportedModel
+from swiftopt.core.settings import SwiftSettings
+from swiftopt.core.types import LayerSet, Sampling
+from swiftopt.decoding.context import Ending
+from swiftopt.decoding.loop import decode
+from swiftopt.decoding.methods import PLAIN, Resources, build, swift
+from swiftopt.decoding.rule import TokenRule
+from swiftopt.models.coded import CodedLinear
+from swiftopt.models.fingerprint import fingerprint
+from swiftopt.models.loading import load
+from swiftopt.models.packed_weights import load_packed
+from swiftopt.models.quantised import QuantisedLinear
+from swiftopt.models.rows import Rows
+from swiftopt.models.runtime import Runtime
+from swiftopt.models.saved import no_step, supported_type
+
+IDS = [1, 5, 9, 2, 7, 11, 30, 4]
+each_packing = pytest.mark.parametrize("packing", PACKINGS, ids=str)
+
+
+def reference(family: str, meant: dict[str, torch.Tensor]) -> Any:
+    """The model of transformers with the weights that a checkpoint stands for, in float32."""
+    model = tiny_model(family, torch.float32, **({} if family == "gpt2" else SIZE))
+    named = {name.replace("embed_out", "lm_head"): value for name, value in meant.items()}  # GPT-NeoX's files
+    missing, unexpected = model.load_state_dict(named, strict=False)
+    assert unexpected == [] and set(missing) <= {"lm_head.weight"}
+    model.tie_weights()
+    return model
+
+
+def logits_of(runtime: Runtime) -> torch.Tensor:
+    return runtime.forward(Rows(IDS, 0), runtime.new_buffer(16))
+
+
+@each_packing
+def test_weights_are_those_that_the_format_defines(packing: Packing, tmp_path: Path) -> None:
+    meant = packed_folder(tmp_path, "qwen2", packing)
+    scheme = supported_type(tmp_path)[1]
+    assert scheme is not None
+    model, n_parameters = load_packed(tmp_path, scheme, "float32", "", no_step)
+    maps = {name: module for name, module in model.named_modules() if isinstance(module, CodedLinear)}
+    assert len(maps) == 4 * 7 + packing.head
+    for name, module in maps.items():
+        assert torch.equal(module.weight, meant[f"{name}.weight"])
+    kept = {
+        name: value for name, value in meant.items() if name.rpartition(".")[0] not in maps or name.endswith("bias")
+    }
+    own = model.state_dict()
+    assert all(torch.equal(own[name], value) for name, value in kept.items())
+    assert n_parameters == sum(p.numel() for p in tiny_model("qwen2", **SIZE).parameters())
+
+
+@each_packing
+def test_eager_logits_are_those_of_transformers_with_the_de_quantised_weights(packing: Packing, tmp_path: Path) -> None:
+    check_logits(tmp_path, "llama", packing)
+
+
+@pytest.mark.parametrize("family", [family for family in CONFIGS if family != "llama"])
+def test_every_family_can_be_quantised(family: str, tmp_path: Path) -> None:
+    check_logits(tmp_path, family, PACKINGS[0])
+
+
+def check_logits(folder: Path, family: str, packing: Packing) -> None:
+    """Eager logits, by the runtime and by transformers' own module, against de-quantised weights in transformers."""
+    meant = packed_folder(folder, family, packing)
+    runtime = load(str(folder), "float32", "cpu", speed="eager")
+    assert not any(isinstance(module, CodedLinear) for module in runtime.hf_model.modules())
+    right = reference(family, meant)(torch.tensor([IDS])).logits[0]
+    torch.testing.assert_close(logits_of(runtime), right, rtol=0, atol=1e-4)
+    through = runtime.hf_model(torch.tensor([IDS])).logits[0]
+    torch.testing.assert_close(through, right, rtol=0, atol=1e-4)
+
+
+def native_target(folder: Path, dtype: str) -> Runtime:
+    library()
+    return load(str(folder), dtype, "cpu", speed="native")
+
+
+@each_packing
+def test_native_target_keeps_its_codes_and_drafts_change_no_token(packing: Packing, tmp_path: Path) -> None:
+    packed_folder(tmp_path, "llama", packing)
+    if packing.act_order:  # the maps of one input were calibrated on the same input, and share its order
+        share_order(tmp_path, packing)
+    eager = logits_of(load(str(tmp_path), "float32", "cpu", speed="eager"))
+    for dtype in ("float32", "bfloat16"):
+        runtime = native_target(tmp_path, dtype)
+        assert sum(isinstance(module, CodedLinear) for module in runtime.hf_model.modules()) == 28 + packing.head
+        together = logits_of(runtime)
+        # Activations in 8 bits, and in bfloat16: close to the reference, not equal.
+        error = (together.float() - eager).norm() / eager.norm()
+        assert error < (0.05 if dtype == "float32" else 0.08)
+        buffer = runtime.new_buffer(16)
+        alone = torch.cat([runtime.forward(Rows([token], at), buffer) for at, token in enumerate(IDS)])
+        assert torch.equal(alone, together)
+        check_drafts(runtime)
+
+
+def check_drafts(runtime: Runtime) -> None:
+    """Plain, SWIFT's, adaptive and text drafts: the same tokens."""
+    rule, ending = TokenRule.of(Sampling(), None), Ending(24)
+    prompt = words(3, 6) * 2
+    plain = decode(runtime, prompt, PLAIN, rule, ending)
+    skipping = LayerSet(4, frozenset({1}), frozenset({2}))
+    parts = Resources(runtime, skipping, costs=cheap_draft_costs())
+    methods = [swift(skipping, SwiftSettings()), build("adaptive", parts), build("prompt-lookup", parts)]
+    drafted = [decode(runtime, prompt, method, rule, ending) for method in methods]
+    assert all(each.token_ids == plain.token_ids for each in drafted)
+    assert all(each.drafted > 0 for each in drafted)
+
+
+def share_order(folder: Path, packing: Packing) -> None:
+    part = "g_idx" if packing.format.startswith("gptq") else "weight_g_idx"
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(part)]:
+        first = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
+        stem = name.split(".")
+        tensors[name] = tensors[".".join([*stem[:-2], first.get(stem[-2], stem[-2]), stem[-1]])].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_maps_of_one_input_in_several_orders_are_de_quantised(tmp_path: Path) -> None:
+    packed_folder(tmp_path, "llama", Packing("gptq", 4, 32, act_order=True))
+    library()
+    with pytest.raises(SettingsError, match="maps of one input whose weights are grouped in several ways"):
+        load(str(tmp_path), "float32", "cpu", speed="native")
+    runtime = load(str(tmp_path), "float32", "cpu")
+    assert runtime.speed == "eager" and not any(isinstance(m, CodedLinear) for m in runtime.hf_model.modules())
+
+
+def test_groups_that_no_kernel_knows_are_de_quantised(tmp_path: Path) -> None:
+    meant = packed_folder(tmp_path, "llama", Packing("gptq", 4, 16))
+    library()
+    with pytest.raises(SettingsError, match="groups of 16 weights are computed by torch"):
+        load(str(tmp_path), "float32", "cpu", speed="native")
+    right = reference("llama", meant)(torch.tensor([IDS])).logits[0]
+    torch.testing.assert_close(logits_of(load(str(tmp_path), "float32", "cpu")), right, rtol=0, atol=1e-4)
+
+
+def test_draft_copies_are_made_only_where_they_save_bits(tmp_path: Path) -> None:
+    packed_folder(tmp_path / "four", "llama", Packing("gptq", 4, 32))
+    packed_folder(tmp_path / "eight", "llama", Packing("gptq", 8, 32))
+    four, eight = (native_target(tmp_path / name, "bfloat16") for name in ("four", "eight"))
+    for name, runtime in (("int8", four), ("int4", four), ("int8", eight)):
+        own = runtime.blocks[1].parts
+        assert runtime.copies.parts("attn", 1, name) is own and runtime.copies.parts("mlp", 1, name) is own
+    assert isinstance(eight.copies.parts("mlp", 1, "int4").mlp.up_proj, QuantisedLinear)
+    assert isinstance(four.copies.head("int4"), QuantisedLinear)  # the head is not quantised
+    draft = LayerSet(4, frozenset({1}), formats=(("attn", "int4"), ("mlp", "int4"), ("head", "int4")))
+    for runtime in (four, eight):
+        rule, ending = TokenRule.of(Sampling(), None), Ending(24)
+        plain = decode(runtime, IDS, PLAIN, rule, ending)
+        assert decode(runtime, IDS, swift(draft, SwiftSettings()), rule, ending).token_ids == plain.token_ids
+
+
+def test_identity_is_that_of_the_quantised_files(tmp_path: Path) -> None:
+    names = []
+    for i, packing in enumerate((Packing("gptq", 4, 32), Packing("gptq_v2", 4, 32), Packing("awq", 4, 32))):
+        packed_folder(tmp_path / str(i), "llama", packing)
+        names.append(fingerprint(tmp_path / str(i)))
+    tensors = load_file(tmp_path / "0" / "model.safetensors")
+    tensors["model.layers.2.mlp.up_proj.scales"] *= 2
+    save_file(tensors, tmp_path / "0" / "model.safetensors", {"format": "pt"})
+    names.append(fingerprint(tmp_path / "0"))
+    assert len(set(names)) == 4
+    assert load(str(tmp_path / "0"), "float32", "cpu").info.fingerprint == names[3]
+
+
+def test_dtype_is_as_stored_unless_asked_for(tmp_path: Path) -> None:
+    packed_folder(tmp_path, "llama", PACKINGS[0])
+    assert load(str(tmp_path), device="cpu").dtype == torch.float16
+    compiled = load(str(tmp_path), "bfloat16", "cpu", speed="onednn")
+    assert compiled.dtype == torch.bfloat16 and compiled.speed == "onednn"
+    assert not any(isinstance(module, CodedLinear | nn.Linear) for module in compiled.blocks[0].parts.qkv)
+
+
+# --- bad input
+
+Edit = Callable[[dict[str, torch.Tensor]], object]
+UP = "model.layers.1.mlp.up_proj."
+
+
+def without(name: str) -> Edit:
+    return lambda tensors: tensors.pop(name)
+
+
+def cut(name: str, n: int) -> Edit:
+    return lambda tensors: tensors.update({name: tensors[name][:n].clone()})
+
+
+def index(values: torch.Tensor) -> Edit:
+    return lambda tensors: tensors.update({UP + "g_idx": values.int()})
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (without(UP + "qzeros"), "it lacks qzeros"),
+        (without(UP + "qweight"), r"lacks 1 weights, such as model\.layers\.1\.mlp\.up_proj\.weight"),
+        (without("model.norm.weight"), r"lacks 1 weights, such as model\.norm\.weight"),
+        (cut(UP + "scales", 1), r"its scales has shape \[1, 96\] in place of \[2, 96\]"),
+        (cut(UP + "qweight", 4), r"its qweight has shape \[4, 96\] in place of \[8, 96\]"),
+        (cut("model.norm.weight", 4), r"of shape \[4\], and a model of its config.json has .* shape \[64\]"),
+        (index(torch.arange(10)), r"its g_idx is torch.int32 of shape \[10\] for 64 inputs"),
+        (index(torch.arange(64) // 16), "its g_idx does not put its 64 inputs into groups of 32"),
+        (index(torch.arange(64) // 32 + 1), "its g_idx does not put its 64 inputs into groups of 32"),
+        (lambda tensors: tensors.update({UP + "scales": tensors[UP + "scales"].int()}), "its scales are torch.int32"),
+    ],
+)
+def test_tensors_that_are_not_what_the_config_says_are_refused(edit: Edit, words: str, tmp_path: Path) -> None:
+    packed_folder(tmp_path, "llama", Packing("gptq", 4, 32))
+    tensors = load_file(tmp_path / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelNotFound, match=words) as refused:
+        load(str(tmp_path), device="cpu", speed="eager")
+    assert "\n" not in str(refused.value) and str(tmp_path) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "words"),
+    [
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            UnsupportedModel,
+            "quant_method 'bitsandbytes', which",
+        ),
+        ({"quant_method": "fp8"}, UnsupportedModel, "quant_method 'fp8', which is not supported: use GPTQ"),
+        ({}, UnsupportedModel, r"quant_method '\(none\)'"),
+        ({"bits": 4}, UnsupportedModel, r"quant_method '\(none\)'"),
+        ("gptq", UnsupportedModel, r"quant_method '\(unreadable\)'"),
+        ({**Packing("gptq", 3, 32).config}, UnsupportedModel, "3 bits in gptq"),
+        ({**Packing("gptq", 4, 12).config}, UnsupportedModel, "groups of 12"),
+        ({**Packing("gptq", 4, 32).config, "bits": "four"}, UnsupportedModel, "for gptq that cannot be read"),
+        ({**Packing("gptq", 4, 32).config, "checkpoint_format": "marlin"}, UnsupportedModel, "GPTQ format 'marlin'"),
+        ({**Packing("awq", 4, 32).config, "version": "gemv"}, UnsupportedModel, "AWQ version 'gemv'"),
+        ({**Packing("awq", 8, 32).config}, UnsupportedModel, "8 bits in awq"),
+        ({**Packing("float-quantized", 8, -1).config}, UnsupportedModel, "format 'float-quantized' of int weights"),
+        ({"quant_method": "compressed-tensors"}, UnsupportedModel, "compressed-tensors that cannot be read"),
+        ({**Packing("awq", 4, 32).config}, ModelNotFound, r"\(awq, 4 bits, groups of 32\): its qweight has shape"),
+        ({**Packing("gptq", 8, 32).config}, ModelNotFound, r"\(gptq, 8 bits, groups of 32\): its qweight has shape"),
+        ({**Packing("gptq", 4, 64).config}, ModelNotFound, r"\(gptq, 4 bits, groups of 64\): its qzeros has shape"),
+        ({**Packing("pack-quantized", 4, 32).config}, ModelNotFound, "but no linear map in its files is stored so"),
+    ],
+)
+def test_config_that_says_something_else_is_refused(
+    config: Any, error: type[SwiftoptError], words: str, tmp_path: Path
+) -> None:
+    packed_folder(tmp_path, "llama", Packing("gptq", 4, 32))
+    edit_config(tmp_path, quantization_config=config)
+    with pytest.raises(error, match=words) as refused:
+        load(str(tmp_path), device="cpu", speed="eager")
+    assert "\n" not in str(refused.value)
+
+
+def test_activations_that_a_checkpoint_quantises_are_refused(tmp_path: Path) -> None:
+    packing = Packing("int-quantized", 8, -1)
+    packed_folder(tmp_path, "llama", packing)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    config["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "dynamic": True}
+    edit_config(tmp_path, quantization_config=config)
+    with pytest.raises(UnsupportedModel, match="activations of 8 bits in compressed-tensors, which is not supported"):
+        load(str(tmp_path), device="cpu")
