@@ -20,13 +20,14 @@ from ..core.errors import InvalidInput, safe_url
 from ..core.events import JobState, Progress, TaskFinished
 from ..core.jobs import Job, JobEvent, JobList, Verb
 from ..core.requests import TuneRequest
-from ..core.settings import TuningSettings
+from ..core.settings import ENGINES, TuningSettings
 from ..core.streams import STDIN, LineWriter, default_output, output_line, read_stream
 from ..core.types import Prompt, Sampling, seconds_by_part
 from ..optimizer.strategies import STRATEGIES
 from . import options
 from .backend import Backend, JobClient, backend_options, event_of, result_of
 from .charts import Pictures, draw_layer_sets
+from .engines import server_of, tune_engine
 from .options import (
     PresetGroup,
     check_model,
@@ -80,12 +81,29 @@ on_job = together(click.argument("job", metavar="ID"), backend_options, options.
     click.option("--detach", is_flag=True, help="Submit the job and return at once."),
     click.option("--local", is_flag=True, help="Run in this process, although a Redis or server is configured."),
 )
+@options.group(
+    options.ENGINES,
+    click.option(
+        "--engine",
+        type=click.Choice(ENGINES),
+        help="Tune another engine instead: what it can draft with is tried there.",
+    ),
+    click.option(
+        "--engine-url",
+        "engine_urls",
+        type=options.Parsed("NAME=URL", server_of),
+        multiple=True,
+        help="Its server at an address, plain=URL first; repeatable.  [default: it is installed and started]",
+    ),
+    click.option("--draft-model", shell_complete=options.models, help="A smaller model that may draft in that engine."),
+)
 @options.pictures("Draw the layer map and the search of each task.")
 @options.db
 @options.json
 @options.example(
     "tune --model smollm2-135m --stream prompts.jsonl --task notes --max-new-tokens 128",
     "tune --model smollm2-135m --stream prompts.jsonl --redis redis://127.0.0.1:6379 --detach",
+    "tune --model smollm2-135m --stream prompts.jsonl --engine vllm",
 )
 def tune(pictures: Pictures, **values: Any) -> Result:
     """Find the layer set with which a model decodes a stream of prompts fastest.
@@ -95,7 +113,14 @@ def tune(pictures: Pictures, **values: Any) -> Result:
 
     Runs in this process, unless a Redis or a server is named: then the job is submitted to a queue and followed, and
     Ctrl-C leaves it running.
+
+    With --engine the drafts, draft lengths and n-grams that another engine can run are tried in it by turns, and the
+    fastest is judged against its plain decoding on held-out prompts; the answer may be plain.
     """
+    if values["engine"] is not None:
+        return tune_engine(values)
+    if values["engine_urls"] or values["draft_model"]:
+        raise InvalidInput("--engine-url and --draft-model are for another engine: name it with --engine")
     request = pick(
         TuneRequest, {**values, "sampling": pick(Sampling, values), "settings": pick(TuningSettings, values)}
     )

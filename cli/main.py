@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from keyword import iskeyword
 from typing import Any, NoReturn
 
 import click
@@ -24,6 +25,7 @@ MODULES = {  # of the commands, in the order in which help lists them
     "compare": "compare",
     "layers": "layers",
     "export": "layers",
+    "import": "engines",
     "heads": "training_commands",
     "probe": "training_commands",
     "models": "layers",
@@ -47,7 +49,8 @@ class LazyGroup(PresetGroup):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in MODULES:
             return None
-        command: click.Command = getattr(import_module(f".{MODULES[cmd_name]}", __package__), cmd_name)
+        module = import_module(f".{MODULES[cmd_name]}", __package__)
+        command: click.Command = getattr(module, cmd_name + "_" * iskeyword(cmd_name))
         return command
 
     def resolve_command(

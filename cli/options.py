@@ -40,7 +40,7 @@ Parameter = TypeVar("Parameter")
 # headings of help, where a command has many options
 MAIN, PROMPTS, MACHINE = "Main options", "Prompts and completions", "Model and machine"
 DRAFTING, SAMPLING, SEARCH, SERVICES = "Drafting", "Sampling", "Search", "Jobs and database"
-MEASUREMENT = "Measurement"
+MEASUREMENT, ENGINES = "Measurement", "Other engines"
 OTHER = "Other options"
 MANY = 12  # options from which on they have headings
 N_MAIN = 3  # that come first: those that a command declares first

@@ -91,3 +91,4 @@ PACKAGES = {
         EnginePackage("transformers", "transformers", "", "transformers.py", "own"),
     )
 }
+SERVER = EnginePackage("server", "a server that runs already", "", "server.py", "own")  # at an address

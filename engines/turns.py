@@ -43,7 +43,7 @@ class Row:
     variant: str
     weights: Weights
     options: dict[str, Any] = field(default_factory=dict)
-    draft: Weights | None = None
+    draft: Weights | Path | None = None
     file: Path | None = None
 
     @property
@@ -79,11 +79,16 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswer:
-    """What one row made of one prompt. Seconds are whole; `prefill_s` of them passed before the first token."""
+    """What one row made of one prompt. Seconds are whole; `prefill_s` of them passed before the first token.
+
+    `drafted` and `accepted` are tokens; None: it does not draft, or does not tell.
+    """
 
     token_ids: tuple[int, ...]
     seconds: float
     prefill_s: float | None
+    drafted: int | None = None
+    accepted: int | None = None
 
 
 @dataclass(slots=True)
@@ -101,6 +106,12 @@ class RowRuns:
     def timed(self) -> list[Timed]:
         """Tokens and seconds of every turn, prefill included."""
         return [Timed(len(turn.token_ids), turn.seconds) for turn in self.turns]
+
+    @property
+    def acceptance(self) -> float | None:
+        """Accepted / drafted tokens of all turns; None where nothing was drafted, or it is not told."""
+        drafted = sum(turn.drafted or 0 for turn in self.turns)
+        return sum(turn.accepted or 0 for turn in self.turns) / drafted if drafted else None
 
     def decode_speed(self) -> float | None:
         """Tokens after the first one per second after it; None where the engine does not tell the two apart."""
@@ -232,7 +243,8 @@ class Turns:
         token_ids = tuple(int(token) for token in answer["token_ids"])
         if len(token_ids) != question.max_new_tokens:
             raise EngineFailed(f"it gave {len(token_ids)} tokens for a prompt that asks for {question.max_new_tokens}")
-        turn = TimedAnswer(token_ids, float(answer["seconds"]), answer.get("prefill_s"))
+        counts = (answer.get("drafted"), answer.get("accepted"))
+        turn = TimedAnswer(token_ids, float(answer["seconds"]), answer.get("prefill_s"), *counts)
         runs.turns.append(turn)
         runs.methods |= {answer["method"]} if "method" in answer else set()
         self._note_memory(runs, child)
@@ -293,7 +305,9 @@ class Turns:
             **row.options,
         }
 
-    def _file(self, weights: Weights, row: Row) -> Path:
+    def _file(self, weights: Weights | Path, row: Row) -> Path:
+        if isinstance(weights, Path):
+            return weights
         if weights == "file":
             assert row.file is not None
             return row.file.resolve()

@@ -114,7 +114,7 @@ class AskedModel(Lenient):
         **dict.fromkeys(("guided_choice", "guided_grammar", "prompt_logprobs", "truncate_prompt_tokens"), ()),
         **{"best_of": (1,), "suffix": ("",), "modalities": (["text"],), "allowed_token_ids": (), "bad_words": ([],)},
         **dict.fromkeys(("include_stop_str_in_output", "use_beam_search", "early_stopping"), (False,)),
-        **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), (False,)),
+        "return_tokens_as_token_ids": (False,),
         **{"skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "length_penalty": (1, 1.0)},
     }
 
@@ -138,6 +138,7 @@ class AskedModel(Lenient):
     stream: bool | None = None
     cache_salt: str | None = Field(default=None, max_length=128)
     return_metrics: bool | None = None
+    return_token_ids: bool | None = None
 
     def check(self) -> None:
         """Refuse what cannot be obeyed.
@@ -183,6 +184,8 @@ class Asked(AskedModel):
         super().check()
         if self.stream_options is not None and not self.stream:
             raise UnusableField("stream_options", "stream_options needs stream: set stream to true, or leave it out")
+        if self.return_token_ids and self.stream:
+            raise UnusableField("return_token_ids", "return_token_ids is for whole answers: leave out stream, or it")
         own = self.swiftopt or Options()
         if own.plan not in (None, "best") and own.method not in (None, own.plan):
             words = f"swiftopt.plan {own.plan!r} and swiftopt.method {own.method!r} exclude each other: choose one"

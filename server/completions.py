@@ -221,6 +221,11 @@ class ChatExchange(Exchange):
 
     def whole(self) -> dict[str, Any]:
         choices = [self._choice(choice, self._said(choice), choice.finish_reason) for choice in self.choices]
+        if self.asked.return_token_ids:
+            choices = [
+                {**own, "token_ids": list(choice.completion.token_ids)}
+                for own, choice in zip(choices, self.choices, strict=True)
+            ]
         found = {**self._head(self.OBJECTS[0]), "choices": choices, "usage": self.usage(), **self._statistics()}
         return {**found, "system_fingerprint": (self.engine.about or {}).get("fingerprint")}
 

@@ -59,9 +59,9 @@ class AskedResponse(AskedModel):
             if (self.model_extra or {}).get(name):
                 words = f"{name} is not supported, for no response is stored here: send the whole input"
                 raise UnusableField(name, words)
-        if self.return_metrics:
-            words = "return_metrics is not supported in Responses: ask /v1/chat/completions for statistics"
-            raise UnusableField("return_metrics", words)
+        for name in ("return_metrics", "return_token_ids"):
+            if getattr(self, name):
+                raise UnusableField(name, f"{name} is not supported in Responses: ask /v1/chat/completions for it")
 
     def name_of(self, field: str) -> str:
         if field == "json_schema" and self.tool_choice not in (None, "none", "auto"):

@@ -353,6 +353,24 @@ def test_statistics_come_on_request_in_vllms_form(client: openai.OpenAI) -> None
     assert sum(n * sum(rounds) for n, rounds in by_length.items()) == drafts["num_draft_tokens"]
 
 
+def test_another_engines_servers_are_tuned_over_http_and_their_plan_is_looked_up(
+    server: Served, folder: Path, tmp_path: Path
+) -> None:
+    stream = tmp_path / "code.jsonl"
+    stream.write_text("".join(json.dumps({"prompt": f"w{i} w5 w{i}"}) + "\n" for i in range(8)))
+    db = str(tmp_path / "other.db")
+    words = ["tune", "--model", str(folder), "--stream", str(stream), "--engine", "vllm", "--max-new-tokens", "8"]
+    words += ["--engine-url", f"plain={server.url}", "--engine-url", f"again={server.url}/v1", "--db", db, "--json"]
+    done = subprocess.run([sys.executable, "-m", "swiftopt", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (task,) = json.loads(done.stdout)["tasks"]
+    assert [(each["name"], each["step"]) for each in task["tried"]][:2] == [("plain", 1), ("again", 1)]
+    assert all(each["equal"] == each["n_prompts"] > 0 for each in task["tried"])  # it is one server, after all
+    with swiftopt.Store.open(db) as store:
+        found = store.lookup(str(folder), "code", alias="vllm")
+    assert found.to_json() == task["found"] and found.plan.engine == "vllm"
+
+
 def test_statistics_of_a_request_without_drafts_count_none(client: openai.OpenAI, server: Served) -> None:
     def n_drafts() -> float:
         lines = server.client.get("/metrics").text.splitlines()
@@ -602,7 +620,7 @@ WRONG: tuple[tuple[str, dict[str, Any], str, str], ...] = (
             **{"structured_outputs": {"regex": "a+"}, "allowed_token_ids": [5], "bad_words": ["w1"]},
             **{"prompt_logprobs": 1, "truncate_prompt_tokens": 3, "include_stop_str_in_output": True},
             **{"skip_special_tokens": False, "add_special_tokens": True, "chat_template": "{{1}}", "guided_json": {}},
-            **{"use_beam_search": True, "return_token_ids": True, "echo": True, "suffix": "x", "best_of": 2},
+            **{"use_beam_search": True, "return_tokens_as_token_ids": True, "echo": True, "suffix": "x", "best_of": 2},
             **{"functions": [], "function_call": "auto", "audio": {}},
         }.items()
     ),
@@ -611,6 +629,7 @@ WRONG: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     (RESPONSE, {"include": ["message.output_text.logprobs"]}, "include", "not supported"),
     (RESPONSE, {"truncation": "auto"}, "truncation", "not supported"),
     (RESPONSE, {"return_metrics": True}, "return_metrics", "/v1/chat/completions"),
+    (CHAT, {"return_token_ids": True, "stream": True}, "return_token_ids", "whole answers"),
     (RESPONSE, {"structured_outputs": {}}, "structured_outputs", "not supported"),
     # values that exclude each other
     (CHAT, {"max_tokens": 3, "max_completion_tokens": 5}, "max_tokens", "exclude each other"),

@@ -1,0 +1,134 @@
+"""What an engine's own benchmark measured, as the verdict of a plan for that engine: two runs over the same requests.
+
+Read are the results of `vllm bench serve --save-result --save-detailed`, and answers of llama.cpp's server, which carry
+`timings`, one JSON object per line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import FileNotFound, InvalidInput
+from ..core.types import FoundPlan, Plan, Verdict
+from ..optimizer.verdict import Timed, judge
+from ..store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRun:
+    """One benchmark: each request's tokens and seconds, prefill included, and its prompt's tokens where they are told.
+
+    `drafted` and `accepted` are tokens of all requests together; None: the engine did not tell.
+    """
+
+    timed: tuple[Timed, ...]
+    prompt_tokens: tuple[int, ...] = ()
+    drafted: int | None = None
+    accepted: int | None = None
+
+    @property
+    def acceptance(self) -> float | None:
+        """Return accepted / drafted tokens; None where nothing was drafted."""
+        return (self.accepted or 0) / self.drafted if self.drafted else None
+
+
+def read_run(path: Path) -> EngineRun:
+    """Read an engine's benchmark.
+
+    Raises: FileNotFound: there is no such file. InvalidInput: it is none of the formats, or a request of it failed.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise FileNotFound(f"there is no file {path}: check the path") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"{path} cannot be read ({error}): give an engine's benchmark as text") from error
+    try:
+        objects = [json.loads(line) for line in text.splitlines() if line.strip()]
+    except ValueError:
+        try:
+            objects = [json.loads(text)]
+        except ValueError as error:
+            raise InvalidInput(f"{path} is not JSON ({error}): give the file that the benchmark wrote") from error
+    if len(objects) == 1 and isinstance(objects[0], list):
+        objects = objects[0]
+    try:
+        if len(objects) == 1 and "output_throughput" in objects[0]:
+            return _of_vllm(objects[0], path)
+        if objects and all("timings" in each or "predicted_ms" in each for each in objects):
+            return _of_llamacpp([each.get("timings", each) for each in objects])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidInput(f"{path} lacks what a benchmark has ({error}): give the file as it was written") from error
+    raise InvalidInput(
+        f"{path} is no benchmark that is known: give the file of `vllm bench serve --save-result --save-detailed`, or"
+        " answers of llama.cpp's server, one per line"
+    )
+
+
+def _of_vllm(values: Mapping[str, Any], path: Path) -> EngineRun:
+    if "output_lens" not in values or "latencies" not in values:
+        raise InvalidInput(f"{path} has totals only: run `vllm bench serve` with --save-detailed as well")
+    failed = [error for error in values.get("errors", ()) if error]
+    if failed:
+        raise InvalidInput(f"{path} has {len(failed)} requests that failed ({failed[0][:80]}): run it again")
+    timed = tuple(
+        Timed(int(n), float(seconds)) for n, seconds in zip(values["output_lens"], values["latencies"], strict=True)
+    )
+    drafted, accepted = values.get("spec_decode_draft_tokens"), values.get("spec_decode_accepted_tokens")
+    return EngineRun(timed, tuple(values.get("input_lens", ())), drafted, accepted)
+
+
+def _of_llamacpp(timings: Sequence[Mapping[str, Any]]) -> EngineRun:
+    timed = tuple(
+        Timed(int(each["predicted_n"]), (float(each["prompt_ms"]) + float(each["predicted_ms"])) / 1000)
+        for each in timings
+    )
+    told = [each for each in timings if "draft_n" in each]
+    counts = [sum(int(each[name]) for each in told) for name in ("draft_n", "draft_n_accepted")]
+    # `prompt_n` leaves out what was cached, so it does not tell one prompt from another
+    return EngineRun(timed, (), *(counts if told else (None, None)))
+
+
+def import_evidence(
+    store: Store, model: str, task: str, plan: Plan, plain: Path, drafted: Path
+) -> tuple[FoundPlan, Verdict, EngineRun]:
+    """Store a plan for an engine with the verdict of its own benchmark, plain and with the plan.
+
+    Without a verdict "use" what is stored is plain decoding, with the ratio that was measured.
+
+    Raises: as `read_run`; InvalidInput: the two are not of the same requests. StoreError: the model is not known.
+    """
+    base, own = read_run(plain), read_run(drafted)
+    if len(base.timed) != len(own.timed):
+        raise InvalidInput(
+            f"{plain} has {len(base.timed)} requests and {drafted} {len(own.timed)}: run both on the same prompts"
+        )
+    if base.prompt_tokens and own.prompt_tokens:
+        for number, (one, other) in enumerate(zip(base.prompt_tokens, own.prompt_tokens, strict=True), start=1):
+            if one != other:
+                raise InvalidInput(
+                    f"prompt {number} has {one} tokens in {plain} and {other} in {drafted}: run both on the same"
+                    " prompts, in the same order"
+                )
+    verdict = judge(own.timed, base.timed, None)
+    found = store.add_plan(model, task, judged(plan, verdict))
+    return found, verdict, own
+
+
+def judged(plan: Plan, verdict: Verdict) -> Plan:
+    """Return what is stored of a plan for an engine: itself where it is to be used, else plain decoding."""
+    figures: dict[str, Any] = {
+        "verdict": verdict.word,
+        "measured_speedup": verdict.ratio,
+        "measured_interval": verdict.interval,
+    }
+    where: dict[str, Any] = {"device": plan.device, "dtype": plan.dtype, "engine": plan.engine}
+    if verdict.word == "use":
+        figures |= {"layer_set": plan.layer_set, "draft_model": plan.draft_model}
+        return Plan(plan.method, settings=plan.settings, **figures, **where)
+    kept = {name: value for name, value in plan.settings.items() if name == "engine_version"}
+    return Plan("plain", settings=kept, **figures, **where)

@@ -1,0 +1,334 @@
+"""Choose how another engine decodes a task fastest, by running it: plainly, by n-grams, or with a draft of some length.
+
+What the engine can do is tried by turns on prompts of the stream, in three steps: each kind of draft at one length, the
+fastest kind at other lengths, and the winner against plain decoding on prompts that neither step saw. The answer may be
+"plain".
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from ..core.errors import InvalidInput, LayerSetNotFound, SwiftoptError
+from ..core.settings import EngineName, n_threads
+from ..core.types import FoundPlan, LayerSetRecord, ModelInfo, Plan, Prompt, Verdict
+from ..models.costs import device_name
+from ..models.fingerprint import fingerprint
+from ..models.gguf_weights import gguf_of, stored_type
+from ..models.saved import OnStep, no_step, quiet, supported_config
+from ..models.sources import Source, local_folder, resolve
+from ..optimizer.verdict import hold_out, judge, speed, speed_ratio
+from ..store import Store
+from .evidence import judged
+from .export import export
+from .packages import PACKAGES, SERVER
+from .turns import DTYPES, Question, Row, RowRuns, Turns, TurnsRequest, Weights, questions_of
+
+Drafts = Literal["none", "text", "bits", "layers", "model", "server"]
+
+FIRST_LENGTH = 5  # draft tokens at which kinds are compared
+OTHER_LENGTHS = (2, 3, 8)  # that the fastest kind is tried at then
+STEP_PROMPTS = 6  # of a step, at most
+LEAST_RATIO = 0.95  # of plain decoding, while choosing: what is slower gets no verdict of its own
+
+
+@dataclass(frozen=True, slots=True)
+class RunnableEngine:
+    """What of an engine runs here: its package, the weights it reads, and those of a draft in 4 bits, if it takes one.
+
+    `takes_gguf`: it reads models as GGUF files.
+    """
+
+    package: str
+    weights: Weights
+    four_bits: Weights | None = None
+    takes_gguf: bool = False
+
+
+RUNNABLE: Mapping[EngineName, RunnableEngine] = {
+    "llamacpp": RunnableEngine("llama-cpp", "stored", "Q4_0", takes_gguf=True),
+    "openvino": RunnableEngine("openvino", "F16", "Q4_0", takes_gguf=True),
+    "vllm": RunnableEngine("vllm", "folder"),
+    "transformers": RunnableEngine("transformers", "folder"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTuneRequest:
+    """Tune `engine` for `model`; `dtype` is that of its target, `threads` None: one per core.
+
+    `draft_model` names a smaller model that may draft. `servers` are (name, address) of servers of this engine that run
+    already, each started in another way, the plain one first: then these are compared, and nothing is started.
+    """
+
+    model: str
+    engine: EngineName
+    dtype: str = "auto"
+    max_new_tokens: int = 128
+    draft_model: str | None = None
+    servers: tuple[tuple[str, str], ...] = ()
+    threads: int | None = None
+    timeout_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way in which the engine can decode; `drafts` is what it drafts from, `length` tokens per round."""
+
+    row: Row
+    drafts: Drafts = "none"
+    length: int = 0
+    layer_set: LayerSetRecord | None = None
+    draft_model: str | None = None
+
+    @property
+    def method(self) -> str:
+        """Return the method of ours that it is nearest to."""
+        return {"none": "plain", "text": "prompt-lookup"}.get(self.drafts, "spd")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return what a stored plan keeps of it."""
+        if self.drafts == "none":
+            return {}
+        if self.drafts == "server":
+            return {"server": self.row.variant}
+        return {"drafts": self.drafts, "draft_tokens": self.length}
+
+    def at(self, length: int) -> Way:
+        """Return the same kind of draft at another length."""
+        stem = self.row.variant.rpartition("-")[0]
+        row = replace(self.row, variant=f"{stem}-{length}", options={**self.row.options, "draft_tokens": length})
+        return replace(self, row=row, length=length)
+
+
+@dataclass(frozen=True, slots=True)
+class TriedWay:
+    """What came of a way in one step: tokens per second, ratio to plain in the same step, or why there is none.
+
+    `equal` of `n_prompts` prompts had plain decoding's tokens.
+    """
+
+    name: str
+    step: int
+    tok_s: float | None = None
+    ratio: float | None = None
+    acceptance: float | None = None
+    equal: int = 0
+    n_prompts: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTuned:
+    """What a task came to: the way with the verdict, all that was tried, and the plan as stored."""
+
+    task: str
+    way: str
+    verdict: Verdict
+    found: FoundPlan
+    tried: tuple[TriedWay, ...]
+
+
+@dataclass(slots=True)
+class EngineTuning:
+    """Tunes one engine for the tasks of a stream. `run_turns` is for tests: it runs rows over questions.
+
+    Raises: in `run`: InvalidInput: the engine does not run here, or a task has too few prompts. EngineUnusable: its
+        plain decoding failed. SwiftoptError: as loading the model.
+    """
+
+    request: EngineTuneRequest
+    store: Store
+    on_step: OnStep = no_step
+    run_turns: Callable[[TurnsRequest, Sequence[Question], Sequence[Row], OnStep], Sequence[RowRuns]] | None = None
+    _folder: Path = field(init=False, default=Path())
+
+    def run(self, prompts: Sequence[Prompt]) -> list[EngineTuned]:
+        """Tune every task of the prompts, the one with the first prompt first."""
+        request = self.request
+        if not request.servers and request.engine not in RUNNABLE:
+            raise InvalidInput(
+                f"{request.engine} is not run by swiftopt: start its servers and name them with --engine-url, or tune"
+                f" {', '.join(RUNNABLE)}"
+            )
+        by_task: dict[str, list[Prompt]] = {}
+        for prompt in prompts:
+            by_task.setdefault(prompt.task, []).append(prompt)
+        for task, own in by_task.items():
+            if len(own) < 4:
+                raise InvalidInput(f"task {task!r} has {len(own)} prompts: tuning an engine needs 4 or more")
+        source = resolve(request.model)
+        self._folder = local_folder(source, self.on_step)
+        info = model_info(self._folder, source)
+        self.store.remember_model(info)
+        asked = {task: questions_of(self._folder, own, request.max_new_tokens) for task, own in by_task.items()}
+        return [self._tune(task, questions, info) for task, questions in asked.items()]
+
+    def _tune(self, task: str, questions: Sequence[Question], info: ModelInfo) -> EngineTuned:
+        tuning, held_out = hold_out(questions)
+        tried: list[TriedWay] = []
+        with ExitStack() as stack:
+            plain, *others = self._ways(task, info, stack)
+            best = self._fastest(plain, others, tuning[:STEP_PROMPTS], tried, 1)
+            if best is not None and best.length:
+                again = tuning[STEP_PROMPTS : 2 * STEP_PROMPTS] or tuning[:STEP_PROMPTS]
+                lengths = [best, *(best.at(length) for length in OTHER_LENGTHS if length != best.length)]
+                best = self._fastest(plain, lengths, again, tried, 2)
+            if best is None:
+                reason = "nothing else ran" if all(each.reason for each in tried if each.name != "plain") else ""
+                verdict = Verdict("plain", reason=reason or "nothing was faster while choosing")
+            else:
+                runs = self._step([plain, best], held_out, tried, 3)
+                if best.row.name in runs:
+                    verdict = judge(runs[best.row.name].timed, runs[plain.row.name].timed, None)
+                else:
+                    verdict = Verdict("plain", reason="it failed on the held-out prompts")
+        way = best or plain
+        plan = Plan(
+            way.method,
+            way.layer_set,
+            {**way.settings, "engine_version": self._version},
+            draft_model=way.draft_model,
+            device=device_name(torch.device("cpu")),
+            dtype=DTYPES[stored_type(self._folder)] if self.request.dtype == "auto" else self.request.dtype,
+            engine=self.request.engine,
+        )
+        found = self.store.add_plan(info.fingerprint, task, judged(plan, verdict))
+        return EngineTuned(task, way.row.variant, verdict, found, tuple(tried))
+
+    @property
+    def _version(self) -> str:
+        if self.request.servers:
+            return "a server"
+        return PACKAGES[RUNNABLE[self.request.engine].package].title
+
+    def _fastest(
+        self, plain: Way, ways: Sequence[Way], questions: Sequence[Question], tried: list[TriedWay], step: int
+    ) -> Way | None:
+        """Return the way with the highest ratio to plain in one step; None where all are clearly slower, or fail."""
+        if not ways:
+            return None
+        runs = self._step([plain, *ways], questions, tried, step)
+        base = runs[plain.row.name].timed
+        ratios = {way.row.name: speed_ratio(runs[way.row.name].timed, base) for way in ways if way.row.name in runs}
+        ran = [way for way in ways if ratios.get(way.row.name, 0.0) >= LEAST_RATIO]
+        return max(ran, key=lambda way: ratios[way.row.name], default=None)
+
+    def _step(
+        self, ways: Sequence[Way], questions: Sequence[Question], tried: list[TriedWay], step: int
+    ) -> dict[str, RowRuns]:
+        """Run the ways by turns, the first of which is plain; return those that ran, by their rows' names."""
+        request = self.request
+        threads = request.threads or n_threads()
+        common = TurnsRequest(request.model, self._folder, request.dtype, threads, request.timeout_s)
+        run_turns = self.run_turns or _by_turns
+        runs = {each.row.name: each for each in run_turns(common, questions, [way.row for way in ways], self.on_step)}
+        plain = runs[ways[0].row.name]
+        if plain.reason or not plain.turns:
+            raise EngineUnusable(
+                f"{request.engine} did not decode plainly: {plain.reason or 'it was interrupted'}; nothing was stored"
+            )
+        for way in ways:
+            tried.append(_tried(way, runs[way.row.name], plain, step))
+        return {name: each for name, each in runs.items() if not each.reason and each.turns}
+
+    def _ways(self, task: str, info: ModelInfo, stack: ExitStack) -> list[Way]:
+        """Return plain decoding and the kinds of draft that the engine can run, each at the first length."""
+        request = self.request
+        if request.servers:
+            return [
+                Way(Row(SERVER, name, "folder", {"url": url, "drafting": number > 0}), "server" if number else "none")
+                for number, (name, url) in enumerate(request.servers)
+            ]
+        runnable = RUNNABLE[request.engine]
+        package, weights, n = PACKAGES[runnable.package], runnable.weights, FIRST_LENGTH
+        ways = [
+            Way(Row(package, "plain", weights)),
+            Way(Row(package, f"ngram-{n}", weights, {"ngram": True, "draft_tokens": n}), "text", n),
+        ]
+        if runnable.four_bits is not None:
+            row = Row(package, f"int4-{n}", weights, {"draft_tokens": n}, draft=runnable.four_bits)
+            ways.append(Way(row, "bits", n))
+        if request.draft_model is not None:
+            row = Row(package, f"model-{n}", weights, {"draft_tokens": n}, draft=self._draft_model(runnable))
+            ways.append(Way(row, "model", n, draft_model=request.draft_model))
+        exported = self._exported(task, info, stack)
+        if exported is not None:
+            record, path = exported
+            row = Row(package, f"layers-{n}", weights, {"draft_tokens": n}, draft=path)
+            ways.append(Way(row, "layers", n, record))
+        return ways
+
+    def _draft_model(self, runnable: RunnableEngine) -> Path:
+        assert self.request.draft_model is not None
+        folder = local_folder(resolve(self.request.draft_model), self.on_step)
+        if not runnable.takes_gguf:
+            return folder
+        return gguf_of(folder, "stored", self.on_step)
+
+    def _exported(self, task: str, info: ModelInfo, stack: ExitStack) -> tuple[LayerSetRecord, Path] | None:
+        """Return the task's best layer set as a draft of this engine, in a folder that the stack removes."""
+        try:
+            found = self.store.lookup(info.fingerprint, task)
+        except LayerSetNotFound:
+            return None
+        record = found.plan.layer_set
+        if record is None or not record.layer_set.n_skipped:
+            return None
+        out = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swiftopt-engine-"))) / "draft"
+        try:
+            made = export(found, self.request.model, self.request.engine, out, self.store, self.on_step)
+        except SwiftoptError as error:
+            self.on_step(f"the stored layer set is not tried: {error}")
+            return None
+        draft = next((out / name for name in ("draft.gguf", "draft") if (out / name).exists()), None)
+        return None if draft is None or made.kind != "draft" else (record, draft)
+
+
+class EngineUnusable(SwiftoptError):
+    """An engine that does not start, ends, or answers what cannot be."""
+
+
+def _by_turns(
+    request: TurnsRequest, questions: Sequence[Question], rows: Sequence[Row], on_step: OnStep
+) -> Sequence[RowRuns]:
+    turns = Turns(request, questions, rows, on_step)
+    turns.run()
+    if turns.interrupted:
+        raise KeyboardInterrupt
+    return turns.runs
+
+
+def _tried(way: Way, run: RowRuns, plain: RowRuns, step: int) -> TriedWay:
+    if run.reason or not run.turns:
+        return TriedWay(way.row.variant, step, reason=run.reason or "it was interrupted")
+    equal = sum(own.token_ids == base.token_ids for own, base in zip(run.turns, plain.turns, strict=True))
+    ratio = None if run is plain else speed_ratio(run.timed, plain.timed)
+    return TriedWay(way.row.variant, step, speed(run.timed), ratio, run.acceptance, equal, len(run.turns))
+
+
+def model_info(folder: Path, source: Source) -> ModelInfo:
+    """Return what the store keeps of a model, without its weights.
+
+    Raises: UnsupportedModel: its architecture is not supported.
+    """
+    config = supported_config(folder)
+    auto: Any = AutoModelForCausalLM
+    with quiet(), torch.device("meta"):
+        model = auto.from_config(config)
+    return ModelInfo(
+        fingerprint=fingerprint(folder),
+        architecture=str(config.model_type),
+        n_layers=int(config.num_hidden_layers),
+        n_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        names=source.names,
+    )

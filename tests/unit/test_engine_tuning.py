@@ -1,0 +1,108 @@
+"""What tuning another engine chooses, from runs that are made up; `test_serve` has it with a real server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_files import save
+
+from swiftopt.core.errors import InvalidInput
+from swiftopt.core.types import Prompt
+from swiftopt.engines.tuning import EngineTuned, EngineTuneRequest, EngineTuning, EngineUnusable
+from swiftopt.engines.turns import Question, Row, RowRuns, TimedAnswer, TurnsRequest
+from swiftopt.store import Store
+
+PROMPTS = [Prompt(str(i), "code", f"w{i} w3") for i in range(20)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.open(str(tmp_path / "a.db")) as store:
+        yield store
+
+
+class MadeUp:
+    """Rows that take so many seconds per prompt, by their variants; None: they fail. `asked` are the steps."""
+
+    def __init__(self, seconds: dict[str, float | None]) -> None:
+        self.seconds, self.asked = seconds, list[tuple[list[str], list[str]]]()
+
+    def __call__(
+        self, request: TurnsRequest, questions: Sequence[Question], rows: Sequence[Row], on_step: Any
+    ) -> list[RowRuns]:
+        self.asked.append(([row.variant for row in rows], [question.prompt_id for question in questions]))
+        return [self._runs(row, questions) for row in rows]
+
+    def _runs(self, row: Row, questions: Sequence[Question]) -> RowRuns:
+        seconds = self.seconds.get(row.variant, 9.0)
+        if seconds is None:
+            return RowRuns(row, "BF16", reason="it cannot")
+        length = {"drafted": 10, "accepted": 4} if row.variant != "plain" else {}
+        turns = [TimedAnswer((1, 2, 3, 4), seconds * (1 + 0.01 * n), None, **length) for n in range(len(questions))]
+        return RowRuns(row, "BF16", turns)
+
+
+def tuned(folder: Path, store: Store, runs: MadeUp, engine: Any = "llamacpp") -> EngineTuned:
+    request = EngineTuneRequest(str(folder), engine, max_new_tokens=4)
+    (found,) = EngineTuning(request, store, run_turns=runs).run(PROMPTS)
+    return found
+
+
+def test_fastest_kind_at_its_fastest_length_is_judged_on_prompts_that_no_step_saw(folder: Path, store: Store) -> None:
+    runs = MadeUp({"plain": 2.0, "ngram-5": 1.8, "int4-5": 1.5, "int4-2": 1.6, "int4-3": 1.0, "int4-8": None})
+    found = tuned(folder, store, runs)
+    kinds, lengths, held_out = runs.asked
+    assert kinds[0] == ["plain", "ngram-5", "int4-5"]
+    assert lengths[0] == ["plain", "int4-5", "int4-2", "int4-3", "int4-8"]
+    assert held_out[0] == ["plain", "int4-3"] and not set(held_out[1]) & {*kinds[1], *lengths[1]}
+    assert len(held_out[1]) == 4 and found.way == "int4-3"
+    plan = found.found.plan
+    assert (plan.method, plan.engine, plan.verdict, found.found.alias) == ("spd", "llamacpp", "use", "llamacpp")
+    assert plan.settings["drafts"] == "bits" and plan.settings["draft_tokens"] == 3
+    assert plan.measured_speedup == pytest.approx(2.0) and plan.dtype == "float32"
+    assert store.lookup(str(folder), "code", alias="llamacpp").version == found.found.version
+    tried = {(each.name, each.step): each for each in found.tried}
+    assert tried["int4-8", 2].reason == "it cannot" and tried["int4-8", 2].tok_s is None
+    assert tried["int4-3", 3].acceptance == 0.4 and tried["int4-3", 3].equal == 4
+
+
+@pytest.mark.parametrize(
+    ("seconds", "n_steps", "reason"),
+    [
+        ({"plain": 1.0, "ngram-5": 1.5, "int4-5": 1.2}, 1, "nothing was faster while choosing"),
+        ({"plain": 1.0, "ngram-5": None, "int4-5": None}, 1, "nothing else ran"),
+        ({"plain": 1.0, "ngram-5": 1.02, "int4-5": 1.2}, 3, "not reliably faster here"),
+    ],
+)
+def test_plain_is_the_answer_where_nothing_is_faster(
+    folder: Path, store: Store, seconds: dict[str, float | None], n_steps: int, reason: str
+) -> None:
+    runs = MadeUp(seconds)
+    found = tuned(folder, store, runs)
+    plan = found.found.plan
+    assert (plan.method, plan.verdict, plan.layer_set) == ("plain", "plain", None)
+    assert "draft_tokens" not in plan.settings and found.verdict.reason == reason and len(runs.asked) == n_steps
+
+
+def test_engine_whose_plain_decoding_fails_stores_nothing(folder: Path, store: Store) -> None:
+    with pytest.raises(EngineUnusable, match="llamacpp did not decode plainly: it cannot; nothing was stored"):
+        tuned(folder, store, MadeUp({"plain": None}))
+    assert store.plan_versions() == []
+
+
+def test_what_cannot_be_tuned_is_said_before_anything_runs(folder: Path, store: Store) -> None:
+    with pytest.raises(InvalidInput, match="sglang is not run by swiftopt: start its servers"):
+        tuned(folder, store, MadeUp({}), "sglang")
+    runs = MadeUp({})
+    request = EngineTuneRequest(str(folder), "vllm", max_new_tokens=4)
+    with pytest.raises(InvalidInput, match="task 'code' has 3 prompts: tuning an engine needs 4 or more"):
+        EngineTuning(request, store, run_turns=runs).run(PROMPTS[:3])
+    assert runs.asked == []
