@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from tiny_files import edit_config, save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from swiftopt.cli.layers import EXPORT_ENGINES
 from swiftopt.cli.main import main, run
 from swiftopt.core.costs import CostProfile
 from swiftopt.core.errors import InvalidInput, LayerSetError, OutputError, SwiftoptError, UnsupportedModel
+from swiftopt.core.settings import ENGINES as ENGINE_WORDS
 from swiftopt.core.types import FoundPlan, LayerSet, LayerSetRecord, ModelInfo, Plan, Trial, searchable
 from swiftopt.engines.export import ENGINES, alternating, export, lengths_by_load
 from swiftopt.models import restacked
@@ -332,7 +332,7 @@ def test_drafts_get_longer_with_acceptance_and_shorter_under_load() -> None:
 
 
 def test_export_command(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    assert tuple(ENGINES) == EXPORT_ENGINES
+    assert tuple(ENGINES) == ENGINE_WORDS
     monkeypatch.setenv("SWIFTOPT_DATABASE_URL", str(tmp_path / "plans.db"))
     with Store.open() as store:
         store.add_layer_set(LayerSetRecord(str(tiny), "code", SKIPPING))
