@@ -297,8 +297,8 @@ def export(name: ModelTask, engine: str, out: str, version: int | None, store: S
 
     A set whose rest does not alternate attention and MLP is exported as the nearest one that does.
     """
+    from ..engines.export import SCHEMA, refuse_existing
     from ..engines.export import export as export_plan
-    from ..engines.export import refuse_existing
 
     refuse_existing(Path(out))
     found = store.lookup(name.model, name.task) if version is None else store.plan(name.model, name.task, version)
@@ -307,7 +307,7 @@ def export(name: ModelTask, engine: str, out: str, version: int | None, store: S
     made = export_plan(found, name.model, engine, Path(out), store, note_load)
     layer_set = None if made.layer_set is None else made.layer_set.to_json()
     figures = {"kind": made.kind, "draft_tokens": made.n_draft_tokens, "layer_set": layer_set}
-    value = {"schema": "swiftopt.export/1", "engine": engine, "out": out, **figures, "files": list(made.files)}
+    value = {"schema": SCHEMA, "engine": engine, "out": out, **figures, "files": list(made.files)}
     text = f"{out}: {len(made.files)} files for {engine}; {Path(out) / 'README.md'} says how to run them"
     return Result({**value, "remarks": list(made.remarks)}, [text], [f"note: {each}" for each in made.remarks])
 

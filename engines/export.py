@@ -28,6 +28,10 @@ from ..store import Store
 
 Kind = Literal["draft", "text"]  # what a plan drafts with elsewhere: a checkpoint, or earlier text
 
+SCHEMA = "swiftopt.export/1"
+SUMMARY = "export.json"
+GGUF_DRAFTS = ("llamacpp",)  # engines whose draft is a GGUF file
+
 LONGEST = 16  # draft tokens of a round
 GUESSED_LENGTH = 5  # where no acceptance was measured
 LOADS = (1, 2, 4, 8, 16, 32, 64)  # requests at a time, up to which a draft length is chosen
@@ -368,16 +372,32 @@ def _write(draft: EngineDraft, engine: str, folder: Path, out: Path, on_step: On
                 f"the plan's set does not alternate attention and MLP: the draft is of the nearest one that does,"
                 f" {draft.n_changed} sub-layers off"
             )
-        if engine == "llamacpp":
+        if engine in GGUF_DRAFTS:
             on_step("writing the draft as GGUF")
             write_gguf(checkpoint, out / "draft.gguf", draft.gguf_type or stored_type(checkpoint))
             shutil.rmtree(checkpoint)
         elif draft.layer_set.formats:
             remarks.append("the plan's draft has fewer bits in swiftopt: here it has the model's own weights")
-    text = json.dumps(row.settings(draft), indent=2) + "\n"
-    (out / row.settings_file).write_text(text, encoding="utf-8")
+    settings = row.settings(draft)
+    for name, value in ((row.settings_file, settings), (SUMMARY, summary(draft, engine, settings))):
+        (out / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     (out / "README.md").write_text(readme(draft, engine, remarks), encoding="utf-8")
     return tuple(remarks)
+
+
+def summary(draft: EngineDraft, engine: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what programs read of the folder, whatever the engine; `draft` is a path in it."""
+    path = None if draft.kind == "text" else "draft.gguf" if engine in GGUF_DRAFTS else "draft"
+    return {
+        "schema": SCHEMA,
+        "engine": engine,
+        "kind": draft.kind,
+        "draft": path,
+        "draft_tokens": draft.n_tokens,
+        "model": draft.name,
+        "version": draft.found.version,
+        "settings": dict(settings),
+    }
 
 
 def readme(draft: EngineDraft, engine: str, remarks: Sequence[str] = ()) -> str:

@@ -207,7 +207,6 @@ def test_a_tensor_of_neither_sub_layer_is_refused(tmp_path: Path) -> None:
 
 
 SKIPPING = LayerSet(4, frozenset({1, 2}), frozenset({1}))  # leaves A0 M0 M2 A3 M3
-ENGINE_NAMES = list(ENGINES)
 
 
 def plan_of(layer_set: LayerSet | None, method: str = "swift", **known: Any) -> FoundPlan:
@@ -223,7 +222,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("engine", ENGINE_NAMES)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_every_engine_gets_a_draft_its_settings_and_a_page(tiny: Path, tmp_path: Path, engine: str) -> None:
     made = export(plan_of(SKIPPING, acceptance_rate=0.9), str(tiny), engine, tmp_path / "out")
     row, page = ENGINES[engine], (tmp_path / "out" / "README.md").read_text()
@@ -234,6 +233,11 @@ def test_every_engine_gets_a_draft_its_settings_and_a_page(tiny: Path, tmp_path:
     assert page.startswith(f"# {tiny.name} in {row.title}\n")
     assert ("Not run" in page) == (not row.run_here)
     assert distance(SKIPPING, made.layer_set or SKIPPING) == 1 and "does not alternate" in made.remarks[0]
+    summary = json.loads((tmp_path / "out" / "export.json").read_text())
+    assert summary["schema"] == "swiftopt.export/1" and (summary["engine"], summary["kind"]) == (engine, "draft")
+    assert (summary["model"], summary["version"], summary["draft_tokens"]) == (tiny.name, 3, made.n_draft_tokens)
+    assert summary["draft"] == draft.partition("/")[0]
+    assert summary["settings"] == json.loads((tmp_path / "out" / row.settings_file).read_text())
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
