@@ -10,6 +10,9 @@ from ..core.errors import SettingsError
 from ..engines.packages import PACKAGES
 from ..engines.turns import Row
 
+UNSURE = {"min_confidence": 0.6}  # a draft ends at a token less sure than that
+OWN_DEFAULTS = {"draft_tokens": 20, "min_confidence": 0.4}  # transformers' own for assistants
+
 
 def all_rows(ggufs: Sequence[Path] = (), assistant: Path | None = None) -> list[Row]:
     """Every row, in the table's order; each of `ggufs` is one for each build of llama.cpp.
@@ -28,7 +31,7 @@ def all_rows(ggufs: Sequence[Path] = (), assistant: Path | None = None) -> list[
     for name in ("llama-cpp", "node-llama-cpp"):
         rows += [
             Row(PACKAGES[name], "plain", "stored"),
-            Row(PACKAGES[name], "draft", "stored", draft="Q4_0"),
+            Row(PACKAGES[name], "draft", "stored", UNSURE, "Q4_0"),
             Row(PACKAGES[name], "ngram", "stored", {"ngram": True}),
             Row(PACKAGES[name], "q8_0", "Q8_0"),
             Row(PACKAGES[name], "q4_0", "Q4_0"),
@@ -37,14 +40,14 @@ def all_rows(ggufs: Sequence[Path] = (), assistant: Path | None = None) -> list[
     return [
         *rows,
         Row(PACKAGES["openvino"], "plain", "F16"),
-        Row(PACKAGES["openvino"], "draft", "F16", draft="Q4_0"),
+        Row(PACKAGES["openvino"], "draft", "F16", UNSURE, "Q4_0"),
         Row(PACKAGES["openvino"], "ngram", "F16", {"ngram": True}),
         Row(PACKAGES["vllm"], "plain", "folder"),
         Row(PACKAGES["vllm"], "ngram", "folder", {"ngram": True}),
         Row(PACKAGES["transformers"], "plain", "folder"),
         Row(PACKAGES["transformers"], "compiled", "folder", {"compiled": True}),
         Row(PACKAGES["transformers"], "ngram", "folder", {"ngram": True}),
-        *([Row(PACKAGES["transformers"], "assisted", "folder", {"assistant": str(assistant)})] if assistant else []),
+        *([Row(PACKAGES["transformers"], "assisted", "folder", OWN_DEFAULTS, assistant)] if assistant else []),
     ]
 
 

@@ -57,6 +57,7 @@ def _result(own: RowRuns, base: RowRuns | None, measured: Mapping[str, RowRuns])
     ratios = [one.seconds / mine.seconds for mine, one in zip(own.timed, base.timed, strict=True)]  # of equal tokens
     reference = _reference(row, measured)
     decode_speed = own.decode_speed()
+    drafted, accepted = own.drafts or (None, None)
     return {
         **named,
         "tokens": sum(run.tokens for run in own.timed),
@@ -71,7 +72,18 @@ def _result(own: RowRuns, base: RowRuns | None, measured: Mapping[str, RowRuns])
         "identical": None if reference is None else sum(map(_same, own.turns, reference.turns)),
         "of": len(own.turns),
         "decoded_with": sorted(own.methods),
-        "turns": [{"seconds": round(turn.seconds, 4), "prefill_s": turn.prefill_s} for turn in own.turns],
+        "drafted": drafted,
+        "accepted": accepted,
+        "acceptance": None if own.acceptance is None else round(own.acceptance, 4),
+        "turns": [
+            {
+                "seconds": round(turn.seconds, 4),
+                "prefill_s": turn.prefill_s,
+                "drafted": turn.drafted,
+                "accepted": turn.accepted,
+            }
+            for turn in own.turns
+        ],
     }
 
 

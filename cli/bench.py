@@ -505,22 +505,28 @@ def peers_view(report: dict[str, Any]) -> list[RenderableType]:
 
     title = f"{report['model']}, {report['device']}, {report['prompts']} prompts of {report['max_new_tokens']} tokens"
     caption = (
-        f"decode: tok/s after the first token; ratio: to {report['base']}; equal to: whose tokens on how many prompts."
+        f"decode: tok/s after the first token; ratio: to {report['base']}; accepted: of the drafted tokens;"
+        " equal to: whose tokens on how many prompts."
         " Engines round differently; rows of other weights are another model's answers."
     )
-    columns = [folding("row"), *map(numeric, ("tok/s", "decode", "ratio", "95 %", "memory")), folding("equal to")]
+    columns = [
+        folding("row"),
+        *map(numeric, ("tok/s", "decode", "ratio", "95 %", "accepted", "memory")),
+        folding("equal to"),
+    ]
     rows = []
     failed: dict[str, list[str]] = {}  # by the reason why they have no numbers
     for result in report["results"]:
         if result["tok_s"] is None:
             failed.setdefault(result["reason"], []).append(result["row"])
-            rows.append((result["row"], *"–––––", f"not run ({list(failed).index(result['reason']) + 1})"))
+            rows.append((result["row"], *"––––––", f"not run ({list(failed).index(result['reason']) + 1})"))
             continue
         figures = (
             number(result["tok_s"], 1),
             number(result["decode_tok_s"], 1),
             number(result["ratio"], unit="x"),
             interval(result["ratio_interval"]),
+            number(result.get("acceptance")),
             "–" if result["peak_bytes"] is None else f"{result['peak_bytes'] / 1e9:.1f} GB",
         )
         rows.append((result["row"], *figures, equal_to(result)))

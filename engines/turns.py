@@ -26,7 +26,6 @@ from .packages import EnginePackage
 Weights = Literal["folder", "stored", "F16", "Q8_0", "Q4_0", "file"]
 DRAFT_TOKENS = 8  # at most, in one draft
 NGRAM_TOKENS = 3  # of the text's end, looked for in the text before it
-MIN_CONFIDENCE = 0.6  # of a draft's token; below it a draft ends
 STILL_THERE = 0.8  # of a process's most memory: with less resident its weights were dropped
 WARM_TOKENS = 8  # of each warm-up, so that no row pays for first allocations and compilations later
 WARM_PROMPTS = 2  # at least, of different lengths, for what compiles by shape
@@ -81,7 +80,7 @@ class Question:
 class TimedAnswer:
     """What one row made of one prompt. Seconds are whole; `prefill_s` of them passed before the first token.
 
-    `drafted` and `accepted` are tokens; None: it does not draft, or does not tell.
+    `accepted` of `drafted` tokens were kept; None where the row does not draft, or its engine does not tell.
     """
 
     token_ids: tuple[int, ...]
@@ -108,10 +107,19 @@ class RowRuns:
         return [Timed(len(turn.token_ids), turn.seconds) for turn in self.turns]
 
     @property
+    def drafts(self) -> tuple[int, int] | None:
+        """Tokens drafted in all turns, and accepted of them; None where one does not tell."""
+        told = [(each.drafted, each.accepted) for each in self.turns]
+        known = [(drafted, accepted) for drafted, accepted in told if drafted is not None and accepted is not None]
+        if not known or len(known) < len(told):
+            return None
+        return sum(drafted for drafted, _ in known), sum(accepted for _, accepted in known)
+
+    @property
     def acceptance(self) -> float | None:
         """Accepted / drafted tokens of all turns; None where nothing was drafted, or it is not told."""
-        drafted = sum(turn.drafted or 0 for turn in self.turns)
-        return sum(turn.accepted or 0 for turn in self.turns) / drafted if drafted else None
+        drafted, accepted = self.drafts or (0, 0)
+        return accepted / drafted if drafted else None
 
     def decode_speed(self) -> float | None:
         """Tokens after the first one per second after it; None where the engine does not tell the two apart."""
@@ -243,8 +251,8 @@ class Turns:
         token_ids = tuple(int(token) for token in answer["token_ids"])
         if len(token_ids) != question.max_new_tokens:
             raise EngineFailed(f"it gave {len(token_ids)} tokens for a prompt that asks for {question.max_new_tokens}")
-        counts = (answer.get("drafted"), answer.get("accepted"))
-        turn = TimedAnswer(token_ids, float(answer["seconds"]), answer.get("prefill_s"), *counts)
+        counts = (answer.get(word) for word in ("prefill_s", "drafted", "accepted"))
+        turn = TimedAnswer(token_ids, float(answer["seconds"]), *counts)
         runs.turns.append(turn)
         runs.methods |= {answer["method"]} if "method" in answer else set()
         self._note_memory(runs, child)
@@ -301,13 +309,16 @@ class Turns:
             "db": request.db,
             "draft_tokens": DRAFT_TOKENS,
             "ngram_tokens": NGRAM_TOKENS,
-            "min_confidence": MIN_CONFIDENCE,
+            "min_confidence": 0.0,
             **row.options,
         }
 
     def _file(self, weights: Weights | Path, row: Row) -> Path:
         if isinstance(weights, Path):
-            return weights
+            is_checkpoint = (weights / "config.json").is_file() and not (weights / "openvino_model.xml").is_file()
+            if not is_checkpoint or row.weights == "folder":
+                return weights.resolve()
+            return gguf_of(weights, "F16" if row.weights == "F16" else "stored", self._on_step)
         if weights == "file":
             assert row.file is not None
             return row.file.resolve()
@@ -318,7 +329,7 @@ class Turns:
 
     def _guessed_bytes(self, options: Mapping[str, Any]) -> float:
         """Of a process that has not run yet: its weights, half as much again for copies, and its libraries."""
-        files = [Path(options[key]) for key in ("model", "draft", "assistant") if options.get(key)]
+        files = [Path(options[key]) for key in ("model", "draft") if options.get(key)]
         return 1.5 * sum(_size(path) for path in files) + OWN_BYTES
 
     def _environ(self, row: Row) -> dict[str, str]:
@@ -334,7 +345,7 @@ class Turns:
 def _size(path: Path) -> int:
     if path.is_file():
         return path.stat().st_size
-    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    return sum(file.stat().st_size for kind in ("*.safetensors", "*.bin") for file in path.glob(kind))
 
 
 def _weights_word(row: Row, stored: str) -> str:

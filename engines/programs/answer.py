@@ -6,6 +6,11 @@ The program has `load(options)`, which returns a function from a line to its ans
 [...], "max_new_tokens": 128, "task": "code"}. Lines out: {"ready": true} once, then for each line {"token_ids": [...],
 "seconds": s, "prefill_s": s}, where the seconds until the first token may be null; or {"error": "..."}, after which the
 process ends. Whatever a library prints goes to standard error.
+
+Options of all programs: `model`, `dtype`, `threads`, `n_ctx`. What drafts is `draft` (a file or folder) or `ngram`
+(true), with `draft_tokens` in a round, `min_confidence` (0: drafts have that length whatever they say) and
+`ngram_tokens`; or, instead of these numbers, `settings` by the engine's own names. A program that drafts answers also
+how many tokens were `drafted`, and `accepted` of them.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 //
 //     node node_llama_cpp.mjs '<options as JSON>'
 //
-// Options: package (the folder with node_modules), model, threads, n_ctx; draft (a GGUF file) or ngram (true) where it
-// speculates.
+// Options: those of all programs but settings, and package (the folder with node_modules).
 
 import {createInterface} from "node:readline";
 import {pathToFileURL} from "node:url";
@@ -24,9 +23,10 @@ try {
     let tokenPredictor;
     if (options.draft) {
         const drafting = await (await load(options.draft)).createContext(room);
-        tokenPredictor = new DraftSequenceTokenPredictor(drafting.getSequence(), {
-            minTokens: 0, maxTokens: options.draft_tokens, minConfidence: options.min_confidence
-        });
+        const maxTokens = options.draft_tokens, minConfidence = options.min_confidence;
+        // Drafts grow beside the target's passes: without a least length a pass takes what there is, which may be none.
+        const minTokens = minConfidence > 0 ? 0 : maxTokens;
+        tokenPredictor = new DraftSequenceTokenPredictor(drafting.getSequence(), {minTokens, maxTokens, minConfidence});
     } else if (options.ngram) {
         tokenPredictor = new InputLookupTokenPredictor({
             patternLength: {min: 1, max: options.ngram_tokens},
@@ -34,11 +34,17 @@ try {
         });
     }
     const sequence = context.getSequence({tokenPredictor});
+    const counts = () => {
+        const {validated, refuted} = sequence.tokenPredictions;
+        return {drafted: validated + refuted, accepted: validated};
+    };
     say({ready: true});
     for await (const line of createInterface({input: process.stdin})) {
         const asked = JSON.parse(line);
+        const before = counts();
         const begun = performance.now();
         await sequence.clearHistory();
+        tokenPredictor?.updateInputTokens?.(asked.prompt_ids); // where it looks; nothing else tells it
         let firstAt = null;
         const tokenIds = [];
         for await (const token of sequence.evaluate(asked.prompt_ids, {temperature: 0, yieldEogToken: true})) {
@@ -48,7 +54,10 @@ try {
                 break;
         }
         const seconds = (performance.now() - begun) / 1000;
-        say({token_ids: tokenIds, seconds, prefill_s: firstAt === null ? null : (firstAt - begun) / 1000});
+        const answer = {token_ids: tokenIds, seconds, prefill_s: firstAt === null ? null : (firstAt - begun) / 1000};
+        const after = counts();
+        const drafts = {drafted: after.drafted - before.drafted, accepted: after.accepted - before.accepted};
+        say({...answer, ...(tokenPredictor ? drafts : {})});
     }
     process.exit(0);
 } catch (error) {

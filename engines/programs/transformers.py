@@ -8,12 +8,15 @@ from typing import Any
 
 
 def load(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Options: model (a folder), dtype, threads, n_ctx; compiled or ngram (true), or assistant (a folder)."""
+    """Options: those of all programs, `model` and `draft` being folders, and compiled (true).
+
+    `settings` are those of the assistant's generation, or of generate's prompt lookup.
+    """
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig, StaticCache
 
     kinds: tuple[Any, ...] = (AutoModelForCausalLM, GenerationConfig, StaticCache)
-    auto, settings, static_cache = kinds  # without types of their own
+    auto, configuration, static_cache = kinds  # without types of their own
     torch.set_num_threads(options["threads"])
     dtype = getattr(torch, options["dtype"])
     model = auto.from_pretrained(options["model"], dtype=dtype, local_files_only=True).eval()
@@ -32,16 +35,21 @@ def load(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
         model.forward = forward
         more = {"past_key_values": cache}
     elif options.get("ngram"):
-        more = {"prompt_lookup_num_tokens": options["draft_tokens"], "max_matching_ngram_size": options["ngram_tokens"]}
-    elif options.get("assistant"):
-        assistant = auto.from_pretrained(options["assistant"], dtype=dtype, local_files_only=True).eval()
+        more = _settings(options)
+    elif options.get("draft"):
+        assistant = auto.from_pretrained(options["draft"], dtype=dtype, local_files_only=True).eval()
+        for name, value in _settings(options).items():
+            setattr(assistant.generation_config, name, value)
         more = {"assistant_model": assistant}
-    config = settings(do_sample=False, eos_token_id=None, pad_token_id=0)
+    model.generation_config.eos_token_id = None  # what is not set below comes from there
+    config = configuration(do_sample=False, pad_token_id=0)
     passes: list[float] = []  # when each pass of the model ended
     model.register_forward_hook(lambda *pass_: passes.append(perf_counter()))
+    counts = _counted(model) if options.get("ngram") or options.get("draft") else {}
 
     def answer(asked: dict[str, Any]) -> dict[str, Any]:
         passes.clear()
+        counts.update(dict.fromkeys(counts, 0))
         begun = perf_counter()
         inputs = torch.tensor([asked["prompt_ids"]])  # (batch 1, seq)
         with torch.inference_mode():
@@ -54,6 +62,43 @@ def load(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
                 max_new_tokens=asked["max_new_tokens"],
                 **more,
             )
-        return {"token_ids": out[0, inputs.shape[1] :].tolist(), "prefill_s": passes[0] - begun}
+        return {"token_ids": out[0, inputs.shape[1] :].tolist(), "prefill_s": passes[0] - begun, **counts}
 
     return answer
+
+
+def _settings(options: dict[str, Any]) -> dict[str, Any]:
+    if "settings" in options:
+        return dict(options["settings"])
+    if options.get("ngram"):
+        return {
+            "prompt_lookup_num_tokens": options["draft_tokens"],
+            "max_matching_ngram_size": options["ngram_tokens"],
+        }
+    return {
+        "num_assistant_tokens": options["draft_tokens"],
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": options["min_confidence"],
+    }
+
+
+def _counted(model: Any) -> dict[str, int]:
+    """Counts that every round adds its candidates to: transformers tells nobody but whoever makes them."""
+    counts = {"drafted": 0, "accepted": 0}
+    made = model._get_candidate_generator
+
+    def making(*args: Any, **kwargs: Any) -> Any:
+        generator = made(*args, **kwargs)
+        told = generator.update_candidate_strategy
+
+        def tell(input_ids: Any, scores: Any, num_matches: Any) -> None:
+            """`scores` has a row for each candidate and one for the token behind them."""
+            counts["drafted"] += scores.shape[1] - 1
+            counts["accepted"] += int(num_matches)
+            told(input_ids, scores, num_matches)
+
+        generator.update_candidate_strategy = tell
+        return generator
+
+    model._get_candidate_generator = making
+    return counts

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+COUNTERS = {
+    "vllm:spec_decode_num_draft_tokens": "drafted",
+    "vllm:spec_decode_num_accepted_tokens": "accepted",
+}
+
 
 def load(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Options: model (a folder), dtype, n_ctx; ngram (true) where it speculates.
+    """Options: those of all programs, `model` and `draft` being folders; `settings` are a speculative_config.
 
     Threads and the memory of keys and values are set by environment variables, which its parent gives.
     """
     from vllm import LLM, SamplingParams
 
-    speculative = None
-    if options.get("ngram"):
-        speculative = {
-            "method": "ngram",
-            "num_speculative_tokens": options["draft_tokens"],
-            "prompt_lookup_min": 1,
-            "prompt_lookup_max": options["ngram_tokens"],
-        }
+    speculative = _settings(options)
     engine = LLM(
         options["model"],
         dtype=options["dtype"],
@@ -31,12 +29,40 @@ def load(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
         disable_log_stats=False,
     )
 
+    def counts() -> dict[str, int]:
+        """Since the engine started."""
+        if speculative is None:
+            return {}
+        told = {metric.name: metric.value for metric in engine.get_metrics() if metric.name in COUNTERS}
+        return {word: int(told.get(name, 0)) for name, word in COUNTERS.items()}
+
     def answer(asked: dict[str, Any]) -> dict[str, Any]:
         rule = SamplingParams(temperature=0, max_tokens=asked["max_new_tokens"], ignore_eos=True, detokenize=False)
+        before = counts()
         (done,) = engine.generate({"prompt_token_ids": asked["prompt_ids"]}, rule, use_tqdm=False)
         return {
             "token_ids": list(done.outputs[0].token_ids),
             "prefill_s": getattr(done.metrics, "first_token_latency", None),
+            **{word: number - before[word] for word, number in counts().items()},
         }
 
     return answer
+
+
+def _settings(options: dict[str, Any]) -> dict[str, Any] | None:
+    """A speculative_config, or None for plain decoding."""
+    draft = {"model": options["draft"]} if options.get("draft") else {}
+    if "settings" in options:
+        return {**options["settings"], **draft}
+    if draft:
+        if options["min_confidence"]:
+            raise ValueError("vLLM ends no draft at an unsure token: min_confidence must be 0")
+        return {"method": "draft_model", **draft, "num_speculative_tokens": options["draft_tokens"]}
+    if options.get("ngram"):
+        return {
+            "method": "ngram",
+            "num_speculative_tokens": options["draft_tokens"],
+            "prompt_lookup_min": 1,
+            "prompt_lookup_max": options["ngram_tokens"],
+        }
+    return None
