@@ -1,4 +1,4 @@
-"""swiftopt itself: plain decoding, a draft model, or what is stored for the task and adaptive drafts where nothing is."""
+"""swiftopt itself: plain decoding, a draft model, or what is stored for the task, else adaptive drafts."""
 
 from __future__ import annotations
 

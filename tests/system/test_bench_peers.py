@@ -29,7 +29,7 @@ from swiftopt.engines import turns
 from swiftopt.engines.children import Child
 from swiftopt.engines.environments import PROGRAMS, EngineFailed, Launch, prepared
 from swiftopt.engines.packages import PACKAGES, EnginePackage
-from swiftopt.engines.turns import Row, Turns, TurnsRequest, questions_of
+from swiftopt.engines.turns import Question, Row, Turns, TurnsRequest, questions_of
 from swiftopt.models.gguf_weights import gguf_of, write_gguf
 
 ASKED = {"prompt_ids": [3, 5, 7, 9], "max_new_tokens": 6, "task": "code"}
@@ -147,6 +147,38 @@ def test_child_gives_as_many_tokens_as_asked_and_stands_still_between_its_turns(
         until = monotonic() + 10
         while psutil.Process(child.pid).status() != psutil.STATUS_STOPPED:
             assert monotonic() < until, "it goes on"
+
+
+@pytest.mark.parametrize("name", ["transformers", "swiftopt"])
+def test_draft_that_is_the_target_is_accepted_whole_at_a_constant_length(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
+    """10 tokens: one of the prompt's pass or not, then rounds of 3 + 1, and of what is left."""
+    options = {"model": str(folder), "draft": str(folder), "dtype": "float32", "threads": 1, "n_ctx": 64, "db": None}
+    options |= {"speed": "eager", "draft_tokens": 3, "min_confidence": 0.0}
+    with started(PACKAGES[name], tmp_path, **options) as child:
+        first, again = (child.ask({**ASKED, "max_new_tokens": 10}, 60) for _ in range(2))
+        assert len(first["token_ids"]) == 10 and first["token_ids"] == again["token_ids"]
+        assert first["drafted"] == first["accepted"] == again["drafted"] and 6 <= first["drafted"] <= 7
+
+
+def test_draft_checkpoint_is_given_to_engines_in_the_form_that_they_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path / "cache"))
+    draft = saved(tmp_path / "draft", "llama")
+    (tmp_path / "draft.gguf").touch()
+    options = {}
+    for name, weights, path in (
+        ("vllm", "folder", draft),
+        ("openvino", "F16", draft),
+        ("llama-cpp", "stored", draft),
+        ("llama-cpp", "stored", tmp_path / "draft.gguf"),
+    ):
+        row = Row(PACKAGES[name], "draft", weights, draft=path)
+        bench = Turns(TurnsRequest("tiny", draft, threads=1), [Question("1", "code", (1,), 2)], [row])
+        options[name, path] = Path(bench._options(row, Launch(()))["draft"])
+    assert [path.name for path in options.values()] == ["draft", "F16.gguf", "F32.gguf", "draft.gguf"]
 
 
 def test_child_that_fails_or_dies_is_told_in_a_sentence(counting: EnginePackage, tmp_path: Path) -> None:

