@@ -1,6 +1,7 @@
 """Folders of saved models: whether one is complete and supported, reading it in silence, and the cache for them.
 
-A GGUF file becomes such a folder, in bfloat16: converted once, kept in the user's cache.
+A GGUF file becomes such a folder: converted once, kept in the user's cache. Codes of Q8_0 and Q4_0 stay as they are,
+all else becomes bfloat16.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.mo
 STALE_S = 24 * 3600  # age from which what a process left unfinished in the cache is removed
 PART = ".part"  # of a file's name, while it is being written
 TOLD_S = 1.0  # between two reports of how much of the weights is read
-CONVERSION = "1"  # part of every converted folder's name; raise it when the conversion changes
+CONVERSION = "2"  # part of every converted folder's name; raise it when the conversion changes
 N_SAMPLES = 9  # places of a GGUF file that its key covers
 SAMPLE_BYTES = 1 << 20  # at each of them
 _LOUD = ("transformers", "huggingface_hub", "accelerate")
@@ -263,7 +264,7 @@ def converted(gguf: Path, on_step: OnStep) -> Path:
     folder = cache_root() / "gguf" / _key(gguf)
     if is_complete(folder):
         return folder
-    on_step(f"converting {gguf.name} to bfloat16, only once")
+    on_step(f"converting {gguf.name}, only once")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         remove_stale(folder.parent.glob(".*"))
@@ -272,9 +273,12 @@ def converted(gguf: Path, on_step: OnStep) -> Path:
         ) as unfinished:
             with _parsed_once():
                 _check(gguf)
-                model, tokenizer = _read(gguf)
+                model, tokenizer, coded = _read(gguf)
             on_step("writing the converted model to the cache")
-            model.save_pretrained(unfinished)
+            model.save_pretrained(unfinished, state_dict=None if coded is None else coded[0])
+            if coded is not None:
+                path = Path(unfinished) / "config.json"
+                path.write_text(json.dumps({**json.loads(path.read_text()), **coded[1]}, indent=2) + "\n")
             tokenizer.save_pretrained(unfinished)
             _publish(unfinished, folder)
     except SwiftoptError:
@@ -320,10 +324,13 @@ def _check(gguf: Path) -> None:
         )
 
 
-def _read(gguf: Path) -> tuple[Any, Any]:
-    """Read the model, in bfloat16, and its tokenizer; tied weights stay tied."""
+def _read(gguf: Path) -> tuple[Any, Any, tuple[dict[str, Any], dict[str, Any]] | None]:
+    """Read the model, in bfloat16, its tokenizer, and `coded_checkpoint`'s part; tied weights stay tied."""
+    import gguf as gguf_library
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from .gguf_codes import coded_checkpoint
 
     auto: Any = AutoModelForCausalLM
     where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
@@ -340,7 +347,11 @@ def _read(gguf: Path) -> tuple[Any, Any]:
             raise UnsupportedModel(f"{gguf} is of an architecture that is not supported: use one of {known}") from error
         raise ModelNotFound(f"{gguf} cannot be converted ({first_line(error)}): download it again") from error
     refuse_missing(found["missing_keys"], gguf)
-    return _plain(model.to(torch.bfloat16)), tokenizer
+    coded = coded_checkpoint(gguf_library.GGUFReader(str(gguf)), model)
+    if coded is not None:
+        state = {name: v.to(torch.bfloat16) if v.dtype == torch.float32 else v for name, v in coded[0].items()}
+        coded = state, coded[1]
+    return _plain(model.to(torch.bfloat16)), tokenizer, coded
 
 
 def _plain(model: Any) -> Any:

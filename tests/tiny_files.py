@@ -59,8 +59,8 @@ GGUF_NAMES = {
 }
 
 
-def write_gguf(path: Path, model: Any, scaling: str | None = None) -> Path:
-    """A llama model as llama.cpp would file it, in float32, with a tokenizer of single letters."""
+def write_gguf(path: Path, model: Any, scaling: str | None = None, kind: str = "F32") -> Path:
+    """A llama model as llama.cpp would file it, matrices as `kind`, with a tokenizer of single letters."""
     config: LlamaConfig = model.config
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_name("tiny")
@@ -82,15 +82,21 @@ def write_gguf(path: Path, model: Any, scaling: str | None = None) -> Path:
     writer.add_token_merges(["a b", "c d", "e f"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+
+    def add(name: str, values: Any) -> None:
+        own = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
+        writer.add_tensor(name, gguf.quants.quantize(values, own), raw_dtype=own)
+
     top = {"model.embed_tokens.weight": "token_embd", "model.norm.weight": "output_norm", "lm_head.weight": "output"}
     for name, tensor in model.state_dict().items():
         if name in top:
-            writer.add_tensor(f"{top[name]}.weight", tensor.numpy())
+            if name != "lm_head.weight" or not config.tie_word_embeddings:
+                add(f"{top[name]}.weight", tensor.numpy())
             continue
         _, _, layer, inner = name.removesuffix(".weight").split(".", 3)
         heads = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}
         filed = _rows_as_llama_cpp(tensor, heads[inner]) if inner in heads else tensor
-        writer.add_tensor(f"blk.{layer}.{GGUF_NAMES[inner]}.weight", np.ascontiguousarray(filed.numpy()))
+        add(f"blk.{layer}.{GGUF_NAMES[inner]}.weight", np.ascontiguousarray(filed.numpy()))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
