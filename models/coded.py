@@ -51,7 +51,9 @@ class CodedLinear(nn.Module):
         by_row = coded.group >= self.n_in  # whose one scale may be repeated beyond the last input
         self.group = next(fitting, GROUPS[-1] if by_row else coded.group)
         width = self.n_in + -self.n_in % self.group
-        codes = F.pad(coded.codes, (0, width - self.n_in, 0, -self.n_out % ROWS))
+        codes = coded.codes
+        if width != self.n_in or self.n_out % ROWS:
+            codes = F.pad(codes, (0, width - self.n_in, 0, -self.n_out % ROWS))
         offsets = (1 << (self.bits - 1)) - coded.zeros  # the kernels' codes have their zero in the middle
         scales, zeros = (
             F.pad(part, (0, 0, 0, -self.n_out % ROWS)).repeat_interleave(-(-coded.group // self.group), dim=1)
@@ -104,11 +106,12 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> tuple[Tenso
     Returns: uint8 (blocks, bytes of a block) and (blocks, groups, 2, 16) of the scales' type.
     """
     n_out, n_in = codes.shape
-    blocks = codes.to(torch.uint8).view(n_out // ROWS, ROWS, n_in // 4, 4).transpose(1, 2)  # (blocks, n_in / 4, 16, 4)
+    quads = codes.to(torch.uint8).contiguous().view(torch.int32)  # four inputs at a time, which is faster
+    blocks = quads.view(n_out // ROWS, ROWS, n_in // 4).transpose(1, 2)  # (blocks, n_in / 4, 16)
     if bits == 4:
         blocks = blocks[:, 0::2] | (blocks[:, 1::2] << 4)
     pairs = torch.stack((scales, zeros), dim=-1).view(n_out // ROWS, ROWS, -1, 2).permute(0, 2, 3, 1)
-    return blocks.reshape(n_out // ROWS, -1).contiguous(), pairs.contiguous()
+    return blocks.contiguous().view(torch.uint8).view(n_out // ROWS, -1), pairs.contiguous()
 
 
 def unpack(blocks: Tensor, pairs: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
