@@ -17,11 +17,20 @@ from statistics import fmean
 from typing import Any, Literal
 
 from ..core.costs import CostProfile
-from ..core.errors import InvalidInput, LayerSetError, OutputError
-from ..core.types import FoundPlan, LayerSet, Trial
+from ..core.errors import InvalidInput, LayerSetError, OutputError, UnsupportedModel
+from ..core.settings import FORMATS, SwiftSettings
+from ..core.types import FoundPlan, LayerSet, LayerSetRecord, Trial
 from ..models.fingerprint import fingerprint
 from ..models.gguf_weights import stored_type, write_gguf
-from ..models.restacked import check_restackable, distance, is_parallel, nearest, pairs_of, write_restacked
+from ..models.restacked import (
+    check_restackable,
+    distance,
+    is_parallel,
+    nearest,
+    pairs_of,
+    takes_fewer_bits,
+    write_restacked,
+)
 from ..models.saved import OnStep, first_line, no_step, supported_config
 from ..models.sources import local_folder, resolve
 from ..store import Store
@@ -30,9 +39,16 @@ Kind = Literal["draft", "text"]  # what a plan drafts with elsewhere: a checkpoi
 
 SCHEMA = "swiftopt.export/1"
 SUMMARY = "export.json"
-GGUF_DRAFTS = ("llamacpp",)  # engines whose draft is a GGUF file
+SHARED = "layer_set.json"  # the plan's own set, for swiftopt.custom_generate
+Writes = Literal["stored", "compressed-tensors", "gguf"]  # a draft's weights: the model's own, or in fewer bits, too
 
 LONGEST = 16  # draft tokens of a round
+BITS_SHARE: Mapping[str | None, float] = {
+    None: 1.0,
+    "int8": 0.5,
+    **dict.fromkeys(("int4", "int4-64", "int4-32"), 0.25),
+}  # of a pass over 16 bits
+CONFIDENCE = 0.4  # of transformers: below it a draft ends
 GUESSED_LENGTH = 5  # where no acceptance was measured
 LOADS = (1, 2, 4, 8, 16, 32, 64)  # requests at a time, up to which a draft length is chosen
 TEXT_METHODS = ("prompt-lookup", "adaptive")  # that draft from earlier text
@@ -43,7 +59,9 @@ ROUNDED = {"int8": "Q8_0", "int4": "Q4_0", "int4-64": "Q4_0", "int4-32": "Q4_0"}
 class EngineDraft:
     """What an engine's files are written from. `lengths`: (fewest requests, most, draft tokens) by load, if known.
 
-    `name` is the target's, `target` what an engine reads it from.
+    `name` is the target's, `target` what an engine reads it from. `layer_set` is that of the checkpoint, if there is
+    one; `shared` is the plan's own, where the engine can draft with the target's keys and values. Below a confidence of
+    `threshold` the plan's drafts end.
     """
 
     found: FoundPlan
@@ -54,6 +72,8 @@ class EngineDraft:
     lengths: tuple[tuple[int, int, int], ...] = ()
     layer_set: LayerSet | None = None
     n_changed: int = 0
+    shared: LayerSetRecord | None = None
+    threshold: float | None = None
 
     @property
     def gguf_type(self) -> str | None:
@@ -65,18 +85,28 @@ class EngineDraft:
 
 
 @dataclass(frozen=True, slots=True)
+class Lines:
+    """Lines to run, in a language; `when` says which way they are, where there are two."""
+
+    language: Literal["python", "bash"]
+    text: str
+    when: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ExportEngine:
     """An engine: the name of its settings file, what goes into it, and the lines that run it.
 
-    `rounds`: it takes a draft in fewer bits, so that a set that only quantises is a draft, too. `run_here`: the files
-    are loaded by the project's own tests or `make engines`.
+    `writes`: the draft's form; all but "stored" can have fewer bits, so that a set that only quantises is a draft, too.
+    `shares`: swiftopt runs inside it. `run_here`: the files are loaded by the project's own tests or `make engines`.
     """
 
     title: str
     settings_file: str
     settings: Callable[[EngineDraft], Mapping[str, Any]]
-    lines: Callable[[EngineDraft], tuple[str, str]]  # language, text
-    rounds: bool = False
+    lines: Callable[[EngineDraft], list[Lines]]  # the ways to run it, the best first
+    writes: Writes = "stored"
+    shares: bool = False
     run_here: bool = False
 
 
@@ -98,24 +128,44 @@ class Exported:
 def _transformers_settings(draft: EngineDraft) -> dict[str, Any]:
     if draft.kind == "text":
         return {"prompt_lookup_num_tokens": draft.n_tokens, "max_matching_ngram_size": 3}
-    return {"num_assistant_tokens": draft.n_tokens, "num_assistant_tokens_schedule": "constant"}
+    if draft.layer_set is None:
+        return {}
+    values: dict[str, Any] = {"num_assistant_tokens": draft.n_tokens, "num_assistant_tokens_schedule": "constant"}
+    # Said aloud in any case: left out, transformers ends drafts at a value of its own.
+    return {**values, "assistant_confidence_threshold": CONFIDENCE if draft.threshold is None else draft.threshold}
 
 
-def _transformers_lines(draft: EngineDraft) -> tuple[str, str]:
-    values = _transformers_settings(draft)
-    loaded = 'draft = AutoModelForCausalLM.from_pretrained("draft", dtype="auto")\n' if draft.kind == "draft" else ""
-    settings = "".join(f"draft.generation_config.{name} = {value!r}\n" for name, value in values.items())
-    given = "assistant_model=draft" if draft.kind == "draft" else ", ".join(f"{k}={v!r}" for k, v in values.items())
-    text = (
+def _transformers_lines(draft: EngineDraft) -> list[Lines]:
+    loading = (
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f"tokenizer = AutoTokenizer.from_pretrained({draft.target!r})\n"
         f'target = AutoModelForCausalLM.from_pretrained({draft.target!r}, dtype="auto")\n'
-        f"{loaded}{settings if draft.kind == 'draft' else ''}"
+    )
+    decoding = (
         'inputs = tokenizer("def fibonacci(n):", return_tensors="pt")\n'
-        f"ids = target.generate(**inputs, {given}, do_sample=False, max_new_tokens=128)\n"
+        "ids = target.generate(**inputs, {given}, do_sample=False, max_new_tokens=128)\n"
         "print(tokenizer.decode(ids[0]))"
     )
-    return "python", text
+    values = _transformers_settings(draft)
+    if draft.kind == "text":
+        given = ", ".join(f"{name}={value!r}" for name, value in values.items())
+        return [Lines("python", loading + decoding.format(given=given))]
+    found = []
+    if draft.shared is not None:
+        given = f"custom_generate=swiftopt.custom_generate, layer_set={SHARED!r}"
+        code = "import swiftopt\n" + loading + decoding.format(given=given)
+        when = (
+            "With swiftopt beside transformers (`pip install swiftopt`): drafts read the target's keys and values, as"
+        )
+        when += " they did when the plan was tuned, one sequence at a time; take this where you can"
+        found.append(Lines("python", code, when))
+    if draft.layer_set is not None:
+        loading += 'draft = AutoModelForCausalLM.from_pretrained("draft", dtype="auto")\n'
+        loading += "".join(f"draft.generation_config.{name} = {value!r}\n" for name, value in values.items())
+        code = loading + decoding.format(given="assistant_model=draft")
+        when = "With transformers alone: the draft has keys and values of its own, and fewer of its tokens are accepted"
+        found.append(Lines("python", code, when))
+    return found
 
 
 def _llamacpp_settings(draft: EngineDraft) -> dict[str, Any]:
@@ -124,11 +174,11 @@ def _llamacpp_settings(draft: EngineDraft) -> dict[str, Any]:
     return {"model-draft": "draft.gguf", "spec-type": "draft-simple", "spec-draft-n-max": draft.n_tokens}
 
 
-def _llamacpp_lines(draft: EngineDraft) -> tuple[str, str]:
+def _llamacpp_lines(draft: EngineDraft) -> list[Lines]:
     options = {("md" if name == "model-draft" else name): value for name, value in _llamacpp_settings(draft).items()}
     flags = [f"{'-' if name == 'md' else '--'}{name} {value}" for name, value in options.items()]
     target = draft.target if draft.target.endswith(".gguf") else "TARGET.gguf"
-    return "bash", " ".join(["llama-server", f"-m {target}", *flags])
+    return [Lines("bash", " ".join(["llama-server", f"-m {target}", *flags]))]
 
 
 def _vllm_settings(draft: EngineDraft) -> dict[str, Any]:
@@ -140,8 +190,8 @@ def _vllm_settings(draft: EngineDraft) -> dict[str, Any]:
     return values
 
 
-def _vllm_lines(draft: EngineDraft) -> tuple[str, str]:
-    return "bash", f'vllm serve {draft.target} --speculative-config "$(cat speculative_config.json)"'
+def _vllm_lines(draft: EngineDraft) -> list[Lines]:
+    return [Lines("bash", f'vllm serve {draft.target} --speculative-config "$(cat speculative_config.json)"')]
 
 
 def _openvino_settings(draft: EngineDraft) -> dict[str, Any]:
@@ -149,19 +199,29 @@ def _openvino_settings(draft: EngineDraft) -> dict[str, Any]:
     return {"num_assistant_tokens": draft.n_tokens, **more}
 
 
-def _openvino_lines(draft: EngineDraft) -> tuple[str, str]:
-    with_draft = draft.kind == "draft"
+def _openvino_lines(draft: EngineDraft) -> list[Lines]:
+    target, with_draft = draft.target, draft.kind == "draft"
+    once = ""
+    if not target.endswith(".gguf"):
+        once, target = f"# Once: optimum-cli export openvino -m {target} target\n", "target"
+    made = """
+if not Path("draft/openvino_model.xml").is_file():  # once: it writes its own form into the folder of the file
+    Path("draft").mkdir(exist_ok=True)
+    Path("draft/draft.gguf").symlink_to(Path("draft.gguf").resolve())
+    genai.LLMPipeline("draft/draft.gguf", "CPU", enable_save_ov_model=True)
+"""
     text = (
-        f"# Once: optimum-cli export openvino -m {draft.target} target_ir\n"
-        + ("# Once: optimum-cli export openvino -m draft draft_ir\n" if with_draft else "")
-        + "import openvino_genai as genai\n\n"
-        + ('pipeline = genai.LLMPipeline("target_ir", "CPU", ')
-        + ('draft_model=genai.draft_model("draft_ir", "CPU"))\n' if with_draft else "prompt_lookup=True)\n")
+        once
+        + ("from pathlib import Path\n\n" if with_draft else "")
+        + "import openvino_genai as genai\n"
+        + (made if with_draft else "\n")
+        + f"pipeline = genai.LLMPipeline({target!r}, "
+        + ('"CPU", draft_model=genai.draft_model("draft", "CPU"))\n' if with_draft else '"CPU", prompt_lookup=True)\n')
         + "config = genai.GenerationConfig()\nconfig.max_new_tokens = 128\n"
         + "".join(f"config.{name} = {value}\n" for name, value in _openvino_settings(draft).items())
         + 'print(pipeline.generate("def fibonacci(n):", config))'
     )
-    return "python", text
+    return [Lines("python", text)]
 
 
 def _sglang_settings(draft: EngineDraft) -> dict[str, Any]:
@@ -176,9 +236,9 @@ def _sglang_settings(draft: EngineDraft) -> dict[str, Any]:
     }
 
 
-def _sglang_lines(draft: EngineDraft) -> tuple[str, str]:
+def _sglang_lines(draft: EngineDraft) -> list[Lines]:
     flags = " ".join(f"--{name} {value}" for name, value in _sglang_settings(draft).items())
-    return "bash", f"python -m sglang.launch_server --model-path {draft.target} {flags}"
+    return [Lines("bash", f"python -m sglang.launch_server --model-path {draft.target} {flags}")]
 
 
 def _tensorrt_settings(draft: EngineDraft) -> dict[str, Any]:
@@ -189,18 +249,19 @@ def _tensorrt_settings(draft: EngineDraft) -> dict[str, Any]:
     return {"speculative_config": values}
 
 
-def _tensorrt_lines(draft: EngineDraft) -> tuple[str, str]:
-    return "bash", f"trtllm-serve {draft.target} --extra_llm_api_options settings.json  # JSON is YAML, too"
+def _tensorrt_lines(draft: EngineDraft) -> list[Lines]:
+    line = f"trtllm-serve {draft.target} --extra_llm_api_options settings.json  # JSON is YAML, too"
+    return [Lines("bash", line)]
 
 
 ENGINES: Mapping[str, ExportEngine] = {
     "transformers": ExportEngine(
-        "transformers", "settings.json", _transformers_settings, _transformers_lines, run_here=True
+        "transformers", "settings.json", _transformers_settings, _transformers_lines, shares=True, run_here=True
     ),
-    "llamacpp": ExportEngine("llama.cpp", "settings.json", _llamacpp_settings, _llamacpp_lines, rounds=True),
-    "vllm": ExportEngine("vLLM", "speculative_config.json", _vllm_settings, _vllm_lines),
-    "openvino": ExportEngine("OpenVINO GenAI", "settings.json", _openvino_settings, _openvino_lines),
-    "sglang": ExportEngine("SGLang", "settings.json", _sglang_settings, _sglang_lines),
+    "llamacpp": ExportEngine("llama.cpp", "settings.json", _llamacpp_settings, _llamacpp_lines, "gguf"),
+    "vllm": ExportEngine("vLLM", "speculative_config.json", _vllm_settings, _vllm_lines, "compressed-tensors"),
+    "openvino": ExportEngine("OpenVINO GenAI", "settings.json", _openvino_settings, _openvino_lines, "gguf"),
+    "sglang": ExportEngine("SGLang", "settings.json", _sglang_settings, _sglang_lines, "compressed-tensors"),
     "tensorrt-llm": ExportEngine("TensorRT-LLM", "settings.json", _tensorrt_settings, _tensorrt_lines),
 }
 
@@ -229,7 +290,7 @@ def export(
     refuse_existing(out)
     source = resolve(model)
     folder = local_folder(source, on_step)
-    reads_it = source.kind != "gguf" or engine == "llamacpp"
+    reads_it = source.kind != "gguf" or ENGINES[engine].writes == "gguf"
     target = source.location if reads_it else str(folder)
     draft = draft_of(found, Path(model).name, target, folder, ENGINES[engine], store)
     try:
@@ -265,14 +326,35 @@ def draft_of(
     n_layers = int(config.num_hidden_layers)
     layer_set = None if record is None else record.layer_set
     if layer_set is None and plan.method == "adaptive":
-        layer_set = LayerSet(n_layers).filled(str(plan.settings.get("draft_format", "int4")))
-    if layer_set is not None and (layer_set.n_skipped or (layer_set.formats and engine.rounds)):
+        name_of = str(plan.settings.get("draft_format", "int4"))
+        layer_set = LayerSet(n_layers).filled(name_of if name_of in FORMATS else "int4")
+    skips = layer_set is not None and layer_set.n_skipped > 0
+    if layer_set is not None and (skips or (layer_set.formats and (engine.shares or engine.writes != "stored"))):
         own = fingerprint(folder)
         if layer_set.n_layers != n_layers or (record is not None and record.fingerprint not in (None, own)):
             raise LayerSetError(
                 f"the layer set was tuned on another model than {name} ({own}): export it with the model it is of"
             )
-        check_restackable(config)
+        settings = SwiftSettings.from_json(record.settings) if record is not None else SwiftSettings(method="adaptive")
+        threshold = settings.stop_threshold if settings.method == "swift" and settings.early_stop else None
+        made = EngineDraft(found, name, target, "draft", GUESSED_LENGTH, threshold=threshold)
+        if engine.shares:
+            own_way = {"method": plan.method} if plan.method in ("swift", "adaptive") else {}
+            known = record or LayerSetRecord(name, "any", layer_set, settings=settings.to_json())
+            made = replace(made, shared=replace(known, settings={**known.settings, **own_way}))
+        if not skips and engine.writes == "stored":
+            return made
+        try:
+            check_restackable(config)
+            if not skips and engine.writes == "compressed-tensors" and not takes_fewer_bits(folder):
+                raise UnsupportedModel(
+                    f"the linear maps of {name} cannot be written in fewer bits for {engine.title}: export a layer set"
+                    " that skips, or to another engine"
+                )
+        except UnsupportedModel:
+            if engine.shares:
+                return made
+            raise
         trials = (
             store.trials(record.job, record.task) if store is not None and record is not None and record.job else []
         )
@@ -281,15 +363,17 @@ def draft_of(
         if record is not None:
             acceptance = record.matchness if record.acceptance_rate is None else record.acceptance_rate
         costs = _stored_costs(store, found, own)
-        lengths = lengths_by_load(chosen, acceptance, costs)
+        run = chosen if engine.writes != "stored" else replace(chosen, formats=())
+        lengths = lengths_by_load(run, acceptance, costs)
         n_tokens = max([1, *(k for _, _, k in lengths)])
-        return EngineDraft(found, name, target, "draft", n_tokens, lengths, chosen, distance(layer_set, chosen))
+        changed = distance(layer_set, chosen)
+        return replace(made, n_tokens=n_tokens, lengths=lengths, layer_set=chosen, n_changed=changed)
     if plan.method in TEXT_METHODS:
         return EngineDraft(found, name, target, "text", int(plan.settings.get("max_draft_length", 10)))
     if layer_set is not None:
         raise InvalidInput(
-            f"this plan's draft leaves out no sub-layer, it only has fewer bits, which {engine.title} gets by settings"
-            " of its own: export a layer set that skips, or --to llamacpp"
+            f"this plan's draft leaves out no sub-layer, it only has fewer bits, in which swiftopt writes none for"
+            f" {engine.title}: export a layer set that skips, or to another engine"
         )
     raise InvalidInput(
         f"this plan decodes with {plan.method}, for which {engine.title} has nothing: export a version with a layer set"
@@ -319,18 +403,23 @@ def lengths_by_load(
 
     A round of k draft tokens commits 1 + a + … + a^k tokens on average, a being the acceptance, and costs k draft
     passes and one of the target over k + 1 rows per request. Without measured costs a draft pass costs its share of the
-    sub-layers, and a target pass the same at any width: then there is one length for all loads.
+    sub-layers, each by its bits of 16, and a target pass the same at any width: then there is one length for all loads.
+
+    Args: layer_set: as the engine runs it, with formats only where it has them.
     """
     if acceptance is None:
         return ((1, LOADS[-1], GUESSED_LENGTH),)
-    plain = replace(layer_set, formats=())  # what the engine runs; formats are ours
-    share = 1 - layer_set.n_skipped / (2 * layer_set.n_layers)
+    if costs is not None and costs.missing(layer_set):
+        costs = None
+    kinds: tuple[Literal["attn", "mlp"], ...] = ("attn", "mlp")
+    kept = [(kind, i) for i in range(layer_set.n_layers) for kind in kinds if not layer_set.skips(kind, i)]
+    share = sum(BITS_SHARE[layer_set.format_of(*sub)] for sub in kept) / (2 * layer_set.n_layers)
 
     def speed(n_requests: int, k: int) -> float:
         tokens = sum(acceptance**i for i in range(k + 1))
         if costs is None:
             return tokens / (k * share + 1)
-        drafting = k * costs.draft_cost(plain, n_requests)
+        drafting = k * costs.draft_cost(layer_set, n_requests)
         return tokens * costs.verify_cost(n_requests) / (drafting + costs.verify_cost(n_requests * (k + 1)))
 
     found: list[tuple[int, int, int]] = []
@@ -366,18 +455,27 @@ def _write(draft: EngineDraft, engine: str, folder: Path, out: Path, on_step: On
         checkpoint = out / "draft"
         checkpoint.mkdir()
         config = supported_config(folder)
-        write_restacked(folder, pairs_of(draft.layer_set, is_parallel(config)), checkpoint)
+        pairs = pairs_of(draft.layer_set, is_parallel(config))
+        form = write_restacked(
+            folder, pairs, checkpoint, draft.layer_set if row.writes == "compressed-tensors" else None
+        )
         if draft.n_changed:
             remarks.append(
                 f"the plan's set does not alternate attention and MLP: the draft is of the nearest one that does,"
                 f" {draft.n_changed} sub-layers off"
             )
-        if engine in GGUF_DRAFTS:
+        if row.writes == "gguf":
             on_step("writing the draft as GGUF")
             write_gguf(checkpoint, out / "draft.gguf", draft.gguf_type or stored_type(checkpoint))
             shutil.rmtree(checkpoint)
+        elif form is not None:
+            remarks.append(f"the draft's linear maps are rounded to {form} (compressed-tensors), the rest is as stored")
         elif draft.layer_set.formats:
             remarks.append("the plan's draft has fewer bits in swiftopt: here it has the model's own weights")
+    elif draft.kind == "draft":
+        remarks.append(f"there is no checkpoint for {row.title} alone: {SHARED} is for swiftopt inside it")
+    if draft.shared is not None:
+        (out / SHARED).write_text(json.dumps(draft.shared.to_json(), indent=2) + "\n", encoding="utf-8")
     settings = row.settings(draft)
     for name, value in ((row.settings_file, settings), (SUMMARY, summary(draft, engine, settings))):
         (out / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
@@ -385,9 +483,13 @@ def _write(draft: EngineDraft, engine: str, folder: Path, out: Path, on_step: On
     return tuple(remarks)
 
 
+def _block(way: Lines) -> list[str]:
+    return [*([f"{way.when}:", ""] if way.when else []), f"```{way.language}", way.text, "```", ""]
+
+
 def summary(draft: EngineDraft, engine: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what programs read of the folder, whatever the engine; `draft` is a path in it."""
-    path = None if draft.kind == "text" else "draft.gguf" if engine in GGUF_DRAFTS else "draft"
+    """Return what programs read of the folder, whatever the engine; `draft` and `layer_set` are paths in it."""
+    path = None if draft.layer_set is None else "draft.gguf" if ENGINES[engine].writes == "gguf" else "draft"
     return {
         "schema": SCHEMA,
         "engine": engine,
@@ -397,20 +499,22 @@ def summary(draft: EngineDraft, engine: str, settings: Mapping[str, Any]) -> dic
         "model": draft.name,
         "version": draft.found.version,
         "settings": dict(settings),
+        "layer_set": SHARED if draft.shared is not None else None,
     }
 
 
 def readme(draft: EngineDraft, engine: str, remarks: Sequence[str] = ()) -> str:
     """Return the page beside the files: what they are, how they are run, what to expect."""
     row, plan, record = ENGINES[engine], draft.found.plan, draft.found.plan.layer_set
-    language, lines = row.lines(draft)
-    if draft.layer_set is None:
+    if draft.kind == "draft" and draft.layer_set is None:
+        what = "The draft is the model itself in fewer bits or without some sub-layers, made when it is first used."
+    elif draft.layer_set is None:
         what = "Drafts come from earlier text, by the engine's own n-grams: no checkpoint is needed."
     else:
         left = draft.layer_set.n_layers - len(draft.layer_set.skip_attn)
         what = (
             f"The draft is the model with {left} of its {draft.layer_set.n_layers} layers, put together from the"
-            " sub-layers that the plan keeps; the weights are the model's own."
+            " sub-layers that the plan keeps."
         )
     known = [f"{word} {value:.2f}" for word, value in (
         ("acceptance", record and record.acceptance_rate),
@@ -439,16 +543,13 @@ def readme(draft: EngineDraft, engine: str, remarks: Sequence[str] = ()) -> str:
             "",
             f"In this folder; {row.settings_file} holds the same settings.",
             "",
-            f"```{language}",
-            lines,
-            "```",
-            "",
+            *(line for way in row.lines(draft) for line in _block(way)),
             "## What to expect",
             "",
             f"- Draft tokens per round: {draft.n_tokens}."
             + ("" if known else " It is a guess: no acceptance was measured."),
-            f"- Measured in swiftopt: {measured}. There a draft reads the target's keys and values; in another engine"
-            " it has its own, so measure acceptance and speed again.",
+            f"- Measured in swiftopt: {measured}. There a draft reads the target's keys and values; a draft checkpoint"
+            " has its own, so measure acceptance and speed again.",
             "- The output is the target's own: every drafted token is checked by the target. Passes over several rows"
             " may round otherwise than plain decoding, so that near ties can fall the other way.",
             f"- {proof}",

@@ -10,16 +10,19 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, cast
+
+from torch import Tensor
 
 from ..core.errors import LayerSetError, UnsupportedModel
 from ..core.types import LayerSet, SubLayer
+from .compressed import PackedForm, packed_form
 from .families import FAMILIES, Family
-from .saved import StoredTensors, supported_config
+from .saved import StoredTensors, supported_config, supported_type
 
 Pair = tuple[int, int]  # the layers that a new layer's attention and its MLP come from
 MOST_NEAREST = 16  # sets at equal distance that are listed
@@ -122,12 +125,14 @@ def check_restackable(config: Any) -> None:
         )
 
 
-def write_restacked(folder: Path, pairs: Sequence[Pair], out: Path) -> None:
+def write_restacked(folder: Path, pairs: Sequence[Pair], out: Path, formats: LayerSet | None = None) -> str | None:
     """Write a saved model's checkpoint of those layers: config, weights in safetensors, and the tokenizer's files.
 
-    The tensors are the model's own, bit by bit, in the stored type.
+    The tensors are the model's own, bit by bit, in the stored type, unless a sub-layer has fewer bits in `formats`: its
+    linear maps are then written as compressed-tensors (`models/compressed.py`), embeddings and head as they are stored.
 
-    Args:   folder: of a saved model. pairs: of `pairs_of`. out: an empty folder.
+    Args:    folder: of a saved model. pairs: of `pairs_of`. out: an empty folder.
+    Returns: how those linear maps are rounded; None: none is.
     Raises: UnsupportedModel: something in the model depends on a layer's index, or a tensor is of neither sub-layer.
             ModelNotFound: the folder cannot be read. OSError: `out` cannot be written.
     """
@@ -137,10 +142,29 @@ def write_restacked(folder: Path, pairs: Sequence[Pair], out: Path) -> None:
         if path.suffix in SMALL_FILES and path.name != "config.json" and not path.name.endswith(".index.json"):
             shutil.copyfile(path, out / path.name)
     stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    text = json.dumps(_shortened(stored, len(pairs)), indent=2)
-    (out / "config.json").write_text(text + "\n", encoding="utf-8")
+    changed = _shortened(stored, len(pairs))
     with StoredTensors(folder) as tensors:
-        _write_tensors(tensors, _new_names(tensors.shapes(), FAMILIES[config.model_type], pairs, folder), out)
+        shapes = tensors.shapes()
+        placed = _placed(shapes, FAMILIES[config.model_type], pairs, folder)
+        maps = [one for one in placed if one.sub and one.new.endswith(".weight") and len(shapes[one.stored]) == 2]
+        form = None
+        if formats is not None and takes_fewer_bits(folder):
+            subs = [sub for pair in pairs for sub in zip(("attn", "mlp"), pair, strict=True)]
+            form = packed_form(formats, cast("list[SubLayer]", subs), {shapes[one.stored][1] for one in maps})
+        few = set[str]()
+        if form is not None and formats is not None:
+            few = {one.new for one in maps if one.sub and formats.format_of(*one.sub)}
+            whole = {one.new.removesuffix(".weight") for one in maps} - {name.removesuffix(".weight") for name in few}
+            changed["quantization_config"] = form.config(whole)
+        (out / "config.json").write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
+        _write_tensors(_values(tensors, placed, few, form), out)
+    return None if form is None else form.words
+
+
+def takes_fewer_bits(folder: Path) -> bool:
+    """Whether the model's linear maps can be written in fewer bits: they are maps of (out, in), and not coded yet."""
+    model_type, scheme = supported_type(folder)
+    return scheme is None and model_type != "gpt2"
 
 
 def _sub_layers(n_layers: int) -> list[SubLayer]:
@@ -168,12 +192,19 @@ def _shortened(config: Mapping[str, Any], n_layers: int) -> dict[str, Any]:
     return {**config, **changed}
 
 
-def _new_names(
-    names: Mapping[str, object], family: Family, pairs: Sequence[Pair], folder: Path
-) -> list[tuple[str, str]]:
-    """Return (new name, stored name) of every tensor of the new checkpoint, layer by layer."""
+class _Placed(NamedTuple):
+    """A tensor of the new checkpoint: its name, that of the stored one, and the sub-layer that it comes from."""
+
+    new: str
+    stored: str
+    sub: SubLayer | None
+
+
+def _placed(names: Mapping[str, object], family: Family, pairs: Sequence[Pair], folder: Path) -> list[_Placed]:
+    """Return every tensor of the new checkpoint, layer by layer."""
     inner = family.layers.partition(".")[2]  # files of a bare decoder lack the first word
     layered = re.compile(rf"((?:{re.escape(family.layers)}|{re.escape(inner)})\.)(\d+)\.(.+)")
+    kinds: tuple[Literal["attn", "mlp"], ...] = ("attn", "mlp")
     parts = {
         "attn": (family.attn, family.attn_norm, family.attn_post_norm),
         "mlp": (family.mlp, family.mlp_norm, family.mlp_post_norm),
@@ -183,38 +214,58 @@ def _new_names(
     for name in names:
         match = layered.fullmatch(name)
         if match is None:
-            found.append((name, name))
+            found.append(_Placed(name, name, None))
             continue
         stem, layer, rest = match[1], int(match[2]), match[3]
-        kind = next((k for k, modules in parts.items() if any(m and rest.startswith(f"{m}.") for m in modules)), None)
+        kind = next((k for k in kinds if any(m and rest.startswith(f"{m}.") for m in parts[k])), None)
         if kind is None:
             raise UnsupportedModel(
                 f"{folder} has a tensor {name!r} that belongs neither to attention nor to the MLP of its layer: its"
                 " layers cannot be put together anew"
             )
-        found += [(f"{stem}{new}.{rest}", name) for new, source in enumerate(sources[kind]) if source == layer]
-    return sorted(found, key=lambda pair: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", pair[0])])
+        new = (f"{stem}{at}.{rest}" for at, source in enumerate(sources[kind]) if source == layer)
+        found += [_Placed(each, name, (kind, layer)) for each in new]
+    return sorted(found, key=lambda one: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", one.new)])
 
 
-def _write_tensors(tensors: StoredTensors, named: Sequence[tuple[str, str]], out: Path) -> None:
+def _values(
+    tensors: StoredTensors, placed: Sequence[_Placed], few: Collection[str], form: PackedForm | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the new tensors; those named in `few` as the form has them."""
+    for one in placed:
+        value = tensors.read(one.stored)
+        if form is not None and one.new in few:
+            yield from form.tensors(one.new.removesuffix(".weight"), value).items()
+        else:
+            yield one.new, value
+
+
+def _write_tensors(values: Iterator[tuple[str, Tensor]], out: Path) -> None:
     """Write one file, or as many as it takes and their index where they are larger than SHARD_BYTES."""
     from safetensors.torch import save_file
 
-    shards: list[list[tuple[str, str]]] = [[]]
-    total = held = 0
-    for new, stored in named:
-        n_bytes = tensors.read(stored).nbytes
-        if held and held + n_bytes > SHARD_BYTES:
-            shards.append([])
-            held = 0
-        shards[-1].append((new, stored))
-        held, total = held + n_bytes, total + n_bytes
+    files: list[list[str]] = []
+    held: dict[str, Tensor] = {}
+    total = n_held = 0
+
+    def flush() -> None:
+        save_file(held, out / f"model-{len(files)}.safetensors", metadata={"format": "pt"})
+        files.append(list(held))
+        held.clear()
+
+    for name, value in values:
+        if held and n_held + value.nbytes > SHARD_BYTES:
+            flush()
+            n_held = 0
+        held[name] = value.contiguous()
+        n_held, total = n_held + value.nbytes, total + value.nbytes
+    flush()
     index = {}
-    for number, shard in enumerate(shards, 1):
-        one = len(shards) == 1
-        file = "model.safetensors" if one else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file({new: tensors.read(stored) for new, stored in shard}, out / file, metadata={"format": "pt"})
-        index.update({new: file for new, _ in shard})
-    if len(shards) > 1:
-        value = {"metadata": {"total_size": total}, "weight_map": index}
-        (out / "model.safetensors.index.json").write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    for number, names in enumerate(files):
+        whole = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        file = whole if len(files) > 1 else "model.safetensors"
+        (out / f"model-{number}.safetensors").rename(out / file)
+        index.update(dict.fromkeys(names, file))
+    if len(files) > 1:
+        described = {"metadata": {"total_size": total}, "weight_map": index}
+        (out / "model.safetensors.index.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")

@@ -6,17 +6,20 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from families import CONFIGS, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from tiny_files import edit_config, save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -24,9 +27,12 @@ from swiftopt.cli.main import main, run
 from swiftopt.core.costs import CostProfile
 from swiftopt.core.errors import InvalidInput, LayerSetError, OutputError, SwiftoptError, UnsupportedModel
 from swiftopt.core.settings import ENGINES as ENGINE_WORDS
+from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import FoundPlan, LayerSet, LayerSetRecord, ModelInfo, Plan, Trial, searchable
 from swiftopt.engines.export import ENGINES, alternating, export, lengths_by_load
 from swiftopt.models import restacked
+from swiftopt.models.compressed import rounded
+from swiftopt.models.loading import load
 from swiftopt.models.restacked import distance, nearest, pairs_of, write_restacked
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
@@ -194,8 +200,6 @@ def test_large_checkpoints_are_parted_and_have_their_tokenizer(tmp_path: Path, m
 
 
 def test_a_tensor_of_neither_sub_layer_is_refused(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     folder = save(tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, "model.layers.1.extra.weight": torch.zeros(2)}, folder / "model.safetensors")
@@ -226,7 +230,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_engine_gets_a_draft_its_settings_and_a_page(tiny: Path, tmp_path: Path, engine: str) -> None:
     made = export(plan_of(SKIPPING, acceptance_rate=0.9), str(tiny), engine, tmp_path / "out")
     row, page = ENGINES[engine], (tmp_path / "out" / "README.md").read_text()
-    draft = "draft.gguf" if engine == "llamacpp" else "draft/model.safetensors"
+    draft = "draft.gguf" if engine in ("llamacpp", "openvino") else "draft/model.safetensors"
     assert {draft, row.settings_file, "README.md"} <= set(made.files) and made.kind == "draft"
     assert str(made.n_draft_tokens) in (tmp_path / "out" / row.settings_file).read_text()
     assert "acceptance 0.90" in page and "speed-up 1.31" in page and (str(tiny) in page or engine == "llamacpp")
@@ -249,13 +253,39 @@ def test_lines_for_transformers_run_and_have_the_targets_own_tokens(
     export(found, str(tiny), "transformers", tmp_path / "out")
     monkeypatch.chdir(tmp_path / "out")
     page = (tmp_path / "out" / "README.md").read_text()
-    (code,) = re.findall(r"```python\n(.+?)```", page, re.DOTALL)
-    values: dict[str, Any] = {}
-    with quiet():
-        exec(code.replace("def fibonacci(n):", "w3 w5 w3 w5 w3"), values)
-    plain = values["target"].generate(**values["inputs"], do_sample=False, max_new_tokens=128)
-    assert torch.equal(values["ids"], plain) and plain.shape[1] > 100
-    assert ("draft" in values) == (layer_set is not None)
+    ways = re.findall(r"```python\n(.+?)```", page, re.DOTALL)
+    assert [("draft" in code, "swiftopt" in code) for code in ways] == (
+        [(False, True), (True, False)] if layer_set else [(False, False)]
+    )
+    for code in ways:
+        values: dict[str, Any] = {}
+        with quiet():
+            exec(code.replace("def fibonacci(n):", "w3 w5 w3 w5 w3"), values)
+        plain = values["target"].generate(**values["inputs"], do_sample=False, max_new_tokens=128)
+        assert torch.equal(values["ids"], plain) and plain.shape[1] > 100
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_confidence_below_which_drafts_end_is_said_to_transformers(tiny: Path, tmp_path: Path, engine: str) -> None:
+    found = plan_of(SKIPPING, settings=SwiftSettings(stop_threshold=0.6).to_json())
+    export(found, str(tiny), engine, tmp_path / "out")
+    values = json.loads((tmp_path / "out" / "export.json").read_text())["settings"]
+    assert values.get("assistant_confidence_threshold") == (0.6 if engine == "transformers" else None)
+
+
+def test_layer_set_for_transformers_is_the_plans_own(tmp_path: Path) -> None:
+    """Also of a model whose sub-layers are no checkpoint, and of a plan that only has fewer bits."""
+    gemma, sets = save(tmp_path / "gemma", "gemma3"), (SKIPPING, LayerSet(4).filled("int8"))
+    for number, layer_set in enumerate(sets):
+        made = export(plan_of(layer_set), str(gemma), "transformers", tmp_path / str(number))
+        assert made.files == ("README.md", "export.json", "layer_set.json", "settings.json") and made.remarks
+        assert LayerSetRecord.load(tmp_path / str(number) / "layer_set.json").layer_set == layer_set
+        summary = json.loads((tmp_path / str(number) / "export.json").read_text())
+        assert (summary["kind"], summary["draft"], summary["layer_set"]) == ("draft", None, "layer_set.json")
+    adaptive = FoundPlan(Plan("adaptive", None, {"draft_format": "int4"}), 1, None)
+    export(adaptive, str(gemma), "transformers", tmp_path / "adaptive")
+    record = LayerSetRecord.load(tmp_path / "adaptive" / "layer_set.json")
+    assert record.layer_set == LayerSet(4).filled("int4") and record.settings["method"] == "adaptive"
 
 
 def test_gguf_draft_has_the_function_of_the_set(tiny: Path, tmp_path: Path) -> None:
@@ -270,18 +300,85 @@ def test_gguf_draft_has_the_function_of_the_set(tiny: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("name", "kind"), [("int4", "Q4_0"), ("int8", "Q8_0")])
-def test_fewer_bits_are_gguf_types_for_llama_cpp_and_left_out_elsewhere(
-    tiny: Path, tmp_path: Path, name: str, kind: str
-) -> None:
+@pytest.mark.parametrize("engine", ["llamacpp", "openvino"])
+def test_fewer_bits_are_gguf_types(tiny: Path, tmp_path: Path, name: str, kind: str, engine: str) -> None:
     found = plan_of(LayerSet(4, frozenset({1}), frozenset({1})).filled(name))
-    export(found, str(tiny), "llamacpp", tmp_path / "llama")
+    export(found, str(tiny), engine, tmp_path / "llama")
     tensors = {each.name: each for each in gguf.GGUFReader(str(tmp_path / "llama" / "draft.gguf")).tensors}
     assert tensors["blk.2.ffn_up.weight"].tensor_type.name == kind and "blk.3.ffn_up.weight" not in tensors
-    assert "fewer bits" in export(found, str(tiny), "vllm", tmp_path / "vllm").remarks[0]
-    whole = plan_of(LayerSet(4).filled(name))
-    export(whole, str(tiny), "llamacpp", tmp_path / "whole")
+
+
+def defined(tensors: dict[str, torch.Tensor], name: str, bits: int, group: int) -> torch.Tensor:
+    """A map's weight by compressed-tensors' definition: code i of a row lies in bits i · bits … of its words."""
+    _, width = tensors[f"{name}.weight_shape"].tolist()
+    words = tensors[f"{name}.weight_packed"].numpy().view(np.uint32).astype(np.int64)
+    places = [divmod(bits * i, 32) for i in range(width)]
+    codes = np.stack([(words[:, word] >> bit) % 2**bits for word, bit in places], axis=1)
+    return (torch.tensor(codes) - 2 ** (bits - 1)) * tensors[f"{name}.weight_scale"].repeat_interleave(group, dim=1)
+
+
+@pytest.mark.parametrize(("engine", "name"), [("vllm", "int4"), ("sglang", "int4-32"), ("vllm", "int8")])
+def test_fewer_bits_are_compressed_tensors_that_mean_the_model(
+    tiny: Path, tmp_path: Path, name: str, engine: str
+) -> None:
+    """Skipped sub-layers and fewer bits at once: written, read by the definition, and as a model of ours."""
+    formats = (("mlp", name), ("attn", name), ("attn:2", "stored"))
+    layer_set = LayerSet(4, frozenset({1}), frozenset({1}), formats=formats)
+    made = export(plan_of(layer_set), str(tiny), engine, tmp_path / "out")
+    export(plan_of(replace(layer_set, formats=())), str(tiny), engine, tmp_path / "stored")
+    assert any(name.partition("-")[0] in remark for remark in made.remarks)
+    few, whole = (load_file(tmp_path / one / "draft" / "model.safetensors") for one in ("out", "stored"))
+    config = json.loads((tmp_path / "out" / "draft" / "config.json").read_text())["quantization_config"]
+    whole_maps = [f"model.layers.1.self_attn.{each}_proj" for each in "kqvo"]
+    assert config["ignore"] == sorted(["lm_head", *whole_maps])
+    bits, group = (8, None) if name == "int8" else (4, 32)
+    weights = config["config_groups"]["group_0"]["weights"]
+    assert (weights["num_bits"], weights["group_size"]) == (bits, group)
+    means = dict(whole)
+    for key in [key for key in whole if key.endswith("_proj.weight")]:
+        place, weight = key.removesuffix(".weight"), whole[key]
+        if place in whole_maps:
+            assert torch.equal(few[key], weight)
+            continue
+        assert key not in few and few[f"{place}.weight_scale"].dtype == weight.dtype
+        means[key] = defined(few, place, bits, group or weight.shape[1])
+        scale = few[f"{place}.weight_scale"].repeat_interleave(group or weight.shape[1], dim=1)
+        inside = (weight / scale).abs() <= 2 ** (bits - 1) - 1
+        assert inside.float().mean() > 0.8 and ((means[key] - weight).abs() <= 0.51 * scale)[inside].all()
+    assert {key for key in few if "_proj" not in key} == {key for key in whole if "_proj" not in key}
+    loaded = load(str(tmp_path / "out" / "draft"), dtype="float32", device="cpu", speed="eager")
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_pretrained(tmp_path / "stored" / "draft", dtype=torch.float32)
+    model.load_state_dict(means, strict=False)
+    with torch.inference_mode():
+        ours = loaded.forward(Rows(IDS, 0), loaded.new_buffer(len(IDS)))
+        torch.testing.assert_close(ours, model(torch.tensor([IDS])).logits[0], rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(ours, logits_of(tmp_path / "stored" / "draft").float(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_plan_in_fewer_bits_is_a_draft_where_the_engine_takes_one(tiny: Path, tmp_path: Path) -> None:
+    adaptive = FoundPlan(Plan("adaptive", None, {"draft_format": "int4"}), 1, None)
+    for number, engine in enumerate(("vllm", "sglang", "llamacpp", "openvino")):
+        made = export(adaptive, str(tiny), engine, tmp_path / str(number))
+        assert made.kind == "draft" and made.layer_set is not None and not made.layer_set.n_skipped
+    assert export(adaptive, str(tiny), "tensorrt-llm", tmp_path / "text").kind == "text"
     with pytest.raises(InvalidInput, match="it only has fewer bits"):
-        export(whole, str(tiny), "vllm", tmp_path / "other")
+        export(plan_of(LayerSet(4).filled("int8")), str(tiny), "tensorrt-llm", tmp_path / "other")
+    gpt2 = save(tmp_path / "gpt2", "gpt2")
+    with pytest.raises(UnsupportedModel, match="fewer bits"):
+        export(adaptive, str(gpt2), "vllm", tmp_path / "other")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_rounding_to_four_bits_errs_less_than_by_the_largest_weight(dtype: torch.dtype) -> None:
+    weight = torch.randn(8, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight[0] = 0
+    codes, scales = rounded(weight, 4, 64)
+    spread = scales.float().repeat_interleave(64, dim=1)
+    error = ((codes.float() - 8) * spread - weight.float()).square().sum()
+    reach = (weight.float().view(8, -1, 64).abs().amax(-1) / 7).clamp(min=1e-9).repeat_interleave(64, dim=1)
+    naive = ((weight.float() / reach).round() * reach - weight.float()).square().sum()
+    assert scales.dtype == dtype and error < 0.95 * naive and (codes[0] == 8).all()
 
 
 def test_plan_that_cannot_be_exported_leaves_nothing(tiny: Path, tmp_path: Path) -> None:
@@ -294,7 +391,7 @@ def test_plan_that_cannot_be_exported_leaves_nothing(tiny: Path, tmp_path: Path)
         (draft, tmp_path / "absent", "there is no folder"),
     ]:
         with pytest.raises(SwiftoptError, match=words):
-            export(found, str(model), "transformers", tmp_path / "out")
+            export(found, str(model), "vllm", tmp_path / "out")
     (tmp_path / "taken").write_text("mine")
     with pytest.raises(InvalidInput, match="exists already"):
         export(draft, str(tiny), "transformers", tmp_path / "taken")
@@ -333,6 +430,8 @@ def test_drafts_get_longer_with_acceptance_and_shorter_under_load() -> None:
     assert [k for _, _, k in found] == sorted((k for _, _, k in found), reverse=True) and found[0][2] > found[-1][2]
     assert found[0][0] == 1 and all(one[1] + 1 == after[0] for one, after in pairwise(found))
     assert lengths_by_load(half, None, costs) == ((1, 64, 5),)
+    bits = [lengths_by_load(LayerSet(8).filled(name), 0.8, costs)[0][2] for name in ("stored", "int8", "int4")]
+    assert bits == sorted(set(bits)) and lengths_by_load(LayerSet(8).filled("int4"), 0.8, costs)[0][1] == 64
 
 
 def test_export_command(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
