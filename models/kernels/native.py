@@ -81,7 +81,7 @@ class NativePasses:
         if runtime.device.type != "cpu" or not runtime.one_device:
             raise Unsupported(f"the model lies on {runtime.device}, and the kernels are for a CPU")
         if runtime.dtype not in DTYPES:
-            raise Unsupported(f"weights of {runtime.dtype} are computed by torch")
+            raise Unsupported(f"weights of {runtime.dtype} are computed by torch; ask for float32 or bfloat16")
         named = [getattr(runtime.config, key, None) for key in ACTIVATION_KEYS]
         name = next(filter(None, named), None)
         if name not in ACTIVATIONS:

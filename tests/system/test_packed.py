@@ -30,6 +30,7 @@ from swiftopt.models.fingerprint import fingerprint
 from swiftopt.models.loading import load
 from swiftopt.models.packed_weights import load_packed
 from swiftopt.models.quantised import QuantisedLinear
+from swiftopt.models.restacked import pairs_of, write_restacked
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
 from swiftopt.models.saved import no_step, supported_type
@@ -188,9 +189,27 @@ def test_identity_is_that_of_the_quantised_files(tmp_path: Path) -> None:
 def test_dtype_is_as_stored_unless_asked_for(tmp_path: Path) -> None:
     packed_folder(tmp_path, "llama", PACKINGS[0])
     assert load(str(tmp_path), device="cpu").dtype == torch.float16
+    library()
+    with pytest.raises(SettingsError, match="float16 are computed by torch; ask for float32 or bfloat16"):
+        load(str(tmp_path), device="cpu", speed="native")
+    with pytest.raises(
+        SettingsError, match=r"quantised \(gptq, 4 bits, groups of 32\), and such a model lies on one dev"
+    ):
+        load(str(tmp_path), device="auto-map")
     compiled = load(str(tmp_path), "bfloat16", "cpu", speed="onednn")
     assert compiled.dtype == torch.bfloat16 and compiled.speed == "onednn"
     assert not any(isinstance(module, CodedLinear | nn.Linear) for module in compiled.blocks[0].parts.qkv)
+
+
+def test_exported_draft_of_a_quantised_target_has_its_codes(tmp_path: Path) -> None:
+    packed_folder(tmp_path / "model", "qwen2", Packing("gptq", 4, 32, act_order=True))
+    layer_set = LayerSet(4, frozenset({2}), frozenset({1}))  # leaves the attention of layer 1 and the MLP of layer 2
+    (tmp_path / "draft").mkdir()
+    write_restacked(tmp_path / "model", pairs_of(layer_set), tmp_path / "draft")
+    whole, draft = (load(str(tmp_path / name), "float32", "cpu", speed="eager") for name in ("model", "draft"))
+    skipped = whole.forward(Rows(IDS, 0, variants=(layer_set,)), whole.new_buffer(16))
+    assert draft.n_layers == 3
+    torch.testing.assert_close(logits_of(draft), skipped, rtol=0, atol=1e-5)
 
 
 # --- GGUF
