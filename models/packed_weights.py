@@ -31,6 +31,7 @@ NAMES: dict[CheckpointFormat, tuple[str, ...]] = {
     "pack-quantized": PACKED,
     "int-quantized": WHOLE,
 }
+BIAS = "bias"  # which GPTQ's files also have where the model has none: zeros then
 OPTIONAL = ("g_idx", "weight_zero_point", "weight_g_idx", "weight_shape")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the outputs of eight that a word's codes are for, lowest bits first
 
@@ -65,19 +66,20 @@ def load_packed(folder: Path, scheme: Scheme, dtype: str, doing: str, on_step: O
             if time.monotonic() - told > TOLD_S:
                 told = time.monotonic()
                 on_step(f"{doing}, {100 * number // len(maps)} % of the weights")
-            bias = rest.pop(f"{name}.bias", None)
+            rest.pop(f"{name}.bias", None)
             rest.pop(f"{name}.weight", None)
             module = model.get_submodule(name)
             shape = tuple(module.weight.T.shape if isinstance(module, Conv1D) else module.weight.shape)
             try:
                 read = {part: tensors.read(stored).contiguous() for part, stored in parts.items()}
                 coded = read_codes(scheme, shape, read)
+                bias = _bias(read, shape[0], needed=module.bias is not None)
             except _Mismatch as error:
                 raise ModelNotFound(
                     f"{name} in {folder} is not what its config.json says ({scheme.words}): {error}; download or copy"
                     " the model again"
                 ) from None
-            made = CodedLinear(coded, None if bias is None else tensors.read(bias), wanted)
+            made = CodedLinear(coded, bias, wanted)
             if name == "lm_head":
                 model.config.tie_word_embeddings = False  # it has weights of its own
             model.set_submodule(name, made)
@@ -102,7 +104,7 @@ def _quantised_maps(model: nn.Module, scheme: Scheme, own: Mapping[str, str]) ->
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | Conv1D):
             stem = plain_name(f"{name}.weight").removesuffix("weight")
-            parts = {part: own[stem + part] for part in NAMES[scheme.format] if stem + part in own}
+            parts = {part: own[stem + part] for part in (*NAMES[scheme.format], BIAS) if stem + part in own}
             if NAMES[scheme.format][0] in parts:
                 found[name] = parts
     return found
@@ -151,6 +153,18 @@ def read_codes(scheme: Scheme, shape: tuple[int, ...], parts: Mapping[str, Tenso
     if order is not None:
         codes = codes[:, order]
     return Codes(codes.contiguous(), scales, zeros.short(), scheme.bits, group, order)
+
+
+def _bias(parts: Mapping[str, Tensor], n_out: int, needed: bool) -> Tensor | None:
+    """The bias (out,) of a map; None where there is none, or one of zeros and the model has none."""
+    bias = parts.get(BIAS)
+    if bias is None and needed:
+        raise _Mismatch("it lacks its bias")
+    if bias is None:
+        return None
+    if bias.shape != (n_out,) or not bias.is_floating_point():
+        raise _Mismatch(f"its bias is {bias.dtype} of shape {list(bias.shape)} for {n_out} outputs")
+    return bias if needed or bool(bias.any()) else None
 
 
 def _gptq(scheme: Scheme, n_out: int, n_in: int, n_groups: int, parts: Mapping[str, Tensor]) -> _Read:

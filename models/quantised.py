@@ -280,7 +280,8 @@ class QuantisedCopies:
         path = self._file(part, name)
         kept = None if path is None else read_copy(path, self._device(part), self.packed)
         for number, key in enumerate(keys):
-            if on_step is not None and kept is None and part != "head" and number % 4 == 0:
+            rounds = kept is None and part != "head" and not self._is_own(key)
+            if on_step is not None and rounds and number % 4 == 0:
                 on_step(f"quantising, {part} {number + 1} of {len(keys)} as {name}")
             self._made[key] = self._make(key, _pairs(kept or {}, key))
         everything: list[Key] = [(part, layer, name) for layer in range(1 if part == "head" else len(self._blocks))]
@@ -289,6 +290,13 @@ class QuantisedCopies:
             codes = {f"{at}codes": one.codes for at, one in places.items()}
             write_copy(path, codes | {f"{at}scales": one.scales for at, one in places.items()})
 
+    def _modules(self, key: Key) -> Any:
+        return self.head_map if key[0] == "head" else self._blocks[key[1]].parts
+
+    def _is_own(self, key: Key) -> bool:
+        """Tell whether the copy is the target's own part: rounding that again would save nothing."""
+        return _bits_of(key[0], self._modules(key)) <= BITS[key[2]]
+
     def _copy(self, key: Key) -> _Copy:
         if key not in self._made:
             self._made[key] = self._make(key, iter(()))
@@ -296,10 +304,10 @@ class QuantisedCopies:
 
     @torch.inference_mode()
     def _make(self, key: Key, kept: Iterator[tuple[Tensor, Tensor]]) -> _Copy:
-        part, layer, name = key
-        modules: Any = self.head_map if part == "head" else self._blocks[layer].parts
-        if _bits_of(part, modules) <= BITS[name]:
-            return _Copy(modules, ())  # rounding again would save nothing
+        part, _, name = key
+        modules = self._modules(key)
+        if self._is_own(key):
+            return _Copy(modules, ())
         maps: list[QuantisedLinear] = []
 
         def one(modules: Sequence[nn.Module]) -> QuantisedLinear:

@@ -79,7 +79,7 @@ def _group(size: Any) -> int | None:
 
 
 def _gptq(found: Mapping[str, Any]) -> Scheme:
-    stored = found.get("checkpoint_format") or "gptq"
+    stored = found.get("checkpoint_format") or found.get("format") or "gptq"
     if stored not in ("gptq", "gptq_v2"):
         raise _Refused(f"the GPTQ format {stored!r}")
     if found.get("pack_dtype", "int32") != "int32":
@@ -88,7 +88,7 @@ def _gptq(found: Mapping[str, Any]) -> Scheme:
 
 
 def _awq(found: Mapping[str, Any]) -> Scheme:
-    version = str(found.get("version", "gemm")).lower()
+    version = str(found.get("version") or found.get("checkpoint_format") or found.get("format") or "gemm").lower()
     if version != "gemm":
         raise _Refused(f"the AWQ version {version!r}")
     bits = found["bits"] if "bits" in found else found["w_bit"]

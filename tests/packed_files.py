@@ -76,6 +76,9 @@ def packed_folder(folder: Path, family: str, packing: Packing, **changed: Any) -
     changed = changed or ({} if family == "gpt2" else SIZE)
     save(folder, family)
     model = tiny_model(family, torch.float32, **changed)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
     model.save_pretrained(folder)
     stored = {name: value.half() for name, value in load_file(folder / "model.safetensors").items()}
     meant = {name: value.float() for name, value in stored.items()}

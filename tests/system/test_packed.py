@@ -99,7 +99,7 @@ def native_target(folder: Path, dtype: str) -> Runtime:
 
 @each_packing
 def test_native_target_keeps_its_codes_and_drafts_change_no_token(packing: Packing, tmp_path: Path) -> None:
-    packed_folder(tmp_path, "llama", packing)
+    packed_folder(tmp_path, "qwen2", packing)
     if packing.act_order:  # the maps of one input were calibrated on the same input, and share its order
         share_order(tmp_path, packing)
     eager = logits_of(load(str(tmp_path), "float32", "cpu", speed="eager"))
@@ -201,6 +201,29 @@ def test_dtype_is_as_stored_unless_asked_for(tmp_path: Path) -> None:
     assert not any(isinstance(module, CodedLinear | nn.Linear) for module in compiled.blocks[0].parts.qkv)
 
 
+def test_bias_of_a_file_counts_where_the_model_has_none(tmp_path: Path) -> None:
+    meant = packed_folder(tmp_path, "llama", Packing("gptq", 4, 32))
+    model = reference("llama", meant)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.bias"] = torch.zeros(96).half()
+    tensors["model.layers.1.mlp.up_proj.bias"] = torch.arange(96.0).half()
+    model.model.layers[1].mlp.up_proj.bias = nn.Parameter(torch.arange(96.0))
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    right = model(torch.tensor([IDS])).logits[0]
+    torch.testing.assert_close(
+        logits_of(load(str(tmp_path), "float32", "cpu", speed="eager")), right, rtol=0, atol=1e-4
+    )
+
+
+def test_bias_that_the_model_has_and_the_file_has_not_is_missed(tmp_path: Path) -> None:
+    packed_folder(tmp_path, "qwen2", Packing("awq", 4, 32))
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.3.self_attn.k_proj.bias"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelNotFound, match=r"layers\.3\.self_attn\.k_proj in .*: it lacks its bias; download"):
+        load(str(tmp_path), device="cpu")
+
+
 def test_exported_draft_of_a_quantised_target_has_its_codes(tmp_path: Path) -> None:
     packed_folder(tmp_path / "model", "qwen2", Packing("gptq", 4, 32, act_order=True))
     layer_set = LayerSet(4, frozenset({2}), frozenset({1}))  # leaves the attention of layer 1 and the MLP of layer 2
@@ -272,6 +295,7 @@ def index(values: torch.Tensor) -> Edit:
     [
         (without(UP + "qzeros"), "it lacks qzeros"),
         (without(UP + "qweight"), r"lacks 1 weights, such as model\.layers\.1\.mlp\.up_proj\.weight"),
+        (lambda tensors: tensors.update({UP + "bias": torch.zeros(95)}), r"its bias is torch.float32 of shape \[95\]"),
         (without("model.norm.weight"), r"lacks 1 weights, such as model\.norm\.weight"),
         (cut(UP + "scales", 1), r"its scales has shape \[1, 96\] in place of \[2, 96\]"),
         (cut(UP + "qweight", 4), r"its qweight has shape \[4, 96\] in place of \[8, 96\]"),
