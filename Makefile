@@ -8,7 +8,7 @@ DEMO := demo-output
 # Containers set it, and every program that is started would compile all of swiftopt again, for a second or two.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup lint test browser docs demo demo-tune conformance redis bench clean
+.PHONY: setup lint test browser docs demo demo-tune conformance redis bench engines clean
 
 setup: $(VENV)/.ready
 
@@ -72,6 +72,12 @@ redis: setup
 
 bench: setup
 	$(BIN)/swiftopt bench decode --model smollm2-135m --stream examples/stream.jsonl --limit 8 --max-new-tokens 64
+
+# Exported drafts in the engines that run here, which are installed at first (gigabytes, minutes): tokens and acceptance.
+# MODEL, STREAM, LAYER_SET and MORE (such as MORE="--draft-tokens 4 --limit 16") choose others.
+engines: setup
+	$(BIN)/python -m swiftopt.bench.engines $(if $(MODEL),--model $(MODEL)) $(if $(STREAM),--stream $(STREAM)) \
+	    $(if $(LAYER_SET),--layer-set $(LAYER_SET)) $(MORE)
 
 clean:
 	rm -rf $(VENV) .lint $(DEMO) site build *.egg-info

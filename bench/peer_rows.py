@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from ..core.errors import SettingsError
+from ..engines.export import SCHEMA, SUMMARY
 from ..engines.packages import PACKAGES
+from ..engines.tuning import RUNNABLE
 from ..engines.turns import Row
 
 UNSURE = {"min_confidence": 0.6}  # a draft ends at a token less sure than that
 OWN_DEFAULTS = {"draft_tokens": 20, "min_confidence": 0.4}  # transformers' own for assistants
 
 
-def all_rows(ggufs: Sequence[Path] = (), assistant: Path | None = None) -> list[Row]:
+def all_rows(ggufs: Sequence[Path] = (), assistant: Path | None = None, exported: Sequence[Path] = ()) -> list[Row]:
     """Every row, in the table's order; each of `ggufs` is one for each build of llama.cpp.
 
-    Raises: SettingsError: a GGUF file is not there, or two have one name.
+    Raises: SettingsError: a GGUF file is not there, or two have one name; or as `exported_rows`.
     """
     for path in ggufs:
         if not path.is_file():
@@ -48,7 +53,48 @@ def all_rows(ggufs: Sequence[Path] = (), assistant: Path | None = None) -> list[
         Row(PACKAGES["transformers"], "compiled", "folder", {"compiled": True}),
         Row(PACKAGES["transformers"], "ngram", "folder", {"ngram": True}),
         *([Row(PACKAGES["transformers"], "assisted", "folder", OWN_DEFAULTS, assistant)] if assistant else []),
+        *exported_rows(exported),
     ]
+
+
+def exported_rows(folders: Sequence[Path]) -> list[Row]:
+    """A row of each folder that `swiftopt export` wrote: its engine with these settings and this draft.
+
+    Rows are named `exported`, and where an engine has several, `exported-` with the folder's name.
+
+    Raises: SettingsError: a folder is no export, or of an engine that is not run here; or two have one name.
+    """
+    read = [(folder, _summary(folder)) for folder in folders]
+    n_of = Counter(about["engine"] for _, about in read)
+    rows = []
+    for folder, about in read:
+        runnable = RUNNABLE[about["engine"]]
+        variant = "exported" if n_of[about["engine"]] == 1 else f"exported-{folder.resolve().name}"
+        options = {"settings": about["settings"], **({"ngram": True} if about["kind"] == "text" else {})}
+        draft = folder / about["draft"] if about["draft"] else None
+        rows.append(Row(PACKAGES[runnable.package], variant, runnable.weights, options, draft))
+    if len({row.name for row in rows}) < len(rows):
+        raise SettingsError("two folders of --exported have the same name, and rows are named by it: rename one")
+    return rows
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    path = folder / SUMMARY
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+        complete = about["schema"] == SCHEMA and isinstance(about["settings"], dict)
+        engine, kind, draft = about["engine"], about["kind"], about["draft"]
+    except (OSError, ValueError, KeyError, TypeError):
+        complete = False
+    if not complete:
+        raise SettingsError(f"{folder} is no exported plan: name a folder that `swiftopt export` wrote")
+    if engine not in RUNNABLE:
+        raise SettingsError(f"{folder} is for {engine}, which is not run here: export to one of {', '.join(RUNNABLE)}")
+    if kind == "draft" and draft is None:
+        raise SettingsError(f"{folder} has no checkpoint for {engine} alone: export a layer set that skips")
+    if draft is not None and not (folder / draft).exists():
+        raise SettingsError(f"{folder} lacks its draft {draft}: export the plan again")
+    return dict(about)
 
 
 def chosen_rows(words: Iterable[str], rows: Sequence[Row]) -> list[Row]:

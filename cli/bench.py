@@ -412,6 +412,17 @@ def _serving_table(report: dict[str, Any]) -> Table:
 )
 @options.group(
     options.MEASUREMENT,
+    click.option(
+        "--exported",
+        multiple=True,
+        type=Path,
+        metavar="FOLDER",
+        shell_complete=options.folders,
+        help="What `swiftopt export` wrote, a row of its engine; repeatable.",
+    ),
+)
+@options.group(
+    options.MEASUREMENT,
     click.option("--base", metavar="ROW", help="Row of the ratios.  [default: llama.cpp's faster plain one]"),
 )
 @options.group(
@@ -443,6 +454,7 @@ def peers(
     words: str,
     ggufs: tuple[Path, ...],
     assistant: str | None,
+    exported: tuple[Path, ...],
     base: str | None,
     threads: int | None,
     timeout: int,
@@ -463,7 +475,7 @@ def peers(
 
     from ..bench.peer_rows import all_rows, chosen_rows
 
-    known = all_rows(ggufs, Path(assistant) if assistant else None)
+    known = all_rows(ggufs, Path(assistant) if assistant else None, exported)
     chosen = [row.name for row in chosen_rows(names, known)]
     if base is not None:
         check_words("row", [base], chosen)
@@ -491,7 +503,7 @@ def peers(
         **given,
     )
     questions = questions_of(folder, prompts, request.max_new_tokens)
-    bench = Turns(common, questions, chosen_rows(names, all_rows(ggufs, drafting)), note)
+    bench = Turns(common, questions, chosen_rows(names, all_rows(ggufs, drafting, exported)), note)
     bench.run()
     report = report_of(common, bench.runs, bench.questions, device_name(torch.device("cpu")), base, bench.interrupted)
     if pictures:

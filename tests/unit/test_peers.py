@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from swiftopt.bench.engines import EngineChecks
 from swiftopt.bench.peer_rows import all_rows, chosen_rows
 from swiftopt.bench.peers import equal_to, report_of
 from swiftopt.cli.bench import peers_view
@@ -123,6 +125,57 @@ def test_each_given_file_is_a_row_of_both_builds_with_other_weights(tmp_path: Pa
     rows = [row for row in all_rows([path]) if row.file == path]
     assert [row.name for row in rows] == ["llama-cpp/Q4_K_M", "node-llama-cpp/Q4_K_M"]
     assert not any(row.same_weights or row.equals_plain for row in rows)
+
+
+def exported(folder: Path, **changes: Any) -> Path:
+    """A folder as `swiftopt export` writes it, of a draft for llama.cpp unless `changes` say otherwise."""
+    about = {"schema": "swiftopt.export/1", "engine": "llamacpp", "kind": "draft", "draft": "draft.gguf"}
+    folder.mkdir()
+    (folder / "draft.gguf").touch()
+    (folder / "export.json").write_text(json.dumps({**about, "settings": {"spec-type": "draft-simple"}, **changes}))
+    return folder
+
+
+def test_exported_folder_is_a_row_of_its_engine_with_its_own_settings_and_draft(tmp_path: Path) -> None:
+    draft = exported(tmp_path / "one")
+    settings = {"max_ngram_size": 3}
+    text = exported(tmp_path / "text", engine="openvino", kind="text", draft=None, settings=settings)
+    one, other = all_rows(exported=[draft, text])[-2:]
+    assert (one.name, one.weights, one.draft) == ("llama-cpp/exported", "stored", draft / "draft.gguf")
+    assert one.options == {"settings": {"spec-type": "draft-simple"}} and one.equals_plain
+    assert (other.name, other.draft) == ("openvino/exported", None)
+    assert other.options == {"settings": settings, "ngram": True}
+    names = [row.variant for row in all_rows(exported=[draft, exported(tmp_path / "two")])[-2:]]
+    assert names == ["exported-one", "exported-two"]
+    with pytest.raises(SettingsError, match="two folders of --exported have the same name"):
+        all_rows(exported=[draft, draft])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"schema": "other/1"}, "is no exported plan: name a folder that `swiftopt export` wrote"),
+        ({"settings": None}, "is no exported plan"),
+        ({"engine": "sglang"}, "is for sglang, which is not run here: export to one of llamacpp, openvino"),
+        ({"draft": None}, "has no checkpoint for llamacpp alone: export a layer set that skips"),
+        ({"draft": "lost"}, "lacks its draft lost: export the plan again"),
+    ],
+)
+def test_folder_that_is_no_export_or_cannot_run_here_is_refused(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(SettingsError, match=words):
+        all_rows(exported=[exported(tmp_path / "one", **changes)])
+    with pytest.raises(SettingsError, match="is no exported plan"):
+        all_rows(exported=[tmp_path])
+
+
+def test_engine_fails_only_where_it_runs_plainly_and_not_with_its_export() -> None:
+    fine, lost = {"reason": None, "acceptance": 0.5, "accepted": 4, "drafted": 8, "identical": 2, "of": 2}, "gone"
+    assert EngineChecks("vllm", fine, fine, {"reason": lost, "tok_s": None}, {}).failed
+    assert not EngineChecks("vllm", {"reason": lost}, {"reason": lost}, {"reason": lost}, {}).failed
+    checks = EngineChecks("vllm", fine, {"reason": None, "acceptance": None}, fine, {**fine, "acceptance": 0.4})
+    assert not checks.failed and checks.cells == ("vllm", "4 / 8", "0.500", "0.400", "1.250", "–", "2 of 2")
 
 
 def test_every_program_is_there() -> None:

@@ -1,0 +1,169 @@
+"""Exported plans where they belong: `python -m swiftopt.bench.engines`, which `make engines` runs.
+
+Tunes a layer set on every other prompt of a stream, exports it to every engine that runs here, and decodes the other
+prompts there, by turns: plain, with the engine's own n-grams, and with the export. swiftopt decodes them with the same
+checkpoint as a draft model of its own, which the engines' acceptance is held against. One engine runs at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..cli.main import run as swiftopt
+from ..cli.output import note, show
+from ..cli.render import folding, number, numeric, table
+from ..core.streams import read_stream
+from ..engines.export import SUMMARY
+from ..engines.packages import PACKAGES
+from ..engines.tuning import RUNNABLE
+from ..engines.turns import Row, Turns, TurnsRequest, questions_of
+from ..models.costs import device_name
+from ..models.sources import local_folder, resolve
+from .peer_rows import all_rows, exported_rows
+from .peers import report_of
+
+TASK = "engines"  # of all lines, so that one layer set is tuned for them
+TUNED_TOKENS = "64"  # of each prompt that is tuned on
+REFERENCE = "transformers"  # whose checkpoint swiftopt reads, too
+TRANSFORMERS_CONFIDENCE = 0.4  # where an assistant's settings have none
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChecks:
+    """What one engine made of its export; `own` is swiftopt's row with the same checkpoint and the same rule."""
+
+    engine: str
+    plain: Mapping[str, Any]
+    ngram: Mapping[str, Any]
+    exported: Mapping[str, Any]
+    own: Mapping[str, Any]
+
+    @property
+    def failed(self) -> bool:
+        """Whether the engine runs here, but not with its export."""
+        return self.plain["reason"] is None and self.exported["reason"] is not None
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The row of the table."""
+        own, theirs = self.own.get("acceptance"), self.exported.get("acceptance")
+        if self.exported["reason"] is not None:
+            return (self.engine, *"–––––", f"not run: {self.exported['reason']}")
+        counts = "–" if theirs is None else f"{self.exported['accepted']} / {self.exported['drafted']}"
+        return (
+            self.engine,
+            counts,
+            number(theirs, 3),
+            number(own, 3),
+            number(theirs / own if theirs is not None and own else None, 3),
+            number(self.ngram.get("acceptance"), 3),
+            f"{self.exported['identical']} of {self.exported['of']}",
+        )
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run it; returns 1 where an engine that is installed did not load its export."""
+    asked = _parser().parse_args(words)
+    with tempfile.TemporaryDirectory(prefix="swiftopt-engines-") as temporary:
+        work = Path(temporary)
+        tuned, held_out = _parted(Path(asked.stream), asked.limit, work)
+        db = str(work / "plans.db")
+        common = ("--model", asked.model, "--db", db)
+        how = ("--task", TASK, "--method", "swift", "--draft-format", "stored", "--max-new-tokens", TUNED_TOKENS)
+        tune = ["tune", *common, "--stream", str(tuned), *how, "--out", str(work / "out.jsonl")]
+        given = ["layers", "import", str(asked.layer_set), *common, "--task", TASK]
+        if code := swiftopt(given if asked.layer_set else tune):
+            return code
+        folders = {}
+        for engine in dict.fromkeys((REFERENCE, *asked.engines.split(","))):
+            folders[engine] = work / engine
+            export = ["export", f"{Path(asked.model).name}/{TASK}", "--to", engine, "--out", str(folders[engine])]
+            if code := swiftopt([*export, "--db", db]):
+                return code
+        found = _measured(asked, folders, held_out)
+    headings = ("accepted / drafted", "acceptance", "swiftopt's", "÷ swiftopt's", "own n-grams")
+    title = f"{asked.model}: exported drafts where they belong"
+    columns = [folding("engine"), *map(numeric, headings), folding("equal to its own plain")]
+    show(table(columns, [each.cells for each in found], title=title, title_justify="left"))
+    return int(any(each.failed for each in found))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="make engines", description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--stream", default="examples/stream.jsonl")
+    parser.add_argument("--layer-set", type=Path, help="a file of one layer set, instead of tuning one")
+    parser.add_argument("--limit", type=int, default=None, help="take only the first prompts of the stream")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--draft-tokens", type=int, help="of every draft, instead of the exported settings")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--engines", default=",".join(RUNNABLE))
+    parser.add_argument("--json", type=Path, help="write what was measured to this file")
+    return parser
+
+
+def _parted(stream: Path, limit: int | None, work: Path) -> tuple[Path, Path]:
+    """Every other prompt to tune on, and the rest to measure on, as streams of one task."""
+    lines = [json.loads(line) for line in stream.read_text(encoding="utf-8").splitlines() if line.strip()][:limit]
+    paths = (work / "tuned.jsonl", work / "held-out.jsonl")
+    for number_, path in enumerate(paths):
+        own = [json.dumps({**line, "task": TASK}) + "\n" for line in lines[number_::2]]
+        path.write_text("".join(own), encoding="utf-8")
+    return paths
+
+
+def _measured(asked: argparse.Namespace, folders: Mapping[str, Path], stream: Path) -> list[EngineChecks]:
+    """Run every engine, one after another; swiftopt's rows first, one for each rule that a draft ends by."""
+    folder = local_folder(resolve(asked.model), note)
+    questions = questions_of(folder, read_stream(str(stream)), asked.max_new_tokens)
+    common = TurnsRequest(asked.model, folder, asked.dtype, asked.threads)
+
+    def run(rows: Sequence[Row]) -> list[dict[str, Any]]:
+        turns = Turns(common, questions, rows, note)
+        turns.run()
+        machine = device_name(torch.device("cpu"))
+        results: list[dict[str, Any]] = report_of(common, turns.runs, turns.questions, machine, rows[0].name)["results"]
+        return results
+
+    known = {row.name: row for row in all_rows()}
+    own: dict[tuple[int, float], dict[str, Any]] = {}
+    found = []
+    for engine in asked.engines.split(","):
+        exported = folders[engine]
+        (row,) = exported_rows([exported])
+        about = json.loads((exported / SUMMARY).read_text(encoding="utf-8"))
+        rule = (asked.draft_tokens or about["draft_tokens"], 0.0)
+        if asked.draft_tokens and row.draft is not None:
+            row = replace(row, options={"draft_tokens": asked.draft_tokens})
+        elif engine == REFERENCE:
+            rule = (rule[0], about["settings"].get("assistant_confidence_threshold", TRANSFORMERS_CONFIDENCE))
+        if row.draft is not None and rule not in own:
+            checkpoint = folders[REFERENCE] / "draft"
+            options = {"draft_tokens": rule[0], "min_confidence": rule[1]}
+            name = f"draft-{rule[0]}" + (f"-{rule[1]:g}" if rule[1] else "")
+            (own[rule],) = run([Row(PACKAGES["swiftopt"], name, "folder", options, checkpoint)])
+        package = row.engine.name
+        plain, ngram, theirs = run([known[f"{package}/plain"], known[f"{package}/ngram"], row])
+        found.append(EngineChecks(engine, plain, ngram, theirs, own.get(rule, {})))
+        if asked.json:  # what is interrupted keeps the engines before
+            asked.json.write_text(json.dumps([_report(each) for each in found], indent=1) + "\n", encoding="utf-8")
+    return found
+
+
+def _report(found: EngineChecks) -> dict[str, Any]:
+    rows = {"plain": found.plain, "ngram": found.ngram, "exported": found.exported, "swiftopt": found.own}
+    return {"engine": found.engine, **rows}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
