@@ -289,10 +289,19 @@ def _moved(command: str, name: ModelTask, found: FoundPlan) -> Result:
     "--out", metavar="FOLDER", shell_complete=options.folders, required=True, help="A new folder to write to."
 )
 @version_option
+@click.option(
+    "--stream",
+    metavar="FILE",
+    shell_complete=options.files,
+    help="Prompts on which the draft's acceptance with keys and values of its own is measured; it then decides.",
+)
+@click.option("--limit", type=positive, default=8, show_default=True, help="Prompts of it to take.")
 @options.store
 @options.json
-@options.example("export smollm2-135m/notes --to transformers --out notes-draft")
-def export(name: ModelTask, engine: str, out: str, version: int | None, store: Store) -> Result:
+@options.example("export smollm2-135m/notes --to vllm --out notes-draft --stream prompts.jsonl")
+def export(
+    name: ModelTask, engine: str, out: str, version: int | None, stream: str | None, limit: int, store: Store
+) -> Result:
     """Write the plan of MODEL/TASK as what another engine loads: a draft checkpoint, its settings, and a README.
 
     A set whose rest does not alternate attention and MLP is exported as the nearest one that does.
@@ -304,7 +313,8 @@ def export(name: ModelTask, engine: str, out: str, version: int | None, store: S
     found = store.lookup(name.model, name.task) if version is None else store.plan(name.model, name.task, version)
     if found.fallback:
         note(f"note: {found.fallback}")
-    made = export_plan(found, name.model, engine, Path(out), store, note_load)
+    prompts = [] if stream is None else read_stream(stream, name.task, limit)
+    made = export_plan(found, name.model, engine, Path(out), store, note_load, prompts)
     layer_set = None if made.layer_set is None else made.layer_set.to_json()
     figures = {"kind": made.kind, "draft_tokens": made.n_draft_tokens, "layer_set": layer_set}
     value = {"schema": SCHEMA, "engine": engine, "out": out, **figures, "files": list(made.files)}

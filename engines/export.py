@@ -19,9 +19,10 @@ from typing import Any, Literal
 from ..core.costs import CostProfile
 from ..core.errors import InvalidInput, LayerSetError, OutputError, UnsupportedModel
 from ..core.settings import FORMATS, SwiftSettings
-from ..core.types import FoundPlan, LayerSet, LayerSetRecord, Trial
+from ..core.types import FoundPlan, LayerSet, LayerSetRecord, Prompt, Trial
 from ..models.fingerprint import fingerprint
 from ..models.gguf_weights import stored_type, write_gguf
+from ..models.loading import load
 from ..models.restacked import (
     check_restackable,
     distance,
@@ -34,6 +35,7 @@ from ..models.restacked import (
 from ..models.saved import OnStep, first_line, no_step, supported_config
 from ..models.sources import local_folder, resolve
 from ..store import Store
+from .acceptance import OwnAcceptance, own_acceptance
 
 Kind = Literal["draft", "text"]  # what a plan drafts with elsewhere: a checkpoint, or earlier text
 
@@ -48,6 +50,9 @@ BITS_SHARE: Mapping[str | None, float] = {
     "int8": 0.5,
     **dict.fromkeys(("int4", "int4-64", "int4-32"), 0.25),
 }  # of a pass over 16 bits
+MEASURED_SETS = 5  # at equal distance, whose acceptance is measured at most
+MEASURED = "measured with its own keys and values"
+ESTIMATED = "estimated from the plan's, which reads the target's keys and values"
 CONFIDENCE = 0.4  # of transformers: below it a draft ends
 GUESSED_LENGTH = 5  # where no acceptance was measured
 LOADS = (1, 2, 4, 8, 16, 32, 64)  # requests at a time, up to which a draft length is chosen
@@ -74,6 +79,8 @@ class EngineDraft:
     n_changed: int = 0
     shared: LayerSetRecord | None = None
     threshold: float | None = None
+    acceptance: float | None = None
+    acceptance_from: str | None = None
 
     @property
     def gguf_type(self) -> str | None:
@@ -276,11 +283,14 @@ def export(
     out: Path,
     store: Store | None = None,
     on_step: OnStep = no_step,
+    prompts: Sequence[Prompt] = (),
 ) -> Exported:
     """Write a plan as an engine's files into a new folder, of which nothing is left where it fails.
 
     Args:   model: the target's name, as for `load`. engine: one of ENGINES. store: of the trials by which a set at
             equal distance is chosen, and of the measured costs by which draft lengths are; None: neither is known.
+            prompts: on which the acceptance of the draft as a model by itself is measured, where it is a checkpoint:
+            it then decides on set and lengths.
     Raises: InvalidInput: the folder exists, or the engine has no way to draft as the plan does. LayerSetError: the set
             is another model's. UnsupportedModel: its layers cannot be put together anew. ModelNotFound: the model
             cannot be read. OutputError: the folder cannot be written.
@@ -292,7 +302,7 @@ def export(
     folder = local_folder(source, on_step)
     reads_it = source.kind != "gguf" or ENGINES[engine].writes == "gguf"
     target = source.location if reads_it else str(folder)
-    draft = draft_of(found, Path(model).name, target, folder, ENGINES[engine], store)
+    draft = draft_of(found, Path(model).name, target, folder, ENGINES[engine], store, prompts, on_step)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(
@@ -315,7 +325,14 @@ def refuse_existing(out: Path) -> None:
 
 
 def draft_of(
-    found: FoundPlan, name: str, target: str, folder: Path, engine: ExportEngine, store: Store | None
+    found: FoundPlan,
+    name: str,
+    target: str,
+    folder: Path,
+    engine: ExportEngine,
+    store: Store | None,
+    prompts: Sequence[Prompt] = (),
+    on_step: OnStep = no_step,
 ) -> EngineDraft:
     """Return what the engine drafts with in place of the plan's own draft.
 
@@ -358,16 +375,31 @@ def draft_of(
         trials = (
             store.trials(record.job, record.task) if store is not None and record is not None and record.job else []
         )
-        chosen = alternating(layer_set, is_parallel(config), trials)
-        acceptance = None
-        if record is not None:
-            acceptance = record.matchness if record.acceptance_rate is None else record.acceptance_rate
+        candidates = alternating(layer_set, is_parallel(config), trials)
+        runs = [each if engine.writes != "stored" else replace(each, formats=()) for each in candidates]
         costs = _stored_costs(store, found, own)
-        run = chosen if engine.writes != "stored" else replace(chosen, formats=())
-        lengths = lengths_by_load(run, acceptance, costs)
+        if prompts:
+            runtime = load(str(folder), on_step=on_step)
+            measured = own_acceptance(runtime, prompts, runs[:MEASURED_SETS], on_step)
+            best = max(range(len(measured)), key=lambda i: _fastest(speed_of(runs[i], measured[i], costs)))
+            given: float | OwnAcceptance | None = measured[best]
+        else:
+            best, given = 0, None
+            if record is not None:
+                given = record.matchness if record.acceptance_rate is None else record.acceptance_rate
+        lengths = lengths_by_load(runs[best], given, costs)
         n_tokens = max([1, *(k for _, _, k in lengths)])
-        changed = distance(layer_set, chosen)
-        return replace(made, n_tokens=n_tokens, lengths=lengths, layer_set=chosen, n_changed=changed)
+        acceptance = given.rate(n_tokens) if isinstance(given, OwnAcceptance) else given
+        source = MEASURED if prompts else None if given is None else ESTIMATED
+        return replace(
+            made,
+            n_tokens=n_tokens,
+            lengths=lengths,
+            layer_set=candidates[best],
+            n_changed=distance(layer_set, candidates[best]),
+            acceptance=acceptance,
+            acceptance_from=source,
+        )
     if plan.method in TEXT_METHODS:
         return EngineDraft(found, name, target, "text", int(plan.settings.get("max_draft_length", 10)))
     if layer_set is not None:
@@ -381,47 +413,67 @@ def draft_of(
     )
 
 
-def alternating(layer_set: LayerSet, parallel: bool, trials: Sequence[Trial]) -> LayerSet:
-    """Return the set itself where it is a checkpoint, else the nearest one that is.
+def alternating(layer_set: LayerSet, parallel: bool, trials: Sequence[Trial]) -> tuple[LayerSet, ...]:
+    """Return the set itself where it is a checkpoint, else the nearest ones that are, the most promising first.
 
-    Of several at equal distance it is the one with the highest mean matchness among those that the search has tried,
-    and where it has tried none the first that `nearest` lists.
+    Those come first that have the highest mean matchness among the sets that the search has tried; those that it has
+    not tried follow as `nearest` lists them.
     """
     tried: dict[LayerSet, list[float]] = {}
     for trial in trials:
         tried.setdefault(replace(trial.layer_set, formats=()), []).append(trial.matchness)
-    return max(
-        nearest(layer_set, parallel),
-        key=lambda each: fmean(tried.get(replace(each, formats=()), [-1.0])),
-    )
+
+    def promise(one: LayerSet) -> float:
+        return fmean(tried.get(replace(one, formats=()), [-1.0]))
+
+    return tuple(sorted(nearest(layer_set, parallel), key=promise, reverse=True))
 
 
-def lengths_by_load(
-    layer_set: LayerSet, acceptance: float | None, costs: CostProfile | None
-) -> tuple[tuple[int, int, int], ...]:
-    """Return (fewest requests, most, draft tokens) with the most tokens per second, for every load.
+def speed_of(
+    layer_set: LayerSet, acceptance: float | OwnAcceptance, costs: CostProfile | None
+) -> Callable[[int, int], float]:
+    """Return what tells tokens per plain pass's time, for a number of requests and of draft tokens per round.
 
-    A round of k draft tokens commits 1 + a + … + a^k tokens on average, a being the acceptance, and costs k draft
-    passes and one of the target over k + 1 rows per request. Without measured costs a draft pass costs its share of the
-    sub-layers, each by its bits of 16, and a target pass the same at any width: then there is one length for all loads.
+    A round of k draft tokens commits what was measured, or 1 + a + … + a^k tokens on average where a is the acceptance,
+    and costs k draft passes and one of the target over k + 1 rows per request. Without measured costs a draft pass
+    costs its share of the sub-layers, each by its bits of 16, and a target pass the same at any width.
 
     Args: layer_set: as the engine runs it, with formats only where it has them.
     """
-    if acceptance is None:
-        return ((1, LOADS[-1], GUESSED_LENGTH),)
-    if costs is not None and costs.missing(layer_set):
-        costs = None
+    known = None if costs is None or costs.missing(layer_set) else costs
     kinds: tuple[Literal["attn", "mlp"], ...] = ("attn", "mlp")
     kept = [(kind, i) for i in range(layer_set.n_layers) for kind in kinds if not layer_set.skips(kind, i)]
     share = sum(BITS_SHARE[layer_set.format_of(*sub)] for sub in kept) / (2 * layer_set.n_layers)
 
     def speed(n_requests: int, k: int) -> float:
-        tokens = sum(acceptance**i for i in range(k + 1))
-        if costs is None:
+        if isinstance(acceptance, OwnAcceptance):
+            tokens = acceptance.tokens_per_round(k)
+        else:
+            tokens = float(sum(acceptance**i for i in range(k + 1)))
+        if known is None:
             return tokens / (k * share + 1)
-        drafting = k * costs.draft_cost(layer_set, n_requests)
-        return tokens * costs.verify_cost(n_requests) / (drafting + costs.verify_cost(n_requests * (k + 1)))
+        drafting = k * known.draft_cost(layer_set, n_requests)
+        return tokens * known.verify_cost(n_requests) / (drafting + known.verify_cost(n_requests * (k + 1)))
 
+    return speed
+
+
+def _fastest(speed: Callable[[int, int], float]) -> float:
+    return max(speed(1, k) for k in range(LONGEST + 1))
+
+
+def lengths_by_load(
+    layer_set: LayerSet, acceptance: float | OwnAcceptance | None, costs: CostProfile | None
+) -> tuple[tuple[int, int, int], ...]:
+    """Return (fewest requests, most, draft tokens) with the most tokens per second, for every load; see `speed_of`.
+
+    Without measured costs there is one length for all loads.
+    """
+    if acceptance is None:
+        return ((1, LOADS[-1], GUESSED_LENGTH),)
+    speed = speed_of(layer_set, acceptance, costs)
+    if costs is not None and costs.missing(layer_set):
+        costs = None
     found: list[tuple[int, int, int]] = []
     lowest = 1
     for n_requests in LOADS if costs is not None else (LOADS[-1],):
@@ -500,6 +552,8 @@ def summary(draft: EngineDraft, engine: str, settings: Mapping[str, Any]) -> dic
         "model": draft.name,
         "version": draft.found.version,
         "settings": dict(settings),
+        "acceptance": None if draft.acceptance is None else round(draft.acceptance, 4),
+        "acceptance_from": draft.acceptance_from,
         "layer_set": SHARED if draft.shared is not None else None,
     }
 
@@ -528,6 +582,10 @@ def readme(draft: EngineDraft, engine: str, remarks: Sequence[str] = ()) -> str:
         else ""
     )
     measured = f"{', '.join(known)}{where}, verdict {plan.verdict}" if known else "nothing"
+    expected = [] if draft.acceptance is None else [
+        f"- Acceptance as a checkpoint: {draft.acceptance:.2f}, {draft.acceptance_from}."
+        + ("" if draft.acceptance_from == MEASURED else " It is too high: export with --stream to have it measured.")
+    ]  # fmt: skip
     proof = (
         "Loading these files there is one of swiftopt's tests; their speed there was not measured."
         if row.run_here
@@ -548,9 +606,10 @@ def readme(draft: EngineDraft, engine: str, remarks: Sequence[str] = ()) -> str:
             "## What to expect",
             "",
             f"- Draft tokens per round: {draft.n_tokens}."
-            + ("" if known else " It is a guess: no acceptance was measured."),
+            + ("" if draft.acceptance is not None or draft.kind == "text" else " A guess: no acceptance was measured."),
             f"- Measured in swiftopt: {measured}. There a draft reads the target's keys and values; a draft checkpoint"
-            " has its own, so measure acceptance and speed again.",
+            " has its own.",
+            *expected,
             "- The output is the target's own: every drafted token is checked by the target. Passes over several rows"
             " may round otherwise than plain decoding, so that near ties can fall the other way.",
             f"- {proof}",

@@ -28,7 +28,21 @@ from swiftopt.core.costs import CostProfile
 from swiftopt.core.errors import InvalidInput, LayerSetError, OutputError, SwiftoptError, UnsupportedModel
 from swiftopt.core.settings import ENGINES as ENGINE_WORDS
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import FoundPlan, LayerSet, LayerSetRecord, ModelInfo, Plan, Trial, searchable
+from swiftopt.core.types import (
+    FoundPlan,
+    LayerSet,
+    LayerSetRecord,
+    ModelInfo,
+    Plan,
+    Prompt,
+    Sampling,
+    Trial,
+    searchable,
+)
+from swiftopt.decoding.methods import Resources, build
+from swiftopt.decoding.methods.chains import SpdSettings
+from swiftopt.decoding.session import Session
+from swiftopt.engines.acceptance import own_acceptance
 from swiftopt.engines.export import ENGINES, alternating, export, lengths_by_load
 from swiftopt.models import restacked
 from swiftopt.models.compressed import rounded
@@ -415,9 +429,31 @@ def test_of_sets_at_equal_distance_the_one_with_the_best_trials_is_taken() -> No
     candidates = nearest(SKIPPING)
     assert len(candidates) > 2
     trials = [Trial(1, candidates[0], "random", 0.5, 0.5), Trial(2, candidates[2], "random", 0.75, 0.5)]
-    assert alternating(SKIPPING, False, trials) == candidates[2]
-    assert alternating(SKIPPING, False, []) == candidates[0]
-    assert alternating(LayerSet(4), False, trials) == LayerSet(4)
+    assert alternating(SKIPPING, False, trials)[:2] == (candidates[2], candidates[0])
+    assert alternating(SKIPPING, False, []) == candidates
+    assert alternating(LayerSet(4), False, trials) == (LayerSet(4),)
+
+
+def test_acceptance_is_that_of_decoding_with_the_checkpoint(tiny: Path, tmp_path: Path) -> None:
+    """Counted from one pass over the text, and by drafting with the written model, round by round."""
+    prompts = [Prompt(str(i), "code", f"w{i + 3} w5 w9", max_new_tokens=40) for i in range(6)]
+    made = export(plan_of(SKIPPING), str(tiny), "vllm", tmp_path / "out", prompts=prompts)
+    page, summary = ((tmp_path / "out" / name).read_text() for name in ("README.md", "export.json"))
+    target, draft = (load(str(each), "float32", "cpu", speed="eager") for each in (tiny, tmp_path / "out" / "draft"))
+    length, session = made.n_draft_tokens, Session(target, Sampling(), 40)
+    method = build("spd", Resources(target, draft_runtime=draft), SpdSettings(length, None))
+    done = [session.run(prompt, method)[0].completion for prompt in prompts]
+    drafted, accepted = sum(one.drafted for one in done), sum(one.accepted for one in done)
+    (mine,) = own_acceptance(target, prompts, [made.layer_set or SKIPPING])
+    assert mine.counts(length)[1:] == (drafted, accepted) and 0 < accepted < drafted
+    value = json.loads(summary)
+    assert (
+        value["acceptance"] == round(accepted / drafted, 4) and f"{accepted / drafted:.2f}, measured with its" in page
+    )
+    others = own_acceptance(target, prompts, nearest(SKIPPING)[:5])
+    assert max(each.tokens_per_round(1) for each in others) >= mine.tokens_per_round(1) > 1
+    export(plan_of(SKIPPING, matchness=0.5), str(tiny), "vllm", tmp_path / "estimate")
+    assert json.loads((tmp_path / "estimate" / "export.json").read_text())["acceptance_from"].startswith("estimated")
 
 
 def test_drafts_get_longer_with_acceptance_and_shorter_under_load() -> None:
