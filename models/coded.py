@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 ROWS = 16  # outputs of a block; missing ones are zeros
 GROUPS = (128, 64, 32)  # inputs that share a scale in our kernels
+CHUNK = 1 << 15  # weights that are quantised at a time
 DEQUANTISED = 256  # blocks that are de-quantised at a time, so that no float32 copy of a large map is held
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..core.settings import FORMATS, group_size
 from ..core.types import LayerSet, SubLayer
-from .quantised import CHUNK
+from .coded import CHUNK
 
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of the scale that reaches the largest weight: tails may cost less
 

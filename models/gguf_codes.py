@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .schemes import BITS, CheckpointFormat
+from .compressed import PackedForm, packed
 
-FORMATS: dict[str, CheckpointFormat] = {"Q8_0": "int-quantized", "Q4_0": "pack-quantized"}
 BLOCK = 32  # inputs that share a scale
+FORMS = {"Q8_0": PackedForm(8, BLOCK), "Q4_0": PackedForm(4, BLOCK)}
 SCALE_BYTES = 2  # of a block, in float16, before its codes
 HEAD, EMBEDDING = "lm_head", "token_embd.weight"
 
@@ -27,7 +27,7 @@ def coded_checkpoint(reader: Any, model: Any) -> tuple[dict[str, Tensor], dict[s
     """
     tensors = _tensors_of_maps(reader, model)
     (kind, _), *_ = Counter(tensor.tensor_type.name for tensor in tensors.values()).most_common(1) or [("", 0)]
-    if kind not in FORMATS:
+    if kind not in FORMS:
         return None
     state, plain = dict(model.state_dict()), []
     for name, module in model.named_modules():
@@ -43,15 +43,7 @@ def coded_checkpoint(reader: Any, model: Any) -> tuple[dict[str, Tensor], dict[s
         del state[f"{name}.weight"]
         state |= {f"{name}.{part}": value for part, value in coded.items()}
     tied = bool(model.config.tie_word_embeddings) and HEAD in plain
-    weights = {"num_bits": BITS[FORMATS[kind]][0], "type": "int", "symmetric": True}
-    group = {"targets": ["Linear"], "weights": {**weights, "strategy": "group", "group_size": BLOCK}}
-    config = {
-        "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
-        "format": FORMATS[kind],
-        "config_groups": {"group_0": {**group, "input_activations": None}},
-        "ignore": plain,
-    }
+    config = {**FORMS[kind].config(plain), "ignore": sorted(plain)}  # the head is coded, too, where it can be
     return state, {"quantization_config": config, "tie_word_embeddings": tied}
 
 
@@ -79,27 +71,22 @@ def _coded(tensor: Any, weight: Tensor, config: Any) -> dict[str, Tensor] | None
     blocks = np.asarray(tensor.data).reshape(n_out, n_in // BLOCK, -1)
     scales = torch.from_numpy(blocks[..., :SCALE_BYTES].copy().view(np.float16)[..., 0])
     found = torch.from_numpy(blocks[..., SCALE_BYTES:].copy())
-    if tensor.tensor_type.name == "Q8_0":
-        codes = found.view(torch.int8).flatten(1)
-    else:  # the first half of a block in the low halves of bytes
-        codes = (torch.cat((found & 15, found >> 4), dim=-1).flatten(1).short() - 8).to(torch.int8)
-    rows = _rows_in_order(codes, scales, weight, config)
+    bits = FORMS[tensor.tensor_type.name].bits
+    # Bytes of Q8_0 have a sign; those of Q4_0 hold the first half of a block in their low halves.
+    codes = (found ^ 128 if bits == 8 else torch.cat((found & 15, found >> 4), dim=-1)).flatten(1)
+    values = (codes.short() - (1 << (bits - 1))).float() * scales.float().repeat_interleave(BLOCK, dim=1)
+    rows = _rows_in_order(values, weight, config)
     if rows is None:
         return None
-    codes, scales = codes[rows], scales[rows].contiguous()
-    if tensor.tensor_type.name == "Q8_0":
-        return {"weight": codes, "weight_scale": scales}
-    halves = (codes.short() + 8).to(torch.uint8)
-    words = (halves[:, 0::2] | halves[:, 1::2] << 4).contiguous().view(torch.int32)
-    return {"weight_packed": words, "weight_scale": scales, "weight_shape": torch.tensor([n_out, n_in])}
+    words = packed(codes[rows], bits)
+    return {"weight_packed": words, "weight_scale": scales[rows], "weight_shape": torch.tensor([n_out, n_in])}
 
 
-def _rows_in_order(codes: Tensor, scales: Tensor, weight: Tensor, config: Any) -> Tensor | None:
+def _rows_in_order(values: Tensor, weight: Tensor, config: Any) -> Tensor | None:
     """The file's rows in the order of the weight's: llama.cpp keeps rotary pairs side by side in some models."""
-    values = codes.float() * scales.float().repeat_interleave(BLOCK, dim=1)
-    as_filed = torch.arange(len(codes))
+    as_filed = torch.arange(len(values))
     orders = [as_filed]
     for n_heads in {config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)}:
-        if len(codes) % (2 * n_heads) == 0:
+        if len(values) % (2 * n_heads) == 0:
             orders.append(as_filed.view(n_heads, -1, 2).transpose(1, 2).reshape(-1))
     return next((rows for rows in orders if torch.equal(values[rows], weight.float())), None)

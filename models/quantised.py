@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 from ..core.settings import FORMATS, group_size
 from ..core.types import LayerSet
 from .blocks import LINEAR, Block, LayerModules
-from .coded import ROWS, CodedLinear, pack
+from .coded import CHUNK, ROWS, CodedLinear, pack
 from .saved import cache_root, replacing
 
 LEVELS = 15  # steps of a 4-bit code
@@ -36,7 +36,6 @@ SMALLEST_GROUP = 32  # inputs of packed weights come in multiples of it
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)  # of a group's range that are tried: the tails may cost less than coarser steps
 BITS = {name: 8 if name == "int8" else 4 for name in FORMATS}
 STORED_BITS = 16  # at least, of weights that are not quantised
-CHUNK = 1 << 15  # weights that are quantised at a time
 
 HASH = re.compile(r"v\d+:[0-9a-f]{16}")  # what `models.fingerprint` gives; made-up names of tests are none
 LAYOUT = "1"  # part of every file's name; raise it when weights are rounded or packed another way
