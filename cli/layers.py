@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -310,7 +311,7 @@ def export(
     from ..engines.export import export as export_plan
 
     refuse_existing(Path(out))
-    found = store.lookup(name.model, name.task) if version is None else store.plan(name.model, name.task, version)
+    found = _to_export(store, name, engine) if version is None else store.plan(name.model, name.task, version)
     if found.fallback:
         note(f"note: {found.fallback}")
     prompts = [] if stream is None else read_stream(stream, name.task, limit)
@@ -320,6 +321,16 @@ def export(
     value = {"schema": SCHEMA, "engine": engine, "out": out, **figures, "files": list(made.files)}
     text = f"{out}: {len(made.files)} files for {engine}; {Path(out) / 'README.md'} says how to run them"
     return Result({**value, "remarks": list(made.remarks)}, [text], [f"note: {each}" for each in made.remarks])
+
+
+def _to_export(store: Store, name: ModelTask, engine: str) -> FoundPlan:
+    """Return the plan that was tuned in the engine, or else the best one."""
+    with suppress(LayerSetNotFound):
+        found = store.lookup(name.model, name.task, alias=engine)
+        if found.plan.method != "plain":
+            return found
+        note(f"note: in {engine} nothing was faster than plain decoding (version {found.version})")
+    return store.lookup(name.model, name.task)
 
 
 # --- models

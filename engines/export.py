@@ -56,6 +56,7 @@ ESTIMATED = "estimated from the plan's, which reads the target's keys and values
 CONFIDENCE = 0.4  # of transformers: below it a draft ends
 GUESSED_LENGTH = 5  # where no acceptance was measured
 LOADS = (1, 2, 4, 8, 16, 32, 64)  # requests at a time, up to which a draft length is chosen
+NGRAM_TOKENS = 3  # of the text's end, looked for in the text before it
 TEXT_METHODS = ("prompt-lookup", "adaptive")  # that draft from earlier text
 ROUNDED = {"int8": "Q8_0", "int4": "Q4_0", "int4-64": "Q4_0", "int4-32": "Q4_0"}  # our format: that of GGUF
 
@@ -134,7 +135,7 @@ class Exported:
 
 def _transformers_settings(draft: EngineDraft) -> dict[str, Any]:
     if draft.kind == "text":
-        return {"prompt_lookup_num_tokens": draft.n_tokens, "max_matching_ngram_size": 3}
+        return {"prompt_lookup_num_tokens": draft.n_tokens, "max_matching_ngram_size": NGRAM_TOKENS}
     if draft.layer_set is None:
         return {}
     values: dict[str, Any] = {"num_assistant_tokens": draft.n_tokens, "num_assistant_tokens_schedule": "constant"}
@@ -177,7 +178,8 @@ def _transformers_lines(draft: EngineDraft) -> list[Lines]:
 
 def _llamacpp_settings(draft: EngineDraft) -> dict[str, Any]:
     if draft.kind == "text":
-        return {"spec-type": "ngram-simple"}
+        sizes = {"spec-ngram-simple-size-n": NGRAM_TOKENS, "spec-ngram-simple-size-m": draft.n_tokens}
+        return {"spec-type": "ngram-simple", **sizes}
     return {"model-draft": "draft.gguf", "spec-type": "draft-simple", "spec-draft-n-max": draft.n_tokens}
 
 
@@ -190,7 +192,8 @@ def _llamacpp_lines(draft: EngineDraft) -> list[Lines]:
 
 def _vllm_settings(draft: EngineDraft) -> dict[str, Any]:
     if draft.kind == "text":
-        return {"method": "ngram", "num_speculative_tokens": draft.n_tokens, "prompt_lookup_max": 5}
+        sizes = {"prompt_lookup_min": 1, "prompt_lookup_max": NGRAM_TOKENS}
+        return {"method": "ngram", "num_speculative_tokens": draft.n_tokens, **sizes}
     values: dict[str, Any] = {"method": "draft_model", "model": "draft", "num_speculative_tokens": draft.n_tokens}
     if draft.lengths:
         values["num_speculative_tokens_per_batch_size"] = [list(each) for each in draft.lengths]
@@ -202,7 +205,7 @@ def _vllm_lines(draft: EngineDraft) -> list[Lines]:
 
 
 def _openvino_settings(draft: EngineDraft) -> dict[str, Any]:
-    more = {"max_ngram_size": 3} if draft.kind == "text" else {}
+    more = {"max_ngram_size": NGRAM_TOKENS} if draft.kind == "text" else {}
     return {"num_assistant_tokens": draft.n_tokens, **more}
 
 
@@ -302,7 +305,10 @@ def export(
     folder = local_folder(source, on_step)
     reads_it = source.kind != "gguf" or ENGINES[engine].writes == "gguf"
     target = source.location if reads_it else str(folder)
-    draft = draft_of(found, Path(model).name, target, folder, ENGINES[engine], store, prompts, on_step)
+    given, n_tokens = _of_engine(found, engine)
+    draft = draft_of(given, Path(model).name, target, folder, ENGINES[engine], store, prompts, on_step)
+    if n_tokens is not None:
+        draft = replace(draft, found=found, n_tokens=n_tokens, lengths=((1, LOADS[-1], n_tokens),))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(
@@ -316,6 +322,28 @@ def export(
     except OSError as error:
         raise OutputError(f"{out} cannot be written ({first_line(error)}): choose another --out") from error
     return Exported(out, draft.kind, draft.n_tokens, draft.layer_set, files, remarks)
+
+
+def _of_engine(found: FoundPlan, engine: str) -> tuple[FoundPlan, int | None]:
+    """Return a plan that was tuned in the engine as one of swiftopt that drafts alike, and its draft tokens per round.
+
+    Another plan is returned as it is. Raises: InvalidInput: it is for another engine, or there is nothing to write.
+    """
+    plan = found.plan
+    if plan.engine is None:
+        return found, None
+    if plan.engine != engine:
+        raise InvalidInput(
+            f"version {found.version} is for {plan.engine}: export it --to {plan.engine}, or another one"
+        )
+    drafts = plan.settings.get("drafts")
+    alike = {"text": ("prompt-lookup", {}), "bits": ("adaptive", {"draft_format": "int4"}), "layers": ("swift", {})}
+    if drafts not in alike:
+        what = f"drafts with {plan.draft_model}" if plan.draft_model else f"decodes with {plan.method}"
+        raise InvalidInput(f"version {found.version} {what}, of which there is nothing to write: see its settings")
+    method, settings = alike[drafts]
+    same = replace(plan, method=method, settings=settings, engine=None)
+    return replace(found, plan=same), int(plan.settings["draft_tokens"])
 
 
 def refuse_existing(out: Path) -> None:

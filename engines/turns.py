@@ -21,11 +21,11 @@ from ..models.saved import OnStep, cache_root, no_step, quiet
 from ..optimizer.verdict import Timed, speed
 from .children import Child, room_for
 from .environments import EngineFailed, Launch, prepared
+from .export import NGRAM_TOKENS
 from .packages import EnginePackage
 
 Weights = Literal["folder", "stored", "F16", "Q8_0", "Q4_0", "file"]
 DRAFT_TOKENS = 8  # at most, in one draft
-NGRAM_TOKENS = 3  # of the text's end, looked for in the text before it
 STILL_THERE = 0.8  # of a process's most memory: with less resident its weights were dropped
 WARM_TOKENS = 8  # of each warm-up, so that no row pays for first allocations and compilations later
 WARM_PROMPTS = 2  # at least, of different lengths, for what compiles by shape

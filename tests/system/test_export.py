@@ -395,6 +395,27 @@ def test_rounding_to_four_bits_errs_less_than_by_the_largest_weight(dtype: torch
     assert scales.dtype == dtype and error < 0.95 * naive and (codes[0] == 8).all()
 
 
+def test_plan_that_was_tuned_in_an_engine_has_the_draft_and_the_length_found_there(tiny: Path, tmp_path: Path) -> None:
+    def tuned(drafts: str, engine: str = "llamacpp", layer_set: LayerSet | None = None) -> FoundPlan:
+        found = plan_of(layer_set, "spd")
+        settings = {"drafts": drafts, "draft_tokens": 7}
+        return FoundPlan(replace(found.plan, settings=settings, engine=engine), 3, None)
+
+    for drafts, layer_set, spec in [
+        ("bits", None, "draft-simple"),
+        ("layers", SKIPPING, "draft-simple"),
+        ("text", None, "ngram-simple"),
+    ]:
+        made = export(tuned(drafts, layer_set=layer_set), str(tiny), "llamacpp", tmp_path / drafts)
+        own = json.loads((tmp_path / drafts / "settings.json").read_text())
+        assert own["spec-type"] == spec and made.n_draft_tokens == 7
+        assert ("draft.gguf" in made.files) == (drafts != "text")
+    with pytest.raises(InvalidInput, match="version 3 is for llamacpp: export it --to llamacpp"):
+        export(tuned("text"), str(tiny), "vllm", tmp_path / "other")
+    with pytest.raises(InvalidInput, match="of which there is nothing to write"):
+        export(tuned("server"), str(tiny), "llamacpp", tmp_path / "other")
+
+
 def test_plan_that_cannot_be_exported_leaves_nothing(tiny: Path, tmp_path: Path) -> None:
     draft, gemma = plan_of(SKIPPING), save(tmp_path / "gemma", "gemma3")
     for found, model, words in [
