@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +28,7 @@ from ..models.sources import Source, local_folder, resolve
 from ..optimizer.verdict import hold_out, judge, speed, speed_ratio
 from ..store import Store
 from .evidence import judged
-from .export import export
+from .export import ENGINES, export
 from .packages import PACKAGES, SERVER
 from .turns import DTYPES, Question, Row, RowRuns, Turns, TurnsRequest, Weights, questions_of
 
@@ -37,12 +37,13 @@ Drafts = Literal["none", "text", "bits", "layers", "model", "server"]
 FIRST_LENGTH = 5  # draft tokens at which kinds are compared
 OTHER_LENGTHS = (2, 3, 8)  # that the fastest kind is tried at then
 STEP_PROMPTS = 6  # of a step, at most
+FOUR_BITS = FoundPlan(Plan("adaptive", settings={"draft_format": "int4"}), 0, None)  # the model itself as a draft
 LEAST_RATIO = 0.95  # of plain decoding, while choosing: what is slower gets no verdict of its own
 
 
 @dataclass(frozen=True, slots=True)
 class RunnableEngine:
-    """What of an engine runs here: its package, the weights it reads, and those of a draft in 4 bits, if it takes one.
+    """What of an engine runs here: its package, the weights it reads, and those of a draft in 4 bits, if GGUF has it.
 
     `takes_gguf`: it reads models as GGUF files.
     """
@@ -255,17 +256,19 @@ class EngineTuning:
             Way(Row(package, "plain", weights)),
             Way(Row(package, f"ngram-{n}", weights, {"ngram": True, "draft_tokens": n}), "text", n),
         ]
-        if runnable.four_bits is not None:
-            row = Row(package, f"int4-{n}", weights, {"draft_tokens": n}, draft=runnable.four_bits)
-            ways.append(Way(row, "bits", n))
+        bits: Weights | Path | None = runnable.four_bits
+        if bits is None and ENGINES[request.engine].writes == "compressed-tensors":
+            bits = self._written(FOUR_BITS, "a draft in 4 bits", stack)
+        if bits is not None:
+            ways.append(Way(Row(package, f"int4-{n}", weights, {"draft_tokens": n}, draft=bits), "bits", n))
         if request.draft_model is not None:
             row = Row(package, f"model-{n}", weights, {"draft_tokens": n}, draft=self._draft_model(runnable))
             ways.append(Way(row, "model", n, draft_model=request.draft_model))
-        exported = self._exported(task, info, stack)
-        if exported is not None:
-            record, path = exported
+        stored = self._stored(task, info)
+        path = None if stored is None else self._written(stored, "the stored layer set", stack)
+        if stored is not None and path is not None:
             row = Row(package, f"layers-{n}", weights, {"draft_tokens": n}, draft=path)
-            ways.append(Way(row, "layers", n, record))
+            ways.append(Way(row, "layers", n, stored.plan.layer_set))
         return ways
 
     def _draft_model(self, runnable: RunnableEngine) -> Path:
@@ -275,23 +278,24 @@ class EngineTuning:
             return folder
         return gguf_of(folder, "stored", self.on_step)
 
-    def _exported(self, task: str, info: ModelInfo, stack: ExitStack) -> tuple[LayerSetRecord, Path] | None:
-        """Return the task's best layer set as a draft of this engine, in a folder that the stack removes."""
-        try:
+    def _stored(self, task: str, info: ModelInfo) -> FoundPlan | None:
+        """Return the task's best plan, if its draft leaves out sub-layers."""
+        with suppress(LayerSetNotFound):
             found = self.store.lookup(info.fingerprint, task)
-        except LayerSetNotFound:
-            return None
-        record = found.plan.layer_set
-        if record is None or not record.layer_set.n_skipped:
-            return None
+            record = found.plan.layer_set
+            if record is not None and record.layer_set.n_skipped:
+                return found
+        return None
+
+    def _written(self, found: FoundPlan, what: str, stack: ExitStack) -> Path | None:
+        """Return a plan's draft as the engine loads it, in a folder that the stack removes; None: it takes none."""
         out = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swiftopt-engine-"))) / "draft"
         try:
-            made = export(found, self.request.model, self.request.engine, out, self.store, self.on_step)
+            export(found, self.request.model, self.request.engine, out, self.store, self.on_step)
         except SwiftoptError as error:
-            self.on_step(f"the stored layer set is not tried: {error}")
+            self.on_step(f"{what} is not tried: {error}")
             return None
-        draft = next((out / name for name in ("draft.gguf", "draft") if (out / name).exists()), None)
-        return None if draft is None or made.kind != "draft" else (record, draft)
+        return next((out / name for name in ("draft.gguf", "draft") if (out / name).exists()), None)
 
 
 class EngineUnusable(SwiftoptError):

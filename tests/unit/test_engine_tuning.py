@@ -10,7 +10,7 @@ import pytest
 from tiny_files import save
 
 from swiftopt.core.errors import InvalidInput
-from swiftopt.core.types import Prompt
+from swiftopt.core.types import LayerSet, LayerSetRecord, Prompt
 from swiftopt.engines.tuning import EngineTuned, EngineTuneRequest, EngineTuning, EngineUnusable
 from swiftopt.engines.turns import Question, Row, RowRuns, TimedAnswer, TurnsRequest
 from swiftopt.store import Store
@@ -90,6 +90,26 @@ def test_plain_is_the_answer_where_nothing_is_faster(
     plan = found.found.plan
     assert (plan.method, plan.verdict, plan.layer_set) == ("plain", "plain", None)
     assert "draft_tokens" not in plan.settings and found.verdict.reason == reason and len(runs.asked) == n_steps
+
+
+@pytest.mark.parametrize("engine", ["transformers", "llamacpp"])
+def test_stored_layer_set_is_tried_as_what_the_engine_loads(folder: Path, store: Store, engine: str) -> None:
+    record = LayerSetRecord(str(folder), "code", LayerSet(4, frozenset({1}), frozenset({1})))
+    store.add_layer_set(record)
+
+    class Looking(MadeUp):
+        def _runs(self, row: Row, questions: Sequence[Question]) -> RowRuns:
+            assert not isinstance(row.draft, Path) or row.draft.exists()
+            drafts.append(row.draft)
+            return super()._runs(row, questions)
+
+    drafts: list[Any] = []
+    found = tuned(folder, store, Looking({"plain": 2.0, "layers-5": 1.0}), engine)
+    plan = found.found.plan
+    assert found.way == "layers-5" and plan.settings["drafts"] == "layers" and plan.layer_set is not None
+    (path,) = {each for each in drafts if isinstance(each, Path)}
+    assert path.name == ("draft" if engine == "transformers" else "draft.gguf") and not path.exists()
+    assert store.lookup(str(folder), "code").plan.engine is None  # what is best here stays
 
 
 def test_engine_whose_plain_decoding_fails_stores_nothing(folder: Path, store: Store) -> None:
