@@ -430,6 +430,7 @@ searching = group(
         shell_complete=strategies,
     ),
     _setting("objective", "What a layer set is scored by."),
+    _setting("exportable", "Keep to sets that `swiftopt export` writes for other engines as they are."),
     _setting(
         "skip_ratio", "r, from 0 to 1, where the strategy leaves the size to it.  [default: 0.45, 0.5 from 34B on]"
     ),

@@ -56,6 +56,7 @@ class SwiftSettings(Settings):
     optimise: bool = True
     strategy: str = "swift"
     objective: Literal["expected_speedup", "matchness"] = "expected_speedup"
+    exportable: bool = False  # only sets that alternate attention and MLP, which other engines load as a checkpoint
     skip_ratio: float | None = share(None)  # r; None: 0.45, 0.5 from 34B on
     context_window: int = count(32)  # γ, tokens
     max_steps: int = count(1000, least=0)  # S, candidates

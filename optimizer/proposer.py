@@ -7,7 +7,7 @@ path through the layers whose state stays nearest to the full model's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,7 +43,14 @@ class Proposer:
     pass than from a round.
     """
 
-    def __init__(self, settings: SwiftSettings, costs: CostProfile | None, base: LayerSet, skip_ratio: float) -> None:
+    def __init__(
+        self,
+        settings: SwiftSettings,
+        costs: CostProfile | None,
+        base: LayerSet,
+        skip_ratio: float,
+        project: Callable[[LayerSet], LayerSet] | None = None,
+    ) -> None:
         recipe = recipe_of(settings.strategy)
         self.chooses_size = chooses_size(settings, costs)
         self._prices = SubLayerPrices.of(costs, base) if self.chooses_size and costs is not None else None
@@ -64,6 +71,7 @@ class Proposer:
             deterministic=settings.deterministic,
             window=self._window,
             prices=self._prices,
+            project=project,
         )
 
     def n_beside(self, n_finalists: int, batch: int) -> int:

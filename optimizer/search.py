@@ -16,6 +16,7 @@ from ..decoding.draft_models import SkippedTarget
 from ..decoding.engine import Work, intercept
 from ..decoding.loop import Began, Round
 from ..decoding.session import Session, Turn
+from ..models.restacked import nearest
 from .challengers import FINALISTS, Finals, Incumbent, Place, Standing, lowered_ratio, trimmed
 from .drafting import (
     FEWEST_WINDOWS,
@@ -37,6 +38,7 @@ class Search:
     `method` drafts with the set in use; `during` searches beside a request. `start` is the set to
     begin with, whose formats every candidate keeps; None: evenly spaced sub-layers by `skip_ratio`. `n_tokens` is how
     long the stream will be, where that is known: strategies that choose the size themselves are kept to a share of it.
+    `parallel`: the model's attention and MLP read the same values, for `settings.exportable`.
     """
 
     def __init__(
@@ -48,11 +50,13 @@ class Search:
         costs: CostProfile | None,
         start: LayerSet | None = None,
         n_tokens: int | None = None,
+        parallel: bool = False,
     ) -> None:
         self.task, self.settings, self.costs = task, settings, costs
         self._longest_draft = settings.max_draft_length  # whatever is chosen for one text or the other
         self.skip_ratio, self.n_layers = skip_ratio, n_layers
-        start = start or starting_set(n_layers, settings, skip_ratio, chooses_size(settings, costs))
+        self._parallel = parallel
+        start = self._wanted(start or starting_set(n_layers, settings, skip_ratio, chooses_size(settings, costs)))
         self._start = start
         self._draft = SkippedTarget(start)
         self.method = drafting_with(self._draft, settings, costs)
@@ -172,7 +176,8 @@ class Search:
             return False
         self.close()
         self.stopped_because = ""
-        stored = [layer_set for layer_set in dict.fromkeys([*first, self._start]) if layer_set != self.layer_set]
+        known = dict.fromkeys(map(self._wanted, [*first, self._start]))
+        stored = [layer_set for layer_set in known if layer_set != self.layer_set]
         n = len(self.trials)
         self._standing = Standing(Incumbent(self.layer_set), first=stored, opened_at=n, n_at_gain=n)
         self._windows = []
@@ -256,7 +261,12 @@ class Search:
         return "" if self.settings.max_steps else "no candidates were asked for"
 
     def _new_proposer(self) -> Proposer:
-        return Proposer(self.settings, self.costs, self.layer_set, self.skip_ratio)
+        project = self._wanted if self.settings.exportable else None
+        return Proposer(self.settings, self.costs, self.layer_set, self.skip_ratio, project)
+
+    def _wanted(self, layer_set: LayerSet) -> LayerSet:
+        """Return the set, or the nearest one that is a checkpoint where only such are searched."""
+        return nearest(layer_set, self._parallel, most=1)[0] if self.settings.exportable else layer_set
 
     def _sets(self, context: Context, place: Place) -> list[Proposal]:
         """What the next pass scores, each with its origin: what must be scored now comes before what is proposed."""
@@ -353,7 +363,7 @@ class Search:
         self.skip_ratio = skip_ratio
         n_skipped = n_skipped_for(self.n_layers, skip_ratio)
         self._proposer.strategy.set_n_skipped(n_skipped)
-        self._standing.incumbent = Incumbent(trimmed(self.layer_set, n_skipped))
+        self._standing.incumbent = Incumbent(self._wanted(trimmed(self.layer_set, n_skipped)))
         self._standing.finals = Finals()
         self._draft.layer_set = self.layer_set
         self._windows = []

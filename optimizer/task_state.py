@@ -19,6 +19,7 @@ from ..decoding.context import Begun, Context
 from ..decoding.loop import Began, Round
 from ..decoding.session import n_turns
 from ..models.costs import machine_name
+from ..models.restacked import check_restackable
 from ..models.runtime import Runtime
 from .search import Search
 from .shift import ShiftWatch
@@ -49,9 +50,14 @@ class TunedTask:
         start: LayerSet | None = None,
         n_tokens: int | None = None,
     ) -> Self:
-        """Begin to search; arguments as for `Search` and `ShiftWatch`."""
+        """Begin to search; arguments as for `Search` and `ShiftWatch`.
+
+        Raises: UnsupportedModel: `settings.exportable`, and no set of this model is a checkpoint.
+        """
         ratio = settings.start_skip_ratio(runtime.info.n_parameters)
-        search = Search(name, runtime.n_layers, settings, ratio, costs, start, n_tokens)
+        if settings.exportable:
+            check_restackable(runtime.hf_model.config)
+        search = Search(name, runtime.n_layers, settings, ratio, costs, start, n_tokens, runtime.parallel)
         return cls(name, search, ShiftWatch(known))
 
     def saw(self, began: Began, goes_on: bool = False) -> None:

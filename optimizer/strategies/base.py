@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -62,6 +62,7 @@ class SearchProblem:
 
     Args: n_skipped: sub-layers that a candidate skips, where there are no `prices` to choose the number by.
           interval: β, steps between two suggestions of a model of the scores. deterministic: wait for suggestions.
+          project: what every proposal is turned into, where not all sets are wanted; n_skipped is then a wish.
           window: tokens that score a candidate. prices: let some strategies choose how many sub-layers are skipped.
     """
 
@@ -72,6 +73,12 @@ class SearchProblem:
     deterministic: bool = False
     window: int = 32
     prices: SubLayerPrices | None = None
+    project: Callable[[LayerSet], LayerSet] | None = None
+
+    def allows(self, bits: Bits) -> bool:
+        """Tell whether a set may be proposed as it is."""
+        layer_set = self.base.with_bits(bits)
+        return self.project is None or self.project(layer_set) == layer_set
 
 
 class Strategy(ABC):
@@ -151,11 +158,17 @@ class Strategy(ABC):
     def proposed(self, bits: Bits, origin: str, rng: random.Random) -> Proposal:
         """Return the nearest set to `bits` that a bounded walk of exchanges finds unseen; it is seen from now on."""
         for _ in range(MAX_REDRAWS):
+            bits = self._projected(bits)
             if bits not in self.seen:
                 break
             bits = exchanged(bits, rng)  # keeps a uniform draw uniform, and a suggestion close to what was suggested
+        bits = self._projected(bits)
         self.seen.add(bits)
         return Proposal(self.problem.base.with_bits(bits), origin)
+
+    def _projected(self, bits: Bits) -> Bits:
+        project, base = self.problem.project, self.problem.base
+        return bits if project is None else project(base.with_bits(bits)).bits()
 
     def observed(self, trial: Trial) -> Bits:
         """Return the bits of a trial's set, which is seen from now on.

@@ -37,6 +37,8 @@ class GuidedStrategy(Strategy):
         half = self.size // 2
         layers = [(i, half + i) for i in range(half)]
         self._units = layers if whole_layers else [*((i,) for i in range(self.size)), *layers]
+        if problem.project is not None:  # the other moves of two neighbours that keep attention and MLP alternating
+            self._units += [(half + i, i + 1) for i in range(half - 1)]
         self._studies: dict[str, Study] = {}
         self._trials: list[tuple[Bits, float, float, str]] = []  # bits, matchness, score, window
         self._in_use: Bits | None = None
@@ -156,7 +158,8 @@ class GuidedStrategy(Strategy):
         else:
             moves = [*swaps, *([unit] for unit in (*out, *kept))]
         flipped = [{i for unit in move for i in unit} for move in moves]
-        return [tuple(1 - bit if i in own else bit for i, bit in enumerate(bits)) for own in flipped]
+        near = [tuple(1 - bit if i in own else bit for i, bit in enumerate(bits)) for own in flipped]
+        return near if self.problem.project is None else [each for each in near if self.problem.allows(each)]
 
     def _worth(self, rows: Array, damage: Array, curve: SpeedCurve) -> Array:
         """Return what is maximised: speed, or without prices minus the damage; (n,) for sets (n, size)."""

@@ -70,6 +70,7 @@ LABELS = {  # where a field's name in words would not say enough
     "settings.optimise": "Search for layer sets",
     "settings.search_drafting": "Choose drafting by measured time",
     "settings.strategy": "Search strategy",
+    "settings.exportable": "Only sets that other engines load",
     "settings.draft_format": "Format of draft weights",
     "settings.max_steps": "Candidates at most",
     "settings.patience": "Candidates without a better one that end the search",

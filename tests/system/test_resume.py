@@ -17,7 +17,7 @@ from families import CONFIGS
 from native import quick_runtime
 
 from swiftopt.core.costs import CostProfile
-from swiftopt.core.errors import SettingsError
+from swiftopt.core.errors import SettingsError, UnsupportedModel
 from swiftopt.core.events import (
     Adopted,
     DraftingChosen,
@@ -32,8 +32,10 @@ from swiftopt.core.prompt_states import KnownSet, unit
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, Prompt, Sampling, Trial
 from swiftopt.decoding.session import Session
+from swiftopt.models.restacked import pairs_of
 from swiftopt.models.runtime import Runtime
 from swiftopt.optimizer import shift, tuning
+from swiftopt.optimizer.task_state import TaskState
 from swiftopt.optimizer.tuning import MID_STEP, Tuner
 
 SMALL: dict[str, Any] = dict(
@@ -190,6 +192,8 @@ CASES = {
     "drafting": Case(texts(8), dict(max_steps=16, strategy="knapsack", search_drafting=True), costs=DEAR),
     "adaptive": Case(texts(6), ADAPTIVE, costs=CHEAP, max_new_tokens=32),
     "adaptive-chats": Case(chats(8), ADAPTIVE, costs=CHEAP, max_new_tokens=20, looks_twice=True),
+    "exportable": Case(texts(4), dict(exportable=True, max_steps=12), costs=DEAR),
+    "exportable-knapsack": Case(texts(5), dict(exportable=True, strategy="knapsack", max_steps=20), costs=DEAR),
     "clasp-matchness": Case(texts(5), dict(strategy="clasp", objective="matchness"), costs=DEAR),
 }
 
@@ -221,6 +225,20 @@ def test_run_goes_on_from_every_snapshot_as_it_did(name: str) -> None:
         ledger = Ledger(CASES[name], reference.events[:n_events], start)
         assert ledger.live()
         assert outcome(ledger.events) == expected
+
+
+@pytest.mark.parametrize("name", ["exportable", "exportable-knapsack"])
+def test_every_set_of_an_exportable_search_is_a_checkpoint(name: str) -> None:
+    events = whole(name).events
+    tried = [trial.layer_set for event in events if isinstance(event, TrialsDone) for trial in event.trials]
+    results = [event.record.layer_set for event in events if isinstance(event, TaskFinished)]
+    assert len(set(tried)) > 3 and all(pairs_of(layer_set) for layer_set in [*tried, *results])
+
+
+def test_exportable_search_is_refused_where_no_set_is_a_checkpoint() -> None:
+    gemma = quick_runtime("gemma3")
+    with pytest.raises(UnsupportedModel, match="attention types by layer"):
+        TaskState.begin("t", gemma, SwiftSettings(exportable=True), FREE, ())
 
 
 def test_search_begins_anew_with_known_sets_when_the_text_has_changed() -> None:
