@@ -212,15 +212,16 @@ def test_jobs_of_a_served_model_run_in_its_engine_while_there_is_one(here: Site,
     with engine(here, one) as served:
         before = served.client.post("/v1/completions", json=body).json()["choices"][0]["text"]
         worker = here.start()
-        jobs = [tuning(here, one, 12, 60), tuning(here, other, 1)]
+        jobs = [tuning(here, one, 24, 60), tuning(here, other, 1)]
         here.running(jobs[0])
-        meanwhile = [served.client.post("/v1/completions", json=body).json() for _ in range(8)]
+        meanwhile = [served.client.post("/v1/completions", json=body).json() for _ in range(2)]
         assert not here.job(jobs[0]).is_finished
+        meanwhile += [served.client.post("/v1/completions", json=body).json() for _ in range(6)]
         assert [done["choices"][0]["text"] for done in meanwhile] == [before] * 8
         assert [here.ended(job, 60).state for job in jobs] == ["succeeded"] * 2
         assert "-engine" in here.reasons(jobs[0]) and "-engine" not in here.reasons(jobs[1])
         assert f"attempt=begun job={jobs[0]}" not in worker.text()
-        assert here.job(jobs[0]).n_outputs == 12 and here.job(jobs[0]).attempt == 1
+        assert here.job(jobs[0]).n_outputs == 24 and here.job(jobs[0]).attempt == 1
         assert worker.end() == 0, here.logs()
 
         job = tuning(here, one, 40, 100)
