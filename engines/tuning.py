@@ -43,20 +43,16 @@ LEAST_RATIO = 0.95  # of plain decoding, while choosing: what is slower gets no 
 
 @dataclass(frozen=True, slots=True)
 class RunnableEngine:
-    """What of an engine runs here: its package, the weights it reads, and those of a draft in 4 bits, if GGUF has it.
-
-    `takes_gguf`: it reads models as GGUF files.
-    """
+    """What of an engine runs here: package, weights that it reads, and those of a draft in 4 bits, if GGUF has it."""
 
     package: str
     weights: Weights
     four_bits: Weights | None = None
-    takes_gguf: bool = False
 
 
 RUNNABLE: Mapping[EngineName, RunnableEngine] = {
-    "llamacpp": RunnableEngine("llama-cpp", "stored", "Q4_0", takes_gguf=True),
-    "openvino": RunnableEngine("openvino", "F16", "Q4_0", takes_gguf=True),
+    "llamacpp": RunnableEngine("llama-cpp", "stored", "Q4_0"),
+    "openvino": RunnableEngine("openvino", "F16", "Q4_0"),
     "vllm": RunnableEngine("vllm", "folder"),
     "transformers": RunnableEngine("transformers", "folder"),
 }
@@ -274,9 +270,7 @@ class EngineTuning:
     def _draft_model(self, runnable: RunnableEngine) -> Path:
         assert self.request.draft_model is not None
         folder = local_folder(resolve(self.request.draft_model), self.on_step)
-        if not runnable.takes_gguf:
-            return folder
-        return gguf_of(folder, "stored", self.on_step)
+        return gguf_of(folder, "stored", self.on_step) if runnable.weights == "stored" else folder
 
     def _stored(self, task: str, info: ModelInfo) -> FoundPlan | None:
         """Return the task's best plan, if its draft leaves out sub-layers."""
