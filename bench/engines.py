@@ -86,7 +86,7 @@ def main(words: Sequence[str] | None = None) -> int:
         folders = {}
         for engine in dict.fromkeys((REFERENCE, *asked.engines.split(","))):
             folders[engine] = work / engine
-            export = ["export", f"{Path(asked.model).name}/{TASK}", "--to", engine, "--out", str(folders[engine])]
+            export = ["export", f"{asked.model}/{TASK}", "--to", engine, "--out", str(folders[engine])]
             if code := swiftopt([*export, "--db", db]):
                 return code
         found = _measured(asked, folders, held_out)
@@ -140,7 +140,7 @@ def _measured(asked: argparse.Namespace, folders: Mapping[str, Path], stream: Pa
     found = []
     for engine in asked.engines.split(","):
         exported = folders[engine]
-        (row,) = exported_rows([exported])
+        row = exported_rows([exported])[0]  # a checkpoint, for every engine
         about = json.loads((exported / SUMMARY).read_text(encoding="utf-8"))
         rule = (asked.draft_tokens or about["draft_tokens"], 0.0)
         if asked.draft_tokens and row.draft is not None:

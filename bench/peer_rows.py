@@ -60,7 +60,8 @@ def all_rows(ggufs: Sequence[Path] = (), assistant: Path | None = None, exported
 def exported_rows(folders: Sequence[Path]) -> list[Row]:
     """A row of each folder that `swiftopt export` wrote: its engine with these settings and this draft.
 
-    Rows are named `exported`, and where an engine has several, `exported-` with the folder's name.
+    Rows are named `exported`, and where an engine has several, `exported-` with the folder's name. A folder for
+    transformers with a layer set has a row `shared` for swiftopt inside transformers, too.
 
     Raises: SettingsError: a folder is no export, or of an engine that is not run here; or two have one name.
     """
@@ -69,10 +70,14 @@ def exported_rows(folders: Sequence[Path]) -> list[Row]:
     rows = []
     for folder, about in read:
         runnable = RUNNABLE[about["engine"]]
-        variant = "exported" if n_of[about["engine"]] == 1 else f"exported-{folder.resolve().name}"
+        package, named = PACKAGES[runnable.package], "" if n_of[about["engine"]] == 1 else f"-{folder.resolve().name}"
         options = {"settings": about["settings"], **({"ngram": True} if about["kind"] == "text" else {})}
         draft = folder / about["draft"] if about["draft"] else None
-        rows.append(Row(PACKAGES[runnable.package], variant, runnable.weights, options, draft))
+        if draft is not None or about["kind"] == "text":
+            rows.append(Row(package, f"exported{named}", runnable.weights, options, draft))
+        if about.get("layer_set"):
+            shared = {"layer_set": str((folder / about["layer_set"]).resolve())}
+            rows.append(Row(package, f"shared{named}", runnable.weights, shared))
     if len({row.name for row in rows}) < len(rows):
         raise SettingsError("two folders of --exported have the same name, and rows are named by it: rename one")
     return rows
@@ -90,10 +95,11 @@ def _summary(folder: Path) -> dict[str, Any]:
         raise SettingsError(f"{folder} is no exported plan: name a folder that `swiftopt export` wrote")
     if engine not in RUNNABLE:
         raise SettingsError(f"{folder} is for {engine}, which is not run here: export to one of {', '.join(RUNNABLE)}")
-    if kind == "draft" and draft is None:
-        raise SettingsError(f"{folder} has no checkpoint for {engine} alone: export a layer set that skips")
-    if draft is not None and not (folder / draft).exists():
-        raise SettingsError(f"{folder} lacks its draft {draft}: export the plan again")
+    paths = [path for path in (draft, about.get("layer_set")) if path is not None]
+    if kind == "draft" and not paths:
+        raise SettingsError(f"{folder} names no draft for {engine}: export the plan again")
+    if lacking := [path for path in paths if not (folder / path).exists()]:
+        raise SettingsError(f"{folder} lacks its draft {lacking[0]}: export the plan again")
     return dict(about)
 
 

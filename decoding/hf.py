@@ -20,14 +20,14 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ..core.costs import CostProfile
 from ..core.errors import InvalidInput, SettingsError
 from ..core.settings import STORED, SwiftSettings
-from ..core.types import FinishReason, LayerSet, LayerSetRecord, ModelInfo, Sampling
+from ..core.types import Completion, FinishReason, LayerSet, LayerSetRecord, ModelInfo, Sampling
 from ..models.costs import SMALLEST_BUCKET, measure_costs, with_formats
 from ..models.loading import at_speed
 from ..models.quantised import QuantisedCopies
 from ..models.runtime import Runtime
 from .context import Ending
 from .draft_models import SkippedTarget
-from .engine import side_by_side
+from .engine import Work, side_by_side
 from .loop import decoding
 from .methods import Method, swift
 from .methods.adaptive import AdaptiveSettings, adaptive
@@ -54,7 +54,7 @@ def custom_generate(
     quantised copies and what was learnt of acceptance stay with the model object for the next one.
 
     Args:    layer_set: a `LayerSet`, a record, or the path of an exported file.
-    Returns: int64 (1, prompt + completion), or a `GenerateDecoderOnlyOutput` with `return_dict_in_generate`.
+    Returns: int64 (1, prompt + completion), or a `DraftedOutput` with `return_dict_in_generate`.
     Raises:  SettingsError: no layer set, beams, or several sequences at once.
              InvalidInput: padding in the prompt. UnsupportedModel, LayerSetError, ContextOverflow as in `decode`.
     """
@@ -78,13 +78,27 @@ def custom_generate(
     rule = TokenRule(Sampling(temperature=float(generation_config.do_sample), seed=seed), logits_processor)
     room = generation_config.max_length - len(prompt_ids)
     ending = CriteriaEnding(room, prompt_ids=prompt_ids, criteria=stopping_criteria)
-    token_ids = list(prompt_ids)
-    for event in side_by_side([decoding(runtime, prompt_ids, method, rule, ending)]):
-        token_ids += event.token_ids
+    completions: list[Completion] = []
+
+    def work() -> Work[None]:
+        completions.append((yield from decoding(runtime, prompt_ids, method, rule, ending)))
+
+    for event in side_by_side([work()]):
         if on_tokens is not None:
             on_tokens(event.token_ids)
-    sequences: Any = torch.tensor([token_ids], device=input_ids.device)
-    return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
+    (done,) = completions
+    sequences: Any = torch.tensor([[*prompt_ids, *done.token_ids]], device=input_ids.device)
+    if not generation_config.return_dict_in_generate:
+        return sequences
+    return DraftedOutput(sequences=sequences, drafted=done.drafted, accepted=done.accepted)
+
+
+@dataclass
+class DraftedOutput(GenerateDecoderOnlyOutput):
+    """transformers' output, with the draft tokens that were judged and the accepted ones of them."""
+
+    drafted: int | None = None
+    accepted: int | None = None
 
 
 @dataclass(slots=True)

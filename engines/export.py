@@ -337,6 +337,8 @@ def _of_engine(found: FoundPlan, engine: str) -> tuple[FoundPlan, int | None]:
             f"version {found.version} is for {plan.engine}: export it --to {plan.engine}, or another one"
         )
     drafts = plan.settings.get("drafts")
+    if drafts == "shared":
+        return replace(found, plan=replace(plan, engine=None)), None
     alike = {"text": ("prompt-lookup", {}), "bits": ("adaptive", {"draft_format": "int4"}), "layers": ("swift", {})}
     if drafts not in alike:
         what = f"drafts with {plan.draft_model}" if plan.draft_model else f"decodes with {plan.method}"

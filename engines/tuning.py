@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from ..core.errors import InvalidInput, LayerSetNotFound, SwiftoptError
 from ..core.settings import EngineName, n_threads
-from ..core.types import FoundPlan, LayerSetRecord, ModelInfo, Plan, Prompt, Verdict
+from ..core.types import FoundPlan, ModelInfo, Plan, Prompt, Verdict
 from ..models.costs import device_name
 from ..models.fingerprint import fingerprint
 from ..models.gguf_weights import gguf_of, stored_type
@@ -28,11 +28,11 @@ from ..models.sources import Source, local_folder, resolve
 from ..optimizer.verdict import hold_out, judge, speed, speed_ratio
 from ..store import Store
 from .evidence import judged
-from .export import ENGINES, export
-from .packages import PACKAGES, SERVER
+from .export import SHARED, export
+from .packages import PACKAGES, SERVER, EnginePackage
 from .turns import DTYPES, Question, Row, RowRuns, Turns, TurnsRequest, Weights, questions_of
 
-Drafts = Literal["none", "text", "bits", "layers", "model", "server"]
+Drafts = Literal["none", "text", "bits", "layers", "model", "shared", "server"]
 
 FIRST_LENGTH = 5  # draft tokens at which kinds are compared
 OTHER_LENGTHS = (2, 3, 8)  # that the fastest kind is tried at then
@@ -78,17 +78,22 @@ class EngineTuneRequest:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way in which the engine can decode; `drafts` is what it drafts from, `length` tokens per round."""
+    """One way in which the engine can decode; `drafts` is what it drafts from, `length` tokens per round.
+
+    `plan` is the plan of ours that is drafted with, if there is one; with "shared" swiftopt does so inside the engine.
+    """
 
     row: Row
     drafts: Drafts = "none"
     length: int = 0
-    layer_set: LayerSetRecord | None = None
+    plan: Plan | None = None
     draft_model: str | None = None
 
     @property
     def method(self) -> str:
         """Return the method of ours that it is nearest to."""
+        if self.drafts == "shared" and self.plan is not None:
+            return self.plan.method
         return {"none": "plain", "text": "prompt-lookup"}.get(self.drafts, "spd")
 
     @property
@@ -98,6 +103,8 @@ class Way:
             return {}
         if self.drafts == "server":
             return {"server": self.row.variant}
+        if self.drafts == "shared" and self.plan is not None:
+            return {"drafts": self.drafts, **self.plan.settings}
         return {"drafts": self.drafts, "draft_tokens": self.length}
 
     def at(self, length: int) -> Way:
@@ -192,7 +199,7 @@ class EngineTuning:
         way = best or plain
         plan = Plan(
             way.method,
-            way.layer_set,
+            None if way.plan is None else way.plan.layer_set,
             {**way.settings, "engine_version": self._version},
             draft_model=way.draft_model,
             device=device_name(torch.device("cpu")),
@@ -253,18 +260,22 @@ class EngineTuning:
             Way(Row(package, f"ngram-{n}", weights, {"ngram": True, "draft_tokens": n}), "text", n),
         ]
         bits: Weights | Path | None = runnable.four_bits
-        if bits is None and ENGINES[request.engine].writes == "compressed-tensors":
-            bits = self._written(FOUR_BITS, "a draft in 4 bits", stack)
+        if bits is None:
+            written = self._written(FOUR_BITS, "a draft in 4 bits", stack)
+            bits = _checkpoint(written)
+            ways += _shared("shared-int4", package, written, FOUR_BITS.plan)
         if bits is not None:
             ways.append(Way(Row(package, f"int4-{n}", weights, {"draft_tokens": n}, draft=bits), "bits", n))
         if request.draft_model is not None:
             row = Row(package, f"model-{n}", weights, {"draft_tokens": n}, draft=self._draft_model(runnable))
             ways.append(Way(row, "model", n, draft_model=request.draft_model))
         stored = self._stored(task, info)
-        path = None if stored is None else self._written(stored, "the stored layer set", stack)
-        if stored is not None and path is not None:
-            row = Row(package, f"layers-{n}", weights, {"draft_tokens": n}, draft=path)
-            ways.append(Way(row, "layers", n, stored.plan.layer_set))
+        if stored is not None:
+            written = self._written(stored, "the stored layer set", stack)
+            if (path := _checkpoint(written)) is not None:
+                row = Row(package, f"layers-{n}", weights, {"draft_tokens": n}, draft=path)
+                ways.append(Way(row, "layers", n, stored.plan))
+            ways += _shared("shared", package, written, stored.plan)
         return ways
 
     def _draft_model(self, runnable: RunnableEngine) -> Path:
@@ -282,14 +293,28 @@ class EngineTuning:
         return None
 
     def _written(self, found: FoundPlan, what: str, stack: ExitStack) -> Path | None:
-        """Return a plan's draft as the engine loads it, in a folder that the stack removes; None: it takes none."""
-        out = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swiftopt-engine-"))) / "draft"
+        """Return a plan's files for the engine, in a folder that the stack removes; None: it takes none."""
+        out = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swiftopt-engine-"))) / "plan"
         try:
             export(found, self.request.model, self.request.engine, out, self.store, self.on_step)
         except SwiftoptError as error:
             self.on_step(f"{what} is not tried: {error}")
             return None
-        return next((out / name for name in ("draft.gguf", "draft") if (out / name).exists()), None)
+        return out
+
+
+def _checkpoint(written: Path | None) -> Path | None:
+    """Return the draft that an engine loads, of what was exported for it."""
+    if written is None:
+        return None
+    return next((written / name for name in ("draft.gguf", "draft") if (written / name).exists()), None)
+
+
+def _shared(name: str, package: EnginePackage, written: Path | None, plan: Plan) -> list[Way]:
+    """Return the way by which swiftopt drafts inside the engine with what was exported, if there is one."""
+    if written is None or not (written / SHARED).exists():
+        return []
+    return [Way(Row(package, name, "folder", {"layer_set": str(written / SHARED)}), "shared", plan=plan)]
 
 
 class EngineUnusable(SwiftoptError):

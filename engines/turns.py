@@ -17,7 +17,8 @@ from ..core.types import Prompt, Sampling
 from ..decoding.session import Session
 from ..models.gguf_weights import Rounding, gguf_of, stored_type
 from ..models.runtime import Runtime
-from ..models.saved import OnStep, cache_root, no_step, quiet
+from ..models.saved import OnStep, cache_root, no_step, quiet, supported_type
+from ..models.sources import resolve
 from ..optimizer.verdict import Timed, speed
 from .children import Child, room_for
 from .environments import EngineFailed, Launch, prepared
@@ -140,6 +141,14 @@ class TurnsRequest:
     speed: str = "eager"
     db: str | None = None
 
+    @property
+    def coded_gguf(self) -> Path | None:
+        """The GGUF file whose codes the folder holds, if there is one; engines that read GGUF get it as it is."""
+        if supported_type(self.folder)[1] is None:
+            return None
+        source = resolve(self.model)
+        return Path(source.location) if source.kind == "gguf" else None
+
 
 def questions_of(folder: Path, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Question]:
     """The prompts' token ids, chats cut to their first turn.
@@ -183,7 +192,9 @@ class Turns:
         self.request, self.questions, self._on_step, self._has_room = request, questions, on_step, has_room
         kind = stored_type(request.folder) if request.dtype == "auto" else ""
         self.dtype = DTYPES[kind] if kind else request.dtype
-        self.runs = [RowRuns(row, _weights_word(row, kind or stored_type(request.folder))) for row in rows]
+        self._coded_gguf = request.coded_gguf
+        stored = self._coded_gguf.name if self._coded_gguf else kind or stored_type(request.folder)
+        self.runs = [RowRuns(row, _weights_word(row, stored)) for row in rows]
         self._launches: dict[str, Launch | EngineFailed] = {}
         self._children: dict[str, Child] = {}  # the one used last at the end
         self._needs: dict[str, float] = {}
@@ -324,6 +335,8 @@ class Turns:
             return row.file.resolve()
         if weights == "folder":
             return self.request.folder
+        if weights == "stored" and self._coded_gguf is not None:
+            return self._coded_gguf
         rounding: Rounding = weights
         return gguf_of(self.request.folder, rounding, self._on_step)
 

@@ -1,4 +1,4 @@
-"""transformers' own greedy generate: plain, compiled, with prompt lookup, or with an assistant."""
+"""transformers' own greedy generate: plain, compiled, with prompt lookup, an assistant, or swiftopt inside it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def load(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Options: those of all programs, `model` and `draft` being folders, and compiled (true).
+    """Options: those of all programs, `model` and `draft` being folders; compiled (true); layer_set, a file's path.
 
     `settings` are those of the assistant's generation, or of generate's prompt lookup.
     """
@@ -42,8 +42,13 @@ def load(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
             setattr(assistant.generation_config, name, value)
         more = {"assistant_model": assistant}
     model.generation_config.eos_token_id = None  # what is not set below comes from there
-    config = configuration(do_sample=False, pad_token_id=0)
+    config = configuration(do_sample=False, pad_token_id=0, return_dict_in_generate=True)
     passes: list[float] = []  # when each pass of the model ended
+    if options.get("layer_set"):
+        from swiftopt import custom_generate
+
+        more = {"custom_generate": custom_generate, "layer_set": options["layer_set"]}
+        more["on_tokens"] = lambda token_ids: passes.append(perf_counter())
     model.register_forward_hook(lambda *pass_: passes.append(perf_counter()))
     counts = _counted(model) if options.get("ngram") or options.get("draft") else {}
 
@@ -62,7 +67,9 @@ def load(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
                 max_new_tokens=asked["max_new_tokens"],
                 **more,
             )
-        return {"token_ids": out[0, inputs.shape[1] :].tolist(), "prefill_s": passes[0] - begun, **counts}
+        if options.get("layer_set"):
+            counts.update(drafted=out.drafted, accepted=out.accepted)
+        return {"token_ids": out.sequences[0, inputs.shape[1] :].tolist(), "prefill_s": passes[0] - begun, **counts}
 
     return answer
 

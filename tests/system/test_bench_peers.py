@@ -17,20 +17,23 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from families import CONFIGS
+from families import CONFIGS, tiny_model
+from packed_files import SIZE
 from tiny_files import save
+from tiny_files import write_gguf as write_model
 from transformers import AutoModelForCausalLM
 
 from swiftopt.bench.peers import report_of
 from swiftopt.cli.main import run
 from swiftopt.core.errors import ContextOverflow, UnsupportedModel
-from swiftopt.core.types import Prompt
+from swiftopt.core.types import LayerSet, LayerSetRecord, Prompt
 from swiftopt.engines import turns
 from swiftopt.engines.children import Child
 from swiftopt.engines.environments import PROGRAMS, EngineFailed, Launch, prepared
 from swiftopt.engines.packages import PACKAGES, EnginePackage
 from swiftopt.engines.turns import Question, Row, Turns, TurnsRequest, questions_of
 from swiftopt.models.gguf_weights import gguf_of, write_gguf
+from swiftopt.models.sources import local_folder, resolve
 
 ASKED = {"prompt_ids": [3, 5, 7, 9], "max_new_tokens": 6, "task": "code"}
 
@@ -160,6 +163,31 @@ def test_draft_that_is_the_target_is_accepted_whole_at_a_constant_length(
         first, again = (child.ask({**ASKED, "max_new_tokens": 10}, 60) for _ in range(2))
         assert len(first["token_ids"]) == 10 and first["token_ids"] == again["token_ids"]
         assert first["drafted"] == first["accepted"] == again["drafted"] and 6 <= first["drafted"] <= 7
+
+
+def test_swiftopt_inside_transformers_gives_its_tokens_and_tells_its_counts(folder: Path, tmp_path: Path) -> None:
+    record = LayerSetRecord("tiny", "code", LayerSet(4, frozenset({1}), frozenset({2})))
+    (tmp_path / "layer_set.json").write_text(json.dumps(record.to_json()))
+    options = {"model": str(folder), "dtype": "float32", "threads": 1}
+    with started(PACKAGES["transformers"], tmp_path, **options) as child:
+        plain = child.ask({**ASKED, "max_new_tokens": 10}, 60)
+    with started(PACKAGES["transformers"], tmp_path, **options, layer_set=str(tmp_path / "layer_set.json")) as child:
+        ours = child.ask({**ASKED, "max_new_tokens": 10}, 60)
+    assert ours["token_ids"] == plain["token_ids"] and "drafted" not in plain
+    assert 0 < ours["prefill_s"] < ours["seconds"] and 0 <= ours["accepted"] <= ours["drafted"] > 0
+
+
+def test_engines_get_a_target_of_coded_weights_as_the_file_that_it_came_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path / "cache"))
+    for kind, given, words in (("Q4_0", "tiny-Q4_0.gguf", "tiny-Q4_0.gguf"), ("F32", "BF16.gguf", "BF16")):
+        path = write_model(tmp_path / f"tiny-{kind}.gguf", tiny_model("llama", torch.float32, **SIZE), kind=kind)
+        request = TurnsRequest(str(path), local_folder(resolve(str(path))), threads=1)
+        row = Row(PACKAGES["llama-cpp"], "plain", "stored")
+        bench = Turns(request, [Question("1", "code", (1,), 2)], [row])
+        assert bench.runs[0].weights == words
+        assert Path(bench._options(row, Launch(()))["model"]).name == given
 
 
 def test_draft_checkpoint_is_given_to_engines_in_the_form_that_they_read(

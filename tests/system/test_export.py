@@ -410,6 +410,12 @@ def test_plan_that_was_tuned_in_an_engine_has_the_draft_and_the_length_found_the
         own = json.loads((tmp_path / drafts / "settings.json").read_text())
         assert own["spec-type"] == spec and made.n_draft_tokens == 7
         assert ("draft.gguf" in made.files) == (drafts != "text")
+    found = tuned("shared", "transformers")
+    inside = {"drafts": "shared", "draft_format": "int8", "engine_version": "transformers 5"}
+    plan = replace(found.plan, method="adaptive", settings=inside)
+    export(replace(found, plan=plan), str(tiny), "transformers", tmp_path / "shared")
+    written = LayerSetRecord.load(tmp_path / "shared" / "layer_set.json")
+    assert {name for _, name in written.layer_set.formats} == {"int8"} and written.settings["method"] == "adaptive"
     with pytest.raises(InvalidInput, match="version 3 is for llamacpp: export it --to llamacpp"):
         export(tuned("text"), str(tiny), "vllm", tmp_path / "other")
     with pytest.raises(InvalidInput, match="of which there is nothing to write"):

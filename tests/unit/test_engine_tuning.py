@@ -112,6 +112,22 @@ def test_stored_layer_set_is_tried_as_what_the_engine_loads(folder: Path, store:
     assert store.lookup(str(folder), "code").plan.engine is None  # what is best here stays
 
 
+def test_swiftopt_inside_transformers_is_a_way_of_transformers(folder: Path, store: Store) -> None:
+    record = LayerSetRecord(str(folder), "code", LayerSet(4, frozenset({1}), frozenset({1})))
+    store.add_layer_set(record)
+    runs = MadeUp({"plain": 2.0, "shared-int4": 1.0, "shared": 1.2})
+    found = tuned(folder, store, runs, "transformers")
+    plan = found.found.plan
+    assert [names for names, _ in runs.asked] == [
+        ["plain", "ngram-5", "shared-int4", "layers-5", "shared"],
+        ["plain", "shared-int4"],
+    ]
+    assert (plan.method, plan.layer_set, plan.engine) == ("adaptive", None, "transformers")
+    assert (plan.settings["drafts"], plan.settings["draft_format"]) == ("shared", "int4")
+    plan = tuned(folder, store, MadeUp({"plain": 2.0, "shared": 1.0}), "transformers").found.plan
+    assert plan.method == "swift" and plan.layer_set is not None and plan.layer_set.layer_set == record.layer_set
+
+
 def test_engine_whose_plain_decoding_fails_stores_nothing(folder: Path, store: Store) -> None:
     with pytest.raises(EngineUnusable, match="llamacpp did not decode plainly: it cannot; nothing was stored"):
         tuned(folder, store, MadeUp({"plain": None}))

@@ -145,6 +145,10 @@ def test_exported_folder_is_a_row_of_its_engine_with_its_own_settings_and_draft(
     assert one.options == {"settings": {"spec-type": "draft-simple"}} and one.equals_plain
     assert (other.name, other.draft) == ("openvino/exported", None)
     assert other.options == {"settings": settings, "ngram": True}
+    shared = exported(tmp_path / "in", engine="transformers", draft=None, layer_set="draft.gguf")
+    (inside,) = [row for row in all_rows(exported=[shared]) if row.variant in ("shared", "exported")]
+    assert (inside.name, inside.draft, inside.equals_plain) == ("transformers/shared", None, True)
+    assert inside.options == {"layer_set": str(shared.resolve() / "draft.gguf")}
     names = [row.variant for row in all_rows(exported=[draft, exported(tmp_path / "two")])[-2:]]
     assert names == ["exported-one", "exported-two"]
     with pytest.raises(SettingsError, match="two folders of --exported have the same name"):
@@ -157,7 +161,7 @@ def test_exported_folder_is_a_row_of_its_engine_with_its_own_settings_and_draft(
         ({"schema": "other/1"}, "is no exported plan: name a folder that `swiftopt export` wrote"),
         ({"settings": None}, "is no exported plan"),
         ({"engine": "sglang"}, "is for sglang, which is not run here: export to one of llamacpp, openvino"),
-        ({"draft": None}, "has no checkpoint for llamacpp alone: export a layer set that skips"),
+        ({"draft": None}, "names no draft for llamacpp: export the plan again"),
         ({"draft": "lost"}, "lacks its draft lost: export the plan again"),
     ],
 )
