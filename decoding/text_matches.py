@@ -182,8 +182,12 @@ class Matches:
 
         Args: known: what an earlier life of this text has read, so that earlier texts' rates have learnt it.
         """
+        self.extend(token_ids[self.n_read :], known)
+
+    def extend(self, token_ids: Iterable[int], known: bool = False) -> None:
+        """Read tokens behind those that were read; see `read`."""
         text, rates = self.text, self.rates.alone() if known else self.rates
-        for token_id in token_ids[self.n_read :]:
+        for token_id in token_ids:
             if text.match_length:
                 rates.learn(text.match_length, text.token_ids[text.match_end] == token_id)
             text.extend(token_id)

@@ -42,6 +42,7 @@ Kind = Literal["draft", "text"]  # what a plan drafts with elsewhere: a checkpoi
 SCHEMA = "swiftopt.export/1"
 SUMMARY = "export.json"
 SHARED = "layer_set.json"  # the plan's own set, for swiftopt.custom_generate
+PROPOSER = "swiftopt.engines.vllm_drafts.TextProposer"  # drafts from text in vLLM
 Writes = Literal["stored", "compressed-tensors", "gguf"]  # a draft's weights: the model's own, or in fewer bits, too
 
 LONGEST = 16  # draft tokens of a round
@@ -191,6 +192,8 @@ def _llamacpp_lines(draft: EngineDraft) -> list[Lines]:
 
 
 def _vllm_settings(draft: EngineDraft) -> dict[str, Any]:
+    if draft.kind == "text" and draft.found.plan.settings.get("drafts") == "own-text":
+        return _proposing(draft)
     if draft.kind == "text":
         sizes = {"prompt_lookup_min": 1, "prompt_lookup_max": NGRAM_TOKENS}
         return {"method": "ngram", "num_speculative_tokens": draft.n_tokens, **sizes}
@@ -200,8 +203,23 @@ def _vllm_settings(draft: EngineDraft) -> dict[str, Any]:
     return values
 
 
+def _proposing(draft: EngineDraft) -> dict[str, Any]:
+    return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": draft.n_tokens}
+
+
 def _vllm_lines(draft: EngineDraft) -> list[Lines]:
-    return [Lines("bash", f'vllm serve {draft.target} --speculative-config "$(cat speculative_config.json)"')]
+    alone = Lines("bash", f'vllm serve {draft.target} --speculative-config "$(cat speculative_config.json)"')
+    if draft.kind != "text":
+        return [alone]
+    own = f"vllm serve {draft.target} --speculative-config '{json.dumps(_proposing(draft))}'"
+    when = (
+        "With swiftopt in vLLM's environment (`pip install --no-deps swiftopt pydantic`): its own drafts from text, as"
+        " long as they are worth their time"
+    )
+    ways = [Lines("bash", own, when)]
+    if _vllm_settings(draft)["method"] == "ngram":
+        ways.append(replace(alone, when="With vLLM alone: its n-grams"))
+    return ways
 
 
 def _openvino_settings(draft: EngineDraft) -> dict[str, Any]:
@@ -339,7 +357,8 @@ def _of_engine(found: FoundPlan, engine: str) -> tuple[FoundPlan, int | None]:
     drafts = plan.settings.get("drafts")
     if drafts == "shared":
         return replace(found, plan=replace(plan, engine=None)), None
-    alike = {"text": ("prompt-lookup", {}), "bits": ("adaptive", {"draft_format": "int4"}), "layers": ("swift", {})}
+    text: tuple[str, dict[str, Any]] = ("prompt-lookup", {})
+    alike = {"text": text, "own-text": text, "bits": ("adaptive", {"draft_format": "int4"}), "layers": ("swift", {})}
     if drafts not in alike:
         what = f"drafts with {plan.draft_model}" if plan.draft_model else f"decodes with {plan.method}"
         raise InvalidInput(f"version {found.version} {what}, of which there is nothing to write: see its settings")

@@ -28,11 +28,11 @@ from ..models.sources import Source, local_folder, resolve
 from ..optimizer.verdict import hold_out, judge, speed, speed_ratio
 from ..store import Store
 from .evidence import judged
-from .export import SHARED, export
+from .export import PROPOSER, SHARED, export
 from .packages import PACKAGES, SERVER, EnginePackage
 from .turns import DTYPES, Question, Row, RowRuns, Turns, TurnsRequest, Weights, questions_of
 
-Drafts = Literal["none", "text", "bits", "layers", "model", "shared", "server"]
+Drafts = Literal["none", "text", "own-text", "bits", "layers", "model", "shared", "server"]
 
 FIRST_LENGTH = 5  # draft tokens at which kinds are compared
 OTHER_LENGTHS = (2, 3, 8)  # that the fastest kind is tried at then
@@ -43,17 +43,21 @@ LEAST_RATIO = 0.95  # of plain decoding, while choosing: what is slower gets no 
 
 @dataclass(frozen=True, slots=True)
 class RunnableEngine:
-    """What of an engine runs here: package, weights that it reads, and those of a draft in 4 bits, if GGUF has it."""
+    """What of an engine runs here: package, weights that it reads, and those of a draft in 4 bits, if GGUF has it.
+
+    `proposer` is our class that drafts from text inside the engine.
+    """
 
     package: str
     weights: Weights
     four_bits: Weights | None = None
+    proposer: str | None = None
 
 
 RUNNABLE: Mapping[EngineName, RunnableEngine] = {
     "llamacpp": RunnableEngine("llama-cpp", "stored", "Q4_0"),
     "openvino": RunnableEngine("openvino", "F16", "Q4_0"),
-    "vllm": RunnableEngine("vllm", "folder"),
+    "vllm": RunnableEngine("vllm", "folder", proposer=PROPOSER),
     "transformers": RunnableEngine("transformers", "folder"),
 }
 
@@ -94,7 +98,7 @@ class Way:
         """Return the method of ours that it is nearest to."""
         if self.drafts == "shared" and self.plan is not None:
             return self.plan.method
-        return {"none": "plain", "text": "prompt-lookup"}.get(self.drafts, "spd")
+        return {"none": "plain", "text": "prompt-lookup", "own-text": "prompt-lookup"}.get(self.drafts, "spd")
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -259,6 +263,9 @@ class EngineTuning:
             Way(Row(package, "plain", weights)),
             Way(Row(package, f"ngram-{n}", weights, {"ngram": True, "draft_tokens": n}), "text", n),
         ]
+        if runnable.proposer is not None:
+            options = {"proposer": runnable.proposer, "draft_tokens": n}
+            ways.append(Way(Row(package, f"own-text-{n}", weights, options), "own-text", n))
         bits: Weights | Path | None = runnable.four_bits
         if bits is None:
             written = self._written(FOUR_BITS, "a draft in 4 bits", stack)

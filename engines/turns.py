@@ -312,6 +312,7 @@ class Turns:
             "model": str(self._file(row.weights, row)),
             "draft": str(self._file(row.draft, row)) if row.draft else None,
             "package": str(launch.folder),
+            "swiftopt": str(Path(__file__).parents[1]),
             "dtype": self.dtype,
             "precision": PRECISIONS[self.dtype],
             "threads": request.threads,

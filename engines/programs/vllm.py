@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
 COUNTERS = {
@@ -14,11 +16,15 @@ COUNTERS = {
 def load(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Options: those of all programs, `model` and `draft` being folders; `settings` are a speculative_config.
 
+    `proposer` names a class of swiftopt that drafts, which is then loaded from the folder `swiftopt`.
+
     Threads and the memory of keys and values are set by environment variables, which its parent gives.
     """
     from vllm import LLM, SamplingParams
 
     speculative = _settings(options)
+    if (speculative or {}).get("method") == "custom_class":
+        _load_package("swiftopt", options["swiftopt"])
     engine = LLM(
         options["model"],
         dtype=options["dtype"],
@@ -58,6 +64,12 @@ def _settings(options: dict[str, Any]) -> dict[str, Any] | None:
         if options["min_confidence"]:
             raise ValueError("vLLM ends no draft at an unsure token: min_confidence must be 0")
         return {"method": "draft_model", **draft, "num_speculative_tokens": options["draft_tokens"]}
+    if options.get("proposer"):
+        return {
+            "method": "custom_class",
+            "model": options["proposer"],
+            "num_speculative_tokens": options["draft_tokens"],
+        }
     if options.get("ngram"):
         return {
             "method": "ngram",
@@ -66,3 +78,11 @@ def _settings(options: dict[str, Any]) -> dict[str, Any] | None:
             "prompt_lookup_max": options["ngram_tokens"],
         }
     return None
+
+
+def _load_package(name: str, folder: str) -> None:
+    """Load the package from its folder, whatever is beside that, which may be a whole environment."""
+    spec = spec_from_file_location(name, f"{folder}/__init__.py", submodule_search_locations=[folder])
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = module = module_from_spec(spec)
+    spec.loader.exec_module(module)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from itertools import pairwise, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -410,6 +411,11 @@ def test_plan_that_was_tuned_in_an_engine_has_the_draft_and_the_length_found_the
         own = json.loads((tmp_path / drafts / "settings.json").read_text())
         assert own["spec-type"] == spec and made.n_draft_tokens == 7
         assert ("draft.gguf" in made.files) == (drafts != "text")
+    export(tuned("own-text", "vllm"), str(tiny), "vllm", tmp_path / "own")
+    own = json.loads((tmp_path / "own" / "speculative_config.json").read_text())
+    module, _, name = own.pop("model").rpartition(".")
+    assert own == {"method": "custom_class", "num_speculative_tokens": 7}
+    assert hasattr(import_module(module), name)
     found = tuned("shared", "transformers")
     inside = {"drafts": "shared", "draft_format": "int8", "engine_version": "transformers 5"}
     plan = replace(found.plan, method="adaptive", settings=inside)

@@ -128,6 +128,14 @@ def test_swiftopt_inside_transformers_is_a_way_of_transformers(folder: Path, sto
     assert plan.method == "swift" and plan.layer_set is not None and plan.layer_set.layer_set == record.layer_set
 
 
+def test_own_drafts_from_text_are_a_way_of_vllm(folder: Path, store: Store) -> None:
+    runs = MadeUp({"plain": 2.0, "own-text-5": 1.2, "own-text-8": 1.0})
+    found = tuned(folder, store, runs, "vllm")
+    assert runs.asked[0][0] == ["plain", "ngram-5", "own-text-5", "int4-5"] and found.way == "own-text-8"
+    plan = found.found.plan
+    assert (plan.method, plan.settings["drafts"], plan.settings["draft_tokens"]) == ("prompt-lookup", "own-text", 8)
+
+
 def test_engine_whose_plain_decoding_fails_stores_nothing(folder: Path, store: Store) -> None:
     with pytest.raises(EngineUnusable, match="llamacpp did not decode plainly: it cannot; nothing was stored"):
         tuned(folder, store, MadeUp({"plain": None}))
