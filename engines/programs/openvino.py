@@ -21,6 +21,7 @@ def load(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     more: dict[str, Any] = {
         "INFERENCE_NUM_THREADS": options["threads"],
         "INFERENCE_PRECISION_HINT": options["precision"],
+        **options.get("properties", {}),
     }
     if options.get("draft"):
         draft = options["draft"]
