@@ -305,7 +305,8 @@ def export(
 ) -> Result:
     """Write the plan of MODEL/TASK as what another engine loads: a draft checkpoint, its settings, and a README.
 
-    A set whose rest does not alternate attention and MLP is exported as the nearest one that does.
+    A set whose rest does not alternate attention and MLP is exported as the nearest one that does; for vLLM as it is,
+    where the model is a Llama, Mistral or Qwen2.
     """
     from ..engines.export import SCHEMA, refuse_existing
     from ..engines.export import export as export_plan

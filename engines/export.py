@@ -24,12 +24,14 @@ from ..models.fingerprint import fingerprint
 from ..models.gguf_weights import stored_type, write_gguf
 from ..models.loading import load
 from ..models.restacked import (
+    NO_OPS_CODE,
     check_restackable,
     distance,
     is_parallel,
     nearest,
     pairs_of,
     takes_fewer_bits,
+    takes_no_ops,
     write_restacked,
 )
 from ..models.saved import OnStep, first_line, no_step, supported_config
@@ -67,8 +69,8 @@ class EngineDraft:
     """What an engine's files are written from. `lengths`: (fewest requests, most, draft tokens) by load, if known.
 
     `name` is the target's, `target` what an engine reads it from. `layer_set` is that of the checkpoint, if there is
-    one; `shared` is the plan's own, where the engine can draft with the target's keys and values. Below a confidence of
-    `threshold` the plan's drafts end.
+    one; with `no_ops` some of its layers lack one half. `shared` is the plan's own, where the engine can draft with the
+    target's keys and values. Below a confidence of `threshold` the plan's drafts end.
     """
 
     found: FoundPlan
@@ -79,6 +81,7 @@ class EngineDraft:
     lengths: tuple[tuple[int, int, int], ...] = ()
     layer_set: LayerSet | None = None
     n_changed: int = 0
+    no_ops: bool = False
     shared: LayerSetRecord | None = None
     threshold: float | None = None
     acceptance: float | None = None
@@ -107,7 +110,8 @@ class ExportEngine:
     """An engine: the name of its settings file, what goes into it, and the lines that run it.
 
     `writes`: the draft's form; all but "stored" can have fewer bits, so that a set that only quantises is a draft, too.
-    `shares`: swiftopt runs inside it. `run_here`: the files are loaded by the project's own tests or `make engines`.
+    `no_ops`: layers of a draft may lack one half. `shares`: swiftopt runs inside it. `run_here`: the files are loaded
+    by the project's own tests or `make engines`.
     """
 
     title: str
@@ -115,6 +119,7 @@ class ExportEngine:
     settings: Callable[[EngineDraft], Mapping[str, Any]]
     lines: Callable[[EngineDraft], list[Lines]]  # the ways to run it, the best first
     writes: Writes = "stored"
+    no_ops: bool = False
     shares: bool = False
     run_here: bool = False
 
@@ -208,7 +213,9 @@ def _proposing(draft: EngineDraft) -> dict[str, Any]:
 
 
 def _vllm_lines(draft: EngineDraft) -> list[Lines]:
-    alone = Lines("bash", f'vllm serve {draft.target} --speculative-config "$(cat speculative_config.json)"')
+    trust = "--trust-remote-code " if draft.no_ops else ""
+    line = f'vllm serve {draft.target} {trust}--speculative-config "$(cat speculative_config.json)"'
+    alone = Lines("bash", line)
     if draft.kind != "text":
         return [alone]
     own = f"vllm serve {draft.target} --speculative-config '{json.dumps(_proposing(draft))}'"
@@ -287,7 +294,9 @@ ENGINES: Mapping[str, ExportEngine] = {
         "transformers", "settings.json", _transformers_settings, _transformers_lines, shares=True, run_here=True
     ),
     "llamacpp": ExportEngine("llama.cpp", "settings.json", _llamacpp_settings, _llamacpp_lines, "gguf"),
-    "vllm": ExportEngine("vLLM", "speculative_config.json", _vllm_settings, _vllm_lines, "compressed-tensors"),
+    "vllm": ExportEngine(
+        "vLLM", "speculative_config.json", _vllm_settings, _vllm_lines, "compressed-tensors", no_ops=True
+    ),
     "openvino": ExportEngine("OpenVINO GenAI", "settings.json", _openvino_settings, _openvino_lines, "gguf"),
     "sglang": ExportEngine("SGLang", "settings.json", _sglang_settings, _sglang_lines, "compressed-tensors"),
     "tensorrt-llm": ExportEngine("TensorRT-LLM", "settings.json", _tensorrt_settings, _tensorrt_lines),
@@ -424,7 +433,8 @@ def draft_of(
         trials = (
             store.trials(record.job, record.task) if store is not None and record is not None and record.job else []
         )
-        candidates = alternating(layer_set, is_parallel(config), trials)
+        whole = alternating(layer_set, is_parallel(config), trials)
+        candidates = (layer_set, *whole) if engine.no_ops and _needs_no_ops(layer_set, whole, folder) else whole
         runs = [each if engine.writes != "stored" else replace(each, formats=()) for each in candidates]
         costs = _stored_costs(store, found, own)
         if prompts:
@@ -445,6 +455,7 @@ def draft_of(
             n_tokens=n_tokens,
             lengths=lengths,
             layer_set=candidates[best],
+            no_ops=candidates[best] not in whole,
             n_changed=distance(layer_set, candidates[best]),
             acceptance=acceptance,
             acceptance_from=source,
@@ -476,6 +487,16 @@ def alternating(layer_set: LayerSet, parallel: bool, trials: Sequence[Trial]) ->
         return fmean(tried.get(replace(one, formats=()), [-1.0]))
 
     return tuple(sorted(nearest(layer_set, parallel), key=promise, reverse=True))
+
+
+def _needs_no_ops(layer_set: LayerSet, whole: Sequence[LayerSet], folder: Path) -> bool:
+    """Return whether the set itself is a checkpoint only with layers of one half, which the model's type can have."""
+    if layer_set in whole or not takes_no_ops(folder):
+        return False
+    try:
+        return bool(pairs_of(layer_set, no_ops=True))
+    except LayerSetError:
+        return False
 
 
 def speed_of(
@@ -556,10 +577,15 @@ def _write(draft: EngineDraft, engine: str, folder: Path, out: Path, on_step: On
         checkpoint = out / "draft"
         checkpoint.mkdir()
         config = supported_config(folder)
-        pairs = pairs_of(draft.layer_set, is_parallel(config))
+        pairs = pairs_of(draft.layer_set, is_parallel(config), draft.no_ops)
         form = write_restacked(
             folder, pairs, checkpoint, draft.layer_set if row.writes == "compressed-tensors" else None
         )
+        if draft.no_ops:
+            remarks.append(
+                "the plan's set does not alternate attention and MLP: some of the draft's layers lack one half, which"
+                f" {row.title} loads with --trust-remote-code: it lets draft/{NO_OPS_CODE.name} run, a config of ours"
+            )
         if draft.n_changed:
             remarks.append(
                 f"the plan's set does not alternate attention and MLP: the draft is of the nearest one that does,"
@@ -614,6 +640,8 @@ def readme(draft: EngineDraft, engine: str, remarks: Sequence[str] = ()) -> str:
         what = "The draft is the model itself in fewer bits or without some sub-layers, made when it is first used."
     elif draft.layer_set is None:
         what = "Drafts come from earlier text, by the engine's own n-grams: no checkpoint is needed."
+    elif draft.no_ops:
+        what = f"The draft is the model without {draft.layer_set.n_skipped} of its attentions and MLPs."
     else:
         left = draft.layer_set.n_layers - len(draft.layer_set.skip_attn)
         what = (

@@ -16,6 +16,7 @@ from ..core.errors import ContextOverflow, SwiftoptError
 from ..core.types import Prompt, Sampling
 from ..decoding.session import Session
 from ..models.gguf_weights import Rounding, gguf_of, stored_type
+from ..models.restacked import has_no_ops, takes_no_ops
 from ..models.runtime import Runtime
 from ..models.saved import OnStep, cache_root, no_step, quiet, supported_type
 from ..models.sources import resolve
@@ -308,9 +309,11 @@ class Turns:
 
     def _options(self, row: Row, launch: Launch) -> dict[str, Any]:
         request = self.request
+        draft = self._file(row.draft, row) if row.draft else None
         return {
             "model": str(self._file(row.weights, row)),
-            "draft": str(self._file(row.draft, row)) if row.draft else None,
+            "draft": str(draft) if draft else None,
+            "trust_remote_code": draft is not None and has_no_ops(draft) and takes_no_ops(request.folder),
             "package": str(launch.folder),
             "swiftopt": str(Path(__file__).parents[1]),
             "dtype": self.dtype,

@@ -2,7 +2,8 @@
 
 A sub-layer carries its own norm and adds to the residual stream, so layer i's attention followed by layer j's MLP is an
 ordinary decoder layer. Where what a set leaves alternates attention, MLP, attention, MLP, …, it is a whole model. The
-checkpoint computes what the set computes on its own keys and values; drafting here, a set reads the target's.
+checkpoint computes what the set computes on its own keys and values; drafting here, a set reads the target's. An
+engine with layers of one half (vLLM's DeciLM: `no_op`) loads other sets, too.
 """
 
 from __future__ import annotations
@@ -24,18 +25,28 @@ from .compressed import PackedForm, packed_form
 from .families import FAMILIES, Family
 from .saved import StoredTensors, supported_config, supported_type
 
-Pair = tuple[int, int]  # the layers that a new layer's attention and its MLP come from
+Pair = tuple[int | None, int | None]  # the layers that a new layer's attention and its MLP come from; None: it has none
 MOST_NEAREST = 16  # sets at equal distance that are listed
 SHARD_BYTES = 4 << 30  # of a file of weights; as much is in memory at a time
 STATES = ("nothing", "mlp next", "attn next")  # of a row of sub-layers: not begun, within a new layer, after one
 SMALL_FILES = (".json", ".jinja", ".txt", ".model")  # settings and tokenizer
+NO_OPS_CODE = Path(__file__).with_name("configuration_no_ops.py")  # goes beside weights with layers of one half
+NO_OPS_MAP = {"AutoConfig": f"{NO_OPS_CODE.stem}.NoOpsConfig"}
+QKV_BIAS = {"llama": None, "mistral": False, "qwen2": True}  # model types that DeciLM computes; None: the config says
+NO_OPS_FIELDS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "hidden_act", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "max_position_embeddings", "rms_norm_eps", "rope_parameters", "tie_word_embeddings"),
+    *("attention_bias", "mlp_bias", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "quantization_config"),
+)  # of a config, that mean the same in DeciLM
 
 
-def pairs_of(layer_set: LayerSet, parallel: bool = False) -> tuple[Pair, ...]:
+def pairs_of(layer_set: LayerSet, parallel: bool = False, no_ops: bool = False) -> tuple[Pair, ...]:
     """Return the new layers, in order, that compute what the set leaves of a model.
 
     Args:   parallel: a layer's attention and MLP read the same residual, so that both have to stay together.
-    Raises: LayerSetError: what is left does not alternate, is nothing or, of a parallel model, splits a layer.
+            no_ops: a layer may lack one half. The first must have attention: DeciLM cannot begin without.
+    Raises: LayerSetError: what is left does not alternate, is nothing or, of a parallel model, splits a layer; with
+            `no_ops` only that it is nothing or begins with an MLP.
     """
     if parallel:
         split = sorted(layer_set.skip_attn ^ layer_set.skip_mlp)
@@ -45,17 +56,25 @@ def pairs_of(layer_set: LayerSet, parallel: bool = False) -> tuple[Pair, ...]:
                 " same values: only sets of whole layers are a checkpoint of their own"
             )
     left = [sub for sub in _sub_layers(layer_set.n_layers) if not layer_set.skips(*sub)]
-    for place, (kind, layer) in enumerate(left):
+    for place, (kind, layer) in enumerate(left[:1] if no_ops else left):
         if kind != ("attn", "mlp")[place % 2]:
             raise LayerSetError(_not_alternating(layer, kind, left[place - 1] if place else None))
-    if len(left) % 2:
+    if len(left) % 2 and not no_ops:
         raise LayerSetError(
             f"the layer set ends with the attention of layer {left[-1][1]}, and a decoder layer ends with an MLP: take"
             " the nearest set that alternates"
         )
     if not left:
         raise LayerSetError("the layer set leaves nothing of the model: take one that keeps at least one layer")
-    return tuple((left[i][1], left[i + 1][1]) for i in range(0, len(left), 2))
+    pairs: list[Pair] = []
+    for kind, layer in left:
+        if kind == "attn":
+            pairs.append((layer, None))
+        elif pairs[-1][1] is None:
+            pairs[-1] = (pairs[-1][0], layer)
+        else:
+            pairs.append((None, layer))
+    return tuple(pairs)
 
 
 def nearest(layer_set: LayerSet, parallel: bool = False, most: int = MOST_NEAREST) -> tuple[LayerSet, ...]:
@@ -125,13 +144,40 @@ def check_restackable(config: Any) -> None:
         )
 
 
+def takes_no_ops(folder: Path) -> bool:
+    """Return whether vLLM's DeciLM computes a saved model's layers.
+
+    A model that names code of its own is left out: --trust-remote-code, which the draft needs, would run that, too.
+
+    Raises: as `supported_config`.
+    """
+    config = supported_config(folder)
+    settings = [path for name in ("config.json", "tokenizer_config.json") if (path := folder / name).is_file()]
+    return (
+        config.model_type in QKV_BIAS
+        and config.hidden_act == "silu"
+        and getattr(config, "sliding_window", None) is None
+        and not any('"auto_map"' in path.read_text(encoding="utf-8") for path in settings)
+    )
+
+
+def has_no_ops(checkpoint: Path) -> bool:
+    """Return whether a checkpoint has layers of one half, and its config's code is ours, byte by byte."""
+    try:
+        code, config = (checkpoint / NO_OPS_CODE.name).read_bytes(), (checkpoint / "config.json").read_bytes()
+        return code == NO_OPS_CODE.read_bytes() and json.loads(config)["auto_map"] == NO_OPS_MAP
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
 def write_restacked(folder: Path, pairs: Sequence[Pair], out: Path, formats: LayerSet | None = None) -> str | None:
     """Write a saved model's checkpoint of those layers: config, weights in safetensors, and the tokenizer's files.
 
     The tensors are the model's own, bit by bit, in the stored type, unless a sub-layer has fewer bits in `formats`: its
     linear maps are then written as compressed-tensors (`models/compressed.py`), embeddings and head as they are stored.
 
-    Args:    folder: of a saved model. pairs: of `pairs_of`. out: an empty folder.
+    Args:    folder: of a saved model. pairs: of `pairs_of`, with a half that is None only where `takes_no_ops`.
+             out: an empty folder.
     Returns: how those linear maps are rounded; None: none is.
     Raises: UnsupportedModel: something in the model depends on a layer's index, or a tensor is of neither sub-layer.
             ModelNotFound: the folder cannot be read. OSError: `out` cannot be written.
@@ -142,14 +188,18 @@ def write_restacked(folder: Path, pairs: Sequence[Pair], out: Path, formats: Lay
         if path.suffix in SMALL_FILES and path.name != "config.json" and not path.name.endswith(".index.json"):
             shutil.copyfile(path, out / path.name)
     stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    changed = _shortened(stored, len(pairs))
+    if any(None in pair for pair in pairs):
+        shutil.copyfile(NO_OPS_CODE, out / NO_OPS_CODE.name)
+        changed = _with_no_ops(config, pairs)
+    else:
+        changed = _shortened(stored, len(pairs))
     with StoredTensors(folder) as tensors:
         shapes = tensors.shapes()
         placed = _placed(shapes, FAMILIES[config.model_type], pairs, folder)
         maps = [one for one in placed if one.sub and one.new.endswith(".weight") and len(shapes[one.stored]) == 2]
         form = None
         if formats is not None and takes_fewer_bits(folder):
-            subs = [sub for pair in pairs for sub in zip(("attn", "mlp"), pair, strict=True)]
+            subs = [sub for pair in pairs for sub in zip(("attn", "mlp"), pair, strict=True) if sub[1] is not None]
             form = packed_form(formats, cast("list[SubLayer]", subs), {shapes[one.stored][1] for one in maps})
         few = set[str]()
         if form is not None and formats is not None:
@@ -190,6 +240,30 @@ def _shortened(config: Mapping[str, Any], n_layers: int) -> dict[str, Any]:
     if isinstance(config.get("max_window_layers"), int):
         changed["max_window_layers"] = min(config["max_window_layers"], n_layers)
     return {**config, **changed}
+
+
+def _with_no_ops(config: Any, pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Return the config of vLLM's DeciLM with these layers.
+
+    It names every value that DeciLM reads: defaults differ by model type.
+    """
+    known, group = config.to_dict(), config.num_attention_heads // config.num_key_value_heads
+    bias = QKV_BIAS[config.model_type]
+    return {
+        **{key: known[key] for key in NO_OPS_FIELDS if key in known},
+        **({} if bias is None else {"qkv_bias": bias, "attention_bias": False, "mlp_bias": False}),
+        "model_type": "nemotron-nas",
+        "architectures": ["DeciLMForCausalLM"],
+        "auto_map": NO_OPS_MAP,
+        "num_hidden_layers": len(pairs),
+        "block_configs": [
+            {
+                "attention": {"no_op": attn is None, "n_heads_in_group": group},
+                "ffn": {"no_op": mlp is None, "intermediate_size": config.intermediate_size},
+            }
+            for attn, mlp in pairs
+        ],
+    }
 
 
 class _Placed(NamedTuple):

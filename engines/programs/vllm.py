@@ -16,7 +16,8 @@ COUNTERS = {
 def load(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Options: those of all programs, `model` and `draft` being folders; `settings` are a speculative_config.
 
-    `proposer` names a class of swiftopt that drafts, which is then loaded from the folder `swiftopt`.
+    `proposer` names a class of swiftopt that drafts, which is then loaded from the folder `swiftopt`. With
+    `trust_remote_code` Python files in these folders run: it is for drafts whose config is swiftopt's own.
 
     Threads and the memory of keys and values are set by environment variables, which its parent gives.
     """
@@ -28,6 +29,7 @@ def load(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     engine = LLM(
         options["model"],
         dtype=options["dtype"],
+        trust_remote_code=options["trust_remote_code"],
         max_model_len=options["n_ctx"],
         max_num_seqs=1,
         enable_prefix_caching=False,

@@ -19,7 +19,7 @@ import pytest
 import torch
 from families import CONFIGS, tiny_model
 from packed_files import SIZE
-from tiny_files import save
+from tiny_files import edit_config, save
 from tiny_files import write_gguf as write_model
 from transformers import AutoModelForCausalLM
 
@@ -33,6 +33,7 @@ from swiftopt.engines.environments import PROGRAMS, EngineFailed, Launch, prepar
 from swiftopt.engines.packages import PACKAGES, EnginePackage
 from swiftopt.engines.turns import Question, Row, Turns, TurnsRequest, questions_of
 from swiftopt.models.gguf_weights import gguf_of, write_gguf
+from swiftopt.models.restacked import write_restacked
 from swiftopt.models.sources import local_folder, resolve
 
 ASKED = {"prompt_ids": [3, 5, 7, 9], "max_new_tokens": 6, "task": "code"}
@@ -207,6 +208,23 @@ def test_draft_checkpoint_is_given_to_engines_in_the_form_that_they_read(
         bench = Turns(TurnsRequest("tiny", draft, threads=1), [Question("1", "code", (1,), 2)], [row])
         options[name, path] = Path(bench._options(row, Launch(()))["draft"])
     assert [path.name for path in options.values()] == ["draft", "F16.gguf", "F32.gguf", "draft.gguf"]
+
+
+def test_only_drafts_whose_code_is_ours_are_trusted_to_run_it(tmp_path: Path) -> None:
+    model, draft = saved(tmp_path / "model", "llama"), tmp_path / "draft"
+    draft.mkdir()
+    write_restacked(model, [(0, 0), (None, 1), (2, None)], draft)
+
+    def trusted(path: Path | None, target: Path = model) -> bool:
+        row = Row(PACKAGES["vllm"], "draft", "folder", draft=path)
+        bench = Turns(TurnsRequest("tiny", target, threads=1), [Question("1", "code", (1,), 2)], [row])
+        return bool(bench._options(row, Launch(()))["trust_remote_code"])
+
+    assert trusted(draft) and not trusted(model) and not trusted(None)
+    coded = edit_config(saved(tmp_path / "coded", "llama"), auto_map={"AutoConfig": "mine.Mine"})
+    assert not trusted(draft, coded)
+    edit_config(draft, auto_map={"AutoConfig": "other--mine.Mine"})
+    assert not trusted(draft)
 
 
 def test_child_that_fails_or_dies_is_told_in_a_sentence(counting: EnginePackage, tmp_path: Path) -> None:

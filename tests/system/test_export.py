@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny_files import edit_config, save
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from swiftopt.cli.main import main, run
 from swiftopt.core.costs import CostProfile
@@ -47,8 +48,17 @@ from swiftopt.engines.acceptance import own_acceptance
 from swiftopt.engines.export import ENGINES, alternating, export, lengths_by_load
 from swiftopt.models import restacked
 from swiftopt.models.compressed import rounded
+from swiftopt.models.configuration_no_ops import NoOpsConfig
 from swiftopt.models.loading import load
-from swiftopt.models.restacked import distance, nearest, pairs_of, write_restacked
+from swiftopt.models.restacked import (
+    NO_OPS_CODE,
+    distance,
+    has_no_ops,
+    nearest,
+    pairs_of,
+    takes_no_ops,
+    write_restacked,
+)
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
 from swiftopt.models.saved import quiet
@@ -86,9 +96,9 @@ def alternating_sets(draw: Any, depth: int = DEPTH) -> LayerSet:
 
 
 @contextmanager
-def written(folder: Path, layer_set: LayerSet, parallel: bool = False) -> Iterator[Path]:
+def written(folder: Path, layer_set: LayerSet, parallel: bool = False, no_ops: bool = False) -> Iterator[Path]:
     with TemporaryDirectory() as out:
-        write_restacked(folder, pairs_of(layer_set, parallel), Path(out))
+        write_restacked(folder, pairs_of(layer_set, parallel, no_ops), Path(out))
         yield Path(out)
 
 
@@ -103,6 +113,40 @@ def logits_of(folder: Path) -> torch.Tensor:
     with torch.inference_mode():
         out: torch.Tensor = model.eval()(torch.tensor([IDS])).logits[0]
     return out
+
+
+class Nothing(torch.nn.Module):
+    """A half that a layer lacks: it adds zero. An attention returns its weights, too."""
+
+    def __init__(self, attention: bool) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> Any:
+        zero = torch.zeros_like(hidden_states)
+        return (zero, None) if self.attention else zero
+
+
+def logits_by_blocks(folder: Path) -> torch.Tensor:
+    """Of a checkpoint with layers of one half, by its definition: Llama's layers, without the halves that are no_op."""
+    config = NoOpsConfig.from_pretrained(folder)
+    bias_out = config.attention_bias
+    config.attention_bias = getattr(config, "qkv_bias", bias_out)
+    config._attn_implementation = "sdpa"
+    model = LlamaForCausalLM(config).double().eval()
+    for layer, block in zip(model.model.layers, config.block_configs, strict=True):
+        group = config.num_attention_heads // block.attention.n_heads_in_group
+        assert (group, block.ffn.intermediate_size) == (config.num_key_value_heads, config.intermediate_size)
+        if not bias_out and layer.self_attn.o_proj.bias is not None:
+            layer.self_attn.o_proj.bias = None
+        if block.attention.no_op:
+            layer.self_attn, layer.input_layernorm = Nothing(attention=True), torch.nn.Identity()
+        if block.ffn.no_op:
+            layer.mlp, layer.post_attention_layernorm = Nothing(attention=False), torch.nn.Identity()
+    found = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+    assert not found.unexpected_keys and found.missing_keys in ([], ["lm_head.weight"][: config.tie_word_embeddings])
+    with torch.inference_mode():
+        return model(torch.tensor([IDS])).logits[0]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -135,6 +179,25 @@ def test_restacked_checkpoint_has_the_logits_of_the_skipped_model(
         torch.testing.assert_close(logits_of(out), skipped, rtol=1e-9, atol=1e-9)
 
 
+WITH_ATTENTION_FIRST = st.tuples(*[st.booleans()] * 2 * DEPTH).filter(lambda kept: not [*kept, True].index(True) % 2)
+
+
+@pytest.mark.parametrize("saved", ["llama", "mistral", "qwen2"], indirect=True)
+@settings(max_examples=12)
+@given(kept=WITH_ATTENTION_FIRST.filter(any))
+def test_checkpoint_with_layers_of_one_half_has_the_logits_of_the_skipped_model(
+    saved: tuple[Path, Runtime], kept: tuple[bool, ...]
+) -> None:
+    folder, runtime = saved
+    layer_set = set_of(kept)
+    with torch.inference_mode():
+        skipped = runtime.forward(Rows(IDS, 0, variants=(layer_set,)), runtime.new_buffer(len(IDS)))
+    with written(folder, layer_set, no_ops=True) as out:
+        mine = logits_of(out) if alternates(kept) else logits_by_blocks(out)
+        assert has_no_ops(out) != alternates(kept)
+        torch.testing.assert_close(mine, skipped, rtol=1e-9, atol=1e-9)
+
+
 def test_logits_of_another_set_differ(saved: tuple[Path, Runtime]) -> None:
     """So that the equality above is of the sets, not of a model that ignores its layers."""
     folder, runtime = saved
@@ -145,10 +208,20 @@ def test_logits_of_another_set_differ(saved: tuple[Path, Runtime]) -> None:
 
 @given(kept=st.tuples(*[st.booleans()] * 2 * DEPTH))
 def test_a_set_has_pairs_exactly_where_it_alternates(kept: tuple[bool, ...]) -> None:
+    """With layers of one half, where it begins with attention."""
     layer_set = set_of(kept)
+    left = [i for i, keep in enumerate(kept) if keep]
+    if left and left[0] % 2 == 0:
+        layers = pairs_of(layer_set, no_ops=True)
+        halves = [2 * half + place for pair in layers for place, half in enumerate(pair) if half is not None]
+        assert halves == left and all(pair != (None, None) for pair in layers)
+        assert not any(one[1] is None and after[0] is None for one, after in pairwise(layers))  # no fewer would do
+    else:
+        with pytest.raises(LayerSetError, match=r"MLP of layer|nothing"):
+            pairs_of(layer_set, no_ops=True)
     if alternates(kept):
         pairs = pairs_of(layer_set)
-        assert [place for a, m in pairs for place in (2 * a, 2 * m + 1)] == [i for i, keep in enumerate(kept) if keep]
+        assert [2 * a for a, _ in pairs] == left[::2] and [2 * m + 1 for _, m in pairs] == left[1::2]
     else:
         with pytest.raises(LayerSetError, match=r"alternate|MLP|nothing"):
             pairs_of(layer_set)
@@ -251,7 +324,8 @@ def test_every_engine_gets_a_draft_its_settings_and_a_page(tiny: Path, tmp_path:
     assert "acceptance 0.90" in page and "speed-up 1.31" in page and (str(tiny) in page or engine == "llamacpp")
     assert page.startswith(f"# {tiny.name} in {row.title}\n")
     assert ("Not run" in page) == (not row.run_here)
-    assert distance(SKIPPING, made.layer_set or SKIPPING) == 1 and "does not alternate" in made.remarks[0]
+    assert distance(SKIPPING, made.layer_set or LayerSet(4)) == (0 if row.no_ops else 1)
+    assert "does not alternate" in made.remarks[0]
     summary = json.loads((tmp_path / "out" / "export.json").read_text())
     assert summary["schema"] == "swiftopt.export/1" and (summary["engine"], summary["kind"]) == (engine, "draft")
     assert (summary["model"], summary["version"], summary["draft_tokens"]) == (tiny.name, 3, made.n_draft_tokens)
@@ -301,6 +375,60 @@ def test_layer_set_for_transformers_is_the_plans_own(tmp_path: Path) -> None:
     export(adaptive, str(gemma), "transformers", tmp_path / "adaptive")
     record = LayerSetRecord.load(tmp_path / "adaptive" / "layer_set.json")
     assert record.layer_set == LayerSet(4).filled("int4") and record.settings["method"] == "adaptive"
+
+
+@pytest.mark.parametrize("format_name", [None, "int4"])
+def test_vllm_gets_a_set_that_does_not_alternate_as_it_is(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format_name: str | None
+) -> None:
+    """Its tensors bit by bit, or the same maps rounded; and a config whose blocks have attributes."""
+    layer_set = SKIPPING if format_name is None else SKIPPING.filled(format_name)
+    made = export(plan_of(layer_set), str(tiny), "vllm", tmp_path / "out")
+    out = tmp_path / "out" / "draft"
+    assert made.layer_set == layer_set and "--trust-remote-code" in made.remarks[0]
+    assert f"vllm serve {tiny} --trust-remote-code --spec" in (tmp_path / "out" / "README.md").read_text()
+    sources = {"attn": (0, None, 3), "mlp": (0, 2, 3)}
+    model, draft = load_file(tiny / "model.safetensors"), load_file(out / "model.safetensors")
+    expected = {name: value for name, value in model.items() if ".layers." not in name}
+    for kind, layers in sources.items():
+        parts = ("self_attn.", "input_layernorm.") if kind == "attn" else ("mlp.", "post_attention_layernorm.")
+        for at, layer in enumerate(layers):
+            stem = f"model.layers.{layer}."
+            own = {name.removeprefix(stem): value for name, value in model.items() if name.startswith(stem)}
+            expected |= {f"model.layers.{at}.{name}": own[name] for name in own if name.startswith(parts)}
+    few = {name.removesuffix("_packed") for name in draft if name.endswith("_packed")}
+    assert few == {name for name in expected if format_name and "_proj." in name}
+    assert {name for name in draft if "_proj.weight_" not in name} == set(expected) - few
+    assert all(torch.equal(draft[name], expected[name]) for name in set(expected) - few)
+    for name in few:
+        mean = defined(draft, name.removesuffix(".weight"), 4, 32)
+        assert (mean - expected[name]).abs().mean() < 0.1 * expected[name].abs().mean()
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.path", [*sys.path])
+    config = AutoConfig.from_pretrained(out, trust_remote_code=True)
+    assert type(config).__module__ != NoOpsConfig.__module__ and config.architectures == ["DeciLMForCausalLM"]
+    assert [block.attention.no_op for block in config.block_configs] == [False, True, False]
+    assert not any(block.ffn.no_op for block in config.block_configs) and config.num_hidden_layers == 3
+    assert config.to_dict()["block_configs"] == json.loads((out / "config.json").read_text())["block_configs"]
+    assert has_no_ops(out) and not has_no_ops(tiny)
+    (out / NO_OPS_CODE.name).write_text("import os\n")
+    assert not has_no_ops(out)
+
+
+def test_models_that_vllms_blocks_do_not_compute_get_the_nearest_set(tiny: Path, tmp_path: Path) -> None:
+    """Among them one with code of its own, which --trust-remote-code would run."""
+    qwen, window = save(tmp_path / "qwen3", "qwen3"), save(tmp_path / "window", "mistral-window")
+    other = edit_config(save(tmp_path / "other"), hidden_act="gelu")
+    coded = edit_config(save(tmp_path / "coded"), auto_map={"AutoConfig": "mine.Mine"})
+    first = LayerSet(4, frozenset({0, 2}), frozenset({1}))  # begins with an MLP
+    for number, (model, layer_set) in enumerate(
+        [(qwen, SKIPPING), (window, SKIPPING), (other, SKIPPING), (coded, SKIPPING), (tiny, first)]
+    ):
+        assert takes_no_ops(model) == (model == tiny)
+        made = export(plan_of(layer_set), str(model), "vllm", tmp_path / str(number))
+        assert made.layer_set in nearest(layer_set) and made.layer_set != layer_set
+        page = (tmp_path / str(number) / "README.md").read_text()
+        assert "--trust-remote-code" not in page and not has_no_ops(tmp_path / str(number) / "draft")
 
 
 def test_gguf_draft_has_the_function_of_the_set(tiny: Path, tmp_path: Path) -> None:
@@ -470,7 +598,7 @@ def test_of_sets_at_equal_distance_the_one_with_the_best_trials_is_taken() -> No
 def test_acceptance_is_that_of_decoding_with_the_checkpoint(tiny: Path, tmp_path: Path) -> None:
     """Counted from one pass over the text, and by drafting with the written model, round by round."""
     prompts = [Prompt(str(i), "code", f"w{i + 3} w5 w9", max_new_tokens=40) for i in range(6)]
-    made = export(plan_of(SKIPPING), str(tiny), "vllm", tmp_path / "out", prompts=prompts)
+    made = export(plan_of(SKIPPING), str(tiny), "sglang", tmp_path / "out", prompts=prompts)
     page, summary = ((tmp_path / "out" / name).read_text() for name in ("README.md", "export.json"))
     target, draft = (load(str(each), "float32", "cpu", speed="eager") for each in (tiny, tmp_path / "out" / "draft"))
     length, session = made.n_draft_tokens, Session(target, Sampling(), 40)
@@ -485,6 +613,9 @@ def test_acceptance_is_that_of_decoding_with_the_checkpoint(tiny: Path, tmp_path
     )
     others = own_acceptance(target, prompts, nearest(SKIPPING)[:5])
     assert max(each.tokens_per_round(1) for each in others) >= mine.tokens_per_round(1) > 1
+    exact = export(plan_of(SKIPPING), str(tiny), "vllm", tmp_path / "exact", prompts=prompts)
+    candidates = {SKIPPING, *nearest(SKIPPING)}
+    assert exact.layer_set in candidates and has_no_ops(tmp_path / "exact" / "draft") == (exact.layer_set == SKIPPING)
     export(plan_of(SKIPPING, matchness=0.5), str(tiny), "vllm", tmp_path / "estimate")
     assert json.loads((tmp_path / "estimate" / "export.json").read_text())["acceptance_from"].startswith("estimated")
 
