@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 from ..core.errors import UnsupportedModel
 
-CheckpointFormat = Literal["gptq", "awq", "pack-quantized", "int-quantized", "float-quantized", "fp8"]
+CheckpointFormat = Literal["gptq", "awq", "pack-quantized", "int-quantized", "float-quantized", "fp8", "bitsandbytes"]
 BITS: dict[str, tuple[int, ...]] = {
     "gptq": (4, 8),
     "awq": (4,),
@@ -17,11 +17,12 @@ BITS: dict[str, tuple[int, ...]] = {
     "int-quantized": (8,),
     "float-quantized": (8,),
     "fp8": (8,),
+    "bitsandbytes": (4, 8),
 }
 COMPRESSED = {"pack-quantized": "int", "int-quantized": "int", "float-quantized": "float"}  # and its type of weights
 SUPPORTED = (
     "use GPTQ (4 or 8 bits), AWQ (gemm, 4 bits), compressed-tensors (pack-quantized, int-quantized or float-quantized"
-    " weights), fp8, a GGUF file, or the model as it was before"
+    " weights), fp8, bitsandbytes, a GGUF file, or the model as it was before"
 )
 CONFIG_KEYS = ("quantization_config", "compression_config")  # the second is compressed-tensors' old one
 EIGHT = 8  # groups come in multiples of it
@@ -32,7 +33,8 @@ class Scheme:
     """How linear maps are stored. `group`: inputs that share a scale, None for all of a row.
 
     `symmetric`: compressed-tensors then stores no zeros. `minus_one`: GPTQ's first format stores zeros less one.
-    `rows`: outputs that share a scale in 8-bit floats, None for all.
+    `rows`: outputs that share a scale in 8-bit floats, None for all. `kind`: of bitsandbytes' codes, which know their
+    scales themselves.
     """
 
     format: CheckpointFormat
@@ -41,10 +43,13 @@ class Scheme:
     symmetric: bool = False
     minus_one: bool = False
     rows: int | None = 1
+    kind: Literal["int8", "nf4", "fp4"] | None = None
 
     @property
     def words(self) -> str:
         """What the config says, for a sentence."""
+        if self.kind is not None:
+            return f"{self.format}, {self.kind}"
         if self.rows != 1:
             shared = "a scale" if self.rows is None else f"blocks of {self.rows} x {self.group}"
         else:
@@ -70,6 +75,8 @@ def scheme_in(config: Mapping[str, Any], path: Path) -> Scheme | None:
             scheme = _compressed_tensors(found)
         elif method == "fp8":
             scheme = _fp8(found)
+        elif method == "bitsandbytes":
+            scheme = _bitsandbytes(found)
         else:
             raise _Refused(f"quant_method {method!r}")
         if scheme.bits not in BITS[scheme.format]:
@@ -153,3 +160,14 @@ def _fp8(found: Mapping[str, Any]) -> Scheme:
     sizes = found.get("weight_block_size", (128, 128))
     rows, group = (None, None) if sizes is None else _block(sizes)
     return Scheme("fp8", 8, group, symmetric=True, rows=rows)
+
+
+def _bitsandbytes(found: Mapping[str, Any]) -> Scheme:
+    if found.get("load_in_8bit"):
+        return Scheme("bitsandbytes", 8, None, kind="int8")
+    if not found.get("load_in_4bit"):
+        raise _Refused("neither 4 nor 8 bits in bitsandbytes")
+    kind = found.get("bnb_4bit_quant_type", "fp4")
+    if kind not in ("nf4", "fp4"):
+        raise _Refused(f"the bnb_4bit_quant_type {kind!r} of bitsandbytes")
+    return Scheme("bitsandbytes", 4, None, kind=kind)

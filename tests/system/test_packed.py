@@ -291,6 +291,12 @@ def test_tensors_that_are_not_what_the_config_says_are_refused(edit: Edit, words
     ("config", "error", "words"),
     [
         ({"quant_method": "hqq"}, UnsupportedModel, "quant_method 'hqq', which is not supported: use GPTQ"),
+        ({"quant_method": "bitsandbytes"}, UnsupportedModel, "neither 4 nor 8 bits in bitsandbytes"),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "int4"},
+            UnsupportedModel,
+            "bnb_4bit_quant_type 'int4' of bitsandbytes",
+        ),
         ({"quant_method": "fp8", "activation_scheme": "static"}, UnsupportedModel, "activation_scheme 'static' of fp8"),
         ({"quant_method": "fp8", "scale_fmt": "ue8m0"}, UnsupportedModel, "scale_fmt 'ue8m0' of fp8"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, UnsupportedModel, "for fp8 that cannot be read"),
