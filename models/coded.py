@@ -92,12 +92,17 @@ class CodedLinear(nn.Module):
 
     def plain(self) -> nn.Linear:
         """The same map with a de-quantised weight."""
-        with torch.device("meta"):
-            made = nn.Linear(self.n_in, self.n_out, bias=self.bias is not None)
-        made.weight = nn.Parameter(self.weight, requires_grad=False)
-        if self.bias is not None:
-            made.bias = nn.Parameter(self.bias.data, requires_grad=False)
-        return made.eval()
+        return plain_linear(self.weight, self.bias)
+
+
+def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """A linear map of that weight (out, in) and bias (out,), which are not copied."""
+    with torch.device("meta"):
+        made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        made.bias = nn.Parameter(bias.data, requires_grad=False)
+    return made.eval()
 
 
 def pack(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> tuple[Tensor, Tensor]:

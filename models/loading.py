@@ -22,6 +22,7 @@ from .blocks import EAGER, Block, LayerFunctions, PackedLinear, onednn_linear, o
 from .coded import CodedLinear
 from .fingerprint import fingerprint
 from .graphs import GraphPasses
+from .library_maps import check_library, is_by_library, take_maps
 from .packed_weights import load_packed
 from .runtime import Runtime
 from .saved import (
@@ -71,8 +72,12 @@ def load(
         step(f"loading {source.name}")
         with telling(step, f"loading {source.name}"):
             if scheme is None:
-                model = _load_weights(folder, dtype, placement)
+                model = _load_weights(folder, dtype, placement, scheme)
                 n_parameters = sum(parameter.numel() for parameter in model.parameters())
+            elif scheme.kind is not None:
+                check_library(folder, scheme)
+                model = _load_weights(folder, dtype, placement, scheme)
+                n_parameters = take_maps(model, scheme, dtype, folder)
             else:
                 model, n_parameters = _load_packed(folder, scheme, dtype, placement, f"loading {source.name}", step)
         info = ModelInfo(
@@ -114,15 +119,19 @@ def _weight_bytes(folder: Path, dtype: str) -> float:
     n_stored = sum(path.stat().st_size for path in weight_files(folder) if path.is_file())
     stored = getattr(supported_config(folder), "dtype", None) or torch.float32
     target = stored if dtype == "auto" else getattr(torch, dtype)
-    scheme = supported_type(folder)[1]  # what is quantised is de-quantised on a GPU
+    scheme = supported_type(folder)[1]
+    if scheme is not None and scheme.kind is not None:
+        return float(n_stored)
+    # What else is quantised is de-quantised on a GPU.
     return float(
         n_stored * target.itemsize / stored.itemsize * (1 if scheme is None else 8 * stored.itemsize / scheme.bits)
     )
 
 
-def _load_weights(folder: Path, dtype: str, placement: str) -> Any:
+def _load_weights(folder: Path, dtype: str, placement: str, scheme: Scheme | None) -> Any:
     auto: Any = AutoModelForCausalLM
-    device_map = {"cpu": None, "auto-map": "auto"}.get(placement, {"": placement})
+    on_cpu = None if scheme is None else {"": "cpu"}  # where a library would take a GPU
+    device_map = {"cpu": on_cpu, "auto-map": "auto"}.get(placement, {"": placement})
     try:
         model, found = auto.from_pretrained(
             folder, dtype=dtype, device_map=device_map, local_files_only=True, output_loading_info=True
@@ -182,6 +191,8 @@ def at_speed(runtime: Runtime, speed: Speed, lay_out: bool = True) -> None:
         if reason is not None:
             de_quantise(runtime)
         return
+    if speed not in ("eager", "onednn") and any(is_by_library(module) for module in runtime.hf_model.modules()):
+        raise SettingsError(f"speed {speed!r} is not for maps that a library computes: use auto, eager or onednn")
     de_quantise(runtime)
     graphs = GraphPasses(runtime) if "graphs" in speed else None
     if speed == "onednn":

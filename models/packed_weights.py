@@ -1,6 +1,7 @@
-"""Reads checkpoints of GPTQ, AWQ and compressed-tensors by what these formats define, without their libraries.
+"""Reads checkpoints of GPTQ, AWQ, compressed-tensors and fp8 by what these formats define, without their libraries.
 
-The model is built without memory, its quantised linear maps become `CodedLinear`, and all else is read as it is stored.
+The model is built without memory, its quantised linear maps become `CodedLinear`, or plain ones where their codes are
+8-bit floats, and all else is read as it is stored.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import ModelNotFound
-from .coded import CodedLinear, Codes
+from .coded import CodedLinear, Codes, plain_linear
 from .fingerprint import plain_name
 from .saved import TOLD_S, OnStep, StoredTensors, first_line, refuse_missing, supported_config
 from .schemes import CONFIG_KEYS, CheckpointFormat, Scheme
@@ -30,6 +31,8 @@ NAMES: dict[CheckpointFormat, tuple[str, ...]] = {
     "awq": GPTQ[:3],
     "pack-quantized": PACKED,
     "int-quantized": WHOLE,
+    "float-quantized": WHOLE[:2],
+    "fp8": ("weight_scale_inv", "weight"),
 }
 BIAS = "bias"  # which GPTQ's files also have where the model has none: zeros then
 OPTIONAL = ("g_idx", "weight_zero_point", "weight_g_idx", "weight_shape")
@@ -37,7 +40,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the outputs of eight that a word's codes
 
 
 def load_packed(folder: Path, scheme: Scheme, dtype: str, doing: str, on_step: OnStep) -> tuple[Any, int]:
-    """Load a quantised checkpoint on the CPU; its quantised maps are `CodedLinear`.
+    """Load a quantised checkpoint on the CPU; its quantised maps are `CodedLinear`, of 8-bit floats plain ones.
 
     Args:    dtype: as `models.loading.load`. doing: what `on_step` is told with the share of the weights that is read.
     Returns: the model, in evaluation mode, and how many parameters it stands for.
@@ -72,14 +75,13 @@ def load_packed(folder: Path, scheme: Scheme, dtype: str, doing: str, on_step: O
             shape = tuple(module.weight.T.shape if isinstance(module, Conv1D) else module.weight.shape)
             try:
                 read = {part: tensors.read(stored).contiguous() for part, stored in parts.items()}
-                coded = read_codes(scheme, shape, read)
                 bias = _bias(read, shape[0], needed=module.bias is not None)
+                made = _made(scheme, shape, read, bias, wanted)
             except _Mismatch as error:
                 raise ModelNotFound(
                     f"{name} in {folder} is not what its config.json says ({scheme.words}): {error}; download or copy"
                     " the model again"
                 ) from None
-            made = CodedLinear(coded, bias, wanted)
             if name == "lm_head":
                 model.config.tie_word_embeddings = False  # it has weights of its own
             model.set_submodule(name, made)
@@ -114,7 +116,7 @@ def _take_rest(model: nn.Module, values: Mapping[str, Tensor], dtype: torch.dtyp
     """Put what is not quantised into the model, in its dtype."""
     shapes = {name: value.shape for name, value in model.state_dict().items()}
     for name, value in values.items():
-        if value.shape != shapes[name] or not value.is_floating_point():
+        if value.shape != shapes[name] or not value.is_floating_point() or value.itemsize == 1:  # which wants a scale
             raise ModelNotFound(
                 f"{name} in {folder} is {value.dtype} of shape {list(value.shape)}, and a model of its config.json has"
                 f" floating-point numbers of shape {list(shapes[name])} there: download or copy the model again"
@@ -135,6 +137,35 @@ def _take_generation_config(model: Any, folder: Path) -> None:
 
 class _Mismatch(Exception):
     """What a map's tensors are and should not be."""
+
+
+def _made(
+    scheme: Scheme, shape: tuple[int, ...], parts: Mapping[str, Tensor], bias: Tensor | None, dtype: torch.dtype
+) -> CodedLinear | nn.Linear:
+    if scheme.format in ("float-quantized", "fp8"):
+        own = None if bias is None else bias.to(dtype)
+        return plain_linear(read_floats(scheme, shape, parts).to(dtype), own)
+    return CodedLinear(read_codes(scheme, shape, parts), bias, dtype)
+
+
+def read_floats(scheme: Scheme, shape: tuple[int, ...], parts: Mapping[str, Tensor]) -> Tensor:
+    """Read a map's weight, float32 (out, in) = `shape`, from 8-bit floats and a scale of each block of them."""
+    name, codes = NAMES[scheme.format]
+    if codes not in parts:
+        raise _Mismatch(f"it lacks {codes}")
+    n_out, n_in = shape
+    weight = _shaped(parts, codes, n_out, n_in, torch.float8_e4m3fn).float()
+    rows, columns = scheme.rows or n_out, scheme.group or n_in
+    found = parts[name]
+    if found.numel() == 1:
+        found = found.reshape(1, 1)
+    scales = _shaped({name: found}, name, -(-n_out // rows), -(-n_in // columns))
+    if not scales.is_floating_point() or scales.itemsize == 1:
+        raise _Mismatch(f"its {name} is {scales.dtype}")
+    spread = scales.float().repeat_interleave(rows, dim=0)[:n_out]
+    if columns < n_in:
+        spread = spread.repeat_interleave(columns, dim=1)[:, :n_in]
+    return weight.mul_(spread)
 
 
 def read_codes(scheme: Scheme, shape: tuple[int, ...], parts: Mapping[str, Tensor]) -> Codes:

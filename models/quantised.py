@@ -29,6 +29,7 @@ from ..core.settings import FORMATS, group_size
 from ..core.types import LayerSet
 from .blocks import LINEAR, Block, LayerModules
 from .coded import CHUNK, ROWS, CodedLinear, pack
+from .library_maps import is_by_library
 from .saved import cache_root, replacing
 
 LEVELS = 15  # steps of a 4-bit code
@@ -223,7 +224,8 @@ class _Copy:
 class QuantisedCopies:
     """The quantised copies that drafts of one model asked for so far.
 
-    Of a sub-layer, or a head, whose own weights have no more bits than a format, the copy is the sub-layer itself.
+    Of a sub-layer, or a head, whose own weights have no more bits than a format, or are for a library alone, the copy
+    is the sub-layer itself.
 
     Those of a model with a real fingerprint, a hash of its weights, are kept on disk for the next process.
     """
@@ -330,9 +332,11 @@ class QuantisedCopies:
 
 
 def _bits_of(part: str, modules: Any) -> int:
-    """Bits of a weight in the target's own maps of a part; the most, where they differ."""
+    """Bits of a weight in the target's own maps of a part; the most, where they differ; 0 for a library's."""
     own = [modules] if part == "head" else [*modules.qkv, modules.out] if part == "attn" else modules.mlp.modules()
     maps = [module for module in own if isinstance(module, LINEAR)]
+    if any(is_by_library(module) for module in maps):
+        return 0
     return max(
         (module.bits if isinstance(module, CodedLinear) else STORED_BITS for module in maps), default=STORED_BITS
     )

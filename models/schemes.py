@@ -1,19 +1,28 @@
-"""What a quantised checkpoint's config says of its linear maps: GPTQ, AWQ or compressed-tensors; read without torch."""
+"""What a quantised checkpoint's config says of its linear maps, in the words of each format; read without torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast
 
 from ..core.errors import UnsupportedModel
 
-CheckpointFormat = Literal["gptq", "awq", "pack-quantized", "int-quantized"]
-BITS: dict[str, tuple[int, ...]] = {"gptq": (4, 8), "awq": (4,), "pack-quantized": (4, 8), "int-quantized": (8,)}
+CheckpointFormat = Literal["gptq", "awq", "pack-quantized", "int-quantized", "float-quantized", "fp8", "bitsandbytes"]
+BITS: dict[str, tuple[int, ...]] = {
+    "gptq": (4, 8),
+    "awq": (4,),
+    "pack-quantized": (4, 8),
+    "int-quantized": (8,),
+    "float-quantized": (8,),
+    "fp8": (8,),
+    "bitsandbytes": (4, 8),
+}
+COMPRESSED = {"pack-quantized": "int", "int-quantized": "int", "float-quantized": "float"}  # and its type of weights
 SUPPORTED = (
-    "use GPTQ (4 or 8 bits), AWQ (gemm, 4 bits), compressed-tensors (pack-quantized or int-quantized weights), a GGUF"
-    " file, or the model as it was before"
+    "use GPTQ (4 or 8 bits), AWQ (gemm, 4 bits), compressed-tensors (pack-quantized, int-quantized or float-quantized"
+    " weights), fp8, bitsandbytes, a GGUF file, or the model as it was before"
 )
 CONFIG_KEYS = ("quantization_config", "compression_config")  # the second is compressed-tensors' old one
 EIGHT = 8  # groups come in multiples of it
@@ -24,6 +33,8 @@ class Scheme:
     """How linear maps are stored. `group`: inputs that share a scale, None for all of a row.
 
     `symmetric`: compressed-tensors then stores no zeros. `minus_one`: GPTQ's first format stores zeros less one.
+    `rows`: outputs that share a scale in 8-bit floats, None for all. `kind`: of bitsandbytes' codes, which know their
+    scales themselves.
     """
 
     format: CheckpointFormat
@@ -31,11 +42,19 @@ class Scheme:
     group: int | None
     symmetric: bool = False
     minus_one: bool = False
+    rows: int | None = 1
+    kind: Literal["int8", "nf4", "fp4"] | None = None
 
     @property
     def words(self) -> str:
         """What the config says, for a sentence."""
-        return f"{self.format}, {self.bits} bits, {f'groups of {self.group}' if self.group else 'a scale per row'}"
+        if self.kind is not None:
+            return f"{self.format}, {self.kind}"
+        if self.rows != 1:
+            shared = "a scale" if self.rows is None else f"blocks of {self.rows} x {self.group}"
+        else:
+            shared = f"groups of {self.group}" if self.group else "a scale per row"
+        return f"{self.format}, {self.bits} bits, {shared}"
 
 
 def scheme_in(config: Mapping[str, Any], path: Path) -> Scheme | None:
@@ -54,12 +73,17 @@ def scheme_in(config: Mapping[str, Any], path: Path) -> Scheme | None:
             scheme = _awq(found)
         elif method == "compressed-tensors":
             scheme = _compressed_tensors(found)
+        elif method == "fp8":
+            scheme = _fp8(found)
+        elif method == "bitsandbytes":
+            scheme = _bitsandbytes(found)
         else:
             raise _Refused(f"quant_method {method!r}")
         if scheme.bits not in BITS[scheme.format]:
             raise _Refused(f"{scheme.bits} bits in {scheme.format}")
-        if scheme.group is not None and (scheme.group <= 0 or scheme.group % EIGHT):
-            raise _Refused(f"groups of {scheme.group}")
+        for size in (scheme.group, scheme.rows if scheme.rows != 1 else None):
+            if size is not None and (size <= 0 or size % EIGHT):
+                raise _Refused(f"groups of {size}")
     except _Refused as refused:
         raise UnsupportedModel(f"{path} asks for {refused}, which is not supported: {SUPPORTED}") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -101,15 +125,49 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Scheme:
     if not ways or any(way != ways[0] for way in ways):
         raise _Refused(f"{len(ways)} ways to quantise weights")
     activations = next((group["input_activations"] for group in groups if group.get("input_activations")), None)
-    if activations:
+    stored, weights = str(groups[0].get("format") or found.get("format")), ways[0]
+    # DEVIATION: activations that a float-quantized checkpoint rounds to 8 bits as they come stay in the model's dtype.
+    if activations and not (stored == "float-quantized" and activations.get("dynamic") is True):
         raise _Refused(f"activations of {activations.get('num_bits')} bits in compressed-tensors")
     if found.get("sparsity_config"):
         raise _Refused("sparse weights in compressed-tensors")
-    stored, weights = str(groups[0].get("format") or found.get("format")), ways[0]
-    if stored not in get_args(CheckpointFormat)[2:] or weights.get("type", "int") != "int":
-        raise _Refused(f"the compressed-tensors format {stored!r} of {weights.get('type', 'int')} weights")
-    if weights.get("strategy") not in ("group", "channel", "tensor"):
-        raise _Refused(f"the compressed-tensors strategy {weights.get('strategy')!r}")
-    group = _group(weights["group_size"]) if weights["strategy"] == "group" else None
-    kind: CheckpointFormat = "pack-quantized" if stored == "pack-quantized" else "int-quantized"
-    return Scheme(kind, int(weights["num_bits"]), group, symmetric=bool(weights.get("symmetric", True)))
+    kind, symmetric = weights.get("type", "int"), bool(weights.get("symmetric", True))
+    if COMPRESSED.get(stored) != kind or (kind == "float" and not symmetric):
+        raise _Refused(f"the compressed-tensors format {stored!r} of {kind} weights")
+    strategy = weights.get("strategy")
+    if strategy not in ("group", "channel", "tensor") and (strategy, kind) != ("block", "float"):
+        raise _Refused(f"the compressed-tensors strategy {strategy!r}")
+    group = _group(weights["group_size"]) if strategy == "group" else None
+    rows: int | None = 1
+    if kind == "float" and strategy == "tensor":
+        rows = None
+    elif strategy == "block":
+        rows, group = _block(weights["block_structure"])
+    return Scheme(cast(CheckpointFormat, stored), int(weights["num_bits"]), group, symmetric, rows=rows)
+
+
+def _block(sizes: Any) -> tuple[int, int]:
+    """Outputs and inputs that share a scale; compressed-tensors also writes "128x128"."""
+    rows, columns = sizes.split("x") if isinstance(sizes, str) else sizes
+    return int(rows), int(columns)
+
+
+def _fp8(found: Mapping[str, Any]) -> Scheme:
+    # DEVIATION: the format rounds activations to 8 bits as they come; here they stay in the model's dtype.
+    for key, known in (("activation_scheme", "dynamic"), ("fmt", "e4m3"), ("scale_fmt", "float")):
+        if (found.get(key) or known) != known:
+            raise _Refused(f"the {key} {found[key]!r} of fp8")
+    sizes = found.get("weight_block_size", (128, 128))
+    rows, group = (None, None) if sizes is None else _block(sizes)
+    return Scheme("fp8", 8, group, symmetric=True, rows=rows)
+
+
+def _bitsandbytes(found: Mapping[str, Any]) -> Scheme:
+    if found.get("load_in_8bit"):
+        return Scheme("bitsandbytes", 8, None, kind="int8")
+    if not found.get("load_in_4bit"):
+        raise _Refused("neither 4 nor 8 bits in bitsandbytes")
+    kind = found.get("bnb_4bit_quant_type", "fp4")
+    if kind not in ("nf4", "fp4"):
+        raise _Refused(f"the bnb_4bit_quant_type {kind!r} of bitsandbytes")
+    return Scheme("bitsandbytes", 4, None, kind=kind)

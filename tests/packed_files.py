@@ -1,4 +1,7 @@
-"""Tiny checkpoints of GPTQ, AWQ and compressed-tensors, written number by number as these formats define them."""
+"""Tiny checkpoints of GPTQ, AWQ, compressed-tensors and fp8, written number by number as these formats define them.
+
+And what holds for every quantised target: whose logits it has, and that drafts change no token.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,24 @@ from typing import Any
 
 import numpy as np
 import torch
+from fakes import cheap_draft_costs
 from families import tiny_model
+from native import words as some_words
 from safetensors.torch import load_file, save_file
 from tiny_files import edit_config, save
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from swiftopt.core.settings import SwiftSettings
+from swiftopt.core.types import LayerSet, Sampling
+from swiftopt.decoding.context import Ending
+from swiftopt.decoding.loop import decode
+from swiftopt.decoding.methods import PLAIN, Resources, build, swift
+from swiftopt.decoding.rule import TokenRule
+from swiftopt.models.rows import Rows
+from swiftopt.models.runtime import Runtime
+
+IDS = [1, 5, 9, 2, 7, 11, 30, 4]
 SIZE = {"hidden_size": 64, "intermediate_size": 96}  # so that a group of 64 is cut off in the MLP
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 NumberArray = np.ndarray[Any, Any]
@@ -31,6 +46,7 @@ class Packing:
     scale_dtype: torch.dtype = torch.float16
     head: bool = False
     whole_zeros: bool = False  # compressed-tensors' older files: zeros in 8 bits each
+    rows: int | None = 1  # of 8-bit floats: outputs that share a scale, None for all
 
     @property
     def config(self) -> dict[str, Any]:
@@ -40,9 +56,21 @@ class Packing:
         if self.format == "awq":
             own = {"quant_method": "awq", "bits": self.bits, "group_size": self.group}
             return {**own, "version": "gemm", "zero_point": True}
-        strategy = {"strategy": "channel"} if self.group < 0 else {"strategy": "group", "group_size": self.group}
-        weights = {"num_bits": self.bits, "type": "int", "symmetric": self.symmetric, **strategy}
-        groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+        if self.format == "fp8":
+            block = None if self.rows is None else [self.rows, self.group]
+            return {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": block}
+        strategy: dict[str, Any] = {"strategy": "channel"}
+        if self.rows is None:
+            strategy = {"strategy": "tensor"}
+        elif self.rows > 1:
+            strategy = {"strategy": "block", "block_structure": [self.rows, self.group]}
+        elif self.group > 0:
+            strategy = {"strategy": "group", "group_size": self.group}
+        floats = self.format == "float-quantized"
+        kind = "float" if floats else "int"
+        weights = {"num_bits": self.bits, "type": kind, "symmetric": self.symmetric, **strategy}
+        inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True} if floats else None
+        groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}
         return {
             "quant_method": "compressed-tensors",
             "format": self.format,
@@ -65,6 +93,17 @@ PACKINGS = [
     Packing("pack-quantized", 8, -1, symmetric=False),
     Packing("int-quantized", 8, -1, scale_dtype=torch.float32),
     Packing("int-quantized", 8, 32, symmetric=False),
+]
+
+FLOATS = [
+    Packing("float-quantized", 8, -1, scale_dtype=torch.bfloat16),
+    Packing("float-quantized", 8, -1, rows=None, scale_dtype=torch.float32),
+    Packing("float-quantized", 8, 32, head=True),
+    Packing("float-quantized", 8, 64, rows=64, scale_dtype=torch.bfloat16),
+    Packing("fp8", 8, 128, rows=128, scale_dtype=torch.float32),
+    Packing("fp8", 8, 64, rows=32, scale_dtype=torch.float32),
+    Packing("fp8", 8, 32, rows=32, scale_dtype=torch.float32),
+    Packing("fp8", 8, -1, rows=None, scale_dtype=torch.float32),
 ]
 
 
@@ -98,6 +137,8 @@ def packed_folder(folder: Path, family: str, packing: Packing, **changed: Any) -
 
 def packed_map(weight: NumberArray, packing: Packing, rng: np.random.Generator) -> tuple[dict[str, Tensor], Tensor]:
     """The tensors of one map, and the weight (out, in) in float32 that they stand for."""
+    if packing in FLOATS:
+        return float_map(torch.from_numpy(weight), packing)
     n_out, n_in = weight.shape
     top, half = (1 << packing.bits) - 1, 1 << (packing.bits - 1)
     size = n_in if packing.group < 0 else packing.group
@@ -151,6 +192,23 @@ def packed_map(weight: NumberArray, packing: Packing, rng: np.random.Generator) 
     return tensors, meant
 
 
+def float_map(weight: Tensor, packing: Packing) -> tuple[dict[str, Tensor], Tensor]:
+    """As `packed_map`, in 8-bit floats."""
+    n_out, n_in = weight.shape
+    rows, columns = packing.rows or n_out, n_in if packing.group < 0 else packing.group
+    codes, meant = torch.zeros(weight.shape, dtype=torch.float8_e4m3fn), torch.zeros(weight.shape)
+    scales = torch.zeros((-(-n_out // rows), -(-n_in // columns)), dtype=packing.scale_dtype)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            block = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
+            scales[i, j] = weight[block].abs().max() / torch.finfo(codes.dtype).max
+            codes[block] = (weight[block] / scales[i, j].float()).to(codes.dtype)
+            meant[block] = codes[block].float() * scales[i, j].float()
+    if packing.rows is None:
+        scales = scales.reshape([1] if packing.format == "float-quantized" else [])
+    return {"weight": codes, "weight_scale_inv" if packing.format == "fp8" else "weight_scale": scales}, meant
+
+
 def words(codes: NumberArray, bits: int, axis: int) -> Tensor:
     """Codes along an axis in words of 32 bits, the first in the lowest bits."""
     codes = codes if axis == 1 else codes.T
@@ -165,3 +223,30 @@ def words(codes: NumberArray, bits: int, axis: int) -> Tensor:
 def shuffled(codes: NumberArray) -> NumberArray:
     """Each eight outputs in the order in which AWQ puts them into a word."""
     return np.concatenate([codes[:, at : at + 8][:, AWQ_ORDER] for at in range(0, codes.shape[1], 8)], axis=1)
+
+
+def reference(family: str, meant: dict[str, torch.Tensor]) -> Any:
+    """The model of transformers with the weights that a checkpoint stands for, in float32."""
+    model = tiny_model(family, torch.float32, **({} if family == "gpt2" else SIZE))
+    named = {name.replace("embed_out", "lm_head"): value for name, value in meant.items()}  # GPT-NeoX's files
+    missing, unexpected = model.load_state_dict(named, strict=False)
+    assert unexpected == [] and set(missing) <= {"lm_head.weight"}
+    model.tie_weights()
+    return model
+
+
+def logits_of(runtime: Runtime) -> torch.Tensor:
+    return runtime.forward(Rows(IDS, 0), runtime.new_buffer(16))
+
+
+def check_drafts(runtime: Runtime) -> None:
+    """Plain, SWIFT's, adaptive and text drafts: the same tokens."""
+    rule, ending = TokenRule.of(Sampling(), None), Ending(24)
+    prompt = some_words(3, 6) * 2
+    plain = decode(runtime, prompt, PLAIN, rule, ending)
+    skipping = LayerSet(4, frozenset({1}), frozenset({2}))
+    parts = Resources(runtime, skipping, costs=cheap_draft_costs())
+    methods = [swift(skipping, SwiftSettings()), build("adaptive", parts), build("prompt-lookup", parts)]
+    drafted = [decode(runtime, prompt, method, rule, ending) for method in methods]
+    assert all(each.token_ids == plain.token_ids for each in drafted)
+    assert all(each.drafted > 0 for each in drafted)

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import cheap_draft_costs
 from families import CONFIGS, tiny_model
-from native import library, words
-from packed_files import PACKINGS, SIZE, Packing, packed_folder
+from native import library
+from packed_files import IDS, PACKINGS, SIZE, Packing, check_drafts, logits_of, packed_folder, reference
 from safetensors.torch import load_file, save_file
 from tiny_files import edit_config, write_gguf
 from torch import nn
@@ -23,7 +22,7 @@ from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, Sampling
 from swiftopt.decoding.context import Ending
 from swiftopt.decoding.loop import decode
-from swiftopt.decoding.methods import PLAIN, Resources, build, swift
+from swiftopt.decoding.methods import PLAIN, swift
 from swiftopt.decoding.rule import TokenRule
 from swiftopt.models.coded import CodedLinear
 from swiftopt.models.fingerprint import fingerprint
@@ -35,22 +34,7 @@ from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
 from swiftopt.models.saved import no_step, supported_type
 
-IDS = [1, 5, 9, 2, 7, 11, 30, 4]
 each_packing = pytest.mark.parametrize("packing", PACKINGS, ids=str)
-
-
-def reference(family: str, meant: dict[str, torch.Tensor]) -> Any:
-    """The model of transformers with the weights that a checkpoint stands for, in float32."""
-    model = tiny_model(family, torch.float32, **({} if family == "gpt2" else SIZE))
-    named = {name.replace("embed_out", "lm_head"): value for name, value in meant.items()}  # GPT-NeoX's files
-    missing, unexpected = model.load_state_dict(named, strict=False)
-    assert unexpected == [] and set(missing) <= {"lm_head.weight"}
-    model.tie_weights()
-    return model
-
-
-def logits_of(runtime: Runtime) -> torch.Tensor:
-    return runtime.forward(Rows(IDS, 0), runtime.new_buffer(16))
 
 
 @each_packing
@@ -114,19 +98,6 @@ def test_native_target_keeps_its_codes_and_drafts_change_no_token(packing: Packi
         alone = torch.cat([runtime.forward(Rows([token], at), buffer) for at, token in enumerate(IDS)])
         assert torch.equal(alone, together)
         check_drafts(runtime)
-
-
-def check_drafts(runtime: Runtime) -> None:
-    """Plain, SWIFT's, adaptive and text drafts: the same tokens."""
-    rule, ending = TokenRule.of(Sampling(), None), Ending(24)
-    prompt = words(3, 6) * 2
-    plain = decode(runtime, prompt, PLAIN, rule, ending)
-    skipping = LayerSet(4, frozenset({1}), frozenset({2}))
-    parts = Resources(runtime, skipping, costs=cheap_draft_costs())
-    methods = [swift(skipping, SwiftSettings()), build("adaptive", parts), build("prompt-lookup", parts)]
-    drafted = [decode(runtime, prompt, method, rule, ending) for method in methods]
-    assert all(each.token_ids == plain.token_ids for each in drafted)
-    assert all(each.drafted > 0 for each in drafted)
 
 
 def share_order(folder: Path, packing: Packing) -> None:
@@ -319,12 +290,18 @@ def test_tensors_that_are_not_what_the_config_says_are_refused(edit: Edit, words
 @pytest.mark.parametrize(
     ("config", "error", "words"),
     [
+        ({"quant_method": "hqq"}, UnsupportedModel, "quant_method 'hqq', which is not supported: use GPTQ"),
+        ({"quant_method": "bitsandbytes"}, UnsupportedModel, "neither 4 nor 8 bits in bitsandbytes"),
         (
-            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "int4"},
             UnsupportedModel,
-            "quant_method 'bitsandbytes', which",
+            "bnb_4bit_quant_type 'int4' of bitsandbytes",
         ),
-        ({"quant_method": "fp8"}, UnsupportedModel, "quant_method 'fp8', which is not supported: use GPTQ"),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, UnsupportedModel, "activation_scheme 'static' of fp8"),
+        ({"quant_method": "fp8", "scale_fmt": "ue8m0"}, UnsupportedModel, "scale_fmt 'ue8m0' of fp8"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, UnsupportedModel, "for fp8 that cannot be read"),
+        ({"quant_method": "fp8", "weight_block_size": [12, 128]}, UnsupportedModel, "groups of 12"),
+        ({"quant_method": "fp8"}, ModelNotFound, "8 bits, blocks of 128 x 128, but no linear map in its files is st"),
         ({}, UnsupportedModel, r"quant_method '\(none\)'"),
         ({"bits": 4}, UnsupportedModel, r"quant_method '\(none\)'"),
         ("gptq", UnsupportedModel, r"quant_method '\(unreadable\)'"),
@@ -334,7 +311,6 @@ def test_tensors_that_are_not_what_the_config_says_are_refused(edit: Edit, words
         ({**Packing("gptq", 4, 32).config, "checkpoint_format": "marlin"}, UnsupportedModel, "GPTQ format 'marlin'"),
         ({**Packing("awq", 4, 32).config, "version": "gemv"}, UnsupportedModel, "AWQ version 'gemv'"),
         ({**Packing("awq", 8, 32).config}, UnsupportedModel, "8 bits in awq"),
-        ({**Packing("float-quantized", 8, -1).config}, UnsupportedModel, "format 'float-quantized' of int weights"),
         ({"quant_method": "compressed-tensors"}, UnsupportedModel, "compressed-tensors that cannot be read"),
         ({**Packing("awq", 4, 32).config}, ModelNotFound, r"\(awq, 4 bits, groups of 32\): its qweight has shape"),
         ({**Packing("gptq", 8, 32).config}, ModelNotFound, r"\(gptq, 8 bits, groups of 32\): its qweight has shape"),
