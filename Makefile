@@ -8,7 +8,7 @@ DEMO := demo-output
 # Containers set it, and every program that is started would compile all of swiftopt again, for a second or two.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup lint test browser docs demo demo-tune conformance redis bench engines clean
+.PHONY: setup lint test browser docs demo demo-tune conformance redis bench engines papers clean
 
 setup: $(VENV)/.ready
 
@@ -72,6 +72,12 @@ redis: setup
 
 bench: setup
 	$(BIN)/swiftopt bench decode --model smollm2-135m --stream examples/stream.jsonl --limit 8 --max-new-tokens 64
+
+# The papers' tables and figures, small: results in bench/results/papers, then docs/papers.md. MODEL, STREAM, ONLY, LIMIT.
+papers: setup
+	$(BIN)/python -m swiftopt.bench.papers $(if $(MODEL),--model $(MODEL)) $(if $(STREAM),--stream $(STREAM)) \
+	    $(if $(ONLY),--only $(ONLY)) $(if $(LIMIT),--limit $(LIMIT))
+	$(BIN)/python -m swiftopt.bench.papers --write
 
 # Exported drafts in the engines that run here, which are installed at first (gigabytes, minutes): tokens and acceptance.
 # MODEL, STREAM, LAYER_SET and MORE (such as MORE="--draft-tokens 4 --limit 16") choose others.

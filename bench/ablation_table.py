@@ -22,6 +22,7 @@ _SEARCH = ("optimise_ms", "optimise_share")
 
 ABLATIONS: dict[str, Ablation] = {
     "swift-parts": Ablation("SWIFT without its parts", "arXiv:2410.06916, Table 8", (), _SPEED),
+    "swift-self-sd": Ablation("SWIFT beside Self-SD", "arXiv:2410.06916, Tables 10 and 12", (), _SPEED),
     "swift-window": Ablation("SWIFT's context window γ", "arXiv:2410.06916, Table 9", ("γ",), (*_SPEED, *_SEARCH)),
     "swift-schedule": Ablation(
         "SWIFT's search steps S and Bayesian interval β",
@@ -42,6 +43,12 @@ ABLATIONS: dict[str, Ablation] = {
         ("γ",),
         ("ratio", "early_share", "rejected_share"),
     ),
+    "paradecode-parts": Ablation(
+        "ParaDecode without its parts", "ParaDecode, Table 3", ("heads",), ("consistency", "ratio")
+    ),
+    "paradecode-threshold": Ablation(
+        "ParaDecode's threshold γ", "ParaDecode, Figure 6", ("γ",), ("ratio", "early_share", "rejected_share")
+    ),
     "mtad-threshold": Ablation(
         "MTAD's threshold τ", "MTAD, Table 10", ("τ",), ("mean_generated_length", "tok_s", "perplexity")
     ),
@@ -53,4 +60,7 @@ ABLATIONS: dict[str, Ablation] = {
     ),
     "mtad-warp": Ablation("Top-k and top-p", "MTAD, Table 12", ("k", "p"), ("perplexity", "tok_s")),
     "adaspeed": Ablation("AdaSPEED", "AdaSPEED, Table I", ("decoding",), ("tok_s", "ratio")),
+    "adaspeed-exit": Ablation(
+        "The exit layer of AdaSPEED", "AdaSPEED, III.A", ("layer",), ("acceptance_rate", "tok_s", "ratio")
+    ),
 }

@@ -10,13 +10,21 @@ from typing import Any, cast
 import torch
 
 from ..core.errors import LearnedNotFound
-from ..core.settings import SwiftSettings
+from ..core.presets import PRESETS
+from ..core.settings import PAPER_BRANCHING, SwiftSettings
 from ..core.types import Sampling
 from ..decoding.methods import PLAIN, Method, build, method_info
-from ..decoding.methods.chains import ChainDrafter, StopRule
-from ..decoding.methods.early_exit import AdaDecodeSettings, AdaSpeedSettings, EarlyDrafter, early_exit
-from ..decoding.verify import ChainRatio, Rollback, Verifier
+from ..decoding.methods.chains import ChainDrafter, SelfSdSettings, StopRule
+from ..decoding.methods.early_exit import (
+    AdaDecodeSettings,
+    AdaSpeedSettings,
+    EarlyDrafter,
+    PipelineDrafter,
+    early_exit,
+)
+from ..decoding.verify import ChainRatio, Rollback, SeveralRatio, TargetWalk, Verifier
 from ..models.early_exit import Heads
+from ..models.stacked import StackedLayers
 from ..optimizer.search import Search
 from ..tasks.recipes import BRIEF_EPOCHS, HEADS_S, MakingRecipes, Recipes
 from ..training.descent import train
@@ -26,6 +34,8 @@ WINDOWS = (16, 32, 64, 128)
 SCHEDULES = ((20, 5), (100, 5), (100, 25), (1000, 25), (1000, 50))  # (S, β)
 RATIOS = (0.3, 0.35, 0.4, 0.45, 0.5, 0.55)
 EARLY_THRESHOLDS = (0.0, 0.25, 0.5, 0.65, 0.75, 0.85, 0.95, 1.0)
+STACKED_THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+EXIT_SHARES = (0.125, 0.1875, 0.25, 0.375, 0.5)  # of the depth: layers 2, 3, 4, 6 and 8 of 16
 JOINT_THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
 BEAMS = (2, 4, 6, 8)
 WARPS = ((20, 0.9), (20, 0.8), (10, 0.9), (10, 0.8))  # (k, p)
@@ -56,8 +66,8 @@ class AblationRecipes(MakingRecipes):
         return build(name, self.of(name, self.task).parts, method_info(name).settings_from(told))
 
     def search(self, **told: Any) -> Search:
-        """Start SWIFT's search with those settings."""
-        settings = replace(SwiftSettings(), **told)
+        """Start SWIFT's search as published, but for those settings."""
+        settings = replace(SwiftSettings(**PRESETS["swift"].tuning), **told)
         ratio = settings.start_skip_ratio(self.runtime.info.n_parameters)
         return Search("", self.runtime.n_layers, settings, ratio, None)
 
@@ -105,6 +115,19 @@ def _swift_parts(recipes: AblationRecipes) -> Iterator[Variant]:
     yield Variant("w/o optimisation", lambda: recipes.search(optimise=False))
 
 
+def _swift_self_sd(recipes: AblationRecipes) -> Iterator[Variant]:
+    yield Variant("Self-SD", _with(recipes.method, "self-sd"))
+    yield Variant("Self-SD w/ dynamic verification", lambda: _branching(recipes))
+    yield Variant("SWIFT", recipes.search)
+
+
+def _branching(recipes: AblationRecipes) -> Method:
+    """Self-SD's set and threshold rule, each position with SWIFT's candidates."""
+    model = recipes.of("self-sd", recipes.task).parts.skipped()
+    drafter = ChainDrafter(model, StopRule.adaptive(SelfSdSettings()), PAPER_BRANCHING, sampled=True)
+    return Method("self-sd", drafter, SeveralRatio("without"))
+
+
 def _swift_window(recipes: AblationRecipes) -> Iterator[Variant]:
     for window in WINDOWS:
         yield Variant(f"γ {window}", _with(recipes.search, context_window=window), {"γ": window})
@@ -137,6 +160,26 @@ def _early(heads: Heads, verifier: Verifier) -> Method:
     """AdaDecode with those heads; a verifier that refuses nothing leaves verification out."""
     settings = AdaDecodeSettings()
     return Method("adadecode", EarlyDrafter(heads, settings.early_threshold, settings.max_early), verifier)
+
+
+def _paradecode_parts(recipes: AblationRecipes) -> Iterator[Variant]:
+    def row(label: str, heads: Callable[[], Heads], verifier: Verifier) -> Variant:
+        return Variant(label, lambda: _stacked(recipes, heads(), 0.0, verifier), heads=heads)
+
+    yield row("ParaDecode", recipes.heads, TargetWalk())
+    yield row("w/o verification step", recipes.heads, Rollback(math.inf))
+    yield row("w/o lightweight LM head training", recipes.original_head, TargetWalk())
+
+
+def _paradecode_threshold(recipes: AblationRecipes) -> Iterator[Variant]:
+    for threshold in STACKED_THRESHOLDS:
+        make = _with(recipes.method, "paradecode", early_threshold=threshold)
+        yield Variant(f"γ {threshold}", make, {"γ": threshold}, heads=recipes.heads)
+
+
+def _stacked(recipes: AblationRecipes, heads: Heads, threshold: float, verifier: Verifier) -> Method:
+    """ParaDecode with those heads."""
+    return Method("paradecode", PipelineDrafter(heads, threshold, StackedLayers(recipes.runtime)), verifier)
 
 
 def _adadecode_threshold(recipes: AblationRecipes) -> Iterator[Variant]:
@@ -178,6 +221,14 @@ def _adaspeed(recipes: AblationRecipes) -> Iterator[Variant]:
             yield Variant(f"{label}, {words}", make, values, sampling, base)
 
 
+def _adaspeed_exit(recipes: AblationRecipes) -> Iterator[Variant]:
+    n_layers = recipes.runtime.n_layers
+    for layer in dict.fromkeys(max(1, round(share * n_layers)) for share in EXIT_SHARES):
+        for label, name in (("LayerSkip", "layerskip"), ("AdaSPEED (no probe)", "adaspeed")):
+            make = _with(recipes.method, name, exit_layer=layer)
+            yield Variant(f"{label}, layer {layer}", make, {"layer": layer})
+
+
 def _marginal(recipes: AblationRecipes) -> Method:
     """Draft & Verify's rule, each step's own probability against the threshold, on AdaSPEED's early exit."""
     settings = AdaSpeedSettings()
@@ -203,13 +254,17 @@ def _once(make: Callable[[], Heads]) -> Callable[[], Heads]:
 
 _VARIANTS: dict[str, Callable[[AblationRecipes], Iterator[Variant]]] = {
     "swift-parts": _swift_parts,
+    "swift-self-sd": _swift_self_sd,
     "swift-window": _swift_window,
     "swift-schedule": _swift_schedule,
     "swift-ratio": _swift_ratio,
     "adadecode-parts": _adadecode_parts,
     "adadecode-threshold": _adadecode_threshold,
+    "paradecode-parts": _paradecode_parts,
+    "paradecode-threshold": _paradecode_threshold,
     "mtad-threshold": _mtad_threshold,
     "mtad-beams": _mtad_beams,
     "mtad-warp": _mtad_warp,
     "adaspeed": _adaspeed,
+    "adaspeed-exit": _adaspeed_exit,
 }

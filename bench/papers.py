@@ -1,0 +1,305 @@
+"""The papers' tables and figures, repeated on one machine: a command each, and a page of their numbers beside ours.
+
+    python -m swiftopt.bench.papers --model MODEL --stream FILE [--only swift] [--limit 6]   runs, keeps the results
+    python -m swiftopt.bench.papers --write                                                  puts them into the page
+
+Results lie in bench/results/papers, one file per entry, in the form of those in bench/results (`tables.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import SwiftoptError
+from ..core.types import now
+from .ablation_table import SCHEMA as ABLATION_SCHEMA
+from .stream_shift import SCHEMA as SHIFT_SCHEMA
+from .tables import RESULTS, ROOT, refreshed
+
+FOLDER = RESULTS / "papers"
+PAGE = ROOT / "docs" / "papers.md"
+GREEDY = ("--max-new-tokens", "96")
+JSON = "--json"
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """A table or figure: the `swiftopt` command that repeats it, and the paper's own numbers.
+
+    The command gets model, stream and limit from the caller; `takes_limit` is off where it reads all of the stream.
+    """
+
+    key: str
+    paper: str
+    where: str
+    theirs: str
+    command: tuple[str, ...]
+    takes_limit: bool = True
+
+
+SWIFT, ADADECODE, PARADECODE, MTAD, ADASPEED = "SWIFT", "AdaDecode", "ParaDecode", "MTAD", "AdaSPEED"
+_CODE = ("--template", "humaneval")
+_SAMPLED = ("--temperature", "0.6", "--top-p", "0.95")
+
+PAPERS: tuple[Repeated, ...] = (
+    Repeated(
+        "swift-main",
+        SWIFT,
+        "Tables 2, 4, 5, 6",
+        "Llama-2-13B, CNN/DM: Jacobi 0.95x (M 1.04), Lookahead 1.16x (1.38), SWIFT 1.37x (4.34, α 0.99)",
+        ("compare", "--preset", "swift", "--methods", "jacobi,lookahead", *GREEDY),
+    ),
+    Repeated(
+        "swift-code",
+        SWIFT,
+        "Tables 3, 7 (pass@1, greedy)",
+        "CodeLlama-13B: 1.40x, M 4.75, α 0.98, pass@1 0.311 as plain decoding",
+        ("compare", "--preset", "swift", "--methods", "plain", *_CODE, *GREEDY),
+    ),
+    Repeated(
+        "swift-pass10",
+        SWIFT,
+        "Tables 3, 7 (pass@10, temperature 0.6)",
+        "CodeLlama-13B: 1.29x, M 3.55, α 0.93, pass@10 0.628 as plain decoding",
+        ("compare", "--preset", "swift", "--methods", "plain", *_CODE, *_SAMPLED, "--samples", "10", *GREEDY),
+    ),
+    Repeated(
+        "swift-parts",
+        SWIFT,
+        "Table 8",
+        "1.560x (M 5.82, α 0.98); w/o early stopping 0.896x, dynamic verification 1.342x, optimisation 1.224x",
+        ("bench", "ablate", "swift-parts", *GREEDY),
+    ),
+    Repeated(
+        "swift-window",
+        SWIFT,
+        "Table 9",
+        "γ 16: 1.341x, 32: 1.560x, 64: 1.552x, 128: 1.550x",
+        ("bench", "ablate", "swift-window", *GREEDY),
+    ),
+    Repeated(
+        "swift-self-sd",
+        SWIFT,
+        "Tables 10, 12; Figure 11",
+        "Self-SD 1.29x, w/ dynamic verification 1.52x, SWIFT 1.56x; after a like search time 0.97x, 1.17x, 1.56x",
+        ("bench", "ablate", "swift-self-sd", *GREEDY),
+    ),
+    Repeated(
+        "swift-schedule",
+        SWIFT,
+        "Figure 8 (a)",
+        "a figure: more steps are faster",
+        ("bench", "ablate", "swift-schedule", *GREEDY),
+    ),
+    Repeated("swift-ratio", SWIFT, "Figure 8 (b)", "a figure", ("bench", "ablate", "swift-ratio", *GREEDY)),
+    Repeated(
+        "swift-shift",
+        SWIFT,
+        "Figure 7",
+        "SWIFT keeps its speed where the task changes, Self-SD loses it",
+        (
+            "bench",
+            "stream-shift",
+            "--prompts",
+            "4",
+            "--max-new-tokens",
+            "64",
+            "--method",
+            "swift",
+            "--draft-format",
+            "stored",
+        ),
+        takes_limit=False,
+    ),
+    Repeated(
+        "swift-search",
+        SWIFT,
+        "Figures 2, 6, 10, 12",
+        "matchness rises with the steps; skipped sub-layers differ by task",
+        ("tune", "--preset", "swift", "--max-new-tokens", "96"),
+    ),
+    Repeated(
+        "adadecode-main",
+        ADADECODE,
+        "Table 2, Figure 4",
+        "Llama-3.1-8B: XSum 1.14x, HumanEval 1.51x, GSM8K 1.48x",
+        ("tune", "--preset", "adadecode", *GREEDY),
+    ),
+    Repeated(
+        "adadecode-parts",
+        ADADECODE,
+        "Table 3",
+        "1.51x; w/o verification 1.64x, one layer 1.37x, original head 0.84x, full heads 1.49x",
+        ("bench", "ablate", "adadecode-parts", *GREEDY),
+    ),
+    Repeated(
+        "adadecode-threshold",
+        ADADECODE,
+        "Figure 5",
+        "a figure; 6 % rejected at γ 0.85",
+        ("bench", "ablate", "adadecode-threshold", *GREEDY),
+    ),
+    Repeated(
+        "paradecode-parts",
+        PARADECODE,
+        "Table 3",
+        "1.312x; w/o verification 1.605x, w/o training 0.863x",
+        ("bench", "ablate", "paradecode-parts", *GREEDY),
+    ),
+    Repeated(
+        "paradecode-threshold",
+        PARADECODE,
+        "Figure 6",
+        "a figure: γ = 0 needs no search",
+        ("bench", "ablate", "paradecode-threshold", *GREEDY),
+    ),
+    Repeated(
+        "mtad-main",
+        MTAD,
+        "Tables 4, 5, 7, 8, 9",
+        "Llama-2, tok/s and perplexity: SpD 36.8, 3.64; BiLD 34.4, 3.15; SpecTr 45.1, 3.64; MTAD 63.0, 2.06",
+        ("compare", "--methods", "mtad,mtjd,spd,spectr,specinfer,mcss,bild,typical", "--temperature", "1.0", *GREEDY),
+    ),
+    Repeated(
+        "mtad-threshold",
+        MTAD,
+        "Table 10, Figure 3",
+        "tokens per iteration: τ 0.1 4.72, 0.3 4.43, 0.5 4.12, 0.7 3.93, 0.9 3.64",
+        ("bench", "ablate", "mtad-threshold", *GREEDY),
+    ),
+    Repeated(
+        "mtad-beams",
+        MTAD,
+        "Table 11",
+        "2 beams 55.9 tok/s, perplexity 2.44; 4: 59.9, 2.12; 8: 61.3, 2.10",
+        ("bench", "ablate", "mtad-beams", *GREEDY),
+    ),
+    Repeated(
+        "mtad-warp",
+        MTAD,
+        "Table 12",
+        "k 20, p 0.9: multinomial 3.74, SpD 3.64, MTAD 2.06; k 10, p 0.8: 2.56, 2.53, 1.80",
+        ("bench", "ablate", "mtad-warp", *GREEDY),
+    ),
+    Repeated(
+        "adaspeed-main",
+        ADASPEED,
+        "Table I",
+        "a picture: AdaSPEED faster than Draft & Verify throughout, with a probe under top-p, without one greedily",
+        ("bench", "ablate", "adaspeed", *GREEDY),
+    ),
+    Repeated(
+        "adaspeed-exit",
+        ADASPEED,
+        "III.A, the exit layer",
+        "best exit: 4 of 16 for AdaSPEED, 6 for LayerSkip",
+        ("bench", "ablate", "adaspeed-exit", *GREEDY),
+    ),
+)
+
+
+def command_of(entry: Repeated, model: str, stream: str, limit: int | None) -> list[str]:
+    """Return the words behind `swiftopt` that repeat an entry."""
+    words = [*entry.command, "--model", model, "--stream", stream]
+    return [*words, "--limit", str(limit)] if limit is not None and entry.takes_limit else words
+
+
+def run(entry: Repeated, model: str, stream: str, limit: int | None, commit: str) -> bool:
+    """Run an entry's command and keep its result; return whether it ended well."""
+    words = command_of(entry, model, stream, limit)
+    print(f"{entry.paper}, {entry.where}: swiftopt {shlex.join(words)}", flush=True)
+    done = subprocess.run([sys.executable, "-m", "swiftopt", *words, JSON], stdout=subprocess.PIPE, check=False)
+    if done.returncode:
+        return False
+    found = {
+        "date": now()[:10],
+        "commit": commit,
+        "command": f"swiftopt {shlex.join(words)}",
+        "note": entry.where,
+        "report": _without_trials(json.loads(done.stdout)),
+    }
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    (FOLDER / f"{entry.key}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return True
+
+
+def _without_trials(report: dict[str, Any]) -> dict[str, Any]:
+    """Leave out where a file lies on the machine that made it."""
+    return {key: value for key, value in report.items() if key not in ("out", "database", "job")}
+
+
+def table(folder: Path = FOLDER) -> str:
+    """Return the entries as a markdown table, with ours where there is a result."""
+    lines = ["| paper | where | the paper | here | file |", "|---|---|---|---|---|"]
+    for entry in PAPERS:
+        path = folder / f"{entry.key}.json"
+        ours, link = "not run", ""
+        if path.is_file():
+            result = json.loads(path.read_text(encoding="utf-8"))
+            ours = "; ".join(figures(result["report"])) or "nothing ran"
+            link = f"[{result['commit']}](../bench/results/papers/{entry.key}.json)"
+        lines.append(f"| {entry.paper} | {entry.where} | {entry.theirs} | {ours} | {link} |")
+    return "\n".join(lines)
+
+
+def figures(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a report's rows say, in short."""
+    if "tasks" in report:  # of `tune`
+        for task in report["tasks"]:
+            best = task["layer_set"]
+            yield f"{task['task']}: {task['n_trials']} sets, matchness {best['matchness']}, {task['verdict']['word']}"
+        return
+    if report["schema"] == SHIFT_SCHEMA:
+        for row in report["results"]:
+            kinds = ", ".join(f"{kind} {row[kind]['acceptance'] or 0:.2f}" for kind in ("own", "kept", "adapted"))
+            yield f"{row['task']}: α {kinds}"
+        return
+    label = "label" if report["schema"] == ABLATION_SCHEMA else "method"
+    for row in report.get("rows", report.get("results", ())):
+        if row["ratio"] is None:
+            yield f"{row[label]}: not run"
+            continue
+        more = [
+            f"{name} {row[key]:.2f}"
+            for name, key in (("α", "acceptance_rate"), ("M", "mean_generated_length"), ("quality", "quality"))
+            if row.get(key) is not None
+        ]
+        yield f"{row[label]} {row['ratio']:.2f}x" + (f" ({', '.join(more)})" if more else "")
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Parse, run or write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--stream", default=str(ROOT / "examples" / "stream.jsonl"))
+    parser.add_argument("--limit", type=int, default=6)
+    parser.add_argument("--only", default="", help="entries whose key begins so")
+    parser.add_argument("--write", action="store_true", help="write docs/papers.md of the results that are there")
+    options = parser.parse_args(args)
+    if options.write:
+        PAGE.write_text(refreshed(PAGE.read_text(encoding="utf-8"), table()), encoding="utf-8")
+        return 0
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    commit = git.stdout.strip() or "unknown"
+    chosen = [entry for entry in PAPERS if entry.key.startswith(options.only)]
+    failed = [e.key for e in chosen if not run(e, options.model, options.stream, options.limit, commit)]
+    print(
+        f"{len(chosen) - len(failed)} of {len(chosen)} repeated" + (f"; failed: {', '.join(failed)}" if failed else "")
+    )
+    return 1 if failed or not chosen else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except SwiftoptError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
