@@ -28,10 +28,10 @@ from ..models.costs import machine_name
 from ..models.loading import load
 from ..models.rows import Rows
 from ..models.runtime import Runtime
-from ..optimizer.evaluation import LARGEST_BATCH
 from ..optimizer.search import Search
 
 REPEATS = 15
+LARGEST_BATCH = 8  # candidates of one pass
 
 
 def context_of(runtime: Runtime, session: Session, ids: list[int], n_generated: int) -> Context:

@@ -17,12 +17,12 @@ from rich.text import Text
 from ..bench.ablation_table import ABLATIONS
 from ..core.errors import SettingsError
 from ..core.requests import EARLIER_NAMES, PEERS, GenerateRequest, ServedModel
-from ..core.streams import read_stream
+from ..core.streams import StreamForm, read_stream
 from ..decoding.methods import METHODS
 from . import options
 from .bench_search import search, stream_shift
 from .charts import Pictures, draw_ablation, draw_decoding, draw_peers, draw_serving, draw_throughput
-from .options import PresetGroup, check_model, check_words, database_url, decoding_request, open_store, positive
+from .options import ConfiguredGroup, check_model, check_words, database_url, decoding_request, open_store, positive
 from .output import Result, note, note_load, note_run, show
 from .render import folding, heading, interval, lined_table, number, numeric, table
 
@@ -49,7 +49,7 @@ HEADINGS = {
 }
 
 
-@click.group(cls=PresetGroup, short_help="Measure decoding on this machine.")
+@click.group(cls=ConfiguredGroup, short_help="Measure decoding on this machine.")
 @options.example("bench decode --model smollm2-135m --stream prompts.jsonl --methods plain,swift,hf-plain")
 def bench() -> None:
     """Measure decoding on this machine."""
@@ -79,6 +79,7 @@ def bench() -> None:
         "--ignore-eos", is_flag=True, help="Go on behind stop tokens, so that every completion has full length."
     ),
 )
+@options.form
 @options.machine(GenerateRequest, "max_new_tokens", "speed")
 @options.pictures("Draw the ratios as a bar chart.")
 @options.db
@@ -86,6 +87,7 @@ def bench() -> None:
 @options.example("bench decode --model smollm2-135m --stream prompts.jsonl --limit 8 --max-new-tokens 64 --json")
 def decode(
     stream: str,
+    form: StreamForm,
     methods: str,
     assistant: str | None,
     limit: int | None,
@@ -101,7 +103,7 @@ def decode(
     is stored for them. `hf-plain`, `hf-lookup` and `hf-assisted` are transformers' own generate: alone, with prompt
     lookup, with --assistant drafting.
     """
-    prompts = read_stream(stream, values["task"], limit)
+    prompts = read_stream(stream, values["task"], limit, form)
     chosen = [EARLIER_NAMES.get(word.strip(), word.strip()) for word in methods.split(",")]
     check_words("method", chosen, (*METHODS, "best", *PEERS))
     if "hf-assisted" in chosen and assistant is None:
@@ -141,6 +143,7 @@ def _loaded(request: GenerateRequest, model: str) -> Runtime:
 )
 @options.draft_model
 @options.limit
+@options.form
 @options.machine(GenerateRequest, "max_new_tokens")
 @options.pictures("Draw the ratios as a bar chart.")
 @options.db
@@ -149,6 +152,7 @@ def _loaded(request: GenerateRequest, model: str) -> Runtime:
 def ablate(
     name: str,
     stream: str,
+    form: StreamForm,
     limit: int | None,
     draft_model: str | None,
     pictures: Pictures,
@@ -157,11 +161,12 @@ def ablate(
 ) -> Result:
     """Run one of the papers' ablations; its variants decode the same prompts by turns.
 
-    NAME is swift-parts, swift-window, swift-schedule, swift-ratio, adadecode-parts, adadecode-threshold,
-    mtad-threshold, mtad-beams, mtad-warp or adaspeed. What is not stored for the task is made briefly and not kept.
+    NAME is swift-parts, swift-self-sd, swift-window, swift-schedule, swift-ratio, adadecode-parts,
+    adadecode-threshold, paradecode-parts, paradecode-threshold, mtad-threshold, mtad-beams, mtad-warp, adaspeed or
+    adaspeed-exit. What is not stored for the task is made briefly and not kept.
     """
     check_words("ablation", [name], ABLATIONS)
-    prompts = read_stream(stream, values["task"], limit)
+    prompts = read_stream(stream, values["task"], limit, form)
     request = decoding_request(values)
     if draft_model is not None:
         check_model(replace(request, model=draft_model))
@@ -223,6 +228,7 @@ def _cell(key: str, value: float | None) -> str:
 @options.group(
     options.MEASUREMENT, click.option("--rounds", type=positive, default=2, help="Times that both take their turn.")
 )
+@options.form
 @options.machine(GenerateRequest, "max_new_tokens", "speed")
 @options.pictures("Draw the speed and the time per token by requests at once.")
 @options.db
@@ -230,6 +236,7 @@ def _cell(key: str, value: float | None) -> str:
 @options.example("bench throughput --model smollm2-135m --stream prompts.jsonl --limit 8 --concurrency 1,4,8")
 def throughput(
     stream: str,
+    form: StreamForm,
     limit: int | None,
     words: str,
     rate: float | None,
@@ -246,7 +253,7 @@ def throughput(
     concurrencies = _numbers(words)
     if rate is not None and rate <= 0:
         raise SettingsError(f"--rate {rate:g} lets no request arrive: use a number above 0")
-    prompts = read_stream(stream, values["task"], limit)
+    prompts = read_stream(stream, values["task"], limit, form)
     request = decoding_request(values)
 
     from ..bench.throughput import measure
@@ -315,6 +322,7 @@ def _throughput_table(report: dict[str, Any]) -> Table:
     click.option("--window", type=positive, default=10, show_default=True, help="Requests that a ratio is of."),
 )
 @options.shared(GenerateRequest, "max_new_tokens")
+@options.form
 @options.machine(ServedModel, "speed")
 @options.pictures("Draw the speed by request.")
 @options.group(
@@ -326,6 +334,7 @@ def _throughput_table(report: dict[str, Any]) -> Table:
 @options.example("bench serve --model smollm2-135m --stream prompts.jsonl --limit 40 --db new.db --png speed.png")
 def serve(
     stream: str,
+    form: StreamForm,
     limit: int | None,
     task: str | None,
     concurrency: int,
@@ -342,7 +351,7 @@ def serve(
     """
     if stay and click.get_current_context().params["as_json"]:
         raise click.UsageError("--stay is for looking at the dashboard, and --json for programs: choose one")
-    prompts = read_stream(stream, task, limit)
+    prompts = read_stream(stream, task, limit, form)
     request = decoding_request(values)
 
     from ..bench.serving import measure, served
@@ -385,6 +394,7 @@ def _serving_table(report: dict[str, Any]) -> Table:
     click.option("--task", help="Whose stored plan swiftopt/best uses.  [default: each prompt's own task]"),
 )
 @options.limit
+@options.form
 @options.group(
     options.MEASUREMENT,
     click.option("--peers", "words", default="all", help="Engines, or rows such as llama-cpp/plain."),
@@ -450,6 +460,7 @@ def _serving_table(report: dict[str, Any]) -> Table:
 @options.example("bench peers --model smollm2-135m --stream prompts.jsonl --limit 6 --peers swiftopt,llama-cpp")
 def peers(
     stream: str,
+    form: StreamForm,
     limit: int | None,
     words: str,
     ggufs: tuple[Path, ...],
@@ -470,7 +481,7 @@ def peers(
     plain tokens, and other rows those of swiftopt/plain. `swiftopt/best` is the stored plan; where there is none,
     adaptive drafts. Ctrl-C shows the prompts that all rows have answered.
     """
-    prompts = read_stream(stream, values["task"], limit)
+    prompts = read_stream(stream, values["task"], limit, form)
     names = words.split(",")
 
     from ..bench.peer_rows import all_rows, chosen_rows

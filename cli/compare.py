@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core.errors import SettingsError, StreamError
+from ..core.presets import PRESETS, preset_of
 from ..core.requests import BASE, PEERS, CompareRequest, GenerateRequest
-from ..core.streams import STDIN, read_stream
+from ..core.streams import STDIN, StreamForm, read_stream
 from ..core.types import Prompt, Sampling
 from ..decoding.methods import METHODS, method_info
 from . import options
@@ -37,6 +38,17 @@ def _names(lossy: bool) -> str:
 method_options = together(
     options.group(
         options.DRAFTING, click.option("--methods", default="all", help="all, or names from the list below, by commas.")
+    ),
+    options.group(
+        options.DRAFTING,
+        click.option(
+            "--preset",
+            "presets",
+            metavar="NAME",
+            multiple=True,
+            type=click.Choice([*PRESETS]),
+            help=f"A paper's method with each of its numbers, in place of all; repeatable: {', '.join(PRESETS)}.",
+        ),
     ),
     options.draft_model,
     options.group(
@@ -71,7 +83,12 @@ lossy {_names(lossy=True)}. {", ".join(PEERS)} are transformers' own."""
 )
 @method_options
 @options.pictures("Draw the ratios as a bar chart.")
+@options.group(
+    options.PROMPTS,
+    options.from_field(CompareRequest, "samples", "Completions of each prompt, as pass@k needs.", type=positive),
+)
 @click.option("--no-store", is_flag=True, help="Store neither the report, nor the plan, nor what had to be made.")
+@options.form
 @options.machine(GenerateRequest, "max_new_tokens", "speed")
 @options.sampling
 @options.db
@@ -81,8 +98,10 @@ lossy {_names(lossy=True)}. {", ".join(PEERS)} are transformers' own."""
 )
 def compare(
     stream: str,
+    form: StreamForm,
     limit: int | None,
     methods: str,
+    presets: tuple[str, ...],
     lossless: bool,
     assignments: tuple[str, ...],
     pictures: Pictures,
@@ -90,10 +109,19 @@ def compare(
     db: str | None,
     **values: Any,
 ) -> Result:
-    chosen = chosen_methods(methods, lossless)
+    if presets and not options.on_command_line("methods"):
+        methods = BASE
+    chosen = chosen_methods(",".join([methods, *(preset_of(name).method for name in presets)]), lossless)
     given = {"methods": chosen, "settings": parse_settings(assignments, chosen), "keep": not no_store}
-    request = pick(CompareRequest, {**values, **given, "sampling": pick(Sampling, values)})
-    prompts, others = _prompts(stream, values["task"], limit)
+    request = pick(CompareRequest, {**values, **given, "presets": presets, "sampling": pick(Sampling, values)})
+    prompts, others = _prompts(stream, values["task"], limit, form)
+    return comparison(request, prompts, others, pictures, db)
+
+
+def comparison(
+    request: CompareRequest, prompts: Sequence[Prompt], others: Sequence[Prompt], pictures: Pictures, db: str | None
+) -> Result:
+    """Run a comparison; `others` are prompts that only searches and trainings may see."""
     for model in filter(None, (request.model, request.draft_model)):
         check_model(replace(request, model=model))
 
@@ -106,13 +134,13 @@ def compare(
     return Result(report, [comparison_view(report, console().width)], interrupted=report["interrupted"])
 
 
-def _prompts(stream: str, task: str | None, limit: int | None) -> tuple[list[Prompt], list[Prompt]]:
+def _prompts(stream: str, task: str | None, limit: int | None, form: StreamForm) -> tuple[list[Prompt], list[Prompt]]:
     """Return the prompts to compare on, and others of the same stream behind them."""
-    prompts = read_stream(stream, task, limit)
+    prompts = read_stream(stream, task, limit, form)
     if limit is None or stream == STDIN:
         return prompts, []
     try:
-        return prompts, read_stream(stream, task, limit + OTHERS)[len(prompts) :]
+        return prompts, read_stream(stream, task, limit + OTHERS, form)[len(prompts) :]
     except StreamError:  # in a line that nobody asked for
         return prompts, []
 
@@ -190,19 +218,24 @@ def comparison_view(report: Row, width: int) -> RenderableType:
         f" {f'temperature {temperature:g}' if temperature else 'greedy'}"
         f"{f', drafts by {draft_model}' if draft_model else ''}"
     )
+    hidden = {name for name, key in OPTIONAL.items() if all(row.get(key) is None for row in rows)}
+    if report["energy"] is None:
+        hidden.add("J/tok")
+    if report.get("quality") is not None:
+        remarks.append(f"quality: {report['quality']} over {report['prompts']} answers")
     return Group(
         heading(f"{report['model']}/{report['task']}"),
         Text(conditions, style="dim"),
-        _table(rows, width, report["energy"] is not None),
+        _table(rows, width, hidden),
         *(Text(text, style="dim") for text in remarks),
         "",
         Text(plan_words(report), style=style),
     )
 
 
-def _table(rows: Sequence[Row], width: int, energy: bool) -> Table:
+def _table(rows: Sequence[Row], width: int, hidden: Collection[str]) -> Table:
     """Return the methods by ratio, lossy ones below a line; `width` decides which columns are shown."""
-    columns = [column for column in COLUMNS if width >= column[2] and (energy or column[0] != "J/tok")]
+    columns = [column for column in COLUMNS if width >= column[2] and column[0] not in hidden]
     made = table([(numeric if at else fixed)(name) for at, (name, _, _) in enumerate(columns)], [])
     lossless, lossy = [row for row in rows if not row["lossy"]], [row for row in rows if row["lossy"]]
     for row in lossless:
@@ -244,6 +277,7 @@ def _megabytes(row: Row) -> str:
     return "–" if n is None else f"{n / 2**20:.{1 if n < 100 * 2**20 else 0}f}M"
 
 
+OPTIONAL = {"J/tok": "joules_per_token", "quality": "quality", "pass@10": "pass_at_10"}  # columns that may be empty
 # heading, cell, and the least columns of a terminal that shows it
 COLUMNS: list[tuple[str, Callable[[Row], str], int]] = [
     ("method", lambda row: f"{row['method']} {LOSSY}" if row["lossy"] else row["method"], 0),
@@ -255,6 +289,8 @@ COLUMNS: list[tuple[str, Callable[[Row], str], int]] = [
     ("passes", lambda row: number(row["passes_per_token"]), ROOMY),
     ("same", _identical, 0),
     ("PPL", lambda row: number(row["perplexity"], 2 if (row["perplexity"] or 0) < 1000 else 0), 0),
+    ("quality", lambda row: percent(row["quality"]), 100),
+    ("pass@10", lambda row: percent(row["pass_at_10"]), ROOMY),
     ("to plain", lambda row: number(row["perplexity_ratio"], unit="x"), ROOMY + 10),
     ("early", lambda row: percent(row["early_share"]), ROOMY),
     ("rejected", lambda row: percent(row["rejected_share"]), ROOMY),

@@ -1,4 +1,4 @@
-"""Presets of options: `SWIFTOPT_*` in the environment, then ./swiftopt.toml."""
+"""Configured values of options: `SWIFTOPT_*` in the environment, then ./swiftopt.toml."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ LONG_NAMES = {"db": "SWIFTOPT_DATABASE_URL", "redis": "SWIFTOPT_REDIS_URL", "ser
 
 
 def _named(long: str, short: str) -> Any:
-    """Make a preset with two names; other programs use the long one as well."""
+    """Make a value with two names; other programs use the long one as well."""
     names = (f"{PREFIX}{long.upper()}", f"{PREFIX}{short.upper()}", long, short)
     return Field(default=None, validation_alias=AliasChoices(*names))
 
 
 class ProgramSettings(BaseSettings):
-    """What the environment or the file may preset: the defaults of the options of the same names.
+    """What the environment or the file may set: the defaults of the options of the same names.
 
     None means not set; ranges are checked by the values that are built from them.
     """
@@ -65,7 +65,7 @@ class ProgramSettings(BaseSettings):
 
 
 def load_settings() -> dict[str, Any]:
-    """Return the presets by option name, without those that are not set.
+    """Return the configured values by option name, without those that are not set.
 
     Raises: SettingsError: the file is broken or has an unknown key, or a value is of the wrong type.
     """

@@ -64,7 +64,7 @@ def tune_engine(values: Mapping[str, Any]) -> Result:
     for name in flags:
         if name not in USED and on_command_line(name or ""):
             note(f"warning: {flags[name]} has no effect with --engine, which runs {values['engine']} itself, greedily")
-    prompts = read_stream(values["stream"], values["task"], values["limit"])
+    prompts = read_stream(values["stream"], values["task"], values["limit"], values["form"])
     check_names(values["model"], values["dtype"], "cpu")
 
     from ..engines.tuning import EngineTuneRequest, EngineTuning

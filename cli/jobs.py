@@ -19,7 +19,8 @@ from rich.text import Text
 from ..core.errors import InvalidInput, safe_url
 from ..core.events import JobState, Progress, TaskFinished
 from ..core.jobs import Job, JobEvent, JobList, Verb
-from ..core.requests import TuneRequest
+from ..core.presets import preset_of
+from ..core.requests import BASE, CompareRequest, TuneRequest
 from ..core.settings import ENGINES, TuningSettings
 from ..core.streams import STDIN, LineWriter, default_output, output_line, read_stream
 from ..core.types import Prompt, Sampling, seconds_by_part
@@ -27,9 +28,10 @@ from ..optimizer.strategies import STRATEGIES
 from . import options
 from .backend import Backend, JobClient, backend_options, event_of, result_of
 from .charts import Pictures, draw_layer_sets
+from .compare import comparison
 from .engines import server_of, tune_engine
 from .options import (
-    PresetGroup,
+    ConfiguredGroup,
     check_model,
     check_words,
     default_of,
@@ -70,6 +72,7 @@ on_job = together(click.argument("job", metavar="ID"), backend_options, options.
     options.from_field(TuneRequest, "limit", "Take only the first prompts.", type=positive),
     options.from_field(TuneRequest, "concurrency", "How many prompts are decoded at once.", type=positive),
 )
+@options.form
 @options.machine(TuneRequest, "max_new_tokens", "speed")
 @options.sampling
 @options.settings
@@ -95,7 +98,11 @@ on_job = together(click.argument("job", metavar="ID"), backend_options, options.
         multiple=True,
         help="Its server at an address, plain=URL first; repeatable.  [default: it is installed and started]",
     ),
-    click.option("--draft-model", shell_complete=options.models, help="A smaller model that may draft in that engine."),
+    click.option(
+        "--draft-model",
+        shell_complete=options.models,
+        help="A smaller model that may draft in that engine, or with --preset mtad.",
+    ),
 )
 @options.pictures("Draw the layer map and the search of each task.")
 @options.db
@@ -114,11 +121,16 @@ def tune(pictures: Pictures, **values: Any) -> Result:
     Runs in this process, unless a Redis or a server is named: then the job is submitted to a queue and followed, and
     Ctrl-C leaves it running.
 
+    With --preset adadecode, for example, what that method needs is made on most prompts by the paper's numbers, and the
+    method is run beside plain decoding on the others.
+
     With --engine the drafts, draft lengths and n-grams that another engine can run are tried in it by turns, and the
     fastest is judged against its plain decoding on held-out prompts; the answer may be plain.
     """
     if values["engine"] is not None:
         return tune_engine(values)
+    if values["preset"] is not None and not preset_of(values["preset"]).is_tuned:
+        return _tune_preset(pictures, values)
     if values["engine_urls"] or values["draft_model"]:
         raise InvalidInput("--engine-url and --draft-model are for another engine: name it with --engine")
     request = pick(
@@ -138,12 +150,30 @@ def tune(pictures: Pictures, **values: Any) -> Result:
     file = Path(request.stream)
     read_twice = request.stream != STDIN and not (file.is_fifo() or file.is_char_device())  # <(command) gives text once
     if queued or read_twice:  # a bad line must not cost the loading of torch
-        prompts = read_stream(request.stream, request.task, request.limit)
+        prompts = read_stream(request.stream, request.task, request.limit, request.form)
     check_words("strategy", [request.settings.strategy], STRATEGIES)
     warn_idle(request.settings)
     if queued:
         return _tune_through_queue(request, prompts, backend, values["queue"], values["detach"], pictures)
     return _tune_here(request, values["db"], pictures)
+
+
+def _tune_preset(pictures: Pictures, values: dict[str, Any]) -> Result:
+    """Make on most prompts what a paper's method needs, and compare it with plain decoding on the others."""
+    from ..optimizer.verdict import hold_out
+
+    name = values["preset"]
+    if values["server"] or values["redis"]:
+        raise InvalidInput(
+            f"--preset {name} runs here, for jobs search layer sets only: leave --redis and --server out"
+        )
+    sampling = pick(Sampling, values)
+    methods = (BASE, preset_of(name).method)
+    request = pick(CompareRequest, {**values, "methods": methods, "presets": (name,), "sampling": sampling})
+    made_on, compared = hold_out(read_stream(values["stream"], values["task"], values["limit"], values["form"]))
+    if not compared:
+        raise InvalidInput(f"{values['stream']} has too few prompts to hold some out: give 4 or more")
+    return comparison(request, compared, made_on, pictures, values["db"])
 
 
 def _tune_here(request: TuneRequest, db: str | None, pictures: Pictures) -> Result:
@@ -164,7 +194,7 @@ def _tune_here(request: TuneRequest, db: str | None, pictures: Pictures) -> Resu
                 note(f"{progress.n_finished} completions are in {request.out}")
             raise
         database = safe_url(store.url)
-    # presets apply to the command that is printed as they did to this one
+    # the configuration applies to the command that is printed as they did to this one
     given = [name for name in ("dtype", "device", "speed") if on_command_line(name)]
     backend, out = Backend(db=db), str(result.out)
     return tune_result(request, result.job, result.tasks, database, backend, given, out, pictures=pictures)
@@ -262,7 +292,7 @@ def _use(request: TuneRequest, task: TaskFinished, backend: Backend, repeated: S
 # --- jobs
 
 
-@click.group(cls=PresetGroup, short_help="Show, follow and steer the jobs of a queue.")
+@click.group(cls=ConfiguredGroup, short_help="Show, follow and steer the jobs of a queue.")
 @options.example("jobs list --state running", "jobs watch 3f2a9c81d04e")
 def jobs() -> None:
     """The jobs of a queue: see them, follow one, steer one. The jobs of runs in this process are listed, too."""

@@ -16,12 +16,12 @@ from rich.table import Table
 from ..core.errors import InvalidInput, LayerSetNotFound
 from ..core.requests import GenerateRequest
 from ..core.settings import ENGINES
-from ..core.streams import read_stream
+from ..core.streams import StreamForm, read_stream
 from ..core.types import FoundPlan, LayerSetRecord, ModelInfo, Sampling, check_task
 from ..models.sources import ALIASES, find_alias
 from . import options
 from .charts import Pictures, draw_layer_sets
-from .options import ModelTask, PresetGroup, decoding_request, open_store, positive
+from .options import ConfiguredGroup, ModelTask, decoding_request, open_store, positive
 from .output import Result, console, note, note_load, write_text
 from .render import fixed, folding, layer_map, numeric, record_view, records_table, size, table
 
@@ -33,7 +33,7 @@ TRIAL_FIGURES = ("step", "origin", "matchness", "score", "adopted")  # of a tria
 version_option = click.option("--version", type=positive, help="A version.  [default: the best one]")
 
 
-@click.group(cls=PresetGroup, short_help="Show, choose, export and import layer sets.")
+@click.group(cls=ConfiguredGroup, short_help="Show, choose, export and import layer sets.")
 @options.example("layers list", "layers best smollm2-135m/notes --json")
 def layers() -> None:
     """The stored layer sets: look at them, choose among them, export and import."""
@@ -108,6 +108,7 @@ def show_(name: ModelTask, version: int | None, pictures: Pictures, store: Store
     options.SEARCH,
     click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="Begin no candidate after this time."),
 )
+@options.form
 @options.machine(GenerateRequest, "max_new_tokens")
 @options.shared(Sampling, "seed")
 @options.db
@@ -115,12 +116,14 @@ def show_(name: ModelTask, version: int | None, pictures: Pictures, store: Store
 @options.example(
     "layers search --model smollm2-135m --stream prompts.jsonl --task notes --minutes 10 --max-new-tokens 32"
 )
-def search(stream: str, limit: int, max_steps: int, minutes: float | None, db: str | None, **values: Any) -> Result:
+def search(
+    stream: str, form: StreamForm, limit: int, max_steps: int, minutes: float | None, db: str | None, **values: Any
+) -> Result:
     """Bayesian optimisation over all sub-layers, each candidate by the tokens per second that Self-SD makes with it.
 
     The set is stored for the method self-sd; the best plan stays what it is until `swiftopt compare` finds it faster.
     """
-    prompts = read_stream(stream, values["task"], limit)
+    prompts = read_stream(stream, values["task"], limit, form)
     request = decoding_request(values)
 
     from ..tasks.recipes import search_offline

@@ -15,7 +15,7 @@ import click
 from .. import __version__
 from ..core.errors import SwiftoptError
 from . import options
-from .options import PresetGroup
+from .options import ConfiguredGroup
 from .output import INTERRUPTED, note, silence
 
 MODULES = {  # of the commands, in the order in which help lists them
@@ -40,7 +40,7 @@ MODULES = {  # of the commands, in the order in which help lists them
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # errors of what stdout leads to
 
 
-class LazyGroup(PresetGroup):
+class LazyGroup(ConfiguredGroup):
     """Imports a command's module when the command, or the help that lists it, is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

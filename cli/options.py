@@ -22,8 +22,11 @@ from click.shell_completion import CompletionItem
 
 from ..core.errors import LayerSetError, SettingsError, SwiftoptError
 from ..core.jobs import DEFAULT_QUEUE
-from ..core.requests import GenerateRequest, TuneRequest
-from ..core.settings import AUTO, FORMATS, STORED, THREADS, SwiftSettings, TuningSettings
+from ..core.presets import PRESETS, preset_of
+from ..core.requests import GenerateRequest, ModelRequest
+from ..core.settings import AUTO, FORMATS, STORED, THREADS, Branching, SwiftSettings, TuningSettings
+from ..core.streams import StreamForm
+from ..core.templates import TEMPLATES
 from ..core.types import LayerSetRecord, Sampling
 from ..optimizer.strategies import MOST, SIZE_CHOOSING, STRATEGIES, recipe_of
 from .charts import Pictures
@@ -64,8 +67,8 @@ class GroupedCommand(click.Command):
                 formatter.write_dl([record for param in params if (record := param.get_help_record(ctx))])
 
 
-class PresetGroup(click.Group):
-    """Passes its presets on to its commands, where click looks for them; lists commands as they were added."""
+class ConfiguredGroup(click.Group):
+    """Passes configured values on to its commands, where click looks for them; lists commands as they were added."""
 
     command_class = GroupedCommand
 
@@ -73,8 +76,8 @@ class PresetGroup(click.Group):
         return list(self.commands)
 
     def invoke(self, ctx: click.Context) -> Any:
-        presets = ctx.default_map or {}
-        ctx.default_map = {name: presets for name in self.list_commands(ctx)}
+        configured = ctx.default_map or {}
+        ctx.default_map = {name: configured for name in self.list_commands(ctx)}
         return super().invoke(ctx)
 
 
@@ -219,6 +222,40 @@ model = group(
         shell_complete=models,
         help="Alias, hub id, folder or GGUF file; `swiftopt models` lists aliases.",
     ),
+)
+
+
+def _with_form(command: Any) -> Any:
+    """Hand the options of a stream's form on as one value."""
+
+    @functools.wraps(command)
+    def call(*args: Any, template: str | None, shots: int | None, stop: tuple[str, ...], **values: Any) -> Any:
+        return command(*args, form=StreamForm(template, shots, stop), **values)
+
+    return call
+
+
+def _use_template(context: click.Context, parameter: click.Parameter, name: str | None) -> str | None:
+    """Make the template's length of an answer the default."""
+    if name is not None:
+        own = {"max_new_tokens": TEMPLATES[name].max_new_tokens}
+        context.default_map = {**(context.default_map or {}), **own}
+    return name
+
+
+form = group(
+    PROMPTS,
+    click.option(
+        "--template",
+        metavar="NAME",
+        is_eager=True,
+        callback=_use_template,
+        type=click.Choice([*TEMPLATES]),
+        help=f"The file holds rows of a data set, asked, ended and judged as usual: {', '.join(TEMPLATES)}.",
+    ),
+    click.option("--shots", type=click.IntRange(min=0), help="Its first rows that are examples.  [default: as usual]"),
+    click.option("--stop", multiple=True, metavar="STR", help="End before this text; may be repeated."),
+    _with_form,
 )
 stream = group(
     PROMPTS,
@@ -442,15 +479,64 @@ searching = group(
     ),
     _setting("deterministic", "Wait for late suggestions: the same seed then gives the same trials."),
 )
+
+
+def _branching(text: str) -> Branching:
+    """Read confidences and candidates such as 0.5:10,0.8:5,1:1."""
+    try:
+        pairs = [pair.split(":") for pair in text.split(",")]
+        return tuple((float(bound), int(k)) for bound, k in pairs)
+    except ValueError:
+        raise ValueError(f"{text!r} is no branching: give CONFIDENCE:CANDIDATES pairs like 0.5:10,0.8:5,1:1") from None
+
+
+def _use_preset(context: click.Context, parameter: click.Parameter, name: str | None) -> str | None:
+    """Make a preset's values the defaults of the command's options; those of its command line win."""
+    if name is not None and (preset := preset_of(name)).is_tuned:
+        context.default_map = {**(context.default_map or {}), **preset.tuning}
+    return name
+
+
+preset = group(
+    SEARCH,
+    click.option(
+        "--preset",
+        metavar="NAME",
+        type=click.Choice([*PRESETS]),
+        is_eager=True,
+        callback=_use_preset,
+        help=f"A paper's method with each of its numbers, but for options beside it: {', '.join(PRESETS)}.",
+    ),
+)
 swift_drafts = group(
     "SWIFT's drafts, with --method swift",
     _setting("stop_threshold", "ε, confidence below which a draft stops."),
     _setting("max_draft_length", "N_D, steps of a draft."),
     _setting("early_stop", "Drafts always have N_D tokens."),
     _setting("dynamic_verification", "Drafts are chains, not trees."),
+    _setting(
+        "branching",
+        "k: candidates that a position offers up to each confidence.  [default: 0.5:10,0.8:5,0.95:3,1:1]",
+        type=Parsed("CONFIDENCE:K,...", _branching),
+        show_default=False,
+    ),
+    _setting("sampled", "With --temperature: draw drafts and weigh them, instead of their most probable tokens."),
     _setting("search_drafting", "Keep ε, N_D and k as given, instead of choosing them by time."),
 )
-settings = together(searching, swift_drafts)
+published = group(
+    "SWIFT's search, as --preset swift sets it",
+    _setting("bayes_interval", "β, candidates from one suggestion of the Gaussian process to the next."),
+    _setting("patience", "Candidates without a better one that end the search."),
+    _setting("target_matchness", "Matchness above which the search ends, where the strategy keeps to r."),
+    _setting("adoption", "What makes a set the one in use: wins on several windows, or the highest score so far."),
+    _setting("window_at", "Which γ tokens of a completion score a set."),
+    _setting("optimise_interval", "Rounds from one pass of candidates to the next."),
+    _setting("candidates", "Candidates of one pass.  [default: as many as measured costs make cheap]", type=positive),
+    _setting("min_acceptance", "α below which r is lowered."),
+    _setting("min_acceptance_rounds", "Rounds that α must stay below it."),
+    _setting("skip_ratio_step", "What r is lowered by."),
+)
+settings = together(preset, searching, swift_drafts, published)
 
 
 class Idle(NamedTuple):
@@ -506,13 +592,13 @@ IDLE = (
 
 
 def on_command_line(name: str) -> bool:
-    """Return whether the running command got an option from its command line, not from a preset or default."""
+    """Return whether the running command got an option from its command line itself."""
     context = click.get_current_context(silent=True)
     return context is not None and context.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def warn_idle(settings: SwiftSettings, *used: str) -> None:
-    """Say of each option of the command line that it has no effect with the other settings; presets pass silently.
+    """Say of each option of the command line that it has no effect with the other settings; others pass silently.
 
     Args: used: settings that the running command uses all the same.
     """
@@ -544,7 +630,7 @@ def decoding_request(values: dict[str, Any]) -> GenerateRequest:
     return request
 
 
-def check_model(request: TuneRequest | GenerateRequest) -> None:
+def check_model(request: ModelRequest) -> None:
     """Check the names of model, dtype and device.
 
     Raises: SwiftoptError: one of them is unknown, or the model's architecture is not supported.

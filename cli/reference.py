@@ -39,7 +39,7 @@ Results go to stdout; progress, remarks and errors go to stderr. `--json` makes 
 `schema` key (`generate --stream`: one object per prompt, each on its own line). An error is one sentence.\
 """
 
-PRESETS = f"""\
+CONFIGURATION = f"""\
 An option on the command line wins over its environment variable, that over `{TOML_FILE}` in the working
 folder, that over the default. An unknown key in the file is an error. The key of a server is read from
 `SWIFTOPT_API_KEY` alone, so that no listing of processes and no file shows it.\
@@ -86,16 +86,16 @@ def commands(command: click.Command, name: str, parent: click.Context | None = N
 def page() -> str:
     """Return the whole page, as markdown."""
     codes = [f"| {code} | {words} |" for code, words in EXIT_CODES.items()]
-    presets = [
+    configured = [
         f"| `{LONG_NAMES.get(key, PREFIX + key.upper())}` | `{key}` | `--{key.replace('_', '-')}` |"
         for key in ProgramSettings.model_fields
     ]
     parts = [
         INTRODUCTION,
         "\n".join(["## Exit codes", "", "| code | meaning |", "|---|---|", *codes]),
-        "## Presets",
-        PRESETS,
-        "\n".join([f"| variable | key in `{TOML_FILE}` | option |", "|---|---|---|", *presets]),
+        "## Configuration",
+        CONFIGURATION,
+        "\n".join([f"| variable | key in `{TOML_FILE}` | option |", "|---|---|---|", *configured]),
         *(f"## {path}\n\n```text\n{text}\n```" for path, text in commands(swiftopt, "swiftopt")),
     ]
     return "\n\n".join(parts) + "\n"

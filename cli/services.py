@@ -18,7 +18,7 @@ import click
 from ..core.errors import SettingsError, SwiftoptError
 from ..core.requests import ServedModel
 from . import options
-from .options import PresetGroup, database_url, open_store, pick, positive
+from .options import ConfiguredGroup, database_url, open_store, pick, positive
 from .output import Result, emit_json, note
 
 if TYPE_CHECKING:
@@ -332,7 +332,7 @@ def _is_running(pid: int) -> bool:
 # --- the database
 
 
-@click.group(cls=PresetGroup, short_help="Migrate the database, or look at its schema.")
+@click.group(cls=ConfiguredGroup, short_help="Migrate the database, or look at its schema.")
 @options.example("db check --db postgresql://swiftopt@db.example/swiftopt")
 def db() -> None:
     """The schema of the database; every other command brings it to the newest by itself."""

@@ -19,7 +19,7 @@ from ..core.types import LearnedKind, LearnedRecord
 from ..training.settings import HeadSettings, ProbeSettings, TrainingStep
 from . import options
 from .charts import Pictures, draw_loss
-from .options import Decorator, ModelTask, Parsed, PresetGroup, open_store, pick, positive, together
+from .options import ConfiguredGroup, Decorator, ModelTask, Parsed, open_store, pick, positive, together
 from .output import Result, console, note, note_load, writing
 from .render import ROOMY, Columns, fixed, folding, listing, number, percent, sparkline, table
 
@@ -32,13 +32,13 @@ SHOWN_THRESHOLDS = ("0.5", "0.6", "0.75", "0.85", "0.95")  # in the table; all a
 CURVE_COLUMNS = 60
 
 
-@click.group(cls=PresetGroup, short_help="Train heads that predict tokens early.")
+@click.group(cls=ConfiguredGroup, short_help="Train heads that predict tokens early.")
 @options.example("heads train --model smollm2-135m --stream prompts.jsonl --task code", "heads list")
 def heads() -> None:
     """Light heads at intermediate layers, which `adadecode` and `paradecode` predict tokens with."""
 
 
-@click.group(cls=PresetGroup, short_help="Train a probe that predicts acceptance.")
+@click.group(cls=ConfiguredGroup, short_help="Train a probe that predicts acceptance.")
 @options.example("probe train --model smollm2-135m --stream prompts.jsonl --task code", "probe list")
 def probe() -> None:
     """A linear probe at an early exit, which `adaspeed-probe` decides with when to stop drafting."""

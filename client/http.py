@@ -250,7 +250,7 @@ class Client(ServerConnection):
         idempotency_key: str | None = None,
     ) -> tuple[Job, bool]:
         """Return the job for the request on these prompts, and whether it is new; safe to repeat with the same key."""
-        own = {key: value for key, value in request.to_json().items() if key not in ("task", "out", "limit")}
+        own = {key: value for key, value in request.to_json().items() if key not in ("task", "out", "limit", "form")}
         lines = [json.loads(line) for line in stream_lines(prompts).splitlines()]  # each with its task
         body = {**own, "stream": {"prompts": lines}, "queue": queue}
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}  # ours, so that it may be sent again

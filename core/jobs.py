@@ -33,6 +33,13 @@ END_STATES: tuple[JobState, ...] = ("succeeded", "failed", "cancelled")
 UNFINISHED: tuple[JobState, ...] = ("queued", "running", "paused")
 
 DEFAULT_QUEUE = "default"
+LINES_FROM = (
+    "stream",
+    "form",
+    "out",
+    "task",
+    "limit",
+)  # of a request: what its lines, which travel apart, were made by
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +131,7 @@ class JobSpec:
     @property
     def fingerprint(self) -> str:
         """Hex SHA-256 over what decides the result; two unfinished jobs never share one."""
-        values = {key: value for key, value in self.request.items() if key not in ("stream", "out", "task", "limit")}
+        values = {key: value for key, value in self.request.items() if key not in LINES_FROM}
         return hashlib.sha256(
             json.dumps([self.kind, self.queue, values, self.stream], sort_keys=True).encode()
         ).hexdigest()

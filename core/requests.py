@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from .errors import SettingsError
 from .serialization import Record, Settings, count
 from .settings import SwiftSettings, TuningSettings
+from .streams import StreamForm
 from .types import LayerSetRecord, Sampling
 
 Speed = Literal[
@@ -47,14 +48,15 @@ class ModelRequest(Settings):
 class TuneRequest(ModelRequest):
     """Tune `model` on the prompts of `stream` (a path, or "-" for standard input).
 
-    `task` names the task of lines that have none (default: the file's stem); `out` is where completions go, one JSON
-    object per line (None: a file in the user's data folder); `limit` takes only the first prompts; `concurrency`
-    prompts are decoded at once.
+    `form` says how its lines become prompts; `task` names the task of lines that have none (default: the file's stem);
+    `out` is where completions go, one JSON object per line (None: a file in the user's data folder); `limit` takes only
+    the first prompts; `concurrency` prompts are decoded at once.
     """
 
     NAME: ClassVar = "a tuning job"
 
     stream: str = field(kw_only=False)
+    form: StreamForm = field(default_factory=StreamForm)
     out: str | None = None
     limit: int | None = count(None)
     settings: TuningSettings = field(default_factory=TuningSettings)
@@ -84,13 +86,16 @@ class CompareRequest(ModelRequest):
     """Compare `methods` on the same prompts; `plain`, which the others are measured against, always runs.
 
     `methods` are names of `decoding.methods` or PEERS; `settings`, by method, replace defaults; `task` names the plan
-    (None: the stream's task, or "default" where it holds several). `keep` stores the report, the plan and what had to
-    be made.
+    (None: the stream's task, or "default" where it holds several). The methods of `presets`, names of `core.presets`,
+    run with the presets' settings, and what they need is made by the preset, whatever is stored. Every prompt is
+    decoded `samples` times, with seeds of their own. `keep` stores the report, the plan and what had to be made.
     """
 
     methods: tuple[str, ...] = field(kw_only=False)
     draft_model: str | None = None
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    presets: tuple[str, ...] = ()
+    samples: int = count(1)
     keep: bool = True
 
     def __post_init__(self) -> None:
@@ -98,6 +103,8 @@ class CompareRequest(ModelRequest):
         peers = [name for name in self.methods if name in PEERS]
         if peers and not self.sampling.greedy:
             raise SettingsError(f"{peers[0]} runs greedily only: leave it out, or drop --temperature")
+        if self.samples > 1 and self.sampling.greedy:
+            raise SettingsError("samples of greedy decoding are all alike: give --temperature, or leave --samples out")
         if "hf-assisted" in peers and self.draft_model is None:
             raise SettingsError("hf-assisted drafts with a smaller model: name one with --draft-model, or leave it out")
 

@@ -51,6 +51,7 @@ class SwiftSettings(Settings):
     branching: Branching = PAPER_BRANCHING
     early_stop: bool = True
     dynamic_verification: bool = True
+    sampled: bool = False  # at temperatures above 0: drafts are drawn and weighed; else the most probable tokens
     search_drafting: bool = False  # threshold, length and branching are chosen by measured time when the search ends
     # layer-set optimisation (4.1)
     optimise: bool = True
@@ -59,6 +60,10 @@ class SwiftSettings(Settings):
     exportable: bool = False  # only sets that alternate attention and MLP, which other engines load as a checkpoint
     skip_ratio: float | None = share(None)  # r; None: 0.45, 0.5 from 34B on
     context_window: int = count(32)  # γ, tokens
+    window_at: Literal["latest", "first"] = "latest"  # of a text's generated tokens; first: SWIFT's published code
+    optimise_interval: int = count(1)  # rounds from one pass of candidates to the next
+    candidates: int | None = count(None)  # per pass; None: as many as measured costs make cheap
+    adoption: Literal["finals", "highest"] = "finals"  # by wins on several windows, or the highest score so far (4.1)
     max_steps: int = count(1000, least=0)  # S, candidates
     bayes_interval: int = count(25)  # β, candidates
     patience: int = count(300)  # candidates without a better one that end the search

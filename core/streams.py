@@ -7,42 +7,117 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import gzip
 import hashlib
+import io
 import json
 import os
 import sys
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import platformdirs
 
 from .errors import OutputError, SettingsError, StreamError, StreamNotFound
+from .serialization import Settings, count
+from .templates import JUDGES, template_of
 from .types import DEFAULT_TASK, Completion, Prompt
 
 STDIN = "-"
 FIELDS = ("prompt", "messages", "question", "turns")  # a line has exactly one of them
+IDS = ("id", "task_id", "qid")  # fields of data sets that name a row
+PACKED = ".gz"
+ADDED = ("stop", "reference", "sample")  # fields of prompts that streams of earlier versions lack
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def read_stream(path: str, default_task: str | None = None, limit: int | None = None) -> list[Prompt]:
-    """The prompts of a JSON Lines file, or of standard input for "-", in their order.
+@dataclass(frozen=True, slots=True)
+class StreamForm(Settings):
+    """How lines become prompts beyond what they say: as rows of a data set, with examples before them, with an end.
 
-    `prompt` becomes raw text; `question` and `turns` become turns of the user; `messages` stay whole. The task is the
-    line's, else `default_task`, else the file's stem ("default" for standard input). The id is the line's, else its
-    number from 1. With `limit`, lines after the first `limit` prompts are not looked at.
+    `template` names one of `core.templates`; then the first `shots` rows (None: as many as the template says) are the
+    examples of all others and no prompts. `stop` are strings that end every completion, beside the template's.
+
+    Raises: SettingsError: the template is unknown, there are shots without one, or a stop string is empty.
+    """
+
+    NAME: ClassVar = "the stream's form"
+
+    template: str | None = None
+    shots: int | None = count(None, least=0)
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        Settings.__post_init__(self)
+        if "" in self.stop:
+            raise SettingsError("a stop string is empty, and would end every completion at once: leave it out", "stop")
+        if self.template is not None:
+            template_of(self.template)
+        elif self.shots is not None:
+            raise SettingsError("shots are examples of a data set: name its template", "shots")
+
+
+def read_stream(
+    path: str, default_task: str | None = None, limit: int | None = None, form: StreamForm | None = None
+) -> list[Prompt]:
+    """The prompts of a JSON Lines file (perhaps in gzip), or of standard input for "-", in their order.
+
+    `prompt` becomes raw text; `question` and `turns` become turns of the user; `messages` stay whole; `stop` is a
+    string or several. The task is the line's, else `default_task`, else the file's stem ("default" for standard input).
+    The id is the line's, else its number from 1. With `limit`, lines after the first `limit` prompts are not looked at.
 
     Raises: StreamNotFound: there is no such file. StreamError: it cannot be read, holds no prompt, or a line is none.
         SettingsError: `limit` is below 1.
     """
     if limit is not None and limit < 1:
         raise SettingsError(f"limit {limit} is out of range: use 1 or more")
+    form = form or StreamForm()
     where = "standard input" if path == STDIN else path
-    task = default_task if default_task is not None else (DEFAULT_TASK if path == STDIN else Path(path).stem)
+    stem = Path(path.removesuffix(PACKED)).stem
+    task = default_task if default_task is not None else (DEFAULT_TASK if path == STDIN else stem)
     with _opened(path) as source:
-        return parse_stream(source, where, task, limit)
+        if form.template is None:
+            prompts = parse_stream(source, where, task, limit)
+        else:
+            prompts = _rows(source, where, task, limit, form)
+    return [replace(prompt, stop=(*prompt.stop, *form.stop)) for prompt in prompts] if form.stop else prompts
+
+
+def _rows(source: Iterable[bytes], where: str, task: str, limit: int | None, form: StreamForm) -> list[Prompt]:
+    """The rows of a data set as prompts, those behind the ones that serve as examples."""
+    assert form.template is not None
+    template, examples, prompts = template_of(form.template), list[str](), list[Prompt]()
+    shots = template.shots if form.shots is None else form.shots
+    _check_task(task, "the task")
+    for number, line in enumerate(_text_lines(source, where), start=1):
+        if not line.strip():
+            continue
+        at = f"{where} line {number}"
+        row = _object(line, at)
+        if len(examples) < shots:
+            examples.append(template.example(row, at))
+            continue
+        text = _text("".join(examples) + template.asked(row, at), "the prompt", at)
+        known = next((row[name] for name in IDS if name in row), None)
+        prompts.append(
+            Prompt(
+                _line_id(known, number, at),
+                task,
+                text,
+                stop=template.stop,
+                reference=template.reference(row, at),
+            )
+        )
+        if len(prompts) == limit:
+            break
+    if not prompts:
+        raise StreamError(f"{where} holds no row behind its first {shots}, the examples: lower --shots or add rows")
+    return prompts
 
 
 def parse_stream(source: Iterable[bytes], where: str, task: str, limit: int | None = None) -> list[Prompt]:
@@ -76,7 +151,8 @@ def _line(prompt: Prompt) -> dict[str, Any]:
         values["messages"] = [dict(message) for message in prompt.messages]
     else:
         values["turns"] = list(prompt.turns)
-    return values if prompt.max_new_tokens is None else {**values, "max_new_tokens": prompt.max_new_tokens}
+    own = {"max_new_tokens": prompt.max_new_tokens, "stop": list(prompt.stop), "reference": dict(prompt.reference)}
+    return {**values, **{name: value for name, value in own.items() if value}}
 
 
 def raw_prompt(text: str, task: str, where: str) -> Prompt:
@@ -93,6 +169,7 @@ def stream_sha256(prompts: Iterable[Prompt]) -> str:
     digest = hashlib.sha256()
     for prompt in prompts:
         values = {**dataclasses.asdict(prompt), "messages": [dict(message) for message in prompt.messages]}
+        values = {name: value for name, value in values.items() if value or name not in ADDED}
         digest.update(json.dumps(values, sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
 
@@ -115,7 +192,18 @@ def _opened(path: str) -> Iterator[BinaryIO]:
         reason = error.strerror if isinstance(error, OSError) else error
         raise StreamError(f"the stream {path} cannot be read ({reason}): check its path and permissions") from error
     with source:
-        yield source
+        yield source if target.suffix != PACKED else _unpacked(source, path)
+
+
+def _unpacked(source: BinaryIO, path: str) -> BinaryIO:
+    """Return what a gzip file holds.
+
+    Raises: StreamError: it is none.
+    """
+    try:
+        return io.BytesIO(gzip.decompress(source.read()))
+    except (OSError, EOFError, zlib.error) as error:
+        raise StreamError(f"the stream {path} is no gzip file ({error}): unpack it, or check the download") from error
 
 
 def _nearest_file(target: Path) -> str:
@@ -167,7 +255,23 @@ def _prompt(line: str, number: int, task: str, at: str) -> Prompt:
         messages=_messages(values["messages"], at) if field == "messages" else (),
         turns=_turns(values, field, at) if field in ("question", "turns") else (),
         max_new_tokens=_max_new_tokens(values.get("max_new_tokens"), at),
+        stop=_stop(values.get("stop"), at),
+        reference=_reference(values.get("reference"), at),
     )
+
+
+def _stop(value: Any, at: str) -> tuple[str, ...]:
+    strings = () if value is None else (value,) if isinstance(value, str) else value
+    if not isinstance(strings, list | tuple) or not all(isinstance(each, str) and each for each in strings):
+        raise StreamError(f"{at}: 'stop' is {json.dumps(value)}, expected a text or a list of texts")
+    return tuple(_encodable(each, "'stop'", at) for each in strings)
+
+
+def _reference(value: Any, at: str) -> Mapping[str, str]:
+    """Read what the line of a job says of a row; a field of that name in someone's own stream may be anything else."""
+    if not isinstance(value, dict) or value.get("judge") not in JUDGES:
+        return {}
+    return {str(name): _encodable(str(text), "'reference'", at) for name, text in value.items()}
 
 
 def _object(line: str, at: str) -> Mapping[str, Any]:

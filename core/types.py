@@ -186,7 +186,9 @@ def n_skipped_for(n_layers: int, skip_ratio: float) -> int:
 class Prompt(Record):
     """One line of a stream: raw `text`, or chat `turns` of the user (or whole `messages`) for the chat template.
 
-    `token_ids` take the place of all three where the prompt was encoded already.
+    `token_ids` take the place of all three where the prompt was encoded already. A completion ends before one of the
+    `stop` strings, beside those of the session; `reference` is what it is judged by (`core.templates`). Of several
+    samples of a prompt each has a number: its draws start from the seed plus that.
     """
 
     id: str
@@ -196,6 +198,9 @@ class Prompt(Record):
     turns: tuple[str, ...] = ()
     max_new_tokens: int | None = None
     token_ids: tuple[int, ...] = field(default=(), metadata=NOT_WRITTEN)
+    stop: tuple[str, ...] = field(default=(), metadata=NOT_WRITTEN)
+    reference: Mapping[str, str] = field(default_factory=dict, hash=False, metadata=NOT_WRITTEN)
+    sample: int = field(default=0, metadata=NOT_WRITTEN)
 
 
 @dataclass(frozen=True, slots=True)

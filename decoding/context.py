@@ -123,6 +123,10 @@ class Context:
         """`TokenRule.scores` of `logits` (vocab,) behind the committed tokens and the `drafted` ones."""
         return self.rule.scores([*self.token_ids, *drafted] if self.rule.processors else (), logits)
 
+    def noisy_scores(self, drafted: Sequence[int], logits: Tensor) -> Tensor:
+        """What the target's token behind the `drafted` ones would be the argmax of, were `logits` (vocab,) its own."""
+        return self.rule.noisy(self.scores(drafted, logits), len(self.token_ids) + len(drafted))
+
     def begun(self) -> Begun:
         """The request as it stands: to be asked for by those who watch, between the passes of a round."""
         return Begun(tuple(self.generated), self.tally.copied(self.tally.total_s), self.searched, self.finish)

@@ -162,19 +162,24 @@ def _layer_set(given: LayerSet | LayerSetRecord | str | Path | None) -> tuple[La
     return record.layer_set, SwiftSettings.from_json(record.settings)
 
 
-def hf_generate(session: Session, token_ids: Sequence[int], max_new_tokens: int, **options: Any) -> tuple[int, ...]:
-    """Decode with transformers' own greedy `generate`, on the same model object and with the same stop tokens.
+def hf_generate(
+    session: Session, token_ids: Sequence[int], max_new_tokens: int, stop: Sequence[str] = (), **options: Any
+) -> tuple[int, ...]:
+    """Decode with transformers' own greedy `generate`, on the same model object and with the same ends.
 
-    Args: options: further ones of `generate`, such as `assistant_model`.
+    Args: stop: strings that end it beside the session's. options: further ones of `generate`, as `assistant_model`.
     """
     model: Any = session.runtime.hf_model
+    ending = session.ending(max_new_tokens, stop)
+    if ending.stop_strings:
+        options = {**options, "stop_strings": list(ending.stop_strings), "tokenizer": session.runtime.tokenizer}
     inputs = torch.tensor([token_ids], device=session.runtime.device)
     out = model.generate(
         inputs,
         attention_mask=torch.ones_like(inputs),
         max_new_tokens=max_new_tokens,
         do_sample=False,
-        eos_token_id=sorted(session.ending(1).stop_token_ids) or None,
+        eos_token_id=sorted(ending.stop_token_ids) or None,
         **options,
     )
     return tuple(out[0, len(token_ids) :].tolist())

@@ -162,7 +162,6 @@ def _take_up(context: Context, n_read: int, begun: Begun) -> Work[None]:
         yield from context.runtime.prefill_passes(
             context.token_ids[n_read:-1], context.buffer, n_read, load=context.load
         )
-        context.rule.skip(len(begun.token_ids))
         context.tally.prefill_s += perf_counter() - clock
         yield Began(context, ())
 

@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 from transformers import LogitsProcessor, MinNewTokensLengthLogitsProcessor
 
 from ..core.errors import ContextOverflow, InvalidInput, SettingsError
+from ..core.serialization import LARGEST
 from ..core.types import Completion, Prompt, Sampling
 from ..models.runtime import Runtime
 from .context import Begun, Ending
@@ -117,16 +118,16 @@ class Session:
             turn = turn_of(prompt, len(said))
             ids = self._encode(turn, self._messages(prompt, said))
             with _naming(turn.id):
-                ending = self.ending(self.room(turn))
-                done = yield from decoding(self.runtime, ids, method, self.rule(len(ids)), ending, begun, **options)
+                ending, rule = self.ending(self.room(turn), prompt.stop), self.rule(len(ids), prompt.sample)
+                done = yield from decoding(self.runtime, ids, method, rule, ending, begun, **options)
             said.append(done.text)
             begun = None
             turns.append(Turn(turn, done))
             yield turns[-1]
         return turns
 
-    def rule(self, n_prompt: int = 0) -> TokenRule:
-        """A fresh rule for a prompt of so many tokens, its draws starting from the seed."""
+    def rule(self, n_prompt: int = 0, sample: int = 0) -> TokenRule:
+        """A fresh rule for a prompt of so many tokens, its draws starting from the seed plus the sample's number."""
         stops, constraints = sorted(self._stop_token_ids()), list[LogitsProcessor]()
         if self.min_new_tokens and stops:
             device = str(self.runtime.device)
@@ -134,12 +135,13 @@ class Session:
         if self.grammar is not None:
             tokenizer, own_stops = self.runtime.tokenizer, sorted(self._own_stop_token_ids())
             constraints.append(self.grammar.mask(tokenizer, self.runtime.vocab_size, n_prompt, own_stops))
-        return TokenRule.of(self.sampling, self.generation_config, n_prompt, constraints)
+        sampling = replace(self.sampling, seed=(self.sampling.seed + sample) % LARGEST) if sample else self.sampling
+        return TokenRule.of(sampling, self.generation_config, n_prompt, constraints)
 
-    def ending(self, max_new_tokens: int) -> Ending:
-        """When a completion of this session ends."""
-        stops = self._stop_token_ids()
-        return Ending(max_new_tokens, stops, tuple(self.stop_strings), self._to_text, self.min_new_tokens)
+    def ending(self, max_new_tokens: int, stop: Sequence[str] = ()) -> Ending:
+        """When a completion of this session ends; `stop` are strings beside the session's own."""
+        stops, strings = self._stop_token_ids(), tuple(dict.fromkeys((*self.stop_strings, *stop)))
+        return Ending(max_new_tokens, stops, strings, self._to_text, self.min_new_tokens)
 
     def room(self, prompt: Prompt) -> int:
         """Most tokens of each of the prompt's completions."""

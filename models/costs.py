@@ -20,6 +20,8 @@ from .rows import Rows
 from .runtime import Runtime
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # rows of the target passes that are measured, where the context has room for them
+MOST_ROWS = 4096  # of the widest pass that is measured, where rows are that cheap: 128 candidates of 32 tokens
+CHEAPER = 0.9  # what a row must cost in a pass of twice the rows, or wider ones are not measured
 DRAFT_WIDTHS = (1, 2, 4, 8)  # rows of a quantised draft's pass
 BUDGET_S = 4.0  # seconds that the repetitions may take, beyond the least number of them
 REPEATS = (3, 15)  # least and most repetitions of each pass
@@ -51,6 +53,7 @@ def machine_name(runtime: Runtime) -> str:
 def measure_costs(runtime: Runtime, bucket: int, on_step: Callable[[str], None] | None = None) -> CostProfile:
     """Time passes of several widths and with sub-layers skipped, interleaved; `measure_format` does quantised ones."""
     bucket, costs, one = _measured(runtime, bucket, WIDTHS, LayerSet(runtime.n_layers), on_step)
+    pass_s = {n: one * wider for n, wider in costs.wider.items()}
     return CostProfile(
         fingerprint=runtime.info.fingerprint,
         device=machine_name(runtime),
@@ -61,8 +64,25 @@ def measure_costs(runtime: Runtime, bucket: int, on_step: Callable[[str], None] 
         mlp_s=costs.mlp_s,
         head_s=costs.head_s,
         fixed_s=costs.fixed_s,
-        pass_s={n: one * wider for n, wider in costs.wider.items()},
+        pass_s=pass_s | _wider(runtime, bucket, *max(pass_s.items())),
     )
+
+
+@torch.inference_mode()
+def _wider(runtime: Runtime, bucket: int, n_rows: int, seconds: float) -> dict[int, float]:
+    """Time passes over ever more rows, from one of `n_rows` on that takes `seconds`, while more make each row cheaper.
+
+    A search scores as many candidates together as that pays for: on a GPU hundreds of rows cost little more than one.
+    """
+    found: dict[int, float] = {}
+    while 2 * n_rows <= min(MOST_ROWS, runtime.max_positions - bucket):
+        before, n_rows = seconds, 2 * n_rows
+        run = _pass(runtime, runtime.new_buffer(bucket + n_rows), bucket, n_rows, LayerSet(runtime.n_layers))
+        run()  # allocates and chooses kernels
+        seconds = found[n_rows] = max(before, min(_seconds(run) for _ in range(2)))
+        if seconds > 2 * CHEAPER * before:
+            break
+    return found
 
 
 def measure_format(

@@ -151,6 +151,17 @@ class Standing(Record):
         rated = dict(zip((trial.layer_set for trial in trials), own, strict=True))
         self.finals.enter(rated, place, bar)
 
+    def take_highest(self, trials: Sequence[Trial]) -> Trial | None:
+        """Use the set with the highest score so far (SWIFT 4.1); return its trial, if it was not in use before."""
+        best = max(trials, key=lambda trial: trial.score)
+        if self.incumbent.n and best.score <= self.incumbent.score:
+            return None
+        is_new = best.layer_set != self.incumbent.layer_set
+        self.incumbent = Incumbent(best.layer_set, rounds=[] if is_new else self.incumbent.rounds)
+        self.incumbent.add(best.score, best.matchness)
+        self.n_at_gain = best.step + 1
+        return replace(best, adopted=True) if is_new else None
+
     def judge(
         self, place: Place, held: Trial, finalists: Sequence[Trial], ratings: Sequence[float] | None
     ) -> Trial | None:

@@ -17,9 +17,10 @@ from ..decoding.engine import PassGenerator
 from ..models.rows import Pass, Rows
 from .strategies import MOST
 
+ROWS_READ = 256  # at once: their scores in float32 would fill a memory that holds the logits of all candidates
 LONGEST_CHAIN = 24  # tokens of an adaptive draft
 LAMBDA_ROUNDS = 4
-LARGEST_BATCH = 8  # candidates per pass
+LONGEST_PASS_S = 1.0  # of a pass that scores several candidates, or twice that of one: decoding waits for it
 SEARCH_SHARE = 0.03  # of the seconds of a stream's decoding that its search may take
 FEWEST = 36  # candidates that a search may score however short the stream is
 USUAL_SPEEDUP = 3.0  # of the decoding that a search is weighed against
@@ -43,17 +44,21 @@ class WindowScore:
         return sum(rank == 0 for rank in self.ranks) / len(self.ranks)
 
 
-def score_window(context: Context, layer_sets: Sequence[LayerSet], window: int) -> PassGenerator[list[WindowScore]]:
-    """Predict the latest `window` generated tokens with every layer set, all in one pass.
+def score_window(
+    context: Context, layer_sets: Sequence[LayerSet], window: int, start: int | None = None
+) -> PassGenerator[list[WindowScore]]:
+    """Predict `window` generated tokens with every layer set, all in one pass.
 
     Each candidate reads the target's keys and values up to the window and its own behind that, in scratch slots; the
     tokens of the window are the input, so one pass predicts all positions (SWIFT Eq. 3).
 
     Args: window: at most the number of generated tokens; the buffer must have window * len(layer_sets) slots left.
+          start: where the window begins in the text; None: so that it ends with the latest token.
     """
     token_ids = context.token_ids
-    first = len(token_ids) - window - 1  # position of the token from which the window's first one is predicted
-    inputs = token_ids[first:-1]
+    # position of the token from which the window's first one is predicted
+    first = (len(token_ids) - window if start is None else start) - 1
+    inputs = token_ids[first : first + window]
     n, scratch = len(layer_sets), context.root_slot
     visible = torch.zeros((n * window, scratch + n * window), dtype=torch.bool)
     visible[:, :first] = True
@@ -63,7 +68,11 @@ def score_window(context: Context, layer_sets: Sequence[LayerSet], window: int) 
     positions = list(range(first, first + window)) * n
     rows = Rows(list(inputs) * n, scratch, positions, visible, tuple(layer_sets))
     logits = yield Pass(context.runtime, rows, context.buffer, beside=True)  # (n * window, vocab)
-    ranks, confidences = _read(context, logits, first, window)
+    ranks, confidences = list[int](), list[float]()
+    at_once = window * -(-ROWS_READ // window)
+    for start_row in range(0, n * window, at_once):
+        more = _read(context, logits[start_row : start_row + at_once], first, window)
+        ranks, confidences = ranks + more[0], confidences + more[1]
     return [
         WindowScore(tuple(ranks[i * window : (i + 1) * window]), tuple(confidences[i * window : (i + 1) * window]))
         for i in range(n)
@@ -73,12 +82,14 @@ def score_window(context: Context, layer_sets: Sequence[LayerSet], window: int) 
 def _read(context: Context, logits: Tensor, first: int, window: int) -> tuple[list[int], list[float]]:
     """Return the rank of the generated token and the top-1 probability for each row."""
     rule = context.rule
-    if rule.processors:
-        contexts = [context.token_ids[: first + 1 + row % window] for row in range(logits.shape[0])]
-        scores = torch.stack([rule.scores(ids, row) for ids, row in zip(contexts, logits, strict=True)])
-    else:
+    if rule.is_argmax:
         scores = logits.float()
-    wanted = torch.tensor(context.token_ids[first + 1 :], device=scores.device).repeat(scores.shape[0] // window)
+    else:
+        contexts = [context.token_ids[: first + 1 + row % window] for row in range(logits.shape[0])]
+        pairs = zip(contexts, logits, strict=True)
+        scores = torch.stack([rule.noisy(rule.scores(ids, row), len(ids)) for ids, row in pairs])
+    said = context.token_ids[first + 1 : first + 1 + window]
+    wanted = torch.tensor(said, device=scores.device).repeat(scores.shape[0] // window)
     at_wanted = scores.gather(1, wanted[:, None])
     top, argmax = scores.max(dim=-1)
     ranks = (scores > at_wanted).sum(dim=-1)
@@ -178,15 +189,15 @@ def objective(score: WindowScore, layer_set: LayerSet, settings: SwiftSettings, 
 def candidates_per_pass(costs: CostProfile | None, window: int) -> int:
     """Return how many candidates one pass should score: as many as make each cheaper, by the measured cost of rows.
 
-    Only widths that were measured count: beyond them a line through the last two promises savings that a processor
-    already busy does not give (SmolLM2-135M on 2 cores: 8 candidates, 256 rows, cost 8 times one).
+    Only widths that were measured count, which end where more rows make none cheaper (`models.costs`).
     """
-    best = 1
-    if costs is not None:
-        for n in (2, 4, LARGEST_BATCH):
-            cheaper = costs.target_pass_s(n * window) / n < BATCH_GAIN * costs.target_pass_s(best * window) / best
-            if n * window <= max(costs.pass_s) and cheaper:
-                best = n
+    best, n = 1, 2
+    while costs is not None and n * window <= max(costs.pass_s):
+        seconds = costs.target_pass_s(n * window)
+        longest = max(LONGEST_PASS_S, 2 * costs.target_pass_s(window))
+        if seconds <= longest and seconds / n < BATCH_GAIN * costs.target_pass_s(best * window) / best:
+            best = n
+        n *= 2
     return best
 
 

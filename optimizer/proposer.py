@@ -74,11 +74,11 @@ class Proposer:
             project=project,
         )
 
-    def n_beside(self, n_finalists: int, batch: int) -> int:
-        """Return how many candidates a pass scores beside the set in use and so many finalists."""
+    def n_beside(self, n_finalists: int, batch: int, n_due: int) -> int:
+        """Return how many candidates a pass scores beside `n_due` sets: maybe the one in use, and the finalists."""
         if self.paired:
             return max(1, max(batch, PAIRED) - n_finalists)
-        return 0 if n_finalists else batch
+        return 0 if n_finalists else batch - n_due
 
     def proposed(self, context: Context, prompt_id: str, n: int) -> list[Proposal]:
         """Return the next candidates, after a study of the model where the strategy wants one."""

@@ -61,7 +61,7 @@ class Search:
         self._draft = SkippedTarget(start)
         self.method = drafting_with(self._draft, settings, costs)
         self.trials: list[Trial] = []
-        self.batch = candidates_per_pass(costs, settings.context_window)
+        self.batch = settings.candidates or candidates_per_pass(costs, settings.context_window)
         self._windows: list[WindowScore] = []  # what the set in use predicted, the latest last
         self.stopped_because = self._never
         self._most = settings.max_steps
@@ -69,6 +69,7 @@ class Search:
             self._most = min(self._most, affordable(costs, start, settings.context_window, n_tokens))
         self._standing = Standing(Incumbent(start))
         self._candidate_rows = 0
+        self._n_rounds = 0  # of all requests
         self._proposer = self._new_proposer() if self.optimising else None
         self._scoring = False
 
@@ -116,6 +117,7 @@ class Search:
 
         def handle(event: Any) -> Work[None]:
             if isinstance(event, Round):
+                self._n_rounds += 1
                 yield from self.lower(event)
             yield event
             if has_room and isinstance(event, Began | Round) and event.context.finish is None:
@@ -125,11 +127,13 @@ class Search:
 
     def score(self, context: Context, prompt_id: str) -> Work[None]:
         """Score candidates in one pass, once the context window is full; at most once between two rounds."""
-        window = self.settings.context_window
-        if not self.optimising or self._scoring or context.searched or len(context.generated) < window:
+        settings = self.settings
+        window, waits = settings.context_window, self._n_rounds % settings.optimise_interval > 0
+        if not self.optimising or self._scoring or context.searched or waits or len(context.generated) < window:
             return
         context.searched = True  # a request that is kept from here on is not searched again
-        place = Place(prompt_id, len(context.token_ids) - window)
+        start = context.n_prompt if settings.window_at == "first" else len(context.token_ids) - window
+        place = Place(prompt_id, start)
         assert self._proposer is not None
         if self._proposer.paired and not self._standing.is_news(place, window):
             return
@@ -138,7 +142,7 @@ class Search:
         try:
             self._standing.looked = place
             sets = self._sets(context, place)
-            scores = yield from score_window(context, [layer_set for layer_set, _ in sets], window)
+            scores = yield from score_window(context, [layer_set for layer_set, _ in sets], window, start)
         finally:
             self._scoring = False
         if self.stopped_because:  # meanwhile
@@ -223,6 +227,7 @@ class Search:
         return {
             "n_trials": len(self.trials),
             "skip_ratio": self.skip_ratio,
+            "n_rounds": self._n_rounds,
             "standing": self._standing.to_json(),
             "stopped_because": self.stopped_because,
             "windows": [[list(score.ranks), list(score.confidences)] for score in self._windows],
@@ -238,7 +243,7 @@ class Search:
         """
         if [trial.step for trial in trials] != list(range(state["n_trials"])):
             raise ValueError(f"task {self.task!r} stood at {state['n_trials']} trials, but {len(trials)} are stored")
-        self.trials, self.skip_ratio = list(trials), state["skip_ratio"]
+        self.trials, self.skip_ratio, self._n_rounds = list(trials), state["skip_ratio"], state["n_rounds"]
         self._standing = Standing.from_json(state["standing"])
         self._windows = [WindowScore(tuple(ranks), tuple(sure)) for ranks, sure in state["windows"]]
         threshold, length, branching = state["drafting"]
@@ -282,7 +287,7 @@ class Search:
         else:
             due, sets = [], []
         room -= len(sets)
-        n = min(self._proposer.n_beside(len(due), self.batch), room)
+        n = min(self._proposer.n_beside(len(due), self.batch, len(sets)), room)
         stored = standing.take_first(n)
         sets += [Proposal(own, "uniform" if own == self._start else "stored") for own in stored]
         return sets + self._proposer.proposed(context, place.prompt_id, n - len(stored))
@@ -320,7 +325,10 @@ class Search:
         standing, strategy, n_before = self._standing, self._proposer.strategy, len(self.trials)
         finalists = [trial for trial in trials if trial.origin == "final"]
         decided = None
-        if trials[0].layer_set == self.layer_set:
+        by_finals = self.settings.adoption == "finals"
+        if not by_finals:
+            decided = standing.take_highest(trials)
+        elif trials[0].layer_set == self.layer_set:
             ratings = strategy.rate([self.layer_set, *(trial.layer_set for trial in finalists)]) if finalists else None
             decided = standing.judge(place, trials[0], finalists, ratings)
         if decided is not None:
@@ -335,7 +343,7 @@ class Search:
         for trial in trials:
             strategy.observe(trial)
         fresh = [trial for trial in trials if trial.origin != "final" and trial.layer_set != self.layer_set]
-        if fresh and not self._spent(n_before):
+        if by_finals and fresh and not self._spent(n_before):
             standing.admit(place, fresh, strategy.rate([self.layer_set, *(trial.layer_set for trial in fresh)]))
         self._check_end()
         return [*events, TrialsDone(self.task, tuple(trials))]

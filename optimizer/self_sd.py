@@ -60,14 +60,15 @@ def search(
     max_steps: int = MAX_STEPS,
     budget_s: float = float("inf"),
     seed: int = 0,
+    uniform_starts: bool = True,
     on_candidate: Callable[[int, Candidate], None] | None = None,
 ) -> SelfSdSearch:
     """Find the layer set with which Self-SD is fastest on `prompts`, which are decoded once per candidate.
 
-    DEVIATION: the search starts from evenly spaced sets, for of the random halves that the cube's points mean few give
-    one accepted token, and a search of some dozen steps would learn nothing else. What is maximised is the ratio to a
-    plain run made right after each candidate, not tokens per second alone: of a machine that slows down for a while, a
-    bad layer set would be learnt.
+    DEVIATION: with `uniform_starts` the search starts from evenly spaced sets, for of the random halves that the cube's
+    points mean few give one accepted token, and a search of some dozen steps would learn nothing else. What is
+    maximised is the ratio to a plain run made right after each candidate, not tokens per second alone: of a machine
+    that slows down for a while, a bad layer set would be learnt.
 
     Args:   budget_s: no candidate is begun after so many seconds.
     Raises: InvalidInput: there is no prompt, or the model has no sub-layer to leave out.
@@ -76,7 +77,7 @@ def search(
     if not prompts or not n_layers:
         raise InvalidInput("a search needs prompts to decode: give a stream with at least one")
     started = perf_counter()
-    chooser = _Chooser(n_layers, seed)
+    chooser = _Chooser(n_layers, seed, START_RATIOS if uniform_starts else ())
     candidates: list[Candidate] = []
     while not candidates or (len(candidates) < max_steps and perf_counter() - started < budget_s):
         layer_set = chooser.propose()
@@ -93,12 +94,12 @@ def search(
 class _Chooser:
     """bayesian-optimization over the cube of 2L coordinates, attention first."""
 
-    def __init__(self, n_layers: int, seed: int) -> None:
+    def __init__(self, n_layers: int, seed: int, start_ratios: Sequence[float]) -> None:
         self.n_layers = n_layers
         self._seed = seed
         self._points: list[tuple[tuple[float, ...], float]] = []
         inner = 2 * max(0, n_layers - 2)
-        starts = [LayerSet.uniform(n_layers, round(share * inner)) for share in START_RATIOS]
+        starts = [LayerSet.uniform(n_layers, round(share * inner)) for share in start_ratios]
         self._starts = list(dict.fromkeys(starts))  # equal points would make the library print to stdout
         self._asked: Array | None = None
 
@@ -124,6 +125,8 @@ class _Chooser:
 
         from .strategies.gp import MAX_POINTS, next_point
 
+        if not self._points:  # as the library begins
+            return np.random.default_rng(self._seed).random(2 * self.n_layers)
         points = points_of(self._points, MAX_POINTS)
         return next_point(points, UpperConfidenceBound(kappa=KAPPA), self._seed + len(self._points))
 

@@ -28,6 +28,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from ..core.errors import NotFound, SettingsError, StoreUnavailable, StreamError, StreamNotFound
 from ..core.events import JobState
 from ..core.jobs import DEFAULT_QUEUE, EventPage, Job, JobBoard, JobList, Verb
+from ..core.presets import PRESETS
 from ..core.requests import MAX_NEW_TOKENS, Speed, TuneRequest
 from ..core.serialization import LARGEST
 from ..core.settings import TuningSettings
@@ -50,6 +51,7 @@ router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
 QueueName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
+SEARCHED = tuple(name for name, preset in PRESETS.items() if preset.is_tuned)
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 JobId = Annotated[str, PathField(pattern=r"^[0-9A-Za-z_-]{1,64}$", description="The job's id.")]
 
@@ -80,6 +82,9 @@ class JobSubmission(Strict):
     model: Word = Field(description="Alias, hub id, or path on the workers.")
     stream: StreamSource
     task: Task | None = Field(default=None, description="Task of lines that name none; default: the name's stem.")
+    preset: Literal[SEARCHED] | None = Field(  # type: ignore[valid-type]
+        default=None, description="A paper's search with each of its numbers; `settings` beside it win."
+    )
     settings: TuningSettings = Field(default_factory=TuningSettings)
     sampling: Sampling = Field(default_factory=Sampling)
     max_new_tokens: Count = MAX_NEW_TOKENS
@@ -94,7 +99,11 @@ class JobSubmission(Strict):
     @classmethod
     def _storable(cls, values: Any) -> Any:
         _check_storable(values)
-        return values
+        if not isinstance(values, dict) or values.get("preset") not in SEARCHED:
+            return values
+        own = values.get("settings", {})
+        preset = TuningSettings(**PRESETS[values["preset"]].tuning).to_json()
+        return {**values, "settings": {**preset, **own} if isinstance(own, dict) else own}
 
     @model_validator(mode="after")
     def _known_strategy(self) -> Self:
@@ -104,7 +113,7 @@ class JobSubmission(Strict):
 
     def tune_request(self, stream: str, task: str) -> TuneRequest:
         """Return the request that a worker gets; the prompts travel apart."""
-        own = {name: value for name, value in self if name != "queue"}
+        own = {name: value for name, value in self if name not in ("queue", "preset")}
         return TuneRequest(**{**own, "stream": stream, "task": task})
 
 

@@ -10,6 +10,7 @@ import torch
 
 from .. import __version__
 from ..core.errors import SwiftoptError
+from ..core.presets import Preset, preset_of
 from ..core.requests import BASE, PEERS, CompareRequest, GenerateRequest
 from ..core.types import DEFAULT_TASK, Prompt, now
 from ..decoding.draft_models import OtherModel
@@ -23,9 +24,10 @@ from ..models.loading import load
 from ..models.runtime import Runtime
 from ..store import Store
 from .measures import EnergyMeter, buffer_bytes, held_bytes, nll
+from .quality import check_judges, measure_of, quality
 from .recipes import MakingRecipes, Recipe, opened
-from .report import SCHEMA, Figures, by_ratio, figures, with_plan
-from .runs import Contender, Decoded, Interleaved, OnRun, Run, decoding_with
+from .report import SCHEMA, Figures, by_ratio, figures, qualities, with_plan
+from .runs import Contender, Decoded, Interleaved, OnRun, Run, Runs, decoding_with
 
 LOOKUP_TOKENS = 10  # prompt_lookup_num_tokens of hf-lookup, the value of transformers' documentation
 
@@ -58,9 +60,12 @@ class Comparison:
         on_run: OnRun | None = None,
     ) -> None:
         self.request, self.store, self.on_step, self.on_run = request, store, on_step, on_run
-        self.prompts, self.others = first_turns(prompts), first_turns(others)
+        self.prompts, self.others = sampled(first_turns(prompts), request.samples), first_turns(others)
+        check_judges(self.prompts)
         self.task = request.task or task_of(self.prompts)
+        self.measure = measure_of(self.prompts)
         self._nll: dict[tuple[int, tuple[int, ...]], float] = {}
+        self._quality: dict[tuple[str, str], float] = {}  # by question and answer
 
     def run(self) -> dict[str, Any]:
         """Return the object that `swiftopt compare --json` prints; `interrupted` if Ctrl-C came while methods ran.
@@ -71,10 +76,15 @@ class Comparison:
         session, draft = open_models(request, self.prompts, self.store, self.on_step)
         runtime, n_positions = session.runtime, max(map(session.check, self.prompts))
         keep = self.store if request.keep else None
+        presets = {preset.method: preset for preset in map(preset_of, request.presets)}
+        looked_at = self.others or self.prompts
         recipes = MakingRecipes(
-            session, self.store, draft, request.model, self.task, self.others or self.prompts, keep, self.on_step
+            session, self.store, draft, request.model, self.task, looked_at, keep, self.on_step, presets
         )
-        entries = [enter(name, recipes, request.settings.get(name, {})) for name in request.methods]
+        entries = [
+            enter(name, recipes, {**_settings_of(presets.get(name)), **request.settings.get(name, {})})
+            for name in dict.fromkeys((*request.methods, *presets))
+        ]
         able = [contender(entry, session, draft) for entry in entries if entry.error is None]
         meter = EnergyMeter.of(runtime.device.type, runtime.device.index or 0)
         runs = Interleaved(able, self.prompts, meter, self.on_run)
@@ -110,9 +120,23 @@ class Comparison:
             keeps_tokens=_keeps_tokens(entry, session),
             predicts_early=entry.method is not None and "heads" in method_info(entry.name).needs,
         )
+        if finished and self.measure is not None:
+            row = replace(row, **qualities(self._scores(own, session), self.request.samples))
         if finished and row.reason is None and row.prompts < row.of:
             return replace(row, reason="for it is less than half as fast as plain decoding")
         return row
+
+    def _scores(self, runs: Runs, session: Session) -> dict[int, float]:
+        """Return how good each answer is, by the prompt's number; equal answers are judged once."""
+        found = {}
+        for number, run in runs.by_prompt.items():
+            prompt = self.prompts[number]
+            text = session.ending(session.room(prompt), prompt.stop).text(run.token_ids)
+            key = prompt.reference.get("before", prompt.id), text
+            if key not in self._quality:
+                self._quality[key] = quality(prompt, text)
+            found[number] = self._quality[key]
+        return found
 
     def _report(
         self, rows: Sequence[Figures], runtime: Runtime, recipes: MakingRecipes, energy: str | None, finished: bool
@@ -131,6 +155,8 @@ class Comparison:
             "max_new_tokens": request.max_new_tokens,
             "sampling": asdict(request.sampling),
             "prompts": len(self.prompts),
+            "samples": request.samples,
+            "quality": self.measure,
             "base": BASE,
             "energy": energy,
             "made": [{"piece": one.piece, "how": one.how, "seconds": round(one.seconds, 1)} for one in recipes.made],
@@ -140,9 +166,20 @@ class Comparison:
         }
 
 
+def _settings_of(preset: Preset | None) -> Mapping[str, Any]:
+    return {} if preset is None else preset.settings
+
+
 def first_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
     """Cut chats to their first turn, so that all methods decode the same ids."""
     return [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
+
+
+def sampled(prompts: Sequence[Prompt], n: int) -> list[Prompt]:
+    """Return each prompt `n` times, the later ones with draws of their own."""
+    return [
+        replace(prompt, id=f"{prompt.id}~{i}" if i else prompt.id, sample=i) for prompt in prompts for i in range(n)
+    ]
 
 
 def task_of(prompts: Sequence[Prompt]) -> str:
@@ -199,7 +236,7 @@ def peer(name: str, session: Session, draft: Runtime | None) -> Contender:
         options = {"assistant_model": draft.hf_model}
 
     def run(prompt: Prompt) -> Decoded:
-        return hf_generate(session, session.encode(prompt), session.room(prompt), **options), None
+        return hf_generate(session, session.encode(prompt), session.room(prompt), prompt.stop, **options), None
 
     return Contender(name, run)
 

@@ -213,7 +213,11 @@ class GrowingText:
     """Turn tokens into text as they come; hold back what a later token could change or a stop string cut."""
 
     def __init__(self, session: Session, prompt: Prompt) -> None:
-        self._tokenizer, self._stop, self._prompt = session.runtime.tokenizer, session.stop_strings, prompt
+        self._tokenizer, self._stop, self._prompt = (
+            session.runtime.tokenizer,
+            (*session.stop_strings, *prompt.stop),
+            prompt,
+        )
         self._min_new_tokens = session.min_new_tokens
         self._start()
 

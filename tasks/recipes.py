@@ -6,6 +6,7 @@ made outside its timing, within about a minute together; what is kept of it is m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from typing import Any
 from .. import __version__
 from ..core.costs import CostProfile
 from ..core.errors import LayerSetError, LayerSetNotFound, LearnedNotFound
+from ..core.presets import Preset
 from ..core.requests import GenerateRequest, ModelRequest
 from ..core.settings import SwiftSettings
 from ..core.types import AS_FOUND, DEFAULT_TASK, LayerSet, LayerSetRecord, LearnedKind, LearnedRecord, Prompt, now
@@ -99,7 +101,7 @@ class Recipes:
         weights: dict[str, Any] = {}
         for kind in KINDS:
             if kind in info.needs:
-                learned = learned or self.learned(kind, task)
+                learned = learned or self.learned(kind, task, name)
                 weights[kind] = self.weights(learned)
         parts = Resources(
             self.runtime,
@@ -141,8 +143,8 @@ class Recipes:
                     return record
         return None
 
-    def learned(self, kind: LearnedKind, task: str) -> LearnedRecord:
-        """Return the record of the newest heads or probe for the task.
+    def learned(self, kind: LearnedKind, task: str, name: str = "") -> LearnedRecord:
+        """Return the record of the newest heads or probe for the task; a method's `name` makes no difference here.
 
         Raises: LearnedNotFound: there are none.
         """
@@ -183,7 +185,8 @@ class Made:
 class MakingRecipes(Recipes):
     """Recipes for one task, which make what is not stored, each part once, on `prompts`; `made` lists it.
 
-    Args: model: the name that the caller used. keep: where to store what is made; None: nowhere.
+    Args: model: the name that the caller used. keep: where to store what is made; None: nowhere. presets: by method, by
+          which the parts of these are made, in full and whatever is stored.
     """
 
     def __init__(
@@ -196,69 +199,86 @@ class MakingRecipes(Recipes):
         prompts: Sequence[Prompt],
         keep: Store | None,
         on_step: Callable[[str], None] = no_step,
+        presets: Mapping[str, Preset] = {},
     ) -> None:
         super().__init__(session.runtime, store, draft_runtime, on_step)
         self.session, self.model, self.task, self.prompts, self.keep = session, model, task, prompts, keep
+        self.presets = {name: preset for name, preset in presets.items() if preset.making}
         self.made: list[Made] = []
         self._sets: dict[str, LayerSetRecord] = {}
-        self._learned: dict[LearnedKind, LearnedRecord] = {}
+        self._learned: dict[str, LearnedRecord] = {}
 
     def layer_set(self, name: str, task: str) -> LayerSetRecord:
-        """Return the stored set for the method, or search one briefly."""
-        by = searched_by(name)
-        if by not in self._sets:
+        """Return the stored set for the method, or search one: briefly, or as its preset says."""
+        own, by = self.presets.get(name), searched_by(name)
+        key = by if own is None else name
+        if key not in self._sets:
             try:
-                self._sets[by] = super().layer_set(name, task)
+                if own is not None:
+                    raise LayerSetNotFound("a preset's set is searched anew")
+                self._sets[key] = super().layer_set(name, task)
             except LayerSetNotFound:
-                self._sets[by] = self._self_sd_set() if by == "self-sd" else self._swift_set()
-        return self._sets[by]
+                self._sets[key] = self._self_sd_set(own) if by == "self-sd" else self._swift_set(own)
+        return self._sets[key]
 
-    def learned(self, kind: LearnedKind, task: str) -> LearnedRecord:
-        """Return the record of stored heads or a probe, or train them briefly at the default depths.
+    def learned(self, kind: LearnedKind, task: str, name: str = "") -> LearnedRecord:
+        """Return the record of stored heads or a probe, or train them: briefly, or as the method's preset says.
 
         Raises: InvalidInput: the prompts and their completions are too few to learn from.
         """
-        if kind not in self._learned:
+        own = self.presets.get(name)
+        key = kind if own is None else name
+        if key not in self._learned:
             try:
-                self._learned[kind] = super().learned(kind, task)
+                if own is not None:
+                    raise LearnedNotFound("what a preset trains is trained anew")
+                self._learned[key] = super().learned(kind, task)
             except LearnedNotFound:
-                self._learned[kind] = self._train(kind)
-        return self._learned[kind]
+                self._learned[key] = self._train(kind, own)
+        return self._learned[key]
 
-    def _train(self, kind: LearnedKind) -> LearnedRecord:
+    def _train(self, kind: LearnedKind, preset: Preset | None) -> LearnedRecord:
         words, seconds = ("heads", HEADS_S) if kind == "heads" else ("a probe", PROBE_S)
-        self.on_step(f"make: {words}, by {seconds:.0f} s of training")
         clock, runtime = perf_counter(), self.runtime
         n_tokens = max(LEAST_TOKENS, self.session.max_new_tokens)
-        settings: HeadSettings | ProbeSettings = (
-            HeadSettings(epochs=BRIEF_EPOCHS, max_new_tokens=n_tokens)
-            if kind == "heads"
-            else ProbeSettings(max_new_tokens=n_tokens)
-        )
-        trained = train(runtime, self.prompts, settings, budget_s=seconds)
+        brief: Mapping[str, Any] = {"epochs": BRIEF_EPOCHS} if kind == "heads" else {}
+        of_kind = HeadSettings if kind == "heads" else ProbeSettings
+        settings = of_kind(**(brief if preset is None else preset.making), max_new_tokens=n_tokens)
+        how = f"by {seconds:.0f} s of training" if preset is None else f"by {settings.epochs} epochs of training"
+        self.on_step(f"make: {words}, {how}")
+        trained = train(runtime, self.prompts, settings, budget_s=seconds if preset is None else None)
         self._note(kind, f"{trained.figures['steps']:.0f} steps of training", perf_counter() - clock)
-        record = record_of(runtime, self.model, self.task, trained, {**settings.to_json(), "brief": True})
+        values = {**settings.to_json(), "brief": preset is None}
+        record = record_of(runtime, self.model, self.task, trained, values)
         if self.keep is not None:
             record = self.keep.add_learned(record, learned_to_bytes(trained.model, record))
         self._weights[weights_key(record)] = trained.model
         return record
 
-    def _swift_set(self) -> LayerSetRecord:
+    def _swift_set(self, preset: Preset | None) -> LayerSetRecord:
         """Run SWIFT's search while decoding; evenly spaced sub-layers where the completions are too short for it."""
-        self.on_step(f"make: a layer set, by {SWIFT_S:.0f} s of SWIFT's search")
-        window = min(SwiftSettings().context_window, max(1, self.session.max_new_tokens // 2))  # short texts count too
-        clock, settings = perf_counter(), SwiftSettings(max_steps=SWIFT_STEPS, context_window=window)
-        search = searched(self.session, self.prompts, settings, SWIFT_S)
+        most_s = SWIFT_S if preset is None else math.inf
+        self.on_step(f"make: a layer set, by {f'{most_s:.0f} s of ' if preset is None else ''}SWIFT's search")
+        clock, settings = perf_counter(), SwiftSettings(max_steps=SWIFT_STEPS)
+        if preset is not None:
+            settings = SwiftSettings(**preset.tuning)
+        window = min(settings.context_window, max(1, self.session.max_new_tokens // 2))  # short texts count too
+        settings = replace(settings, context_window=window)
+        search = searched(self.session, self.prompts, settings, most_s)
         n_tried = len(search.trials)
         how = f"{n_tried} candidates" if n_tried else "evenly spaced, for the completions are too short to search on"
         self._note("layer set", how, perf_counter() - clock)
         return self._kept("swift", search.layer_set, matchness=search.matchness, settings=settings.to_json())
 
-    def _self_sd_set(self) -> LayerSetRecord:
-        self.on_step(f"make: Self-SD's layer set, by {SELF_SD_S:.0f} s of its search")
-        n_tokens = min(SELF_SD_TOKENS, self.session.max_new_tokens)
-        brief = Session(self.runtime, self.session.sampling, n_tokens)
-        found = self_sd.search(brief, self.prompts[:SELF_SD_PROMPTS], budget_s=SELF_SD_S)
+    def _self_sd_set(self, preset: Preset | None) -> LayerSetRecord:
+        own = dict(preset.making if preset is not None else {})
+        how = f"{SELF_SD_S:.0f} s of its search" if preset is None else f"{own['max_steps']} candidates of its search"
+        self.on_step(f"make: Self-SD's layer set, by {how}")
+        n_tokens, n_prompts = self.session.max_new_tokens, own.pop("n_prompts", SELF_SD_PROMPTS)
+        session, most_s = self.session, math.inf
+        if preset is None:
+            session, most_s = Session(self.runtime, session.sampling, min(SELF_SD_TOKENS, n_tokens)), SELF_SD_S
+        found = self_sd.search(session, self.prompts[:n_prompts], budget_s=most_s, **own)
         self._note("Self-SD's layer set", f"{len(found.candidates)} candidates", found.seconds)
         return self._kept("self-sd", found.best.layer_set)
 

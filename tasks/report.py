@@ -16,10 +16,12 @@ from ..core.types import Completion, FoundPlan, Plan
 from ..decoding.methods import METHODS
 from ..optimizer.verdict import Array, bootstrap_interval, resampled, speed, speed_ratio
 from ..store import Store
+from .quality import pass_at
 from .recipes import Recipe
 from .runs import Run, Runs
 
 SCHEMA = "swiftopt.compare/1"
+K = 10  # of pass@k
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +32,9 @@ class Figures(Record):
     `passes_per_token` (of the target, without prefill) are over all completions. `perplexity` is that of the output
     under the target itself; its ratio and the ratio's interval over prompts are to plain decoding's. `early_share`:
     share of tokens accepted from an intermediate layer; `rejected_share`: share of the verified early predictions that
-    the last layer contradicted. `extra_bytes`: tensors beside the target's weights and buffer. `reason`: why there are
-    no figures, or not of all prompts.
+    the last layer contradicted. `quality` is the mean of the data set's measure over the prompts, `pass_at_10` that of
+    pass@10 where there are as many samples. `extra_bytes`: tensors beside the target's weights and buffer. `reason`:
+    why there are no figures, or not of all prompts.
     """
 
     method: str
@@ -56,6 +59,9 @@ class Figures(Record):
     extra_parameters: int | None = None
     extra_bytes: int | None = None
     joules_per_token: float | None = None
+    quality: float | None = None
+    quality_interval: tuple[float, float] | None = None
+    pass_at_10: float | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     reason: str | None = None
 
@@ -103,6 +109,23 @@ def figures(
         joules_per_token=spent / n_tokens if spent and n_tokens else None,
         reason=own.error,
     )
+
+
+def qualities(scores: Mapping[int, float], samples: int) -> dict[str, Any]:
+    """Return the quality figures of answers scored from 0 to 1, by number; each prompt's samples are neighbours."""
+    by_prompt: dict[int, list[float]] = {}
+    for number, score in scores.items():
+        by_prompt.setdefault(number // samples, []).append(score)
+    whole = [own for own in by_prompt.values() if len(own) == samples]  # a slow method may have stopped in the middle
+    if not whole:
+        return {}
+    means = np.array([[sum(own) / samples] for own in whole])
+    many = samples >= K and all(score in (0.0, 1.0) for own in whole for score in own)
+    return {
+        "quality": float(means.mean()),
+        "quality_interval": resampled(means, lambda sums: np.asarray(sums[..., 0] / len(whole))),
+        "pass_at_10": sum(pass_at(K, samples, round(sum(own))) for own in whole) / len(whole) if many else None,
+    }
 
 
 def _perplexities(shared: Sequence[int], own: Runs, base: Runs, nll: Callable[[int, Run], float]) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def run_tuning(
         out; KeyboardInterrupt after the best sets so far were stored.
     """
     if prompts is None:
-        prompts = read_stream(request.stream, request.task, request.limit)
+        prompts = read_stream(request.stream, request.task, request.limit, request.form)
     check_room(request, prompts)
     store.jobs.expire()  # without a service nothing else ends the runs whose process was killed
     with LineWriter(Path(request.out) if request.out else default_output(request.stream)) as writer:

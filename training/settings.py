@@ -44,7 +44,8 @@ class HeadSettings(TrainingSettings):
     KIND: ClassVar[LearnedKind] = "heads"
 
     learning_rate: float = ranged(1e-3, gt=0, le=1)
-    layers: tuple[int, ...] | None = None  # layers run before each head; None: DEFAULT_SHARES
+    layers: tuple[int, ...] | None = None  # layers run before each head; None: by `shares`
+    shares: tuple[float, ...] = DEFAULT_SHARES  # of the depth, where no layers are named
     full: bool = False  # whole heads instead of a transform before the model's own (Table 3)
 
     def depths(self, n_layers: int) -> tuple[int, ...]:
@@ -52,7 +53,7 @@ class HeadSettings(TrainingSettings):
 
         Raises: SettingsError: a layer is not inside the model, or named twice.
         """
-        default = {min(n_layers - 1, max(1, round(n_layers * share))) for share in DEFAULT_SHARES}
+        default = {min(n_layers - 1, max(1, round(n_layers * share))) for share in self.shares}
         return checked_depths(self.layers or tuple(default), n_layers)
 
 

@@ -6,7 +6,8 @@ several of them at once, and what text suggests behind the chain's end is added 
 chain ends and where a second candidate hangs beside it is decided by `cost_model`: expected tokens against λ times
 measured costs. All estimates are learnt from outcomes and carried over from request to request.
 
-The tree is a function of what was committed before, so that `TargetWalk` is exact at every temperature.
+`TargetWalk` gives the target's own tokens whatever the tree is. At temperatures above 0 a draft reads the noise of the
+target's draws (`TokenRule`), so that it proposes what the target would draw if the two agreed.
 Source: the choice between drafts by online estimates follows CAS-Spec (arXiv:2510.26843), drafts of drafts are its
 vertical cascade; stopping where a further step is not worth λ times its cost is our own.
 """
@@ -248,12 +249,12 @@ class AdaptiveDrafter(Drafter):
     def _take(self, chain: _Chain, cursor: Cursor, logits: Tensor, guesses: Sequence[int], rate: float) -> int:
         """Add what one pass gave, row by row while the guesses are the draft's own tokens; return how many are."""
         learned, rule = self.learned, self.context.rule
-        at_once = [] if rule.processors else rule.confidences(logits.float())
+        at_once = rule.confidences(logits.float()) if rule.is_argmax else []
         for i, row in enumerate(logits):
             if at_once:
                 scores, (token_id, confidence) = row, at_once[i]
             else:  # penalties read the text, which grows from row to row
-                scores = rule.scores([*self.context.token_ids, *chain.token_ids], row)
+                scores = self.context.noisy_scores(chain.token_ids, row)
                 token_id, confidence = rule.confidence(scores)
             chance = learned.acceptance.of(confidence)
             beside = chain.alive * (1 - chance) * learned.second.value

@@ -15,7 +15,7 @@ from ...core.serialization import Settings, count, ranged, share
 from ...core.settings import Branching, SwiftSettings, candidates_at
 from ..draft import Draft, Drafter, Offer, Outcome
 from ..tree import DraftTree
-from ..verify import BlockRatio, ChainRatio, Rollback, TargetWalk, Typical, Verifier
+from ..verify import BlockRatio, ChainRatio, Rollback, SeveralRatio, TargetWalk, Typical, Verifier
 from .registry import Method, Resources, method
 
 if TYPE_CHECKING:
@@ -83,7 +83,8 @@ class BildSettings(Settings):
 
 @method("swift", "SWIFT", "arXiv:2410.06916", SwiftSettings, ["layer_set"])
 def _swift(resources: Resources, settings: SwiftSettings) -> tuple[Drafter, Verifier]:
-    return swift(resources.skipped(), settings).drafter, TargetWalk()
+    built = swift(resources.skipped(), settings)
+    return built.drafter, built.verifier
 
 
 def swift(draft: LayerSet | SkippedTarget, settings: SwiftSettings) -> Method:
@@ -97,7 +98,8 @@ def swift(draft: LayerSet | SkippedTarget, settings: SwiftSettings) -> Method:
     stop = StopRule(settings.max_draft_length, settings.stop_threshold if settings.early_stop else None)
     branching = settings.branching if settings.dynamic_verification else None
     model = draft if isinstance(draft, SkippedTarget) else SkippedTarget(draft)
-    return Method("swift", ChainDrafter(model, stop, branching))
+    drafter = ChainDrafter(model, stop, branching, settings.sampled)
+    return Method("swift", drafter, SeveralRatio("without") if settings.sampled else TargetWalk())
 
 
 @method("self-sd", "Self-SD (Draft & Verify)", "arXiv:2309.08168", SelfSdSettings, ["layer_set"])
@@ -179,8 +181,9 @@ class ChainDrafter(Drafter):
     """A chain from `model`, ended by `stop`; with `branching`, side leaves where the draft is less sure (SWIFT 4.2).
 
     `sampled` draws the chain's tokens from the draft's distribution where the request samples, for a verifier that
-    weighs the two distributions; otherwise each token is the draft's most probable one. Side leaves and draws exclude
-    each other.
+    weighs the two distributions; otherwise each token is the draft's most probable one, of scores with the noise of the
+    target's draws where the request samples. Side leaves are drawn with the chain's token, each from what is left of
+    the distribution (SWIFT 4.2, multi-candidate speculative sampling).
     """
 
     model: DraftModel
@@ -223,7 +226,12 @@ class ChainDrafter(Drafter):
 
     def _step(self, drafted: Sequence[int], logits: Tensor) -> tuple[tuple[int, ...], float, Offer | None]:
         """Return the tokens offered at this step, the first one's probability, and what it was drawn from if it was."""
-        rule, scores = self.context.rule, self.context.scores(drafted, logits)
+        rule, context = self.context.rule, self.context
+        scores = (context.scores if self.draws else context.noisy_scores)(drafted, logits)
+        if self.draws and self.branching is not None:
+            _, confidence = rule.confidence(scores)
+            offer = Offer.drawn(rule, scores, candidates_at(self.branching, confidence), replaced=False)
+            return offer.token_ids, confidence, offer
         if self.draws:
             offer = Offer.drawn(rule, scores)
             # BiLD asks how sure the draft is, before it draws; the others how likely the drawn token was.

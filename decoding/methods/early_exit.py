@@ -183,8 +183,8 @@ class PipelineDrafter(Drafter):
     The oldest token reaches the last layer first; the target's own token there either is the next one in flight, which
     goes on, or the flight is dropped (token equality, exact at every temperature: the target's draw is kept).
 
-    DEVIATION: the head's most probable token is taken where the paper draws one; equality with the target's own token
-    is what counts, and that is likelier so.
+    DEVIATION: where the paper draws a token, here it is drawn with the noise of the target's own draw; equality with
+    the target's token is what counts, and that is likelier so.
     """
 
     def __init__(self, heads: Heads, threshold: float, stacked: StackedLayers) -> None:
@@ -222,7 +222,7 @@ class PipelineDrafter(Drafter):
             return
         logits = heads.logits(self.context.runtime, newest.depth, newest.hidden)[0]
         ahead = [flight.token_id for flight in self._flights[1:]]
-        token_id, confidence = self.context.rule.confidence(self.context.scores(ahead, logits))
+        token_id, confidence = self.context.rule.confidence(self.context.noisy_scores(ahead, logits))
         if confidence > self.threshold:
             newest.predicted = True
             self._flights.append(self._start(token_id, newest.slot + 1))

@@ -76,6 +76,9 @@ STRATEGIES: dict[str, StrategyInfo] = {
     "swift": StrategyInfo(
         "draws, and a Gaussian process at every β-th step", partial(_drawn, engine="gp"), suggests=True
     ),
+    "published": StrategyInfo(
+        "the same over the cube of all sub-layers, as SWIFT's code", partial(_drawn, engine="cube"), suggests=True
+    ),
     "tpe": StrategyInfo(
         "a tree-structured Parzen estimator at every step", partial(_drawn, engine="tpe", interval=1), suggests=True
     ),

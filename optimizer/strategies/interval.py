@@ -20,7 +20,8 @@ class IntervalStrategy(Strategy):
 
     A suggestion asked for at step n, with the trials observed by then, is used at step n + interval. If it is late,
     that step is drawn (origin "late") and the suggestion is used at the first due step after it arrives;
-    `deterministic` waits for it instead. A suggestion for another number of skipped sub-layers is dropped.
+    `deterministic` asks at the due step itself and waits, as SWIFT does. A suggestion for another number of skipped
+    sub-layers is dropped.
 
     Args:   interval: in place of the problem's.
     Raises: SettingsError: the interval or the number of skipped sub-layers is out of its range.
@@ -49,9 +50,12 @@ class IntervalStrategy(Strategy):
         # With one set to choose from there is nothing to learn.
         due = self.step % self._interval == 0 and comb(self.size, self.n_skipped) > 1
         process = self._process if due else None
+        waits = self.problem.deterministic
         if process is not None:
+            if waits:
+                process.ask(self.step, self.n_skipped, list(self._pending))
             was_asked = process.in_flight
-            suggested = process.take(wait=self.problem.deterministic)
+            suggested = process.take(wait=waits)
             if suggested is not None and sum(suggested) == self.n_skipped:
                 bits, origin = suggested, process.engine
             elif was_asked:
@@ -60,7 +64,7 @@ class IntervalStrategy(Strategy):
         self._pending[proposal.layer_set.bits()] = None
         if len(self._pending) > MAX_PENDING:
             del self._pending[next(iter(self._pending))]
-        if process is not None:
+        if process is not None and not waits:
             process.ask(self.step, self.n_skipped, list(self._pending))
         return proposal
 

@@ -33,7 +33,7 @@ from typing import Any, Literal, TypeVar
 from .base import Bits
 
 P = TypeVar("P")  # a layer set, or any point of a search
-Engine = Literal["gp", "tpe"]  # a module of this package with MAX_POINTS and suggest()
+Engine = Literal["gp", "tpe", "cube"]  # a module of this package with MAX_POINTS and suggest()
 
 DEADLINE_S = 60.0  # seconds that one suggestion may take, the start of the process included
 MAX_FAILURES = 3  # crashes or missed deadlines in a row, after which nothing is asked any more

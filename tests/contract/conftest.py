@@ -1,4 +1,4 @@
-"""What suites of laws start from: a store on each kind of database, and no presets of the user's."""
+"""What suites of laws start from: a store on each kind of database, and no configuration of the user."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from swiftopt.store import Jobs, Store
 
 
 @pytest.fixture
-def no_presets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No variable presets an option or says what a terminal shows; only the cache stays the session's own."""
+def unconfigured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variable sets an option or says what a terminal shows; only the cache stays the session's own."""
     shown = {"NO_COLOR", "FORCE_COLOR", "COLUMNS"}
     for name in list(os.environ):
         if name in shown or (name.startswith("SWIFTOPT_") and name != "SWIFTOPT_CACHE_DIR"):

@@ -32,7 +32,7 @@ TUNE = ["tune", "--model", "smollm2-135m", "--stream"]
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, no_presets: None, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path, unconfigured: None, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with a database of its own and a file for each mistake."""
     monkeypatch.setenv("SWIFTOPT_DATABASE_URL", str(tmp_path / "home.db"))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
@@ -162,7 +162,7 @@ def test_database_of_a_newer_version_is_refused(home: Path, capsys: pytest.Captu
     assert "was written by a newer swiftopt" in sentence(capsys)
 
 
-def test_preset_file_that_is_no_text_is_one_sentence(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_configuration_that_is_no_text_is_one_sentence(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (home / "swiftopt.toml").write_bytes(b"seed = '\xff\xfe'")
     assert run(["layers", "list"]) == 2
     assert "swiftopt.toml is not UTF-8 text" in sentence(capsys)

@@ -30,8 +30,8 @@ PROMPTS = [Prompt("a", "notes", text="w1 w2")]
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, redis_url: str, no_presets: None, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder of its own; the presets name an empty database and an empty Redis."""
+def home(tmp_path: Path, redis_url: str, unconfigured: None, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder of its own; the environment names an empty database and an empty Redis."""
     monkeypatch.setenv("SWIFTOPT_DATABASE_URL", str(tmp_path / "home.db"))
     monkeypatch.setenv("SWIFTOPT_REDIS_URL", redis_url)
     monkeypatch.chdir(tmp_path)

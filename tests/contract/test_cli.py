@@ -1,4 +1,4 @@
-"""The program's promises: channels, exit codes, JSON, presets, and that looking things up needs no torch.
+"""The program's promises: channels, exit codes, JSON, configuration, and that looking things up needs no torch.
 
 What a user can only see in a process of its own goes through the installed console script; the rest calls what the
 script calls. Tuning and decoding have their own tests, on a model.
@@ -32,7 +32,7 @@ HEAVY = {"torch", "transformers", "sqlalchemy", "matplotlib", "optuna", "bayes_o
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, no_presets: None, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path, unconfigured: None, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working folder with a database of its own."""
     monkeypatch.setenv("SWIFTOPT_DATABASE_URL", str(tmp_path / "home.db"))
     monkeypatch.chdir(tmp_path)
@@ -444,7 +444,7 @@ def test_unwritable_file_is_one_sentence(
     assert err.startswith(f"error: cannot write {file}: {says}")
 
 
-# --- presets
+# --- configuration
 
 
 def test_option_wins_over_environment_over_file_over_default(
@@ -468,12 +468,12 @@ def test_option_wins_over_environment_over_file_over_default(
 
 
 @pytest.mark.parametrize("command", [["tune"], ["generate"], ["bench", "decode"]], ids=" ".join)
-def test_preset_reaches_the_options_of_every_command(
+def test_configured_value_reaches_the_options_of_every_command(
     command: list[str], home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     args = [*command, "--stream", "missing.jsonl"]
     assert run(args) == 2
-    assert "'--model'" in capsys.readouterr().err  # required, and preset nowhere
+    assert "'--model'" in capsys.readouterr().err  # required, and set nowhere
     (home / "swiftopt.toml").write_text('model = "m"\nmax_new_tokens = 0\n')
     assert run(args) == 2
     assert "'--max-new-tokens'" in capsys.readouterr().err
@@ -492,7 +492,7 @@ def test_preset_reaches_the_options_of_every_command(
         ("", {"SWIFTOPT_SEED": "x"}, "SWIFTOPT_SEED is 'x'"),
     ],
 )
-def test_bad_preset_is_one_sentence(
+def test_bad_configured_value_is_one_sentence(
     toml: str,
     env: dict[str, str],
     says: str,
@@ -601,7 +601,7 @@ def test_option_with_an_effect_brings_no_warning(line: str, home: Path, capsys: 
     assert warnings_of(line, home, capsys) == []
 
 
-def test_preset_without_effect_brings_no_warning(
+def test_configured_value_without_effect_brings_no_warning(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SWIFTOPT_SKIP_RATIO", "0.3")  # for other commands and strategies as well

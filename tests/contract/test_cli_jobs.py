@@ -56,8 +56,8 @@ TASK = TaskFinished(
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, database_url: str, no_presets: None, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with a stream; the presets name an empty database of each kind."""
+def home(tmp_path: Path, database_url: str, unconfigured: None, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a stream; the environment names an empty database of each kind."""
     monkeypatch.setenv("SWIFTOPT_DATABASE_URL", database_url)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.jsonl").write_text('{"id": "a", "prompt": "w1 w2"}\n{"id": "b", "prompt": "w3"}\n')

@@ -15,9 +15,13 @@ from swiftopt.worker.queue import JobService, RedisQueue
 
 @pytest.fixture(autouse=True)
 def home(
-    tmp_path: Path, empty_database_url: str, no_presets: None, small_measurement: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    empty_database_url: str,
+    unconfigured: None,
+    small_measurement: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Path:
-    """A working folder of its own; the presets name an empty database of each kind."""
+    """A working folder of its own; the environment names an empty database of each kind."""
     monkeypatch.setenv("SWIFTOPT_DATABASE_URL", empty_database_url)
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -55,7 +55,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def home(tmp_path: Path, own_cache: Path, no_presets: None, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path, own_cache: Path, unconfigured: None, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with a database and a cache of its own."""
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "kernels").symlink_to(own_cache / "kernels")

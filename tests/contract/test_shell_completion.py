@@ -28,7 +28,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
 
 
 def offered(words: str, folder: Path) -> list[str]:
-    """Return what bash offers for the last of the words, in a folder without presets."""
+    """Return what bash offers for the last of the words, in a folder without configuration."""
     bash = ["bash", "--norc", "-c", AT_TAB.format(script=SCRIPT, words=words)]
     done = subprocess.run(bash, capture_output=True, text=True, timeout=60, cwd=folder, env=dict(os.environ))
     assert (done.returncode, done.stderr) == (0, "")
@@ -43,7 +43,7 @@ def offered(words: str, folder: Path) -> list[str]:
         ("swiftopt layers ro", ["rollback"]),
         ("swiftopt tune --model smollm2-", ["smollm2-135m", "smollm2-360m", "smollm2-1.7b"]),
         ("swiftopt tune --max-n", ["--max-new-tokens"]),
-        ("swiftopt tune --skip-ratio 0.5 --skip", []),  # not twice
+        ("swiftopt tune --skip-ratio 0.5 --skip", ["--skip-ratio-step"]),  # not twice
         ("swiftopt tune --objective ''", ["expected_speedup", "matchness"]),
         ("swiftopt tune --strategy kn", ["knapsack"]),
         ("swiftopt generate --method prompt", ["prompt-lookup"]),
@@ -54,11 +54,11 @@ def offered(words: str, folder: Path) -> list[str]:
         ("swiftopt nonsense --x", []),
     ],
 )
-def test_bash_offers(words: str, wanted: list[str], tmp_path: Path, no_presets: None) -> None:
+def test_bash_offers(words: str, wanted: list[str], tmp_path: Path, unconfigured: None) -> None:
     assert [word for word in offered(words, tmp_path) if word] == wanted
 
 
-def test_completing_neither_reads_nor_makes_a_database(tmp_path: Path, no_presets: None) -> None:
+def test_completing_neither_reads_nor_makes_a_database(tmp_path: Path, unconfigured: None) -> None:
     (tmp_path / "swiftopt.toml").write_text("modle = 1")  # an error for every command
     environment = {**os.environ, "SWIFTOPT_DATABASE_URL": str(tmp_path / "some.db")}
     asked = {"_SWIFTOPT_COMPLETE": "bash_complete", "COMP_WORDS": "swiftopt\nlayers\nbest\n", "COMP_CWORD": "3"}

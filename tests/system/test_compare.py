@@ -11,10 +11,11 @@ from tiny_files import save
 
 from swiftopt.bench.ablation_table import ABLATIONS
 from swiftopt.cli.main import run
-from swiftopt.core.types import Plan
+from swiftopt.core.types import Plan, Prompt
 from swiftopt.decoding.methods import METHODS
 from swiftopt.models.loading import load
 from swiftopt.store import Store
+from swiftopt.tasks import compare as comparing
 from swiftopt.tasks import recipes
 
 TOKENS = ("--max-new-tokens", "24", "--dtype", "float32")
@@ -162,3 +163,55 @@ def test_every_ablation_has_a_row_per_variant(
     assert missing == ({"w/ mixed-domain LM head"} if name == "adadecode-parts" else set())
     for row in report["rows"]:
         assert all(key in row for key in (*ABLATIONS[name].varied, *ABLATIONS[name].shown))
+
+
+CODE = [
+    {
+        "task_id": f"C/{i}",
+        "prompt": f"w{i} w{i + 1}",
+        "canonical_solution": "w1",
+        # what the tiny model says is no program, so the tests are run without it
+        "test": "def check(answer):\n    pass\n",
+        "entry_point": "None",
+    }
+    for i in range(3)
+]
+
+
+def test_answers_are_judged_by_their_data_set(
+    tiny: str, home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged: list[tuple[str, str]] = []
+
+    def quality(prompt: Prompt, text: str) -> float:
+        judged.append((prompt.id, text))
+        return float(len(text) % 2)
+
+    monkeypatch.setattr(comparing, "quality", quality)
+    (home / "code.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CODE))
+    sampling = ("--temperature", "1.0", "--samples", "2", "--stop", "w5")
+    words = ("--stream", "code.jsonl", "--template", "humaneval", "--methods", "prompt-lookup,typical", *sampling)
+    report = compare(capsys, "--model", tiny, *words)
+    rows = {row["method"]: row for row in report["results"]}
+    assert report["quality"] == "pass@1" and report["samples"] == 2 and report["prompts"] == 6
+    assert rows["prompt-lookup"]["identical"] == 6 and rows["prompt-lookup"]["quality"] == rows["plain"]["quality"]
+    assert 0 <= rows["typical"]["quality"] <= 1 and rows["plain"]["pass_at_10"] is None
+    assert all("w5" not in text.split() for _, text in judged)
+    by_prompt = {name: {text for id_, text in judged if id_.split("~")[0] == name} for name in ("C/0", "C/1", "C/2")}
+    assert max(map(len, by_prompt.values())) > 1  # samples are others
+
+
+def test_samples_of_greedy_decoding_are_refused(tiny: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["compare", "--model", tiny, "--stream", "notes.jsonl", "--samples", "3"]) == 2
+    assert "samples of greedy decoding are all alike" in capsys.readouterr().err
+
+
+def test_completions_that_are_tuned_on_end_at_stop_strings(
+    tiny: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What lies behind a text's end is not what the search should learn from."""
+    for options, ends in (((), "length"), (("--stop", " "), "stop_string")):
+        words = ("--stream", "notes.jsonl", "--out", f"{ends}.jsonl", "--no-optimise", *TOKENS, *options)
+        assert run(["tune", "--model", tiny, *words, "--json"]) == 0, capsys.readouterr().err
+        done = [json.loads(line) for line in (home / f"{ends}.jsonl").read_text().splitlines()]
+        assert {one["finish_reason"] for one in done} == {ends}

@@ -7,6 +7,7 @@ import json
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, swift
 from swiftopt.decoding.rule import TokenRule
 from swiftopt.decoding.session import Session, Turn
+from swiftopt.models import costs
 from swiftopt.models.costs import measure_costs
 from swiftopt.models.runtime import PREFILL_ROWS, Runtime
 from swiftopt.optimizer.evaluation import score_window
@@ -101,8 +103,28 @@ def test_wide_trees_change_nothing_at_the_edges(
 
 @pytest.mark.parametrize("n_positions", [24, 40, 100])
 def test_costs_are_measured_within_the_context(n_positions: int) -> None:
-    costs = measure_costs(runtime_of(changed("gpt2", n_positions=n_positions)), 256)
-    assert costs.target_pass_s(64) > 0 and max(costs.pass_s) <= n_positions
+    profile = measure_costs(runtime_of(changed("gpt2", n_positions=n_positions)), 256)
+    assert profile.target_pass_s(64) > 0 and max(profile.pass_s) <= n_positions
+
+
+@pytest.mark.parametrize(("per_row", "widest"), [(0.0, 512), (0.001, 512), (1.0, 128)])
+def test_wider_passes_are_measured_while_more_rows_make_each_cheaper(
+    per_row: float, widest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Run(SimpleNamespace):
+        def __call__(self) -> None:
+            self.pass_()
+
+    made = costs._pass
+
+    def pass_of(*args: Any, **more: Any) -> Run:
+        return Run(pass_=made(*args, **more), n_rows=args[3])
+
+    monkeypatch.setattr(costs, "_pass", pass_of)
+    monkeypatch.setattr(costs, "_seconds", lambda run: 1.0 + per_row * run.n_rows)
+    monkeypatch.setattr(costs, "MOST_ROWS", 512)
+    profile = measure_costs(runtime_of(changed("llama", max_position_embeddings=2048)), 256)
+    assert max(profile.pass_s) == widest
 
 
 def test_a_model_that_is_not_all_in_memory_is_refused() -> None:

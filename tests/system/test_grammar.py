@@ -98,7 +98,7 @@ def token_by_token(grammar: str, sampling: Sampling) -> tuple[int, ...]:
         logits = runtime.forward(Rows(text, 0), runtime.new_buffer(len(text)))[-1]
         anew = session.rule(len(prompt_ids))
         scores = anew.scores(text, logits)
-        text.append(int(scores.argmax()) if sampling.greedy else rule.draw(torch.softmax(scores.double(), dim=-1)))
+        text.append(int(rule.noisy(scores, len(text)).argmax()))
     return tuple(text[len(prompt_ids) :])
 
 

@@ -282,27 +282,6 @@ def test_run_goes_on_from_an_older_snapshot_when_only_trials_and_prompts_are_kep
     assert outcome(ledger.events) == outcome(whole(name).events)
 
 
-@pytest.mark.parametrize(("strategy", "costs"), [("swift", DEAR), ("swift", FREE), ("tpe", DEAR)])
-def test_suggestion_on_its_way_is_asked_for_again(strategy: str, costs: CostProfile) -> None:
-    case = Case(texts(7), dict(strategy=strategy, bayes_interval=3, max_steps=36), costs=costs)
-    uncut = Ledger(case)
-    assert uncut.live()
-    origins = [trial.origin for trial in uncut.trials()["t"]]
-    assert origins.count("tpe" if strategy == "tpe" else "gp") > 2 and "late" not in origins
-    asking = [kept for kept in uncut.history if (asked := asked_in(kept[1])) and asked["n_observed"] > 3]
-    assert costs == DEAR or any(asked_in(start)["pending"] for _, start in asking)
-    for n_events, start in (asking[0], asking[len(asking) // 2]):
-        ledger = Ledger(case, uncut.events[:n_events], start)
-        assert ledger.live()
-        assert outcome(ledger.events) == outcome(uncut.events)
-
-
-def asked_in(start: str) -> Any:
-    """What the suggestion on its way was asked of, if there is one."""
-    task = json.loads(start)["tasks"].get("t")
-    return task and (task["search"]["strategy"] or {}).get("asked")
-
-
 def test_trials_are_told_with_a_snapshot_that_knows_of_the_end() -> None:
     for n_events, start in whole("single").history:
         event = whole("single").events[n_events - 1]

@@ -37,7 +37,7 @@ from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
 
 N_NEW = 48
-GREEDY, SAMPLED = Sampling(), Sampling(temperature=0.3, top_p=0.9, seed=5)
+GREEDY, SAMPLED = Sampling(), Sampling(temperature=0.3, top_p=0.9, seed=2)
 DRAFTERS: dict[str, Drafter] = {
     "lookup": LookupDrafter(LookupSettings()),
     "lookup-from-one": LookupDrafter(LookupSettings(max_draft_length=4, min_match=1)),

@@ -19,6 +19,10 @@ def test_more_candidates_share_a_pass_where_rows_are_free() -> None:
     assert candidates_per_pass(free, 8) == 8
     assert candidates_per_pass(free, 32) == 2  # beyond the widths that were measured nothing is promised
     assert candidates_per_pass(dear, 8) == candidates_per_pass(None, 8) == 1
+    wide = dataclasses.replace(free, pass_s={n: 0.02 + n / 10**5 for n in (1, 64, 512, 4096)})  # as on a GPU
+    assert candidates_per_pass(wide, 32) == 128
+    slow = dataclasses.replace(wide, pass_s={n: 20 * seconds for n, seconds in wide.pass_s.items()})
+    assert candidates_per_pass(slow, 32) == 64  # 0.8 s; a pass of 128 would hold decoding up for longer than a second
 
 
 def test_search_gets_its_share_of_a_stream_within_bounds() -> None:

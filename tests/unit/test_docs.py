@@ -69,7 +69,7 @@ def test_command_page_is_what_the_generator_prints() -> None:
     assert text_of("docs/cli.md") == page(), "run: python -m swiftopt.cli.reference > docs/cli.md"
 
 
-def test_command_page_does_not_depend_on_terminal_and_presets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_page_does_not_depend_on_terminal_and_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     before = page()
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setenv("SWIFTOPT_MAX_STEPS", "7")

@@ -193,6 +193,11 @@ def sequences(n: int, length: int, replacement: bool) -> SequencesDrafter:
     return SequencesDrafter(TableModel(), n, length, replacement)
 
 
+def branching(n: int) -> ChainDrafter:
+    """SWIFT's drafts: `n` candidates where the draft is unsure, one less where it is not, and an early stop."""
+    return ChainDrafter(TableModel(), StopRule(2, 0.45), branching=((0.5, n), (1.0, n - 1)), sampled=True)
+
+
 CASES: dict[str, tuple[Drafter, Verifier, int]] = {
     "chain": (chain(3), ChainRatio(), 3),
     "block": (chain(3), BlockRatio(), 3),
@@ -203,6 +208,8 @@ CASES: dict[str, tuple[Drafter, Verifier, int]] = {
     "without, support runs out": (sequences(4, 1, False), SeveralRatio("without"), 1),
     "k-seq, 4 tries": (sequences(4, 1, True), SeveralRatio("k-seq"), 1),
     "k-seq, one sequence": (sequences(1, 3, True), SeveralRatio("k-seq"), 3),
+    "branches by confidence": (branching(2), SeveralRatio("without"), 2),
+    "branches, support runs out": (branching(4), SeveralRatio("without"), 2),
     "unsure draft stops early": (ChainDrafter(TableModel(), StopRule(3, 0.45), sampled=True), ChainRatio(), 3),
     "unsure draft stops early, block": (ChainDrafter(TableModel(), StopRule(3, 0.45), sampled=True), BlockRatio(), 3),
 }

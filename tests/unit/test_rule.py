@@ -78,3 +78,56 @@ def test_constraint_stands_whatever_the_bias_is() -> None:
     logits = torch.zeros(VOCAB)
     assert rule.choose(PROMPT, logits) == rule.choose([*PROMPT, 9], logits) == 0
     assert rule.choose([*PROMPT, 9, 9], logits) == 4
+
+
+def peaked(seed: int, size: int = 12) -> torch.Tensor:
+    return 3 * torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def test_token_is_drawn_from_the_softmax_of_the_scores() -> None:
+    """20,000 positions, one row of logits: chi-square, at most 10 degrees, below 41 (false alarm 1e-5, fixed seed)."""
+    rule = TokenRule.of(Sampling(temperature=0.8, seed=5, top_k=11), None)
+    logits, n = peaked(0), 20_000
+    probs = rule.probs((), logits)
+    counts = torch.zeros(len(logits))
+    for position in range(n):
+        counts[int(rule.noisy(rule.scores((), logits), position).argmax())] += 1
+    assert counts[probs == 0].sum() == 0
+    often = n * probs >= 5
+    assert int(often.sum()) >= 4
+    assert float((((counts - n * probs) ** 2)[often] / (n * probs[often])).sum()) < 41
+
+
+def test_draws_at_two_positions_and_of_two_seeds_do_not_tell_of_each_other() -> None:
+    even = torch.zeros(1000)
+    rules = [TokenRule.of(Sampling(temperature=1.0, seed=seed), None) for seed in (0, 1, -1)]
+    columns = [[int(rule.noisy(even, position).argmax()) for position in range(400)] for rule in rules]
+    columns.append([*columns[0][1:], 0])
+    correlation = torch.corrcoef(torch.tensor(columns, dtype=torch.float64)) - torch.eye(4)
+    assert float(correlation.abs().max()) < 0.25  # 5 standard errors
+
+
+def test_draw_does_not_depend_on_which_positions_were_asked_for_before() -> None:
+    ahead, behind = (TokenRule.of(Sampling(temperature=1.0, seed=3), None) for _ in range(2))
+    positions = list(range(200))
+    first = {at: int(ahead.noisy(peaked(at), at).argmax()) for at in positions}
+    assert {at: behind.choose([1] * at, peaked(at)) for at in reversed(positions)} == first
+
+
+@pytest.mark.parametrize("distance", [0.1, 0.5, 2.0])
+def test_draft_with_the_targets_noise_proposes_its_token_as_often_as_the_bound_says(distance: float) -> None:
+    """Daliri et al. (arXiv:2408.07978): at least (1 - TV) / (1 + TV); one that takes its own argmax does worse."""
+    rule, hits, bound, most_probable, n = TokenRule.of(Sampling(temperature=1.0, seed=1), None), 0, 0.0, 0.0, 600
+    for seed in range(n):
+        logits = peaked(seed) / 2
+        drafted = logits + distance * peaked(10_000 + seed) / 3
+        target, draft = logits.softmax(-1), drafted.softmax(-1)
+        apart = 0.5 * float((target - draft).abs().sum())
+        bound += (1 - apart) / (1 + apart)
+        most_probable += float(target[draft.argmax()])
+        hits += int(rule.noisy(logits, seed).argmax()) == int(rule.noisy(drafted, seed).argmax())
+    assert hits > bound - 3 * (n / 4) ** 0.5 and hits > 1.1 * most_probable
+
+
+def test_greedy_scores_have_no_noise() -> None:
+    assert torch.equal(TokenRule.of(Sampling(seed=4), None).noisy(peaked(0), 7), peaked(0))

@@ -78,6 +78,42 @@ def test_propose_uses_a_late_suggestion_at_the_next_due_step() -> None:
     assert origins[-1] == "tpe"
 
 
+def test_suggestion_on_its_way_is_asked_for_again() -> None:
+    """A run that is cut and goes on elsewhere gets it of the same scores, whatever was observed meanwhile."""
+    problem = SearchProblem(LayerSet(8), 4, 0)
+    trials: list[Trial] = []
+    with closing(IntervalStrategy(problem, engine="tpe", interval=1)) as first:
+        for step in range(3):
+            proposal = first.propose()
+            trials.append(Trial(step, proposal.layer_set, proposal.origin, 0.1 * step, 0.1 * step))
+            first.observe(trials[-1])
+        state = first.state()
+        assert state["asked"] is not None and state["asked"]["n_observed"] < 3
+        with closing(IntervalStrategy(problem, engine="tpe", interval=1)) as second:
+            for trial in trials:
+                second.observe(trial)
+            second.restore(state)
+            give_up = time.monotonic() + WAIT_S
+            for strategy in (first, second):
+                assert strategy._process is not None and strategy._process._answer is not None
+                strategy._process._answer.result(max(0.0, give_up - time.monotonic()))
+            proposals = [strategy.propose() for strategy in (first, second)]
+    assert proposals[0] == proposals[1] and proposals[0].origin == "tpe"
+
+
+def test_suggestion_for_another_size_is_dropped() -> None:
+    with closing(IntervalStrategy(SearchProblem(LayerSet(8), 4, 0), engine="tpe", interval=1)) as strategy:
+        give_up = time.monotonic() + WAIT_S
+        step = 0
+        while play(strategy, step) != "tpe" and time.monotonic() < give_up:
+            time.sleep(0.01)
+            step += 1
+        time.sleep(1.0)  # the next one, for 4 sub-layers, is there by now
+        strategy.set_n_skipped(3)
+        proposal = strategy.propose()
+    assert proposal.origin == "late" and proposal.layer_set.n_skipped == 3
+
+
 def test_propose_leaves_other_steps_alone_when_one_is_suggested() -> None:
     with (
         closing(IntervalStrategy(SearchProblem(LayerSet(12), 8, 7, deterministic=True), "tpe", interval=3)) as learning,
@@ -88,7 +124,7 @@ def test_propose_leaves_other_steps_alone_when_one_is_suggested() -> None:
             proposal = learning.propose()
             learning.observe(Trial(step, proposal.layer_set, proposal.origin, 0.5, 0.1 * step))
             pairs.append((proposal, drawing.propose()))
-    assert [one.origin for one, _ in pairs] == ["random"] * 5 + ["tpe"] + ["random"] * 2 + ["tpe"]
+    assert [one.origin for one, _ in pairs] == (["random"] * 2 + ["tpe"]) * 3
     assert [one for one, _ in pairs if one.origin == "random"] == [
         other for one, other in pairs if one.origin == "random"
     ]
@@ -200,7 +236,7 @@ def test_strategy_draws_when_its_process_has_given_up() -> None:
     late = IntervalStrategy(SearchProblem(LayerSet(8), 4, 0, deterministic=True), "gp", interval=1, deadline_s=0.01)
     with closing(late) as strategy:
         origins = [play(strategy, step) for step in range(1, 9)]
-    assert origins == ["random"] * 2 + ["late"] * MAX_FAILURES + ["random"] * 3
+    assert origins == ["random"] + ["late"] * MAX_FAILURES + ["random"] * 4
 
 
 def test_process_leaves_out_a_score_that_is_not_finite() -> None:

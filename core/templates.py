@@ -1,0 +1,158 @@
+"""Rows of the usual data sets as prompts: wording, examples, where an answer ends, and what it is judged by."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, Literal, get_args
+
+from .errors import SettingsError, StreamError
+
+Judge = Literal["code", "number", "match", "summary"]  # how `tasks.quality` compares an answer with its reference
+
+JUDGES: tuple[str, ...] = get_args(Judge)
+
+_CODE_ENDS = ("\ndef ", "\nclass ", "\nif ", "\nprint(", "\n#", "\n@", "\n```", '\n"""')
+_STEPS = re.compile(r"<<[^>]*>>")  # GSM8K's notes for a calculator
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """How a row is asked: `question` and `answer` are format strings over the row's fields.
+
+    Examples are a question and its answer each; `shots` of them come before the question by default. `words` cuts the
+    question's fields after so many words. `references` are what `judge` compares with, by name. A completion ends
+    before one of `stop`, or after `max_new_tokens` where the caller names no length.
+    """
+
+    question: str
+    answer: str
+    shots: int = 0
+    stop: tuple[str, ...] = ()
+    max_new_tokens: int = 512
+    judge: Judge | None = None
+    references: Mapping[str, str] = field(default_factory=dict)
+    words: int | None = None
+
+    def asked(self, row: Mapping[str, Any], where: str) -> str:
+        """Return the question of a row.
+
+        Raises: StreamError: the row lacks a field.
+        """
+        return _filled(self.question, self._cut(row), where)
+
+    def example(self, row: Mapping[str, Any], where: str) -> str:
+        """Return question and answer of a row, as an example for others.
+
+        Raises: StreamError: the row lacks a field.
+        """
+        return self.asked(row, where) + _STEPS.sub("", _filled(self.answer, row, where))
+
+    def reference(self, row: Mapping[str, Any], where: str) -> dict[str, str]:
+        """Return what an answer to the row is judged by; empty where nothing judges it.
+
+        Raises: StreamError: the row lacks a field.
+        """
+        if self.judge is None:
+            return {}
+        return {"judge": self.judge, **{name: _filled(text, row, where) for name, text in self.references.items()}}
+
+    def _cut(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self.words is None:
+            return row
+        return {key: " ".join(v.split()[: self.words]) if isinstance(v, str) else v for key, v in row.items()}
+
+
+TEMPLATES: Mapping[str, Template] = {
+    "humaneval": Template(
+        "{prompt}",
+        "{canonical_solution}\n",
+        stop=_CODE_ENDS,
+        judge="code",
+        references={"before": "{prompt}", "after": "{test}\ncheck({entry_point})\n"},
+    ),
+    "mbpp": Template(
+        '"""\n{text}\nYour code should pass this test:\n{test_list[0]}\n"""\n',
+        "{code}\n\n",
+        shots=3,
+        stop=(*_CODE_ENDS[2:], "\nassert "),
+        judge="code",
+        references={"before": "{test_setup_code}\n", "after": "{test_list}"},
+    ),
+    "gsm8k": Template(
+        "Question: {question}\nAnswer:",
+        " {answer}\n\n",
+        shots=5,
+        stop=("\nQuestion:",),
+        max_new_tokens=256,
+        judge="number",
+        references={"answer": "{answer}"},
+    ),
+    "cnn-dm": Template(
+        "Article: {article}\nSummary:",
+        " {highlights}\n\n",
+        shots=1,
+        stop=("\nArticle:", "\n\n"),
+        max_new_tokens=64,
+        judge="summary",
+        references={"text": "{highlights}"},
+    ),
+    "xsum": Template(
+        "Article: {document}\nSummary in one sentence:",
+        " {summary}\n\n",
+        shots=1,
+        stop=("\n",),
+        max_new_tokens=64,
+        judge="summary",
+        references={"text": "{summary}"},
+    ),
+    "tinystories": Template("{text}", "", max_new_tokens=128, words=24),
+    "alpaca": Template(
+        "Instruction: {instruction}\n{input}\nResponse:", " {output}\n\n", shots=1, stop=("\nInstruction:",)
+    ),
+    "wmt14-de-en": Template(
+        "German: {translation[de]}\nEnglish:",
+        " {translation[en]}\n",
+        shots=3,
+        stop=("\n",),
+        max_new_tokens=128,
+    ),
+    "natural-questions": Template(
+        "Question: {question}\nAnswer:",
+        " {answer[0]}\n",
+        shots=5,
+        stop=("\n",),
+        max_new_tokens=32,
+        judge="match",
+        references={"answer": "{answer[0]}"},
+    ),
+}
+
+
+def template_of(name: str) -> Template:
+    """Find a template.
+
+    Raises: SettingsError: there is none of that name; names the nearest.
+    """
+    if name not in TEMPLATES:
+        nearest = get_close_matches(name, TEMPLATES, n=1, cutoff=0.0)[0]
+        raise SettingsError(f"template {name!r} is unknown: use one of {', '.join(TEMPLATES)} (nearest: {nearest})")
+    return TEMPLATES[name]
+
+
+def _filled(text: str, row: Mapping[str, Any], where: str) -> str:
+    try:
+        return text.format_map({key: _Lines(value) if isinstance(value, list) else value for key, value in row.items()})
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise StreamError(
+            f"{where} has no field for {text!r} ({error}): give a file of the data set that the template is for"
+        ) from error
+
+
+class _Lines(list[Any]):
+    """A list that is formatted line by line."""
+
+    def __format__(self, spec: str) -> str:
+        return "\n".join(map(str, self))

@@ -1,0 +1,54 @@
+"""Run a program that a model wrote, given on standard input: `python -I judged_program.py WORD SECONDS`.
+
+Prints the word behind everything else if the program ends without an error. It may do little, as far as the system
+grants it: no network, no file written or removed, a GiB of memory, some seconds of processor time.
+"""
+
+import ctypes
+import os
+import resource
+import struct
+import sys
+
+MEMORY = 2**30
+NOBODY = 65534
+NEW_USER, NEW_NETWORK, NEW_IPC = 0x10000000, 0x40000000, 0x08000000
+NO_NEW_PRIVILEGES = 38  # of prctl
+CREATE_RULESET, RESTRICT_SELF = 444, 446  # system calls of Landlock
+CHANGES = 0b1111111110010  # its rights to write, remove and make files, of its first version
+
+
+def confine(seconds: int) -> None:
+    """Give up what a program of functions and assertions does not need."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if os.getuid() == 0:
+        libc.unshare(NEW_NETWORK | NEW_IPC)
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    else:
+        libc.unshare(NEW_USER | NEW_NETWORK | NEW_IPC)
+    libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    rules = struct.pack("Q", CHANGES)
+    ruleset = libc.syscall(CREATE_RULESET, rules, len(rules), 0)
+    if ruleset >= 0:  # without a rule, nothing of it is allowed anywhere
+        libc.syscall(RESTRICT_SELF, ruleset, 0)
+    for limit, most in (
+        (resource.RLIMIT_AS, MEMORY),
+        (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(limit, (most, most))
+
+
+def main() -> None:
+    """Read, confine, run."""
+    word, seconds, program = sys.argv[1], int(sys.argv[2]), sys.stdin.read()
+    sys.argv[1:] = []
+    confine(seconds)
+    exec(compile(program, "the answer", "exec"), {"__name__": "answer"})
+    sys.stdout.write(f"\n{word}\n")
+
+
+if __name__ == "__main__":
+    main()

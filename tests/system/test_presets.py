@@ -1,0 +1,229 @@
+"""Presets: each paper's numbers, and SWIFT's search as it was published, step by step on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import flat_costs, worded_runtime
+from native import quick_runtime
+from tiny_files import save
+
+from swiftopt.cli.main import run as run_cli
+from swiftopt.core.events import TaskFinished
+from swiftopt.core.presets import PRESETS
+from swiftopt.core.settings import SwiftSettings, TuningSettings
+from swiftopt.core.types import LayerSet, Prompt, Sampling, Trial
+from swiftopt.decoding.context import Ending
+from swiftopt.decoding.loop import decode
+from swiftopt.decoding.methods import PLAIN, method_info
+from swiftopt.decoding.methods.chains import swift
+from swiftopt.decoding.rule import TokenRule
+from swiftopt.decoding.session import Session
+from swiftopt.models.rows import Rows
+from swiftopt.optimizer.tuning import Tuner
+from swiftopt.server.jobs import JobSubmission
+from swiftopt.tasks import recipes
+from swiftopt.training.settings import HeadSettings
+
+WINDOW = 8
+STOPS = dict(max_steps=40, target_matchness=1.0, skip_ratio=0.5, min_acceptance=0.0)
+
+
+def stream(n: int) -> list[Prompt]:
+    return [Prompt(f"p{i}", "t", text=" ".join(f"w{3 * i + j}" for j in range(5))) for i in range(n)]
+
+
+def searched(**more: Any) -> tuple[Trial, ...]:
+    settings = TuningSettings(**{**PRESETS["swift"].tuning, "context_window": WINDOW, **STOPS, **more})
+    session = Session(worded_runtime(), Sampling(), 24)
+    events = list(Tuner(session, settings, flat_costs(), "tiny").run(stream(10)))
+    (result,) = [event for event in events if isinstance(event, TaskFinished)]
+    return result.trials
+
+
+def test_swift_presets_have_the_numbers_of_paper_and_code() -> None:
+    paper, code = (TuningSettings(**PRESETS[name].tuning) for name in ("swift", "swift-code"))
+    assert (paper.context_window, paper.max_draft_length, paper.stop_threshold) == (32, 25, 0.8)
+    assert (paper.max_steps, paper.bayes_interval, paper.patience, paper.target_matchness) == (1000, 25, 300, 0.95)
+    assert [paper.start_skip_ratio(n * 10**9) for n in (13, 34)] == [0.45, 0.5] and paper.min_acceptance == 0.7
+    assert [k for _, k in paper.branching] == [10, 5, 3, 1] and [k for _, k in code.branching] == [10, 8, 5, 3]
+    own = {"method": "swift", "draft_format": "stored", "search_drafting": False, "objective": "matchness"}
+    assert all(getattr(settings, name) == value for settings in (paper, code) for name, value in own.items())
+    assert replace(paper, branching=code.branching) == code
+
+
+@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if not preset.is_tuned])
+def test_settings_of_a_preset_are_its_methods(name: str) -> None:
+    preset = PRESETS[name]
+    method_info(preset.method).settings_from(preset.settings)
+    if preset.method in ("adadecode", "paradecode"):
+        assert HeadSettings(**preset.making).depths(32) == (8, 16, 24)
+
+
+def test_swift_preset_scores_one_set_a_round_on_the_first_window_of_each_text() -> None:
+    trials = searched()
+    runtime = worded_runtime()
+    places = {prompt.id: len(runtime.tokenizer(prompt.text)["input_ids"]) for prompt in stream(10)}
+    assert len(trials) == 40 and all(trial.position == places[trial.prompt_id] for trial in trials)
+    assert len({trial.prompt_id for trial in trials}) > 1  # it goes on from text to text
+
+
+def test_swift_preset_uses_the_highest_score_so_far() -> None:
+    trials, adopted = searched(), list[int]()
+    best, in_use = trials[0].score, trials[0].layer_set
+    for trial in trials[1:]:
+        if trial.score > best:
+            adopted += [trial.step] if trial.layer_set != in_use else []
+            best, in_use = trial.score, trial.layer_set
+    assert adopted and [trial.step for trial in trials if trial.adopted] == adopted
+    assert all(trial.score == trial.matchness for trial in trials)
+
+
+def test_swift_preset_asks_the_process_at_every_interval_and_draws_between() -> None:
+    trials = searched(bayes_interval=6)
+    # the first set is the uniform one, which the strategy did not propose
+    expected = ["uniform", *("cube" if step % 6 == 0 else "random" for step in range(1, 40))]
+    assert [trial.origin for trial in trials] == expected
+
+
+def test_swift_preset_ends_where_patience_or_matchness_says() -> None:
+    trials = searched(patience=7, max_steps=1000)
+    highest = list(accumulate((trial.score for trial in trials), max))
+    assert len(trials) == highest.index(highest[-1]) + 1 + 7
+    assert len(searched(target_matchness=0.01, max_steps=1000)) == 1
+
+
+def test_optimise_interval_leaves_rounds_without_candidates() -> None:
+    every, third = (len(searched(optimise_interval=n, max_steps=1000)) for n in (1, 3))
+    assert every // 4 <= third <= every // 2
+
+
+def test_matchness_of_a_first_window_is_what_the_skipped_model_predicts() -> None:
+    """By hand: the draft reads the target's keys and values up to the window, and the target's own tokens in it."""
+    runtime, seen = worded_runtime(), 0
+    for trial in searched(max_steps=12):
+        prompt = next(each for each in stream(10) if each.id == trial.prompt_id)
+        ids = runtime.tokenizer(prompt.text)["input_ids"]
+        said = decode(runtime, ids, PLAIN, TokenRule.of(Sampling(), None), Ending(24)).token_ids
+        buffer = runtime.new_buffer(len(ids) + WINDOW)
+        runtime.prefill(ids[:-1], buffer)
+        rows = Rows([ids[-1], *said[: WINDOW - 1]], len(ids) - 1, variants=(trial.layer_set,))
+        predicted = runtime.forward(rows, buffer).argmax(-1).tolist()
+        hits = sum(own == wanted for own, wanted in zip(predicted, said[:WINDOW], strict=True))
+        assert trial.matchness == pytest.approx(hits / WINDOW)
+        seen += 1
+    assert seen == 12
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_sampled_swift_has_the_target_distribution(temperature: float) -> None:
+    """Trees whose branches were drawn without replacement: two tokens of 500 seeds against the exact distribution."""
+    runtime, ids = quick_runtime("llama"), [3, 5, 2, 9]
+    sampling = Sampling(temperature=temperature, top_k=3)
+    method = swift(LayerSet(runtime.n_layers, frozenset({1}), frozenset({2})), SwiftSettings(sampled=True))
+    rule = TokenRule.of(sampling, None)
+    expected: dict[tuple[int, ...], float] = {}
+    for first, chance in probabilities(runtime, rule, ids).items():
+        for second, more in probabilities(runtime, rule, [*ids, first]).items():
+            expected[first, second] = chance * more
+    n, counts = 500, dict.fromkeys(expected, 0)
+    for seed in range(n):
+        seeded = TokenRule.of(replace(sampling, seed=seed), None)
+        counts[decode(runtime, ids, method, seeded, Ending(2)).token_ids] += 1
+    often = {path: n * chance for path, chance in expected.items() if chance > 0.01}
+    chi_square = sum((counts[path] - wanted) ** 2 / wanted for path, wanted in often.items())
+    degrees = len(often)
+    assert degrees >= 5 and chi_square < degrees + 5 * (2 * degrees) ** 0.5
+
+
+def probabilities(runtime: Any, rule: TokenRule, ids: list[int]) -> dict[int, float]:
+    logits = runtime.forward(Rows(ids, 0), runtime.new_buffer(len(ids)))[-1]
+    probs = rule.probs(ids, logits)
+    return {int(token): float(probs[token]) for token in torch.nonzero(probs)[:, 0]}
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_draft_that_agrees_with_the_target_is_accepted_at_any_temperature(sampled: bool) -> None:
+    """A draft that is the target itself: drawn with the target's noise, or drawn and weighed; an argmax would miss."""
+    runtime, ids, sampling = quick_runtime("llama"), [3, 5, 2, 9], Sampling(temperature=2.0)
+    settings = SwiftSettings(sampled=sampled, early_stop=False, max_draft_length=4, dynamic_verification=False)
+    method = swift(LayerSet(runtime.n_layers), settings)
+    done = decode(runtime, ids, method, TokenRule.of(sampling, None), Ending(60))
+    assert done.acceptance_rate is not None and done.acceptance_rate > 0.95
+    plain = decode(runtime, ids, PLAIN, TokenRule.of(sampling, None), Ending(60))
+    assert (done.token_ids == plain.token_ids) is not sampled
+
+
+# --- front doors
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SWIFTOPT_DATABASE_URL", str(tmp_path / "home.db"))
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps({"id": f"p{i}", "prompt": f"w{i} w{i + 1} w{i + 2}"}) for i in range(8)]
+    (tmp_path / "notes.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def called(capsys: pytest.CaptureFixture[str], *args: str, expect: int = 0) -> dict[str, Any]:
+    code = run_cli([*args, "--stream", "notes.jsonl", "--max-new-tokens", "24", "--dtype", "float32", "--json"])
+    out, err = capsys.readouterr()
+    assert code == expect, err
+    return json.loads(out) if out else {"error": err}
+
+
+def test_tune_takes_a_preset_and_what_stands_beside_it(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, narrow = str(save(home / "tiny")), ("--context-window", "8")
+    done = called(capsys, "tune", "--model", model, "--preset", "swift", *narrow, "--max-steps", "9")
+    settings = TuningSettings.from_json(done["tasks"][0]["layer_set"]["settings"])
+    preset = TuningSettings(**PRESETS["swift"].tuning)
+    changed = {each.name for each in fields(settings) if getattr(settings, each.name) != getattr(preset, each.name)}
+    assert changed == {"context_window", "max_steps"} and done["tasks"][0]["n_trials"] == 9
+
+
+@pytest.mark.parametrize("name", ["self-sd", "adadecode", "mtad", "adaspeed"])
+def test_tune_makes_the_parts_of_other_presets_and_compares_with_plain(
+    name: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(recipes, "SWIFT_S", 0.5)  # for mtad, which drafts by a layer set where no model is named
+    brief = {"self-sd": {"max_steps": 3}, "adadecode": {"epochs": 2}}.get(name, {})
+    own = PRESETS[name]
+    monkeypatch.setitem(PRESETS, name, replace(own, making={**own.making, **brief}))  # type: ignore[arg-type]
+    report = called(capsys, "tune", "--model", str(save(home / "tiny")), "--preset", name)
+    rows = {row["method"]: row for row in report["results"]}
+    assert set(rows) == {"plain", own.method} and report["prompts"] == 4 and report["made_on"] == "other prompts"
+    row = rows[own.method]
+    assert row["ratio"] is not None and {key: row["settings"][key] for key in own.settings} == own.settings
+    pieces = {"self-sd": "Self-SD's layer set", "adadecode": "heads", "mtad": "layer set"}
+    assert [made["piece"] for made in report["made"]] == ([pieces[name]] if name in pieces else [])
+
+
+def test_compare_with_presets_runs_these_beside_plain(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    making = {**PRESETS["swift"].making, "max_steps": 5}
+    monkeypatch.setitem(PRESETS, "swift", replace(PRESETS["swift"], making=making))  # type: ignore[arg-type]
+    model = str(save(home / "tiny"))
+    report = called(capsys, "compare", "--model", model, "--preset", "swift", "--preset", "adaspeed", "--limit", "4")
+    assert {row["method"] for row in report["results"]} == {"plain", "swift", "adaspeed"}
+    assert [made["how"].split(",")[0] for made in report["made"]] == ["5 candidates"]
+
+
+def test_a_preset_whose_parts_no_job_makes_is_refused_for_the_queue(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--model", str(save(home / "tiny")), "--preset", "adadecode", "--redis", "redis://127.0.0.1:1")
+    assert "runs here, for jobs search layer sets only" in called(capsys, "tune", *words, expect=2)["error"]
+
+
+def test_a_submitted_job_takes_a_preset_and_the_settings_beside_it() -> None:
+    body = {"model": "m", "stream": {"prompts": [{"prompt": "p"}]}, "preset": "swift-code"}
+    settings = JobSubmission.model_validate({**body, "settings": {"max_steps": 50}}).settings
+    assert settings == replace(TuningSettings(**PRESETS["swift-code"].tuning), max_steps=50)
