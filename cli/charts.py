@@ -8,15 +8,17 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..core.errors import OutputError
-from ..core.types import LayerSet, LayerSetRecord, LearnedRecord, Trial
+from ..core.events import TaskFinished
+from ..core.types import LayerSet, LayerSetRecord, LearnedRecord, Trial, seconds_by_part
 from .output import note, writing
 from .render import device_words, map_caption, number, ratio
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 Report = Mapping[str, Any]  # a benchmark's, as `--json` prints it
 Kind = Literal["attn", "mlp"]
+Panel = tuple[float, Callable[[Any], None]]  # its height in inches, and what draws it
 
 # the light theme of server/dashboard/static/style.css
 BLUE, ORANGE, MID_BLUE, PALE_BLUE, KEPT = "#0b5c94", "#b54708", "#2f78ad", "#7fb0d6", "#d7e3ee"
@@ -62,7 +65,7 @@ STYLE: dict[Any, Any] = {
 NO_METADATA: dict[str, dict[str, str | None]] = {"png": {"Software": None}, "svg": {"Creator": None, "Date": None}}
 WIDTH_IN, DPI = 10.0, 150
 BAR_IN, AROUND_BARS_IN = 0.36, 1.4  # height of a bar with its gap, and of what is above and below all of them
-MAP_IN, TRIALS_IN = 1.9, 3.0
+MAP_IN, TRIALS_IN, PACES_IN, PARTS_IN = 1.9, 3.0, 2.4, 1.0
 KINDS: dict[Kind, str] = {"attn": "attention", "mlp": "MLP"}
 PARTS = {"left out": ORANGE, "int4": MID_BLUE, "int8": PALE_BLUE, "kept": KEPT}
 OBJECTIVES = {"expected_speedup": "expected speedup", "matchness": "matchness"}
@@ -175,20 +178,37 @@ def _conditions(report: Report, *more: str) -> str:
 
 def draw_layer_sets(found: Sequence[tuple[LayerSetRecord, Sequence[Trial]]], pictures: Pictures) -> None:
     """Draw the map of each layer set, and the trials of its search where there are any; all are of one model."""
-    first = found[0][0]
+    records = [record for record, _ in found]
+    _draw_panels(records, [panel for record, trials in found for panel in _panels(record, trials, records)], pictures)
+
+
+def draw_tuning(tasks: Sequence[TaskFinished], pictures: Pictures) -> None:
+    """Draw each task's layer set and search, the speed along its stream and where the time went (SWIFT Figure 6)."""
+    records, panels = [task.record for task in tasks], list[Panel]()
+    for task in tasks:
+        panels += _panels(task.record, task.trials, records)
+        if task.paces:
+            panels += [(PACES_IN, partial(_draw_paces, task=task)), (PARTS_IN, partial(_draw_parts, task=task))]
+    _draw_panels(records, panels, pictures)
+
+
+def _panels(record: LayerSetRecord, trials: Sequence[Trial], records: Sequence[LayerSetRecord]) -> list[Panel]:
+    name = f"{record.task} · " if len(records) > 1 else ""
+    search: list[Panel] = [(TRIALS_IN, partial(_draw_trials, record=record, trials=trials))] if trials else []
+    return [(MAP_IN, partial(_draw_map, record=record, name=name)), *search]
+
+
+def _draw_panels(records: Sequence[LayerSetRecord], panels: Sequence[Panel], pictures: Pictures) -> None:
+    """Draw panels below each other, with the model's name above them and one legend below."""
+    first = records[0]
     version = f" · version {first.version}" if first.version is not None else ""
-    title = _name(first.model) if len(found) > 1 else f"{_name(first.model)} / {first.task}{version}"
-    heights = [height for _, trials in found for height in ([MAP_IN, TRIALS_IN] if trials else [MAP_IN])]
+    title = _name(first.model) if len(records) > 1 else f"{_name(first.model)} / {first.task}{version}"
+    heights = [height for height, _ in panels]
     rows = {"nrows": len(heights), "height_ratios": heights, "squeeze": False}
-    with picture(pictures, 0.8 + sum(heights), title, h_pad=0.12, **rows) as panels:
-        every = (axes for row in panels for axes in row)
-        drawn = []
-        for record, trials in found:
-            drawn.append(next(every))
-            _draw_map(drawn[-1], record, f"{record.task} · " if len(found) > 1 else "")
-            if trials:
-                drawn.append(next(every))
-                _draw_trials(drawn[-1], record, trials)
+    with picture(pictures, 0.8 + sum(heights), title, h_pad=0.12, **rows) as grid:
+        drawn = [axes for row in grid for axes in row]
+        for axes, (_, draw) in zip(drawn, panels, strict=True):
+            draw(axes)
         _legend(*drawn)
 
 
@@ -241,6 +261,29 @@ def _draw_trials(axes: Axes, record: LayerSetRecord, trials: Sequence[Trial]) ->
         device_words(record),
     )
     axes.set_title(" · ".join(filter(None, figures)))
+
+
+def _draw_paces(axes: Axes, task: TaskFinished) -> None:
+    """Draw tokens per second by prompt, against plain decoding's."""
+    prompts = range(1, len(task.paces) + 1)
+    axes.plot(prompts, task.paces, color=BLUE, lw=0, marker="o", ms=3, alpha=0.5)
+    axes.plot(prompts, _moving_means(task.paces), color=BLUE, label=f"tok/s, mean of {MEAN_OF} prompts")
+    if task.plain_tok_s is not None:
+        axes.axhline(task.plain_tok_s, color=INK, lw=1, ls=DASHED, label="plain decoding")
+    axes.set(xlabel="prompt of the stream, searching meanwhile", ylabel="tokens per second")
+    axes.set_ylim(bottom=0)
+
+
+def _draw_parts(axes: Axes, task: TaskFinished) -> None:
+    """Draw where the seconds of a token went."""
+    total, left = task.timings.total_s or 1.0, 0.0
+    parts = seconds_by_part(task.timings)
+    for colour, (part, seconds) in zip((ORANGE, BLUE, PALE_BLUE, LINE), parts.items(), strict=True):
+        share = 100 * seconds / total
+        axes.barh(0, share, left=left, color=colour, label=f"{part} {share:.1f} %", linewidth=0)
+        left += share
+    axes.set(xlim=(0, 100), yticks=[], xlabel="% of the stream's seconds")
+    axes.grid(False)
 
 
 def draw_loss(record: LearnedRecord, pictures: Pictures) -> None:

@@ -27,7 +27,7 @@ from ..core.types import Prompt, Sampling, seconds_by_part
 from ..optimizer.strategies import STRATEGIES
 from . import options
 from .backend import Backend, JobClient, backend_options, event_of, result_of
-from .charts import Pictures, draw_layer_sets
+from .charts import Pictures, draw_tuning
 from .compare import comparison
 from .engines import server_of, tune_engine
 from .options import (
@@ -262,7 +262,7 @@ def tune_result(
     none, `fetch` says how to get them. `pictures` are drawn of the searches.
     """
     if pictures and tasks:
-        draw_layer_sets([(task.record, task.trials) for task in tasks], pictures)
+        draw_tuning(tasks, pictures)
     found, shown = [], []
     for task in tasks:
         command = _use(request, task, backend, repeated)

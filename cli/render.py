@@ -283,6 +283,13 @@ def matchness_line(trials: Sequence[Trial], width: int) -> Text:
     return Text.assemble(" " * LABEL, (line, "green"), "\n", " " * LABEL, (caption, "dim"), no_wrap=True)
 
 
+def paces_line(paces: Sequence[float], width: int) -> Text:
+    """Draw the tokens per second of each prompt along the stream as a sparkline (SWIFT Figure 6)."""
+    line = sparkline(paces, width - LABEL)
+    caption = f"tok/s of {len(paces)} prompts, searching meanwhile, {min(paces):.1f} to {max(paces):.1f}"
+    return Text.assemble(" " * LABEL, (line, "green"), "\n", " " * LABEL, (caption, "dim"), no_wrap=True)
+
+
 def timings_table(timings: Timings, n_tokens: int) -> Table:
     """Show where the time of a token went (SWIFT Figure 6)."""
     total, n_tokens = timings.total_s or 1.0, max(1, n_tokens)
@@ -322,9 +329,11 @@ def tune_summary(finished: TaskFinished, out: str, command: Sequence[str], width
         proposed = ", ".join(f"{n} {origin}" for origin, n in Counter(trial.origin for trial in trials).most_common())
         rows.append(("tried", f"{proposed}; {sum(trial.adopted for trial in trials)} adopted"))
     rows.append(("stopped because", finished.stopped_because))
-    timings = timings_table(finished.timings, finished.n_tokens)
+    timings: list[RenderableType] = [timings_table(finished.timings, finished.n_tokens), ""]
+    if finished.paces:
+        timings[:0] = [paces_line(finished.paces, width), ""]
     return Group(
-        *set_view(record, finished.task, trials, rows, finished.verdict, width, (timings, "")),
+        *set_view(record, finished.task, trials, rows, finished.verdict, width, timings),
         "",
         Text.assemble("completions: ", out, no_wrap=True, overflow="ignore"),
         "use it:",

@@ -159,8 +159,9 @@ class PromptFinished(Reported):
 class TaskFinished(Reported):
     """A task's layer set with its figures, and what a summary of the run needs.
 
-    `timings` covers the prompts that were decoded while tuning (SWIFT Figure 6), not the verdict's runs;
-    `stopped_because` says in words what ended the search; `record.version` is set once the runner has stored it.
+    `timings` and `paces`, tokens per second of each, cover the prompts that were decoded while tuning (SWIFT
+    Figure 6), not the verdict's runs; `stopped_because` says in words what ended the search; `record.version` is set
+    once the runner has stored it.
     """
 
     task: str
@@ -174,6 +175,7 @@ class TaskFinished(Reported):
     draft_cost: Figure
     plain_tok_s: float | None
     tuned_tok_s: float | None
+    paces: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +265,9 @@ def event_line(event: Event, n_prompts: int = 0) -> str | None:
             )
         case FormatTried():
             return f"drafts in {event.format} do not run here: {event.problem}"
+        case Adopted():
+            left_out = f"{len(event.layer_set.skip_attn)} attentions and {len(event.layer_set.skip_mlp)} MLPs left out"
+            return f"{task}set of trial {event.step} in use: {left_out}, matchness {_figure(event.matchness)}"
         case SkipRatioLowered():
             return f"{task}skip ratio lowered to {event.skip_ratio:.2f}, for α was {event.acceptance_rate:.2f}"
         case DraftingChosen():

@@ -25,8 +25,8 @@ from .search import Search
 from .shift import ShiftWatch
 from .verdict import Pair, Timed, speed, turns_done
 
-VERSION = 2
-COUNTERS = ("tokens", "seconds", "drafted", "accepted", "rounds", "n_prompts", "n_tokens")
+VERSION = 3
+COUNTERS = ("tokens", "seconds", "drafted", "accepted", "rounds", "n_prompts", "n_tokens", "paces")
 
 _BEGUN: TypeAdapter[Begun | None] = TypeAdapter(Begun | None)
 
@@ -117,6 +117,7 @@ class TaskState(TunedTask):
     timings: Timings = field(default_factory=Timings)
     n_prompts: int = 0
     n_tokens: int = 0
+    paces: Sequence[float] = ()  # tokens per second of each prompt
     pairs: list[Pair] = field(default_factory=list)  # in the order of the turns, the second look behind the first
     learnt: dict[str, Any] | None = None
 
@@ -133,6 +134,7 @@ class TaskState(TunedTask):
         self.timings += completion.timings
         self.n_prompts += 1
         self.n_tokens += completion.n_tokens
+        self.paces = *self.paces, round(completion.n_tokens / max(1e-9, completion.timings.total_s), 3)
 
     def progress(self) -> Progress:
         """Return where the task stands after a round."""
@@ -186,6 +188,7 @@ class TaskState(TunedTask):
             draft_cost=costs.draft_cost(self.search.layer_set),
             plain_tok_s=speed(plain_runs) if plain_runs else None,
             tuned_tok_s=speed(tuned_runs) if tuned_runs else None,
+            paces=tuple(self.paces),
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -69,6 +69,9 @@ class BeamDrafter(Drafter):
     sampling request from their joint probabilities instead of taking the best (beam sampling, MTAD 2.1); beams drawn
     differ from one another. A beam goes on behind a stop token, where the loop cuts it.
 
+    DEVIATION: top-k and top-p hold for each beam's next token, where MTAD 2.1 warps the beams' joint distribution: the
+    ratio of target and draft compares tokens, so both must be warped token by token.
+
     `keep` is for a `model` that is the whole target (MTJD): the beam's keys and values are moved to where they belong
     and the draft needs no pass of the target any more. A block then has up to `room` + 1 tokens, at least one.
     """

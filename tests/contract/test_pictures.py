@@ -13,9 +13,10 @@ from tiny_files import save
 
 from swiftopt.bench.tables import RESULTS
 from swiftopt.cli import charts
-from swiftopt.cli.charts import Pictures, draw_layer_sets
+from swiftopt.cli.charts import Pictures, draw_layer_sets, draw_tuning
 from swiftopt.cli.main import run
-from swiftopt.core.types import LayerSet, LayerSetRecord, Trial
+from swiftopt.core.events import TaskFinished
+from swiftopt.core.types import LayerSet, LayerSetRecord, Timings, Trial, Verdict
 
 PROMPTS = ["--model", "tiny", "--stream", "notes.jsonl"]
 SHORT = ["--max-new-tokens", "12"]
@@ -170,6 +171,16 @@ def test_several_tasks_are_drawn_with_the_formats_of_their_drafts(tmp_path: Path
     assert said.count("best so far") == said.count("int4") == said.count("int8") == said.count("kept") == 1
     assert said.count("expected speedup") == 2 and "m" in said
     assert [line.split(" · ")[0] for line in said if "skipped 1 of" in line] == ["notes", "code", "bare"]
+
+
+def test_tuning_shows_the_speed_along_its_stream_and_where_the_time_went(tmp_path: Path) -> None:
+    trials = (Trial(0, LayerSet(12, frozenset({3})), "random", 0.5, 1.1),)
+    record = LayerSetRecord("folder/m", "notes", LayerSet(12, frozenset({3})), version=2)
+    seconds = Timings(1.0, 5.0, 13.0, 1.0)
+    task = TaskFinished("notes", record, Verdict("use"), "", trials, seconds, 3, 90, 0.5, 4.0, 6.0, (3.0, 5.0, 6.0))
+    draw_tuning([task], Pictures(tmp_path / "x.png", tmp_path / "x.svg"))
+    words = ["m / notes · version 2", "plain decoding", "mean of 4 prompts", "draft 25.0 %", "verify 65.0 %"]
+    check(tmp_path / "x.png", tmp_path / "x.svg", ["optimise 5.0 %", "skipped 1 of", *words])
 
 
 def test_names_that_a_font_or_a_file_lacks_make_no_noise(

@@ -113,6 +113,7 @@ def some_result(n_layers: int, n_trials: int = 400, word: str = "use") -> TaskFi
         draft_cost=0.61,
         plain_tok_s=40.2,
         tuned_tok_s=51.3,
+        paces=tuple(20.0 + i for i in range(24)),
     )
 
 
@@ -171,6 +172,12 @@ def test_summary_breaks_a_token_time_down() -> None:
     assert rows["draft"] == ["2.5", "25"]
     assert rows["verify"][0] == "6.2"  # 6.25 ms, rounded to even
     assert rows["total"][0] == "10.0"
+
+
+def test_summary_draws_the_speed_along_the_stream() -> None:
+    lines = drawn(tune_summary(some_result(30), "notes.jsonl", COMMAND, 80), 80)
+    at = next(i for i, line in enumerate(lines) if "tok/s of 24 prompts, searching meanwhile, 20.0 to 43.0" in line)
+    assert list(lines[at - 1].strip()) == sorted(lines[at - 1].strip()) and lines[at - 1].strip()
 
 
 def test_summary_is_drawn_when_nothing_was_tried_or_measured() -> None:
@@ -293,6 +300,7 @@ def test_progress_writes_plain_lines_when_there_is_no_terminal() -> None:
         "notes: optimise: a detail",
         "drafts in int4: 2.91x expected, 0.95 of the tokens agree",
         "drafts in int8 do not run here: no such kernel",
+        "notes: set of trial 7 in use: 13 attentions and 12 MLPs left out, matchness 0.90",
         "notes: skip ratio lowered to 0.40, for α was 0.61",
         "notes: drafts of at most 8 tokens, to confidence 0.60, 3 candidates at most: 1.12x expected, 1.05x before",
         "notes: other text, for acceptance fell from 0.90 to 0.61: searching again, 2 known sets first",
