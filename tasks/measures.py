@@ -49,7 +49,7 @@ class EnergyMeter:
     @classmethod
     def of(cls, device_type: str, index: int = 0) -> EnergyMeter:
         """Use the counters of the processor and, for a model on "cuda", of that GPU."""
-        return cls([*(_nvml(index) if device_type == "cuda" else ()), *rapl(POWERCAP)])
+        return cls([*(nvml(index) if device_type == "cuda" else ()), *rapl(POWERCAP)])
 
     def read(self) -> tuple[int, ...]:
         """Read every counter, for `joules_since`."""
@@ -79,19 +79,16 @@ def rapl(root: Path) -> list[Counter]:
     return found
 
 
-def _nvml(index: int) -> list[Counter]:
-    """Return the energy counter of torch's GPU of that number; none without NVML bindings or on GPUs that lack it."""
+def nvml(index: int) -> list[Counter]:
+    """Return the energy counter of torch's GPU of that number; none on GPUs that lack it."""
+    library: Any = import_module("pynvml")
     try:
-        nvml: Any = import_module("pynvml")
-    except ImportError:
+        library.nvmlInit()
+        handle = library.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+        library.nvmlDeviceGetTotalEnergyConsumption(handle)
+    except (library.NVMLError, AttributeError):
         return []
-    try:
-        nvml.nvmlInit()
-        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
-        nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-    except (nvml.NVMLError, AttributeError):
-        return []
-    return [Counter("nvml", lambda: 1000 * int(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)))]
+    return [Counter("nvml", lambda: 1000 * int(library.nvmlDeviceGetTotalEnergyConsumption(handle)))]
 
 
 def held_bytes(method: Method, runtime: Runtime) -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
+import pynvml
 import pytest
 import torch
 from families import tiny_runtime
@@ -16,7 +18,7 @@ from swiftopt.core.errors import SettingsError, UnsupportedModel
 from swiftopt.core.requests import CompareRequest
 from swiftopt.core.types import Completion, Prompt, Sampling
 from swiftopt.decoding.methods import METHODS
-from swiftopt.tasks.measures import ROWS, Counter, EnergyMeter, nll, rapl
+from swiftopt.tasks.measures import ROWS, Counter, EnergyMeter, nll, nvml, rapl
 from swiftopt.tasks.report import Figures, best_of, by_ratio, figures, plan_of
 from swiftopt.tasks.runs import FEWEST, Contender, Decoded, Interleaved, Run, Runs
 
@@ -213,6 +215,28 @@ def test_a_counter_that_wrapped_goes_on() -> None:
 def test_without_counters_energy_is_not_measured() -> None:
     meter = EnergyMeter(())
     assert meter.source is None and meter.joules_since(meter.read()) is None
+
+
+def test_energy_of_a_gpu_is_that_of_torchs_own_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML counts GPUs its own way, so the device is found by its id; its library is the real one, without a driver."""
+    millijoules = iter((5_000, 7_500))
+    by_uuid = {"GPU-abc": "handle"}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid={1: "abc"}[index]))
+    monkeypatch.setattr("pynvml.nvmlInit", lambda: None)
+    monkeypatch.setattr("pynvml.nvmlDeviceGetHandleByUUID", by_uuid.__getitem__)
+    monkeypatch.setattr("pynvml.nvmlDeviceGetTotalEnergyConsumption", lambda handle: 0)
+    (counter,) = nvml(1)
+    monkeypatch.setattr("pynvml.nvmlDeviceGetTotalEnergyConsumption", lambda handle: next(millijoules))
+    meter = EnergyMeter([counter])
+    assert meter.source == "nvml" and meter.joules_since(meter.read()) == pytest.approx(2.5)
+
+
+def test_machine_without_a_driver_has_no_counter_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> NoReturn:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr("pynvml.nvmlInit", missing)
+    assert nvml(0) == []
 
 
 def test_rapl_counts_packages_once(tmp_path: Path) -> None:
