@@ -35,6 +35,7 @@ class Repeated:
     """A table or figure: the `swiftopt` command that repeats it, and the paper's own numbers.
 
     The command gets model, stream and limit from the caller; `takes_limit` is off where it reads all of the stream.
+    `example`: the stream where the caller names none.
     """
 
     key: str
@@ -43,10 +44,12 @@ class Repeated:
     theirs: str
     command: tuple[str, ...]
     takes_limit: bool = True
+    example: str = "examples/stream.jsonl"
 
 
 SWIFT, ADADECODE, PARADECODE, MTAD, ADASPEED = "SWIFT", "AdaDecode", "ParaDecode", "MTAD", "AdaSPEED"
 _CODE = ("--template", "humaneval")
+_PROBLEMS = "examples/problems.jsonl"  # in the form of HumanEval's rows
 _SAMPLED = ("--temperature", "0.6", "--top-p", "0.95")
 
 PAPERS: tuple[Repeated, ...] = (
@@ -63,6 +66,7 @@ PAPERS: tuple[Repeated, ...] = (
         "Tables 3, 7 (pass@1, greedy)",
         "CodeLlama-13B: 1.40x, M 4.75, α 0.98, pass@1 0.311 as plain decoding",
         ("compare", "--preset", "swift", "--methods", "plain", *_CODE, *GREEDY),
+        example=_PROBLEMS,
     ),
     Repeated(
         "swift-pass10",
@@ -70,6 +74,7 @@ PAPERS: tuple[Repeated, ...] = (
         "Tables 3, 7 (pass@10, temperature 0.6)",
         "CodeLlama-13B: 1.29x, M 3.55, α 0.93, pass@10 0.628 as plain decoding",
         ("compare", "--preset", "swift", "--methods", "plain", *_CODE, *_SAMPLED, "--samples", "10", *GREEDY),
+        example=_PROBLEMS,
     ),
     Repeated(
         "swift-parts",
@@ -206,17 +211,19 @@ PAPERS: tuple[Repeated, ...] = (
 )
 
 
-def command_of(entry: Repeated, model: str, stream: str, limit: int | None) -> list[str]:
+def command_of(entry: Repeated, model: str, stream: str | None, limit: int | None) -> list[str]:
     """Return the words behind `swiftopt` that repeat an entry."""
-    words = [*entry.command, "--model", model, "--stream", stream]
+    words = [*entry.command, "--model", model, "--stream", stream or entry.example]
     return [*words, "--limit", str(limit)] if limit is not None and entry.takes_limit else words
 
 
-def run(entry: Repeated, model: str, stream: str, limit: int | None, commit: str) -> bool:
+def run(entry: Repeated, model: str, stream: str | None, limit: int | None, commit: str) -> bool:
     """Run an entry's command and keep its result; return whether it ended well."""
     words = command_of(entry, model, stream, limit)
     print(f"{entry.paper}, {entry.where}: swiftopt {shlex.join(words)}", flush=True)
-    done = subprocess.run([sys.executable, "-m", "swiftopt", *words, JSON], stdout=subprocess.PIPE, check=False)
+    folder = None if stream else ROOT  # which the examples' names are relative to
+    command = [sys.executable, "-m", "swiftopt", *words, JSON]
+    done = subprocess.run(command, stdout=subprocess.PIPE, cwd=folder, check=False)
     if done.returncode:
         return False
     found = {
@@ -279,7 +286,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Parse, run or write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--stream", default=str(ROOT / "examples" / "stream.jsonl"))
+    parser.add_argument("--stream", help="by default the examples")
     parser.add_argument("--limit", type=int, default=6)
     parser.add_argument("--only", default="", help="entries whose key begins so")
     parser.add_argument("--write", action="store_true", help="write docs/papers.md of the results that are there")

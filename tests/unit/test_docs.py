@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 import httpx2
@@ -22,6 +22,7 @@ from serving import serving
 from tiny_files import save
 
 import swiftopt
+from swiftopt.bench import papers
 from swiftopt.bench.decode import SCHEMA
 from swiftopt.bench.peers import SCHEMA as PEERS_SCHEMA
 from swiftopt.bench.tables import (
@@ -298,10 +299,27 @@ def put(folder: Path, name: str, value: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("page", "made"), [(PAGE, table), (README, short_table)], ids=["results", "readme"])
+@pytest.mark.parametrize(
+    ("page", "made"),
+    [(PAGE, table), (README, short_table), (papers.PAGE, papers.table)],
+    ids=["results", "readme", "papers"],
+)
 def test_table_agrees_with_the_result_files(page: Path, made: Callable[[], str]) -> None:
     text = page.read_text(encoding="utf-8")
-    assert refreshed(text, made()) == text, "run: python -m swiftopt.bench.tables --write"
+    assert refreshed(text, made()) == text, "run: python -m swiftopt.bench.tables --write, or bench.papers --write"
+
+
+@pytest.mark.parametrize("entry", papers.PAPERS, ids=lambda entry: entry.key)
+def test_every_repeated_table_is_a_command_that_swiftopt_takes(entry: papers.Repeated) -> None:
+    words, command = papers.command_of(entry, "smollm2-135m", None, 6), cast(click.Command | None, program)
+    context = click.Context(program)
+    while isinstance(command, click.Group):
+        _, command, words = command.resolve_command(context, words)
+        assert command is not None
+        context = click.Context(command, parent=context)
+    assert command is not None
+    command.make_context(command.name, words)  # a usage error would be raised
+    assert (ROOT / entry.example).is_file()
 
 
 def test_charts_of_the_readme_are_those_of_the_result_files() -> None:
