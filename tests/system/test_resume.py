@@ -35,7 +35,7 @@ from swiftopt.decoding.session import Session
 from swiftopt.models.restacked import pairs_of
 from swiftopt.models.runtime import Runtime
 from swiftopt.optimizer import shift, tuning
-from swiftopt.optimizer.task_state import TaskState
+from swiftopt.optimizer.task_state import VERSION, TaskState
 from swiftopt.optimizer.tuning import MID_STEP, Tuner
 
 SMALL: dict[str, Any] = dict(
@@ -421,7 +421,7 @@ def broken(**changes: Any) -> tuple[dict[str, Any], dict[str, list[Trial]]]:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (dict(version=1), "has version 1, and this swiftopt reads version 2"),
+        (dict(version=1), f"has version 1, and this swiftopt reads version {VERSION}"),
         (dict(n_layers=5), "model with 5 layers, but this one has 8"),
         (dict(n_prompts=5), "stream of 5 prompts"),
         (dict(tasks={"u": {}}), r"tasks \['u'\]"),
