@@ -85,6 +85,7 @@ PACKAGES = {
                 ("VLLM_CPU_KVCACHE_SPACE", "1"),
                 ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
                 ("VLLM_NO_USAGE_STATS", "1"),
+                ("VLLM_USE_AOT_COMPILE", "0"),  # its cache cannot be read back: every start compiles, 69 s for 33
             ),
             preload=("lib/libiomp5.so",),
         ),

@@ -2,13 +2,13 @@
 
 What the engine can do is tried by turns on prompts of the stream, in three steps: each kind of draft at one length, the
 fastest kind at other lengths, and the winner against plain decoding on prompts that neither step saw. The answer may be
-"plain".
+"plain". Where memory does not hold all processes of a step, they run in groups, plain decoding in each.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from ..models.fingerprint import fingerprint
 from ..models.gguf_weights import gguf_of, stored_type
 from ..models.saved import OnStep, no_step, quiet, supported_config
 from ..models.sources import Source, local_folder, resolve
-from ..optimizer.verdict import hold_out, judge, speed, speed_ratio
+from ..optimizer.verdict import Timed, hold_out, judge, speed, speed_ratio
 from ..store import Store
 from .evidence import judged
 from .export import PROPOSER, SHARED, export
@@ -148,7 +148,7 @@ class EngineTuned:
 
 @dataclass(slots=True)
 class EngineTuning:
-    """Tunes one engine for the tasks of a stream. `run_turns` is for tests: it runs rows over questions.
+    """Tunes one engine for the tasks of a stream. `run_turns` is for tests: it runs rows over questions, in groups.
 
     Raises: in `run`: InvalidInput: the engine does not run here, or a task has too few prompts. EngineUnusable: its
         plain decoding failed. SwiftoptError: as loading the model.
@@ -157,7 +157,9 @@ class EngineTuning:
     request: EngineTuneRequest
     store: Store
     on_step: OnStep = no_step
-    run_turns: Callable[[TurnsRequest, Sequence[Question], Sequence[Row], OnStep], Sequence[RowRuns]] | None = None
+    run_turns: Callable[[TurnsRequest, Sequence[Question], Sequence[Row], OnStep], Iterable[Sequence[RowRuns]]] = field(
+        default_factory=lambda: _by_turns
+    )
     _folder: Path = field(init=False, default=Path())
 
     def run(self, prompts: Sequence[Prompt]) -> list[EngineTuned]:
@@ -195,11 +197,8 @@ class EngineTuning:
                 reason = "nothing else ran" if all(each.reason for each in tried if each.name != "plain") else ""
                 verdict = Verdict("plain", reason=reason or "nothing was faster while choosing")
             else:
-                runs = self._step([plain, best], held_out, tried, 3)
-                if best.row.name in runs:
-                    verdict = judge(runs[best.row.name].timed, runs[plain.row.name].timed, None)
-                else:
-                    verdict = Verdict("plain", reason="it failed on the held-out prompts")
+                run = self._step([plain, best], held_out, tried, 3).get(best.row.name)
+                verdict = judge(*run, None) if run else Verdict("plain", reason="it failed on the held-out prompts")
         way = best or plain
         plan = Plan(
             way.method,
@@ -226,28 +225,28 @@ class EngineTuning:
         if not ways:
             return None
         runs = self._step([plain, *ways], questions, tried, step)
-        base = runs[plain.row.name].timed
-        ratios = {way.row.name: speed_ratio(runs[way.row.name].timed, base) for way in ways if way.row.name in runs}
+        ratios = {name: speed_ratio(*run) for name, run in runs.items()}
         ran = [way for way in ways if ratios.get(way.row.name, 0.0) >= LEAST_RATIO]
         return max(ran, key=lambda way: ratios[way.row.name], default=None)
 
     def _step(
         self, ways: Sequence[Way], questions: Sequence[Question], tried: list[TriedWay], step: int
-    ) -> dict[str, RowRuns]:
-        """Run the ways by turns, the first of which is plain; return those that ran, by their rows' names."""
+    ) -> dict[str, tuple[list[Timed], list[Timed]]]:
+        """Run the ways by turns, the first of which is plain; of those that ran: their turns, and plain's in between.
+
+        The keys are the names of their rows.
+        """
         request = self.request
         threads = request.threads or n_threads()
         common = TurnsRequest(request.model, self._folder, request.dtype, threads, request.timeout_s)
-        run_turns = self.run_turns or _by_turns
-        runs = {each.row.name: each for each in run_turns(common, questions, [way.row for way in ways], self.on_step)}
-        plain = runs[ways[0].row.name]
-        if plain.reason or not plain.turns:
-            raise EngineUnusable(
-                f"{request.engine} did not decode plainly: {plain.reason or 'it was interrupted'}; nothing was stored"
-            )
-        for way in ways:
-            tried.append(_tried(way, runs[way.row.name], plain, step))
-        return {name: each for name, each in runs.items() if not each.reason and each.turns}
+        found: dict[str, tuple[list[Timed], list[Timed]]] = {}
+        for plain, *runs in self.run_turns(common, questions, [way.row for way in ways], self.on_step):
+            if plain.reason or not plain.turns:
+                reason = plain.reason or "it was interrupted"
+                raise EngineUnusable(f"{request.engine} did not decode plainly: {reason}; nothing was stored")
+            tried += [_tried(run, plain, step) for run in (plain, *runs)]
+            found |= {run.row.name: (run.timed, plain.timed) for run in runs if not run.reason and run.turns}
+        return found
 
     def _ways(self, task: str, info: ModelInfo, stack: ExitStack) -> list[Way]:
         """Return plain decoding and the kinds of draft that the engine can run, each at the first length."""
@@ -330,20 +329,21 @@ class EngineUnusable(SwiftoptError):
 
 def _by_turns(
     request: TurnsRequest, questions: Sequence[Question], rows: Sequence[Row], on_step: OnStep
-) -> Sequence[RowRuns]:
-    turns = Turns(request, questions, rows, on_step)
-    turns.run()
-    if turns.interrupted:
-        raise KeyboardInterrupt
-    return turns.runs
+) -> Iterator[Sequence[RowRuns]]:
+    for group in Turns(request, questions, rows, on_step).groups():
+        turns = Turns(request, questions, group, on_step)
+        turns.run()
+        if turns.interrupted:
+            raise KeyboardInterrupt
+        yield turns.runs
 
 
-def _tried(way: Way, run: RowRuns, plain: RowRuns, step: int) -> TriedWay:
+def _tried(run: RowRuns, plain: RowRuns, step: int) -> TriedWay:
     if run.reason or not run.turns:
-        return TriedWay(way.row.variant, step, reason=run.reason or "it was interrupted")
+        return TriedWay(run.row.variant, step, reason=run.reason or "it was interrupted")
     equal = sum(own.token_ids == base.token_ids for own, base in zip(run.turns, plain.turns, strict=True))
     ratio = None if run is plain else speed_ratio(run.timed, plain.timed)
-    return TriedWay(way.row.variant, step, speed(run.timed), ratio, run.acceptance, equal, len(run.turns))
+    return TriedWay(run.row.variant, step, speed(run.timed), ratio, run.acceptance, equal, len(run.turns))
 
 
 def model_info(folder: Path, source: Source) -> ModelInfo:

@@ -203,6 +203,16 @@ class Turns:
         self.interrupted = False
         self._n_ctx = -(-max(len(q.token_ids) + q.max_new_tokens + 2 * DRAFT_TOKENS for q in questions) // 256) * 256
 
+    def groups(self) -> list[list[Row]]:
+        """The rows by processes that the machine probably has memory for at once, the first row in each group."""
+        first, *others = (runs.row for runs in self.runs)
+        found = [[first]]
+        for row in others:
+            if len(found[-1]) > 1 and not self._has_room(sum(map(self._likely_bytes, [*found[-1], row]))):
+                found.append([first])
+            found[-1].append(row)
+        return found
+
     def run(self) -> None:
         """Fill in every row's turns, or the reason why it has none.
 
@@ -343,6 +353,12 @@ class Turns:
             return self._coded_gguf
         rounding: Rounding = weights
         return gguf_of(self.request.folder, rounding, self._on_step)
+
+    def _likely_bytes(self, row: Row) -> float:
+        try:
+            return self._guessed_bytes(self._options(row, self._launch(row)))
+        except (EngineFailed, SwiftoptError):
+            return 0.0  # running it says why it cannot
 
     def _guessed_bytes(self, options: Mapping[str, Any]) -> float:
         """Of a process that has not run yet: its weights, half as much again for copies, and its libraries."""

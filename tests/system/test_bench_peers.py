@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -275,10 +276,33 @@ def test_processes_that_memory_does_not_hold_start_again_at_their_next_turn(
     steps: list[str] = []
     request = TurnsRequest("tiny", folder, "float32", threads=1)
     bench = Turns(request, questions, rows, steps.append, has_room=lambda n_bytes: has_room)
+    assert bench.groups() == [rows]  # two always go together: there is nothing to compare with otherwise
     bench.run()
     starts = [step for step in steps if step.startswith("starting")]
     assert starts == [f"starting counting/{name}" for name in started]
     assert [turn.token_ids for runs in bench.runs for turn in runs.turns] == [(0, 1, 2, 3)] * 4
+
+
+def test_rows_that_memory_does_not_hold_at_once_go_in_groups_that_begin_with_the_first(
+    counting: EnginePackage, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def only_counting(package: EnginePackage, on_step: Any) -> Launch:
+        if package.name == "lost":
+            raise EngineFailed("it cannot be installed")
+        return prepared(package, on_step)
+
+    monkeypatch.setattr(turns, "prepared", only_counting)
+    bytes_of_one = turns.OWN_BYTES + 1.5 * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    questions = questions_of(folder, [Prompt(id="1", task="code", text="w1 w2")], 4)
+    rows = [Row(counting, name, "folder") for name in ("plain", "a", "b", "c")]
+    rows.append(Row(replace(counting, name="lost"), "d", "folder"))  # of no size
+    request = TurnsRequest("tiny", folder, "float32", threads=1)
+
+    def groups(n: float) -> list[str]:
+        bench = Turns(request, questions, rows, has_room=lambda n_bytes: n_bytes <= n * bytes_of_one)
+        return ["".join(row.variant[0] for row in group) for group in bench.groups()]
+
+    assert groups(9) == ["pabcd"] and groups(3) == ["pab", "pcd"] and groups(1) == ["pa", "pb", "pc", "pd"]
 
 
 def test_interrupted_run_keeps_the_prompts_that_all_rows_have_answered(

@@ -30,21 +30,27 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 class MadeUp:
-    """Rows that take so many seconds per prompt, by their variants; None: they fail. `asked` are the steps."""
+    """Rows that take so many seconds per prompt, by their variants; None: they fail. `asked` are the steps.
 
-    def __init__(self, seconds: dict[str, float | None]) -> None:
-        self.seconds, self.asked = seconds, list[tuple[list[str], list[str]]]()
+    With `at_once` rows besides the first in a group, each group runs half as fast as the one before.
+    """
+
+    def __init__(self, seconds: dict[str, float | None], at_once: int = 9) -> None:
+        self.seconds, self.at_once, self.asked = seconds, at_once, list[tuple[list[str], list[str]]]()
 
     def __call__(
         self, request: TurnsRequest, questions: Sequence[Question], rows: Sequence[Row], on_step: Any
-    ) -> list[RowRuns]:
+    ) -> Iterator[list[RowRuns]]:
         self.asked.append(([row.variant for row in rows], [question.prompt_id for question in questions]))
-        return [self._runs(row, questions) for row in rows]
+        plain, *others = rows
+        for number, start in enumerate(range(0, len(others), self.at_once)):
+            yield [self._runs(row, questions, 2**number) for row in (plain, *others[start : start + self.at_once])]
 
-    def _runs(self, row: Row, questions: Sequence[Question]) -> RowRuns:
+    def _runs(self, row: Row, questions: Sequence[Question], slower: float = 1.0) -> RowRuns:
         seconds = self.seconds.get(row.variant, 9.0)
         if seconds is None:
             return RowRuns(row, "BF16", reason="it cannot")
+        seconds *= slower
         length = {"drafted": 10, "accepted": 4} if row.variant != "plain" else {}
         turns = [TimedAnswer((1, 2, 3, 4), seconds * (1 + 0.01 * n), None, **length) for n in range(len(questions))]
         return RowRuns(row, "BF16", turns)
@@ -74,6 +80,17 @@ def test_fastest_kind_at_its_fastest_length_is_judged_on_prompts_that_no_step_sa
     assert tried["int4-3", 3].acceptance == 0.4 and tried["int4-3", 3].equal == 4
 
 
+def test_ways_that_did_not_run_together_are_compared_by_the_plain_decoding_beside_each(
+    folder: Path, store: Store
+) -> None:
+    """`int4-5` takes more seconds than `ngram-5` only because its group ran when the machine was slower."""
+    runs = MadeUp({"plain": 2.0, "ngram-5": 1.2, "int4-5": 1.0, "int4-3": 0.9}, at_once=1)
+    found = tuned(folder, store, runs)
+    assert found.way == "int4-3" and found.found.plan.measured_speedup == pytest.approx(2.0 / 0.9)
+    assert [each.name for each in found.tried if each.step == 1] == ["plain", "ngram-5", "plain", "int4-5"]
+    assert [each.ratio for each in found.tried if each.name == "int4-5"] == [pytest.approx(2.0)] * 2
+
+
 @pytest.mark.parametrize(
     ("seconds", "n_steps", "reason"),
     [
@@ -98,10 +115,10 @@ def test_stored_layer_set_is_tried_as_what_the_engine_loads(folder: Path, store:
     store.add_layer_set(record)
 
     class Looking(MadeUp):
-        def _runs(self, row: Row, questions: Sequence[Question]) -> RowRuns:
+        def _runs(self, row: Row, questions: Sequence[Question], slower: float = 1.0) -> RowRuns:
             assert not isinstance(row.draft, Path) or row.draft.exists()
             drafts.append(row.draft)
-            return super()._runs(row, questions)
+            return super()._runs(row, questions, slower)
 
     drafts: list[Any] = []
     found = tuned(folder, store, Looking({"plain": 2.0, "layers-5": 1.0}), engine)
