@@ -528,7 +528,7 @@ published = group(
     _setting("bayes_interval", "β, candidates from one suggestion of the Gaussian process to the next."),
     _setting("patience", "Candidates without a better one that end the search."),
     _setting("target_matchness", "Matchness above which the search ends, where the strategy keeps to r."),
-    _setting("adoption", "What makes a set the one in use: wins on several windows, or the highest score so far."),
+    _setting("adoption", "What makes a set the one in use: several windows, or the highest score so far."),
     _setting("window_at", "Which γ tokens of a completion score a set."),
     _setting("optimise_interval", "Rounds from one pass of candidates to the next."),
     _setting("candidates", "Candidates of one pass.  [default: as many as measured costs make cheap]", type=positive),

@@ -63,7 +63,7 @@ class SwiftSettings(Settings):
     window_at: Literal["latest", "first"] = "latest"  # of a text's generated tokens; first: SWIFT's published code
     optimise_interval: int = count(1)  # rounds from one pass of candidates to the next
     candidates: int | None = count(None)  # per pass; None: as many as measured costs make cheap
-    adoption: Literal["finals", "highest"] = "finals"  # by wins on several windows, or the highest score so far (4.1)
+    adoption: Literal["finals", "highest"] = "finals"  # by several windows, or the highest score so far (4.1)
     max_steps: int = count(1000, least=0)  # S, candidates
     bayes_interval: int = count(25)  # β, candidates
     patience: int = count(300)  # candidates without a better one that end the search

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..core.serialization import Record
@@ -95,21 +95,15 @@ class Finals:
             return []
         return [own.layer_set for own in self.finalists if place.is_new_after(own.place, window)]
 
-    def settle(
-        self, place: Place, leads: Mapping[LayerSet, float], doubted: Collection[LayerSet] = ()
-    ) -> Finalist | None:
-        """Count in the leads of those who were due; return the winner, if there is one by now.
-
-        Sets that are `doubted`, for their ratings by all other trials are low, leave: they led by luck.
-        """
+    def settle(self, place: Place, leads: Mapping[LayerSet, float]) -> Finalist | None:
+        """Count in the leads of those who were due; return the winner, if there is one by now."""
         judged = [
             replace(own, place=place, leads=(*own.leads, leads[own.layer_set]))
             for own in self.finalists
             if own.layer_set in leads
         ]
         waiting = [own for own in self.finalists if own.layer_set not in leads]
-        ahead = (own for own in judged if own.lead > 0 and own.layer_set not in doubted)
-        better = sorted(ahead, key=lambda own: own.lead, reverse=True)
+        better = sorted((own for own in judged if own.lead > 0), key=lambda own: own.lead, reverse=True)
         better = better[: (len(judged) + 1) // 2]
         self.latest = place
         won = next((own for own in better if len(own.leads) >= FINAL_WINDOWS), None)
@@ -142,14 +136,9 @@ class Standing(Record):
         taken, self.first = self.first[:n], self.first[n:]
         return taken
 
-    def admit(self, place: Place, trials: Sequence[Trial], ratings: Sequence[float] | None) -> None:
-        """Let in the sets that promise more than the one in use.
-
-        Args: ratings: of the set in use and of the trials' sets, where there are any beside their scores.
-        """
-        bar, *own = ratings or (self.incumbent.score, *(trial.score for trial in trials))
-        rated = dict(zip((trial.layer_set for trial in trials), own, strict=True))
-        self.finals.enter(rated, place, bar)
+    def admit(self, place: Place, trials: Sequence[Trial]) -> None:
+        """Let in the sets that scored more than the one in use did on average."""
+        self.finals.enter({trial.layer_set: trial.score for trial in trials}, place, self.incumbent.score)
 
     def take_highest(self, trials: Sequence[Trial]) -> Trial | None:
         """Use the set with the highest score so far (SWIFT 4.1); return its trial, if it was not in use before."""
@@ -162,23 +151,29 @@ class Standing(Record):
         self.n_at_gain = best.step + 1
         return replace(best, adopted=True) if is_new else None
 
-    def judge(
-        self, place: Place, held: Trial, finalists: Sequence[Trial], ratings: Sequence[float] | None
-    ) -> Trial | None:
-        """Count in the scores of the set in use and of those beside it; return the trial of a winner, now in use.
+    def take_best(self, best: LayerSet, trials: Sequence[Trial], earlier: Sequence[Trial]) -> Trial | None:
+        """Use the set that promises most by all trials, if it is one of this pass's; return its trial, if it is new.
 
-        Args: ratings: of the set in use and of the finalists, by earlier trials, where the strategy has such.
+        One that was only scored in an earlier pass is scored again first.
         """
+        decided = next((trial for trial in trials if trial.layer_set == best), None)
+        if decided is None or best == self.incumbent.layer_set:
+            return None
+        self.incumbent = Incumbent(best)
+        for trial in (*earlier, decided):
+            if trial.layer_set == best:
+                self.incumbent.add(trial.score, trial.matchness)
+        self.n_at_gain = decided.step + 1
+        return replace(decided, adopted=True)
+
+    def judge(self, place: Place, held: Trial, finalists: Sequence[Trial]) -> Trial | None:
+        """Count in the scores of the set in use and of those beside it; return the trial of a winner, now in use."""
         if self.incumbent.n == 0:
             self.n_at_gain = held.step + 1
         self.incumbent.add(held.score, held.matchness)
         if not finalists:
             return None
-        doubted = set[LayerSet]()
-        if ratings is not None:
-            bar, *own = ratings
-            doubted = {trial.layer_set for trial, rating in zip(finalists, own, strict=True) if rating <= bar}
-        won = self.finals.settle(place, {trial.layer_set: trial.score - held.score for trial in finalists}, doubted)
+        won = self.finals.settle(place, {trial.layer_set: trial.score - held.score for trial in finalists})
         if won is None:
             return None
         decided = next(trial for trial in finalists if trial.layer_set == won.layer_set)

@@ -280,6 +280,8 @@ class Search:
         room = self._most - n_tried
         held = Proposal(self.layer_set, "in use" if self.trials else "uniform")
         due = standing.finals.due(place, self.settings.context_window)
+        if self._by_rating and (best := self._proposer.strategy.best(self.layer_set)) != self.layer_set:
+            due = [best]
         if standing.incumbent.n == 0:
             due, sets = [], [Proposal(self.layer_set, "trimmed") if n_tried else held]
         elif (due or self._proposer.paired) and len(due) + 1 < room:
@@ -316,21 +318,24 @@ class Search:
         ]
 
     def _settle(self, place: Place, trials: list[Trial], scores: Sequence[WindowScore]) -> list[Event]:
-        """Judge a final or admit challengers, show the strategy the trials, and see whether the search is over.
+        """Show the strategy the trials, take a better set into use, and see whether the search is over.
 
         `scores` are what the trials' sets predicted. Returns the events, `TrialsDone` last.
         """
         events: list[Event] = []
         assert self._proposer is not None
         standing, strategy, n_before = self._standing, self._proposer.strategy, len(self.trials)
-        finalists = [trial for trial in trials if trial.origin == "final"]
+        finalists = [trial for trial in trials if trial.origin == "final" and not self._by_rating]
+        by_finals = self.settings.adoption == "finals" and not self._by_rating
         decided = None
-        by_finals = self.settings.adoption == "finals"
-        if not by_finals:
+        for trial in trials:
+            strategy.observe(trial)
+        if self.settings.adoption == "highest":
             decided = standing.take_highest(trials)
         elif trials[0].layer_set == self.layer_set:
-            ratings = strategy.rate([self.layer_set, *(trial.layer_set for trial in finalists)]) if finalists else None
-            decided = standing.judge(place, trials[0], finalists, ratings)
+            decided = standing.judge(place, trials[0], finalists)
+        if self._by_rating:
+            decided = standing.take_best(strategy.best(self.layer_set), trials, self.trials[standing.opened_at :])
         if decided is not None:
             trials = [decided if trial.step == decided.step else trial for trial in trials]
             self._draft.layer_set = self.layer_set
@@ -340,13 +345,16 @@ class Search:
             seen = [score for trial, score in zip(trials, scores, strict=True) if trial.layer_set == self.layer_set]
             self._windows = [*self._windows, *seen[:1]][-MOST_WINDOWS:]
         self.trials += trials
-        for trial in trials:
-            strategy.observe(trial)
         fresh = [trial for trial in trials if trial.origin != "final" and trial.layer_set != self.layer_set]
         if by_finals and fresh and not self._spent(n_before):
-            standing.admit(place, fresh, strategy.rate([self.layer_set, *(trial.layer_set for trial in fresh)]))
+            standing.admit(place, fresh)
         self._check_end()
         return [*events, TrialsDone(self.task, tuple(trials))]
+
+    @property
+    def _by_rating(self) -> bool:
+        """Whether sets are judged by what all trials say of them, in place of wins over single windows."""
+        return self.settings.adoption == "finals" and self._proposer is not None and self._proposer.paired
 
     def _spent(self, n_tried: int) -> bool:
         """Whether as many candidates as are waited for have brought nothing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -119,9 +119,9 @@ class Strategy(ABC):
     def study(self, prompt_id: str, study: Study) -> None:  # noqa: B027  a hook
         """Take in a study that was wanted."""
 
-    def rate(self, layer_sets: Sequence[LayerSet]) -> list[float] | None:
-        """Return the expected score of each set after all trials seen; None: a set's own scores are all there is."""
-        return None
+    def best(self, in_use: LayerSet) -> LayerSet:
+        """Return the scored set that promises most by all trials seen, the one in use if none is probably better."""
+        return in_use
 
     def set_n_skipped(self, n_skipped: int) -> None:
         """Make candidates skip `n_skipped` sub-layers from now on.

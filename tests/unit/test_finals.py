@@ -96,11 +96,11 @@ def trial(layer_set: LayerSet, score: float, step: int, origin: str) -> Trial:
 def test_winner_takes_over_the_score_of_the_set_it_beat_and_its_lead() -> None:
     """Its own windows may have been easy ones."""
     standing = Standing(Incumbent(HELD))
-    standing.judge(place(0), trial(HELD, 1.0, 0, "uniform"), [], None)
+    standing.judge(place(0), trial(HELD, 1.0, 0, "uniform"), [])
     standing.finals = entered(2.0)
     for number in range(1, FINAL_WINDOWS + 1):
         held = trial(HELD, 3.0, 2 * number, "in use")
-        decided = standing.judge(place(number), held, [trial(SETS[0], 3.5, 2 * number + 1, "final")], None)
+        decided = standing.judge(place(number), held, [trial(SETS[0], 3.5, 2 * number + 1, "final")])
     mean = (1.0 + 3.0 * FINAL_WINDOWS) / (1 + FINAL_WINDOWS)
     assert decided is not None and decided.adopted
     assert standing.incumbent.layer_set == SETS[0] and standing.incumbent.score == pytest.approx(mean + 0.5)
@@ -113,8 +113,13 @@ def test_standing_survives_json() -> None:
     assert Standing.from_json(json.loads(json.dumps(standing.to_json()))) == standing
 
 
-def test_lucky_leader_whom_earlier_trials_speak_against_leaves() -> None:
-    finals = Finals()
-    finals.enter({SETS[0]: 2.0, SETS[1]: 2.0}, place(0), 1.0)
-    finals.settle(place(1), {SETS[0]: 0.5, SETS[1]: 0.4}, {SETS[0]})
-    assert [own.layer_set for own in finals.finalists] == [SETS[1]]
+def test_set_that_promises_most_is_taken_into_use_when_it_has_just_been_scored() -> None:
+    """With the mean of all its windows; one that an earlier pass scored must be scored again first."""
+    standing = Standing(Incumbent(HELD, 1, 1.0, 1.0))
+    held, other, again = (trial(own, 2.0, step, "move") for step, own in enumerate((HELD, SETS[0], SETS[1])))
+    earlier = [trial(SETS[1], 4.0, 0, "move"), trial(SETS[0], 9.0, 1, "move")]
+    assert standing.take_best(SETS[1], [held, other], earlier) is None and standing.incumbent.layer_set == HELD
+    assert standing.take_best(HELD, [held, other], earlier) is None and standing.n_at_gain == 0
+    decided = standing.take_best(SETS[1], [held, again], earlier)
+    assert decided is not None and decided.adopted and decided.layer_set == SETS[1]
+    assert (standing.incumbent.n, standing.incumbent.score, standing.n_at_gain) == (2, 3.0, 3)
