@@ -264,3 +264,25 @@ def test_clasp_leaves_out_whole_layers_and_others_need_not(name: str) -> None:
             moves += [proposal.layer_set] if proposal.origin != "random" else []
     assert len(moves) > 10
     assert all(move.skip_attn == move.skip_mlp for move in moves) == (name == "clasp")
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_what_leads_on_many_windows_is_best_and_one_lucky_score_is_not(name: str) -> None:
+    held, other = LayerSet(N_LAYERS), LayerSet(N_LAYERS).skipping([("attn", 3), ("mlp", 3)])
+    found = []
+    with closing(make_strategy(name, N_LAYERS, N_SKIPPED, 0, prices=PRICES)) as strategy:
+        assert strategy.best(held) == held
+        for number in range(20):
+            for own, score in ((held, 1.0), (other, 1.3)):
+                strategy.observe(Trial(2 * number, own, "move", 0.9, score, "p", number))
+            found.append(strategy.best(held))
+        assert strategy.best(other) == other
+    assert found[0] == held and found[-1] == other
+
+
+@pytest.mark.parametrize("name", sorted(set(STRATEGIES) - set(CHOOSING)))
+def test_strategies_without_a_model_of_sub_layers_leave_the_choice_to_scores(name: str) -> None:
+    with closing(make_strategy(name, N_LAYERS, N_SKIPPED, 0)) as strategy:
+        held = LayerSet.uniform(N_LAYERS, N_SKIPPED)
+        list(played(strategy, 3))
+        assert strategy.best(held) == held
