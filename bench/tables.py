@@ -189,6 +189,8 @@ def _rows(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     named = given.task or Path(given.stream).stem
     task = f"{named}, {report['prompts']} prompts, {report['max_new_tokens']} tokens"
     task += ", stop tokens ignored" if report.get("ignore_eos") else ""
+    temperature = report.get("sampling", {}).get("temperature") or 0.0
+    task += f", T = {temperature:g}" if temperature else ""
     task += f", the set of {Path(given.layer_set).name}" if given.layer_set else ""
     where = f"{report['device']}, {report['dtype']}"
     for row in _compared(report) if report["schema"] == COMPARE_SCHEMA else _decoded(report):
