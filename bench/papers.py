@@ -261,8 +261,12 @@ def figures(report: Mapping[str, Any]) -> Iterator[str]:
     """Yield what a report's rows say, in short."""
     if "tasks" in report:  # of `tune`
         for task in report["tasks"]:
-            best = task["layer_set"]
-            yield f"{task['task']}: {task['n_trials']} sets, matchness {best['matchness']}, {task['verdict']['word']}"
+            best, verdict = task["layer_set"], task["verdict"]
+            ratio = f" {verdict['ratio']:.2f}x" if verdict["ratio"] else ""
+            yield (
+                f"{Path(report['model']).name}, {task['task']}: {task['n_trials']} sets in"
+                f" {task['timings']['optimise']:.0f} s, matchness {best['matchness']:.2f}, {verdict['word']}{ratio}"
+            )
         return
     if report["schema"] == SHIFT_SCHEMA:
         for row in report["results"]:
