@@ -43,6 +43,21 @@ ABLATIONS: dict[str, Ablation] = {
         ("γ",),
         ("ratio", "early_share", "rejected_share"),
     ),
+    "adadecode-trees": Ablation(
+        "AdaDecode's heads, and trees of heads that say three tokens ahead",
+        "arXiv:2506.03700, appendix E",
+        (),
+        ("extra_parameters", *_SPEED),
+    ),
+    "spd-settings": Ablation(
+        "Speculative decoding's draft length n and threshold",
+        "arXiv:2506.03700, Figure 6 (a, b)",
+        ("n", "threshold"),
+        _SPEED,
+    ),
+    "self-sd-steps": Ablation(
+        "The steps of Self-SD's search", "arXiv:2506.03700, Figure 6 (c)", ("steps",), ("acceptance_rate", "ratio")
+    ),
     "paradecode-parts": Ablation(
         "ParaDecode without its parts", "ParaDecode, Table 3", ("heads",), ("consistency", "ratio")
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -13,7 +13,7 @@ from ..core.errors import LearnedNotFound
 from ..core.presets import PRESETS
 from ..core.settings import PAPER_BRANCHING, SwiftSettings
 from ..core.types import Sampling
-from ..decoding.methods import PLAIN, Method, build, method_info
+from ..decoding.methods import PLAIN, Method, Resources, build, method_info
 from ..decoding.methods.chains import ChainDrafter, SelfSdSettings, StopRule
 from ..decoding.methods.early_exit import (
     AdaDecodeSettings,
@@ -22,13 +22,27 @@ from ..decoding.methods.early_exit import (
     PipelineDrafter,
     early_exit,
 )
+from ..decoding.session import Session
 from ..decoding.verify import ChainRatio, Rollback, SeveralRatio, TargetWalk, Verifier
 from ..models.early_exit import Heads
 from ..models.stacked import StackedLayers
+from ..optimizer import self_sd
 from ..optimizer.search import Search
-from ..tasks.recipes import BRIEF_EPOCHS, HEADS_S, MakingRecipes, Recipes
+from ..tasks.recipes import (
+    BRIEF_EPOCHS,
+    HEADS_S,
+    LEAST_TOKENS,
+    SELF_SD_PROMPTS,
+    SELF_SD_TOKENS,
+    MakingRecipes,
+    Recipes,
+)
 from ..training.descent import train
+from ..training.features import greedy_session
 from ..training.settings import HeadSettings
+from .hop_heads import HOPS, HopDrafter, joined, train_hops
+
+T = TypeVar("T")
 
 WINDOWS = (16, 32, 64, 128)
 SCHEDULES = ((20, 5), (100, 5), (100, 25), (1000, 25), (1000, 50))  # (S, β)
@@ -38,6 +52,8 @@ STACKED_THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 EXIT_SHARES = (0.125, 0.1875, 0.25, 0.375, 0.5)  # of the depth: layers 2, 3, 4, 6 and 8 of 16
 JOINT_THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
 BEAMS = (2, 4, 6, 8)
+SPD_LENGTHS, SPD_THRESHOLDS = (2, 8, 14), (0.3, 0.5, 0.8)
+SELF_SD_STEPS = (3, 10, 30)  # the paper's hundreds, scaled
 WARPS = ((20, 0.9), (20, 0.8), (10, 0.9), (10, 0.8))  # (k, p)
 MIXED_TASK = "mixed"  # of heads that were trained on several streams
 TOP_P = Sampling(temperature=1.0, top_p=0.9)  # AdaSPEED III
@@ -102,6 +118,23 @@ class AblationRecipes(MakingRecipes):
         self.on_step(f"make: whole heads, by {HEADS_S:.0f} s of training")
         return cast(Heads, train(self.runtime, self.prompts, settings, budget_s=HEADS_S).model)
 
+    def hop_heads(self) -> list[Heads]:
+        """Train heads of every hop at the last layer and at the deeper two of the task's heads, as long as those."""
+        depths, n_tokens = (
+            (*self.heads().depths[-2:], self.runtime.n_layers),
+            max(LEAST_TOKENS, self.session.max_new_tokens),
+        )
+        self.on_step(f"make: heads that say {HOPS} tokens ahead, by {HOPS * HEADS_S:.0f} s of training")
+        session = greedy_session(self.runtime, n_tokens)
+        return train_hops(session, self.prompts, depths, HOPS * HEADS_S, HeadSettings(epochs=BRIEF_EPOCHS))
+
+    def self_sd(self, steps: int) -> Method:
+        """Search Self-SD's set in so many steps, on as many prompts as a brief search has."""
+        self.on_step(f"make: Self-SD's layer set, by {steps} candidates of its search")
+        session = Session(self.runtime, Sampling(), min(SELF_SD_TOKENS, self.session.max_new_tokens))
+        found = self_sd.search(session, self.prompts[:SELF_SD_PROMPTS], steps)
+        return build("self-sd", Resources(self.runtime, found.best.layer_set), SelfSdSettings())
+
 
 def variants(name: str, recipes: AblationRecipes) -> list[Variant]:
     """The rows of an ablation, in the paper's order."""
@@ -160,6 +193,32 @@ def _early(heads: Heads, verifier: Verifier) -> Method:
     """AdaDecode with those heads; a verifier that refuses nothing leaves verification out."""
     settings = AdaDecodeSettings()
     return Method("adadecode", EarlyDrafter(heads, settings.early_threshold, settings.max_early), verifier)
+
+
+def _adadecode_trees(recipes: AblationRecipes) -> Iterator[Variant]:
+    hops = _once(recipes.hop_heads)
+
+    def row(label: str, early: bool) -> Variant:
+        def make() -> Method:
+            return Method("hop-heads", HopDrafter(hops(), early, AdaDecodeSettings().early_threshold), TargetWalk())
+
+        return Variant(label, make, heads=lambda: joined(hops(), early))
+
+    yield Variant("AdaDecode", lambda: _early(recipes.heads(), ChainRatio()), heads=recipes.heads)
+    yield row("trees of the last layer", False)
+    yield row("trees of earlier layers, too", True)
+
+
+def _spd_settings(recipes: AblationRecipes) -> Iterator[Variant]:
+    for n in SPD_LENGTHS:
+        for threshold in SPD_THRESHOLDS:
+            make = _with(recipes.method, "spd", max_draft_length=n, stop_threshold=threshold)
+            yield Variant(f"n {n}, threshold {threshold}", make, {"n": n, "threshold": threshold})
+
+
+def _self_sd_steps(recipes: AblationRecipes) -> Iterator[Variant]:
+    for steps in SELF_SD_STEPS:
+        yield Variant(f"{steps} steps", _with(recipes.self_sd, steps), {"steps": steps})
 
 
 def _paradecode_parts(recipes: AblationRecipes) -> Iterator[Variant]:
@@ -240,11 +299,11 @@ def _with(make: Callable[..., Any], *args: Any, **told: Any) -> Callable[[], Any
     return lambda: make(*args, **told)
 
 
-def _once(make: Callable[[], Heads]) -> Callable[[], Heads]:
+def _once(make: Callable[[], T]) -> Callable[[], T]:
     """The same heads however often they are asked for."""
-    found: list[Heads] = []
+    found: list[T] = []
 
-    def get() -> Heads:
+    def get() -> T:
         if not found:
             found.append(make())
         return found[0]
@@ -260,6 +319,9 @@ _VARIANTS: dict[str, Callable[[AblationRecipes], Iterator[Variant]]] = {
     "swift-ratio": _swift_ratio,
     "adadecode-parts": _adadecode_parts,
     "adadecode-threshold": _adadecode_threshold,
+    "adadecode-trees": _adadecode_trees,
+    "spd-settings": _spd_settings,
+    "self-sd-steps": _self_sd_steps,
     "paradecode-parts": _paradecode_parts,
     "paradecode-threshold": _paradecode_threshold,
     "mtad-threshold": _mtad_threshold,

@@ -21,6 +21,7 @@ from typing import Any
 from ..core.errors import SwiftoptError
 from ..core.types import now
 from .ablation_table import SCHEMA as ABLATION_SCHEMA
+from .head_rank import SCHEMA as RANK_SCHEMA
 from .stream_shift import SCHEMA as SHIFT_SCHEMA
 from .tables import RESULTS, ROOT, refreshed
 
@@ -35,7 +36,8 @@ class Repeated:
     """A table or figure: the `swiftopt` command that repeats it, and the paper's own numbers.
 
     The command gets model, stream and limit from the caller; `takes_limit` is off where it reads all of the stream.
-    `example`: the stream where the caller names none.
+    `example`: the stream where the caller names none; "": the command reads none. `module` has the command, and
+    `first` makes what it needs.
     """
 
     key: str
@@ -45,6 +47,8 @@ class Repeated:
     command: tuple[str, ...]
     takes_limit: bool = True
     example: str = "examples/stream.jsonl"
+    module: str = "swiftopt"
+    first: tuple[str, ...] = ()
 
 
 SWIFT, ADADECODE, PARADECODE, MTAD, ADASPEED = "SWIFT", "AdaDecode", "ParaDecode", "MTAD", "AdaSPEED"
@@ -144,6 +148,7 @@ PAPERS: tuple[Repeated, ...] = (
         "Table 3",
         "1.51x; w/o verification 1.64x, one layer 1.37x, original head 0.84x, full heads 1.49x",
         ("bench", "ablate", "adadecode-parts", *GREEDY),
+        first=("heads", "train", "--task", "mixed", "--stream", "examples/stream.jsonl", "--minutes", "0.5"),
     ),
     Repeated(
         "adadecode-threshold",
@@ -151,6 +156,37 @@ PAPERS: tuple[Repeated, ...] = (
         "Figure 5",
         "a figure; 6 % rejected at γ 0.85",
         ("bench", "ablate", "adadecode-threshold", *GREEDY),
+    ),
+    Repeated(
+        "adadecode-rank",
+        ADADECODE,
+        "Table 4",
+        "a head's smallest singular value: Llama-3.1-8B 1.45, CodeLlama-13B 1.10, CodeLlama-34B 0.84; all of full rank",
+        (),
+        takes_limit=False,
+        example="",
+        module="swiftopt.bench.head_rank",
+    ),
+    Repeated(
+        "adadecode-drafter",
+        ADADECODE,
+        "Figure 6 (a, b)",
+        "a figure: n 14 at threshold 0.3 0.944x with a large drafter, others more",
+        ("bench", "ablate", "spd-settings", *GREEDY),
+    ),
+    Repeated(
+        "adadecode-self-sd",
+        ADADECODE,
+        "Figure 6 (c)",
+        "a figure: more steps of Self-SD's search are not always better",
+        ("bench", "ablate", "self-sd-steps", *GREEDY),
+    ),
+    Repeated(
+        "adadecode-trees",
+        ADADECODE,
+        "appendix E",
+        "no numbers: trees beat AdaDecode alone; trees of earlier layers, too, do not beat those of the last",
+        ("bench", "ablate", "adadecode-trees", *GREEDY),
     ),
     Repeated(
         "paradecode-parts",
@@ -212,24 +248,29 @@ PAPERS: tuple[Repeated, ...] = (
 
 
 def command_of(entry: Repeated, model: str, stream: str | None, limit: int | None) -> list[str]:
-    """Return the words behind `swiftopt` that repeat an entry."""
-    words = [*entry.command, "--model", model, "--stream", stream or entry.example]
+    """Return the words behind the module's name that repeat an entry."""
+    words = [*entry.command, "--model", model]
+    words += ["--stream", stream or entry.example] if entry.example else []
     return [*words, "--limit", str(limit)] if limit is not None and entry.takes_limit else words
 
 
 def run(entry: Repeated, model: str, stream: str | None, limit: int | None, commit: str) -> bool:
     """Run an entry's command and keep its result; return whether it ended well."""
     words = command_of(entry, model, stream, limit)
-    print(f"{entry.paper}, {entry.where}: swiftopt {shlex.join(words)}", flush=True)
+    said = f"{'' if entry.module == 'swiftopt' else 'python -m '}{entry.module} {shlex.join(words)}"
+    print(f"{entry.paper}, {entry.where}: {said}", flush=True)
     folder = None if stream else ROOT  # which the examples' names are relative to
-    command = [sys.executable, "-m", "swiftopt", *words, JSON]
+    if entry.first:
+        made = [sys.executable, "-m", "swiftopt", *entry.first, "--model", model]
+        subprocess.run(made, stdout=subprocess.DEVNULL, cwd=ROOT, check=True)
+    command = [sys.executable, "-m", entry.module, *words, JSON]
     done = subprocess.run(command, stdout=subprocess.PIPE, cwd=folder, check=False)
     if done.returncode:
         return False
     found = {
         "date": now()[:10],
         "commit": commit,
-        "command": f"swiftopt {shlex.join(words)}",
+        "command": said,
         "note": entry.where,
         "report": _without_trials(json.loads(done.stdout)),
     }
@@ -267,6 +308,12 @@ def figures(report: Mapping[str, Any]) -> Iterator[str]:
                 f"{Path(report['model']).name}, {task['task']}: {task['n_trials']} sets in"
                 f" {task['timings']['optimise']:.0f} s, matchness {best['matchness']:.2f}, {verdict['word']}{ratio}"
             )
+        return
+    if report["schema"] == RANK_SCHEMA:
+        yield (
+            f"{Path(report['model']).name}: {report['vocab']} x {report['width']}, {report['rank']} singular values"
+            f" above 0, the smallest {report['smallest']:.2f}"
+        )
         return
     if report["schema"] == SHIFT_SCHEMA:
         for row in report["results"]:

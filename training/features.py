@@ -232,5 +232,5 @@ def states_of(runtime: Runtime, token_ids: Sequence[int], first: int, depths: Se
     width = runtime.config.get_text_config().hidden_size
     nothing = torch.empty((0, width), dtype=runtime.dtype)
     kept = {depth: torch.cat([nothing, *(part.cpu() for part in parts)])[first:] for depth, parts in at.items()}
-    final = runtime.normed(kept.pop(runtime.n_layers).to(runtime.device)).cpu()
-    return Features({depth: hidden.clone() for depth, hidden in kept.items()}, final)
+    final = runtime.normed(kept[runtime.n_layers].to(runtime.device)).cpu()
+    return Features({depth: kept[depth].clone() for depth in depths}, final)

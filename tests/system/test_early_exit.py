@@ -10,6 +10,7 @@ import pytest
 import torch
 from families import CONFIGS, VOCAB, taken_in_turns, tiny_runtime
 
+from swiftopt.bench.hop_heads import HOPS, HopDrafter
 from swiftopt.core.types import Completion, Sampling
 from swiftopt.decoding.context import Ending
 from swiftopt.decoding.draft_models import EarlyExit
@@ -19,6 +20,7 @@ from swiftopt.decoding.methods import PLAIN, Method
 from swiftopt.decoding.methods.chains import ChainDrafter, StopRule
 from swiftopt.decoding.methods.early_exit import EarlyDrafter, PipelineDrafter
 from swiftopt.decoding.rule import TokenRule
+from swiftopt.decoding.verify import TargetWalk
 from swiftopt.models.early_exit import Heads, StagedPass
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
@@ -73,6 +75,20 @@ def test_adadecode_equals_plain_decoding(family: str, thresholds: Sequence[str])
         method = Method("adadecode", EarlyDrafter(heads(runtime, 1, 2, 3), threshold, 5))
         done, plain = run(runtime, prompt(1), method), run(runtime, prompt(1), PLAIN)
         assert done.token_ids == plain.token_ids and (done.drafted > 0 or threshold)
+
+
+@pytest.mark.parametrize(("family", "early"), taken_in_turns(CONFIGS, ("late", "early"), 1))
+def test_trees_of_several_hops_equal_plain_decoding(family: str, early: Sequence[str]) -> None:
+    runtime = tiny_runtime(family)
+    own = heads(runtime, 1, 2, runtime.n_layers)
+    n_accepted = 0
+    for sampling in (Sampling(), Sampling(temperature=0.7, seed=3)):
+        for seed in range(2):
+            method = Method("hop-heads", HopDrafter([own] * HOPS, "early" in early, 0.015), TargetWalk())
+            done, plain = (run(runtime, prompt(seed), each, sampling) for each in (method, PLAIN))
+            assert done.token_ids == plain.token_ids and done.drafted > 0
+            n_accepted += done.accepted
+    assert n_accepted > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["row-by-row", "batched"])

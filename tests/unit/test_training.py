@@ -8,6 +8,8 @@ import pytest
 import torch
 from families import tiny_runtime
 
+from swiftopt.bench.head_rank import head_rank
+from swiftopt.bench.hop_heads import ahead
 from swiftopt.core.errors import SettingsError
 from swiftopt.models.runtime import Runtime
 from swiftopt.training.descent import batch_of, learning_rate
@@ -29,6 +31,22 @@ def random_features(runtime: Runtime, n: int = 9) -> Features:
     torch.manual_seed(1)
     hidden = {depth: torch.randn(n, 32, dtype=runtime.dtype) for depth in (1, 3)}
     return Features(hidden, runtime.normed(torch.randn(n, 32, dtype=runtime.dtype)).detach())
+
+
+def test_a_hop_is_taught_what_the_last_layer_says_later() -> None:
+    text = Features({2: torch.arange(5.0)[:, None]}, torch.arange(10.0, 15.0)[:, None])
+    moved = ahead(text, 3)
+    assert moved.hidden[2].flatten().tolist() == [0, 1, 2] and moved.final.flatten().tolist() == [12, 13, 14]
+    assert ahead(text, 6).n_rows == len(ahead(text, 6).hidden[2]) == 0
+
+
+def test_rank_of_a_head_is_that_of_its_singular_values() -> None:
+    torch.manual_seed(0)
+    head = torch.randn(60, 8)
+    rank, smallest = head_rank(head)
+    assert rank == 8 and smallest == pytest.approx(float(torch.linalg.svdvals(head)[-1]), rel=1e-5)
+    head[:, 0] = head[:, 1] + head[:, 2]
+    assert head_rank(head)[0] == 7
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["light", "full"])
