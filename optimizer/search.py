@@ -7,6 +7,8 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any, TypeVar
 
+import torch
+
 from ..core.costs import CostProfile
 from ..core.events import Adopted, DraftingChosen, Event, SkipRatioLowered, TrialsDone
 from ..core.settings import SwiftSettings
@@ -126,7 +128,10 @@ class Search:
         return intercept(request, handle)
 
     def score(self, context: Context, prompt_id: str) -> Work[None]:
-        """Score candidates in one pass, once the context window is full; at most once between two rounds."""
+        """Score candidates in one pass, once the context window is full; at most once between two rounds.
+
+        A pass that the memory does not hold is given up, and later ones score half as many candidates.
+        """
         settings = self.settings
         window, waits = settings.context_window, self._n_rounds % settings.optimise_interval > 0
         if not self.optimising or self._scoring or context.searched or waits or len(context.generated) < window:
@@ -143,6 +148,11 @@ class Search:
             self._standing.looked = place
             sets = self._sets(context, place)
             scores = yield from score_window(context, [layer_set for layer_set, _ in sets], window, start)
+        except (torch.OutOfMemoryError, MemoryError):  # the request goes on, and the search asks for less
+            self.batch //= 2
+            if not self.batch:
+                self.finish("the memory is too small for the pass of a candidate")
+            return
         finally:
             self._scoring = False
         if self.stopped_because:  # meanwhile

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 from fakes import flat_costs, worded_runtime
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from swiftopt.core.events import (
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, Prompt, Sampling
 from swiftopt.decoding.context import Ending
-from swiftopt.decoding.engine import side_by_side
+from swiftopt.decoding.engine import alone, side_by_side
 from swiftopt.decoding.loop import Began, Round, decode, decoding
 from swiftopt.decoding.methods import PLAIN
 from swiftopt.decoding.rule import TokenRule
@@ -199,6 +200,7 @@ def test_nothing_is_searched_before_the_window_is_full() -> None:
 
 # strategies that look at the model, and searches that begin again
 
+TOO_SMALL = "the memory is too small for the pass of a candidate"
 GUIDED: dict[str, Any] = dict(context_window=8, stop_threshold=0.05, max_draft_length=4, strategy="knapsack")
 
 
@@ -291,6 +293,30 @@ def test_guided_search_pays_for_a_pass_only_when_half_of_its_window_is_new() -> 
     assert min(later - earlier for earlier, later in pairwise(positions)) >= 4
     assert search.rows_run >= 8 * len(search.trials)
     assert {event.trials[0].origin for event in events if isinstance(event, TrialsDone)} == {"uniform", "in use"}
+
+
+@pytest.mark.parametrize("fits", [2, 0])
+def test_search_that_does_not_fit_in_memory_asks_for_less_and_the_request_goes_on(
+    fits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = Runtime.forward_together
+
+    def small(runtime: Runtime, passes: Sequence[Pass]) -> list[Tensor]:
+        if any(each.beside and len(each.rows.variants) > fits for each in passes):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(runtime, passes)
+
+    monkeypatch.setattr(Runtime, "forward_together", small)
+    search, rule, ids = (
+        search_of(strategy="random", max_steps=20, candidates=8),
+        TokenRule.of(Sampling(), None),
+        [3, 50, 7],
+    )
+    work = decoding(worded_runtime(), ids, search.method, rule, Ending(60), scratch_rows=search.scratch_rows)
+    done = alone(search.during(work, "p"))
+    assert done.token_ids == decode(worded_runtime(), ids, PLAIN, rule, Ending(60)).token_ids
+    assert search.batch == fits and len(search.trials) == (20 if fits else 0)
+    assert search.stopped_because == ("20 candidates were scored" if fits else TOO_SMALL)
 
 
 def test_candidates_keep_the_formats_of_the_set_that_the_search_starts_from() -> None:
