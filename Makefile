@@ -8,7 +8,7 @@ DEMO := demo-output
 # Containers set it, and every program that is started would compile all of swiftopt again, for a second or two.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup lint test browser docs demo demo-tune conformance redis bench engines papers clean
+.PHONY: setup lint test browser docs demo demo-tune conformance redis bench engines papers gpu clean
 
 setup: $(VENV)/.ready
 
@@ -72,6 +72,12 @@ redis: setup
 
 bench: setup
 	$(BIN)/swiftopt bench decode --model smollm2-135m --stream examples/stream.jsonl --limit 8 --max-new-tokens 64
+
+# On a machine with an NVIDIA GPU: the tests that need one and the benchmarks, in 9 minutes; results in gpu-results/. The
+# Python must have torch for the GPU, and what swiftopt needs beside it: no environment is made.
+gpu:
+	mkdir -p .lint && ln -sfn .. .lint/swiftopt
+	PYTHONPATH="$(abspath .lint):$$PYTHONPATH" $(PYTHON) -m swiftopt.bench.gpu_all $(if $(DEVICE),--device $(DEVICE))
 
 # The papers' tables and figures, small: results in bench/results/papers, then docs/papers.md. MODEL, STREAM, ONLY, LIMIT.
 papers: setup

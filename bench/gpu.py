@@ -1,4 +1,4 @@
-"""Where the time of a large model goes on a GPU, and what skipping sub-layers while drafting gains there.
+"""Where the time of a large model goes on a GPU, and what drafting gains there: by skipping, by fewer bits, by load.
 
     python -m swiftopt.bench.gpu --shape codellama-13b --redundancy 0.98
     python -m swiftopt.bench.gpu --shape tiny --device cpu
@@ -23,19 +23,24 @@ import torch
 from ..core.costs import CostProfile, expected_of
 from ..core.errors import SwiftoptError
 from ..core.requests import Speed
+from ..core.settings import STORED
 from ..core.types import Completion, LayerSet, n_skipped_for
-from ..decoding.methods import PLAIN
-from ..models.costs import device_name, measure_costs
+from ..decoding.methods import PLAIN, Method, Resources, build
+from ..decoding.methods.adaptive import AdaptiveSettings
+from ..models.costs import device_name, measure_costs, measure_format
 from ..models.loading import at_speed
 from ..models.rows import Rows
 from ..models.runtime import Runtime
-from .gpu_model import SHAPES, ModelShape, drafting, make_redundant, random_runtime, run
+from .gpu_model import SHAPES, ModelShape, drafting, make_redundant, random_runtime, run, run_together
 
 SCHEMA = "swiftopt.bench-gpu/1"
 SKIP_RATIO = 0.45
 VERIFY_ROWS = (1, 2, 4, 8, 16)
 LONGEST_DRAFT = 25
 REPEATS = 3
+FORMATS = ("int8", "int4")  # of drafts
+LOADS = (1, 4, 16, 32)  # requests at once
+LOAD_REPEATS = 2
 SPARE = 1.15  # memory wanted, in sizes of the weights
 
 
@@ -116,7 +121,7 @@ def measure(shape: ModelShape, device: str, wanted: float, speed: Speed, n_new: 
     limit = 1e9 * max(read.values()) / bytes_per_token(runtime)
     ratio = median(speed_of(fast) / speed_of(slow) for slow, fast in zip(plain, drafted, strict=True))
     expected = expected_of(profile, drafted) or 0.0
-    return {
+    report = {
         "device": device_name(runtime.device),
         "dtype": runtime.dtype_name,
         "speed": speed,
@@ -136,9 +141,62 @@ def measure(shape: ModelShape, device: str, wanted: float, speed: Speed, n_new: 
             "ratio": ratio,
             "expected_ratio": expected,
             "measured_over_expected": ratio / expected if expected else None,
-            "identical": sum(a == b for a, b in zip(plain[0].token_ids, drafted[0].token_ids, strict=True)) / n_new,
+            "identical": _identical(plain[0], drafted[0]),
         },
     }
+    formats, profile = measure_formats(runtime, profile, n_new)
+    return {**report, "formats": formats, "load": measure_load(runtime, profile, n_new // 2)}
+
+
+def measure_formats(runtime: Runtime, profile: CostProfile, n_new: int) -> tuple[dict[str, Any], CostProfile]:
+    """Measure drafts of all sub-layers in fewer bits: how long copies and passes take, and what adaptive ones gain.
+
+    Returns: the figures by format, or why there are none; and the profile with the costs of those that have.
+    """
+    found: dict[str, Any] = {}
+    for name in FORMATS:
+        clock = perf_counter()
+        try:
+            profile = measure_format(runtime, profile, name)
+        except (RuntimeError, SwiftoptError) as error:  # torch has no kernel for this shape or device
+            found[name] = {"reason": str(error).splitlines()[0]}
+            continue
+        ready_s, method = perf_counter() - clock, adaptive(runtime, profile, name)
+        pairs = [(run(runtime, PLAIN, n_new), run(runtime, method, n_new)) for _ in range(REPEATS)]
+        done = pairs[0][1]
+        found[name] = {
+            "ready_s": ready_s,
+            "pass_ms": 1e3 * draft_seconds(runtime, LayerSet(runtime.n_layers).filled(name)),
+            "acceptance_rate": done.acceptance_rate,
+            "ratio": median(speed_of(fast) / speed_of(slow) for slow, fast in pairs),
+            "expected_ratio": expected_of(profile, [done]),
+            "identical": _identical(*pairs[0]),
+        }
+    return found, profile
+
+
+def measure_load(runtime: Runtime, profile: CostProfile, n_new: int) -> dict[str, Any]:
+    """Measure the tokens per second of several requests at once, decoded plainly and with adaptive drafts by turns."""
+    name = next((each for each in reversed(FORMATS) if each in profile.formats), STORED)
+    method, found = adaptive(runtime, profile, name), dict[str, Any]()
+    for n in LOADS:
+        pairs = [
+            (run_together(runtime, PLAIN, n_new, n), run_together(runtime, method, n_new, n))
+            for _ in range(LOAD_REPEATS)
+        ]
+        plain, ratio = median(slow for slow, _ in pairs), median(fast / slow for slow, fast in pairs)
+        found[str(n)] = {"plain_tokens_per_s": plain, "ratio": ratio}
+    return found
+
+
+def adaptive(runtime: Runtime, profile: CostProfile, name: str) -> Method:
+    """Return adaptive drafts by the model's own sub-layers in a format."""
+    parts = Resources(runtime, LayerSet(runtime.n_layers), costs=profile)
+    return build("adaptive", parts, AdaptiveSettings.from_json({"draft_format": name, "lookup": False}))
+
+
+def _identical(one: Completion, other: Completion) -> float:
+    return sum(a == b for a, b in zip(one.token_ids, other.token_ids, strict=True)) / one.n_tokens
 
 
 def table(report: dict[str, Any]) -> str:
@@ -157,8 +215,18 @@ def table(report: dict[str, Any]) -> str:
         ("drafting", f"{draft['length']} tokens at a time, α {draft['acceptance_rate']:.3f}"),
         ("ratio to plain", f"measured {draft['ratio']:.2f}, expected {draft['expected_ratio']:.2f}"),
         ("same tokens", f"{draft['identical']:.0%}"),
+        *((f"{name} drafts", _format_words(own)) for name, own in report["formats"].items()),
+        ("tokens/s by load", ", ".join(f"{n}: {own['plain_tokens_per_s']:.0f}" for n, own in report["load"].items())),
+        ("drafting by load", ", ".join(f"{n}: {own['ratio']:.2f}" for n, own in report["load"].items())),
     )
     return "\n".join(f"{name:<18}{text}" for name, text in rows)
+
+
+def _format_words(own: dict[str, Any]) -> str:
+    if "reason" in own:
+        return f"none: {own['reason']}"
+    times = f"{own['pass_ms']:.2f} ms, ready in {own['ready_s']:.1f} s"
+    return f"{times}, α {own['acceptance_rate'] or 0:.2f}, {own['ratio']:.2f}x"
 
 
 def obstacle(shape: ModelShape, device: str) -> str | None:

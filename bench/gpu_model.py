@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, cast
 
 import torch
@@ -11,7 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from ..core.settings import SwiftSettings
 from ..core.types import Completion, LayerSet, ModelInfo, Sampling
 from ..decoding.context import Ending
-from ..decoding.loop import decode
+from ..decoding.engine import side_by_side
+from ..decoding.loop import decode, decoding
 from ..decoding.methods import Method, swift
 from ..decoding.rule import TokenRule
 from ..models.runtime import Runtime
@@ -31,6 +34,7 @@ class ModelShape:
     vocab: int
     positions: int
     mebibytes: int
+    kv_heads: int | None = None  # None: as many as heads
 
     def config(self) -> LlamaConfig:
         # As wide a projection, as small its weights: what a sub-layer adds is then as large at every width.
@@ -40,6 +44,7 @@ class ModelShape:
             intermediate_size=self.inner,
             num_hidden_layers=self.n_layers,
             num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads or self.heads,
             max_position_embeddings=self.positions,
             initializer_range=1.4 / self.hidden**0.5,
             eos_token_id=None,
@@ -49,6 +54,7 @@ class ModelShape:
 
 SHAPES = {
     "codellama-13b": ModelShape(40, 5120, 13824, 40, 32016, 16384, 2048),
+    "llama-70b-8-layers": ModelShape(8, 8192, 28672, 64, 32000, 4096, 2048, kv_heads=8),
     "tiny": ModelShape(8, 256, 512, 4, 256, 2048, 16),
 }
 
@@ -78,10 +84,25 @@ def scale_inner(runtime: Runtime, factor: float) -> None:
             weight.mul_(factor)
 
 
+def prompt_of(runtime: Runtime, number: int = 0) -> list[int]:
+    """Return one of several fixed prompts."""
+    return [1 + (7 * i + 31 * number) % (runtime.vocab_size - 1) for i in range(16)]
+
+
 def run(runtime: Runtime, method: Method, n_new: int) -> Completion:
     """Decode `n_new` tokens after a fixed prompt."""
-    prompt = [1 + 7 * i % (runtime.vocab_size - 1) for i in range(16)]
-    return decode(runtime, prompt, method, TokenRule.of(Sampling(), None), Ending(n_new))
+    return decode(runtime, prompt_of(runtime), method, TokenRule.of(Sampling(), None), Ending(n_new))
+
+
+def run_together(runtime: Runtime, method: Method, n_new: int, n_requests: int) -> float:
+    """Decode `n_new` tokens after each of so many prompts, all at once; return the tokens per second of all."""
+    requests = [
+        decoding(runtime, prompt_of(runtime, i), method, TokenRule.of(Sampling(), None), Ending(n_new))
+        for i in range(n_requests)
+    ]
+    clock = perf_counter()
+    deque(side_by_side(requests, at_once=n_requests), 0)
+    return n_requests * n_new / (perf_counter() - clock)
 
 
 def drafting(layer_set: LayerSet, length: int) -> Method:

@@ -126,6 +126,4 @@ def tree_rows(
         beside[:, 0] = True  # the root
         visible = torch.cat((torch.nn.functional.pad(visible, (0, len(beside))), beside))
         token_ids, depths = (*token_ids, *riders.token_ids), [*depths, *riders.depths]
-    committed = torch.ones((len(token_ids), root_slot), dtype=torch.bool)
-    positions = [root_slot + depth for depth in depths]
-    return Rows(token_ids, root_slot + first, positions, torch.cat((committed, visible), dim=1), variants)
+    return Rows(token_ids, root_slot + first, [root_slot + depth for depth in depths], visible, variants)

@@ -59,8 +59,7 @@ class RowGroup:
     """Rows that a sub-layer runs for, and how they see the buffer; shared by all layers of a pass.
 
     `spans`: consecutive shares of the group, as (first row in the group, first slot, length): where their keys and
-    values go; with `slots`, int64 (rows,), they go there instead. `mask`: additive, (group rows, end - start), or None
-    when each row sees all of [start, end).
+    values go; with `slots`, int64 (rows,), they go there instead. `mask`: as for `attend`, over [start, end).
     """
 
     cos: Tensor | None  # (rows, 1, rotary_dim)
@@ -100,6 +99,11 @@ class HeadLayout:
     n_kv_heads: int
     width: int
     interleaved: bool
+
+    def of_groups(self, mask: Tensor) -> Tensor:
+        """Repeat a mask (rows, slots) for every query head of a key head: (groups * rows, slots)."""
+        groups = self.n_heads // self.n_kv_heads
+        return mask if groups == 1 else mask.repeat(groups, 1)
 
 
 def queries_keys_values(
@@ -259,14 +263,12 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sca
     """Compute attention of (rows, heads, head_dim) over (kv_heads, slots, head_dim): (rows, heads * head_dim).
 
     The query heads that share a key head become extra rows of it, so that keys and values are read where they lie and
-    never repeated. `mask` is additive, (rows, slots).
+    never repeated. `mask` is additive, (groups * rows, slots), see `HeadLayout.of_groups`; None: each row sees all.
     """
     rows, heads, width = query.shape
     kv_heads = keys.shape[0]
     groups = heads // kv_heads
     # (rows, kv_heads, groups, width) -> (kv_heads, groups * rows, width)
     folded = query.view(rows, kv_heads, groups, width).permute(1, 2, 0, 3).reshape(1, kv_heads, groups * rows, width)
-    if mask is not None and groups > 1:
-        mask = mask.repeat(groups, 1)
     mixed = F.scaled_dot_product_attention(folded, keys[None], values[None], attn_mask=mask, scale=scaling)
     return mixed.view(kv_heads, groups, rows, width).permute(2, 0, 1, 3).reshape(rows, heads * width)

@@ -12,6 +12,8 @@ import copy
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from statistics import median
+from time import perf_counter
 from typing import Any, cast
 
 import torch
@@ -28,6 +30,7 @@ from .runtime import Runtime
 WIDTHS = (1, 2, 4, 8, 16, 32)  # rows
 RECORD_AT = 3  # the pass of a shape that is captured: most layer sets of a search are run once and never again
 MOST_GRAPHS = 64
+PROBES, PROBE_SLOTS = 9, 128  # passes that are timed when a model is loaded, and the slots that they read
 
 Key = tuple[int, int, int, tuple[LayerSet, ...]]  # buffer, rows, slots, layer set
 
@@ -93,7 +96,8 @@ class StaticPass(PassPlan):
         table = self.tables[block.layer_type]
         if table is not None:
             cos, sin = (part[self.inputs[1]][:, None] for part in table)
-        return RowGroup(cos, sin, (), 0, self.n_slots, self.masks[block.window], self.inputs[2])
+        mask = block.heads.of_groups(self.masks[block.window])
+        return RowGroup(cos, sin, (), 0, self.n_slots, mask, self.inputs[2])
 
 
 Record = Callable[[StaticPass], Callable[[], Tensor]]
@@ -162,6 +166,22 @@ class GraphPasses:
         """Drop every captured pass: some of the weights lie elsewhere now."""
         self._passes.clear()
         self._uses.clear()
+
+
+@torch.inference_mode()
+def are_faster(runtime: Runtime, graphs: GraphPasses) -> bool:
+    """Tell whether the model's one-row passes take less time replayed than run one operation after the other."""
+    rows, seconds = Rows([0], PROBE_SLOTS - 1), list[float]()
+    for replayed in (False, True):
+        buffer = graphs.lend(PROBE_SLOTS) if replayed else runtime.own_buffer(PROBE_SLOTS)
+        times = []
+        for _ in range(RECORD_AT + PROBES):
+            clock = perf_counter()
+            logits = graphs.forward(rows, buffer) if replayed else None
+            (runtime.forward(rows, buffer) if logits is None else logits).max(dim=-1).indices.tolist()  # waits for it
+            times.append(perf_counter() - clock)
+        seconds.append(median(times[RECORD_AT:]))
+    return seconds[1] < seconds[0]
 
 
 class _Capture:

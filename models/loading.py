@@ -21,7 +21,7 @@ from ..core.types import ModelInfo
 from .blocks import EAGER, Block, LayerFunctions, PackedLinear, onednn_linear, onednn_weight
 from .coded import CodedLinear
 from .fingerprint import fingerprint
-from .graphs import GraphPasses
+from .graphs import GraphPasses, are_faster
 from .library_maps import check_library, is_by_library, take_maps
 from .packed_weights import load_packed
 from .runtime import Runtime
@@ -174,10 +174,11 @@ def _load_tokenizer(folder: Path) -> Any:
 def at_speed(runtime: Runtime, speed: Speed, lay_out: bool = True) -> None:
     """Let a runtime compute the same in another way, before its first buffer is made.
 
-    "auto": "native" where that can be, else "eager". "native": by our own kernels (`models.kernels`), for a CPU.
-    "eager": torch's own operations one by one, as a runtime begins. "onednn": eager, its linear maps by oneDNN over
-    weights in its own order, in place of the plain ones. "compiled": all but attention by `torch.compile`, which wants
-    a C++ compiler on a CPU. "graphs": passes of up to 32 rows replayed as CUDA graphs. "compiled+graphs": both.
+    "auto": "native" where that can be; on one CUDA device "graphs" where a few timed passes are faster so; else
+    "eager". "native": by our own kernels (`models.kernels`), for a CPU. "eager": torch's own operations one by one, as
+    a runtime begins. "onednn": eager, its linear maps by oneDNN over weights in its own order, in place of the plain
+    ones. "compiled": all but attention by `torch.compile`, which wants a C++ compiler on a CPU. "graphs": passes of up
+    to 32 rows replayed as CUDA graphs. "compiled+graphs": both.
 
     Args:   lay_out: GPT-2's weights may be laid out anew, which other holders of the model see as strides.
     Raises: SettingsError: there is no such speed, or not on this machine; nothing has changed then.
@@ -190,6 +191,7 @@ def at_speed(runtime: Runtime, speed: Speed, lay_out: bool = True) -> None:
             raise SettingsError(f"our kernels cannot be used: {reason}")
         if reason is not None:
             de_quantise(runtime)
+            _by_graphs(runtime)
         return
     if speed not in ("eager", "onednn") and any(is_by_library(module) for module in runtime.hf_model.modules()):
         raise SettingsError(f"speed {speed!r} is not for maps that a library computes: use auto, eager or onednn")
@@ -223,6 +225,15 @@ def _by_native(runtime: Runtime, lay_out: bool) -> str | None:
     runtime.speed = "native"
     runtime.copies.lay_out(packed=True)
     return None
+
+
+def _by_graphs(runtime: Runtime) -> None:
+    """Replay CUDA graphs where the model lies on one CUDA device and they are faster there."""
+    if runtime.device.type != "cuda" or not runtime.one_device:
+        return
+    graphs = GraphPasses(runtime)
+    if are_faster(runtime, graphs):
+        runtime.graphs, runtime.speed = graphs, "graphs"
 
 
 def outputs_first(model: nn.Module) -> list[Conv1D]:

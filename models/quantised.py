@@ -36,6 +36,7 @@ LEVELS = 15  # steps of a 4-bit code
 SMALLEST_GROUP = 32  # inputs of packed weights come in multiples of it
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)  # of a group's range that are tried: the tails may cost less than coarser steps
 BITS = {name: 8 if name == "int8" else 4 for name in FORMATS}
+DEVICE_CHUNK = 1 << 27  # weights that are quantised at a time on a GPU
 STORED_BITS = 16  # at least, of weights that are not quantised
 
 HASH = re.compile(r"v\d+:[0-9a-f]{16}")  # what `models.fingerprint` gives; made-up names of tests are none
@@ -118,8 +119,12 @@ def quantise_int8(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def _by_rows(
     quantise: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]], weight: Tensor, group: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise a few rows at a time: on a CPU it works in its caches then, several times faster than on all at once."""
-    parts = [quantise(rows, group) for rows in torch.split(weight, max(1, CHUNK // weight.shape[1]))]
+    """Quantise a few rows at a time: on a CPU it works in its caches then, several times faster than on all at once.
+
+    A GPU takes a hundred million weights at a time: a piece costs it launches, and scratch of some 30 bytes a weight.
+    """
+    chunk = CHUNK if weight.device.type == "cpu" else DEVICE_CHUNK
+    parts = [quantise(rows, group) for rows in torch.split(weight, max(1, chunk // weight.shape[1]))]
     codes, scales, zeros = (torch.cat(same) for same in zip(*parts, strict=True))
     return codes, scales, zeros
 
@@ -278,13 +283,16 @@ class QuantisedCopies:
     def _prepare(self, keys: Sequence[Key], on_step: Callable[[str], None] | None) -> None:
         """Make or read copies of one part in one format."""
         part, _, name = keys[0]
-        path = self._file(part, name)
-        kept = None if path is None else read_copy(path, self._device(part), self.packed)
+        path, devices = self._file(part, name), {self._device(key) for key in keys}
+        own = (
+            devices.pop() if len(devices) == 1 else torch.device("cpu")
+        )  # of a model over several, parts go on from there
+        kept = None if path is None else read_copy(path, own, self.packed)
         for number, key in enumerate(keys):
             rounds = kept is None and part != "head" and not self._is_own(key)
             if on_step is not None and rounds and number % 4 == 0:
                 on_step(f"quantising, {part} {number + 1} of {len(keys)} as {name}")
-            self._made[key] = self._make(key, _pairs(kept or {}, key))
+            self._made[key] = self._make(key, _pairs(kept or {}, key, self._device(key)))
         everything: list[Key] = [(part, layer, name) for layer in range(1 if part == "head" else len(self._blocks))]
         if path is not None and kept is None and all(key in self._made for key in everything):
             places = {_place(key, i): one for key in everything for i, one in enumerate(self._made[key].maps)}
@@ -321,12 +329,12 @@ class QuantisedCopies:
             return _Copy(replace(modules, qkv=(one(modules.qkv),), out=one([modules.out])), maps)
         return _Copy(replace(modules, mlp=replaced([modules.mlp], one)), maps)
 
-    def _device(self, part: str) -> torch.device:
-        return cast(Tensor, self.head_map.weight).device if part == "head" else self._blocks[0].device
+    def _device(self, key: Key) -> torch.device:
+        return cast(Tensor, self.head_map.weight).device if key[0] == "head" else self._blocks[key[1]].device
 
     def _file(self, part: str, name: str) -> Path | None:
         device = self._blocks[0].device
-        if self._fingerprint is None or any(block.device != device for block in self._blocks):
+        if self._fingerprint is None or any(block.device.type != device.type for block in self._blocks):
             return None
         return copy_file(self._fingerprint, part, name, cast(Tensor, self.head_map.weight).dtype, device, self.packed)
 
@@ -357,13 +365,13 @@ def _place(key: Key, number: int) -> str:
     return "" if key[0] == "head" else f"{key[1]}.{number}."
 
 
-def _pairs(kept: Mapping[str, Tensor], key: Key) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield codes and scales of a part's maps, in their order."""
+def _pairs(kept: Mapping[str, Tensor], key: Key, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield codes and scales of a part's maps, in their order, on the device."""
     for number in count():
         at = _place(key, number)
         if f"{at}codes" not in kept:
             return
-        yield kept[f"{at}codes"], kept[f"{at}scales"]
+        yield kept[f"{at}codes"].to(device), kept[f"{at}scales"].to(device)
 
 
 def copy_file(
@@ -382,9 +390,9 @@ def read_copy(path: Path, device: torch.device, packed: bool = False) -> dict[st
     """Read a copy; None where there is none that can be read."""
     try:
         found = load_file(path, device=str(device))
-        # In the mapped file tensors begin anywhere. Our kernels read them there; torch's int8 kernel dies of codes that
-        # are not aligned, and gets a copy in memory of torch's own.
-        return found if packed else {key: tensor.clone() for key, tensor in found.items()}
+        # In the mapped file tensors begin anywhere. Our kernels read them there; torch's int8 kernel for CPUs dies of
+        # codes that are not aligned, and gets a copy in memory of torch's own.
+        return found if packed or device.type != "cpu" else {key: found.pop(key).clone() for key in list(found)}
     except (OSError, SafetensorError):
         return None
 

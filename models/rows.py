@@ -51,9 +51,10 @@ class Rows:
     """What one pass runs over.
 
     `token_ids` go to slots `first_slot`, `first_slot` + 1, …. Without `visible` the rows are a chain: row i stands at
-    position `first_slot` + i and sees every slot up to its own. With it, `positions` are given and `visible` is bool,
-    (n, first_slot + n). `variants` splits the rows into equal consecutive shares, each leaving out its own layer set;
-    empty means the full model.
+    position `first_slot` + i and sees every slot up to its own. With it, `positions` are given and `visible`, bool
+    (n, newest), says which of the newest slots each row sees; of the slots before these, all see the first `n_read`
+    (None: all). `variants` splits the rows into equal consecutive shares, each leaving out its own layer set; empty
+    means the full model.
     """
 
     token_ids: Sequence[int]
@@ -61,6 +62,23 @@ class Rows:
     positions: Sequence[int] | None = None
     visible: Tensor | None = None
     variants: tuple[LayerSet, ...] = ()
+    n_read: int | None = None
+
+    def seen(self, device: torch.device | None = None) -> Tensor | None:
+        """Return which slots the rows see, bool (n, first_slot + n), of which `visible` alone is moved to the device.
+
+        None: the rows are a chain.
+        """
+        if self.visible is None:
+            return None
+        n, newest = self.visible.shape
+        older = self.first_slot + n - newest
+        if older <= 0:
+            return self.visible.to(device)
+        before = torch.ones((n, older), dtype=torch.bool, device=device)
+        if self.n_read is not None:
+            before[:, self.n_read :] = False
+        return torch.cat((before, self.visible.to(device)), dim=1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,7 +173,7 @@ class PassPlan:
             sin = None if sin is None else sin[index]
             mask = None if mask is None else mask[index]
             spans = tuple((i * self.share, first + v * self.share, self.share) for i, v in enumerate(sorted(variants)))
-        return RowGroup(cos, sin, spans, start, self.end, mask)
+        return RowGroup(cos, sin, spans, start, self.end, None if mask is None else block.heads.of_groups(mask))
 
     def _mask(self, block: Block) -> tuple[int, Tensor | None]:
         """First slot to read and the additive mask over the slots from there, for all rows."""
@@ -165,9 +183,8 @@ class PassPlan:
 
     def mask(self, window: int | None, device: torch.device) -> Tensor:
         """What is added to the scores of all slots, (rows, end): 0 where a row sees the slot."""
-        if self.rows.visible is not None:
-            visible = self.rows.visible.to(device)
-        else:
+        visible = self.rows.seen(device)
+        if visible is None:
             visible = torch.arange(self.end, device=device)[None] <= self.positions(device)[:, None]
         if window is not None:  # slots whose *position* is less than `window` behind the row's
             own = self.positions(device)

@@ -60,13 +60,9 @@ def score_window(
     first = (len(token_ids) - window if start is None else start) - 1
     inputs = token_ids[first : first + window]
     n, scratch = len(layer_sets), context.root_slot
-    visible = torch.zeros((n * window, scratch + n * window), dtype=torch.bool)
-    visible[:, :first] = True
-    causal = torch.ones((window, window), dtype=torch.bool).tril()
-    for i in range(n):
-        visible[i * window : (i + 1) * window, scratch + i * window : scratch + (i + 1) * window] = causal
+    visible = torch.eye(n, dtype=torch.bool).kron(torch.ones((window, window), dtype=torch.bool).tril())
     positions = list(range(first, first + window)) * n
-    rows = Rows(list(inputs) * n, scratch, positions, visible, tuple(layer_sets))
+    rows = Rows(list(inputs) * n, scratch, positions, visible, tuple(layer_sets), n_read=first)
     logits = yield Pass(context.runtime, rows, context.buffer, beside=True)  # (n * window, vocab)
     ranks, confidences = list[int](), list[float]()
     at_once = window * -(-ROWS_READ // window)

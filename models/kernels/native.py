@@ -226,12 +226,13 @@ class NativePasses:
         for each in passes:
             rows, own = each.rows, len(each.rows.token_ids)
             end = rows.first_slot + own
-            if end > each.buffer.capacity or (rows.visible is not None and rows.visible.shape != (own, end)):
+            seen = rows.seen()
+            if end > each.buffer.capacity or (seen is not None and seen.shape != (own, end)):
                 raise ValueError(f"{own} rows from slot {rows.first_slot} on do not fit the buffer, or what they see")
             if rows.positions is not None and len(rows.positions) != own:
                 raise ValueError(f"{own} rows have {len(rows.positions)} positions")
             positions += range(rows.first_slot, end) if rows.positions is None else rows.positions
-            seen = None if rows.visible is None else rows.visible.contiguous()
+            seen = None if seen is None else seen.contiguous()
             visible.append(seen)  # held until the pass has run
             keys, values = each.buffer.addresses
             sequences.append(

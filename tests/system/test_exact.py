@@ -352,11 +352,20 @@ def test_buffer_that_another_request_has_used_gives_the_same_bits() -> None:
 def test_pass_that_does_not_fit_its_buffer_is_refused_before_it_writes() -> None:
     runtime = native("llama")
     buffer = runtime.new_buffer(4)
-    one = torch.ones(1, 1, dtype=torch.bool)
-    for rows in (Rows([3] * 5, 0), Rows([3, 4], 3), Rows([3], 2, [2], one), Rows([3], 0, [0, 1], one)):
+    one, wide = torch.ones(1, 1, dtype=torch.bool), torch.ones(1, 4, dtype=torch.bool)
+    for rows in (Rows([3] * 5, 0), Rows([3, 4], 3), Rows([3], 2, [2], wide), Rows([3], 0, [0, 1], one)):
         with pytest.raises(ValueError, match=r"positions|do not fit"):
             runtime.forward(rows, buffer)
     assert not any(part.any() for part in (*buffer.keys, *buffer.values))
+
+
+def test_slots_before_those_of_a_mask_are_all_seen_or_the_first_ones() -> None:
+    own = torch.eye(2, dtype=torch.bool)
+    assert Rows([3], 4).seen() is None
+    whole, some = Rows([3, 4], 3, [3, 3], own).seen(), Rows([3, 4], 3, [1, 1], own, n_read=1).seen()
+    assert whole is not None and some is not None
+    assert whole.int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 0, 1]]
+    assert some.int().tolist() == [[1, 0, 0, 1, 0], [1, 0, 0, 0, 1]]
 
 
 # -- decoding ----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, swift
 from swiftopt.decoding.rule import TokenRule
 from swiftopt.models import quantised
-from swiftopt.models.quantised import QuantisedLinear, cuda_tiles
+from swiftopt.models.quantised import QuantisedLinear, cuda_tiles, quantise_groups, quantise_int4
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
 
@@ -44,6 +45,17 @@ def test_quantised_weight_is_within_half_a_step_of_each_groups_range(name: str, 
     error = (seen.unflatten(1, (-1, copy.group or WIDTH)) - grouped).abs().square().mean(-1).sqrt()
     rounding = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
     assert (error <= reach / steps / 12**0.5 * 1.25 + rounding).all()
+
+
+@pytest.mark.parametrize("quantise", [quantise_int4, quantise_groups])
+def test_pieces_of_any_size_have_the_codes_of_the_whole(
+    quantise: Callable[[torch.Tensor, int], tuple[torch.Tensor, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = quantise(linear_weight(), 64)
+    for chunk in (1, 3 * WIDTH):
+        monkeypatch.setattr(quantised, "CHUNK", chunk)
+        for part, own in zip(quantise(linear_weight(), 64), whole, strict=True):
+            assert torch.equal(part, own)
 
 
 def test_finer_groups_are_never_worse() -> None:

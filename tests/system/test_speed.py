@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from time import sleep
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from swiftopt.decoding.rule import TokenRule
 from swiftopt.models import loading
 from swiftopt.models.blocks import EAGER
 from swiftopt.models.costs import device_name
-from swiftopt.models.graphs import RECORD_AT, GraphPasses, StaticPass
+from swiftopt.models.graphs import RECORD_AT, GraphPasses, StaticPass, are_faster
 from swiftopt.models.loading import at_speed, load
 from swiftopt.models.quantised import QuantisedLinear
 from swiftopt.models.rows import Rows
@@ -192,6 +193,23 @@ def test_onednn_computes_what_eager_passes_do(family: str, dtype: torch.dtype) -
         mine, eagers = (quantised_maps(each.copies.parts("mlp", layer, "int8").mlp) for each in (packed, eager))
         assert mine and all(torch.equal(own.codes, other.codes) for own, other in zip(mine, eagers, strict=True))
     assert torch.equal(packed.copies.head("int8").codes, eager.copies.head("int8").codes)
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_graphs_are_taken_where_a_few_passes_are_faster_so(faster: bool) -> None:
+    runtime = tiny_runtime("llama", torch.float32)
+
+    def record(static: StaticPass) -> Callable[[], Tensor]:
+        logits = static.run()
+
+        def replay() -> Tensor:
+            sleep(0.0 if faster else 0.05)
+            return logits
+
+        return replay
+
+    graphs = GraphPasses(runtime, record)
+    assert are_faster(runtime, graphs) == faster and runtime.graphs is None
 
 
 @pytest.mark.parametrize("speed", ["graphs", "compiled+graphs"])

@@ -1,0 +1,94 @@
+"""All that a GPU machine is asked, most valuable first: the `gpu` tests, then `bench.gpu` by speed and shape.
+
+    python -m swiftopt.bench.gpu_all [--out FOLDER] [--device cuda]
+
+Each step is a process with a time limit of its own; all of them together take less than 9 minutes. What a step prints
+is shown as it comes; its last line, if that is JSON, and what came of all steps go to FOLDER, by default gpu-results.
+`--device cpu` tries the script with tiny shapes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Timer
+from time import perf_counter
+
+from .tables import ROOT
+
+SCHEMA = "swiftopt.gpu-steps/1"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStep:
+    """A Python command with the seconds that it may take."""
+
+    name: str
+    words: tuple[str, ...]
+    limit_s: float
+
+
+def steps(device: str) -> list[DeviceStep]:
+    """Return what is run, in order; on a CPU with tiny shapes."""
+    large, deep = ("codellama-13b", "llama-70b-8-layers") if device.startswith("cuda") else ("tiny", "tiny")
+    tests = [str(ROOT / "tests" / "system" / f"test_{name}.py") for name in ("gpu", "bench_gpu", "speed", "edges")]
+
+    def bench(shape: str, speed: str) -> tuple[str, ...]:
+        return ("-m", "swiftopt.bench.gpu", "--shape", shape, "--speed", speed, "--device", device)
+
+    found = [
+        DeviceStep("machine", ("-m", "torch.utils.collect_env"), 30),
+        DeviceStep("tests", ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *tests), 60),
+        DeviceStep("13b-eager", bench(large, "eager"), 150),
+        DeviceStep("70b-layers", bench(deep, "eager"), 80),
+    ]
+    if device.startswith("cuda"):
+        found.insert(3, DeviceStep("13b-graphs", bench(large, "graphs"), 130))
+        found.append(DeviceStep("13b-compiled", bench(large, "compiled+graphs"), 70))
+    return found
+
+
+def run(step: DeviceStep, folder: Path) -> dict[str, object]:
+    """Run a step, show what it prints, and keep its JSON; return what came of it."""
+    print(f"== {step.name}: python {' '.join(step.words)}", flush=True)
+    clock, last = perf_counter(), ""
+    with subprocess.Popen(
+        [sys.executable, *step.words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        timer = Timer(step.limit_s, process.kill)
+        timer.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            last = line
+        process.wait()
+        timer.cancel()
+    if last.startswith("{"):
+        (folder / f"{step.name}.json").write_text(json.dumps(json.loads(last), indent=1) + "\n", encoding="utf-8")
+    return {"step": step.name, "exit": process.returncode, "seconds": round(perf_counter() - clock, 1)}
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Parse, run every step, say which failed; 1 if any did."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"))
+    parser.add_argument("--device", default="cuda")
+    options = parser.parse_args(args)
+    options.out.mkdir(parents=True, exist_ok=True)
+    done: list[dict[str, object]] = []
+    for step in steps(options.device):
+        done.append(run(step, options.out))
+        report = {"schema": SCHEMA, "device": options.device, "steps": done}
+        (options.out / "steps.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    failed = [str(one["step"]) for one in done if one["exit"]]
+    print(f"{len(done) - len(failed)} of {len(done)} steps ran" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
