@@ -18,7 +18,7 @@ from ..models.early_exit import n_parameters
 from ..models.runtime import Runtime
 from ..optimizer.search import Search
 from ..store import Store
-from ..tasks.compare import first_turns, open_models, task_of
+from ..tasks.compare import first_turns, made_on, open_models, task_of
 from ..tasks.measures import EnergyMeter, nll
 from ..tasks.report import Figures, figures
 from ..tasks.runs import Contender, Interleaved, OnRun, Run, decoding_with
@@ -44,20 +44,22 @@ def ablate(
     draft_model: str | None,
     prompts: Sequence[Prompt],
     store: Store | None,
+    others: Sequence[Prompt] = (),
     on_step: Callable[[str], None] = lambda words: None,
     on_run: OnRun | None = None,
 ) -> dict[str, Any]:
     """The object that `swiftopt bench ablate --json` prints.
 
-    Missing heads, probes and layer sets are made briefly on the same prompts, as `swiftopt compare` makes them, and not
-    kept. A search goes on from prompt to prompt while its variant decodes, and its time counts.
+    Missing heads, probes and layer sets are made briefly on `others`, or the prompts themselves where there are none,
+    as `swiftopt compare` makes them, and not kept. A search goes on from prompt to prompt while its variant decodes,
+    and its time counts.
     """
-    prompts = first_turns(prompts)
+    prompts, others = first_turns(prompts), first_turns(others)
     greedy = replace(request, draft_model=draft_model, sampling=Sampling())
     session, draft = open_models(greedy, prompts, store, on_step)
     runtime = session.runtime
     task = request.task or task_of(prompts)
-    recipes = AblationRecipes(session, store, draft, request.model, task, prompts, None, on_step)
+    recipes = AblationRecipes(session, store, draft, request.model, task, others or prompts, None, on_step)
     made = [_made(variant) for variant in variants(name, recipes)]
     able = [Contender(BASE, decoding_with(session, PLAIN))]
     able += [_contender(one, runtime, request.max_new_tokens) for one in made if one.error is None]
@@ -78,6 +80,7 @@ def ablate(
         "prompts": len(prompts),
         "energy": meter.source,
         "made": [{"piece": one.piece, "how": one.how} for one in recipes.made],
+        "made_on": made_on(others),
         "rows": [_row(one, runs, session, prompts) for one in made],
         "interrupted": not finished,
     }

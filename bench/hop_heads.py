@@ -102,7 +102,10 @@ def train_hops(
 ) -> list[Heads]:
     """Train the heads of every hop at `depths` on the model's completions, for `budget_s` seconds altogether."""
     began, found = monotonic(), list[Heads]()
-    texts = [features_of(session, prompt, depths) for prompt in prompts]
+    texts = list[Features]()
+    for prompt in prompts:
+        if not texts or monotonic() - began < budget_s / 2:
+            texts.append(features_of(session, prompt, depths))
     for hop in range(1, HOPS + 1):
         states = Features.joined([ahead(text, hop) for text in texts])
         lessons = HeadLessons(session.runtime, states, depths, full=False)

@@ -17,7 +17,7 @@ from rich.text import Text
 from ..bench.ablation_table import ABLATIONS
 from ..core.errors import SettingsError
 from ..core.requests import EARLIER_NAMES, PEERS, GenerateRequest, ServedModel
-from ..core.streams import StreamForm, read_stream
+from ..core.streams import StreamForm, read_stream, read_with_others
 from ..decoding.methods import METHODS
 from . import options
 from .bench_search import search, stream_shift
@@ -162,11 +162,12 @@ def ablate(
     """Run one of the papers' ablations; its variants decode the same prompts by turns.
 
     NAME is swift-parts, swift-self-sd, swift-window, swift-schedule, swift-ratio, adadecode-parts,
-    adadecode-threshold, paradecode-parts, paradecode-threshold, mtad-threshold, mtad-beams, mtad-warp, adaspeed or
-    adaspeed-exit. What is not stored for the task is made briefly and not kept.
+    adadecode-threshold, adadecode-trees, spd-settings, self-sd-steps, paradecode-parts, paradecode-threshold,
+    mtad-threshold, mtad-beams, mtad-warp, adaspeed or adaspeed-exit. What is not stored for the task is made briefly
+    and not kept, on prompts behind --limit where there are any.
     """
     check_words("ablation", [name], ABLATIONS)
-    prompts = read_stream(stream, values["task"], limit, form)
+    prompts, others = read_with_others(stream, values["task"], limit, form)
     request = decoding_request(values)
     if draft_model is not None:
         check_model(replace(request, model=draft_model))
@@ -174,7 +175,7 @@ def ablate(
     from ..bench.ablate import ablate as run
 
     with open_store(db) as store:
-        report = run(name, request, draft_model, prompts, store, note, note_run)
+        report = run(name, request, draft_model, prompts, store, others, note, note_run)
     if pictures:
         draw_ablation(report, pictures)
     return Result(report, _ablation_view(report), interrupted=report["interrupted"])
@@ -190,6 +191,8 @@ def _ablation_view(report: Mapping[str, Any]) -> list[RenderableType]:
         if row["ratio"] is not None
     ]
     failed = [f"{row['label']}: not run: {row['reason']}" for row in report["rows"] if row["reason"] is not None]
+    if report["made"] and report["made_on"] != "other prompts":
+        failed.append(f"made on {report['made_on']} themselves, which favours the variants that use it")
     return [heading(f"{report['title']} ({report['source']})"), table(columns, rows, gap=2), *failed]
 
 

@@ -12,10 +12,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..core.errors import SettingsError, StreamError
+from ..core.errors import SettingsError
 from ..core.presets import PRESETS, preset_of
 from ..core.requests import BASE, PEERS, CompareRequest, GenerateRequest
-from ..core.streams import STDIN, StreamForm, read_stream
+from ..core.streams import StreamForm, read_with_others
 from ..core.types import Prompt, Sampling
 from ..decoding.methods import METHODS, method_info
 from . import options
@@ -28,7 +28,6 @@ Row = Mapping[str, Any]
 ALL = "all"
 LOSSY = "≈"
 ROOMY = 116  # columns of a terminal that shows all but one column of the table
-OTHERS = 32  # prompts behind --limit that brief searches and trainings look at
 
 
 def _names(lossy: bool) -> str:
@@ -114,7 +113,7 @@ def compare(
     chosen = chosen_methods(",".join([methods, *(preset_of(name).method for name in presets)]), lossless)
     given = {"methods": chosen, "settings": parse_settings(assignments, chosen), "keep": not no_store}
     request = pick(CompareRequest, {**values, **given, "presets": presets, "sampling": pick(Sampling, values)})
-    prompts, others = _prompts(stream, values["task"], limit, form)
+    prompts, others = read_with_others(stream, values["task"], limit, form)
     return comparison(request, prompts, others, pictures, db)
 
 
@@ -132,17 +131,6 @@ def comparison(
     if pictures:
         draw_comparison(report, pictures)
     return Result(report, [comparison_view(report, console().width)], interrupted=report["interrupted"])
-
-
-def _prompts(stream: str, task: str | None, limit: int | None, form: StreamForm) -> tuple[list[Prompt], list[Prompt]]:
-    """Return the prompts to compare on, and others of the same stream behind them."""
-    prompts = read_stream(stream, task, limit, form)
-    if limit is None or stream == STDIN:
-        return prompts, []
-    try:
-        return prompts, read_stream(stream, task, limit + OTHERS, form)[len(prompts) :]
-    except StreamError:  # in a line that nobody asked for
-        return prompts, []
 
 
 def chosen_methods(words: str, lossless: bool = False) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ from .templates import JUDGES, template_of
 from .types import DEFAULT_TASK, Completion, Prompt
 
 STDIN = "-"
+LEARNED_ON = 32  # prompts behind a limit that brief searches and trainings look at
 FIELDS = ("prompt", "messages", "question", "turns")  # a line has exactly one of them
 IDS = ("id", "task_id", "qid")  # fields of data sets that name a row
 PACKED = ".gz"
@@ -86,6 +87,19 @@ def read_stream(
         else:
             prompts = _rows(source, where, task, limit, form)
     return [replace(prompt, stop=(*prompt.stop, *form.stop)) for prompt in prompts] if form.stop else prompts
+
+
+def read_with_others(
+    path: str, default_task: str | None, limit: int | None, form: StreamForm | None = None
+) -> tuple[list[Prompt], list[Prompt]]:
+    """Return the first `limit` prompts of a stream, and up to `LEARNED_ON` behind them to learn on."""
+    prompts = read_stream(path, default_task, limit, form)
+    if limit is None or path == STDIN:
+        return prompts, []
+    try:
+        return prompts, read_stream(path, default_task, limit + LEARNED_ON, form)[len(prompts) :]
+    except StreamError:  # in a line that nobody asked for
+        return prompts, []
 
 
 def _rows(source: Iterable[bytes], where: str, task: str, limit: int | None, form: StreamForm) -> list[Prompt]:

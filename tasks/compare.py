@@ -160,10 +160,15 @@ class Comparison:
             "base": BASE,
             "energy": energy,
             "made": [{"piece": one.piece, "how": one.how, "seconds": round(one.seconds, 1)} for one in recipes.made],
-            "made_on": "other prompts" if self.others else "the compared prompts",
+            "made_on": made_on(self.others),
             "results": [row.to_json() for row in rows],
             "interrupted": not finished,
         }
+
+
+def made_on(others: Sequence[Prompt]) -> str:
+    """Say which prompts brief searches and trainings saw."""
+    return "other prompts" if others else "the compared prompts"
 
 
 def _settings_of(preset: Preset | None) -> Mapping[str, Any]:

@@ -167,6 +167,24 @@ def test_every_ablation_has_a_row_per_variant(
         assert all(key in row for key in (*ABLATIONS[name].varied, *ABLATIONS[name].shown))
 
 
+def test_an_ablation_learns_on_prompts_that_it_does_not_decode(
+    tiny: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    learned: list[str] = []
+
+    class Spy(ablations.AblationRecipes):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            learned.extend(prompt.id for prompt in self.prompts)
+
+    monkeypatch.setattr("swiftopt.bench.ablate.AblationRecipes", Spy)
+    command = ["bench", "ablate", "adadecode-threshold", "--model", tiny, "--stream", "notes.jsonl", *TOKENS]
+    assert run([*command, "--limit", "2"]) == 0
+    assert learned == ["p2", "p3", "p4", "p5"] and "favours" not in capsys.readouterr().out
+    assert run(command) == 0
+    assert learned[4:] == [f"p{i}" for i in range(6)] and "favours the variants" in capsys.readouterr().out
+
+
 CODE = [
     {
         "task_id": f"C/{i}",
