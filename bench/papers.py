@@ -13,6 +13,7 @@ import json
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ class Repeated:
 
     The command gets model, stream and limit from the caller; `takes_limit` is off where it reads all of the stream.
     `example`: the stream where the caller names none; "": the command reads none. `module` has the command, and
-    `first` makes what it needs.
+    `first` makes what it needs of the lines behind the limit.
     """
 
     key: str
@@ -148,7 +149,7 @@ PAPERS: tuple[Repeated, ...] = (
         "Table 3",
         "1.51x; w/o verification 1.64x, one layer 1.37x, original head 0.84x, full heads 1.49x",
         ("bench", "ablate", "adadecode-parts", *GREEDY),
-        first=("heads", "train", "--task", "mixed", "--stream", "examples/stream.jsonl", "--minutes", "0.5"),
+        first=("heads", "train", "--task", "mixed", "--minutes", "0.5"),
     ),
     Repeated(
         "adadecode-threshold",
@@ -261,8 +262,12 @@ def run(entry: Repeated, model: str, stream: str | None, limit: int | None, comm
     print(f"{entry.paper}, {entry.where}: {said}", flush=True)
     folder = None if stream else ROOT  # which the examples' names are relative to
     if entry.first:
-        made = [sys.executable, "-m", "swiftopt", *entry.first, "--model", model]
-        subprocess.run(made, stdout=subprocess.DEVNULL, cwd=ROOT, check=True)
+        lines = (ROOT / (stream or entry.example)).read_text(encoding="utf-8").splitlines(keepends=True)
+        with tempfile.NamedTemporaryFile("w", suffix=".jsonl", encoding="utf-8") as others:
+            others.writelines(lines[limit:] or lines)
+            others.flush()
+            made = [sys.executable, "-m", "swiftopt", *entry.first, "--model", model, "--stream", others.name]
+            subprocess.run(made, stdout=subprocess.DEVNULL, cwd=ROOT, check=True)
     command = [sys.executable, "-m", entry.module, *words, JSON]
     done = subprocess.run(command, stdout=subprocess.PIPE, cwd=folder, check=False)
     if done.returncode:
