@@ -41,15 +41,18 @@ def steps(device: str) -> list[DeviceStep]:
     def bench(shape: str, speed: str) -> tuple[str, ...]:
         return ("-m", "swiftopt.bench.gpu", "--shape", shape, "--speed", speed, "--device", device)
 
+    tested = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
     found = [
         DeviceStep("machine", ("-m", "torch.utils.collect_env"), 30),
-        DeviceStep("tests", ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *tests), 60),
-        DeviceStep("13b-eager", bench(large, "eager"), 150),
-        DeviceStep("70b-layers", bench(deep, "eager"), 80),
+        DeviceStep("tests", (*tested, "-m", "gpu", *tests), 60),
+        DeviceStep("kernels", (*tested, str(ROOT / "tests" / "unit" / "test_row_invariant.py")), 60),
+        DeviceStep("13b-eager", bench(large, "eager"), 120),
+        DeviceStep("70b-layers", bench(deep, "eager"), 60),
     ]
     if device.startswith("cuda"):
-        found.insert(3, DeviceStep("13b-graphs", bench(large, "graphs"), 130))
-        found.append(DeviceStep("13b-compiled", bench(large, "compiled+graphs"), 70))
+        found.insert(4, DeviceStep("13b-graphs", bench(large, "graphs"), 90))
+        found.append(DeviceStep("13b-exact", bench(large, "exact"), 60))
+        found.append(DeviceStep("13b-compiled", bench(large, "compiled+graphs"), 50))
     return found
 
 

@@ -13,7 +13,7 @@ from .streams import StreamForm
 from .types import LayerSetRecord, Sampling
 
 Speed = Literal[
-    "auto", "native", "eager", "onednn", "compiled", "graphs", "compiled+graphs"
+    "auto", "exact", "native", "eager", "onednn", "compiled", "graphs", "compiled+graphs"
 ]  # how a runtime computes: models.loading.at_speed
 MAX_NEW_TOKENS = 128  # tokens per completion, unless the caller or the stream's line says otherwise
 

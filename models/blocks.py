@@ -59,7 +59,8 @@ class RowGroup:
     """Rows that a sub-layer runs for, and how they see the buffer; shared by all layers of a pass.
 
     `spans`: consecutive shares of the group, as (first row in the group, first slot, length): where their keys and
-    values go; with `slots`, int64 (rows,), they go there instead. `mask`: as for `attend`, over [start, end).
+    values go; with `slots`, int64 (rows,), they go there instead. `mask`: as for `attend`, over [start, end). `chain`:
+    each row sees one slot more than the row before it.
     """
 
     cos: Tensor | None  # (rows, 1, rotary_dim)
@@ -69,11 +70,25 @@ class RowGroup:
     end: int
     mask: Tensor | None
     slots: Tensor | None = None
+    chain: bool = False
+    _seen: tuple[Tensor | None, Tensor] | None = None
 
     @property
     def n_rows(self) -> int:
         """Number of rows."""
         return sum(length for _, _, length in self.spans) if self.slots is None else self.slots.shape[0]
+
+    def seen(self, device: torch.device) -> tuple[Tensor | None, Tensor]:
+        """Return the slots that rows see, `order` and `counts` of `kernels.device.attend`, made once."""
+        if self._seen is None:
+            n, n_slots = self.n_rows, self.end - self.start
+            if self.chain or self.mask is None:  # which one row has
+                self._seen = None, torch.arange(n_slots - n + 1, n_slots + 1, dtype=torch.int32, device=device)
+            else:
+                unseen = self.mask[:n] < 0
+                order = unseen.to(torch.uint8).argsort(dim=1, stable=True).int()
+                self._seen = order, n_slots - unseen.sum(dim=1, dtype=torch.int32)
+        return self._seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,17 +148,23 @@ def mlp_out(parts: LayerModules, hidden: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LayerFunctions:
-    """How a layer computes all but attention over the buffer: what depends on the number of rows only.
+    """How a layer computes: what depends on the number of rows only, and attention over the buffer.
 
-    They may be compiled (`models.loading`).
+    The former may be compiled (`models.loading`).
     """
 
     enter: Callable[[LayerModules, HeadLayout, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor, Tensor]]
     leave: Callable[[LayerModules, Tensor], Tensor]
     mlp: Callable[[LayerModules, Tensor], Tensor]
+    attend: Callable[[Tensor, Tensor, Tensor, RowGroup, float], Tensor]
 
 
-EAGER = LayerFunctions(queries_keys_values, attention_out, mlp_out)
+def attend_by_mask(query: Tensor, keys: Tensor, values: Tensor, group: RowGroup, scaling: float) -> Tensor:
+    """Compute attention of a group's rows by torch; see `attend`."""
+    return attend(query, keys, values, group.mask, scaling)
+
+
+EAGER = LayerFunctions(queries_keys_values, attention_out, mlp_out, attend_by_mask)
 
 
 class Block:
@@ -205,7 +226,7 @@ class Block:
             keys[self.index].copy_((key if whole else key[row : row + length]).transpose(0, 1))
             values[self.index].copy_((value if whole else value[row : row + length]).transpose(0, 1))
         keys, values = buffer.between(group.start, group.end)
-        return attend(query, keys[self.index], values[self.index], group.mask, self.scaling)
+        return self.functions.attend(query, keys[self.index], values[self.index], group, self.scaling)
 
     def mlp(self, hidden: Tensor, parts: LayerModules | None = None) -> Tensor:
         """Return what the MLP adds to `hidden` (rows, hidden_size)."""

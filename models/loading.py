@@ -175,18 +175,25 @@ def at_speed(runtime: Runtime, speed: Speed, lay_out: bool = True) -> None:
     """Let a runtime compute the same in another way, before its first buffer is made.
 
     "auto": "native" where that can be; on one CUDA device "graphs" where a few timed passes are faster so; else
-    "eager". "native": by our own kernels (`models.kernels`), for a CPU. "eager": torch's own operations one by one, as
-    a runtime begins. "onednn": eager, its linear maps by oneDNN over weights in its own order, in place of the plain
-    ones. "compiled": all but attention by `torch.compile`, which wants a C++ compiler on a CPU. "graphs": passes of up
-    to 32 rows replayed as CUDA graphs. "compiled+graphs": both.
+    "eager". "exact": a row's bits do not depend on the rows beside it, by our own kernels: "native" on a CPU, those in
+    Triton on a CUDA device, replayed as graphs where that is faster. "native": by our own kernels (`models.kernels`),
+    for a CPU. "eager": torch's own operations one by one, as a runtime begins. "onednn": eager, its linear maps by
+    oneDNN over weights in its own order, in place of the plain ones. "compiled": all but attention by `torch.compile`,
+    which wants a C++ compiler on a CPU. "graphs": passes of up to 32 rows replayed as CUDA graphs. "compiled+graphs":
+    both.
 
     Args:   lay_out: GPT-2's weights may be laid out anew, which other holders of the model see as strides.
     Raises: SettingsError: there is no such speed, or not on this machine; nothing has changed then.
     """
     if speed not in get_args(Speed):
         raise SettingsError(f"speed {speed!r} does not exist: use {', '.join(get_args(Speed))}")
-    if speed in ("auto", "native"):
+    if speed == "exact" and runtime.device.type == "cuda":
+        _by_row(runtime)
+        return
+    if speed in ("auto", "exact", "native"):
         reason = _by_native(runtime, lay_out)
+        if reason is not None and speed == "exact":
+            raise SettingsError(f"passes cannot be exact here: {reason}: use another speed")
         if reason is not None and speed == "native":
             raise SettingsError(f"our kernels cannot be used: {reason}")
         if reason is not None:
@@ -227,13 +234,26 @@ def _by_native(runtime: Runtime, lay_out: bool) -> str | None:
     return None
 
 
+def _by_row(runtime: Runtime) -> None:
+    """Let the row-invariant kernels compute the passes, replayed where that is faster."""
+    from .row_invariant import make_row_invariant
+
+    reason = make_row_invariant(runtime)
+    if reason is not None:
+        raise SettingsError(f"passes cannot be exact here: {reason}: use another speed")
+    runtime.speed = "exact"
+    runtime.copies.lay_out(packed=False)
+    _by_graphs(runtime)
+
+
 def _by_graphs(runtime: Runtime) -> None:
     """Replay CUDA graphs where the model lies on one CUDA device and they are faster there."""
     if runtime.device.type != "cuda" or not runtime.one_device:
         return
     graphs = GraphPasses(runtime)
     if are_faster(runtime, graphs):
-        runtime.graphs, runtime.speed = graphs, "graphs"
+        runtime.graphs = graphs
+        runtime.speed = "graphs" if runtime.speed == "eager" else f"{runtime.speed}+graphs"
 
 
 def outputs_first(model: nn.Module) -> list[Conv1D]:
@@ -306,7 +326,8 @@ def compile_functions(runtime: Runtime) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's compiler warns of torch's own code
-            functions = LayerFunctions(*(_compiled(function) for function in (EAGER.enter, EAGER.leave, EAGER.mlp)))
+            enter, leave, mlp = (_compiled(function) for function in (EAGER.enter, EAGER.leave, EAGER.mlp))
+            functions = LayerFunctions(enter, leave, mlp, EAGER.attend)
             for n_rows in WARM_ROWS:
                 for block in runtime.blocks:
                     _run_once(runtime, block, functions, n_rows)

@@ -173,7 +173,10 @@ class PassPlan:
             sin = None if sin is None else sin[index]
             mask = None if mask is None else mask[index]
             spans = tuple((i * self.share, first + v * self.share, self.share) for i, v in enumerate(sorted(variants)))
-        return RowGroup(cos, sin, spans, start, self.end, None if mask is None else block.heads.of_groups(mask))
+        mask = None if mask is None else block.heads.of_groups(mask)
+        plain = self.rows.visible is None and self.rows.positions is None and variants == self.every
+        chain = plain and (mask is None or block.window is None)
+        return RowGroup(cos, sin, spans, start, self.end, mask, chain=chain)
 
     def _mask(self, block: Block) -> tuple[int, Tensor | None]:
         """First slot to read and the additive mask over the slots from there, for all rows."""

@@ -91,6 +91,7 @@ class Runtime:
         self.speed = "eager"
         self.graphs: CapturedPasses | None = None  # what passes are replayed by, see models.loading.at_speed
         self.native: KernelPasses | None = None  # what passes are computed by in place of torch, likewise
+        self.row_invariant = False  # torch's modules sum row by row in one order, likewise
 
     @property
     def dtype_name(self) -> str:
@@ -100,7 +101,7 @@ class Runtime:
     @property
     def exact(self) -> bool:
         """Whether a row's logits are the same bits whatever rows are beside it, so that drafting changes no bit."""
-        return self.native is not None
+        return self.native is not None or self.row_invariant
 
     @property
     def slot_bytes(self) -> int:

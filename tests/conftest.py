@@ -24,6 +24,8 @@ from servers import KeptDatabase, Postgres, Valkey, flush, new_database, server_
 
 from swiftopt.models.kernels import build
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are read: a CPU runs them, slowly
 settings.register_profile("any machine", deadline=None)  # a busy one must not fail a test
 settings.load_profile("any machine")
 

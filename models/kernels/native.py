@@ -60,6 +60,23 @@ class Unsupported(Exception):
     """Something in a model that the kernels do not compute; says what."""
 
 
+def norm_kind(module: Any) -> tuple[int, float]:
+    """Return the kind of a norm, as `layout` has them, and what it adds to a variance.
+
+    Raises: Unsupported: it is of another kind.
+    """
+    name = type(module).__name__
+    if isinstance(module, nn.LayerNorm):
+        kind = layout.LAYER
+    elif name.endswith("RMSNorm"):
+        kind = layout.RMS_PLUS_ONE if "Gemma" in name else layout.RMS
+    else:
+        raise Unsupported(f"a norm such as {name} is computed by torch")
+    if module.weight is None:
+        raise Unsupported("a norm without weights is computed by torch")
+    return kind, getattr(module, "variance_epsilon", None) or module.eps
+
+
 @dataclass(slots=True)
 class Program:
     """The steps of a pass for some layer sets, and whose rows each of their lists holds."""
@@ -139,7 +156,7 @@ class NativePasses:
         mlp = parts.mlp
         found = next((names for names in MLP_MAPS if hasattr(mlp, names[1]) and hasattr(mlp, names[0][0])), None)
         for module in mlp.modules():
-            _refuse_hooks(module)
+            refuse_hooks(module)
         if found is None:
             raise Unsupported(f"an MLP such as {type(mlp).__name__} is computed by torch")
         maps = self._maps_of([getattr(mlp, name) for name in found[0]])
@@ -161,18 +178,9 @@ class NativePasses:
     def _norm_of(self, module: Any) -> layout.Norm:
         if module is None:
             return layout.Norm(None, None, 0.0, layout.NO_NORM)
-        _refuse_hooks(module)
-        name = type(module).__name__
-        if isinstance(module, nn.LayerNorm):
-            kind = layout.LAYER
-        elif name.endswith("RMSNorm"):
-            kind = layout.RMS_PLUS_ONE if "Gemma" in name else layout.RMS
-        else:
-            raise Unsupported(f"a norm such as {name} is computed by torch")
-        eps = getattr(module, "variance_epsilon", None) or module.eps
+        refuse_hooks(module)
+        kind, eps = norm_kind(module)
         bias = getattr(module, "bias", None)
-        if module.weight is None:
-            raise Unsupported("a norm without weights is computed by torch")
         return layout.Norm(self._address(module.weight), None if bias is None else self._address(bias), eps, kind)
 
     def _maps_of(self, modules: Sequence[Any]) -> list[layout.Map]:
@@ -193,7 +201,7 @@ class NativePasses:
             self._address(bias)
         if isinstance(module, QuantisedLinear):
             return map_of(module, bias)
-        _refuse_hooks(module)
+        refuse_hooks(module)
         if isinstance(module, CodedLinear):
             if module.group not in GROUPS:
                 raise Unsupported(f"groups of {module.group} weights are computed by torch")
@@ -376,7 +384,7 @@ def run(
         raise SettingsError(f"no thread could be started beside this one: lower {THREADS}")
 
 
-def _refuse_hooks(module: nn.Module) -> None:
+def refuse_hooks(module: nn.Module) -> None:
     """Raises: Unsupported: something is to be called when the module computes, and here it never does."""
     if module._forward_hooks or module._forward_pre_hooks:
         raise Unsupported(f"a {type(module).__name__} with hooks is computed by torch")

@@ -1,0 +1,306 @@
+"""Our kernels for CUDA devices, in Triton: linear maps, norms and attention of rows that do not depend on one another.
+
+Torch's kernels choose how they sum by the number of rows, so that a token that is checked among others may come out
+another than alone. These sum each row in one order that depends on shapes of weights and on the row's own length only:
+products go through tiles of `TILE` rows whatever their number, and attention through `SPLIT` slots at a time, counted
+from the first that the row sees. A pass of several rows then gives the bits of passes of one row.
+
+The maps also read codes of 4 and 8 bits as `kernels/quantised.h` lays them out, and never write the weights out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+
+import torch
+from torch import Tensor
+
+TILE = 16  # rows of a product: the smallest that tensor cores take
+SPLIT, SLOTS = 256, 64  # slots that are summed by themselves, and that are read at a time
+WIDE, NARROW = 64, 16  # outputs of a tile
+INPUTS, WORDS = 128, 32  # inputs, or 32-bit words of codes, that are read at a time
+PROGRAMS = 512  # at least, for a map: several for each processor of the largest devices
+MOST_SPLITS = 8  # parts of a map's inputs that are summed by themselves
+
+if importlib.util.find_spec("triton") is not None:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def _dense(
+        x, weight, out, n_rows, n_in, n_out, x_stride, w_stride, w_step,
+        ROWS_: tl.constexpr, OUTPUTS: tl.constexpr, READ: tl.constexpr, STEPS: tl.constexpr,
+    ):  # fmt: skip
+        rows = tl.program_id(1) * ROWS_ + tl.arange(0, ROWS_)
+        outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+        first = tl.program_id(2) * (STEPS * READ)
+        total = tl.zeros((ROWS_, OUTPUTS), dtype=tl.float32)
+        for step in range(STEPS):
+            inputs = first + step * READ + tl.arange(0, READ)
+            own = tl.load(
+                x + rows[:, None] * x_stride + inputs[None, :],
+                mask=(rows < n_rows)[:, None] & (inputs < n_in)[None, :],
+                other=0.0,
+            )
+            read = tl.load(
+                weight + outputs[None, :].to(tl.int64) * w_stride + inputs[:, None] * w_step,
+                mask=(outputs < n_out)[None, :] & (inputs < n_in)[:, None],
+                other=0.0,
+            )
+            total = tl.dot(own, read, total, input_precision="ieee")
+        at = tl.program_id(2).to(tl.int64) * n_rows * n_out + rows[:, None] * n_out + outputs[None, :]
+        tl.store(out + at, total, mask=(rows < n_rows)[:, None] & (outputs < n_out)[None, :])
+
+    @triton.jit
+    def _coded(
+        x, codes, scales, out, n_rows, n_in, n_out, x_stride, n_words, n_groups,
+        BITS: tl.constexpr, GROUP: tl.constexpr, ZERO_CODES: tl.constexpr,
+        ROWS_: tl.constexpr, OUTPUTS: tl.constexpr, READ: tl.constexpr, STEPS: tl.constexpr,
+    ):  # fmt: skip
+        per_word: tl.constexpr = 32 // BITS
+        middle: tl.constexpr = 1 << (BITS - 1)
+        rows = tl.program_id(1) * ROWS_ + tl.arange(0, ROWS_)
+        outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+        block, within = (outputs // 16).to(tl.int64), outputs % 16
+        kept = outputs < n_out
+        first = tl.program_id(2) * (STEPS * READ)
+        total = tl.zeros((ROWS_, OUTPUTS), dtype=tl.float32)
+        for step in range(STEPS):
+            words = first + step * READ + tl.arange(0, READ)
+            mask = (words < n_words)[:, None] & kept[None, :]
+            packed = tl.load(codes + (block * n_words * 16 + within)[None, :] + words[:, None] * 16, mask=mask, other=0)
+            group = (words * per_word) // GROUP
+            pair = scales + (block * n_groups * 32 + within)[None, :] + group[:, None] * 32
+            scale = tl.load(pair, mask=mask, other=0.0).to(tl.float32)
+            zero = tl.load(pair + 16, mask=mask, other=0.0).to(tl.float32)
+            for i in tl.static_range(per_word):
+                code = (packed >> (8 * (i % 4) + 4 * (i // 4))) & ((1 << BITS) - 1)
+                if ZERO_CODES:
+                    value = ((code - middle).to(tl.float32) + zero) * scale
+                else:
+                    value = (code - middle).to(tl.float32) * scale + zero
+                inputs = words * per_word + i
+                own = tl.load(
+                    x + rows[:, None] * x_stride + inputs[None, :],
+                    mask=(rows < n_rows)[:, None] & (inputs < n_in)[None, :],
+                    other=0.0,
+                )
+                total = tl.dot(own, value.to(own.dtype), total, input_precision="ieee")
+        at = tl.program_id(2).to(tl.int64) * n_rows * n_out + rows[:, None] * n_out + outputs[None, :]
+        tl.store(out + at, total, mask=(rows < n_rows)[:, None] & kept[None, :])
+
+    @triton.jit
+    def _joined(parts, bias, out, n_rows, n_out, N_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, OUTPUTS: tl.constexpr):
+        row = tl.program_id(1)
+        outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+        mask = outputs < n_out
+        total = tl.zeros((OUTPUTS,), dtype=tl.float32)
+        for part in tl.static_range(N_PARTS):
+            total += tl.load(parts + (part * n_rows + row).to(tl.int64) * n_out + outputs, mask=mask, other=0.0)
+        if HAS_BIAS:
+            total += tl.load(bias + outputs, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out + row.to(tl.int64) * n_out + outputs, total.to(out.dtype.element_ty), mask=mask)
+
+    @triton.jit
+    def _norm(
+        x, weight, bias, out, n, eps, CENTRED: tl.constexpr, PLUS_ONE: tl.constexpr, HAS_BIAS: tl.constexpr,
+        WIDTH: tl.constexpr,
+    ):  # fmt: skip
+        row = tl.program_id(0).to(tl.int64)
+        at = tl.arange(0, WIDTH)
+        mask = at < n
+        own = tl.load(x + row * n + at, mask=mask, other=0.0).to(tl.float32)
+        if CENTRED:
+            own = tl.where(mask, own - tl.sum(own, axis=0) / n, 0.0)
+        own = own * tl.rsqrt(tl.sum(own * own, axis=0) / n + eps)
+        scale = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
+        if PLUS_ONE:
+            own = own * (1.0 + scale)
+        elif CENTRED:
+            own = own * scale
+        else:  # as Llama's: rounded before the weight
+            own = own.to(out.dtype.element_ty).to(tl.float32) * scale
+        if HAS_BIAS:
+            own += tl.load(bias + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out + row * n + at, own.to(out.dtype.element_ty), mask=mask)
+
+    @triton.jit
+    def _attend(
+        query, keys, values, order, counts, sums, tops, weights, n_queries, n_groups, n_heads, order_stride, q_stride,
+        k_head, k_slot, v_head, v_slot, scaling,
+        ORDERED: tl.constexpr, ROWS_: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+        SPLIT_: tl.constexpr, READ: tl.constexpr,
+    ):  # fmt: skip
+        # Queries of one key head: row by row, its query heads beside each other. An ordered tile is of one row.
+        kv_head, split, n_splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+        own = tl.arange(0, ROWS_)
+        if ORDERED:
+            tile = (n_groups + ROWS_ - 1) // ROWS_
+            row = tl.program_id(0) // tile
+            queries = row * n_groups + (tl.program_id(0) % tile) * ROWS_ + own
+            there = queries < (row + 1) * n_groups
+        else:
+            row = 0
+            queries = tl.program_id(0) * ROWS_ + own
+            there = queries < n_queries
+        rows, heads = queries // n_groups, kv_head * n_groups + queries % n_groups
+        count = tl.load(counts + rows, mask=there, other=0)
+        width = tl.arange(0, PADDED)
+        at = rows.to(tl.int64) * q_stride + heads * WIDTH
+        asked = tl.load(query + at[:, None] + width[None, :], mask=there[:, None] & (width < WIDTH)[None, :], other=0.0)
+        top = tl.full((ROWS_,), float("-inf"), dtype=tl.float32)
+        weight = tl.zeros((ROWS_,), dtype=tl.float32)
+        total = tl.zeros((ROWS_, PADDED), dtype=tl.float32)
+        last = tl.max(count, axis=0)
+        for step in range(SPLIT_ // READ):
+            steps = split * SPLIT_ + step * READ + tl.arange(0, READ)
+            inside = steps < last
+            if ORDERED:
+                slots = tl.load(order + row.to(tl.int64) * order_stride + steps, mask=inside, other=0).to(tl.int64)
+            else:
+                slots = steps.to(tl.int64)
+            mask = inside[:, None] & (width < WIDTH)[None, :]
+            key = tl.load(keys + kv_head * k_head + slots[:, None] * k_slot + width[None, :], mask=mask, other=0.0)
+            score = tl.dot(asked, tl.trans(key), input_precision="ieee") * scaling
+            seen = steps[None, :] < count[:, None]
+            score = tl.where(seen, score, float("-inf"))
+            higher = tl.maximum(top, tl.max(score, axis=1))
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            kept = tl.exp(top - base)
+            share = tl.exp(score - base[:, None])
+            weight = weight * kept + tl.sum(share, axis=1)
+            value = tl.load(values + kv_head * v_head + slots[:, None] * v_slot + width[None, :], mask=mask, other=0.0)
+            total = tl.dot(share.to(value.dtype), value, total * kept[:, None], input_precision="ieee")
+            top = higher
+        at = (rows * n_heads + heads).to(tl.int64) * n_splits + split
+        tl.store(tops + at, top, mask=there)
+        tl.store(weights + at, weight, mask=there)
+        tl.store(sums + at[:, None] * WIDTH + width[None, :], total, mask=there[:, None] & (width < WIDTH)[None, :])
+
+    @triton.jit
+    def _merge(sums, tops, weights, out, n_splits, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+        at = tl.program_id(0).to(tl.int64)
+        width = tl.arange(0, PADDED)
+        top = tl.full((), float("-inf"), dtype=tl.float32)
+        weight = tl.full((), 0.0, dtype=tl.float32)
+        total = tl.zeros((PADDED,), dtype=tl.float32)
+        split = 0
+        while split < n_splits:
+            own = tl.load(tops + at * n_splits + split)
+            if own > float("-inf"):
+                higher = tl.maximum(top, own)
+                kept, share = tl.exp(top - higher), tl.exp(own - higher)
+                weight = weight * kept + tl.load(weights + at * n_splits + split) * share
+                part = tl.load(sums + (at * n_splits + split) * WIDTH + width, mask=width < WIDTH, other=0.0)
+                total = total * kept + part * share
+                top = higher
+            split += 1
+        total = total / tl.where(weight > 0.0, weight, 1.0)  # rows that only fill a pass up see nothing
+        tl.store(out + at * WIDTH + width, total.to(out.dtype.element_ty), mask=width < WIDTH)
+
+
+@cache
+def are_there() -> bool:
+    """Tell whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def _tiles(n_out: int, n_in: int, read: int) -> tuple[int, int, int]:
+    """Outputs of a tile, steps of `read` inputs in a part, and the number of parts; by the weight's shape alone."""
+    outputs = WIDE if n_out >= WIDE * PROGRAMS else NARROW
+    wanted = min(MOST_SPLITS, -(-PROGRAMS // -(-n_out // outputs)), -(-n_in // read))
+    steps = -(-n_in // (wanted * read))
+    return outputs, steps, -(-n_in // (steps * read))
+
+
+def _finished(parts: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    n_parts, n_rows, n_out = parts.shape
+    out = torch.empty((n_rows, n_out), dtype=dtype, device=parts.device)
+    _joined[(-(-n_out // 256), n_rows)](
+        parts,
+        out if bias is None else bias,
+        out,
+        n_rows,
+        n_out,
+        N_PARTS=n_parts,
+        HAS_BIAS=bias is not None,
+        OUTPUTS=256,
+    )
+    return out
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return the linear map (rows, out) of `x` (rows, in) by a weight (out, in) of any strides; sums are in float32."""
+    x = x.contiguous()
+    (n_rows, n_in), n_out = x.shape, weight.shape[0]
+    outputs, steps, n_parts = _tiles(n_out, n_in, INPUTS)
+    parts = torch.empty((n_parts, n_rows, n_out), dtype=torch.float32, device=x.device)
+    _dense[(-(-n_out // outputs), -(-n_rows // TILE), n_parts)](
+        x, weight, parts, n_rows, n_in, n_out, x.stride(0), *weight.stride(),
+        ROWS_=TILE, OUTPUTS=outputs, READ=INPUTS, STEPS=steps,
+    )  # fmt: skip
+    return _finished(parts, bias, x.dtype)
+
+
+def coded_linear(
+    x: Tensor, codes: Tensor, scales: Tensor, bits: int, group: int, n_out: int, zero_codes: bool, bias: Tensor | None
+) -> Tensor:
+    """Return the linear map (rows, out) of `x` (rows, in) by codes and scales that `coded.pack` laid out.
+
+    A weight is rounded to the type of `x` before it is multiplied; sums are in float32.
+
+    Args: group: inputs that share a scale. zero_codes: zeros are added to codes, and not to weights.
+    """
+    x = x.contiguous()
+    n_rows, n_in = x.shape
+    n_words = codes.shape[1] // (4 * scales.shape[-1])
+    outputs, steps, n_parts = _tiles(n_out, n_words, WORDS)
+    parts = torch.empty((n_parts, n_rows, n_out), dtype=torch.float32, device=x.device)
+    _coded[(-(-n_out // outputs), -(-n_rows // TILE), n_parts)](
+        x, codes.view(torch.int32), scales, parts, n_rows, n_in, n_out, x.stride(0), n_words, scales.shape[1],
+        BITS=bits, GROUP=group, ZERO_CODES=zero_codes, ROWS_=TILE, OUTPUTS=outputs, READ=WORDS, STEPS=steps,
+    )  # fmt: skip
+    return _finished(parts, bias, x.dtype)
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, plus_one: bool) -> Tensor:
+    """Return a norm over the last dimension of `x` (…, n): LayerNorm if `centred`, else an RMS norm.
+
+    Args: plus_one: the weight is one more than what is stored (Gemma's).
+    """
+    x = x.contiguous()
+    n = x.shape[-1]
+    out = torch.empty_like(x)
+    _norm[(x.numel() // n,)](
+        x, weight, weight if bias is None else bias, out, n, eps,
+        CENTRED=centred, PLUS_ONE=plus_one, HAS_BIAS=bias is not None, WIDTH=triton.next_power_of_2(n),
+    )  # fmt: skip
+    return out
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, order: Tensor | None, counts: Tensor, scaling: float) -> Tensor:
+    """Compute attention of (rows, heads, head_dim) over (kv_heads, slots, head_dim): (rows, heads * head_dim).
+
+    A row's slots are taken in their order, whatever lies between them, so that a node of a tree is computed as the
+    token of a chain is.
+
+    Args: order: int32 (rows, slots), the slots that each row sees before those that it does not; None: all rows see
+          the first ones. counts: int32 (rows,), how many a row sees.
+    """
+    query = query.contiguous()
+    (rows, heads, width), (kv_heads, n_slots, _) = query.shape, keys.shape
+    groups, padded = heads // kv_heads, max(TILE, triton.next_power_of_2(width))
+    n_splits = -(-n_slots // SPLIT)
+    tiles = -(-rows * groups // TILE) if order is None else rows * -(-groups // TILE)
+    shape = (rows, heads, n_splits)
+    sums = torch.empty((*shape, width), dtype=torch.float32, device=query.device)
+    tops, weights = (torch.empty(shape, dtype=torch.float32, device=query.device) for _ in range(2))
+    _attend[(tiles, kv_heads, n_splits)](
+        query, keys, values, counts if order is None else order, counts, sums, tops, weights, rows * groups, groups,
+        heads, n_slots, query.stride(0), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), scaling,
+        ORDERED=order is not None, ROWS_=TILE, WIDTH=width, PADDED=padded, SPLIT_=SPLIT, READ=SLOTS,
+    )  # fmt: skip
+    out = torch.empty((rows, heads * width), dtype=query.dtype, device=query.device)
+    _merge[(rows * heads,)](sums, tops, weights, out, n_splits, WIDTH=width, PADDED=padded)
+    return out

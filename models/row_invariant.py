@@ -1,0 +1,100 @@
+"""Passes on a CUDA device whose rows do not depend on one another: torch's modules, their sums by our Triton kernels.
+
+A drafted completion has plain decoding's bits then, in bfloat16, too. What is left to torch works element by element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from .blocks import RowGroup
+from .coded import GROUPS, CodedLinear
+from .kernels import device, layout
+from .kernels.native import Unsupported, norm_kind, refuse_hooks
+from .library_maps import is_by_library
+from .runtime import Runtime
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def make_row_invariant(runtime: Runtime) -> str | None:
+    """Compute a runtime's passes by the row-invariant kernels; return why they cannot, or None.
+
+    Nothing has changed where they cannot. The model's modules compute so wherever they are called, but where a gradient
+    is wanted.
+    """
+    if not device.are_there():
+        return "Triton is not installed: pip install triton"
+    if runtime.dtype not in DTYPES:
+        return f"they do not compute in {runtime.dtype_name}"
+    norms = [runtime.final_norm]
+    for block in runtime.blocks:
+        own = block.parts
+        norms += [own.attn_norm, own.attn_post, own.q_norm, own.k_norm, own.mlp_norm, own.mlp_post]
+    modules: dict[Any, Callable[[Tensor], Tensor]] = {}
+    try:
+        for norm in norms:
+            if norm is not None:
+                refuse_hooks(norm)
+                modules[norm] = _norm(norm)
+        for module in runtime.hf_model.modules():
+            if is_by_library(module):
+                raise Unsupported("a library computes its maps")
+            if isinstance(module, nn.Linear | Conv1D | CodedLinear):
+                refuse_hooks(module)
+                modules[module] = _map(module)
+    except Unsupported as error:
+        return str(error)
+    for module, compute in modules.items():
+        module.forward = partial(_unless_trained, compute, module.forward)
+    for block in runtime.blocks:
+        block.functions = replace(block.functions, attend=_attend)
+    runtime.row_invariant = True
+    return None
+
+
+def _unless_trained(compute: Callable[[Tensor], Tensor], otherwise: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return otherwise(x) if x.requires_grad else compute(x)
+
+
+def _map(module: nn.Linear | Conv1D | CodedLinear) -> Callable[[Tensor], Tensor]:
+    if isinstance(module, CodedLinear):
+        if module.group not in GROUPS:
+            raise Unsupported(f"groups of {module.group} weights are computed by torch")
+        return partial(_coded, module)
+    return partial(_linear, module, turned=isinstance(module, Conv1D))
+
+
+def _linear(module: Any, x: Tensor, turned: bool) -> Tensor:
+    weight = module.weight.t() if turned else module.weight
+    return device.linear(x.flatten(0, -2), weight, module.bias).view(*x.shape[:-1], -1)
+
+
+def _coded(module: CodedLinear, x: Tensor) -> Tensor:
+    own = x.flatten(0, -2) if module.order is None else x.flatten(0, -2)[:, module.order]
+    codes, scales = module.codes, module.scales
+    found = device.coded_linear(own, codes, scales, module.bits, module.group, module.n_out, True, module.bias)
+    return found.view(*x.shape[:-1], -1)
+
+
+def _norm(module: Any) -> Callable[[Tensor], Tensor]:
+    kind, eps = norm_kind(module)
+    return partial(
+        device.norm,
+        weight=module.weight,
+        bias=cast("Tensor | None", getattr(module, "bias", None)),
+        eps=eps,
+        centred=kind == layout.LAYER,
+        plus_one=kind == layout.RMS_PLUS_ONE,
+    )
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, group: RowGroup, scaling: float) -> Tensor:
+    return device.attend(query, keys, values, *group.seen(query.device), scaling)

@@ -1,0 +1,190 @@
+"""Laws of the Triton kernels: right against torch, and a row's bits its own; in Triton's interpreter without a GPU."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from families import VOCAB, tiny_runtime
+from native import library
+from torch import nn
+
+from swiftopt.core.errors import SettingsError
+from swiftopt.models.blocks import attend
+from swiftopt.models.coded import CodedLinear, Codes, unpack
+from swiftopt.models.kernels.native import Unsupported, norm_kind
+from swiftopt.models.loading import at_speed
+from swiftopt.models.quantised import quantised
+from swiftopt.models.row_invariant import make_row_invariant
+from swiftopt.models.rows import Rows
+from swiftopt.models.runtime import Runtime
+
+pytest.importorskip("triton")
+from swiftopt.models.kernels import device
+
+PLACE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HALF = torch.bfloat16 if PLACE.type == "cuda" else torch.float16  # the interpreter multiplies no bfloat16
+DTYPES = [torch.float32, HALF]
+FAMILIES = ["llama", "gemma3", "gpt2"]
+CLOSE = {torch.float32: 1e-4, HALF: 3e-2}
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(PLACE, dtype)
+
+
+def here(runtime: Runtime) -> Runtime:
+    return Runtime(runtime.hf_model.to(PLACE), None, runtime.info)
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(found.double(), wanted.double(), rtol=CLOSE[dtype], atol=CLOSE[dtype] * 3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n_in", "n_out"), [(40, 17), (300, 33)])
+def test_a_linear_map_is_torchs_and_no_row_depends_on_others(dtype: torch.dtype, n_in: int, n_out: int) -> None:
+    x, weight, bias = drawn(33, n_in, dtype=dtype), drawn(n_out, n_in, seed=1, dtype=dtype), drawn(n_out, dtype=dtype)
+    for own in (weight, weight.t().contiguous().t()):  # GPT-2's lie the other way
+        whole = device.linear(x, own, bias)
+        close(whole, F.linear(x.double(), weight.double(), bias.double()), dtype)
+        for rows in (slice(0, 1), slice(16, 17), slice(5, 22)):
+            assert torch.equal(device.linear(x[rows], own, bias), whole[rows])
+
+
+@pytest.mark.parametrize("name", ["int8", "int4-32", "int4-64"])
+def test_a_packed_copy_is_read_as_it_was_packed(name: str) -> None:
+    plain = nn.Linear(100, 37)
+    made = quantised([plain], name, packed=True)
+    made.codes, made.scales = made.codes.to(PLACE), made.scales.to(PLACE)
+    assert made.group is not None
+    width = made.scales.shape[1] * made.group
+    x = F.pad(drawn(19, 100), (0, width - 100))
+    found = device.coded_linear(x, made.codes, made.scales, made.bits, made.group, made.n_out, False, None)
+    codes, scales, zeros = (part.float() for part in unpack(made.codes, made.scales, made.bits))
+    steps = codes.unflatten(1, (-1, made.group)) - (1 << (made.bits - 1))
+    weight = (steps * scales[..., None] + zeros[..., None]).flatten(1)[: made.n_out]
+    close(found, x.double() @ weight.double().t(), torch.float32)
+    for row in (0, 18):
+        alone = device.coded_linear(
+            x[row : row + 1], made.codes, made.scales, made.bits, made.group, made.n_out, False, None
+        )
+        assert torch.equal(alone[0], found[row])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_checkpoints_codes_are_read_as_stored(bits: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    codes = torch.randint(0, 1 << bits, (21, 64), dtype=torch.uint8, generator=generator)
+    zeros = torch.randint(0, 1 << bits, (21, 2), dtype=torch.int16, generator=generator)
+    coded = CodedLinear(
+        Codes(codes, torch.rand(21, 2, generator=generator), zeros, bits, 32), torch.randn(21), torch.float32
+    ).to(PLACE)
+    x = drawn(5, 64)
+    found = device.coded_linear(
+        x, coded.codes.data, coded.scales.data, bits, coded.group, coded.n_out, True, coded.bias
+    )
+    close(found, coded(x), torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms", "rms-plus-one"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norm_is_that_of_its_model(kind: str, dtype: torch.dtype) -> None:
+    family = {"layer": "gpt2", "rms": "llama", "rms-plus-one": "gemma3"}[kind]
+    runtime = tiny_runtime(family, dtype)
+    own = runtime.final_norm
+    own.weight.data = drawn(*own.weight.shape, seed=4, dtype=dtype).cpu()
+    x = drawn(7, own.weight.shape[0], dtype=dtype)
+    _, eps = norm_kind(own)
+    bias = getattr(own, "bias", None)
+    found = device.norm(
+        x, own.weight.to(PLACE), None if bias is None else bias.to(PLACE), eps, kind == "layer", "plus" in kind
+    )
+    close(found, own(x.cpu()).to(PLACE), dtype)
+    with pytest.raises(Unsupported, match="Identity"):
+        norm_kind(nn.Identity())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 16), (3, 3, 20)])
+def test_attention_is_torchs_in_chains_and_trees(dtype: torch.dtype, heads: int, kv_heads: int, width: int) -> None:
+    rows, slots = 5, 300
+    query = drawn(rows, heads, width, dtype=dtype)
+    keys, values = (drawn(kv_heads, slots, width, seed=seed, dtype=dtype) for seed in (5, 6))
+    counts = torch.arange(slots - rows + 1, slots + 1, dtype=torch.int32, device=PLACE)
+    seen = torch.arange(slots, device=PLACE)[None] < counts[:, None]
+    for tree in (False, True):
+        order = None
+        if tree:  # rows see some slots of a chain alone
+            generator = torch.Generator().manual_seed(7)
+            seen = seen & (torch.rand(rows, slots, generator=generator).to(PLACE) > 0.1)
+            order = (~seen).to(torch.uint8).argsort(dim=1, stable=True).int()
+            counts = seen.sum(dim=1, dtype=torch.int32)
+        mask = torch.zeros(seen.shape, dtype=dtype, device=PLACE).masked_fill_(~seen, torch.finfo(dtype).min)
+        wanted = attend(query, keys, values, mask.repeat(heads // kv_heads, 1), width**-0.5)
+        found = device.attend(query, keys, values, order, counts, width**-0.5)
+        close(found, wanted, dtype)
+        for row in (0, 3):  # alone, over the slots that it sees, one behind the other
+            own = keys[:, seen[row]], values[:, seen[row]]
+            alone = device.attend(query[row : row + 1], *own, None, counts[row : row + 1], width**-0.5)
+            assert torch.equal(alone[0], found[row])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_a_tree_have_the_bits_of_a_chain(family: str) -> None:
+    # Torch's functions of a CPU take what is left of their vectors another way: widths are whole vectors.
+    width = {} if family == "gpt2" else {"intermediate_size": 64}
+    runtime, reference = (here(tiny_runtime(family, torch.float32, **width)) for _ in range(2))
+    assert make_row_invariant(runtime) is None and runtime.exact
+    rng = random.Random(3)
+    prompt, chain = ([rng.randrange(2, VOCAB) for _ in range(n)] for n in (14, 2))
+    one = runtime.new_buffer(64)
+    runtime.prefill(prompt, one)
+    steps = [runtime.forward(Rows([token], len(prompt) + i), one)[0] for i, token in enumerate(chain)]
+    # The same chain, with a row of another branch between each two of its own.
+    tree = runtime.new_buffer(64)
+    runtime.prefill(prompt, tree)
+    first, tokens = len(prompt), [token for own in chain for token in (own, 1)]
+    seen = torch.zeros((len(tokens), first + len(tokens)), dtype=torch.bool)
+    seen[:, :first] = True
+    for row in range(len(tokens)):
+        seen[row, [first + i for i in range(0, row, 2)] + [first + row]] = True
+    positions = [first + (row + 1) // 2 for row in range(len(tokens))]
+    found = runtime.forward(Rows(tokens, first, positions, seen), tree)
+    for i, step in enumerate(steps):
+        assert torch.equal(found[2 * i], step)
+    other = reference.new_buffer(64)
+    close(runtime.prefill(prompt, runtime.new_buffer(64)), reference.prefill(prompt, other), torch.float32)
+
+
+def test_maps_by_codes_are_read_where_they_lie() -> None:
+    runtime = here(tiny_runtime("llama", torch.float32))
+    generator = torch.Generator().manual_seed(5)
+    codes = torch.randint(0, 16, (32, 48), dtype=torch.uint8, generator=generator)
+    order = torch.randperm(48, generator=generator)
+    coded = CodedLinear(
+        Codes(codes, torch.rand(32, 1), torch.full((32, 1), 8).short(), 4, 64, order), None, runtime.dtype
+    )
+    x = drawn(2, 3, 48)
+    wanted = coded(x.cpu())
+    runtime.hf_model.set_submodule("model.layers.0.mlp.down_proj", coded)
+    assert make_row_invariant(runtime) is None
+    close(coded.to(PLACE)(x).cpu(), wanted, torch.float32)
+
+
+def test_the_exact_speed_is_that_of_our_kernels_on_a_cpu() -> None:
+    library()
+    runtime = tiny_runtime("llama", torch.float32)
+    at_speed(runtime, "exact")
+    assert runtime.exact and runtime.speed == "native"
+    with pytest.raises(SettingsError, match=r"cannot be exact here: .*float64"):
+        at_speed(tiny_runtime("llama"), "exact")
+
+
+def test_what_is_not_computed_row_by_row_says_why() -> None:
+    assert "float64" in str(make_row_invariant(tiny_runtime("llama")))
+    runtime = tiny_runtime("llama", torch.float32)
+    runtime.blocks[0].parts.out.register_forward_hook(lambda *_: None)
+    assert "hooks" in str(make_row_invariant(runtime)) and not runtime.exact
