@@ -79,6 +79,7 @@ def examine(model: str | None) -> Iterator[Check]:
     yield from check_devices()
     yield run_check("cores", check_cores)
     yield run_check("kernels", check_kernels)
+    yield run_check("speed", check_speed)
     yield run_check("memory", check_memory)
     yield run_check("cache", check_cache)
     if model is not None:
@@ -163,6 +164,26 @@ def check_kernels() -> Finding:
     return "ok", f"{text} ({', '.join(others)}; {READ} {at_rows(speeds, READ, 1):.0f})"
 
 
+def check_speed() -> Finding:
+    """Say what `--speed auto` comes to here."""
+    try:
+        import torch
+
+        from ..models.kernels.build import kernels
+        from ..models.kernels.device import are_there
+    except (ImportError, OSError):
+        return "fail", "torch cannot be imported"
+    if torch.cuda.is_available():
+        exact = "by Triton kernels" if are_there() else "wants Triton: pip install triton"
+        return (
+            "ok",
+            f"auto is CUDA graphs, or eager where a model's passes are faster so when it is loaded; exact {exact}",
+        )
+    if isinstance(kernels(), str):
+        return "warn", "auto is eager, and exact is not possible: see kernels"
+    return "ok", "auto is native, which is exact: drafting changes no bit"
+
+
 def check_memory() -> Finding:
     """Check the main memory that programs may still take."""
     try:
@@ -192,7 +213,15 @@ def check_model(name: str) -> Finding:
     from ..models.sources import resolve
 
     source = resolve(name)
-    return "ok", f"{name} is the {source.kind} {source.location}"
+    text, folder = f"{name} is the {source.kind} {source.location}", Path(source.location)
+    if not folder.is_dir():
+        return "ok", text
+    import torch
+
+    from ..models.loading import memory_plan
+
+    plan = memory_plan(folder, "auto", on_cpu=not torch.cuda.is_available())
+    return "ok", f"{text}, which needs {plan.needed / GIB:.1f} GiB and {plan.copies / GIB:.1f} for int4 drafts"
 
 
 # --- services

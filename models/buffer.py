@@ -5,19 +5,27 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 
 import psutil
 import torch
 from torch import Tensor
 
 MOST_VIEWS = 8  # ranges of slots of one pass
+CONTAINER = Path("/sys/fs/cgroup")  # its limits, in files of its own
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that is free on a device, or on this machine for the CPU."""
+    """Memory that is free on a device, or on this machine for the CPU; a container's limit counts."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit, used = (int((CONTAINER / name).read_text(encoding="ascii")) for name in ("memory.max", "memory.current"))
+        kept = dict(line.split() for line in (CONTAINER / "memory.stat").read_text(encoding="ascii").splitlines())
+        return min(free, max(0, limit - used + int(kept["inactive_file"])))
+    except (OSError, ValueError, KeyError):  # no limit, or none that is told
+        return free
 
 
 class KVBuffer:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FunctionType
 from typing import Any, cast, get_args
@@ -19,6 +20,7 @@ from ..core.requests import Speed
 from ..core.settings import n_threads
 from ..core.types import ModelInfo
 from .blocks import EAGER, Block, LayerFunctions, PackedLinear, onednn_linear, onednn_weight
+from .buffer import free_bytes
 from .coded import CodedLinear
 from .fingerprint import fingerprint
 from .graphs import GraphPasses, are_faster
@@ -40,7 +42,9 @@ from .saved import (
 from .schemes import Scheme
 from .sources import check_names, local_folder
 
-HEADROOM = 1.15  # free GPU memory that a model needs / its weights: keys, values and activations come on top
+PLANNED_TOKENS = 2048  # whose keys and values must fit beside the weights
+WORKSPACE = 1 << 30  # of a CUDA device: its context, and scratch of its libraries
+COPIES = 0.3  # what int4 copies need / what the weights do
 WARM_ROWS = (1, 2)  # widths compiled first; the second shows the compiler that their number changes
 
 
@@ -95,32 +99,78 @@ def load(
 
 
 def _placement(device: str, folder: Path, dtype: str) -> str:
-    """Choose where the weights go: "cpu", "cuda:N" or "auto-map"."""
-    if device in ("cpu", "auto-map"):
-        return device
-    if device != "auto":
-        return "cuda:0" if device == "cuda" else device
-    if not torch.cuda.is_available():
+    """Choose where the weights go: "cpu", "cuda:N" or "auto-map".
+
+    Raises: SettingsError: there is too little memory.
+    """
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        memory_plan(folder, dtype, on_cpu=True).check("this machine", free_bytes(torch.device("cpu")))
         return "cpu"
-    needed = HEADROOM * _weight_bytes(folder, dtype)
-    free = [torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())]
-    for i, n_bytes in enumerate(free):
-        if n_bytes >= needed:
-            return f"cuda:{i}"
-    if sum(free) >= needed:
-        return "auto-map"
-    raise SettingsError(
-        f"{folder} needs about {needed / 1e9:.1f} GB, but the GPUs here have {sum(free) / 1e9:.1f} GB free:"
-        " use --device cpu or a smaller model"
-    )
+    plan = memory_plan(folder, dtype, on_cpu=False)
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # before torch takes any there
+    free = [free_bytes(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
+    if device not in ("auto", "auto-map"):
+        index = torch.device(device).index or 0
+        plan.check(f"cuda:{index}", free[index])
+        return f"cuda:{index}"
+    for wanted in (plan.needed + plan.copies, plan.needed):  # with room for drafts, if there is such a GPU
+        for i, n_bytes in enumerate(free):
+            if device == "auto" and n_bytes >= wanted:
+                return f"cuda:{i}"
+    plan.check(f"{len(free)} GPUs", sum(free))
+    return "auto-map"
 
 
-def _weight_bytes(folder: Path, dtype: str) -> float:
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What a model needs at least, in bytes: `context` is of keys and values, `workspace` of a device's libraries."""
+
+    folder: Path
+    weights: float
+    context: float
+    workspace: float
+
+    @property
+    def needed(self) -> float:
+        """All of it."""
+        return self.weights + self.context + self.workspace
+
+    @property
+    def copies(self) -> float:
+        """What int4 copies for drafts need on top."""
+        return COPIES * self.weights
+
+    def check(self, where: str, free: int) -> None:
+        """Raises: SettingsError: less is free there."""
+        if free >= self.needed:
+            return
+        more = f" and {self.workspace / 1e9:.1f} GB of workspace" if self.workspace else ""
+        raise SettingsError(
+            f"{self.folder} needs {self.weights / 1e9:.1f} GB for its weights,"
+            f" {self.context / 1e9:.1f} GB for keys and values of {PLANNED_TOKENS:,} tokens{more}, but {where}"
+            f" ha{'ve' if where.endswith('s') else 's'} {free / 1e9:.1f} GB free: use a smaller model, a narrower"
+            " --dtype or another --device"
+        )
+
+
+def memory_plan(folder: Path, dtype: str, on_cpu: bool) -> MemoryPlan:
+    """Read from a model's files what it will need in memory; see `load`."""
+    config = supported_config(folder)
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    stored = getattr(config, "dtype", None) or torch.float32
+    itemsize = (stored if dtype == "auto" else getattr(torch, dtype)).itemsize
+    context = 2 * config.num_hidden_layers * kv_heads * width * itemsize * PLANNED_TOKENS
+    return MemoryPlan(folder, _weight_bytes(folder, dtype, on_cpu), context, 0 if on_cpu else WORKSPACE)
+
+
+def _weight_bytes(folder: Path, dtype: str, on_cpu: bool) -> float:
     n_stored = sum(path.stat().st_size for path in weight_files(folder) if path.is_file())
     stored = getattr(supported_config(folder), "dtype", None) or torch.float32
     target = stored if dtype == "auto" else getattr(torch, dtype)
     scheme = supported_type(folder)[1]
-    if scheme is not None and scheme.kind is not None:
+    if scheme is not None and (scheme.kind is not None or on_cpu):
         return float(n_stored)
     # What else is quantised is de-quantised on a GPU.
     return float(

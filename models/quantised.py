@@ -25,9 +25,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from ..core.errors import SettingsError
 from ..core.settings import FORMATS, group_size
 from ..core.types import LayerSet
-from .blocks import LINEAR, Block, LayerModules
+from .blocks import LINEAR, Block, LayerModules, PackedLinear
+from .buffer import free_bytes
 from .coded import CHUNK, ROWS, CodedLinear, pack
 from .library_maps import is_by_library
 from .saved import cache_root, replacing
@@ -288,6 +290,8 @@ class QuantisedCopies:
             devices.pop() if len(devices) == 1 else torch.device("cpu")
         )  # of a model over several, parts go on from there
         kept = None if path is None else read_copy(path, own, self.packed)
+        if kept is None:
+            self._check_room(keys, own)
         for number, key in enumerate(keys):
             rounds = kept is None and part != "head" and not self._is_own(key)
             if on_step is not None and rounds and number % 4 == 0:
@@ -298,6 +302,19 @@ class QuantisedCopies:
             places = {_place(key, i): one for key in everything for i, one in enumerate(self._made[key].maps)}
             codes = {f"{at}codes": one.codes for at, one in places.items()}
             write_copy(path, codes | {f"{at}scales": one.scales for at, one in places.items()})
+
+    def _check_room(self, keys: Sequence[Key], device: torch.device) -> None:
+        """Raises: SettingsError: copies that are to be made there would not fit."""
+        name = keys[0][2]
+        bits = BITS[name] + 32 / (group_size(name, 128) or 128)  # with a group's scale and zero
+        rounded = [self._modules(key) for key in keys if not self._is_own(key)]
+        needed = bits / 8 * sum(_size(module) for own in rounded for module in _maps_of(keys[0][0], own))
+        free = free_bytes(device)
+        if needed > free:
+            raise SettingsError(
+                f"a draft's {keys[0][0]} weights in {name} need {needed / 1e9:.1f} GB beside the model, but {device}"
+                f" has {free / 1e9:.1f} GB free: use --draft-format stored, or a smaller model"
+            )
 
     def _modules(self, key: Key) -> Any:
         return self.head_map if key[0] == "head" else self._blocks[key[1]].parts
@@ -341,13 +358,26 @@ class QuantisedCopies:
 
 def _bits_of(part: str, modules: Any) -> int:
     """Bits of a weight in the target's own maps of a part; the most, where they differ; 0 for a library's."""
-    own = [modules] if part == "head" else [*modules.qkv, modules.out] if part == "attn" else modules.mlp.modules()
-    maps = [module for module in own if isinstance(module, LINEAR)]
+    maps = _maps_of(part, modules)
     if any(is_by_library(module) for module in maps):
         return 0
     return max(
         (module.bits if isinstance(module, CodedLinear) else STORED_BITS for module in maps), default=STORED_BITS
     )
+
+
+def _maps_of(part: str, modules: Any) -> list[nn.Module]:
+    """Return the linear maps of a part."""
+    own = [modules] if part == "head" else [*modules.qkv, modules.out] if part == "attn" else modules.mlp.modules()
+    return [module for module in own if isinstance(module, LINEAR)]
+
+
+def _size(module: nn.Module) -> int:
+    """Return how many weights a linear map has, without making them."""
+    if isinstance(module, CodedLinear):
+        return module.n_out * module.n_in
+    own = module.packed if isinstance(module, PackedLinear) else module.weight
+    return cast(Tensor, own).numel()
 
 
 def _wanted(layer_set: LayerSet) -> Iterator[Key]:

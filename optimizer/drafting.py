@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from ..core.costs import CostProfile
+from ..core.errors import SettingsError
 from ..core.events import FormatTried, PhaseChanged
 from ..core.settings import AUTO, STORED, Branching, SwiftSettings
 from ..core.types import LayerSet, Prompt, n_skipped_for
@@ -120,7 +121,7 @@ def choose_format(
         try:
             known = measured(name)
             score = yield from _scored(session, prompts[:N_PROMPTS], window, name, draft, known)
-        except (RuntimeError, MemoryError) as error:  # a device without such a kernel, or without room
+        except (RuntimeError, MemoryError, SettingsError) as error:  # a device without such a kernel, or without room
             yield FormatTried(name, None, None, (str(error) or type(error).__name__).splitlines()[0])
             runtime.drop_copies(name)
             continue

@@ -324,7 +324,7 @@ def test_doctor_reports_and_its_code_follows_the_checks(
     report = json_of(["doctor", "--model", "smollm2-135m"], capsys)
     assert report["ok"]
     names = {check["name"] for check in report["checks"]}
-    assert {"python", "torch", "transformers", "cores", "memory", "database", "cache", "model"} <= names
+    assert {"python", "torch", "transformers", "cores", "speed", "memory", "database", "cache", "model"} <= names
     (home / "home.db").write_text("this is no database, and long enough to be taken for one" * 40)
     request.getfixturevalue("small_measurement")  # the real one was above
     assert run(["doctor"]) == 1

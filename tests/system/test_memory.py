@@ -1,0 +1,95 @@
+"""What is said, and done, where a model or its drafts do not fit the memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from native import quick_runtime
+from tiny_files import save
+
+from swiftopt.core.errors import SettingsError
+from swiftopt.core.types import LayerSet
+from swiftopt.models import buffer, loading, quantised
+from swiftopt.models.loading import PLANNED_TOKENS, load, memory_plan
+
+N = 4  # layers
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save(tmp_path / "tiny", dtype=torch.bfloat16)
+
+
+def test_a_plan_counts_weights_and_keys_and_values(folder: Path) -> None:
+    plan = memory_plan(folder, "auto", on_cpu=True)
+    runtime = load(str(folder), device="cpu")
+    n_bytes = sum(p.numel() * p.element_size() for p in runtime.hf_model.parameters())
+    assert n_bytes <= plan.weights < n_bytes + 10_000  # with the file's header
+    assert plan.context == PLANNED_TOKENS * runtime.slot_bytes
+    wide = memory_plan(folder, "float32", on_cpu=False)
+    assert wide.weights == 2 * plan.weights and wide.context == 2 * plan.context and wide.workspace > 0
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = memory_plan(folder, "auto", on_cpu=True).needed
+    monkeypatch.setattr(loading, "free_bytes", lambda device: int(needed) - 1)
+    monkeypatch.setattr(loading, "_load_weights", lambda *_: pytest.fail("it was loaded"))
+    with pytest.raises(SettingsError, match=r"needs 0\.0 GB for its weights, .* this machine has 0\.0 GB free: use"):
+        load(str(folder), device="cpu")
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, *free: float) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
+    monkeypatch.setattr(loading, "free_bytes", lambda device: int(free[device.index]))
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
+
+
+def test_a_gpu_is_chosen_by_what_model_and_drafts_need(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def place(device: str) -> str:
+        return loading._placement(device, folder, "auto")
+
+    plan = memory_plan(folder, "auto", on_cpu=False)
+    enough, roomy = plan.needed, plan.needed + plan.weights
+    gpus(monkeypatch, enough, roomy)
+    assert place("auto") == "cuda:1" and place("cuda") == place("cuda:0") == "cuda:0"
+    gpus(monkeypatch, enough - 1, enough)
+    assert place("auto") == "cuda:1"
+    with pytest.raises(SettingsError, match=r"cuda:0 has .* free"):
+        place("cuda")
+    gpus(monkeypatch, 0.6 * enough, 0.6 * enough)
+    assert place("auto") == place("auto-map") == "auto-map"
+    gpus(monkeypatch, 0.4 * enough, 0.4 * enough)
+    with pytest.raises(SettingsError, match="2 GPUs have"):
+        place("auto")
+
+
+def test_copies_that_do_not_fit_are_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = quick_runtime("llama")
+    draft = LayerSet(N).filled("int4")
+    runtime.copies.prepare(draft)
+    made = runtime.copies.n_bytes
+    runtime.drop_copies("int4")
+    monkeypatch.setattr(quantised, "free_bytes", lambda device: made // 8)
+    with pytest.raises(SettingsError, match=r"weights in int4 need .* use --draft-format stored"):
+        runtime.copies.prepare(draft)
+    assert runtime.copies.n_bytes < made // 8
+    monkeypatch.setattr(quantised, "free_bytes", lambda device: 2 * made)
+    runtime.copies.prepare(draft)
+    assert runtime.copies.n_bytes == made
+
+
+def test_a_container_has_what_its_limit_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(buffer, "CONTAINER", tmp_path)
+    whole = buffer.free_bytes(cpu)
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.current").write_text("3000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 700\n")
+    assert buffer.free_bytes(cpu) == 2700
+    (tmp_path / "memory.max").write_text("max\n")
+    assert buffer.free_bytes(cpu) > 0.5 * whole
