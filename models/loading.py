@@ -106,16 +106,18 @@ def _placement(device: str, folder: Path, dtype: str) -> str:
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         memory_plan(folder, dtype, on_cpu=True).check("this machine", free_bytes(torch.device("cpu")))
         return "cpu"
+    if device == "auto-map":  # which may use the CPU, too
+        return device
     plan = memory_plan(folder, dtype, on_cpu=False)
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # before torch takes any there
     free = [free_bytes(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
-    if device not in ("auto", "auto-map"):
+    if device != "auto":
         index = torch.device(device).index or 0
         plan.check(f"cuda:{index}", free[index])
         return f"cuda:{index}"
     for wanted in (plan.needed + plan.copies, plan.needed):  # with room for drafts, if there is such a GPU
         for i, n_bytes in enumerate(free):
-            if device == "auto" and n_bytes >= wanted:
+            if n_bytes >= wanted:
                 return f"cuda:{i}"
     plan.check(f"{len(free)} GPUs", sum(free))
     return "auto-map"
@@ -292,7 +294,7 @@ def _by_row(runtime: Runtime) -> None:
     if reason is not None:
         raise SettingsError(f"passes cannot be exact here: {reason}: use another speed")
     runtime.speed = "exact"
-    runtime.copies.lay_out(packed=False)
+    runtime.copies.lay_out(packed=True)
     _by_graphs(runtime)
 
 

@@ -31,6 +31,7 @@ from ..core.types import LayerSet
 from .blocks import LINEAR, Block, LayerModules, PackedLinear
 from .buffer import free_bytes
 from .coded import CHUNK, ROWS, CodedLinear, pack
+from .kernels.device import coded_linear
 from .library_maps import is_by_library
 from .saved import cache_root, replacing
 
@@ -104,6 +105,9 @@ class QuantisedLinear(nn.Module):
         return out if self.bias is None else out + self.bias
 
     def _product(self, x: Tensor) -> Tensor:
+        if self.packed:  # on a CUDA device; on a CPU our kernels read what is packed
+            assert self.group is not None
+            return coded_linear(x, self.codes, self.scales, self.bits, self.group, self.n_out, False, None)
         if self.group is None:
             return cast(Tensor, aten._weight_int8pack_mm(x, self.codes, self.scales))
         if x.is_cuda:

@@ -50,8 +50,8 @@ class StackedLayers:
             )
         self.runtime = runtime
         self._chosen = _Chosen(slice(None))
-        if runtime.native is not None:
-            return  # one row through one layer is the library's own step, and weights stay where they are
+        if runtime.exact:
+            return  # layer by layer, each row's bits are those of a pass, and weights stay where they are
         modules = {field.name: [getattr(b.parts, field.name) for b in runtime.blocks] for field in fields(LayerModules)}
         qkv = tuple(_stacked(same, self._chosen) for same in zip(*modules.pop("qkv"), strict=True))
         self._parts = LayerModules(qkv=qkv, **{name: _stacked(same, self._chosen) for name, same in modules.items()})
@@ -64,7 +64,7 @@ class StackedLayers:
         Every layer must have the keys and values of all slots before, and no two rows the same layer.
         """
         runtime = self.runtime
-        if runtime.native is not None:
+        if runtime.exact:
             rows = zip(torch.split(hidden, 1), layers, slots, strict=True)
             return torch.cat([runtime.run_layers(row, slot, buffer, at, at + 1) for row, at, slot in rows])
         self._chosen.layers = _pick(layers, hidden.device)

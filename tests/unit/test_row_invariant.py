@@ -67,6 +67,9 @@ def test_a_packed_copy_is_read_as_it_was_packed(name: str) -> None:
     steps = codes.unflatten(1, (-1, made.group)) - (1 << (made.bits - 1))
     weight = (steps * scales[..., None] + zeros[..., None]).flatten(1)[: made.n_out]
     close(found, x.double() @ weight.double().t(), torch.float32)
+    assert made.bias is not None
+    made.bias = made.bias.to(PLACE)
+    assert torch.equal(made(x[:, :100]), found + made.bias)
     for row in (0, 18):
         alone = device.coded_linear(
             x[row : row + 1], made.codes, made.scales, made.bits, made.group, made.n_out, False, None
