@@ -326,7 +326,7 @@ class Engine:
 
     def _keep(self, freed: Free, buffer: KVBuffer) -> None:
         """Keep what a request read for others to go on from, in place of what it holds as well."""
-        if self.memory is None or freed.slots.runtime.graphs is not None:  # captured passes have buffers of their own
+        if self.memory is None:
             return
         new = _Kept(freed.slots, buffer, tuple(freed.token_ids))
         self._kept = [kept for kept in self._kept if kept.common(new.slots, new.token_ids) < len(kept.token_ids)]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -56,11 +56,10 @@ LINEAR = nn.Linear | Conv1D | PackedLinear | CodedLinear  # what a quantised cop
 
 @dataclass(slots=True)
 class RowGroup:
-    """Rows that a sub-layer runs for, and how they see the buffer; shared by all layers of a pass.
+    """Rows of one sequence that a sub-layer runs for, and how they see the buffer; shared by all layers of a pass.
 
     `spans`: consecutive shares of the group, as (first row in the group, first slot, length): where their keys and
-    values go; with `slots`, int64 (rows,), they go there instead. `mask`: as for `attend`, over [start, end). `chain`:
-    each row sees one slot more than the row before it.
+    values go. `mask`: as for `attend`, over [start, end).
     """
 
     cos: Tensor | None  # (rows, 1, rotary_dim)
@@ -69,26 +68,22 @@ class RowGroup:
     start: int
     end: int
     mask: Tensor | None
-    slots: Tensor | None = None
-    chain: bool = False
-    _seen: tuple[Tensor | None, Tensor] | None = None
 
     @property
     def n_rows(self) -> int:
         """Number of rows."""
-        return sum(length for _, _, length in self.spans) if self.slots is None else self.slots.shape[0]
+        return sum(length for _, _, length in self.spans)
 
-    def seen(self, device: torch.device) -> tuple[Tensor | None, Tensor]:
-        """Return the slots that rows see, `order` and `counts` of `kernels.device.attend`, made once."""
-        if self._seen is None:
-            n, n_slots = self.n_rows, self.end - self.start
-            if self.chain or self.mask is None:  # which one row has
-                self._seen = None, torch.arange(n_slots - n + 1, n_slots + 1, dtype=torch.int32, device=device)
-            else:
-                unseen = self.mask[:n] < 0
-                order = unseen.to(torch.uint8).argsort(dim=1, stable=True).int()
-                self._seen = order, n_slots - unseen.sum(dim=1, dtype=torch.int32)
-        return self._seen
+
+class LayerRows(Protocol):
+    """The rows that a layer's attention runs for, of any number of sequences, with their rotations as in `RowGroup`."""
+
+    cos: Tensor | None
+    sin: Tensor | None
+
+    def attend(self, block: Block, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return what the rows read, (rows, heads * width), after writing their keys and values."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,23 +143,14 @@ def mlp_out(parts: LayerModules, hidden: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LayerFunctions:
-    """How a layer computes: what depends on the number of rows only, and attention over the buffer.
-
-    The former may be compiled (`models.loading`).
-    """
+    """How a layer computes what depends on the number of rows only; may be compiled (`models.loading`)."""
 
     enter: Callable[[LayerModules, HeadLayout, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor, Tensor]]
     leave: Callable[[LayerModules, Tensor], Tensor]
     mlp: Callable[[LayerModules, Tensor], Tensor]
-    attend: Callable[[Tensor, Tensor, Tensor, RowGroup, float], Tensor]
 
 
-def attend_by_mask(query: Tensor, keys: Tensor, values: Tensor, group: RowGroup, scaling: float) -> Tensor:
-    """Compute attention of a group's rows by torch; see `attend`."""
-    return attend(query, keys, values, group.mask, scaling)
-
-
-EAGER = LayerFunctions(queries_keys_values, attention_out, mlp_out, attend_by_mask)
+EAGER = LayerFunctions(queries_keys_values, attention_out, mlp_out)
 
 
 class Block:
@@ -194,43 +180,50 @@ class Block:
         )
         self.device = next(attn.parameters()).device
 
-    def attention(
-        self, hidden: Tensor, groups: Sequence[tuple[RowGroup, KVBuffer]], parts: LayerModules | None = None
-    ) -> Tensor:
+    def attention(self, hidden: Tensor, rows: LayerRows, parts: LayerModules | None = None) -> Tensor:
         """Return what attention adds to `hidden` (rows, hidden_size), after writing the rows' keys and values.
 
-        Args: groups: the rows of each sequence, one behind the other, with its buffer. parts: a quantised copy's
-              modules, None for the layer's own.
+        Args: parts: a quantised copy's modules, None for the layer's own.
         """
         parts = parts or self.parts
-        if len(groups) == 1:
-            ((group, buffer),) = groups
-            query, key, value = self.functions.enter(parts, self.heads, hidden, group.cos, group.sin)
-            return self.functions.leave(parts, self._attended(query, key, value, group, buffer))
-        turns = [(group.cos, group.sin) for group, _ in groups if group.cos is not None and group.sin is not None]
-        cos, sin = (torch.cat(part) for part in zip(*turns, strict=True)) if turns else (None, None)
-        projected = self.functions.enter(parts, self.heads, hidden, cos, sin)
-        n_rows = [group.n_rows for group, _ in groups]
-        own = zip(*(torch.split(part, n_rows) for part in projected), groups, strict=True)
-        mixed = [self._attended(query, key, value, *group) for query, key, value, group in own]
-        return self.functions.leave(parts, torch.cat(mixed))
-
-    def _attended(self, query: Tensor, key: Tensor, value: Tensor, group: RowGroup, buffer: KVBuffer) -> Tensor:
-        """Return what one sequence's rows read, (rows, heads * width), after writing their keys and values."""
-        if group.slots is not None:
-            buffer.keys[self.index].index_copy_(1, group.slots, key.transpose(0, 1))
-            buffer.values[self.index].index_copy_(1, group.slots, value.transpose(0, 1))
-        for row, slot, length in group.spans:
-            whole = length == key.shape[0]
-            keys, values = buffer.between(slot, slot + length)
-            keys[self.index].copy_((key if whole else key[row : row + length]).transpose(0, 1))
-            values[self.index].copy_((value if whole else value[row : row + length]).transpose(0, 1))
-        keys, values = buffer.between(group.start, group.end)
-        return self.functions.attend(query, keys[self.index], values[self.index], group, self.scaling)
+        query, key, value = self.functions.enter(parts, self.heads, hidden, rows.cos, rows.sin)
+        return self.functions.leave(parts, rows.attend(self, query, key, value))
 
     def mlp(self, hidden: Tensor, parts: LayerModules | None = None) -> Tensor:
         """Return what the MLP adds to `hidden` (rows, hidden_size)."""
         return self.functions.mlp(parts or self.parts, hidden)
+
+
+class BufferRows:
+    """Rows of sequences for torch's attention, one behind the other, each group with its buffer; see `LayerRows`."""
+
+    def __init__(self, groups: Sequence[tuple[RowGroup, KVBuffer]]) -> None:
+        self.groups = groups
+        self.cos, self.sin = _joined(group.cos for group, _ in groups), _joined(group.sin for group, _ in groups)
+
+    def attend(self, block: Block, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return what the rows read, (rows, heads * width), after writing their keys and values."""
+        if len(self.groups) == 1:
+            return _attended(block, query, key, value, *self.groups[0])
+        n_rows = [group.n_rows for group, _ in self.groups]
+        own = zip(*(torch.split(part, n_rows) for part in (query, key, value)), self.groups, strict=True)
+        return torch.cat([_attended(block, *parts, *group) for *parts, group in own])
+
+
+def _joined(parts: Iterable[Tensor | None]) -> Tensor | None:
+    found = [part for part in parts if part is not None]
+    return (found[0] if len(found) == 1 else torch.cat(found)) if found else None
+
+
+def _attended(block: Block, query: Tensor, key: Tensor, value: Tensor, group: RowGroup, buffer: KVBuffer) -> Tensor:
+    """Return what one sequence's rows read, (rows, heads * width), after writing their keys and values."""
+    for row, slot, length in group.spans:
+        whole = length == key.shape[0]
+        keys, values = buffer.between(slot, slot + length)
+        keys[block.index].copy_((key if whole else key[row : row + length]).transpose(0, 1))
+        values[block.index].copy_((value if whole else value[row : row + length]).transpose(0, 1))
+    keys, values = buffer.between(group.start, group.end)
+    return attend(query, keys[block.index], values[block.index], group.mask, block.scaling)
 
 
 def split_heads(heads: HeadLayout, projected: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:

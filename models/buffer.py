@@ -72,6 +72,10 @@ class KVBuffer:
             views = self._views[start, end] = keys, values
         return views
 
+    def address(self, device: torch.device) -> int:
+        """Return where the block of a device begins."""
+        return self._blocks[device].data_ptr()
+
     @cached_property
     def addresses(self) -> tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]]:
         """Where the keys and the values of each layer lie in this machine's memory."""

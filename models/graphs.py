@@ -1,17 +1,16 @@
-"""Narrow passes replayed as CUDA graphs: one launch instead of hundreds, for draft steps and verification.
+"""Passes replayed as CUDA graphs: one launch instead of hundreds, for draft steps and verification of all requests.
 
-A graph has fixed shapes and addresses. So a pass is rounded up, its rows to one of `WIDTHS` and the slots it reads to
-a context bucket; slots, positions and masks are inputs, and rows that only fill up write to a slot that nobody reads.
-Buffers are lent from a store of their own, for a captured pass reads and writes one buffer for ever. A layer set is
-part of what is captured: a sub-layer that it skips is not in the graph.
+A graph has fixed shapes and addresses. So a pass is rounded up, its rows to one of `WIDTHS` and the slots they see to a
+context bucket; everything else about its rows, where their buffers lie as well, is a number in a table that the kernels
+read (`models.row_table`). Rows of several sequences share a pass; rows that only fill it up are written nowhere. A
+layer set is part of what is captured: a sub-layer that it skips is not in the graph.
 """
 
 from __future__ import annotations
 
-import copy
-import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 from typing import Any, cast
@@ -21,93 +20,94 @@ from torch import Tensor
 
 from ..core.errors import SettingsError
 from ..core.types import LayerSet
-from .blocks import Block, RowGroup
-from .buffer import KVBuffer
 from .costs import context_bucket
-from .rows import PassPlan, Rows
+from .kernels import device as kernels
+from .row_table import RowTable, TablePlan
+from .rows import Pass, PassPlan, Rows, uploaded
 from .runtime import Runtime
 
-WIDTHS = (1, 2, 4, 8, 16, 32)  # rows
+WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # rows
+LONGEST = 64  # slots that a row of a captured pass sees behind its run: nodes of its tree
 RECORD_AT = 3  # the pass of a shape that is captured: most layer sets of a search are run once and never again
 MOST_GRAPHS = 64
 PROBES, PROBE_SLOTS = 9, 128  # passes that are timed when a model is loaded, and the slots that they read
 
-Key = tuple[int, int, int, tuple[LayerSet, ...]]  # buffer, rows, slots, layer set
+Answer = tuple[Tensor, Tensor | None]  # states (width, hidden_size) after the last layer, and logits (width, vocab)
 
 
-class StaticPass(PassPlan):
-    """A pass over `width` rows that read the first `n_slots` slots, with every input in a tensor that never moves.
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is fixed in a captured pass: layers `first` … `last` - 1 over `width` rows, none of which sees more slots.
+
+    `begun`: the rows begin as states and not as tokens. `is_read`: logits are wanted of some of them.
+    """
+
+    width: int
+    n_slots: int
+    variants: tuple[LayerSet, ...]
+    first: int
+    last: int
+    begun: bool
+    is_read: bool
+
+
+class StaticPass:
+    """A pass of a shape with every input in a tensor that never moves.
 
     `fill` brings the inputs, `run` computes; between the two nothing depends on the rows but the tensors' contents.
     """
 
-    runtime: Runtime
-    buffer: KVBuffer
-
-    def __init__(
-        self, runtime: Runtime, buffer: KVBuffer, width: int, n_slots: int, variants: tuple[LayerSet, ...]
-    ) -> None:
-        super().__init__(runtime, Rows([0] * width, 0, variants=variants), buffer)
-        self.width, self.n_slots = width, n_slots
-        device = runtime.device
-        self.inputs = torch.zeros((3, width), dtype=torch.int64, device=device)  # token ids, positions, slots
-        self.masks = {
-            window: torch.zeros((width, n_slots), dtype=runtime.dtype, device=device) for window in set(runtime.windows)
-        }
+    def __init__(self, runtime: Runtime, shape: Shape) -> None:
+        self.runtime, self.shape = runtime, shape
+        self.table = RowTable(runtime, shape.width, shape.n_slots, LONGEST)
+        self.data = torch.zeros((self.table.n_fields, shape.width), dtype=torch.int64, device=runtime.device)
+        size = (shape.width, int(runtime.config.get_text_config().hidden_size))
+        self.begun = torch.zeros(size, dtype=runtime.dtype, device=runtime.device) if shape.begun else None
+        self._plan = PassPlan(runtime, Rows([0] * shape.width, 0, variants=shape.variants))
         # Held here, for the runtime drops a table when it makes a longer one, and a graph reads where this one lies.
-        self.tables = {
-            block.layer_type: runtime.rotation(block.layer_type, device, min(n_slots, runtime.max_positions))
-            for block in runtime.blocks
-        }
+        self._rotations = [
+            runtime.rotation(block.layer_type, runtime.device, self.table.n_positions) for block in runtime.blocks
+        ]
 
-    def fill(self, rows: Rows) -> None:
-        """Take the rows of one pass, at most `width`, none of which sees a slot from `n_slots` on."""
-        n = len(rows.token_ids)
-        end, spare = rows.first_slot + n, self.width - n
-        positions = list(range(rows.first_slot, end)) if rows.positions is None else list(rows.positions)
-        unread = [self.buffer.capacity - 1] * spare
-        self.inputs.copy_(
-            torch.tensor(
-                [
-                    [*rows.token_ids, *([rows.token_ids[-1]] * spare)],
-                    [*positions, *([positions[-1]] * spare)],
-                    [*range(rows.first_slot, end), *unread],
-                ]
-            )
-        )
-        plan = PassPlan(self.runtime, rows)
-        for window, mask in self.masks.items():
-            mask.fill_(torch.finfo(mask.dtype).min)
-            mask[:n, :end] = plan.mask(window, mask.device)
+    def fill(self, passes: Sequence[Pass]) -> None:
+        """Take the rows of passes of this shape, one behind the other.
+
+        Raises: ValueError: some row sees more than a table can tell.
+        """
+        plans: list[PassPlan] = []
+        for each in passes:
+            plans.append(PassPlan(self.runtime, each.rows, each.buffer, plans[-1].first + plans[-1].n if plans else 0))
+        device = self.runtime.device
+        made = self.table.made([(plan, plan.every) for plan in plans], device)
+        self.data.copy_(uploaded(made, device))
+        for each, plan in zip(passes, plans, strict=True):
+            own = slice(plan.first, plan.first + plan.n)
+            if isinstance(each.rows.token_ids, Tensor):
+                self.data[kernels.TOKEN, own] = each.rows.token_ids
+            if self.begun is not None and each.hidden is not None:
+                self.begun[own] = each.hidden
 
     @torch.inference_mode()
-    def run(self) -> Tensor:
-        """Compute the logits (width, vocab)."""
-        self._groups.clear()  # what a pass shares is made from the inputs each time
-        hidden = self.runtime.states(self.inputs[0], self)
-        name = self.rows.variants[0].format_of("head") if self.rows.variants else None
-        return self.runtime.head(self.runtime.normed(hidden), name)
-
-    def positions(self, device: torch.device) -> Tensor:
-        return self.inputs[1]
-
-    def _make_group(self, block: Block, variants: frozenset[int]) -> RowGroup:
-        cos = sin = None
-        table = self.tables[block.layer_type]
-        if table is not None:
-            cos, sin = (part[self.inputs[1]][:, None] for part in table)
-        mask = block.heads.of_groups(self.masks[block.window])
-        return RowGroup(cos, sin, (), 0, self.n_slots, mask, self.inputs[2])
+    def run(self) -> Answer:
+        """Compute the states and, if they are wanted, the logits."""
+        runtime, shape = self.runtime, self.shape
+        hidden = self.begun
+        if hidden is None:
+            hidden = runtime.entered(self.data[kernels.TOKEN], self.data[kernels.POSITION])
+        shared = TablePlan(runtime, self.table, self.data)
+        hidden = runtime.through(hidden, [self._plan], shared, shape.first, shape.last)
+        name = shape.variants[0].format_of("head") if shape.variants else None
+        return hidden, runtime.logits(hidden, name) if shape.is_read else None
 
 
-Record = Callable[[StaticPass], Callable[[], Tensor]]
+Record = Callable[[StaticPass], Callable[[], Answer]]
 
 
 class GraphPasses:
-    """The captured passes of one runtime, and the buffers that they work on.
+    """The captured passes of one runtime.
 
     Args:   record: makes of a filled pass what runs it again on the inputs of the moment.
-    Raises: SettingsError: the model is not on one CUDA device.
+    Raises: SettingsError: the model is not on one CUDA device, or Triton's kernels cannot compute it.
     """
 
     def __init__(self, runtime: Runtime, record: Record | None = None) -> None:
@@ -116,51 +116,83 @@ class GraphPasses:
                 f"CUDA graphs need a model that lies on one CUDA device, and this one lies on {runtime.device}:"
                 " use the eager or the compiled runtime"
             )
+        if not kernels.are_there() or runtime.dtype not in kernels.DTYPES:
+            reason = (
+                f"which do not compute in {runtime.dtype_name}" if kernels.are_there() else "which is not installed"
+            )
+            raise SettingsError(f"CUDA graphs need kernels of Triton, {reason}: use the eager or the compiled runtime")
         self.runtime = runtime
         self._record: Record = record or _Capture()
-        self._uses: Counter[Key] = Counter()
-        self._passes: OrderedDict[Key, tuple[StaticPass, Callable[[], Tensor]]] = OrderedDict()
-        self._free: list[KVBuffer] = []
-        self._lent: weakref.WeakKeyDictionary[KVBuffer, KVBuffer] = weakref.WeakKeyDictionary()
+        self._uses: Counter[Shape] = Counter()
+        self._passes: OrderedDict[Shape, tuple[StaticPass, Callable[[], Answer]]] = OrderedDict()
 
-    def lend(self, capacity: int) -> KVBuffer:
-        """Return an empty buffer of `capacity` slots, whose memory is lent again once nobody holds it."""
-        size = context_bucket(capacity + 1)  # one more: what fills a pass up is written to the last slot
-        own = next((buffer for buffer in self._free if buffer.capacity == size), None)
-        if own is None:
-            own = self.runtime.own_buffer(size)
-        else:
-            self._free.remove(own)
-            for part in (*own.keys, *own.values):
-                part.zero_()
-        lent = copy.copy(own)
-        lent.capacity = capacity
-        self._lent[lent] = own
-        weakref.finalize(lent, self._free.append, own)
-        return lent
+    def forward(self, passes: Sequence[Pass]) -> list[Tensor] | None:
+        """Return the wanted logits (rows, vocab) of passes over the same layers, one replay for each layer set.
 
-    def forward(self, rows: Rows, buffer: KVBuffer) -> Tensor | None:
-        """Return the logits (rows, vocab) of a pass; None without a graph: it is too wide, too new, of several sets."""
-        own, n = self._lent.get(buffer), len(rows.token_ids)
-        if own is None or n > WIDTHS[-1] or len(rows.variants) > 1:
+        None: some rows have no captured pass, being too many, of several layer sets at once, or of a new shape.
+        """
+        sets: dict[tuple[LayerSet, ...], list[Pass]] = {}
+        for each in passes:
+            sets.setdefault(each.rows.variants, []).append(each)
+        shapes = [self._shape(some) for some in sets.values()]
+        if None in shapes or not all([self._is_due(shape) for shape in shapes if shape is not None]):
             return None
-        width = next(each for each in WIDTHS if each >= n)
-        key = (id(own), width, context_bucket(rows.first_slot + n), rows.variants)
-        if key not in self._passes:
-            if len(self._uses) > 64 * MOST_GRAPHS:
-                self._uses.clear()
-            self._uses[key] += 1
-            if self._uses[key] < RECORD_AT:
+        logits: dict[int, Tensor] = {}
+        for shape, some in zip(shapes, sets.values(), strict=True):
+            try:
+                own = self._replayed(cast(Shape, shape), some)
+            except ValueError:
                 return None
-            static = StaticPass(self.runtime, own, width, key[2], rows.variants)
-            static.fill(rows)
-            self._passes[key] = static, self._record(static)
+            logits |= {id(each): one for each, one in zip(some, own, strict=True)}
+        return [logits[id(each)] for each in passes]
+
+    def _shape(self, passes: Sequence[Pass]) -> Shape | None:
+        """Return the shape of a pass over the rows of several with one layer set; None: there is none."""
+        one, n = passes[0], sum(len(each.rows.token_ids) for each in passes)
+        first, last = one.layers or (0, self.runtime.n_layers)
+        begun = {each.hidden is not None for each in passes}
+        captured = {depth for each in passes for depth in each.capture or ()}
+        if n > WIDTHS[-1] or len(one.rows.variants) > 1 or len(begun) > 1 or not captured <= {last}:
+            return None
+        n_slots = context_bucket(max(each.rows.first_slot + len(each.rows.token_ids) for each in passes))
+        is_read = any(each.wanted is None or len(each.wanted) for each in passes)
+        width = next(width for width in WIDTHS if width >= n)
+        return Shape(width, n_slots, one.rows.variants, first, last, begun.pop(), is_read)
+
+    def _is_due(self, shape: Shape) -> bool:
+        """Count a use, and tell whether the shape is captured or to be captured now."""
+        if shape in self._passes:
+            return True
+        if len(self._uses) > 64 * MOST_GRAPHS:
+            self._uses.clear()
+        self._uses[shape] += 1
+        return self._uses[shape] >= RECORD_AT
+
+    def _replayed(self, shape: Shape, passes: Sequence[Pass]) -> list[Tensor]:
+        if shape in self._passes:
+            static, replay = self._passes[shape]
+            static.fill(passes)
+        else:
+            static = StaticPass(self.runtime, shape)
+            static.fill(passes)
+            replay = self._record(static)
+            self._passes[shape] = static, replay
             if len(self._passes) > MOST_GRAPHS:
                 self._passes.popitem(last=False)
-        self._passes.move_to_end(key)
-        static, replay = self._passes[key]
-        static.fill(rows)
-        return replay()[:n].clone()  # the next replay writes where this one's logits lie
+        self._passes.move_to_end(shape)
+        n = sum(len(each.rows.token_ids) for each in passes)
+        hidden, logits = (None if part is None else part[:n] for part in replay())
+        assert hidden is not None
+        # The next replay writes where this one's answers lie.
+        logits = hidden[:0] if logits is None else logits.clone()
+        hidden = hidden.clone() if any(each.capture for each in passes) else hidden
+        found, at = list[Tensor](), 0
+        for each in passes:
+            own = slice(at, at := at + len(each.rows.token_ids))
+            if each.capture:
+                each.capture[shape.last].append(hidden[own])
+            found.append(_wanted(logits[own], each.wanted))
+        return found
 
     def forget(self) -> None:
         """Drop every captured pass: some of the weights lie elsewhere now."""
@@ -168,17 +200,24 @@ class GraphPasses:
         self._uses.clear()
 
 
+def _wanted(logits: Tensor, wanted: Sequence[int] | None) -> Tensor:
+    if wanted is None or not len(wanted):
+        return logits if wanted is None else logits[:0]
+    if list(wanted) == list(range(wanted[0], wanted[-1] + 1)):
+        return logits[wanted[0] : wanted[-1] + 1]
+    return logits[uploaded(wanted, logits.device)]
+
+
 @torch.inference_mode()
 def are_faster(runtime: Runtime, graphs: GraphPasses) -> bool:
     """Tell whether the model's one-row passes take less time replayed than run one operation after the other."""
-    rows, seconds = Rows([0], PROBE_SLOTS - 1), list[float]()
+    one, seconds = Pass(runtime, Rows([0], PROBE_SLOTS - 1), runtime.new_buffer(PROBE_SLOTS)), list[float]()
     for replayed in (False, True):
-        buffer = graphs.lend(PROBE_SLOTS) if replayed else runtime.own_buffer(PROBE_SLOTS)
         times = []
         for _ in range(RECORD_AT + PROBES):
             clock = perf_counter()
-            logits = graphs.forward(rows, buffer) if replayed else None
-            (runtime.forward(rows, buffer) if logits is None else logits).max(dim=-1).indices.tolist()  # waits for it
+            logits = graphs.forward([one]) if replayed else None
+            (logits or runtime.forward_together([one]))[0].max(dim=-1).indices.tolist()  # waits for it
             times.append(perf_counter() - clock)
         seconds.append(median(times[RECORD_AT:]))
     return seconds[1] < seconds[0]
@@ -190,7 +229,7 @@ class _Capture:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, static: StaticPass) -> Callable[[], Tensor]:
+    def __call__(self, static: StaticPass) -> Callable[[], Answer]:
         device = static.runtime.device
         aside = cast(Any, torch.cuda.Stream)(device)
         aside.wait_stream(torch.cuda.current_stream(device))
@@ -199,10 +238,10 @@ class _Capture:
         torch.cuda.current_stream(device).wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(device), torch.cuda.graph(graph, pool=self._pool):
-            logits = static.run()
+            answer = static.run()
 
-        def replay() -> Tensor:
+        def replay() -> Answer:
             graph.replay()
-            return logits
+            return answer
 
         return replay

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Callable
@@ -41,6 +42,8 @@ from .saved import (
 )
 from .schemes import Scheme
 from .sources import check_names, local_folder
+
+logger = logging.getLogger(__name__)
 
 PLANNED_TOKENS = 2048  # whose keys and values must fit beside the weights
 WORKSPACE = 1 << 30  # of a CUDA device: its context, and scratch of its libraries
@@ -261,6 +264,7 @@ def at_speed(runtime: Runtime, speed: Speed, lay_out: bool = True) -> None:
     if "compiled" in speed:
         compile_functions(runtime)
     runtime.graphs, runtime.speed, runtime.native = graphs, speed, None
+    runtime.by_table = graphs is not None
     runtime.copies.lay_out(packed=False)
 
 
@@ -302,8 +306,14 @@ def _by_graphs(runtime: Runtime) -> None:
     """Replay CUDA graphs where the model lies on one CUDA device and they are faster there."""
     if runtime.device.type != "cuda" or not runtime.one_device:
         return
-    graphs = GraphPasses(runtime)
-    if are_faster(runtime, graphs):
+    try:
+        graphs = GraphPasses(runtime)
+        faster = are_faster(runtime, graphs)
+    except Exception as error:  # whatever a compiler or a driver may say: the model can be run without
+        logger.warning("passes are not replayed as CUDA graphs here: %s", first_line(error))
+        return
+    runtime.by_table = True
+    if faster:
         runtime.graphs = graphs
         runtime.speed = "graphs" if runtime.speed == "eager" else f"{runtime.speed}+graphs"
 
@@ -379,7 +389,7 @@ def compile_functions(runtime: Runtime) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's compiler warns of torch's own code
             enter, leave, mlp = (_compiled(function) for function in (EAGER.enter, EAGER.leave, EAGER.mlp))
-            functions = LayerFunctions(enter, leave, mlp, EAGER.attend)
+            functions = LayerFunctions(enter, leave, mlp)
             for n_rows in WARM_ROWS:
                 for block in runtime.blocks:
                     _run_once(runtime, block, functions, n_rows)

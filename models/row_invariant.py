@@ -6,22 +6,17 @@ A drafted completion has plain decoding's bits then, in bfloat16, too. What is l
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from .blocks import RowGroup
 from .coded import GROUPS, CodedLinear
 from .kernels import device, layout
 from .kernels.native import Unsupported, norm_kind, refuse_hooks
 from .library_maps import is_by_library
 from .runtime import Runtime
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def make_row_invariant(runtime: Runtime) -> str | None:
@@ -32,7 +27,7 @@ def make_row_invariant(runtime: Runtime) -> str | None:
     """
     if not device.are_there():
         return "Triton is not installed: pip install triton"
-    if runtime.dtype not in DTYPES:
+    if runtime.dtype not in device.DTYPES:
         return f"they do not compute in {runtime.dtype_name}"
     norms = [runtime.final_norm]
     for block in runtime.blocks:
@@ -54,8 +49,6 @@ def make_row_invariant(runtime: Runtime) -> str | None:
         return str(error)
     for module, compute in modules.items():
         module.forward = partial(_unless_trained, compute, module.forward)
-    for block in runtime.blocks:
-        block.functions = replace(block.functions, attend=_attend)
     runtime.row_invariant = True
     return None
 
@@ -94,7 +87,3 @@ def _norm(module: Any) -> Callable[[Tensor], Tensor]:
         centred=kind == layout.LAYER,
         plus_one=kind == layout.RMS_PLUS_ONE,
     )
-
-
-def _attend(query: Tensor, keys: Tensor, values: Tensor, group: RowGroup, scaling: float) -> Tensor:
-    return device.attend(query, keys, values, *group.seen(query.device), scaling)

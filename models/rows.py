@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from ..core.types import LayerSet
-from .blocks import Block, RowGroup
+from .blocks import Block, BufferRows, LayerRows, RowGroup
 from .buffer import KVBuffer
 
 
@@ -50,14 +50,14 @@ class PassRunner(Protocol):
 class Rows:
     """What one pass runs over.
 
-    `token_ids` go to slots `first_slot`, `first_slot` + 1, …. Without `visible` the rows are a chain: row i stands at
-    position `first_slot` + i and sees every slot up to its own. With it, `positions` are given and `visible`, bool
-    (n, newest), says which of the newest slots each row sees; of the slots before these, all see the first `n_read`
-    (None: all). `variants` splits the rows into equal consecutive shares, each leaving out its own layer set; empty
-    means the full model.
+    `token_ids`, int64 where they are a tensor, go to slots `first_slot`, `first_slot` + 1, …. Without `visible` the
+    rows are a chain: row i stands at position `first_slot` + i and sees every slot up to its own. With it, `positions`
+    are given and `visible`, bool (n, newest), says which of the newest slots each row sees; of the slots before these,
+    all see the first `n_read` (None: all). `variants` splits the rows into equal consecutive shares, each leaving out
+    its own layer set; empty means the full model.
     """
 
-    token_ids: Sequence[int]
+    token_ids: Sequence[int] | Tensor
     first_slot: int
     positions: Sequence[int] | None = None
     visible: Tensor | None = None
@@ -148,7 +148,7 @@ class PassPlan:
         """int64, (rows,)."""
         if self.rows.positions is None:
             return torch.arange(self.rows.first_slot, self.end, device=device)
-        return torch.tensor(self.rows.positions, device=device)
+        return uploaded(self.rows.positions, device)
 
     def group(self, block: Block, variants: frozenset[int]) -> RowGroup:
         """The rows of `variants` as `block` sees them."""
@@ -174,9 +174,7 @@ class PassPlan:
             mask = None if mask is None else mask[index]
             spans = tuple((i * self.share, first + v * self.share, self.share) for i, v in enumerate(sorted(variants)))
         mask = None if mask is None else block.heads.of_groups(mask)
-        plain = self.rows.visible is None and self.rows.positions is None and variants == self.every
-        chain = plain and (mask is None or block.window is None)
-        return RowGroup(cos, sin, spans, start, self.end, mask, chain=chain)
+        return RowGroup(cos, sin, spans, start, self.end, mask)
 
     def _mask(self, block: Block) -> tuple[int, Tensor | None]:
         """First slot to read and the additive mask over the slots from there, for all rows."""
@@ -195,3 +193,39 @@ class PassPlan:
             visible = visible & (slots[None] > own[:, None] - window)
         mask = torch.zeros(visible.shape, dtype=self.runtime.dtype, device=device)
         return mask.masked_fill_(~visible, torch.finfo(self.runtime.dtype).min)
+
+
+Member = tuple[PassPlan, frozenset[int]]  # a pass, and those of its variants that run a sub-layer
+
+
+class SharedRows(Protocol):
+    """What the layers of a forward pass share."""
+
+    def rows(self, block: Block, members: Sequence[Member]) -> LayerRows:
+        """Return the rows of `members` as `block` sees them."""
+        ...
+
+
+class BufferPlan:
+    """What the layers of a forward pass share where torch reads each sequence's buffer; see `SharedRows`."""
+
+    def __init__(self) -> None:
+        self._rows: dict[Hashable, BufferRows] = {}
+
+    def rows(self, block: Block, members: Sequence[Member]) -> BufferRows:
+        """Return the rows of `members` as `block` sees them."""
+        some = tuple((plan.first, variants) for plan, variants in members)
+        key = (some, block.window, block.layer_type, block.device)
+        if key not in self._rows:
+            groups = [(plan.group(block, own), cast(KVBuffer, plan.buffer)) for plan, own in members]
+            self._rows[key] = BufferRows(groups)
+        return self._rows[key]
+
+
+def uploaded(values: Any, device: torch.device) -> Tensor:
+    """Return numbers as a tensor, int64, on a device, without waiting for what the device was asked to do before."""
+    tensor = torch.as_tensor(values, dtype=torch.int64)
+    if device.type == "cpu":
+        return tensor
+    pinned = tensor.pin_memory() if torch.cuda.is_available() else tensor
+    return pinned.to(device, non_blocking=True)

@@ -18,7 +18,8 @@ from .blocks import Block, RotaryTables, submodule
 from .buffer import KVBuffer
 from .families import context_limit, family_of, windows_of
 from .quantised import QuantisedCopies
-from .rows import KINDS, Kind, Load, Pass, PassPlan, Rows
+from .row_table import TablePlan
+from .rows import KINDS, BufferPlan, Kind, Load, Member, Pass, PassPlan, Rows, SharedRows, uploaded
 
 PREFILL_ROWS = 512  # rows per prefill pass, so that its mask stays small
 PREFILL_ROWS_BESIDE = 128  # where other sequences wait for the pass to end
@@ -27,9 +28,7 @@ PREFILL_ROWS_BESIDE = 128  # where other sequences wait for the pass to end
 class CapturedPasses(Protocol):
     """Passes that are replayed; `models.graphs`."""
 
-    def lend(self, capacity: int) -> KVBuffer: ...
-
-    def forward(self, rows: Rows, buffer: KVBuffer) -> Tensor | None: ...
+    def forward(self, passes: Sequence[Pass]) -> list[Tensor] | None: ...
 
     def forget(self) -> None: ...
 
@@ -92,6 +91,7 @@ class Runtime:
         self.graphs: CapturedPasses | None = None  # what passes are replayed by, see models.loading.at_speed
         self.native: KernelPasses | None = None  # what passes are computed by in place of torch, likewise
         self.row_invariant = False  # torch's modules sum row by row in one order, likewise
+        self.by_table = False  # attention over several buffers is one call of a kernel, likewise
 
     @property
     def dtype_name(self) -> str:
@@ -111,10 +111,6 @@ class Runtime:
 
     def new_buffer(self, capacity: int) -> KVBuffer:
         """An empty buffer of `capacity` slots."""
-        return self.own_buffer(capacity) if self.graphs is None else self.graphs.lend(capacity)
-
-    def own_buffer(self, capacity: int) -> KVBuffer:
-        """A buffer whose memory nobody else gets when it is given back."""
         heads = self.blocks[0].heads
         return KVBuffer([block.device for block in self.blocks], heads.n_kv_heads, heads.width, capacity, self.dtype)
 
@@ -224,19 +220,10 @@ class Runtime:
         """One pass over rows of several sequences, all of the same `layers`; the wanted logits (rows, vocab) of each.
 
         Weights are read once for all rows, and attention goes over each sequence's own buffer. With our kernels the
-        bits are those of passes of their own. Captured CUDA graphs are replayed one after the other.
+        bits are those of passes of their own.
         """
-        if self.graphs is not None:
-            return [self._replayed(self.graphs, each) for each in passes]
-        return self._computed(passes)
-
-    def _replayed(self, graphs: CapturedPasses, one: Pass) -> Tensor:
-        index = None if one.wanted is None else torch.tensor(one.wanted, device=self.device, dtype=torch.int64)
-        if one.capture is None and one.layers is None and (index is None or index.numel()):
-            logits = graphs.forward(one.rows, one.buffer)
-            if logits is not None:
-                return logits if index is None else logits[index]
-        return self._computed([one])[0]
+        replayed = None if self.graphs is None else self.graphs.forward(passes)
+        return self._computed(passes) if replayed is None else replayed
 
     def _computed(self, passes: Sequence[Pass]) -> list[Tensor]:
         # Made before the layers run: on a GPU, a transfer waits for what was asked of it before.
@@ -283,16 +270,18 @@ class Runtime:
         """Row numbers as the head takes them."""
         if self.native is not None:
             return torch.tensor(rows, dtype=torch.int32)
-        return torch.tensor(rows, dtype=torch.int64, device=self.blocks[-1].device)
+        return uploaded(rows, self.blocks[-1].device)
 
     def _between(
         self, hidden: Tensor, passes: Sequence[Pass], plans: Sequence[PassPlan], first: int, last: int
     ) -> Tensor:
         """The states after layers first … last - 1, noted on the way where passes want them."""
         stops = sorted({depth for each in passes for depth in each.capture or () if first < depth <= last})
+        by_table = self.row_invariant or (self.by_table and len(plans) > 1)
+        shared: SharedRows = TablePlan(self) if by_table else BufferPlan()
         for stop in dict.fromkeys((*stops, last)):
             if self.native is None:
-                hidden = self._through(hidden, plans, self.blocks[first:stop])
+                hidden = self.through(hidden, plans, shared, first, stop)
             else:
                 self.native.run_layers(hidden, passes, first, stop)  # which writes over them
             first = stop
@@ -302,10 +291,6 @@ class Runtime:
                 if each.capture is not None and stop in each.capture:
                     each.capture[stop].append(states if self.native is None else states.clone())
         return hidden
-
-    def states(self, token_ids: Tensor, plan: PassPlan) -> Tensor:
-        """The states (rows, hidden_size) after all layers, of a plan that need not be that of a list of rows."""
-        return self._through(self._embedded(token_ids, plan), [plan], self.blocks)
 
     @torch.inference_mode()
     def embed(self, token_ids: Sequence[int], first_slot: int) -> Tensor:
@@ -321,14 +306,18 @@ class Runtime:
         return states[0]
 
     def _embedded(self, token_ids: Sequence[int] | Tensor, plan: PassPlan) -> Tensor:
-        hidden = cast(Tensor, self._embed(torch.as_tensor(token_ids, device=self.device)))  # (rows, hidden_size)
-        if self._positions is not None:
-            hidden = hidden + self._positions(plan.positions(self.device))
-        return hidden
+        ids = token_ids if isinstance(token_ids, Tensor) else uploaded(token_ids, self.device)
+        return self.entered(ids, plan.positions(self.device))
 
-    def _through(self, hidden: Tensor, plans: Sequence[PassPlan], blocks: Sequence[Block]) -> Tensor:
-        for block in blocks:
-            hidden = self._layer(block, hidden if self.one_device else hidden.to(block.device), plans)
+    def entered(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """The states (rows, hidden_size) of tokens before the first layer."""
+        hidden = cast(Tensor, self._embed(token_ids))
+        return hidden if self._positions is None else hidden + self._positions(positions)
+
+    def through(self, hidden: Tensor, plans: Sequence[PassPlan], shared: SharedRows, first: int, last: int) -> Tensor:
+        """The states (rows, hidden_size) of the rows of all plans after layers first … last - 1."""
+        for block in self.blocks[first:last]:
+            hidden = self._layer(block, hidden if self.one_device else hidden.to(block.device), plans, shared)
         return hidden
 
     def logits(self, hidden: Tensor, name: str | None = None, index: Tensor | None = None) -> Tensor:
@@ -366,7 +355,7 @@ class Runtime:
     def _capped(self, logits: Tensor) -> Tensor:
         return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 
-    def _layer(self, block: Block, hidden: Tensor, plans: Sequence[PassPlan]) -> Tensor:
+    def _layer(self, block: Block, hidden: Tensor, plans: Sequence[PassPlan], shared: SharedRows) -> Tensor:
         """One decoder layer, each sub-layer for the rows whose layer set keeps it, in the format it wants."""
         source = hidden
         for kind in KINDS:
@@ -377,27 +366,23 @@ class Runtime:
                 index = _rows_of(members, plans, block.device)
                 rows = source if index is None else source[index]
                 if kind == "attn":
-                    groups = [(plan.group(block, own), cast(KVBuffer, plan.buffer)) for plan, own in members]
-                    added = block.attention(rows, groups, parts)
+                    added = block.attention(rows, shared.rows(block, members), parts)
                 else:
                     added = block.mlp(rows, parts)
                 hidden = hidden + added if index is None else hidden.index_add(0, index, added)
         return hidden
 
 
-Members = list[tuple[PassPlan, frozenset[int]]]  # passes, and those of their variants that run a sub-layer
-
-
-def _by_format(plans: Sequence[PassPlan], layer: int, kind: Kind) -> dict[str | None, Members]:
+def _by_format(plans: Sequence[PassPlan], layer: int, kind: Kind) -> dict[str | None, list[Member]]:
     """Who runs a layer's attention or MLP, by weight format."""
-    found: dict[str | None, Members] = {}
+    found: dict[str | None, list[Member]] = {}
     for plan in plans:
         for name, variants in plan.kept[layer][kind]:
             found.setdefault(name, []).append((plan, variants))
     return found
 
 
-def _rows_of(members: Members, plans: Sequence[PassPlan], device: torch.device) -> Tensor | None:
+def _rows_of(members: Sequence[Member], plans: Sequence[PassPlan], device: torch.device) -> Tensor | None:
     """int64, the rows of the members in the forward pass; None where that is every row."""
     if len(members) == len(plans) and all(variants == plan.every for plan, variants in members):
         return None

@@ -19,6 +19,7 @@ from ..core.costs import CostProfile
 from ..core.settings import SwiftSettings
 from ..core.types import LayerSet, SubLayer, n_skipped_for, searchable
 from ..decoding.context import Context
+from ..models.blocks import BufferRows
 from ..models.rows import PassPlan, Rows
 from .strategies import Proposal, Strategy, Study, StudyKind, SubLayerPrices, make_strategy, recipe_of
 from .strategies.base import Bits
@@ -146,7 +147,7 @@ class StudyPass:
         self.n_rows += len(positions) / self._n_parts
         if kind == "attn":
             group = self._plan(positions).group(block, frozenset({0}))
-            return block.attention(hidden.to(block.device), [(group, self.buffer)])
+            return block.attention(hidden.to(block.device), BufferRows([(group, self.buffer)]))
         return block.mlp((entered if self.runtime.parallel else hidden).to(block.device))
 
     def _plan(self, positions: Sequence[int]) -> PassPlan:

@@ -16,8 +16,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILE = 16  # rows of a product: the smallest that tensor cores take
-SPLIT, SLOTS = 256, 64  # slots that are summed by themselves, and that are read at a time
+SPLIT = 256  # slots that are summed by themselves
+READ_BYTES = 16384  # of keys, and of values, that a tile reads at a time: what it holds must fit the registers
 WIDE, NARROW = 64, 16  # outputs of a tile
 INPUTS, WORDS = 128, 32  # inputs, or 32-bit words of codes, that are read at a time
 PROGRAMS = 512  # at least, for a map: several for each processor of the largest devices
@@ -125,76 +127,104 @@ if importlib.util.find_spec("triton") is not None:
             own += tl.load(bias + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(out + row * n + at, own.to(out.dtype.element_ty), mask=mask)
 
-    @triton.jit
-    def _attend(
-        query, keys, values, order, counts, sums, tops, weights, n_queries, n_groups, n_heads, order_stride, q_stride,
-        k_head, k_slot, v_head, v_slot, scaling,
-        ORDERED: tl.constexpr, ROWS_: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-        SPLIT_: tl.constexpr, READ: tl.constexpr,
+    @triton.jit(do_not_specialize=["layer"])
+    def _store(
+        key, value, table, layer, n_layers, stride, k_row, k_head, v_row, v_head, WIDTH: tl.constexpr,
+        PADDED: tl.constexpr, SLOT_: tl.constexpr, BUFFER_: tl.constexpr, CAPACITY_: tl.constexpr,
     ):  # fmt: skip
-        # Queries of one key head: row by row, its query heads beside each other. An ordered tile is of one row.
-        kv_head, split, n_splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+        row, head, n_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+        slot = tl.load(table + SLOT_ * stride + row)
+        if slot >= 0:  # else the row only fills a pass up
+            buffer = tl.load(table + BUFFER_ * stride + row).to(tl.pointer_type(key.dtype.element_ty))
+            capacity = tl.load(table + CAPACITY_ * stride + row)
+            own = tl.arange(0, PADDED)
+            mask = own < WIDTH
+            at = (layer * n_heads + head) * capacity + slot
+            tl.store(buffer + at * WIDTH + own, tl.load(key + row * k_row + head * k_head + own, mask=mask), mask=mask)
+            at += n_layers * n_heads * capacity
+            tl.store(
+                buffer + at * WIDTH + own, tl.load(value + row * v_row + head * v_head + own, mask=mask), mask=mask
+            )
+
+    @triton.jit(do_not_specialize=["layer"])
+    def _attend(
+        query, table, sums, tops, weights, layer, n_layers, stride, view, n_groups, n_heads, q_stride, scaling,
+        ROWS_: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, SPLIT_: tl.constexpr, READ: tl.constexpr,
+        BUFFER_: tl.constexpr, CAPACITY_: tl.constexpr, START_: tl.constexpr, RUN_: tl.constexpr,
+        LISTED_: tl.constexpr, FIRST_: tl.constexpr, COUNT_: tl.constexpr, LIST_: tl.constexpr,
+    ):  # fmt: skip
+        # A tile: rows of one sequence with the query heads of one key head, that read the same slots one after another.
+        tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        n_kv_heads, n_splits = tl.num_programs(1), tl.num_programs(2)
+        own_view = table + view * stride
+        first = tl.load(own_view + FIRST_ * stride + tile)
+        n_queries = tl.load(own_view + COUNT_ * stride + tile) * n_groups
         own = tl.arange(0, ROWS_)
-        if ORDERED:
-            tile = (n_groups + ROWS_ - 1) // ROWS_
-            row = tl.program_id(0) // tile
-            queries = row * n_groups + (tl.program_id(0) % tile) * ROWS_ + own
-            there = queries < (row + 1) * n_groups
-        else:
-            row = 0
-            queries = tl.program_id(0) * ROWS_ + own
-            there = queries < n_queries
-        rows, heads = queries // n_groups, kv_head * n_groups + queries % n_groups
-        count = tl.load(counts + rows, mask=there, other=0)
-        width = tl.arange(0, PADDED)
-        at = rows.to(tl.int64) * q_stride + heads * WIDTH
-        asked = tl.load(query + at[:, None] + width[None, :], mask=there[:, None] & (width < WIDTH)[None, :], other=0.0)
-        top = tl.full((ROWS_,), float("-inf"), dtype=tl.float32)
-        weight = tl.zeros((ROWS_,), dtype=tl.float32)
-        total = tl.zeros((ROWS_, PADDED), dtype=tl.float32)
-        last = tl.max(count, axis=0)
-        for step in range(SPLIT_ // READ):
-            steps = split * SPLIT_ + step * READ + tl.arange(0, READ)
-            inside = steps < last
-            if ORDERED:
-                slots = tl.load(order + row.to(tl.int64) * order_stride + steps, mask=inside, other=0).to(tl.int64)
-            else:
-                slots = steps.to(tl.int64)
-            mask = inside[:, None] & (width < WIDTH)[None, :]
-            key = tl.load(keys + kv_head * k_head + slots[:, None] * k_slot + width[None, :], mask=mask, other=0.0)
-            score = tl.dot(asked, tl.trans(key), input_precision="ieee") * scaling
-            seen = steps[None, :] < count[:, None]
-            score = tl.where(seen, score, float("-inf"))
-            higher = tl.maximum(top, tl.max(score, axis=1))
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            kept = tl.exp(top - base)
-            share = tl.exp(score - base[:, None])
-            weight = weight * kept + tl.sum(share, axis=1)
-            value = tl.load(values + kv_head * v_head + slots[:, None] * v_slot + width[None, :], mask=mask, other=0.0)
-            total = tl.dot(share.to(value.dtype), value, total * kept[:, None], input_precision="ieee")
-            top = higher
-        at = (rows * n_heads + heads).to(tl.int64) * n_splits + split
-        tl.store(tops + at, top, mask=there)
-        tl.store(weights + at, weight, mask=there)
-        tl.store(sums + at[:, None] * WIDTH + width[None, :], total, mask=there[:, None] & (width < WIDTH)[None, :])
+        there = own < n_queries
+        rows = first + own // n_groups
+        heads = kv_head * n_groups + own % n_groups
+        run = tl.load(own_view + RUN_ * stride + rows, mask=there, other=0)
+        counts = run + tl.load(own_view + LISTED_ * stride + rows, mask=there, other=0)
+        last = tl.max(counts, axis=0)
+        if split * SPLIT_ < last:
+            start = tl.load(own_view + START_ * stride + first)
+            longest = tl.max(run, axis=0)
+            buffer = tl.multiple_of(tl.load(table + BUFFER_ * stride + first), 16)
+            keys = tl.multiple_of(buffer.to(tl.pointer_type(query.dtype.element_ty)), 16)
+            capacity = tl.load(table + CAPACITY_ * stride + first)
+            keys += (layer * n_kv_heads + kv_head) * capacity * WIDTH
+            values = keys + n_layers * n_kv_heads * capacity * WIDTH
+            width = tl.arange(0, PADDED)
+            at = rows * q_stride + heads * WIDTH
+            mask = there[:, None] & (width < WIDTH)[None, :]
+            asked = tl.load(query + at[:, None] + width[None, :], mask=mask, other=0.0)
+            top = tl.full((ROWS_,), float("-inf"), dtype=tl.float32)
+            weight = tl.zeros((ROWS_,), dtype=tl.float32)
+            total = tl.zeros((ROWS_, PADDED), dtype=tl.float32)
+            for step in range(SPLIT_ // READ):
+                steps = split * SPLIT_ + step * READ + tl.arange(0, READ)
+                inside = steps < last
+                listed = table + (LIST_ + view + steps - longest) * stride + first
+                slots = tl.load(listed, mask=inside & (steps >= longest), other=0)
+                slots = tl.where(steps < longest, start + steps, slots)
+                written = inside[:, None] & (width < WIDTH)[None, :]
+                key = tl.load(keys + slots[:, None] * WIDTH + width[None, :], mask=written, other=0.0)
+                score = tl.dot(asked, tl.trans(key), input_precision="ieee") * scaling
+                score = tl.where(steps[None, :] < counts[:, None], score, float("-inf"))
+                higher = tl.maximum(top, tl.max(score, axis=1))
+                base = tl.where(higher == float("-inf"), 0.0, higher)
+                kept = tl.exp(top - base)
+                share = tl.exp(score - base[:, None])
+                weight = weight * kept + tl.sum(share, axis=1)
+                value = tl.load(values + slots[:, None] * WIDTH + width[None, :], mask=written, other=0.0)
+                total = tl.dot(share.to(value.dtype), value, total * kept[:, None], input_precision="ieee")
+                top = higher
+            at = (rows * n_heads + heads) * n_splits + split
+            tl.store(tops + at, top, mask=there)
+            tl.store(weights + at, weight, mask=there)
+            tl.store(sums + at[:, None] * WIDTH + width[None, :], total, mask=there[:, None] & (width < WIDTH)[None, :])
 
     @triton.jit
-    def _merge(sums, tops, weights, out, n_splits, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-        at = tl.program_id(0).to(tl.int64)
+    def _merge(
+        sums, tops, weights, table, out, n_splits, stride, view, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+        SPLIT_: tl.constexpr, RUN_: tl.constexpr, LISTED_: tl.constexpr,
+    ):  # fmt: skip
+        row = tl.program_id(0)
+        at = (row * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+        own = table + view * stride + row
+        count = tl.load(own + RUN_ * stride) + tl.load(own + LISTED_ * stride)
         width = tl.arange(0, PADDED)
         top = tl.full((), float("-inf"), dtype=tl.float32)
         weight = tl.full((), 0.0, dtype=tl.float32)
         total = tl.zeros((PADDED,), dtype=tl.float32)
         split = 0
-        while split < n_splits:
-            own = tl.load(tops + at * n_splits + split)
-            if own > float("-inf"):
-                higher = tl.maximum(top, own)
-                kept, share = tl.exp(top - higher), tl.exp(own - higher)
-                weight = weight * kept + tl.load(weights + at * n_splits + split) * share
-                part = tl.load(sums + (at * n_splits + split) * WIDTH + width, mask=width < WIDTH, other=0.0)
-                total = total * kept + part * share
-                top = higher
+        while split * SPLIT_ < count:
+            higher = tl.maximum(top, tl.load(tops + at * n_splits + split))
+            kept, share = tl.exp(top - higher), tl.exp(tl.load(tops + at * n_splits + split) - higher)
+            weight = weight * kept + tl.load(weights + at * n_splits + split) * share
+            part = tl.load(sums + (at * n_splits + split) * WIDTH + width, mask=width < WIDTH, other=0.0)
+            total = total * kept + part * share
+            top = higher
             split += 1
         total = total / tl.where(weight > 0.0, weight, 1.0)  # rows that only fill a pass up see nothing
         tl.store(out + at * WIDTH + width, total.to(out.dtype.element_ty), mask=width < WIDTH)
@@ -279,28 +309,59 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bo
     return out
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, order: Tensor | None, counts: Tensor, scaling: float) -> Tensor:
-    """Compute attention of (rows, heads, head_dim) over (kv_heads, slots, head_dim): (rows, heads * head_dim).
+# The fields of a table of rows, int64 (fields, rows): what each row is, and for each window that layers have, from
+# field `view` on, which slots it sees: a run of them, and then those of a list.
+TOKEN, POSITION, SLOT, BUFFER, CAPACITY = range(5)
+ROW_FIELDS = 5
+START, RUN, LISTED, TILE_FIRST, TILE_COUNT, LIST = range(6)  # LIST: as many fields as the longest list has slots
 
-    A row's slots are taken in their order, whatever lies between them, so that a node of a tree is computed as the
-    token of a chain is.
 
-    Args: order: int32 (rows, slots), the slots that each row sees before those that it does not; None: all rows see
-          the first ones. counts: int32 (rows,), how many a row sees.
+def rows_of_tile(n_groups: int) -> int:
+    """Return how many rows of a chain, of `n_groups` query heads to a key head, attention takes together."""
+    return max(1, TILE // n_groups)
+
+
+def store(key: Tensor, value: Tensor, table: Tensor, layer: int, n_layers: int) -> None:
+    """Write keys and values (rows, kv_heads, head_dim) of a layer to the slots that a table names.
+
+    Args: n_layers: that a buffer holds; see `KVBuffer`.
+    """
+    rows, heads, width = key.shape
+    _store[(rows, heads)](
+        key, value, table, layer, n_layers, table.stride(0), key.stride(0), key.stride(1), value.stride(0),
+        value.stride(1), WIDTH=width, PADDED=triton.next_power_of_2(width),
+        SLOT_=SLOT, BUFFER_=BUFFER, CAPACITY_=CAPACITY,
+    )  # fmt: skip
+
+
+def attend(
+    query: Tensor, table: Tensor, view: int, n_tiles: int, n_slots: int, layer: int, n_layers: int, n_kv_heads: int,
+    scaling: float,
+) -> Tensor:  # fmt: skip
+    """Compute attention of (rows, heads, head_dim) over the buffers that a table names: (rows, heads * head_dim).
+
+    Rows of any number of sequences are computed in one call. A row's slots are taken in their order, whatever lies
+    between them, so that a node of a tree is computed as the token of a chain is.
+
+    Args: view: field that the window's view begins with. n_tiles: tiles of that view. n_slots: no row sees more.
     """
     query = query.contiguous()
-    (rows, heads, width), (kv_heads, n_slots, _) = query.shape, keys.shape
-    groups, padded = heads // kv_heads, max(TILE, triton.next_power_of_2(width))
+    rows, heads, width = query.shape
+    groups, padded = heads // n_kv_heads, max(TILE, triton.next_power_of_2(width))
+    read = min(64, max(TILE, READ_BYTES // (padded * query.dtype.itemsize)))
     n_splits = -(-n_slots // SPLIT)
-    tiles = -(-rows * groups // TILE) if order is None else rows * -(-groups // TILE)
     shape = (rows, heads, n_splits)
     sums = torch.empty((*shape, width), dtype=torch.float32, device=query.device)
     tops, weights = (torch.empty(shape, dtype=torch.float32, device=query.device) for _ in range(2))
-    _attend[(tiles, kv_heads, n_splits)](
-        query, keys, values, counts if order is None else order, counts, sums, tops, weights, rows * groups, groups,
-        heads, n_slots, query.stride(0), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), scaling,
-        ORDERED=order is not None, ROWS_=TILE, WIDTH=width, PADDED=padded, SPLIT_=SPLIT, READ=SLOTS,
+    _attend[(n_tiles, n_kv_heads, n_splits)](
+        query, table, sums, tops, weights, layer, n_layers, table.stride(0), view, groups, heads, query.stride(0),
+        scaling, ROWS_=max(TILE, triton.next_power_of_2(groups)), WIDTH=width, PADDED=padded, SPLIT_=SPLIT, READ=read,
+        BUFFER_=BUFFER, CAPACITY_=CAPACITY, START_=START, RUN_=RUN, LISTED_=LISTED, FIRST_=TILE_FIRST,
+        COUNT_=TILE_COUNT, LIST_=LIST,
     )  # fmt: skip
     out = torch.empty((rows, heads * width), dtype=query.dtype, device=query.device)
-    _merge[(rows * heads,)](sums, tops, weights, out, n_splits, WIDTH=width, PADDED=padded)
+    _merge[(rows, heads)](
+        sums, tops, weights, table, out, n_splits, table.stride(0), view, WIDTH=width, PADDED=padded, SPLIT_=SPLIT,
+        RUN_=RUN, LISTED_=LISTED,
+    )  # fmt: skip
     return out

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,16 +19,20 @@ from native import library
 from torch import nn
 
 from swiftopt.core.errors import SettingsError
-from swiftopt.models.blocks import attend
+from swiftopt.models.blocks import HeadLayout, attend
+from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.coded import CodedLinear, Codes, unpack
 from swiftopt.models.kernels.native import Unsupported, norm_kind
 from swiftopt.models.loading import at_speed
 from swiftopt.models.quantised import quantised
 from swiftopt.models.row_invariant import make_row_invariant
-from swiftopt.models.rows import Rows
+from swiftopt.models.row_table import RowTable
+from swiftopt.models.rows import PassPlan, Rows, uploaded
 from swiftopt.models.runtime import Runtime
 
 pytest.importorskip("triton")
+from triton.runtime.jit import KernelInterface
+
 from swiftopt.models.kernels import device
 
 PLACE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -110,29 +121,99 @@ def test_a_norm_is_that_of_its_model(kind: str, dtype: torch.dtype) -> None:
         norm_kind(nn.Identity())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 16), (3, 3, 20)])
-def test_attention_is_torchs_in_chains_and_trees(dtype: torch.dtype, heads: int, kv_heads: int, width: int) -> None:
-    rows, slots = 5, 300
-    query = drawn(rows, heads, width, dtype=dtype)
-    keys, values = (drawn(kv_heads, slots, width, seed=seed, dtype=dtype) for seed in (5, 6))
-    counts = torch.arange(slots - rows + 1, slots + 1, dtype=torch.int32, device=PLACE)
-    seen = torch.arange(slots, device=PLACE)[None] < counts[:, None]
-    for tree in (False, True):
-        order = None
-        if tree:  # rows see some slots of a chain alone
-            generator = torch.Generator().manual_seed(7)
-            seen = seen & (torch.rand(rows, slots, generator=generator).to(PLACE) > 0.1)
-            order = (~seen).to(torch.uint8).argsort(dim=1, stable=True).int()
-            counts = seen.sum(dim=1, dtype=torch.int32)
-        mask = torch.zeros(seen.shape, dtype=dtype, device=PLACE).masked_fill_(~seen, torch.finfo(dtype).min)
-        wanted = attend(query, keys, values, mask.repeat(heads // kv_heads, 1), width**-0.5)
-        found = device.attend(query, keys, values, order, counts, width**-0.5)
-        close(found, wanted, dtype)
-        for row in (0, 3):  # alone, over the slots that it sees, one behind the other
-            own = keys[:, seen[row]], values[:, seen[row]]
-            alone = device.attend(query[row : row + 1], *own, None, counts[row : row + 1], width**-0.5)
-            assert torch.equal(alone[0], found[row])
+class Shape:
+    """As much of a model as tables of rows need."""
+
+    max_positions, n_layers, windows, dtype = 512, 2, (None, 40), torch.float32
+
+    def __init__(self, heads: int, kv_heads: int, width: int) -> None:
+        self.blocks = [SimpleNamespace(heads=HeadLayout(heads, kv_heads, width, False), device=PLACE)] * 2
+
+
+def filled(shape: Any, capacity: int, seed: int, dtype: torch.dtype) -> KVBuffer:
+    heads = shape.blocks[0].heads
+    buffer = KVBuffer([PLACE] * 2, heads.n_kv_heads, heads.width, capacity, dtype)
+    for part in (*buffer.keys, *buffer.values):
+        part.copy_(drawn(*part.shape, seed=(seed := seed + 1), dtype=dtype))
+    return buffer
+
+
+TREE = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "dtype"),
+    [(4, 2, 16, torch.float32), (4, 2, 16, HALF), (3, 3, 20, torch.float32), (34, 2, 16, HALF)],
+)
+def test_attention_of_several_sequences_is_torchs_for_each(
+    heads: int, kv_heads: int, width: int, dtype: torch.dtype
+) -> None:
+    """Chains, a tree, rows of a tree alone, and rows that read a part of what is there; one window and none."""
+    shape: Any = Shape(heads, kv_heads, width)
+    sequences = [
+        Rows([0] * 5, 295),
+        Rows([0] * 4, 30, [30, 31, 31, 32], TREE),
+        Rows([0] * 2, 302, [301, 302], torch.cat((torch.ones(2, 2, dtype=torch.bool), TREE[2:]), dim=1)),
+        Rows([0] * 2, 60, [50, 50], torch.eye(2, dtype=torch.bool), n_read=50),
+        Rows([0], 0),
+    ]
+    buffers = [filled(shape, rows.first_slot + 9, 10 * i, dtype) for i, rows in enumerate(sequences)]
+    plans: list[PassPlan] = []
+    for rows, buffer in zip(sequences, buffers, strict=True):
+        plans.append(PassPlan(shape, rows, buffer, plans[-1].first + plans[-1].n if plans else 0))
+    n = plans[-1].first + plans[-1].n
+    query = drawn(n, heads, width, dtype=dtype)
+    key, value = (drawn(n, kv_heads, width, seed=seed, dtype=dtype) for seed in (5, 6))
+    table = RowTable(shape)
+    data = uploaded(table.made([(plan, plan.every) for plan in plans], PLACE), PLACE)
+    device.store(key, value, data, 1, 2)
+    for view, window in enumerate((None, 40)):
+        found = device.attend(
+            query, data, table.field(view), table.n_tiles[view], table.n_slots, 1, 2, kv_heads, width**-0.5
+        )
+        for plan, buffer in zip(plans, buffers, strict=True):
+            own = slice(plan.first, plan.first + plan.n)
+            at = slice(plan.rows.first_slot, plan.end)
+            assert torch.equal(buffer.keys[1][:, at], key[own].transpose(0, 1))
+            assert torch.equal(buffer.values[1][:, at], value[own].transpose(0, 1))
+            mask = plan.mask(window, PLACE).to(dtype).repeat(heads // kv_heads, 1)
+            keys, values = (part[1][:, : plan.end] for part in (buffer.keys, buffer.values))
+            close(found[own], attend(query[own], keys, values, mask, width**-0.5), dtype)
+            for row in {0, plan.n - 1}:  # alone, over a text of the slots that it sees
+                seen = mask[row] == 0
+                alone = KVBuffer([PLACE], kv_heads, width, int(seen.sum()), dtype)
+                alone.keys[0].copy_(keys[:, seen])
+                alone.values[0].copy_(values[:, seen])
+                one = RowTable(shape)
+                made = uploaded(
+                    one.made([(PassPlan(shape, Rows([0], alone.capacity - 1), alone), frozenset({0}))], PLACE), PLACE
+                )
+                bits = device.attend(
+                    query[own][row : row + 1], made, one.field(0), 1, one.n_slots, 0, 1, kv_heads, width**-0.5
+                )
+                assert torch.equal(bits[0], found[own][row])
+
+
+def test_tiles_are_rows_of_one_sequence_that_see_runs_from_one_slot_on() -> None:
+    shape: Any = Shape(8, 2, 16)
+    table = RowTable(shape)
+    buffer = filled(shape, 64, 0, torch.float32)
+    plans = [
+        PassPlan(shape, Rows([0] * 6, 36), buffer),
+        PassPlan(shape, Rows([0] * 4, 8, [8, 9, 9, 10], TREE), buffer, 6),
+    ]
+    made = table.made([(plan, plan.every) for plan in plans], PLACE)
+
+    def tiles(view: int) -> list[tuple[int, int]]:
+        part = made[table.field(view) :, : table.n_tiles[view]]
+        return list(zip(part[device.TILE_FIRST].tolist(), part[device.TILE_COUNT].tolist(), strict=True))
+
+    assert tiles(0) == [(0, 4), (4, 2), (6, 2), (8, 1), (9, 1)]  # four rows of four heads fill a tile
+    assert tiles(1) == [(0, 4), (4, 1), (5, 1), (6, 2), (8, 1), (9, 1)]  # from the 41st row on a window moves
+    assert table.longest == 2 and made.shape[0] == table.n_fields == 5 + 2 * (5 + 2)
+    wider = RowTable(shape, 16, 64, 1)
+    with pytest.raises(ValueError, match="lists of 2 slots do not fit"):
+        wider.made([(plan, plan.every) for plan in plans], PLACE)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -191,3 +272,20 @@ def test_what_is_not_computed_row_by_row_says_why() -> None:
     runtime = tiny_runtime("llama", torch.float32)
     runtime.blocks[0].parts.out.register_forward_hook(lambda *_: None)
     assert "hooks" in str(make_row_invariant(runtime)) and not runtime.exact
+
+
+def test_every_kernel_compiles_for_gpus_that_are_not_there_and_spills_nothing() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, Path(__file__).parents[1] / "compile_kernels.py"],
+        env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    made = [json.loads(line) for line in done.stdout.splitlines()]
+    kernels = {name for name, each in vars(device).items() if isinstance(each, KernelInterface)}
+    assert {(one["kernel"], one["arch"]) for one in made} == {(name, arch) for name in kernels for arch in (80, 90)}
+    assert all(one["shared_bytes"] <= 99 * 1024 for one in made)  # which any GPU since 2020 has
+    halves = [one for one in made if one["dtype"] in ("*bf16", "*fp16")]
+    assert halves and all(one["stack_bytes"] == 0 for one in halves)
+    attention = [one for one in halves if one["kernel"] == "_attend"]
+    assert attention and all(one["tensor_cores"] and one["wide_loads"] >= 16 for one in attention)

@@ -1,0 +1,94 @@
+"""Compiles every Triton kernel for GPUs that are not there, at the shapes of a 13B model.
+
+What Triton's interpreter runs need not compile. Prints what each kernel needs, a line of JSON each; to be run without
+TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from swiftopt.models.kernels import device
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+ARCHES = (80, 90)  # A100; H100 and H200
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+HIDDEN, HEADS, WIDTH, ROWS = 5120, 40, 128, 16
+
+
+def name_of(value: Any) -> str:
+    """Return the type of an argument as Triton calls it."""
+    if isinstance(value, Tensor):
+        return f"*{NAMES[value.dtype]}"
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def compiled(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
+    """Compile in place of a launch."""
+    given = dict(zip(kernel.arg_names, args, strict=False))
+    signature = {name: "constexpr" if name in constants else name_of(given[name]) for name in kernel.arg_names}
+    fixed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if isinstance(given.get(name), Tensor) or (name != "layer" and given.get(name, 1) % 16 == 0)
+    }
+    for arch in ARCHES:
+        source = ASTSource(kernel, signature=signature, constexprs=fixed, attrs=aligned)
+        made = triton.compile(source, target=GPUTarget("cuda", arch, 32))
+        ptx = made.asm["ptx"]
+        with NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(made.asm["cubin"])
+            file.flush()
+            told = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True)
+        registers, stack = (int(re.search(rf"{word}:(\d+)", told.stdout)[1]) for word in ("REG", "STACK"))
+        line = {
+            "kernel": kernel.__name__,
+            "arch": arch,
+            "dtype": signature[kernel.arg_names[0]],
+            "registers": registers,
+            "stack_bytes": stack,
+            "shared_bytes": made.metadata.shared,
+            "wide_loads": ptx.count("ld.global.v4") + ptx.count("cp.async.cg.shared.global"),
+            "tensor_cores": "mma.sync" in ptx or "wgmma" in ptx,
+        }
+        print(json.dumps(line))
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return a tensor of a shape and nothing in it."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def main() -> None:
+    """Call every function of `kernels.device` once for each dtype."""
+    JITFunction.run = compiled
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x = meta(ROWS, HIDDEN, dtype=dtype)
+        device.linear(x, meta(HIDDEN, HIDDEN, dtype=dtype))
+        device.linear(x, meta(32016, HIDDEN, dtype=dtype), meta(32016, dtype=dtype))
+        for bits in (4, 8):
+            codes = meta(HIDDEN // 16, HIDDEN * 16 * bits // 8, dtype=torch.uint8)
+            scales = meta(HIDDEN // 16, HIDDEN // 64, 2, 16, dtype=torch.float16)
+            device.coded_linear(x, codes, scales, bits, 64, HIDDEN, bits == 4, None)
+        device.norm(x, meta(HIDDEN, dtype=dtype), None, 1e-5, False, False)
+        table = meta(5 + 6 + 64, ROWS, dtype=torch.int64)
+        for width in (WIDTH, 2 * WIDTH):  # Gemma's heads are twice as wide
+            query, key = meta(ROWS, HEADS, width, dtype=dtype), meta(ROWS, 8, width, dtype=dtype)
+            device.store(key, key, table, 3, 40)
+            device.attend(query, table, 5, ROWS, 2048, 3, 40, 8, width**-0.5)
+
+
+main()
