@@ -127,6 +127,15 @@ class Context:
         """What the target's token behind the `drafted` ones would be the argmax of, were `logits` (vocab,) its own."""
         return self.rule.noisy(self.scores(drafted, logits), len(self.token_ids) + len(drafted))
 
+    def later_choice(self, n_drafted: int, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the token after so many drafted ones and its log probability, both of shape () and on the device.
+
+        They are those of `noisy_scores` of `logits` (vocab,), of a rule that reads no text.
+        """
+        scores = self.rule.noisy(self.rule.scores((), logits), len(self.token_ids) + n_drafted)
+        top, token_id = scores.max(dim=-1)
+        return token_id, top - scores.logsumexp(-1)
+
     def begun(self) -> Begun:
         """The request as it stands: to be asked for by those who watch, between the passes of a round."""
         return Begun(tuple(self.generated), self.tally.copied(self.tally.total_s), self.searched, self.finish)

@@ -10,12 +10,12 @@ piece of text that needs no check at all; the loop is the same for all.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from .tree import DraftTree, Riders
+from .tree import DraftTree, Later, Riders
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,7 +73,8 @@ class Draft:
     verifier asks for it. `staged` runs the rest of rows that were run part of the way, and returns the target's logits
     (n_checked, vocab). `n_checked` is how many of the tree's nodes, from the root on, the target gives logits for
     (None: all); 0 says that no pass is needed, for the drafter itself ran the target (`n_passes` times) and left keys
-    and values in place. `sources` says where nodes' tokens come from, those of "draft" left out.
+    and values in place. `sources` says where nodes' tokens come from, those of "draft" left out. With `later` the tree
+    is a chain whose tokens are not known yet.
     """
 
     tree: DraftTree
@@ -86,6 +87,16 @@ class Draft:
     n_drafted: int | None = None  # draft steps that α counts; None: the tree's
     estimated: float | None = None  # what the round costs by measured costs of passes, in plain passes
     sources: Mapping[int, TokenSource] = field(default_factory=dict)
+    later: Later | None = None
+
+    @classmethod
+    def of_later(cls, later: Later, estimated: float | None = None) -> Draft:
+        """Return a chain whose tokens are still being computed."""
+        return cls(DraftTree.chain([0] * len(later.token_ids)), estimated=estimated, later=later)
+
+    def read(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> Draft:
+        """Return the draft with the tokens that `later` stands for."""
+        return replace(self, tree=DraftTree.chain(token_ids), logprobs=tuple(logprobs), later=None)
 
     @property
     def n_steps(self) -> int:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ..core.types import LayerSet
 from ..models.early_exit import StagedPass
-from ..models.rows import Pass, Rows
+from ..models.rows import Pass, Rows, uploaded
 from ..models.runtime import Runtime
 from .context import Context
 from .engine import PassGenerator
-from .tree import tree_rows
+from .tree import Later, tree_rows
 
 
 class DraftModel(ABC):
@@ -68,11 +68,20 @@ class DraftPasses(ABC):
     def extend(self, token_ids: Sequence[int], parents: Sequence[int]) -> PassGenerator[Tensor]:
         """Add nodes under earlier ones (the root's parent is -1); return the logits (nodes, vocab) after them."""
 
+    def later(self, n_steps: int) -> PassGenerator[Later] | None:
+        """Draft that many tokens under the root, each from the one before, and read none of them from the device.
+
+        None: every step has to be read, or reading saves nothing.
+        """
+        return None
+
     def drop(self, n_nodes: int) -> None:
         """Take the newest nodes back; the next ones go where they were."""
         del self.parents[len(self.parents) - n_nodes :]
 
-    def _rows(self, token_ids: Sequence[int], parents: Sequence[int], variants: tuple[LayerSet, ...] = ()) -> Rows:
+    def _rows(
+        self, token_ids: Sequence[int] | Tensor, parents: Sequence[int], variants: tuple[LayerSet, ...] = ()
+    ) -> Rows:
         """Add nodes; return the rows of a pass over them."""
         self.parents += parents
         return tree_rows(token_ids, self.parents, self.context.root_slot, variants=variants)
@@ -108,9 +117,23 @@ class _SkippedPasses(DraftPasses):
         own = self.model.layer_set
         self._variants = () if own is None or own.is_whole else (own,)
 
-    def extend(self, token_ids: Sequence[int], parents: Sequence[int]) -> PassGenerator[Tensor]:
+    def extend(self, token_ids: Sequence[int] | Tensor, parents: Sequence[int]) -> PassGenerator[Tensor]:
         rows = self._rows(token_ids, parents, self._variants)
         return (yield Pass(self.context.runtime, rows, self.context.buffer, drafts=True))
+
+    def later(self, n_steps: int) -> PassGenerator[Later] | None:
+        context = self.context
+        return self._later(n_steps) if context.runtime.reads_late and not context.rule.reads_text else None
+
+    def _later(self, n_steps: int) -> PassGenerator[Later]:
+        device = self.context.runtime.device
+        token_ids, logprobs = [uploaded(self.context.token_ids[-1:], device)], [torch.zeros(1, device=device)]
+        for step in range(n_steps):
+            logits = yield from self.extend(token_ids[-1], (step - 1,))
+            token_id, logprob = self.context.later_choice(step, logits[0])
+            token_ids.append(token_id[None])
+            logprobs.append(logprob[None].float())
+        return Later(torch.cat(token_ids), torch.cat(logprobs))
 
 
 class EarlyExit(DraftModel):

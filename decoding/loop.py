@@ -11,14 +11,14 @@ from torch import Tensor
 
 from ..core.errors import SettingsError
 from ..core.types import Completion, FinishReason, Timings, TokenLogprob, TokenSource, TracedToken
-from ..models.rows import Pass
+from ..models.rows import Pass, Rows
 from ..models.runtime import Runtime
 from .context import Begun, Context, Ending, Tally
 from .draft import Draft, Drafter, Outcome, Walk
 from .engine import Free, PassGenerator, Slots, Work, alone
 from .methods import Method
 from .rule import TokenRule
-from .tree import DraftTree, tree_rows
+from .tree import DraftTree, Later, tree_rows
 from .verify import Target, Verifier, token_logprob
 
 MOST_FORCED = 15  # tokens that a grammar drafts at once: with the root, 16 rows of the target
@@ -204,7 +204,10 @@ def _round(context: Context, verifier: Verifier, drafting: Drafter, ending: Endi
     draft = (yield from drafting.draft(room)) if forced is None else forced
     drafted = perf_counter()
     logits = yield from _check(context, draft)
-    target = Target(context, draft, logits)
+    choices = None
+    if draft.later is not None and logits is not None:
+        draft, choices = _read(context, draft, draft.later, logits)
+    target = Target(context, draft, logits, choices)
     walked = verifier.verify(draft, target)
     _keep(context, walked)
     if forced is None:
@@ -264,8 +267,19 @@ def _check(context: Context, draft: Draft) -> PassGenerator[Tensor | None]:
         n_rows = tree.n_nodes + len(riders.token_ids)
         wanted = [*range(tree.n_nodes), *range(n_rows - riders.n_read, n_rows)]
     checked = slice(draft.n_checked)
+    if draft.later is not None:
+        return (yield Pass(context.runtime, Rows(draft.later.token_ids, context.root_slot), context.buffer))
     rows = tree_rows(tree.token_ids[checked], tree.parents[checked], context.root_slot, riders)
     return (yield Pass(context.runtime, rows, context.buffer, wanted))
+
+
+def _read(context: Context, draft: Draft, later: Later, logits: Tensor) -> tuple[Draft, list[int]]:
+    """Read a round's tokens, the draft's and the target's own after each node, in its one transfer."""
+    chosen = [context.later_choice(node, row)[0] for node, row in enumerate(logits)]
+    parts = (later.token_ids, later.logprobs, torch.stack(chosen))
+    values = torch.cat([part.double() for part in parts]).tolist()
+    n = len(logits)
+    return draft.read([int(each) for each in values[:n]], values[n : 2 * n]), [int(each) for each in values[2 * n :]]
 
 
 def _keep(context: Context, walked: Walk) -> None:

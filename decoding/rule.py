@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from ..core.types import Sampling
+from ..models.rows import uploaded
 from .grammar import GrammarMask
 
 _BLIND = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)  # they look at scores alone
@@ -106,12 +107,17 @@ class TokenRule:
         """Whether the target's token is just the argmax of its logits."""
         return self.greedy and not self.processors
 
+    @property
+    def reads_text(self) -> bool:
+        """Whether scores depend on the tokens before."""
+        return self._reads_text
+
     def scores(self, token_ids: Sequence[int], logits: Tensor) -> Tensor:
         """Return `logits` (vocab,) after all processors, in the context of `token_ids`: float32 (vocab,)."""
         scores = logits.float()
         if self.processors:
             # Only penalties read the text, and making a tensor of it costs more with every token.
-            context: Any = torch.tensor([token_ids if self._reads_text else ()], dtype=torch.long, device=logits.device)
+            context: Any = uploaded([token_ids if self._reads_text else ()], logits.device)
             scores = self.processors(context, cast(Any, scores[None]))[0]
         return scores
 
@@ -129,7 +135,7 @@ class TokenRule:
             bits = np.random.PCG64(np.random.SeedSequence((self._seed, position)))
             drawn = np.random.Generator(bits).standard_exponential(scores.shape[-1])
             drawn = np.maximum(drawn, np.finfo(np.float64).tiny)  # a draw of 0 would win against any score
-            found = torch.from_numpy(-np.log(drawn)).to(scores)
+            found = uploaded(-np.log(drawn), scores.device, scores.dtype)
             if len(self._noises) >= KEPT_NOISES:
                 del self._noises[min(self._noises)]
             self._noises[position] = found

@@ -83,6 +83,18 @@ class Riders:
     n_read: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Later:
+    """What a chain will be, on a device that has not computed it yet: (nodes,) each, the root first.
+
+    Whoever reads a token waits for the device, which waits for the next pass meanwhile; so a round reads once, when its
+    last pass was asked for.
+    """
+
+    token_ids: Tensor
+    logprobs: Tensor
+
+
 def ancestor_mask(parents: Sequence[int]) -> Tensor:
     """Return which nodes each node of a tree may attend to.
 
@@ -102,7 +114,7 @@ def ancestor_mask(parents: Sequence[int]) -> Tensor:
 
 
 def tree_rows(
-    token_ids: Sequence[int],
+    token_ids: Sequence[int] | Tensor,
     parents: Sequence[int],
     root_slot: int,
     riders: Riders | None = None,
@@ -110,7 +122,8 @@ def tree_rows(
 ) -> Rows:
     """Return the rows of a pass over the newest nodes of a tree, and over riders behind them.
 
-    Args: token_ids: of the newest nodes. parents: of all nodes so far; node i goes to slot `root_slot` + i.
+    Args: token_ids: of the newest nodes; a tensor of a chain's only.
+          parents: of all nodes so far; node i goes to slot `root_slot` + i.
     """
     from ..models.rows import Rows
 

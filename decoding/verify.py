@@ -43,16 +43,19 @@ class Target:
     Nodes 0 … `n_checked` - 1 have an answer; `greedy` says that a token is the argmax, with no chance. `accepted` are
     the tokens between the root and a node, the node's own included.
 
-    Args: logits: (rows, vocab), of one pass; None: the round needed no pass, and nothing can be asked.
+    Args: logits: (rows, vocab), of one pass; None: the round needed no pass, and nothing can be asked. choices: what
+          was read of them, if it was: the target's own token after each node.
     """
 
-    def __init__(self, context: Context, draft: Draft, logits: Tensor | None) -> None:
+    def __init__(
+        self, context: Context, draft: Draft, logits: Tensor | None, choices: Sequence[int] | None = None
+    ) -> None:
         self.context, self.rule = context, context.rule
         self.greedy = self.rule.greedy
         self.n_checked = draft.tree.n_nodes if draft.n_checked is None else draft.n_checked
         self._logits = logits
-        self._choices: list[int] | None = None
-        if self.rule.is_argmax and logits is not None:
+        self._choices = choices
+        if choices is None and self.rule.is_argmax and logits is not None:
             # max, not argmax: the same first best index, and on a CPU in bfloat16 4 to 7 times faster
             self._choices = logits[: self.n_checked].max(dim=-1).indices.tolist()
 

@@ -22,7 +22,7 @@ from ..core.errors import SettingsError
 from ..core.types import LayerSet
 from .costs import context_bucket
 from .kernels import device as kernels
-from .row_table import RowTable, TablePlan
+from .row_table import RowTable, TableFullError, TablePlan
 from .rows import Pass, PassPlan, Rows, uploaded
 from .runtime import Runtime
 
@@ -72,7 +72,7 @@ class StaticPass:
     def fill(self, passes: Sequence[Pass]) -> None:
         """Take the rows of passes of this shape, one behind the other.
 
-        Raises: ValueError: some row sees more than a table can tell.
+        Raises: TableFullError: some row sees more than a table can tell.
         """
         plans: list[PassPlan] = []
         for each in passes:
@@ -141,7 +141,7 @@ class GraphPasses:
         for shape, some in zip(shapes, sets.values(), strict=True):
             try:
                 own = self._replayed(cast(Shape, shape), some)
-            except ValueError:
+            except TableFullError:
                 return None
             logits |= {id(each): one for each, one in zip(some, own, strict=True)}
         return [logits[id(each)] for each in passes]

@@ -37,6 +37,10 @@ class TableModel(PassRunner, Protocol):
     def blocks(self) -> Sequence[Block]: ...
 
 
+class TableFullError(ValueError):
+    """Rows, or the slots that one of them sees, are more than a table of fixed size holds."""
+
+
 class RowTable:
     """Makes tables of rows; field numbers are those of `kernels.device`.
 
@@ -60,7 +64,7 @@ class RowTable:
     def made(self, members: Sequence[Member], device: torch.device) -> Table:
         """Return the table (fields, rows) of passes, or of their rows of some variants.
 
-        Raises: ValueError: there are more rows than `width`, or a list has no room.
+        Raises: TableFullError: there are more rows than `width`, or a list has no room.
         """
         rows = [_Rows(plan, _chosen(plan, variants)) for plan, variants in members]
         seen = [[slots for own in rows for slots in own.seen(window)] for window in self.windows]
@@ -70,15 +74,15 @@ class RowTable:
         else:
             width = self.width
             if n > width or longest > self.longest:
-                raise ValueError(f"{n} rows and lists of {longest} slots do not fit a table of {width}")
+                raise TableFullError(f"{n} rows and lists of {longest} slots do not fit a table of {width}")
         table = np.zeros((self.n_fields, width), np.int64)
         table[kernels.SLOT, n:] = -1
         at = 0
         for own in rows:
-            table[:3, at : at + len(own.chosen)] = own.tokens, own.positions[own.chosen], own.first + own.chosen
-            table[kernels.BUFFER, at : at + len(own.chosen)] = own.buffer.address(device)
-            table[kernels.CAPACITY, at : at + len(own.chosen)] = own.buffer.capacity
-            at += len(own.chosen)
+            part = table[:, at : (at := at + len(own.chosen))]
+            part[kernels.TOKEN], part[kernels.POSITION] = own.tokens, own.positions[own.chosen]
+            part[kernels.SLOT], part[kernels.BUFFER] = own.first + own.chosen, own.buffer.address(device)
+            part[kernels.CAPACITY] = own.buffer.capacity
         table[kernels.BUFFER, n:], table[kernels.CAPACITY, n:] = table[kernels.BUFFER, 0], table[kernels.CAPACITY, 0]
         ends = {at for at in np.cumsum([len(own.chosen) for own in rows]).tolist()}
         for view, own_seen in enumerate(seen):
@@ -115,6 +119,7 @@ class _Rows:
     def __init__(self, plan: PassPlan, chosen: NDArray[np.int64]) -> None:
         assert plan.buffer is not None
         rows, self.buffer, self.chosen, self.first = plan.rows, plan.buffer, chosen, plan.rows.first_slot
+        # Tokens that are on the device already are never read from it.
         self.rows, self.tokens = rows, 0 if isinstance(rows.token_ids, Tensor) else np.array(rows.token_ids)[chosen]
         given = np.arange(self.first, plan.end) if rows.positions is None else np.array(rows.positions)
         self.positions = given.astype(np.int64)

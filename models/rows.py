@@ -222,9 +222,9 @@ class BufferPlan:
         return self._rows[key]
 
 
-def uploaded(values: Any, device: torch.device) -> Tensor:
-    """Return numbers as a tensor, int64, on a device, without waiting for what the device was asked to do before."""
-    tensor = torch.as_tensor(values, dtype=torch.int64)
+def uploaded(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return numbers as a tensor on a device, without waiting for what the device was asked to do before."""
+    tensor = torch.as_tensor(values).to(dtype)
     if device.type == "cpu":
         return tensor
     pinned = tensor.pin_memory() if torch.cuda.is_available() else tensor

@@ -86,6 +86,7 @@ class Runtime:
         self.vocab_size = int(head.shape[0])  # logits of a row
         ends = {self.device, self.final_norm.weight.device, self._head_device}
         self.one_device = len({block.device for block in self.blocks} | ends) == 1
+        self.reads_late = self.device.type == "cuda"  # what is computed is waited for when it is read
         self.rotation = RotaryTables(submodule(hf_model, family.rotary), self.dtype, self.max_positions).of
         self.speed = "eager"
         self.graphs: CapturedPasses | None = None  # what passes are replayed by, see models.loading.at_speed

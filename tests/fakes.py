@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -16,6 +16,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from swiftopt.core.costs import CostProfile, FormatCosts
+from swiftopt.core.types import Completion
+from swiftopt.decoding.engine import Work, side_by_side
 from swiftopt.models.runtime import Runtime
 
 N_LAYERS = 4
@@ -60,6 +62,17 @@ def letter_tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, merges))
     backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
+
+
+def results_of(works: Iterable[Work[Completion]], at_once: int) -> list[Completion]:
+    """What works return that run side by side, in their order."""
+    done: dict[int, Completion] = {}
+
+    def noting(number: int, work: Work[Completion]) -> Work[None]:
+        done[number] = yield from work
+
+    list(side_by_side((noting(i, work) for i, work in enumerate(works)), at_once))
+    return [done[number] for number in sorted(done)]
 
 
 def flat_costs(attn_s: float = 1.0, mlp_s: float = 1.0, n_layers: int = N_LAYERS) -> CostProfile:

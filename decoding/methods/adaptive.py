@@ -14,6 +14,7 @@ vertical cascade; stopping where a further step is not worth λ times its cost i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -25,7 +26,7 @@ from ...core.types import LayerSet, TokenSource
 from ..cost_model import Acceptance, Joining, PassCosts, Probing, Rate, Throughput, chain_worth, faded
 from ..draft import Draft, Drafter, Outcome
 from ..text_matches import Cursor, HitRates, Matches
-from ..tree import DraftTree
+from ..tree import DraftTree, Later
 from ..verify import TargetWalk, Verifier
 from .registry import Method, Resources, method
 
@@ -170,14 +171,18 @@ class AdaptiveDrafter(Drafter):
         self.matches.read(self.context.token_ids)
         most = min(room, self.settings.max_draft_length)
         self.chain = chain = _Chain()
-        if most > 0:
-            yield from self._fill(chain, most)
-        self.estimated = chain.spent + self.costs.verify(chain.n_rows)
+        later = (yield from self._fill(chain, most)) if most > 0 else None
+        self.estimated = chain.spent + self.costs.verify(chain.n_rows if later is None else len(later.token_ids))
+        if later is not None:
+            return Draft.of_later(later, self.estimated)
         return Draft(chain.tree(self.context.token_ids[-1]), estimated=self.estimated, sources=chain.sources)
 
     def observe(self, outcome: Outcome) -> None:
         """Learn from every token that the target judged."""
         learned, chain, path = self.learned, self.chain, outcome.walk.path
+        if outcome.draft.logprobs:  # which was not read before it was checked
+            for token_id, logprob in zip(outcome.draft.tree.token_ids[1:], outcome.draft.logprobs[1:], strict=True):
+                chain.add(token_id, learned.acceptance.of(math.exp(logprob)), math.exp(logprob))
         n_accepted = sum(node == depth for depth, node in enumerate(path, 1))
         for i, confidence in enumerate(chain.confidences[: n_accepted + 1]):
             if confidence is not None:
@@ -189,8 +194,8 @@ class AdaptiveDrafter(Drafter):
         if n_modelled:
             learned.step_cost = faded(learned.step_cost, chain.drafting / n_modelled)
 
-    def _fill(self, chain: _Chain, most: int) -> PassGenerator[None]:
-        """Choose the kind of round and make its chain."""
+    def _fill(self, chain: _Chain, most: int) -> PassGenerator[Later | None]:
+        """Choose the kind of round and make its chain, or return what it will be."""
         learned = self.learned
         rate = learned.throughput.rate
         cursor = self.matches.at_end()
@@ -202,13 +207,20 @@ class AdaptiveDrafter(Drafter):
             shared = rate * n_steps * learned.step_cost * self.costs.shared
             if n_steps and learned.joining.pays(by_model - by_text, shared, self.context.load.checked):
                 learned.probing.paid()
+                self.passes.restart()
+                later = None if self._guesses(cursor, most_modelled - 1) else self.passes.later(n_steps)
+                if later is not None:  # as many as are worth most by what was accepted so far
+                    for _ in range(n_steps):
+                        self._charge(chain, 1)
+                    return (yield from later)
                 yield from self._by_model(chain, cursor, most_modelled, rate)
                 self._by_text(chain, cursor, most, rate)
-                return
+                return None
             if learned.probing.due(self.context.load.checked):
                 yield from self._by_model(chain, cursor, min(most_modelled, PROBE_LENGTH), 0.0)
-                return
+                return None
         self._by_text(chain, cursor, most, rate)
+        return None
 
     def _text_worth(self, cursor: Cursor, most: int, rate: float) -> float:
         chances = [guess.chance for guess in islice(cursor.ahead(), most if self.settings.lookup else 0)]
@@ -238,13 +250,18 @@ class AdaptiveDrafter(Drafter):
             guesses = self._guesses(cursor, most - len(chain.token_ids) - 1)
             rows = [last, *guesses]
             logits = yield from self.passes.extend(rows, range(n_run - 1, n_run + len(rows) - 1))
-            waiting = max(1.0, self.context.load.checked / self.context.load.drafted)  # for each that drafts
-            charge = 1 + (waiting - 1) * self.costs.shared
-            chain.drafting += self.costs.draft(len(rows))
-            chain.spent += charge * self.costs.draft(len(rows))
+            charge = self._charge(chain, len(rows))
             n_right = self._take(chain, cursor, logits, guesses, rate)
             self.passes.drop(len(guesses) - n_right)
             last, n_run = chain.token_ids[-1], n_run + 1 + n_right
+
+    def _charge(self, chain: _Chain, n_rows: int) -> float:
+        """Add what a pass of the draft cost; return its share of the time of all sequences that waited for it."""
+        waiting = max(1.0, self.context.load.checked / self.context.load.drafted)  # for each that drafts
+        charge = 1 + (waiting - 1) * self.costs.shared
+        chain.drafting += self.costs.draft(n_rows)
+        chain.spent += charge * self.costs.draft(n_rows)
+        return charge
 
     def _take(self, chain: _Chain, cursor: Cursor, logits: Tensor, guesses: Sequence[int], rate: float) -> int:
         """Add what one pass gave, row by row while the guesses are the draft's own tokens; return how many are."""

@@ -204,6 +204,10 @@ class ChainDrafter(Drafter):
         self.passes.restart()
         self.stop.start()
         longest = min(room, self.max_depth, self.passes.room)
+        if longest > 0 and self.stop.threshold is None and self.branching is None and not self.draws:
+            later = self.passes.later(longest)
+            if later is not None:
+                return Draft.of_later((yield from later))
         while len(offered) < longest:
             logits = (yield from self.passes.extend(spine[-1:], (len(spine) - 2,)))[0]
             tokens, confidence, offer = self._step(spine[1:], logits)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import json
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
+from fakes import results_of
 from families import tiny_runtime
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,17 +69,6 @@ def finish(engine: Engine) -> None:
     """Run all that it has to the end."""
     while engine.requests:
         list(engine.step())
-
-
-def results_of(works: Iterable[Work[Completion]], at_once: int) -> list[Completion]:
-    """What works return that run side by side, in their order."""
-    done: dict[int, Completion] = {}
-
-    def noting(number: int, work: Work[Completion]) -> Work[None]:
-        done[number] = yield from work
-
-    list(side_by_side((noting(i, work) for i, work in enumerate(works)), at_once))
-    return [done[number] for number in sorted(done)]
 
 
 def buffers() -> int:
