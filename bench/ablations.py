@@ -14,7 +14,7 @@ from ..core.presets import PRESETS
 from ..core.settings import PAPER_BRANCHING, SwiftSettings
 from ..core.types import Sampling
 from ..decoding.methods import PLAIN, Method, Resources, build, method_info
-from ..decoding.methods.chains import ChainDrafter, SelfSdSettings, StopRule
+from ..decoding.methods.chains import AdaptiveThreshold, ChainDrafter, StopRule
 from ..decoding.methods.early_exit import (
     AdaDecodeSettings,
     AdaSpeedSettings,
@@ -133,7 +133,7 @@ class AblationRecipes(MakingRecipes):
         self.on_step(f"make: Self-SD's layer set, by {steps} candidates of its search")
         session = Session(self.runtime, Sampling(), min(SELF_SD_TOKENS, self.session.max_new_tokens))
         found = self_sd.search(session, self.prompts[:SELF_SD_PROMPTS], steps)
-        return build("self-sd", Resources(self.runtime, found.best.layer_set), SelfSdSettings())
+        return build("self-sd", Resources(self.runtime, found.best.layer_set), AdaptiveThreshold())
 
 
 def variants(name: str, recipes: AblationRecipes) -> list[Variant]:
@@ -157,7 +157,7 @@ def _swift_self_sd(recipes: AblationRecipes) -> Iterator[Variant]:
 def _branching(recipes: AblationRecipes) -> Method:
     """Self-SD's set and threshold rule, each position with SWIFT's candidates."""
     model = recipes.of("self-sd", recipes.task).parts.skipped()
-    drafter = ChainDrafter(model, StopRule.adaptive(SelfSdSettings()), PAPER_BRANCHING, sampled=True)
+    drafter = ChainDrafter(model, StopRule.adaptive(AdaptiveThreshold()), PAPER_BRANCHING, sampled=True)
     return Method("self-sd", drafter, SeveralRatio("without"))
 
 

@@ -12,11 +12,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ..core.settings import SwiftSettings
 from ..core.types import Completion, LayerSet, ModelInfo, Sampling
-from ..decoding.context import Ending
+from ..decoding.context import Ending, TokenRule
 from ..decoding.engine import side_by_side
 from ..decoding.loop import decode, decoding
 from ..decoding.methods import Method, swift
-from ..decoding.rule import TokenRule
 from ..models.runtime import Runtime
 
 HALVINGS = 12  # inner sub-layers are scaled by 1 down to 2^-12

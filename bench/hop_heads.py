@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from ..core.types import Prompt
-from ..decoding.draft import Draft, Drafter, Outcome
+from ..decoding.draft import Draft, Drafter, DraftTree, Outcome, tree_rows
 from ..decoding.engine import PassGenerator
 from ..decoding.methods.guesses import merged
 from ..decoding.session import Session
-from ..decoding.tree import DraftTree, tree_rows
 from ..models.early_exit import Heads, StagedPass
 from ..models.rows import Pass
 from ..training.descent import Descent

@@ -17,10 +17,9 @@ import torch
 
 from ..core.settings import SwiftSettings
 from ..core.types import LayerSet, Sampling, n_skipped_for
-from ..decoding.context import Ending
+from ..decoding.context import Ending, TokenRule
 from ..decoding.loop import decode
 from ..decoding.methods import PLAIN, Method, swift
-from ..decoding.rule import TokenRule
 from ..models.loading import load
 
 

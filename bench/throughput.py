@@ -13,7 +13,7 @@ import torch
 
 from ..core.types import Prompt
 from ..decoding.engine import Engine, Request, intercept
-from ..decoding.loop import Began, Round
+from ..decoding.loop import Prefilled, Round
 from ..decoding.methods import PLAIN, Method
 from ..decoding.session import Session
 from ..models.costs import machine_name
@@ -34,7 +34,7 @@ class Served:
 
     def note(self, started: float, event: Any) -> Iterator[Any]:
         """Take in an event of the request."""
-        if isinstance(event, Began | Round):
+        if isinstance(event, Prefilled | Round):
             self.times += [perf_counter() - started] * len(event.token_ids)
             self.token_ids += event.token_ids
         yield from ()

@@ -1,26 +1,205 @@
-"""What a request has committed so far, and when it ends."""
+"""A request in flight: how its tokens are chosen, when it ends, and what it has committed so far.
+
+Biases, penalties, temperature and cuts are applied here once, to draft and target alike.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from time import perf_counter
+from typing import Any, cast
 
+import numpy as np
+import torch
 from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from ..core.types import FinishReason
+from ..core.types import FinishReason, Sampling
 from ..models.buffer import KVBuffer
-from ..models.rows import Load
+from ..models.rows import Load, uploaded
 from ..models.runtime import Runtime
-from .rule import TokenRule
+from .grammar import GrammarMask
+
+_BLIND = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)  # they read scores alone
+KEPT_NOISES = 64  # positions ahead of a text; 0.6 MB each for 152,000 tokens
+_COLDEST = 1e-30  # below, float32 scores overflow; long before, the argmax has all of the probability
+
+
+class GeneratedPenalty(LogitsProcessor):
+    """Takes `presence` off the scores of generated tokens, and `frequency` for each time that they were generated."""
+
+    def __init__(self, n_prompt: int, presence: float, frequency: float) -> None:
+        self.n_prompt, self.presence, self.frequency = n_prompt, presence, frequency
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the scores (1, vocab) after `input_ids` (1, tokens)."""
+        vocab = scores.shape[-1]
+        counts = torch.bincount(input_ids[0, self.n_prompt :], minlength=vocab)[:vocab]  # embeddings may be padded more
+        return scores - self.presence * (counts > 0) - self.frequency * counts
+
+
+class TokenRule:
+    """Turns a row of logits into the target's token or the draft's candidates.
+
+    Sampling takes the argmax of the scores with Gumbel noise added, which is a draw from their softmax. The noise is a
+    function of the request's seed and the token's position alone. So speculative and plain decoding of one seed give
+    the same tokens, and a draft that reads the same noise proposes the target's token nearly as often as any coupling
+    of the two distributions allows (Daliri et al., arXiv:2408.07978): sampling is greedy decoding of noisy scores.
+    """
+
+    def __init__(self, sampling: Sampling, processors: LogitsProcessorList) -> None:
+        self.greedy = sampling.greedy
+        self._seed = sampling.seed % 2**64
+        self._noises: dict[int, Tensor] = {}  # by position, the latest
+        self.processors = processors
+        self.grammar = next((each for each in processors if isinstance(each, GrammarMask)), None)
+        self.reads_text = any(not _is_blind(each) for each in processors)  # whether scores depend on the tokens before
+        # Three streams, so that what a draft draws or a test decides never shifts the target's own draws. They differ
+        # in their low 32 bits: a CPU generator reads no others of its seed.
+        self._generator, self._draft_generator, self._accept_generator = (
+            torch.Generator().manual_seed((sampling.seed ^ stream) % 2**63) for stream in (0, 0x9E3779B9, 0x85EBCA6B)
+        )
+
+    @classmethod
+    def of(
+        cls,
+        sampling: Sampling,
+        generation_config: Any,
+        n_prompt: int = 0,
+        constraints: Sequence[LogitsProcessor] = (),
+    ) -> TokenRule:
+        """Build the rule of a request on a model whose `generation_config` may ask for a repetition penalty.
+
+        Args: n_prompt: tokens of the prompt, which do not count as generated. constraints: what forbids tokens, applied
+              behind biases and penalties.
+        """
+        processors = LogitsProcessorList()
+        if sampling.logit_bias:
+            biases = {(token_id,): float(bias) for token_id, bias in sampling.logit_bias}
+            processors.append(SequenceBiasLogitsProcessor(cast(Any, biases)))
+        penalty = sampling.repetition_penalty
+        if penalty is None:
+            penalty = getattr(generation_config, "repetition_penalty", None)
+        if penalty not in (None, 1.0):
+            processors.append(RepetitionPenaltyLogitsProcessor(float(penalty)))
+        if sampling.presence_penalty or sampling.frequency_penalty:
+            processors.append(GeneratedPenalty(n_prompt, sampling.presence_penalty, sampling.frequency_penalty))
+        processors.extend(constraints)
+        if not sampling.greedy:
+            if sampling.temperature != 1.0:
+                processors.append(TemperatureLogitsWarper(max(float(sampling.temperature), _COLDEST)))
+            if sampling.top_k:
+                processors.append(TopKLogitsWarper(sampling.top_k))
+            if sampling.top_p < 1.0:
+                processors.append(TopPLogitsWarper(sampling.top_p))
+            if sampling.min_p:
+                processors.append(MinPLogitsWarper(sampling.min_p))
+        return cls(sampling, processors)
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the target's token is just the argmax of its logits."""
+        return self.greedy and not self.processors
+
+    def scores(self, token_ids: Sequence[int], logits: Tensor) -> Tensor:
+        """Return `logits` (vocab,) after all processors, in the context of `token_ids`: float32 (vocab,)."""
+        scores = logits.float()
+        if self.processors:
+            # Only penalties read the text, and making a tensor of it costs more with every token.
+            context: Any = uploaded([token_ids if self.reads_text else ()], logits.device)
+            scores = self.processors(context, cast(Any, scores[None]))[0]
+        return scores
+
+    def choose(self, token_ids: Sequence[int], logits: Tensor) -> int:
+        """Return the target's next token after `token_ids`."""
+        return int(self.noisy(self.scores(token_ids, logits), len(token_ids)).argmax())
+
+    def noisy(self, scores: Tensor, position: int) -> Tensor:
+        """Return what the token at that position is the argmax of: `scores` (vocab,), when sampling with its noise."""
+        return scores if self.greedy else scores + self._noise(position, scores)
+
+    def _noise(self, position: int, scores: Tensor) -> Tensor:
+        found = self._noises.get(position)
+        if found is None or found.shape != scores.shape or found.device != scores.device:
+            bits = np.random.PCG64(np.random.SeedSequence((self._seed, position)))
+            drawn = np.random.Generator(bits).standard_exponential(scores.shape[-1])
+            drawn = np.maximum(drawn, np.finfo(np.float64).tiny)  # a draw of 0 would win against any score
+            found = uploaded(-np.log(drawn), scores.device, scores.dtype)
+            if len(self._noises) >= KEPT_NOISES:
+                del self._noises[min(self._noises)]
+            self._noises[position] = found
+        return found
+
+    def probs(self, token_ids: Sequence[int], logits: Tensor) -> Tensor:
+        """Return what a token after `token_ids` is drawn from: float64 (vocab,); greedy: all on the argmax."""
+        scores = self.scores(token_ids, logits)
+        if self.greedy:
+            return torch.zeros(scores.shape, dtype=torch.float64).index_fill_(0, scores.argmax().cpu(), 1.0)
+        return torch.softmax(scores.double(), dim=-1)
+
+    def draw(self, probs: Tensor) -> int:
+        """Draw a token of `probs` (vocab,), float64, by inversion, for verifiers that weigh two distributions."""
+        return _invert(probs, self._generator)
+
+    def draw_draft(self, probs: Tensor) -> int:
+        """Draw a token as `draw` does, from the draft's stream."""
+        return _invert(probs, self._draft_generator)
+
+    def accept(self, probability: float) -> bool:
+        """Return True with that probability, by a stream of its own."""
+        return torch.rand((), generator=self._accept_generator, dtype=torch.float64).item() < probability
+
+    def confidence(self, scores: Tensor) -> tuple[int, float]:
+        """Return the most probable token of `scores` (vocab,) and its probability."""
+        return self.confidences(scores[None])[0]
+
+    def confidences(self, scores: Tensor) -> list[tuple[int, float]]:
+        """Return `confidence` of each row of `scores` (rows, vocab), in one transfer: on a GPU each synchronises."""
+        top, index = scores.max(-1)
+        values, token_ids = torch.stack(((top - scores.logsumexp(-1)).double(), index.double())).tolist()
+        return [(int(token_id), math.exp(value)) for token_id, value in zip(token_ids, values, strict=True)]
+
+    def candidates(self, scores: Tensor, token_id: int, n: int) -> tuple[int, ...]:
+        """Return the `n` most probable tokens, `token_id` first; fewer where the rest has no probability."""
+        if n == 1:
+            return (token_id,)
+        values, tokens = torch.stack([part.double() for part in scores.topk(min(n, scores.shape[-1]))]).tolist()
+        offered = [int(t) for t, v in zip(tokens, values, strict=True) if v > float("-inf") and t != token_id]
+        return (token_id, *offered[: n - 1])
+
+
+def _is_blind(processor: LogitsProcessor) -> bool:
+    """Whether a processor gives the same scores whatever the text is."""
+    if isinstance(processor, SequenceBiasLogitsProcessor):
+        return all(len(token_ids) == 1 for token_ids in processor.sequence_bias)
+    return isinstance(processor, _BLIND)
+
+
+def _invert(probs: Tensor, generator: torch.Generator) -> int:
+    uniform = torch.rand((), generator=generator, dtype=torch.float64).item()
+    cumulative = probs.cumsum(-1)
+    index = int(torch.searchsorted(cumulative, uniform * float(cumulative[-1]), right=True))
+    return min(index, int(probs.nonzero()[-1]))
 
 
 @dataclass(slots=True)
 class Tally:
     """Counts and seconds of a completion while it grows.
 
-    `elapsed_s` is what passed before `started`, a reading of `perf_counter`: in a request that was cut and taken up
-    again, the seconds of its earlier life.
+    `elapsed_s` are the seconds before `started`, a reading of `perf_counter`: those of a resumed request's earlier
+    process.
     """
 
     rounds: int = 0  # passes of the target after the prefill
@@ -46,36 +225,14 @@ class Tally:
         """Seconds until now."""
         return self.elapsed_s + perf_counter() - self.started
 
-    def add(self, n_steps: int, n_nodes: int, n_accepted: int, n_passes: int = 1) -> None:
-        """Count a round and the passes of the target that it took."""
-        self.rounds += n_passes
-        self.drafted += n_steps
-        self.accepted += n_accepted
-        if n_nodes:  # a drafter that ran the target itself had passes of several widths
-            self.widths[n_nodes] = self.widths.get(n_nodes, 0) + 1
-        self.per_position += [0] * (n_steps - len(self.per_position))
-        for position in range(n_accepted):
-            self.per_position[position] += 1
-        if n_steps:
-            self.by_draft_length.setdefault(n_steps, [0] * (n_steps + 1))[n_accepted] += 1
-
     def copied(self, elapsed_s: float) -> Tally:
-        """A copy whose clock goes on now from `elapsed_s`."""
-        widths, per_position = dict(self.widths), list(self.per_position)
-        by_draft_length = {n: list(rounds) for n, rounds in self.by_draft_length.items()}
-        return replace(
-            self,
-            widths=widths,
-            per_position=per_position,
-            by_draft_length=by_draft_length,
-            elapsed_s=elapsed_s,
-            started=perf_counter(),
-        )
+        """Return a copy whose clock starts now from `elapsed_s`."""
+        return replace(deepcopy(self), elapsed_s=elapsed_s, started=perf_counter())
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """A request that was cut between two passes: all that is needed to go on with it, in another process too.
+class ResumePoint:
+    """What a request is resumed from, in another process too, after it was interrupted between two passes.
 
     `token_ids` are those generated so far, at least one; `searched` says that the search of the round in progress is
     done; `finish` that nothing is left to decode.
@@ -92,9 +249,9 @@ class Context:
     """A request in flight.
 
     Slots 0 … n-2 of `buffer` hold the target's keys and values of `token_ids`; the last token, the root of the next
-    draft, is not in it yet and will go to slot n-1, behind which drafts and scratch rows are written. `searched` and
-    `finish` are as in `Begun`. `logprobs` says how many alternatives are wanted beside each token's log probability;
-    None: not even that. `prediction` are tokens that the caller expects behind the prompt.
+    draft, will go to slot n-1, behind which drafts and scratch rows are written. `searched` and `finish` are as in
+    `ResumePoint`. `logprobs` says how many alternatives are wanted beside each token's log probability; None: not even
+    that. `prediction` are tokens that the caller expects behind the prompt.
     """
 
     runtime: Runtime
@@ -120,14 +277,14 @@ class Context:
         return self.token_ids[self.n_prompt :]
 
     def scores(self, drafted: Sequence[int], logits: Tensor) -> Tensor:
-        """`TokenRule.scores` of `logits` (vocab,) behind the committed tokens and the `drafted` ones."""
-        return self.rule.scores([*self.token_ids, *drafted] if self.rule.processors else (), logits)
+        """Return `TokenRule.scores` of `logits` (vocab,) behind the committed tokens and the `drafted` ones."""
+        return self.rule.scores([*self.token_ids, *drafted] if self.rule.reads_text else (), logits)
 
     def noisy_scores(self, drafted: Sequence[int], logits: Tensor) -> Tensor:
-        """What the target's token behind the `drafted` ones would be the argmax of, were `logits` (vocab,) its own."""
+        """Return scores whose argmax is the target's token behind `drafted` ones, if `logits` (vocab,) are its own."""
         return self.rule.noisy(self.scores(drafted, logits), len(self.token_ids) + len(drafted))
 
-    def later_choice(self, n_drafted: int, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def unread_choice(self, n_drafted: int, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the token after so many drafted ones and its log probability, both of shape () and on the device.
 
         They are those of `noisy_scores` of `logits` (vocab,), of a rule that reads no text.
@@ -136,9 +293,9 @@ class Context:
         top, token_id = scores.max(dim=-1)
         return token_id, top - scores.logsumexp(-1)
 
-    def begun(self) -> Begun:
-        """The request as it stands: to be asked for by those who watch, between the passes of a round."""
-        return Begun(tuple(self.generated), self.tally.copied(self.tally.total_s), self.searched, self.finish)
+    def resume_point(self) -> ResumePoint:
+        """Return the request's state; to be called between the passes of a round by those who watch it."""
+        return ResumePoint(tuple(self.generated), self.tally.copied(self.tally.total_s), self.searched, self.finish)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +312,7 @@ class Ending:
     min_new_tokens: int = 0
 
     def crop(self, generated: Sequence[int], block: Sequence[int]) -> tuple[list[int], FinishReason | None]:
-        """As much of `block` as belongs to the completion, and why it ended there; None if it goes on."""
+        """Return as much of `block` as belongs to the completion, and why it ends there; None if it goes on."""
         room = self.max_new_tokens - len(generated)
         for n, token_id in enumerate(block[:room], 1):
             if len(generated) + n <= self.min_new_tokens:
@@ -167,14 +324,14 @@ class Ending:
         return list(block[:room]), "length" if len(block) >= room else None
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """The completion as text, cut where the first stop string that counts begins; "" without a tokenizer."""
+        """Return the completion as text, cut where the first stop string that counts begins; "" without a tokenizer."""
         if self.to_text is None:
             return ""
         text = self.to_text(token_ids)
         return text[: self._find(text, token_ids[: self.min_new_tokens])]
 
     def _find(self, text: str, free: Sequence[int]) -> int | None:
-        """Where the first stop string begins that does not end within the text of the tokens `free`."""
+        """Return where the first stop string begins that does not end within the text of the tokens `free`."""
         n_free = 0
         if self.stop_strings and free:
             assert self.to_text is not None  # built together with stop_strings
@@ -183,7 +340,7 @@ class Ending:
         return min((at for at in found if at >= 0), default=None)
 
     def _has_stop(self, token_ids: Sequence[int]) -> bool:
-        """Whether the end of the text holds a stop string that counts, which its last token has completed."""
+        """Return whether the end of the text holds a stop string that counts, which its last token has completed."""
         assert self.to_text is not None  # built together with stop_strings
         # A token that shows is at least a byte of UTF-8; 8 more for special tokens and characters cut at the start.
         reach = max(len(stop.encode(errors="surrogatepass")) for stop in self.stop_strings) + 8

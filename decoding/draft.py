@@ -1,30 +1,159 @@
-"""The parts of every method: a drafter offers a draft, the target checks it in one pass, a verifier says what is kept.
+"""The parts of every method: a drafter proposes a tree of tokens, the target checks it in one pass, a verifier accepts.
 
     Method = drafter (with its stop rule and branching) + verifier
 
-A drafter begins once per request and is then asked for a draft per round. What it hands over may be a chain or a tree,
-sampled or not, rows that were already run part of the depth, further rows that ride along in the target's pass, or a
-piece of text that needs no check at all; the loop is the same for all.
+A drafter begins once per request and is then asked for a draft per round. A draft may be a chain or a tree, sampled or
+not, rows that were already run part of the depth, extra rows that join the target's pass, or text that needs no check
+at all; the loop is the same for all.
+
+A tree is a spine that was drafted step by step, and side leaves that hang from it, in the order root (the last
+committed token), spine 1, spine 2, …, side leaves: accepting a prefix of the spine then moves no keys and values at
+all, and accepting a side leaf moves one row.
 """
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from .tree import DraftTree, Later, Riders
+from ..core.errors import ShapeError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ..core.types import LayerSet, TokenSource
-    from .context import Context
-    from .draft_models import DraftModel
+    from ..models.early_exit import StagedPass
+    from ..models.rows import Rows
+    from ..models.runtime import Runtime
+    from .context import Context, TokenRule
     from .engine import PassGenerator
-    from .rule import TokenRule
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """Nodes in buffer order; `parents[0]` is -1. `n_steps` draft passes made it: the length of the spine."""
+
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...]
+    n_steps: int
+
+    @classmethod
+    def grow(cls, root: int, candidates: Sequence[Sequence[int]]) -> DraftTree:
+        """Build the tree of a draft: `candidates[i]` are the tokens offered at draft step i, the spine's own first."""
+        spine = [offered[0] for offered in candidates]
+        token_ids, parents = [root, *spine], list(range(-1, len(spine)))
+        for step, offered in enumerate(candidates):
+            token_ids += offered[1:]
+            parents += [step] * (len(offered) - 1)
+        return cls(tuple(token_ids), tuple(parents), len(spine))
+
+    @classmethod
+    def chain(cls, token_ids: Sequence[int]) -> DraftTree:
+        """Build the tree of a draft without branches; the root first."""
+        return cls(tuple(token_ids), tuple(range(-1, len(token_ids) - 1)), len(token_ids) - 1)
+
+    @property
+    def n_nodes(self) -> int:
+        """Rows that the target checks, root included."""
+        return len(self.token_ids)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether there are no side leaves, so that slots are positions."""
+        return self.n_nodes == self.n_steps + 1
+
+    def below(self, node: int) -> tuple[int, ...]:
+        """Return the nodes below one: its first child, the first child of that, and so on."""
+        found: list[int] = []
+        for other in range(node + 1, self.n_nodes):
+            if self.parents[other] == node:
+                found.append(other)
+                node = other
+        return tuple(found)
+
+    def child(self, node: int, token_id: int) -> int | None:
+        """Return the node that continues `node` with `token_id`, None where the draft did not offer it."""
+        for other in range(node + 1, self.n_nodes):
+            if self.parents[other] == node and self.token_ids[other] == token_id:
+                return other
+        return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExtraRows:
+    """Rows beside the tree in the target's pass, for a drafter that learns from them (Lookahead).
+
+    They see the committed text, the root, and one another as `visible` says: bool, (n, n). `depths` are their positions
+    relative to the root. Logits are wanted of the last `n_read` of them only.
+    """
+
+    token_ids: tuple[int, ...]
+    depths: tuple[int, ...]
+    visible: Tensor
+    n_read: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnreadChain:
+    """A chain on a device that may still be computing it: (nodes,) each, the root first.
+
+    Reading a token waits for the device, which then waits for its next pass; so a round reads once, after its last
+    pass was started.
+    """
+
+    token_ids: Tensor
+    logprobs: Tensor
+
+
+def ancestor_mask(parents: Sequence[int]) -> Tensor:
+    """Return which nodes each node of a tree may attend to.
+
+    Args:    parents: parent index per node, parents first, -1 for the root.
+    Returns: bool, (n_nodes, n_nodes); row i is True at i and at its ancestors.
+    Raises:  ShapeError: a parent does not come before its child.
+    """
+    import torch
+
+    mask = torch.eye(len(parents), dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        if parent >= node:
+            raise ShapeError(f"node {node} lists parent {parent}, which does not come before it")
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    return mask
+
+
+def tree_rows(
+    token_ids: Sequence[int] | Tensor,
+    parents: Sequence[int],
+    root_slot: int,
+    extra_rows: ExtraRows | None = None,
+    variants: tuple[LayerSet, ...] = (),
+) -> Rows:
+    """Return the rows of a pass over the newest nodes of a tree, and over extra rows behind them.
+
+    Args: token_ids: of the newest nodes; a tensor for a chain only.
+          parents: of all nodes so far; node i goes to slot `root_slot` + i.
+    """
+    from ..models.rows import Rows
+
+    first = len(parents) - len(token_ids)
+    if extra_rows is None and list(parents) == list(range(-1, len(parents) - 1)):
+        return Rows(token_ids, root_slot + first, variants=variants)
+    import torch
+
+    visible = ancestor_mask(parents)[first:]
+    depths = (visible.sum(dim=1) - 1).tolist()
+    if extra_rows is not None:
+        beside = torch.nn.functional.pad(extra_rows.visible, (len(parents), 0))
+        beside[:, 0] = True  # the root
+        visible = torch.cat((torch.nn.functional.pad(visible, (0, len(beside))), beside))
+        token_ids, depths = (*token_ids, *extra_rows.token_ids), [*depths, *extra_rows.depths]
+    return Rows(token_ids, root_slot + first, [root_slot + depth for depth in depths], visible, variants)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,41 +202,40 @@ class Draft:
     verifier asks for it. `staged` runs the rest of rows that were run part of the way, and returns the target's logits
     (n_checked, vocab). `n_checked` is how many of the tree's nodes, from the root on, the target gives logits for
     (None: all); 0 says that no pass is needed, for the drafter itself ran the target (`n_passes` times) and left keys
-    and values in place. `sources` says where nodes' tokens come from, those of "draft" left out. With `later` the tree
-    is a chain whose tokens are not known yet.
+    and values in place. `estimated` is the round's cost by measured costs of passes, in plain passes. `sources` says
+    where nodes' tokens come from, those of "draft" left out. With `unread` the tree is a chain of unknown tokens.
     """
 
     tree: DraftTree
     offers: Mapping[int, Offer] = field(default_factory=dict)
     logprobs: tuple[float, ...] = ()
-    riders: Riders | None = None
+    extra_rows: ExtraRows | None = None
     staged: PassGenerator[Tensor] | None = None
     n_checked: int | None = None
     n_passes: int = 1
-    n_drafted: int | None = None  # draft steps that α counts; None: the tree's
-    estimated: float | None = None  # what the round costs by measured costs of passes, in plain passes
+    estimated: float | None = None
     sources: Mapping[int, TokenSource] = field(default_factory=dict)
-    later: Later | None = None
+    unread: UnreadChain | None = None
 
     @classmethod
-    def of_later(cls, later: Later, estimated: float | None = None) -> Draft:
-        """Return a chain whose tokens are still being computed."""
-        return cls(DraftTree.chain([0] * len(later.token_ids)), estimated=estimated, later=later)
+    def of_unread(cls, unread: UnreadChain, estimated: float | None = None) -> Draft:
+        """Return the draft of a chain that is still on its device."""
+        return cls(DraftTree.chain([0] * len(unread.token_ids)), estimated=estimated, unread=unread)
 
     def read(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> Draft:
-        """Return the draft with the tokens that `later` stands for."""
-        return replace(self, tree=DraftTree.chain(token_ids), logprobs=tuple(logprobs), later=None)
+        """Return the draft with the tokens that were read of `unread`."""
+        return replace(self, tree=DraftTree.chain(token_ids), logprobs=tuple(logprobs), unread=None)
 
     @property
     def n_steps(self) -> int:
-        """Draft steps, as α counts them."""
-        return self.tree.n_steps if self.n_drafted is None else self.n_drafted
+        """Draft steps, as α counts them: none where the target itself drafted."""
+        return 0 if self.n_checked == 0 else self.tree.n_steps
 
     @property
     def n_rows(self) -> int:
         """Rows of the target's pass; 0 where the drafter made its own."""
         checked = self.tree.n_nodes if self.n_checked is None else self.n_checked
-        return checked + (len(self.riders.token_ids) if self.riders is not None else 0)
+        return checked + (0 if self.extra_rows is None else len(self.extra_rows.token_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +248,70 @@ class Walk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """What became of a draft, for the drafter to learn from; `logits` (rows, vocab): the target's, read riders last."""
+    """A verified draft, for the drafter to learn from; `logits` (rows, vocab): the target's, of extra rows last."""
 
     draft: Draft
     walk: Walk
     logits: Tensor | None
+
+
+class DraftModel(ABC):
+    """Something cheaper than the target that predicts its next tokens.
+
+    A method has one; each request drafts with a copy that `begin` makes, node by node of a round's tree.
+    """
+
+    layer_set: LayerSet | None = None  # sub-layers of the target that it leaves out, if it is made of the target
+    slot_bytes: int = 0  # memory that it takes per slot of a request, beside the target's
+    context: Context  # of the request, in a copy that `begin` made
+    parents: list[int]  # of the round's nodes so far
+    staged: StagedPass | None = None  # the round's rows, where verification only has to finish them
+    hidden: Tensor | None = None  # (1, hidden_size), what the latest logits were read from, where a probe may see it
+
+    @abstractmethod
+    def check(self, runtime: Runtime) -> None:
+        """Raises: InvalidInput: it cannot draft for that target."""
+
+    def begin(self, context: Context) -> Self:
+        """Return a copy that drafts for one request."""
+        own = copy(self)
+        own.context = context
+        own.start()
+        return own
+
+    def start(self) -> None:  # noqa: B027 - a hook
+        """Set up what a request has for itself."""
+
+    @property
+    def room(self) -> int:
+        """How deep a draft under the last committed token can be; the loop itself keeps to the target's context."""
+        return sys.maxsize
+
+    def restart(self) -> None:
+        """Begin a new round: the next node is the root, the last committed token."""
+        self.parents = []
+
+    @abstractmethod
+    def extend(self, token_ids: Sequence[int], parents: Sequence[int]) -> PassGenerator[Tensor]:
+        """Add nodes under earlier ones (the root's parent is -1); return the logits (nodes, vocab) after them."""
+
+    def extend_unread(self, n_steps: int) -> PassGenerator[UnreadChain] | None:
+        """Draft that many tokens under the root, each from the one before, and read none of them from the device.
+
+        None: every step has to be read, or reading saves nothing.
+        """
+        return None
+
+    def drop(self, n_nodes: int) -> None:
+        """Take the newest nodes back; the next ones go where they were."""
+        del self.parents[len(self.parents) - n_nodes :]
+
+    def _rows(
+        self, token_ids: Sequence[int] | Tensor, parents: Sequence[int], variants: tuple[LayerSet, ...] = ()
+    ) -> Rows:
+        """Add nodes; return the rows of a pass over them."""
+        self.parents += parents
+        return tree_rows(token_ids, self.parents, self.context.root_slot, variants=variants)
 
 
 class Drafter(ABC):
@@ -136,8 +323,8 @@ class Drafter(ABC):
 
     model: DraftModel | None = None  # what it drafts with, if that is a model
     runs_target = False  # whether it runs the target itself, so that nobody sees what its tokens were drawn from
-    max_depth: int = 0  # tokens that a draft is deep at most
-    max_width: int = 1  # nodes of a draft at one depth, at most
+    max_depth: int = 0  # tokens of a path, at most
+    max_width: int = 1  # nodes at one depth, at most
     context: Context  # of the request, in a copy that `begin` made
 
     @property
@@ -158,6 +345,8 @@ class Drafter(ABC):
         """Return a copy that drafts for one request; called once, after its prefill."""
         own = copy(self)
         own.context = context
+        if own.model is not None:
+            own.model = own.model.begin(context)
         own.start()
         return own
 
@@ -169,7 +358,7 @@ class Drafter(ABC):
         """Return a draft under the last committed token, at most `room` tokens deep; yield the passes it takes."""
 
     def observe(self, outcome: Outcome) -> None:  # noqa: B027 - a hook
-        """Learn what became of the latest draft, whose tokens are not committed yet; most drafters learn nothing."""
+        """Learn from the latest draft's outcome, before its tokens are committed; most drafters learn nothing."""
 
     def state(self) -> dict[str, Any] | None:
         """Return what was learnt so far, as JSON values, between two rounds; None: such a drafter learns nothing."""

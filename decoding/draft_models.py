@@ -1,12 +1,7 @@
-"""What a draft is read from: the target without some sub-layers, its first layers, or another model.
-
-All three take nodes of a draft tree and give the logits after them; what differs is whose keys and values they use.
-"""
+"""What a draft is read from: the target without some sub-layers, its first layers, or another model."""
 
 from __future__ import annotations
 
-import sys
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,76 +10,10 @@ from torch import Tensor
 
 from ..core.types import LayerSet
 from ..models.early_exit import StagedPass
-from ..models.rows import Pass, Rows, uploaded
+from ..models.rows import Pass, uploaded
 from ..models.runtime import Runtime
-from .context import Context
+from .draft import DraftModel, UnreadChain
 from .engine import PassGenerator
-from .tree import Later, tree_rows
-
-
-class DraftModel(ABC):
-    """Something cheaper than the target that predicts its next tokens.
-
-    `layer_set` are the sub-layers of the target that it leaves out, if it is made of the target; `slot_bytes` is the
-    memory that it takes per slot of a request, beside the target's.
-    """
-
-    layer_set: LayerSet | None = None
-    slot_bytes: int = 0
-
-    @abstractmethod
-    def begin(self, context: Context) -> DraftPasses:
-        """Start on a request."""
-
-    @abstractmethod
-    def check(self, runtime: Runtime) -> None:
-        """Raises: InvalidInput: it cannot draft for that target."""
-
-
-class DraftPasses(ABC):
-    """A draft model at work on one request, node by node of a round's tree; `parents` are those of its nodes so far.
-
-    `staged` holds the rows of this round, where they are the target's own and verification only has to finish them;
-    `hidden` (1, hidden_size) is the state that the latest logits were read from, where a probe may look at it.
-    """
-
-    staged: StagedPass | None = None
-    hidden: Tensor | None = None
-
-    def __init__(self, context: Context) -> None:
-        self.context = context
-        self.parents: list[int] = []
-
-    @property
-    def room(self) -> int:
-        """How deep a draft under the last committed token can be; the loop itself keeps to the target's context."""
-        return sys.maxsize
-
-    def restart(self) -> None:
-        """Begin a new round: the next node is the root, the last committed token."""
-        self.parents = []
-
-    @abstractmethod
-    def extend(self, token_ids: Sequence[int], parents: Sequence[int]) -> PassGenerator[Tensor]:
-        """Add nodes under earlier ones (the root's parent is -1); return the logits (nodes, vocab) after them."""
-
-    def later(self, n_steps: int) -> PassGenerator[Later] | None:
-        """Draft that many tokens under the root, each from the one before, and read none of them from the device.
-
-        None: every step has to be read, or reading saves nothing.
-        """
-        return None
-
-    def drop(self, n_nodes: int) -> None:
-        """Take the newest nodes back; the next ones go where they were."""
-        del self.parents[len(self.parents) - n_nodes :]
-
-    def _rows(
-        self, token_ids: Sequence[int] | Tensor, parents: Sequence[int], variants: tuple[LayerSet, ...] = ()
-    ) -> Rows:
-        """Add nodes; return the rows of a pass over them."""
-        self.parents += parents
-        return tree_rows(token_ids, self.parents, self.context.root_slot, variants=variants)
 
 
 class SkippedTarget(DraftModel):
@@ -96,9 +25,7 @@ class SkippedTarget(DraftModel):
 
     def __init__(self, layer_set: LayerSet | None) -> None:
         self.layer_set = layer_set
-
-    def begin(self, context: Context) -> DraftPasses:
-        return _SkippedPasses(self, context)
+        self._shared = self  # by the copies of all requests, which take their layer set from here
 
     def check(self, runtime: Runtime) -> None:
         """Raises: LayerSetError: the set was made for another depth."""
@@ -106,34 +33,28 @@ class SkippedTarget(DraftModel):
         runtime.check_layer_set(self.layer_set)
         runtime.copies.prepare(self.layer_set)
 
-
-class _SkippedPasses(DraftPasses):
-    def __init__(self, model: SkippedTarget, context: Context) -> None:
-        super().__init__(context)
-        self.model = model
-
     def restart(self) -> None:
         super().restart()
-        own = self.model.layer_set
+        self.layer_set = own = self._shared.layer_set
         self._variants = () if own is None or own.is_whole else (own,)
 
     def extend(self, token_ids: Sequence[int] | Tensor, parents: Sequence[int]) -> PassGenerator[Tensor]:
         rows = self._rows(token_ids, parents, self._variants)
         return (yield Pass(self.context.runtime, rows, self.context.buffer, drafts=True))
 
-    def later(self, n_steps: int) -> PassGenerator[Later] | None:
+    def extend_unread(self, n_steps: int) -> PassGenerator[UnreadChain] | None:
         context = self.context
-        return self._later(n_steps) if context.runtime.reads_late and not context.rule.reads_text else None
+        return self._unread(n_steps) if context.runtime.reads_late and not context.rule.reads_text else None
 
-    def _later(self, n_steps: int) -> PassGenerator[Later]:
+    def _unread(self, n_steps: int) -> PassGenerator[UnreadChain]:
         device = self.context.runtime.device
         token_ids, logprobs = [uploaded(self.context.token_ids[-1:], device)], [torch.zeros(1, device=device)]
         for step in range(n_steps):
             logits = yield from self.extend(token_ids[-1], (step - 1,))
-            token_id, logprob = self.context.later_choice(step, logits[0])
+            token_id, logprob = self.context.unread_choice(step, logits[0])
             token_ids.append(token_id[None])
             logprobs.append(logprob[None].float())
-        return Later(torch.cat(token_ids), torch.cat(logprobs))
+        return UnreadChain(torch.cat(token_ids), torch.cat(logprobs))
 
 
 class EarlyExit(DraftModel):
@@ -145,17 +66,8 @@ class EarlyExit(DraftModel):
     def __init__(self, depth: int) -> None:
         self.depth = depth
 
-    def begin(self, context: Context) -> DraftPasses:
-        return _EarlyPasses(self.depth, context)
-
     def check(self, runtime: Runtime) -> None:
         runtime.check_depth(self.depth)
-
-
-class _EarlyPasses(DraftPasses):
-    def __init__(self, depth: int, context: Context) -> None:
-        super().__init__(context)
-        self.depth = depth
 
     def restart(self) -> None:
         self.staged = StagedPass(self.context.runtime, self.context.buffer, self.context.root_slot)
@@ -177,21 +89,14 @@ class OtherModel(DraftModel):
     def __init__(self, runtime: Runtime) -> None:
         self.runtime, self.slot_bytes = runtime, runtime.slot_bytes
 
-    def begin(self, context: Context) -> DraftPasses:
-        return _OtherPasses(self.runtime, context)
-
     def check(self, runtime: Runtime) -> None:
         """Raises: InvalidInput: their tokenizers differ."""
         self.runtime.check_same_tokenizer(runtime)
 
-
-class _OtherPasses(DraftPasses):
-    def __init__(self, runtime: Runtime, context: Context) -> None:
-        super().__init__(context)
-        self.runtime, self.buffer = runtime, runtime.new_buffer(context.buffer.capacity)
+    def start(self) -> None:
+        self._buffer = self.runtime.new_buffer(self.context.buffer.capacity)
         self._held: list[int] = []  # the tokens whose keys and values lie at slots 0, 1, …
         self._n_same = 0  # of them, those known to be committed
-        self._width = context.runtime.vocab_size
 
     @property
     def room(self) -> int:
@@ -207,7 +112,7 @@ class _OtherPasses(DraftPasses):
         rows = self._rows(token_ids, parents)
         if rows.visible is None:
             self._held[rows.first_slot :] = token_ids
-        return self._fit((yield Pass(self.runtime, rows, self.buffer, drafts=True)))
+        return self._fit((yield Pass(self.runtime, rows, self._buffer, drafts=True)))
 
     def drop(self, n_nodes: int) -> None:
         super().drop(n_nodes)
@@ -222,13 +127,13 @@ class _OtherPasses(DraftPasses):
         self._held, self._n_same = list(committed), same
         last = self.runtime.vocab_size - 1  # a head padded further can give tokens that the draft model has no row for
         token_ids = [min(token_id, last) for token_id in committed[same:]]
-        for each in self.runtime.prefill_passes(token_ids, self.buffer, same, load=self.context.load):
+        for each in self.runtime.prefill_passes(token_ids, self._buffer, same, load=self.context.load):
             logits = yield replace(each, drafts=True)
         return logits
 
     def _fit(self, logits: Tensor) -> Tensor:
         """Return logits over the target's vocabulary: heads are padded to different widths in one family."""
-        logits = logits.to(self.context.runtime.device)
-        if logits.shape[-1] >= self._width:
-            return logits[:, : self._width]
-        return torch.nn.functional.pad(logits, (0, self._width - logits.shape[-1]), value=float("-inf"))
+        logits, width = logits.to(self.context.runtime.device), self.context.runtime.vocab_size
+        if logits.shape[-1] >= width:
+            return logits[:, :width]
+        return torch.nn.functional.pad(logits, (0, width - logits.shape[-1]), value=float("-inf"))

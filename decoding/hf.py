@@ -25,13 +25,12 @@ from ..models.costs import SMALLEST_BUCKET, measure_costs, with_formats
 from ..models.loading import at_speed
 from ..models.quantised import QuantisedCopies
 from ..models.runtime import Runtime
-from .context import Ending
+from .context import Ending, TokenRule
 from .draft_models import SkippedTarget
 from .engine import Work, side_by_side
 from .loop import decoding
 from .methods import Method, swift
 from .methods.adaptive import AdaptiveSettings, adaptive
-from .rule import TokenRule
 from .session import Session
 
 KEPT = "_swiftopt"  # under which a model object has what its calls share

@@ -13,12 +13,10 @@ from ..core.errors import SettingsError
 from ..core.types import Completion, FinishReason, Timings, TokenLogprob, TokenSource, TracedToken
 from ..models.rows import Pass, Rows
 from ..models.runtime import Runtime
-from .context import Begun, Context, Ending, Tally
-from .draft import Draft, Drafter, Outcome, Walk
+from .context import Context, Ending, ResumePoint, Tally, TokenRule
+from .draft import Draft, Drafter, DraftTree, Outcome, UnreadChain, Walk, tree_rows
 from .engine import Free, PassGenerator, Slots, Work, alone
 from .methods import Method
-from .rule import TokenRule
-from .tree import DraftTree, Later, tree_rows
 from .verify import Target, Verifier, token_logprob
 
 MOST_FORCED = 15  # tokens that a grammar drafts at once: with the root, 16 rows of the target
@@ -26,8 +24,8 @@ FEWEST_FORCED = 2  # below, the method's own draft may go further
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Began:
-    """The prompt was read, and the tokens (one, or none of a request that is taken up again) came of it.
+class Prefilled:
+    """The prompt was read, and gave its first token; a resumed request has no new one.
 
     `state` is the mean state (hidden_size,) behind the final norm, in float32, of the tokens that were read for it.
     `logprobs` are those of `token_ids`, `prompt_logprobs` those of the prompt's tokens after the first; empty where
@@ -75,7 +73,7 @@ def decoding(
     method: Method,
     rule: TokenRule,
     ending: Ending,
-    begun: Begun | None = None,
+    resume_from: ResumePoint | None = None,
     scratch_rows: int = 0,
     with_state: bool = False,
     salt: str = "",
@@ -85,15 +83,15 @@ def decoding(
 ) -> Work[Completion]:
     """Decode one prompt, pass by pass; unless the method is lossy, the output is plain decoding's with the same rule.
 
-    Yields `Began` once and `Round` after each round. Whoever gets one may run passes of its own on `scratch_rows` slots
-    behind the committed ones before the generator goes on, and adds their seconds to the tally's.
+    Yields `Prefilled` once and `Round` after each round. Whoever gets one may run passes of its own on `scratch_rows`
+    slots behind the committed ones before the generator goes on, and adds their seconds to the tally's.
 
-    Args:   prompt_ids: at least one token. begun: where the same request was cut; its tokens are not told again. What
-            was drawn is then drawn again for verifiers that draw once per token, `TargetWalk`, and for no others.
-            with_state: have `Began` carry the prompt's state. salt: see `Slots`. logprobs: have events carry the log
-            probabilities of their tokens, and of so many alternatives. prompt_logprobs: have `Began` carry those of the
-            prompt, all of which is read for it. prediction: tokens that are expected behind the prompt; methods that
-            draft from earlier text draft from them, too.
+    Args:   prompt_ids: at least one token. resume_from: where the same request was interrupted; its tokens are not
+            yielded again. What was drawn is then drawn again for verifiers that draw once per token, `TargetWalk`, and
+            for no others. with_state: have `Prefilled` carry the prompt's state. salt: see `Slots`. logprobs: have
+            events carry the log probabilities of their tokens, and of so many alternatives. prompt_logprobs: have
+            `Prefilled` carry those of the prompt, all of which is read for it. prediction: tokens that are expected
+            behind the prompt; methods that draft from earlier text draft from them, too.
     Raises: ContextOverflow: prompt and completion do not fit the model's context.
             LayerSetError: the drafter's layer set was made for another depth.
             SettingsError: log probabilities are wanted of a method that has none to give.
@@ -109,32 +107,32 @@ def decoding(
     behind = max(method.drafter.max_rows(ending.max_new_tokens), scratch_rows)
     if rule.grammar is not None:
         behind = max(behind, 1 + MOST_FORCED)
-    token_ids = [*prompt_ids, *(() if begun is None else begun.token_ids[:-1])]
     capacity = len(prompt_ids) + ending.max_new_tokens + behind
+    token_ids = [*prompt_ids, *(() if resume_from is None else resume_from.token_ids[:-1])]
     # Logits of what another request has read are gone: a prompt whose own are wanted is read from its first token on.
-    told = () if prompt_logprobs else token_ids
-    slots = Slots(runtime, capacity, told, salt, capacity * method.drafter.slot_bytes)
+    known = () if prompt_logprobs else token_ids
+    slots = Slots(runtime, capacity, known, salt, capacity * method.drafter.slot_bytes)
     buffer, n_read, load = yield slots
-    tally = Tally() if begun is None else begun.tally.copied(begun.tally.elapsed_s)
+    tally = Tally() if resume_from is None else resume_from.tally.copied(resume_from.tally.elapsed_s)
     prompt = list(prompt_ids)
     context = Context(runtime, buffer, rule, prompt, len(prompt), tally, load, logprobs, tuple(prediction))
-    if begun is None:
+    if resume_from is None:
         tally.n_cached = n_read
-        yield from _begin(context, n_read, ending, with_state, prompt_logprobs)
+        yield from _prefill(context, n_read, ending, with_state, prompt_logprobs)
     else:
-        yield from _take_up(context, n_read, begun)
+        yield from _resume(context, n_read, resume_from)
     if context.finish is None:
         drafting = method.drafter.begin(context)
         while context.finish is None:
             yield from _round(context, method.verifier, drafting, ending)
     completion = _completion(context, method, ending, context.finish)
-    is_read = begun is None or begun.finish is None
+    is_read = resume_from is None or resume_from.finish is None
     yield Free(slots, context.token_ids[:-1] if is_read else ())
     return completion
 
 
-def _begin(context: Context, n_read: int, ending: Ending, with_state: bool, prompt_logprobs: bool) -> Work[None]:
-    """Prefill what is not in the buffer yet of the prompt; the pass gives the first token."""
+def _prefill(context: Context, n_read: int, ending: Ending, with_state: bool, prompt_logprobs: bool) -> Work[None]:
+    """Read what the buffer does not hold yet of the prompt; the last pass gives the first token."""
     runtime, prompt_ids, states = context.runtime, context.token_ids[n_read:], list[Tensor]()
     capture = {runtime.n_layers: states} if with_state else None
     of_prompt: list[TokenLogprob] = []
@@ -150,20 +148,19 @@ def _begin(context: Context, n_read: int, ending: Ending, with_state: bool, prom
     context.tally.prefill_s = context.tally.total_s
     state = runtime.normed(torch.cat(states)).float().mean(dim=0) if with_state else None
     own = () if context.logprobs is None else (token_logprob(logits[-1], first, context.logprobs),)
-    yield Began(context, _commit(context, (first,), ending), state, own, tuple(of_prompt))
+    yield Prefilled(context, _commit(context, (first,), ending), state, own, tuple(of_prompt))
 
 
-def _take_up(context: Context, n_read: int, begun: Begun) -> Work[None]:
-    """Bring the buffer and the rule to where they were when the request was cut."""
+def _resume(context: Context, n_read: int, point: ResumePoint) -> Work[None]:
+    """Bring the buffer and the rule to where they were when the request was interrupted."""
     clock = perf_counter()
-    context.token_ids += begun.token_ids
-    context.searched, context.finish = begun.searched, begun.finish
-    if begun.finish is None:
-        yield from context.runtime.prefill_passes(
-            context.token_ids[n_read:-1], context.buffer, n_read, load=context.load
-        )
+    context.token_ids += point.token_ids
+    context.searched, context.finish = point.searched, point.finish
+    if point.finish is None:
+        unread = context.token_ids[n_read:-1]
+        yield from context.runtime.prefill_passes(unread, context.buffer, n_read, load=context.load)
         context.tally.prefill_s += perf_counter() - clock
-        yield Began(context, ())
+        yield Prefilled(context, ())
 
 
 def _completion(context: Context, method: Method, ending: Ending, finish: FinishReason) -> Completion:
@@ -197,45 +194,61 @@ def _completion(context: Context, method: Method, ending: Ending, finish: Finish
 
 
 def _round(context: Context, verifier: Verifier, drafting: Drafter, ending: Ending) -> Work[None]:
-    clock = perf_counter()
+    started = perf_counter()
     # The last token of the completion needs no draft: it comes with the pass that verifies the one before it.
     room = ending.max_new_tokens - len(context.generated) - 1
-    forced = _forced(context, room)
+    forced = _forced_draft(context, room)
     draft = (yield from drafting.draft(room)) if forced is None else forced
     drafted = perf_counter()
     logits = yield from _check(context, draft)
     choices = None
-    if draft.later is not None and logits is not None:
-        draft, choices = _read(context, draft, draft.later, logits)
+    if draft.unread is not None and logits is not None:
+        draft, choices = _read(context, draft, draft.unread, logits)
     target = Target(context, draft, logits, choices)
-    walked = verifier.verify(draft, target)
-    _keep(context, walked)
+    walk = verifier.verify(draft, target)
+    for depth, node in enumerate(walk.path, 1):
+        if node != depth:  # beside the first path: its keys and values go to the slot of its position
+            context.buffer.move(context.root_slot + node, context.root_slot + depth)
     if forced is None:
-        drafting.observe(Outcome(draft, walked, logits))
+        drafting.observe(Outcome(draft, walk, logits))
     verified = perf_counter()
-    kept = _commit(context, walked.token_ids, ending)
+    token_ids = _commit(context, walk.token_ids, ending)
     context.searched = False
-    n_accepted = min(len(walked.path), len(kept), draft.n_steps)
-    tally = context.tally
-    tally.add(draft.n_steps, draft.n_rows, n_accepted, draft.n_passes)
+    n_accepted = min(len(walk.path), len(token_ids), draft.n_steps)
+    traced = _traced(draft, walk, token_ids)
+    _count(context.tally, draft, walk, n_accepted, traced)
+    context.tally.draft_s += drafted - started
+    context.tally.verify_s += verified - drafted
+    logprobs = () if context.logprobs is None else target.logprobs(walk.path, token_ids, context.logprobs)
+    times = (drafted - started, verified - drafted)
+    yield Round(context, token_ids, draft.n_steps, n_accepted, draft.n_rows, *times, logprobs, traced)
+
+
+def _count(tally: Tally, draft: Draft, walk: Walk, n_accepted: int, traced: Sequence[TracedToken]) -> None:
+    """Count a round and the passes of the target that it took."""
+    n_steps, n_rows = draft.n_steps, draft.n_rows
+    tally.rounds += draft.n_passes
+    tally.drafted += n_steps
+    tally.accepted += n_accepted
+    tally.refused += len(walk.path) < n_steps
+    if n_rows:  # a drafter that ran the target itself had passes of several widths
+        tally.widths[n_rows] = tally.widths.get(n_rows, 0) + 1
+    tally.per_position += [0] * (n_steps - len(tally.per_position))
+    for position in range(n_accepted):
+        tally.per_position[position] += 1
+    if n_steps:
+        tally.by_draft_length.setdefault(n_steps, [0] * (n_steps + 1))[n_accepted] += 1
     if draft.estimated is not None:
         tally.estimated = (tally.estimated or 0.0) + draft.estimated
-    tally.refused += len(walked.path) < draft.n_steps
-    traced = _traced(draft, walked, kept)
     n_predicted = sum(token.source == "prediction" for token in traced)
     tally.accepted_prediction += n_predicted
     tally.rejected_prediction += sum(source == "prediction" for source in draft.sources.values()) - n_predicted
-    tally.draft_s += drafted - clock
-    tally.verify_s += verified - drafted
-    told = () if context.logprobs is None else target.logprobs(walked.path, kept, context.logprobs)
-    times = (drafted - clock, verified - drafted)
-    yield Round(context, kept, draft.n_steps, n_accepted, draft.n_rows, *times, told, traced)
 
 
-def _traced(draft: Draft, walked: Walk, kept: Sequence[int]) -> tuple[TracedToken, ...]:
-    """Return where each of the kept tokens came from, and what was drafted first in its place."""
+def _traced(draft: Draft, walk: Walk, token_ids: Sequence[int]) -> tuple[TracedToken, ...]:
+    """Return where each of the committed tokens came from, and what was drafted first in its place."""
     tree, parent, traced = draft.tree, 0, list[TracedToken]()
-    for token_id, node in zip(kept, (*walked.path, None), strict=False):
+    for token_id, node in zip(token_ids, (*walk.path, None), strict=False):
         if node is None:
             traced.append(TracedToken(token_id, "target", tuple(tree.token_ids[i] for i in tree.below(parent))))
             break
@@ -246,7 +259,7 @@ def _traced(draft: Draft, walked: Walk, kept: Sequence[int]) -> tuple[TracedToke
     return tuple(traced)
 
 
-def _forced(context: Context, room: int) -> Draft | None:
+def _forced_draft(context: Context, room: int) -> Draft | None:
     """Return a draft of what the request's grammar leaves no choice about, if that is enough to go on with."""
     grammar = context.rule.grammar
     token_ids = [] if grammar is None else grammar.forced(context.token_ids)[: min(room, MOST_FORCED)]
@@ -257,40 +270,32 @@ def _forced(context: Context, room: int) -> Draft | None:
 
 
 def _check(context: Context, draft: Draft) -> PassGenerator[Tensor | None]:
-    """The target's logits for the tree's rows and, behind them, the riders'; one pass, or what is left of one."""
+    """Return the target's logits for the tree's rows and, behind them, the extra ones; by one pass, or its rest."""
     if draft.n_checked == 0:
         return None
     if draft.staged is not None:
         return (yield from draft.staged)
-    tree, riders, wanted = draft.tree, draft.riders, None
-    if riders is not None:
-        n_rows = tree.n_nodes + len(riders.token_ids)
-        wanted = [*range(tree.n_nodes), *range(n_rows - riders.n_read, n_rows)]
-    checked = slice(draft.n_checked)
-    if draft.later is not None:
-        return (yield Pass(context.runtime, Rows(draft.later.token_ids, context.root_slot), context.buffer))
-    rows = tree_rows(tree.token_ids[checked], tree.parents[checked], context.root_slot, riders)
+    if draft.unread is not None:
+        return (yield Pass(context.runtime, Rows(draft.unread.token_ids, context.root_slot), context.buffer))
+    tree, extra, wanted, checked = draft.tree, draft.extra_rows, None, slice(draft.n_checked)
+    if extra is not None:
+        n_rows = tree.n_nodes + len(extra.token_ids)
+        wanted = [*range(tree.n_nodes), *range(n_rows - extra.n_read, n_rows)]
+    rows = tree_rows(tree.token_ids[checked], tree.parents[checked], context.root_slot, extra)
     return (yield Pass(context.runtime, rows, context.buffer, wanted))
 
 
-def _read(context: Context, draft: Draft, later: Later, logits: Tensor) -> tuple[Draft, list[int]]:
+def _read(context: Context, draft: Draft, unread: UnreadChain, logits: Tensor) -> tuple[Draft, list[int]]:
     """Read a round's tokens, the draft's and the target's own after each node, in its one transfer."""
-    chosen = [context.later_choice(node, row)[0] for node, row in enumerate(logits)]
-    parts = (later.token_ids, later.logprobs, torch.stack(chosen))
+    chosen = [context.unread_choice(node, row)[0] for node, row in enumerate(logits)]
+    parts = (unread.token_ids, unread.logprobs, torch.stack(chosen))
     values = torch.cat([part.double() for part in parts]).tolist()
     n = len(logits)
     return draft.read([int(each) for each in values[:n]], values[n : 2 * n]), [int(each) for each in values[2 * n :]]
 
 
-def _keep(context: Context, walked: Walk) -> None:
-    """Bring the accepted nodes' keys and values to the slots of their positions."""
-    for depth, node in enumerate(walked.path, 1):
-        if node != depth:  # a node beside the first path; node i of that already lies at depth i
-            context.buffer.move(context.root_slot + node, context.root_slot + depth)
-
-
 def _commit(context: Context, block: Sequence[int], ending: Ending) -> Sequence[int]:
-    """Add what belongs to the completion; returns it."""
+    """Add what belongs to the completion; return it."""
     kept, context.finish = ending.crop(context.generated, block)
     context.token_ids += kept
     return kept

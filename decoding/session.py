@@ -15,12 +15,11 @@ from ..core.errors import ContextOverflow, InvalidInput, SettingsError
 from ..core.serialization import LARGEST
 from ..core.types import Completion, Prompt, Sampling
 from ..models.runtime import Runtime
-from .context import Begun, Ending
+from .context import Ending, ResumePoint, TokenRule
 from .engine import Work, alone
 from .grammar import Grammar
 from .loop import decoding
 from .methods import Method
-from .rule import TokenRule
 
 
 class Turn(NamedTuple):
@@ -100,14 +99,19 @@ class Session:
         return alone(self.request(prompt, method))
 
     def request(
-        self, prompt: Prompt, method: Method, answers: Sequence[str] = (), begun: Begun | None = None, **options: Any
+        self,
+        prompt: Prompt,
+        method: Method,
+        answers: Sequence[str] = (),
+        resume_from: ResumePoint | None = None,
+        **options: Any,
     ) -> Work[list[Turn]]:
         """Decode a prompt, pass by pass; yield a `Turn` per turn of the user, later ones seeing the earlier answers.
 
         Beside them come the events of `decoding`, which takes the `options`.
 
-        Args:   answers: texts of the turns that are done, which are not decoded again. begun: the turn after them,
-                where it was cut.
+        Args:   answers: texts of the turns that are done, which are not decoded again. resume_from: where the turn
+                after them was interrupted.
         Raises: ContextOverflow: a turn with all before it does not fit; the turns before it were yielded.
                 SettingsError: there is a grammar, which a lossy method would not keep to.
         """
@@ -119,9 +123,9 @@ class Session:
             ids = self._encode(turn, self._messages(prompt, said))
             with _naming(turn.id):
                 ending, rule = self.ending(self.room(turn), prompt.stop), self.rule(len(ids), prompt.sample)
-                done = yield from decoding(self.runtime, ids, method, rule, ending, begun, **options)
+                done = yield from decoding(self.runtime, ids, method, rule, ending, resume_from, **options)
             said.append(done.text)
-            begun = None
+            resume_from = None
             turns.append(Turn(turn, done))
             yield turns[-1]
         return turns

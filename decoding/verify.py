@@ -23,8 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from ..core.types import TokenLogprob
-from .draft import Draft, Offer, Walk, remaining
-from .tree import DraftTree
+from .draft import Draft, DraftTree, Offer, Walk, remaining
 
 if TYPE_CHECKING:
     from torch import Tensor

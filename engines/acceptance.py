@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..core.types import LayerSet, Prompt, Sampling
-from ..decoding.methods.registry import PLAIN
+from ..decoding.methods import PLAIN
 from ..decoding.session import Session
 from ..models.rows import Rows
 from ..models.runtime import Runtime

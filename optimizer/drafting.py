@@ -15,7 +15,7 @@ from ..core.settings import AUTO, STORED, Branching, SwiftSettings
 from ..core.types import LayerSet, Prompt, n_skipped_for
 from ..decoding.draft_models import SkippedTarget
 from ..decoding.engine import alone, side_by_side
-from ..decoding.loop import Began, Round
+from ..decoding.loop import Prefilled, Round
 from ..decoding.methods import Method, swift
 from ..decoding.methods.adaptive import AdaptiveSettings, adaptive
 from ..decoding.session import Session
@@ -168,7 +168,7 @@ def _scored(
         looked, own = 0, list[WindowScore]()
         with closing(side_by_side([session.request(short, method, scratch_rows=window)])) as run:
             for event in run:
-                if isinstance(event, Began | Round) and event.context.finish is None:
+                if isinstance(event, Prefilled | Round) and event.context.finish is None:
                     if len(event.context.generated) - looked >= window:
                         looked = len(event.context.generated)
                         own += alone(score_window(event.context, [draft], window))

@@ -13,10 +13,10 @@ from ..core.costs import CostProfile
 from ..core.events import Adopted, DraftingChosen, Event, SkipRatioLowered, TrialsDone
 from ..core.settings import SwiftSettings
 from ..core.types import LayerSet, Prompt, Trial, n_skipped_for
-from ..decoding.context import Begun, Context
+from ..decoding.context import Context, ResumePoint
 from ..decoding.draft_models import SkippedTarget
 from ..decoding.engine import Work, intercept
-from ..decoding.loop import Began, Round
+from ..decoding.loop import Prefilled, Round
 from ..decoding.session import Session, Turn
 from ..models.restacked import nearest
 from .challengers import FINALISTS, Finals, Incumbent, Place, Standing, lowered_ratio, trimmed
@@ -104,11 +104,16 @@ class Search:
         return self._candidate_rows + (0.0 if self._proposer is None else self._proposer.rows_run)
 
     def request(
-        self, session: Session, prompt: Prompt, answers: Sequence[str] = (), begun: Begun | None = None, **options: Any
+        self,
+        session: Session,
+        prompt: Prompt,
+        answers: Sequence[str] = (),
+        resume_from: ResumePoint | None = None,
+        **options: Any,
     ) -> Work[list[Turn]]:
         """Decode a prompt with the set in use, and search meanwhile; arguments as for `Session.request`."""
         options["scratch_rows"] = self.scratch_rows
-        return self.during(session.request(prompt, self.method, answers, begun, **options), prompt.id)
+        return self.during(session.request(prompt, self.method, answers, resume_from, **options), prompt.id)
 
     def during(self, request: Work[T], prompt_id: str) -> Work[T]:
         """Decode a request, and search after its prefill and after its rounds; yields its events and the search's.
@@ -122,7 +127,7 @@ class Search:
                 self._n_rounds += 1
                 yield from self.lower(event)
             yield event
-            if has_room and isinstance(event, Began | Round) and event.context.finish is None:
+            if has_room and isinstance(event, Prefilled | Round) and event.context.finish is None:
                 yield from self.score(event.context, prompt_id)
 
         return intercept(request, handle)

@@ -15,8 +15,8 @@ from ..core.events import Progress, StreamShifted, TaskFinished
 from ..core.prompt_states import KnownSet
 from ..core.settings import SwiftSettings
 from ..core.types import Completion, LayerSet, LayerSetRecord, Prompt, Timings, Trial, Verdict
-from ..decoding.context import Begun, Context
-from ..decoding.loop import Began, Round
+from ..decoding.context import Context, ResumePoint
+from ..decoding.loop import Prefilled, Round
 from ..decoding.session import n_turns
 from ..models.costs import machine_name
 from ..models.restacked import check_restackable
@@ -28,7 +28,7 @@ from .verdict import Pair, Timed, speed, turns_done
 VERSION = 3
 COUNTERS = ("tokens", "seconds", "drafted", "accepted", "rounds", "n_prompts", "n_tokens", "paces")
 
-_BEGUN: TypeAdapter[Begun | None] = TypeAdapter(Begun | None)
+_SAVED: TypeAdapter[ResumePoint | None] = TypeAdapter(ResumePoint | None)
 
 
 @dataclass(slots=True)
@@ -60,10 +60,10 @@ class TunedTask:
         search = Search(name, runtime.n_layers, settings, ratio, costs, start, n_tokens, runtime.parallel)
         return cls(name, search, ShiftWatch(known))
 
-    def saw(self, began: Began, goes_on: bool = False) -> None:
+    def saw(self, prefilled: Prefilled, goes_on: bool = False) -> None:
         """Take in where a prompt lies that was just read, if that is known; `goes_on` as for `ShiftWatch.saw`."""
-        if began.state is not None:
-            self.shift.saw(began.state.tolist(), settled=not self.search.optimising, goes_on=goes_on)
+        if prefilled.state is not None:
+            self.shift.saw(prefilled.state.tolist(), settled=not self.search.optimising, goes_on=goes_on)
 
     def shifted_by(self, completion: Completion) -> StreamShifted | None:
         """Take in a completion; where its text has become another kind, search anew and say so."""
@@ -223,33 +223,36 @@ class TaskState(TunedTask):
 class Flight:
     """The prompt that is being decoded: the answers of its finished turns, and where the turn after them is.
 
-    `begun` is where that turn was cut in an earlier process, `context` the turn as it goes on now.
+    `resume_from` is where an earlier process left that turn, `context` the turn in progress.
     """
 
     answers: list[str] = field(default_factory=list)
-    begun: Begun | None = None
+    resume_from: ResumePoint | None = None
     context: Context | None = None
 
     def answered(self, text: str) -> None:
         """Count a finished turn."""
         self.answers.append(text)
-        self.begun = self.context = None
+        self.resume_from = self.context = None
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for `from_json`."""
-        begun = self.context.begun() if self.context is not None else self.begun
+        point = self.resume_from if self.context is None else self.context.resume_point()
         without_clock = {"tally": {"started"}}
-        return {"answers": self.answers[:], "begun": _BEGUN.dump_python(begun, mode="json", exclude=without_clock)}
+        return {
+            "answers": self.answers[:],
+            "begun": _SAVED.dump_python(point, mode="json", exclude=without_clock),
+        }
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], prompt: Prompt) -> Flight:
         """Restore the state in which an earlier process of this run left `prompt`."""
-        answers, begun = list(values["answers"]), _BEGUN.validate_python(values["begun"])
+        answers, point = list(values["answers"]), _SAVED.validate_python(values["begun"])
         if len(answers) >= n_turns(prompt):
             raise ValueError("the prompt in flight has no turn left")
-        if begun is not None and not begun.token_ids:
+        if point is not None and not point.token_ids:
             raise ValueError("a prompt that was begun has no tokens")
-        return cls(answers, begun)
+        return cls(answers, point)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from ..core.settings import SwiftSettings
 from ..core.types import LayerSet, Prompt, Trial, Verdict
 from ..decoding.draft_models import SkippedTarget
 from ..decoding.engine import Work, intercept, side_by_side
-from ..decoding.loop import Began, Round
+from ..decoding.loop import Prefilled, Round
 from ..decoding.session import Session, Turn, n_turns
 from .drafting import drafting_with
 from .task_state import VERSION, Flight, TaskState, check, reading
@@ -186,10 +186,10 @@ class Tuner:
         flight = self._flights.setdefault(index, Flight())
         self._next = max(self._next, index + 1)
         yield PromptStarted(task.name, prompt.id, index, len(self._prompts))
-        request = search.request(self.session, prompt, flight.answers, flight.begun, with_state=True)
+        request = search.request(self.session, prompt, flight.answers, flight.resume_from, with_state=True)
 
         def handle(event: Any) -> Iterator[Event]:
-            if isinstance(event, Began):
+            if isinstance(event, Prefilled):
                 flight.context = event.context
                 task.saw(event, goes_on=bool(flight.answers))
             elif isinstance(event, Round):

@@ -10,7 +10,7 @@ from ..core.errors import InvalidInput, LayerSetNotFound, NotFound
 from ..core.requests import GenerateRequest
 from ..core.types import Completion, FoundPlan, LayerSetRecord, Plan, Prompt, TokenLogprob, TracedToken, VerdictWord
 from ..decoding.engine import Work, intercept, side_by_side
-from ..decoding.loop import Began, Round
+from ..decoding.loop import Prefilled, Round
 from ..decoding.methods import PLAIN, Method, build, method_info
 from ..decoding.session import Session, Turn
 from ..models.buffer import free_bytes
@@ -228,11 +228,11 @@ class GrowingText:
         self._logprobs: tuple[TokenLogprob, ...] = ()
         self._traced: tuple[TracedToken, ...] = ()
 
-    def grown(self, event: Began | Round) -> Iterator[TextAdded]:
+    def grown(self, event: Prefilled | Round) -> Iterator[TextAdded]:
         """Yield the text that an event's tokens complete, if they do."""
         self._logprobs += event.logprobs
         self._traced += event.traced
-        of_prompt = event.prompt_logprobs if isinstance(event, Began) else ()
+        of_prompt = event.prompt_logprobs if isinstance(event, Prefilled) else ()
         if (text := self.add(event.token_ids)) or of_prompt:
             yield self._told(text, of_prompt)
 

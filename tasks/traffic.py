@@ -31,7 +31,7 @@ from ..core.types import DEFAULT_TASK, Completion, FoundPlan, LayerSet, LayerSet
 from ..decoding.context import Context
 from ..decoding.draft import Draft, Drafter, Outcome
 from ..decoding.engine import PassGenerator, Work, intercept
-from ..decoding.loop import Began, Round
+from ..decoding.loop import Prefilled, Round
 from ..decoding.methods import PLAIN, Method
 from ..decoding.session import Session, Turn
 from ..models.costs import machine_name
@@ -71,7 +71,7 @@ logger = logging.getLogger(__name__)
 class Alternating(Drafter):
     """Drafts in a round, or not, as `drafts` says when it begins.
 
-    What drafts is chosen when the request begins, after its prefill: `method` is set by whoever gets its `Began`.
+    What drafts is chosen when the request begins, after its prefill: `method` is set by whoever gets its `Prefilled`.
     """
 
     def __init__(self, typical: Method, drafts: Callable[[], bool]) -> None:
@@ -371,7 +371,7 @@ class Traffic:
         def handle(event: Any) -> Iterator[Any]:
             nonlocal own, rounds
             self._questions.take()
-            if isinstance(event, Began):
+            if isinstance(event, Prefilled):
                 own = self._task(task or self._nearest(event))
                 if learn:
                     own.saw(event)
@@ -389,7 +389,7 @@ class Traffic:
                     self._learn(own, rounds, event.completion)
                 info = GenerateInfo("adaptive" if rounds.drafts else "plain", version=own.version)
                 yield Generated(replace(event.prompt, task=own.name), event.completion, info)
-            if isinstance(event, Began | Round):
+            if isinstance(event, Prefilled | Round):
                 yield from text.grown(event)
                 if learn and self._may_search(own) and own.search.scratch_rows <= scratch:
                     yield from intercept(_unless_done(own, event.context, prompt.id), handle)
@@ -436,10 +436,10 @@ class Traffic:
         until = time.monotonic() + seconds
         return until if store.jobs.lock(" ".join(("search", *own)), self._owner, seconds) else -math.inf
 
-    def _nearest(self, began: Began) -> str:
+    def _nearest(self, prefilled: Prefilled) -> str:
         """The task whose prompts lie nearest to a prompt that was just read, if one is near."""
-        assert began.state is not None
-        state = single(unit(began.state.tolist()))
+        assert prefilled.state is not None
+        state = single(unit(prefilled.state.tolist()))
         near = {task.name: sum(map(mul, state, task.shift.state)) for task in self._tasks.values() if task.shift.state}
         best = max(near, key=lambda name: near[name], default=DEFAULT_TASK)
         return best if near.get(best, 0.0) >= NEAREST else DEFAULT_TASK

@@ -21,10 +21,9 @@ from transformers.pytorch_utils import Conv1D
 
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, Sampling
-from swiftopt.decoding.context import Ending
+from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, Resources, build, swift
-from swiftopt.decoding.rule import TokenRule
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
 

@@ -1,28 +1,172 @@
-"""All decoding methods by name, found in the files of this package; no torch until one is built."""
+"""All decoding methods: what each promises, needs and takes as settings, and how its drafter and verifier are built.
+
+Each file of this package holds one family of methods. `@method` registers a function that builds a method's drafter and
+verifier; the package finds its files by itself. Front doors check names and settings before torch is loaded, so files
+of this package import torch, and modules that do, for type checking or inside functions only.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ...core.errors import SettingsError
-from .chains import swift
-from .registry import PLAIN, REGISTERED, Method, MethodInfo, Resources
+from ...core.serialization import Settings
+from ..draft import Draft, Drafter, DraftModel, DraftTree
+from ..verify import TargetWalk, Verifier
 
-__all__ = ["METHODS", "PLAIN", "Method", "MethodInfo", "Resources", "build", "method_info", "swift"]
+if TYPE_CHECKING:
+    from ...core.costs import CostProfile
+    from ...core.types import LayerSet
+    from ...models.early_exit import Heads, Probe
+    from ...models.runtime import Runtime
+    from ..draft_models import SkippedTarget
+    from ..engine import PassGenerator
 
-for _file in iter_modules(__path__):
-    import_module(f"{__name__}.{_file.name}")
+Need = Literal["layer_set", "heads", "probe", "costs"]
 
 
-def _place(info: MethodInfo) -> tuple[bool, bool, str]:
+@dataclass(frozen=True, slots=True)
+class NoSettings(Settings):
+    """The settings of a method that has none."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Resources:
+    """What methods are built of; a method takes what it needs.
+
+    Where a method drafts with a model, that is `draft_runtime`, or else the target without `layer_set`.
+    """
+
+    runtime: Runtime
+    layer_set: LayerSet | None = None
+    heads: Heads | None = None
+    probe: Probe | None = None
+    draft_runtime: Runtime | None = None
+    costs: CostProfile | None = None
+
+    def draft_model(self) -> DraftModel:
+        """Return the smaller model, or the target without the layer set's sub-layers.
+
+        Raises: SettingsError: there is neither. InvalidInput: the model's tokenizer is not the target's.
+        """
+        from ..draft_models import OtherModel
+
+        model = self.skipped() if self.draft_runtime is None else OtherModel(self.draft_runtime)
+        model.check(self.runtime)
+        return model
+
+    def skipped(self) -> SkippedTarget:
+        """Return the target without the layer set's sub-layers.
+
+        Raises: SettingsError: there is no layer set. LayerSetError: it was made for another depth.
+        """
+        from ..draft_models import SkippedTarget
+
+        if self.layer_set is None:
+            raise SettingsError("this method drafts without some sub-layers: give a layer set, or tune one first")
+        self.runtime.check_layer_set(self.layer_set)
+        return SkippedTarget(self.layer_set)
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A drafter and the verifier that its drafts need; the one loop decodes with it, and results carry its `name`."""
+
+    name: str
+    drafter: Drafter
+    verifier: Verifier = field(default_factory=TargetWalk)
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the output may differ in distribution from the target's own."""
+        return self.verifier.lossy
+
+    @property
+    def layer_set(self) -> LayerSet | None:
+        """The sub-layers that its drafts leave out, if that is how it drafts."""
+        return self.drafter.layer_set
+
+
+Builder = Callable[[Resources, Any], tuple[Drafter, Verifier]]
+
+
+@dataclass(frozen=True, slots=True)
+class MethodInfo:
+    """A row of the registry: a method's paper, its needs, and whether its output may differ from the target's.
+
+    `drafts_with_model` says that a smaller model drafts; without one, the target without a layer set's sub-layers does.
+    """
+
+    name: str
+    title: str
+    source: str
+    builder: Builder
+    settings: type[Settings] = NoSettings
+    needs: frozenset[Need] = frozenset()
+    drafts_with_model: bool = False
+    lossy: bool = False
+
+    def settings_from(self, values: Any) -> Any:
+        """Return the method's settings from plain values.
+
+        Raises: SettingsError: one is unknown or out of range.
+        """
+        return self.settings.from_json(values, f"method {self.name}")
+
+
+METHODS: dict[str, MethodInfo] = {}
+
+
+def method(
+    name: str,
+    title: str,
+    source: str,
+    settings: type[Settings] = NoSettings,
+    needs: Iterable[Need] = (),
+    *,
+    drafts_with_model: bool = False,
+    lossy: bool = False,
+) -> Callable[[Builder], Builder]:
+    """Register the decorated function as the builder of a method: (resources, settings) -> (drafter, verifier)."""
+
+    def register(builder: Builder) -> Builder:
+        METHODS[name] = MethodInfo(name, title, source, builder, settings, frozenset(needs), drafts_with_model, lossy)
+        return builder
+
+    return register
+
+
+class NoDrafter(Drafter):
+    """Drafts nothing: the tree is its root."""
+
+    def draft(self, room: int) -> PassGenerator[Draft]:
+        yield from ()
+        return Draft(DraftTree.chain(self.context.token_ids[-1:]))
+
+
+PLAIN = Method("plain", NoDrafter())
+
+
+@method("plain", "plain decoding", "one token per pass")
+def _plain(resources: Resources, settings: Any) -> tuple[Drafter, Verifier]:
+    return PLAIN.drafter, PLAIN.verifier
+
+
+def _order(info: MethodInfo) -> tuple[bool, bool, str]:
     """Plain decoding comes first and lossy methods last, families by their files' names, each in its file's order."""
     return info.name != "plain", info.lossy, info.builder.__module__
 
 
-METHODS: dict[str, MethodInfo] = {info.name: info for info in sorted(REGISTERED, key=_place)}
+for _file in iter_modules(__path__):
+    import_module(f"{__name__}.{_file.name}")
+METHODS = {info.name: info for info in sorted(METHODS.values(), key=_order)}
+
+from .chains import swift as swift  # noqa: E402 - the files build on what is above
 
 
 def method_info(name: str) -> MethodInfo:

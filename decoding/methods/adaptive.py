@@ -2,9 +2,12 @@
 
 A round is one of three. *Plain*: only the root. *Text*: what followed the text's end before, as in prompt lookup.
 *Model*: a chain of the draft model; where earlier text suggests the next tokens, one pass of the draft model checks
-several of them at once, and what text suggests behind the chain's end is added unchecked. Which round it is, when a
-chain ends and where a second candidate hangs beside it is decided by `cost_model`: expected tokens against λ times
-measured costs. All estimates are learnt from outcomes and carried over from request to request.
+several of them at once, and what text suggests behind the chain's end is added unchecked. All estimates are learnt from
+outcomes and carried over from request to request.
+
+All times are in plain passes of the target over one row. With λ the tokens per such pass that decoding gets at present,
+whatever takes t must bring λ · t tokens, or the time is better spent otherwise; a draft that is decided by this rule,
+step by step, makes λ as large as it can be (the fixed point of a ratio of sums, Dinkelbach 1967).
 
 `TargetWalk` gives the target's own tokens whatever the tree is. At temperatures above 0 a draft reads the noise of the
 target's draws (`TokenRule`), so that it proposes what the target would draw if the two agreed.
@@ -15,31 +18,34 @@ vertical cascade; stopping where a further step is not worth λ times its cost i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from functools import cache
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ...core.errors import SettingsError
 from ...core.serialization import Settings, adapter, count
 from ...core.types import LayerSet, TokenSource
-from ..cost_model import Acceptance, Joining, PassCosts, Probing, Rate, Throughput, chain_worth, faded
-from ..draft import Draft, Drafter, Outcome
-from ..text_matches import Cursor, HitRates, Matches
-from ..tree import DraftTree, Later
+from ..draft import Draft, Drafter, DraftModel, DraftTree, Outcome, UnreadChain
+from ..text_matches import Cursor, Guess, HitRates, Matches
 from ..verify import TargetWalk, Verifier
-from .registry import Method, Resources, method
+from . import Method, Resources, method
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ...core.costs import CostProfile
     from ..context import Context
-    from ..draft_models import DraftModel
     from ..engine import PassGenerator
 
 PROBE_LENGTH = 4  # draft steps of a round that is only made to learn
 MOST_GUESSES = 3  # that a draft pass checks at once: quantised passes cost more with every row
+BOUNDS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999)  # of the draft's confidence, between classes
+PRIOR = 4.0  # observations that a prior counts for
+FADING = 0.1  # weight of the latest round in a running mean
+MEMORY = 256.0  # observations after which the old ones fade
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +65,7 @@ def _adaptive(resources: Resources, settings: AdaptiveSettings) -> tuple[Drafter
 
     costs = resources.costs
     if costs is None:
-        raise SettingsError(
-            "this method decides by measured costs: give Resources the profile that measure_costs returns"
-        )
+        raise SettingsError("this method decides by measured costs: give Resources the profile of measure_costs")
     layer_set = (resources.layer_set or LayerSet(resources.runtime.n_layers)).filled(settings.draft_format)
     if missing := costs.missing(layer_set):
         raise SettingsError(
@@ -78,6 +82,167 @@ def adaptive(model: DraftModel, costs: CostProfile, settings: AdaptiveSettings) 
     return Method("adaptive", AdaptiveDrafter(model, PassCosts(costs, model), settings))
 
 
+class PassCosts:
+    """Costs in plain passes of the target, from a measured profile; looked up once per layer set and number of rows.
+
+    With `load` sequences side by side, a pass is taken to have as many rows of each of the others: the tokens of one
+    are weighed against the time of all, for the others do the same.
+
+    Args: drafts: the draft model, or its layer set; None: there is none.
+    """
+
+    def __init__(self, costs: CostProfile, drafts: DraftModel | LayerSet | None) -> None:
+        self._drafts, self._draft_cost, self._verify_cost = drafts, cache(costs.draft_cost), cache(costs.verify_cost)
+        self.load = 1
+
+    def draft(self, n_rows: int) -> float:
+        """Return the cost of a draft pass over `n_rows` rows of each sequence; infinite without a draft model."""
+        return self._draft_of(n_rows * self.load)
+
+    def _draft_of(self, n_rows: int) -> float:
+        own = self._drafts if self._drafts is None or isinstance(self._drafts, LayerSet) else self._drafts.layer_set
+        return float("inf") if own is None else self._draft_cost(own, n_rows)
+
+    @property
+    def shared(self) -> float:
+        """The part of a draft pass over a row of each sequence that does not depend on how many of them join it."""
+        if self.load == 1:
+            return 1.0
+        one, joined = self._draft_of(1), self._draft_of(self.load)
+        return max(0.0, 1 - self.load * (joined - one) / (self.load - 1) / joined)
+
+    def verify(self, n_rows: int) -> float:
+        """Return the cost of a target pass over `n_rows` rows of each sequence."""
+        return self._verify_cost(n_rows * self.load)
+
+
+@dataclass(slots=True)
+class Rate:
+    """A share that is learnt while it is used; old observations fade, so that it can change."""
+
+    prior: float
+    hits: float = 0.0
+    seen: float = 0.0
+
+    def learn(self, hit: bool) -> None:
+        """Count an observation."""
+        if self.seen >= MEMORY:
+            self.hits, self.seen = self.hits / 2, self.seen / 2
+        self.seen += 1
+        self.hits += hit
+
+    @property
+    def value(self) -> float:
+        """The share; the prior counts as a few observations."""
+        return (self.hits + PRIOR * self.prior) / (self.seen + PRIOR)
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """How often the target accepts a token, by classes of the draft's confidence (a class's middle is the prior)."""
+
+    classes: list[Rate] = field(default_factory=lambda: [Rate((a + b) / 2) for a, b in pairwise((0.0, *BOUNDS, 1.0))])
+    overall: Rate = field(default_factory=lambda: Rate(0.8))
+
+    def of(self, confidence: float) -> float:
+        """Return the chance that a token of that confidence is accepted, given that those before it were."""
+        return self.classes[bisect_right(BOUNDS, confidence)].value
+
+    def learn(self, confidence: float, hit: bool) -> None:
+        """Count a token of that confidence that was accepted, or was not."""
+        self.classes[bisect_right(BOUNDS, confidence)].learn(hit)
+        self.overall.learn(hit)
+
+
+@dataclass(slots=True)
+class Throughput:
+    """λ: tokens per plain pass's time, over the latest rounds."""
+
+    tokens: float = 8.0
+    spent: float = 8.0
+    memory: float = 0.97  # of a round after the next one
+
+    @property
+    def rate(self) -> float:
+        """λ."""
+        return self.tokens / self.spent
+
+    def add(self, tokens: int, spent: float) -> None:
+        """Count a round."""
+        self.tokens = self.memory * self.tokens + tokens
+        self.spent = self.memory * self.spent + spent
+
+
+@dataclass(slots=True)
+class Probing:
+    """When to draft although it does not seem to pay: rarely, and ever more rarely while it goes on not paying.
+
+    Without it a drafter that was switched off would never notice that the text has changed.
+    """
+
+    first: int = 32
+    last: int = 512
+    idle: float = 0.0
+    wait: int = 32
+
+    def due(self, load: int = 1) -> bool:
+        """Return whether to draft in this round of one of `load` sequences, in which nothing else is drafted.
+
+        All of them wait while one drafts, and all ask: one asks for a share of a round.
+        """
+        self.idle += 1 / load
+        if self.idle < self.wait:
+            return False
+        self.idle, self.wait = 0.0, min(2 * self.wait, self.last)
+        return True
+
+    def paid(self) -> None:
+        """Note that drafting pays again."""
+        self.idle, self.wait = 0.0, self.first
+
+
+@dataclass(slots=True)
+class Joining:
+    """Whether to draft by a model beside other sequences, which wait for the one that drafts.
+
+    A draft pass pays if what it brings to all of them is worth its time; then a sequence should join that gains more
+    than it adds to the cost. The others' gain is that of earlier rounds, for sequences decide one before the other.
+    """
+
+    gain: float = 1.0  # tokens that joining brings a sequence, where the pass is made anyway: a running mean
+
+    def pays(self, gain: float, shared: float, load: int) -> bool:
+        """Return whether one of `load` sequences should draft in this round.
+
+        Args: gain: its tokens more than without the draft model, less an equal part of the passes' cost. shared: how
+            much of that part does not depend on its joining, in tokens.
+        """
+        own, others = max(0.0, gain + shared), self.gain
+        self.gain = faded(self.gain, own)
+        return own > 0 and own + (load - 1) * others >= load * shared
+
+
+def faded(mean: float, latest: float) -> float:
+    """Return a running mean with the latest value in it."""
+    return mean + FADING * (latest - mean)
+
+
+def chain_worth(chances: Sequence[float], step: float, rate: float, costs: PassCosts) -> tuple[int, float]:
+    """Return the length at which a chain is worth most, and what it is worth: tokens - λ · time of the round.
+
+    Args: chances: that a token is accepted, given those before it. step: the cost of drafting each.
+    """
+    alive, tokens = 1.0, 1.0
+    best = (0, 1.0 - rate * costs.verify(1))
+    for n, chance in enumerate(chances, 1):
+        alive *= chance
+        tokens += alive
+        worth = tokens - rate * (n * step + costs.verify(n + 1))
+        if worth > best[1]:
+            best = (n, worth)
+    return best
+
+
 @dataclass(slots=True)
 class Learned:
     """What all requests have taught: the estimates that rounds are decided by."""
@@ -88,9 +253,7 @@ class Learned:
     probing: Probing = field(default_factory=Probing)
     joining: Joining = field(default_factory=Joining)
     matched: HitRates = field(default_factory=HitRates)  # over all texts so far; each text has its own beside
-    second: Rate = field(
-        default_factory=lambda: Rate(0.5)
-    )  # a second candidate is the target's, where the first is not
+    second: Rate = field(default_factory=lambda: Rate(0.5))  # of second candidates, where the first is refused
 
 
 @dataclass(slots=True)
@@ -120,11 +283,11 @@ class _Chain:
         return 1 + len(self.token_ids) + len(self.seconds)
 
     def tree(self, root: int) -> DraftTree:
-        offered = [
+        candidates = [
             (token_id, self.seconds[i]) if i in self.seconds else (token_id,)
             for i, token_id in enumerate(self.token_ids)
         ]
-        return DraftTree.grow(root, offered)
+        return DraftTree.grow(root, candidates)
 
 
 class AdaptiveDrafter(Drafter):
@@ -133,15 +296,15 @@ class AdaptiveDrafter(Drafter):
     def __init__(self, model: DraftModel | None, costs: PassCosts, settings: AdaptiveSettings) -> None:
         self.model, self.costs, self.settings = model, costs, settings
         self.learned = Learned(step_cost=costs.draft(1))
-        self._text: Matches | None = None  # that was begun last
-        self._n_known = 0  # tokens that an earlier life of the text in flight has read
+        self._text: Matches | None = None  # of the latest request
+        self._n_known = 0  # tokens that an earlier process has read of the text in flight
 
     def max_rows(self, room: int) -> int:
         return 1 + 2 * min(room, self.settings.max_draft_length) + MOST_GUESSES
 
     def begin(self, context: Context) -> Self:
         own = super().begin(context)
-        if len(context.generated) > 1:  # taken up behind its first rounds
+        if len(context.generated) > 1:  # resumed behind its first rounds
             own.matches.read(context.token_ids[: self._n_known], known=True)
         self._text, self._n_known = own.matches, 0
         return own
@@ -149,19 +312,13 @@ class AdaptiveDrafter(Drafter):
     def start(self) -> None:
         context = self.context
         self.matches = Matches(self.learned.matched, context.token_ids[: context.n_prompt], context.prediction)
-        self.passes = None if self.model is None else self.model.begin(self.context)
         self.chain, self.estimated = _Chain(), 0.0
 
     def state(self) -> dict[str, Any]:
-        """Return what was learnt so far, as JSON values, between two rounds."""
         n_read = 0 if self._text is None else self._text.n_read
         return {"learned": asdict(self.learned), "n_read": n_read}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, in the text that was in flight then if there was one.
-
-        Raises: KeyError, TypeError, ValueError: that is no such state.
-        """
         self.learned = adapter(Learned).validate_python(state["learned"])
         self._n_known = int(state["n_read"])
 
@@ -171,16 +328,16 @@ class AdaptiveDrafter(Drafter):
         self.matches.read(self.context.token_ids)
         most = min(room, self.settings.max_draft_length)
         self.chain = chain = _Chain()
-        later = (yield from self._fill(chain, most)) if most > 0 else None
-        self.estimated = chain.spent + self.costs.verify(chain.n_rows if later is None else len(later.token_ids))
-        if later is not None:
-            return Draft.of_later(later, self.estimated)
+        unread = (yield from self._fill(chain, most)) if most > 0 else None
+        self.estimated = chain.spent + self.costs.verify(chain.n_rows if unread is None else len(unread.token_ids))
+        if unread is not None:
+            return Draft.of_unread(unread, self.estimated)
         return Draft(chain.tree(self.context.token_ids[-1]), estimated=self.estimated, sources=chain.sources)
 
     def observe(self, outcome: Outcome) -> None:
         """Learn from every token that the target judged."""
         learned, chain, path = self.learned, self.chain, outcome.walk.path
-        if outcome.draft.logprobs:  # which was not read before it was checked
+        if outcome.draft.logprobs:  # of a chain that was read after it was checked
             for token_id, logprob in zip(outcome.draft.tree.token_ids[1:], outcome.draft.logprobs[1:], strict=True):
                 chain.add(token_id, learned.acceptance.of(math.exp(logprob)), math.exp(logprob))
         n_accepted = sum(node == depth for depth, node in enumerate(path, 1))
@@ -194,53 +351,47 @@ class AdaptiveDrafter(Drafter):
         if n_modelled:
             learned.step_cost = faded(learned.step_cost, chain.drafting / n_modelled)
 
-    def _fill(self, chain: _Chain, most: int) -> PassGenerator[Later | None]:
-        """Choose the kind of round and make its chain, or return what it will be."""
-        learned = self.learned
+    def _fill(self, chain: _Chain, most: int) -> PassGenerator[UnreadChain | None]:
+        """Choose the kind of round and fill its chain, or return one that is not read yet."""
+        learned, model, load = self.learned, self.model, self.context.load.checked
         rate = learned.throughput.rate
         cursor = self.matches.at_end()
-        by_text = self._text_worth(cursor, most, rate)
-        if self.passes is not None:
-            most_modelled = min(most, self.passes.room)
+        if model is not None:
+            chances = [guess.chance for guess in self._ahead(cursor, most)]
+            by_text = chain_worth(chances, 0.0, rate, self.costs)[1]
+            most_modelled = min(most, model.room)
             expected = [learned.acceptance.overall.value] * most_modelled
             n_steps, by_model = chain_worth(expected, learned.step_cost, rate, self.costs)
             shared = rate * n_steps * learned.step_cost * self.costs.shared
-            if n_steps and learned.joining.pays(by_model - by_text, shared, self.context.load.checked):
+            if n_steps and learned.joining.pays(by_model - by_text, shared, load):
                 learned.probing.paid()
-                self.passes.restart()
-                later = None if self._guesses(cursor, most_modelled - 1) else self.passes.later(n_steps)
-                if later is not None:  # as many as are worth most by what was accepted so far
+                model.restart()
+                unread = None if self._guesses(cursor, most_modelled - 1) else model.extend_unread(n_steps)
+                if unread is not None:  # as many as are worth most by what was accepted so far
                     for _ in range(n_steps):
                         self._charge(chain, 1)
-                    return (yield from later)
-                yield from self._by_model(chain, cursor, most_modelled, rate)
-                self._by_text(chain, cursor, most, rate)
+                    return (yield from unread)
+                yield from self._by_model(model, chain, cursor, most_modelled, rate)
+            elif learned.probing.due(load):
+                yield from self._by_model(model, chain, cursor, min(most_modelled, PROBE_LENGTH), 0.0)
                 return None
-            if learned.probing.due(self.context.load.checked):
-                yield from self._by_model(chain, cursor, min(most_modelled, PROBE_LENGTH), 0.0)
-                return None
-        self._by_text(chain, cursor, most, rate)
-        return None
-
-    def _text_worth(self, cursor: Cursor, most: int, rate: float) -> float:
-        chances = [guess.chance for guess in islice(cursor.ahead(), most if self.settings.lookup else 0)]
-        return chain_worth(chances, 0.0, rate, self.costs)[1]
-
-    def _by_text(self, chain: _Chain, cursor: Cursor, most: int, rate: float) -> None:
-        """Add what earlier text says while a further row is worth its time."""
-        if not self.settings.lookup:
-            return
-        for guess in islice(cursor.ahead(), most - len(chain.token_ids)):
+        for guess in self._ahead(cursor, most - len(chain.token_ids)):  # while a further row is worth its time
             if chain.alive * guess.chance < rate * self._row(chain):
                 break
             chain.add(guess.token_id, guess.chance)
             chain.sources[len(chain.token_ids)] = guess.source
+        return None
 
-    def _by_model(self, chain: _Chain, cursor: Cursor, most: int, rate: float) -> PassGenerator[None]:
+    def _ahead(self, cursor: Cursor, most: int) -> Iterator[Guess]:
+        """Yield up to `most` tokens that earlier text says come next."""
+        return islice(cursor.ahead(), most if self.settings.lookup else 0)
+
+    def _by_model(
+        self, model: DraftModel, chain: _Chain, cursor: Cursor, most: int, rate: float
+    ) -> PassGenerator[None]:
         """Add the draft model's tokens while a further pass is worth its time; rate 0: up to `most`."""
-        assert self.passes is not None
         learned = self.learned
-        self.passes.restart()
+        model.restart()
         last, n_run = self.context.token_ids[-1], 0
         charge = 1.0  # for a pass, in equal parts of one that all join; that it pays was decided for the first
         while len(chain.token_ids) < most:
@@ -249,14 +400,14 @@ class AdaptiveDrafter(Drafter):
                 break
             guesses = self._guesses(cursor, most - len(chain.token_ids) - 1)
             rows = [last, *guesses]
-            logits = yield from self.passes.extend(rows, range(n_run - 1, n_run + len(rows) - 1))
+            logits = yield from model.extend(rows, range(n_run - 1, n_run + len(rows) - 1))
             charge = self._charge(chain, len(rows))
             n_right = self._take(chain, cursor, logits, guesses, rate)
-            self.passes.drop(len(guesses) - n_right)
+            model.drop(len(guesses) - n_right)
             last, n_run = chain.token_ids[-1], n_run + 1 + n_right
 
     def _charge(self, chain: _Chain, n_rows: int) -> float:
-        """Add what a pass of the draft cost; return its share of the time of all sequences that waited for it."""
+        """Add a draft pass's cost; return the factor for the sequences that waited for it."""
         waiting = max(1.0, self.context.load.checked / self.context.load.drafted)  # for each that drafts
         charge = 1 + (waiting - 1) * self.costs.shared
         chain.drafting += self.costs.draft(n_rows)
@@ -288,9 +439,7 @@ class AdaptiveDrafter(Drafter):
     def _guesses(self, cursor: Cursor, most: int) -> list[int]:
         """Return what text suggests that the draft's next pass should check along: as far as it saves passes."""
         guesses, alive, draft = list[int](), 1.0, self.costs.draft
-        if not self.settings.lookup:
-            return guesses
-        for n, guess in enumerate(islice(cursor.ahead(), min(most, MOST_GUESSES)), 1):
+        for n, guess in enumerate(self._ahead(cursor, min(most, MOST_GUESSES)), 1):
             alive *= guess.chance
             if alive * draft(1) < draft(n + 1) - draft(n):
                 break

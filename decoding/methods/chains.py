@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING
 
 from ...core.serialization import Settings, count, ranged, share
 from ...core.settings import Branching, SwiftSettings, candidates_at
-from ..draft import Draft, Drafter, Offer, Outcome
-from ..tree import DraftTree
+from ..draft import Draft, Drafter, DraftModel, DraftTree, Offer, Outcome
 from ..verify import BlockRatio, ChainRatio, Rollback, SeveralRatio, TargetWalk, Typical, Verifier
-from .registry import Method, Resources, method
+from . import Method, Resources, method
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ...core.types import LayerSet
     from ...models.early_exit import Probe
-    from ..draft_models import DraftModel, SkippedTarget
+    from ..draft_models import SkippedTarget
     from ..engine import PassGenerator
 
 
@@ -47,11 +46,6 @@ class AdaptiveThreshold(Settings):
     threshold_step: float = share(0.01)  # ε
     rate_memory: float = share(0.5)  # β1
     threshold_memory: float = share(0.9)  # β2
-
-
-@dataclass(frozen=True, slots=True)
-class SelfSdSettings(AdaptiveThreshold):
-    """Draft & Verify (arXiv:2309.08168)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +96,8 @@ def swift(draft: LayerSet | SkippedTarget, settings: SwiftSettings) -> Method:
     return Method("swift", drafter, SeveralRatio("without") if settings.sampled else TargetWalk())
 
 
-@method("self-sd", "Self-SD (Draft & Verify)", "arXiv:2309.08168", SelfSdSettings, ["layer_set"])
-def _self_sd(resources: Resources, settings: SelfSdSettings) -> tuple[Drafter, Verifier]:
+@method("self-sd", "Self-SD (Draft & Verify)", "arXiv:2309.08168", AdaptiveThreshold, ["layer_set"])
+def _self_sd(resources: Resources, settings: AdaptiveThreshold) -> tuple[Drafter, Verifier]:
     return ChainDrafter(resources.skipped(), StopRule.adaptive(settings), sampled=True), ChainRatio()
 
 
@@ -195,52 +189,53 @@ class ChainDrafter(Drafter):
         self.max_depth, self.max_width = stop.max_draft_length, max((k for _, k in branching or ()), default=1)
 
     def start(self) -> None:
-        self.passes, self.stop = self.model.begin(self.context), copy(self.stop)
+        self.stop = copy(self.stop)
         self.draws = self.sampled and not self.context.rule.greedy
 
     def draft(self, room: int) -> PassGenerator[Draft]:
-        root = self.context.token_ids[-1]
-        spine, offered, offers = [root], [], {}  # type: list[int], list[tuple[int, ...]], dict[int, Offer]
-        self.passes.restart()
-        self.stop.start()
-        longest = min(room, self.max_depth, self.passes.room)
-        if longest > 0 and self.stop.threshold is None and self.branching is None and not self.draws:
-            later = self.passes.later(longest)
-            if later is not None:
-                return Draft.of_later((yield from later))
-        while len(offered) < longest:
-            logits = (yield from self.passes.extend(spine[-1:], (len(spine) - 2,)))[0]
-            tokens, confidence, offer = self._step(spine[1:], logits)
-            unsure = self.stop.unsure(confidence, self.passes.hidden)
-            if unsure and not self.stop.keeps_last:
+        model, stop = self.model, self.stop
+        tokens, candidates, offers = [self.context.token_ids[-1]], list[tuple[int, ...]](), dict[int, Offer]()
+        model.restart()
+        stop.start()
+        longest = min(room, self.max_depth, model.room)
+        if longest > 0 and stop.threshold is None and self.branching is None and not self.draws:
+            unread = model.extend_unread(longest)
+            if unread is not None:
+                return Draft.of_unread((yield from unread))
+        while len(candidates) < longest:
+            logits = (yield from model.extend(tokens[-1:], (len(tokens) - 2,)))[0]
+            offered, confidence, offer = self._step(tokens[1:], logits)
+            unsure = stop.unsure(confidence, model.hidden)
+            if unsure and not stop.keeps_last:
                 break
             if offer is not None:
-                offers[len(spine) - 1] = offer
-            offered.append(tokens)
-            spine.append(tokens[0])
+                offers[len(tokens) - 1] = offer
+            candidates.append(offered)
+            tokens.append(offered[0])
             if unsure:
                 break
-        staged = self.passes.staged
-        if staged is not None and staged.n_rows < len(spine):
-            staged.add(spine[-1])
-        return Draft(DraftTree.grow(root, offered), offers, staged=None if staged is None else staged.finish())
+        staged = model.staged
+        if staged is not None and staged.n_rows < len(tokens):
+            staged.add(tokens[-1])
+        return Draft(DraftTree.grow(tokens[0], candidates), offers, staged=None if staged is None else staged.finish())
 
     def observe(self, outcome: Outcome) -> None:
         self.stop.observe(outcome.draft.n_steps, min(len(outcome.walk.path), outcome.draft.n_steps))
 
     def _step(self, drafted: Sequence[int], logits: Tensor) -> tuple[tuple[int, ...], float, Offer | None]:
         """Return the tokens offered at this step, the first one's probability, and what it was drawn from if it was."""
-        rule, context = self.context.rule, self.context
-        scores = (context.scores if self.draws else context.noisy_scores)(drafted, logits)
-        if self.draws and self.branching is not None:
+        rule, branching = self.context.rule, self.branching
+        if not self.draws:
+            scores = self.context.noisy_scores(drafted, logits)
+            token_id, confidence = rule.confidence(scores)
+            n = 1 if branching is None else candidates_at(branching, confidence)
+            return rule.candidates(scores, token_id, n), confidence, None
+        scores = self.context.scores(drafted, logits)
+        if branching is not None:
             _, confidence = rule.confidence(scores)
-            offer = Offer.drawn(rule, scores, candidates_at(self.branching, confidence), replaced=False)
-            return offer.token_ids, confidence, offer
-        if self.draws:
+            offer = Offer.drawn(rule, scores, candidates_at(branching, confidence), replaced=False)
+        else:
             offer = Offer.drawn(rule, scores)
             # BiLD asks how sure the draft is, before it draws; the others how likely the drawn token was.
-            own = float(offer.probs[offer.token_ids[0]] if self.stop.keeps_last else offer.probs.max())
-            return offer.token_ids, own, offer
-        token_id, confidence = rule.confidence(scores)
-        n = 1 if self.branching is None else candidates_at(self.branching, confidence)
-        return rule.candidates(scores, token_id, n), confidence, None
+            confidence = float(offer.probs[offer.token_ids[0]] if self.stop.keeps_last else offer.probs.max())
+        return offer.token_ids, confidence, offer

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.errors import SettingsError
 from ...core.serialization import Settings, count, share
-from ..draft import Draft, Drafter, Offer
-from ..tree import DraftTree
+from ..draft import Draft, Drafter, DraftTree, Offer
 from ..verify import ChainRatio, TargetWalk, Verifier
+from . import Resources, method
 from .chains import AdaptiveThreshold, ChainDrafter, StopRule
-from .registry import Resources, method
 
 if TYPE_CHECKING:
     from torch import Tensor

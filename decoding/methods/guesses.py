@@ -10,7 +10,7 @@ an n-gram for the pool and becomes the newest level, while the oldest is dropped
 is again where it belongs. The n-grams that begin with the root's token are the next draft (Fu et al., arXiv:2402.02057,
 3.1 and 3.2).
 
-Prompt lookup: where the text's end occurred before, what followed it there is the draft.
+Prompt lookup: where the text's end occurred before, what followed it there is the draft (`text_matches`).
 
 All of these are functions of committed tokens and of argmaxes behind them, and depend on no draw of the round that
 checks them: `TargetWalk` is exact at every temperature.
@@ -24,11 +24,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ...core.serialization import Settings, count
-from ..draft import Draft, Drafter, Outcome
+from ..draft import Draft, Drafter, DraftTree, ExtraRows, Outcome
 from ..text_matches import Matches
-from ..tree import DraftTree, Riders
 from ..verify import TargetWalk, Verifier
-from .registry import Resources, method
+from . import Resources, method
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,8 +96,8 @@ class LookaheadDrafter(Drafter):
 
     def max_rows(self, room: int) -> int:
         own = self.settings
-        n_riders = max(n * (own.window + own.ngram - 1 - n) - 1 for n in range(1, own.ngram))
-        return 1 + own.guesses * min(room, own.ngram - 1) + n_riders
+        n_extra = max(n * (own.window + own.ngram - 1 - n) - 1 for n in range(1, own.ngram))
+        return 1 + own.guesses * min(room, own.ngram - 1) + n_extra
 
     def start(self) -> None:
         self.pool = NgramPool(self.settings.guesses)
@@ -112,7 +111,7 @@ class LookaheadDrafter(Drafter):
         # Guesses of a last round would come too late, and near the context's end there is no position for them.
         fits = self.context.root_slot + self.window.reach < self.context.runtime.max_positions
         self._looks = room > 1 and fits
-        return Draft(tree, riders=self.window.riders(root) if self._looks else None)
+        return Draft(tree, extra_rows=self.window.rows(root) if self._looks else None)
 
     def observe(self, outcome: Outcome) -> None:
         if not self._looks:
@@ -176,7 +175,7 @@ class Window:
         """How far behind the root the last guess stands."""
         return self.width + self.n_levels - 2
 
-    def riders(self, root: int) -> Riders | None:
+    def rows(self, root: int) -> ExtraRows | None:
         """Return all guesses but the root, level by level, as rows beside a tree, if there are any."""
         self.levels[0][0] = root
         cells = [(level, column) for level in range(self.n_levels) for column in range(self.width)][1:]
@@ -184,7 +183,7 @@ class Window:
             return None
         token_ids = tuple(self.levels[level][column] for level, column in cells)
         depths = tuple(level + column for level, column in cells)
-        return Riders(token_ids, depths, guess_mask(self.n_levels, self.width), min(self.width, len(cells)))
+        return ExtraRows(token_ids, depths, guess_mask(self.n_levels, self.width), min(self.width, len(cells)))
 
     def advance(self, newest: list[int]) -> list[tuple[int, ...]]:
         """Take the argmaxes under the newest level as the next one; return the n-grams that they complete."""
@@ -200,7 +199,7 @@ class Window:
 def guess_mask(n_levels: int, width: int) -> Tensor:
     """Return which guesses each guess sees: the oldest level up to its column, and its column up to its own level.
 
-    Returns: bool, (guesses, guesses) in the order of `Window.riders`; not to be written to.
+    Returns: bool, (guesses, guesses) in the order of `Window.rows`; not to be written to.
     """
     import torch
 

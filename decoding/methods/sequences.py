@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...core.serialization import Settings, count
-from ..draft import Draft, Drafter, Offer
-from ..tree import DraftTree
+from ..draft import Draft, Drafter, DraftModel, DraftTree, Offer
 from ..verify import SeveralRatio, Verifier
-from .registry import Resources, method
+from . import Resources, method
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..draft_models import DraftModel
     from ..engine import PassGenerator
 
 
@@ -61,27 +59,25 @@ class SequencesDrafter(Drafter):
         self.model, self.replacement = model, replacement
         self.max_width, self.max_depth = sequences, draft_length
 
-    def start(self) -> None:
-        self.passes = self.model.begin(self.context)
-
     def draft(self, room: int) -> PassGenerator[Draft]:
         # Node numbers are slots: a level of the tree is a pass, and the last one is not run by the draft model at all.
-        token_ids, parents, offers = [self.context.token_ids[-1]], [-1], {}  # type: list[int], list[int], dict[int, Offer]
-        depth = min(room, self.max_depth, self.passes.room)
+        token_ids, parents, offers = [self.context.token_ids[-1]], [-1], dict[int, Offer]()
+        paths: list[tuple[int, ...]] = [()]  # by node, the tokens from below the root to it
+        depth = min(room, self.max_depth, self.model.room)
         level = {0: self.max_width}  # the newest nodes, and how many sequences pass through each
-        self.passes.restart()
+        self.model.restart()
         for _ in range(depth):
-            nodes = tuple(level)
-            logits = yield from self.passes.extend([token_ids[n] for n in nodes], [parents[n] for n in nodes])
+            logits = yield from self.model.extend([token_ids[n] for n in level], [parents[n] for n in level])
             following: dict[int, int] = {}
-            for node, row in zip(nodes, logits, strict=True):
-                drawn, offer = self._draw(_path(node, token_ids, parents), row, level[node])
+            for (node, n_through), row in zip(level.items(), logits, strict=True):
+                drawn, offer = self._draw(paths[node], row, n_through)
                 if offer is not None:
                     offers[node] = offer
                 for token_id in dict.fromkeys(drawn):
                     following[len(token_ids)] = drawn.count(token_id)
                     token_ids.append(token_id)
                     parents.append(node)
+                    paths.append((*paths[node], token_id))
             level = following
         return Draft(DraftTree(tuple(token_ids), tuple(parents), depth), offers)
 
@@ -93,12 +89,3 @@ class SequencesDrafter(Drafter):
             return offer.token_ids, offer
         token_id, _ = rule.confidence(scores)
         return (token_id,) * n if self.replacement else rule.candidates(scores, token_id, n), None
-
-
-def _path(node: int, token_ids: Sequence[int], parents: Sequence[int]) -> list[int]:
-    """Return the tokens from below the root to `node`, its own included."""
-    path: list[int] = []
-    while node > 0:
-        path.append(token_ids[node])
-        node = parents[node]
-    return path[::-1]

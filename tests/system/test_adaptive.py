@@ -10,13 +10,11 @@ from native import quick_runtime
 
 from swiftopt.core.errors import SettingsError
 from swiftopt.core.types import Completion, LayerSet, Sampling
-from swiftopt.decoding.context import Ending
-from swiftopt.decoding.cost_model import PassCosts
+from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.draft_models import OtherModel
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, Method, Resources, build
-from swiftopt.decoding.methods.adaptive import AdaptiveDrafter, AdaptiveSettings
-from swiftopt.decoding.rule import TokenRule
+from swiftopt.decoding.methods.adaptive import AdaptiveDrafter, AdaptiveSettings, PassCosts
 from swiftopt.models.runtime import Runtime
 
 REPEATING, FREE = [3, 1, 4, 1, 5, 9] * 4, [5, 9, 11, 2, 7]

@@ -19,12 +19,11 @@ from torch.overrides import TorchFunctionMode
 
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, Sampling
-from swiftopt.decoding.context import Ending
+from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.engine import side_by_side
 from swiftopt.decoding.loop import Round, decode, decoding
 from swiftopt.decoding.methods import PLAIN, Method, Resources, build, swift
 from swiftopt.decoding.methods.adaptive import AdaptiveSettings
-from swiftopt.decoding.rule import TokenRule
 from swiftopt.models.graphs import GraphPasses
 from swiftopt.models.kernels import device
 from swiftopt.models.runtime import Runtime

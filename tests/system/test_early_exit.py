@@ -12,14 +12,13 @@ from families import CONFIGS, VOCAB, taken_in_turns, tiny_runtime
 
 from swiftopt.bench.hop_heads import HOPS, HopDrafter
 from swiftopt.core.types import Completion, Sampling
-from swiftopt.decoding.context import Ending
+from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.draft_models import EarlyExit
 from swiftopt.decoding.engine import alone
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, Method
 from swiftopt.decoding.methods.chains import ChainDrafter, StopRule
 from swiftopt.decoding.methods.early_exit import EarlyDrafter, PipelineDrafter
-from swiftopt.decoding.rule import TokenRule
 from swiftopt.decoding.verify import TargetWalk
 from swiftopt.models.early_exit import Heads, StagedPass
 from swiftopt.models.rows import Rows

@@ -25,11 +25,10 @@ from swiftopt.core.events import Event, PhaseChanged, PromptFinished, SkipRatioL
 from swiftopt.core.requests import GenerateRequest, TuneRequest
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, ModelInfo, Prompt, Sampling, n_skipped_for
-from swiftopt.decoding.context import Context, Ending
+from swiftopt.decoding.context import Context, Ending, TokenRule
 from swiftopt.decoding.engine import alone, side_by_side
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, swift
-from swiftopt.decoding.rule import TokenRule
 from swiftopt.decoding.session import Session, Turn
 from swiftopt.models import costs
 from swiftopt.models.costs import measure_costs

@@ -23,12 +23,11 @@ from torch import Tensor
 from swiftopt.cli.main import run
 from swiftopt.core.errors import ContextOverflow
 from swiftopt.core.types import Completion, Sampling
-from swiftopt.decoding.context import Ending
+from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.draft import Draft, Drafter
 from swiftopt.decoding.engine import Engine, PassGenerator, Request, Slots, Work, alone, intercept, side_by_side
-from swiftopt.decoding.loop import Began, decode, decoding
+from swiftopt.decoding.loop import Prefilled, decode, decoding
 from swiftopt.decoding.methods import METHODS, PLAIN, Method, Resources, build
-from swiftopt.decoding.rule import TokenRule
 from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.rows import Pass, Rows
 from swiftopt.models.runtime import Runtime
@@ -354,7 +353,7 @@ def test_memory_is_never_exceeded_and_everybody_is_served_in_turn(data: st.DataO
 
         def noting(number: int = number, ids: list[int] = ids, n_new: int = n_new) -> Work[Completion]:
             def note(event: object) -> Iterator[object]:
-                if isinstance(event, Began):
+                if isinstance(event, Prefilled):
                     began.append(number)
                 yield event
 

@@ -24,14 +24,13 @@ from swiftopt.core.errors import SettingsError
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.streams import read_stream
 from swiftopt.core.types import LayerSet, ModelInfo, Sampling, TokenLogprob, searchable
-from swiftopt.decoding.context import Ending
+from swiftopt.decoding.context import Ending, TokenRule
+from swiftopt.decoding.draft import ancestor_mask
 from swiftopt.decoding.engine import Engine, intercept, side_by_side
-from swiftopt.decoding.loop import Began, decode, decoding
+from swiftopt.decoding.loop import Prefilled, decode, decoding
 from swiftopt.decoding.methods import METHODS, PLAIN, Method, Resources, build, swift
 from swiftopt.decoding.methods.adaptive import AdaptiveSettings
-from swiftopt.decoding.rule import TokenRule
 from swiftopt.decoding.session import Session
-from swiftopt.decoding.tree import ancestor_mask
 from swiftopt.decoding.verify import token_logprob
 from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.loading import at_speed, load
@@ -475,7 +474,7 @@ def test_log_probabilities_of_a_prompt_cross_its_passes(monkeypatch: pytest.Monk
         found: list[TokenLogprob] = []
 
         def note(event: Any, found: list[TokenLogprob] = found) -> Iterator[Any]:
-            found += event.prompt_logprobs if isinstance(event, Began) else ()
+            found += event.prompt_logprobs if isinstance(event, Prefilled) else ()
             yield event
 
         rule = TokenRule.of(GREEDY, None)

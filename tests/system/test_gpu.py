@@ -8,10 +8,9 @@ from families import CONFIGS, tiny_model, tiny_runtime
 
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, ModelInfo, Sampling
-from swiftopt.decoding.context import Ending
+from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, Method, swift
-from swiftopt.decoding.rule import TokenRule
 from swiftopt.models.runtime import Runtime
 
 pytestmark = pytest.mark.gpu

@@ -21,10 +21,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from swiftopt.core.errors import ModelNotFound, SettingsError, UnsupportedModel
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, Sampling
-from swiftopt.decoding.context import Ending
+from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, swift
-from swiftopt.decoding.rule import TokenRule
 from swiftopt.models.fingerprint import fingerprint
 from swiftopt.models.library_maps import is_by_library
 from swiftopt.models.loading import load

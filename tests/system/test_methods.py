@@ -18,11 +18,10 @@ from transformers import MinNewTokensLengthLogitsProcessor
 
 from swiftopt.core.errors import InvalidInput, LayerSetError, SettingsError
 from swiftopt.core.types import Completion, LayerSet, ModelInfo, Sampling
-from swiftopt.decoding.context import Ending
+from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.grammar import Grammar
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import METHODS, PLAIN, Method, Resources, build
-from swiftopt.decoding.rule import TokenRule
 from swiftopt.decoding.verify import TargetWalk
 from swiftopt.models.early_exit import Heads, Probe
 from swiftopt.models.rows import Rows

@@ -15,7 +15,7 @@ from families import VOCAB, tiny_runtime
 from native import quick_runtime
 
 from swiftopt.core.types import Completion, LayerSet, Sampling
-from swiftopt.decoding.context import Context, Ending
+from swiftopt.decoding.context import Context, Ending, TokenRule
 from swiftopt.decoding.draft import Drafter
 from swiftopt.decoding.draft_models import DraftModel, OtherModel, SkippedTarget
 from swiftopt.decoding.engine import alone
@@ -24,7 +24,6 @@ from swiftopt.decoding.methods import PLAIN, Method
 from swiftopt.decoding.methods.beams import BeamDrafter, BeamSettings
 from swiftopt.decoding.methods.chains import ChainDrafter, StopRule
 from swiftopt.decoding.methods.sequences import SequencesDrafter
-from swiftopt.decoding.rule import TokenRule
 from swiftopt.decoding.verify import (
     BlockRatio,
     ChainRatio,
@@ -143,9 +142,9 @@ def beam_blocks(runtime: Runtime, ids: list[int], width: int, length: int, top_k
     return beams[0][1]
 
 
-def mtjd(width: int, length: int, top_k: int, top_p: float, sampled: bool = False) -> Method:
+def mtjd(width: int, length: int, top_k: int, top_p: float) -> Method:
     settings = BeamSettings(width, length, top_k, top_p)
-    return Method("mtjd", BeamDrafter(SkippedTarget(None), settings, sampled, keep=True), KeepAll())
+    return Method("mtjd", BeamDrafter(SkippedTarget(None), settings, runs_target=True), KeepAll())
 
 
 def test_block_is_the_most_probable_of_all_when_no_beam_is_dropped() -> None:
@@ -208,7 +207,7 @@ def test_beams_carry_the_draft_probability_of_each_token(kind: str) -> None:
     runtime, ids = tiny_runtime("llama"), prompt(7)
     model: DraftModel = SkippedTarget(LayerSet(4)) if kind == "skipped" else OtherModel(tiny_runtime("llama"))
     for sampling in (Sampling(), Sampling(temperature=1.0, seed=2)):
-        method = Method("mtad", BeamDrafter(model, BeamSettings(), True), JointRatio(0.999, 10, 0.9))
+        method = Method("mtad", BeamDrafter(model, BeamSettings()), JointRatio(0.999, 10, 0.9))
         done = decode(runtime, ids, method, TokenRule.of(sampling, None), Ending(21))
         assert done.drafted == done.accepted == 16 and done.lossy
 
@@ -222,7 +221,7 @@ def test_sampled_beams_are_drawn_and_the_draft_is_the_best_of_them() -> None:
             runtime, runtime.new_buffer(60), TokenRule.of(Sampling(temperature=1.0, seed=seed), None), [*ids], 9
         )
         runtime.prefill(ids[:-1], context.buffer)
-        drafter = BeamDrafter(SkippedTarget(LayerSet(4)), BeamSettings(width, 2, 3, 1.0), True)
+        drafter = BeamDrafter(SkippedTarget(LayerSet(4)), BeamSettings(width, 2, 3, 1.0))
         return alone(drafter.begin(context).draft(2)).tree.token_ids[1:]
 
     best = tuple(beam_blocks(runtime, ids, 9, 2, 3, 1.0))
@@ -236,8 +235,8 @@ def test_sampled_beams_are_drawn_and_the_draft_is_the_best_of_them() -> None:
 def test_lossy_methods_say_so_and_keep_to_the_length(sampling: Sampling) -> None:
     runtime, model = tiny_runtime("llama"), SkippedTarget(SKIPPED)
     methods = [
-        Method("mtad", BeamDrafter(model, BeamSettings(), True), JointRatio(0.5, 10, 0.9)),
-        mtjd(4, 4, 10, 0.9, sampled=True),
+        Method("mtad", BeamDrafter(model, BeamSettings()), JointRatio(0.5, 10, 0.9)),
+        mtjd(4, 4, 10, 0.9),
         Method("bild", ChainDrafter(model, StopRule(10, 0.6, keeps_last=False)), Rollback(3.0)),
         Method("typical", ChainDrafter(model, StopRule(5)), Typical(0.09, 0.3)),
     ]
@@ -255,7 +254,7 @@ def test_no_slot_behind_the_stated_ones_is_written(name: str) -> None:
         if name in LOSSLESS:
             drafter = lossless(name, model).drafter
         else:
-            drafter = mtjd(4, 4, 10, 0.9).drafter if name == "mtjd" else BeamDrafter(model, BeamSettings(), True)
+            drafter = mtjd(4, 4, 10, 0.9).drafter if name == "mtjd" else BeamDrafter(model, BeamSettings())
         buffer = runtime.new_buffer(len(ids) - 1 + drafter.max_rows(room))
         context = Context(runtime, buffer, TokenRule.of(Sampling(temperature=2.0), None), list(ids), len(ids))
         runtime.prefill(ids[:-1], buffer)

@@ -20,10 +20,9 @@ from transformers import AutoModelForCausalLM
 from swiftopt.core.errors import ModelNotFound, SettingsError, SwiftoptError, UnsupportedModel
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, Sampling
-from swiftopt.decoding.context import Ending
+from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, swift
-from swiftopt.decoding.rule import TokenRule
 from swiftopt.models.coded import CodedLinear
 from swiftopt.models.fingerprint import fingerprint
 from swiftopt.models.loading import load

@@ -11,10 +11,9 @@ from families import CONFIGS, VOCAB, WINDOW, tiny_runtime
 
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, Sampling, searchable
-from swiftopt.decoding.context import Ending
+from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, swift
-from swiftopt.decoding.rule import TokenRule
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
 

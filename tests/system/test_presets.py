@@ -19,11 +19,10 @@ from swiftopt.core.events import TaskFinished
 from swiftopt.core.presets import PRESETS
 from swiftopt.core.settings import SwiftSettings, TuningSettings
 from swiftopt.core.types import LayerSet, Prompt, Sampling, Trial
-from swiftopt.decoding.context import Ending
+from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, method_info
 from swiftopt.decoding.methods.chains import swift
-from swiftopt.decoding.rule import TokenRule
 from swiftopt.decoding.session import Session
 from swiftopt.models.rows import Rows
 from swiftopt.optimizer.tuning import Tuner

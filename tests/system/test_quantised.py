@@ -15,10 +15,9 @@ from torch import nn
 from swiftopt.core.errors import LayerSetError
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, ModelInfo, Sampling
-from swiftopt.decoding.context import Ending
+from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, swift
-from swiftopt.decoding.rule import TokenRule
 from swiftopt.models import quantised
 from swiftopt.models.quantised import QuantisedLinear, cuda_tiles, quantise_groups, quantise_int4
 from swiftopt.models.rows import Rows

@@ -23,10 +23,9 @@ from swiftopt.core.errors import SettingsError
 from swiftopt.core.requests import TuneRequest
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, ModelInfo, Sampling
-from swiftopt.decoding.context import Ending
+from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, Method, swift
-from swiftopt.decoding.rule import TokenRule
 from swiftopt.models import loading
 from swiftopt.models.blocks import EAGER
 from swiftopt.models.buffer import KVBuffer

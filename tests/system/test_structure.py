@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from swiftopt.core.types import LayerSet, ModelInfo, Sampling, SubLayer, searchable
-from swiftopt.decoding.context import Context
-from swiftopt.decoding.rule import TokenRule
+from swiftopt.decoding.context import Context, TokenRule
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
 from swiftopt.optimizer.proposer import (

@@ -13,10 +13,10 @@ from families import CONFIGS, VOCAB, taken_in_turns, tiny_runtime
 from native import quick_runtime
 
 from swiftopt.core.types import Completion, LayerSet, Sampling, TracedToken
-from swiftopt.decoding.context import Context, Ending
-from swiftopt.decoding.draft import Draft, Drafter, Outcome, Walk
+from swiftopt.decoding.context import Context, Ending, TokenRule
+from swiftopt.decoding.draft import Draft, Drafter, DraftTree, Outcome, Walk, ancestor_mask, tree_rows
 from swiftopt.decoding.engine import PassGenerator, alone, side_by_side
-from swiftopt.decoding.loop import Began, Round, _traced, decode, decoding
+from swiftopt.decoding.loop import Prefilled, Round, _traced, decode, decoding
 from swiftopt.decoding.methods import PLAIN, Method, Resources, build
 from swiftopt.decoding.methods.adaptive import AdaptiveSettings
 from swiftopt.decoding.methods.guesses import (
@@ -30,9 +30,7 @@ from swiftopt.decoding.methods.guesses import (
     Window,
     merged,
 )
-from swiftopt.decoding.rule import TokenRule
 from swiftopt.decoding.text_matches import HitRates, SuffixAutomaton
-from swiftopt.decoding.tree import DraftTree, ancestor_mask, tree_rows
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
 
@@ -65,8 +63,8 @@ class Watched(Drafter):
 
     def draft(self, room: int) -> PassGenerator[Draft]:
         draft = yield from self.drafter.draft(room)
-        n_riders = 0 if draft.riders is None else len(draft.riders.token_ids)
-        assert draft.tree.n_nodes + n_riders <= self.max_rows(room)
+        n_extra = 0 if draft.extra_rows is None else len(draft.extra_rows.token_ids)
+        assert draft.tree.n_nodes + n_extra <= self.max_rows(room)
         assert draft.n_steps == int(ancestor_mask(draft.tree.parents).sum(1).max()) - 1 <= room
         self.drafts.append(draft)
         return draft
@@ -111,7 +109,7 @@ def test_text_drafters_accept_something_somewhere(name: str, sampling: Sampling)
 
 
 def test_lookahead_accepts_a_branch_beside_the_first_path() -> None:
-    """Guards the parity test: it must cross the path that moves rows over those of other branches and riders."""
+    """Guards the parity test: it must cross the path that moves rows over those of other branches and extra_rows."""
     beside = 0
 
     class Noted(Watched):
@@ -260,7 +258,7 @@ def test_lookahead_ngrams_are_the_trajectories_of_their_guesses(settings: Lookah
     window = Window(settings, [11, 12, 13])
     root, seen = 13, 0
     for _ in range(3 * settings.ngram):
-        window.riders(root)
+        window.rows(root)
         assert window.levels[0][0] == root
         ngrams = window.advance([successor(token_id) for token_id in window.levels[-1]])
         root = successor(root)
@@ -288,17 +286,17 @@ def test_a_lookahead_window_equals_each_column_alone(family: str) -> None:
     for _ in range(2):
         window.advance([rng.randrange(2, VOCAB) for _ in range(window.width)])
     tree = merged(ids[-1], [(5, 6, 7), (5, 8), (9,)], 3)
-    riders = window.riders(ids[-1])
-    assert riders is not None and (window.n_levels, window.width) == (3, 3)
+    extra_rows = window.rows(ids[-1])
+    assert extra_rows is not None and (window.n_levels, window.width) == (3, 3)
     buffer, root = runtime.new_buffer(64), len(ids) - 1
     runtime.prefill(ids[:-1], buffer)
-    together = runtime.forward(tree_rows(tree.token_ids, tree.parents, root, riders), buffer)
+    together = runtime.forward(tree_rows(tree.token_ids, tree.parents, root, extra_rows), buffer)
     checked = 0
     for row, chain in columns(window):
         alone = runtime.forward(Rows([ids[-1], *chain], root), buffer, [len(chain)])
         torch.testing.assert_close(together[tree.n_nodes + row], alone[0])
         checked += 1
-    assert checked == len(riders.token_ids)
+    assert checked == len(extra_rows.token_ids)
 
 
 def test_continuations_share_their_beginnings() -> None:
@@ -336,7 +334,7 @@ def test_trace_says_where_each_token_came_from(name: str, predicts: bool) -> Non
     events = [
         event
         for event in side_by_side([decoding(runtime, ids, method, rule, Ending(N_NEW), prediction=prediction)])
-        if isinstance(event, Began | Round)
+        if isinstance(event, Prefilled | Round)
     ]
     tokens = [token for event in events for token in event.traced]
     assert [token.token_id for token in tokens] == list(expected)

@@ -27,11 +27,10 @@ from swiftopt.core.events import (
 )
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, Prompt, Sampling
-from swiftopt.decoding.context import Ending
+from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.engine import alone, side_by_side
-from swiftopt.decoding.loop import Began, Round, decode, decoding
+from swiftopt.decoding.loop import Prefilled, Round, decode, decoding
 from swiftopt.decoding.methods import PLAIN
-from swiftopt.decoding.rule import TokenRule
 from swiftopt.decoding.session import Session
 from swiftopt.models.rows import Pass
 from swiftopt.models.runtime import Runtime
@@ -225,7 +224,7 @@ def run_on(search: Search, number: int, n_tokens: int = 40, name: str = "p") -> 
     rule, ending = TokenRule.of(Sampling(), None), Ending(n_tokens)
     ids, rows = [2 + number, 50, 7], search.scratch_rows
     work = decoding(worded_runtime(), ids, search.method, rule, ending, scratch_rows=rows)
-    return [event for event in side_by_side([search.during(work, name)]) if not isinstance(event, Began | Round)]
+    return [event for event in side_by_side([search.during(work, name)]) if not isinstance(event, Prefilled | Round)]
 
 
 def search_of(**settings: Any) -> Search:

@@ -15,10 +15,9 @@ from swiftopt.core.events import Event, PromptFinished, TaskFinished
 from swiftopt.core.requests import GenerateRequest
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, LayerSetRecord, Plan, Prompt, Sampling
-from swiftopt.decoding.context import Ending
+from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN
-from swiftopt.decoding.rule import TokenRule
 from swiftopt.decoding.session import Session
 from swiftopt.models.costs import device_name
 from swiftopt.models.runtime import Runtime

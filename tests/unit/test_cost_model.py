@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from swiftopt.core.costs import CostProfile
 from swiftopt.core.types import LayerSet
-from swiftopt.decoding.cost_model import (
+from swiftopt.decoding.methods.adaptive import (
     MEMORY,
     Acceptance,
     Joining,

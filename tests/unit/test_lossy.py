@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from swiftopt.decoding.draft import Draft
-from swiftopt.decoding.tree import DraftTree
+from swiftopt.decoding.draft import Draft, DraftTree
 from swiftopt.decoding.verify import JointRatio, KeepAll, Rollback, Typical, Verifier, warp
 
 VOCAB = 8

@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from swiftopt.core.types import Sampling
-from swiftopt.decoding.context import Context
-from swiftopt.decoding.draft import Draft, Drafter, Offer, Walk
+from swiftopt.decoding.context import Context, TokenRule
+from swiftopt.decoding.draft import Draft, Drafter, DraftTree, Offer, Walk, ancestor_mask
 from swiftopt.decoding.engine import PassGenerator, alone
 from swiftopt.decoding.methods.chains import ChainDrafter, StopRule
 from swiftopt.decoding.methods.sequences import SequencesDrafter
-from swiftopt.decoding.rule import TokenRule
-from swiftopt.decoding.tree import DraftTree, ancestor_mask
 from swiftopt.decoding.verify import BlockRatio, ChainRatio, SeveralRatio, Verifier
 
 VOCAB = 3

@@ -10,7 +10,7 @@ from families import VOCAB, tiny_model
 from transformers import LogitsProcessorList, MinNewTokensLengthLogitsProcessor
 
 from swiftopt.core.types import Sampling
-from swiftopt.decoding.rule import TokenRule
+from swiftopt.decoding.context import TokenRule
 
 PROMPT = [3, 5, 5, 9]
 
