@@ -18,7 +18,7 @@ _EXPORTS = {
     "Client": "client",
     "Completion": "core.types",
     "LayerSet": "core.types",
-    "LayerSetRecord": "core.types",
+    "LayerSetRecord": "core.records",
     "Prompt": "core.types",
     "Sampling": "core.types",
     "SwiftSettings": "core.settings",
@@ -58,9 +58,10 @@ __all__ = [
 if TYPE_CHECKING:
     from .client import Client
     from .core.errors import SwiftoptError
+    from .core.records import LayerSetRecord
     from .core.requests import TuneRequest
     from .core.settings import SwiftSettings, TuningSettings
-    from .core.types import Completion, LayerSet, LayerSetRecord, Prompt, Sampling
+    from .core.types import Completion, LayerSet, Prompt, Sampling
     from .decoding.hf import custom_generate
     from .models.runtime import Runtime
     from .store import Store

@@ -10,8 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from ..core.errors import LearnedNotFound
-from ..core.presets import PRESETS
-from ..core.settings import PAPER_BRANCHING, SwiftSettings
+from ..core.settings import PAPER_BRANCHING, PRESETS, SwiftSettings
 from ..core.types import Sampling
 from ..decoding.methods import PLAIN, Method, Resources, build, method_info
 from ..decoding.methods.chains import AdaptiveThreshold, ChainDrafter, StopRule

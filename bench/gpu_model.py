@@ -10,8 +10,9 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from ..core.records import ModelInfo
 from ..core.settings import SwiftSettings
-from ..core.types import Completion, LayerSet, ModelInfo, Sampling
+from ..core.types import Completion, LayerSet, Sampling
 from ..decoding.context import Ending, TokenRule
 from ..decoding.engine import side_by_side
 from ..decoding.loop import decode, decoding

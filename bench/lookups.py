@@ -23,7 +23,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from ..core.types import LayerSet, LayerSetRecord
+from ..core.records import LayerSetRecord
+from ..core.types import LayerSet
 from ..store import Store
 
 N_SETS = 100

@@ -23,9 +23,10 @@ from typing import Any
 
 import torch
 
+from ..core.records import LayerSetRecord
 from ..core.settings import SwiftSettings
 from ..core.streams import read_stream
-from ..core.types import LayerSet, LayerSetRecord, Prompt, Sampling, n_skipped_for, searchable
+from ..core.types import LayerSet, Prompt, Sampling, n_skipped_for, searchable
 from ..decoding.hf import hf_generate
 from ..decoding.methods import PLAIN, Method, Resources, build, swift
 from ..decoding.methods.adaptive import AdaptiveSettings

@@ -25,7 +25,7 @@ from ..core.errors import (
     safe_url,
 )
 from ..core.events import Event, StateChanged, TaskFinished, TrialsDone, event_from_json
-from ..core.jobs import Job, JobBoard, JobEvent
+from ..core.requests import Job, JobBoard, JobEvent
 from . import options
 from .options import on_command_line, open_store, together
 from .output import INTERRUPTED, console, note

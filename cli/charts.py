@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..core.errors import OutputError
 from ..core.events import TaskFinished
-from ..core.types import LayerSet, LayerSetRecord, LearnedRecord, Trial, seconds_by_part
+from ..core.records import LayerSetRecord, LearnedRecord
+from ..core.types import LayerSet, Trial, seconds_by_part
 from .output import note, writing
 from .render import device_words, map_caption, number, ratio
 

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core.errors import SettingsError
-from ..core.presets import PRESETS, preset_of
 from ..core.requests import BASE, PEERS, CompareRequest, GenerateRequest
+from ..core.settings import PRESETS, preset_of
 from ..core.streams import StreamForm, read_with_others
 from ..core.types import Prompt, Sampling
 from ..decoding.methods import METHODS, method_info

@@ -13,9 +13,9 @@ import click
 from rich.console import RenderableType
 
 from ..core.errors import InvalidInput
+from ..core.records import Plan
 from ..core.settings import ENGINES
 from ..core.streams import read_stream
-from ..core.types import Plan
 from ..models.sources import check_names
 from . import options
 from .options import ModelTask, on_command_line, open_store

@@ -18,10 +18,8 @@ from rich.text import Text
 
 from ..core.errors import InvalidInput, safe_url
 from ..core.events import JobState, Progress, TaskFinished
-from ..core.jobs import Job, JobEvent, JobList, Verb
-from ..core.presets import preset_of
-from ..core.requests import BASE, CompareRequest, TuneRequest
-from ..core.settings import ENGINES, TuningSettings
+from ..core.requests import BASE, CompareRequest, Job, JobEvent, JobList, TuneRequest, Verb
+from ..core.settings import ENGINES, TuningSettings, preset_of
 from ..core.streams import STDIN, LineWriter, default_output, output_line, read_stream
 from ..core.types import Prompt, Sampling, seconds_by_part
 from ..optimizer.strategies import STRATEGIES

@@ -14,10 +14,11 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from ..core.errors import InvalidInput, LayerSetNotFound
+from ..core.records import FoundPlan, LayerSetRecord, ModelInfo
 from ..core.requests import GenerateRequest
 from ..core.settings import ENGINES
 from ..core.streams import StreamForm, read_stream
-from ..core.types import FoundPlan, LayerSetRecord, ModelInfo, Sampling, check_task
+from ..core.types import Sampling, check_task
 from ..models.sources import ALIASES, find_alias
 from . import options
 from .charts import Pictures, draw_layer_sets
@@ -252,7 +253,7 @@ def _imported(
     store: Store, file: str, as_model: str | None, as_task: str | None, n_layers: int | None
 ) -> list[LayerSetRecord]:
     """Read the layer sets of a file, under other names where they are given."""
-    from ..store import import_file
+    from ..core.records import import_file
 
     depths = {name: info.n_layers for info in store.models() for name in info.names}
 

@@ -21,13 +21,12 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from ..core.errors import LayerSetError, SettingsError, SwiftoptError
-from ..core.jobs import DEFAULT_QUEUE
-from ..core.presets import PRESETS, preset_of
-from ..core.requests import GenerateRequest, ModelRequest
-from ..core.settings import AUTO, FORMATS, STORED, THREADS, Branching, SwiftSettings, TuningSettings
+from ..core.records import LayerSetRecord
+from ..core.requests import DEFAULT_QUEUE, GenerateRequest, ModelRequest
+from ..core.settings import AUTO, FORMATS, PRESETS, STORED, THREADS, Branching, SwiftSettings, TuningSettings, preset_of
 from ..core.streams import StreamForm
 from ..core.templates import TEMPLATES
-from ..core.types import LayerSetRecord, Sampling
+from ..core.types import Sampling
 from ..optimizer.strategies import MOST, SIZE_CHOOSING, STRATEGIES, recipe_of
 from .charts import Pictures
 from .output import Result, note
@@ -195,8 +194,8 @@ def _method_name(text: str) -> str:
 
 def _layer_set(file: str) -> LayerSetRecord:
     """Read a file that holds one layer set."""
+    from ..core.records import import_file
     from ..models.sources import find_alias
-    from ..store import import_file
 
     records = import_file(file, lambda name: known.n_layers if (known := find_alias(name)) else None)
     if len(records) != 1:

@@ -15,7 +15,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ..core.events import TaskFinished
-from ..core.types import LayerSet, LayerSetRecord, Timings, Trial, Verdict, seconds_by_part
+from ..core.records import LayerSetRecord
+from ..core.types import LayerSet, Timings, Trial, Verdict, seconds_by_part
 
 Value = TypeVar("Value")
 Columns = Sequence[tuple[Column, Callable[[Value], RenderableType]]]  # each with what it shows of a value

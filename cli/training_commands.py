@@ -13,9 +13,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ..core.errors import InvalidInput, SettingsError, safe_url
+from ..core.records import LearnedKind, LearnedRecord
 from ..core.requests import TuneRequest
 from ..core.streams import read_stream
-from ..core.types import LearnedKind, LearnedRecord
 from ..training.settings import HeadSettings, ProbeSettings, TrainingStep
 from . import options
 from .charts import Pictures, draw_loss

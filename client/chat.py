@@ -1,4 +1,4 @@
-"""Chats with an OpenAI-compatible server, ours or another: answers as they grow, and what they came to."""
+"""Chats with an OpenAI-compatible server, ours or another: answers as they grow, and their figures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OTHER_FORM = (AttributeError, KeyError, TypeError)  # what reading an object of 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What an answer came to; None stands for what was not measured or not told."""
+    """An answer's figures; None: not measured, or not sent."""
 
     finish_reason: str | None = None
     n_tokens: int | None = None
@@ -60,20 +60,20 @@ class ChatClient(ServerConnection):
             return ServedModels(tuple(str(model["id"]) for model in found.get("data", ())), "schema" in found)
 
     def answer(self, model: str, messages: Sequence[Mapping[str, str]], **fields: Any) -> Iterator[str | Answered]:
-        """Yield thoughts and text as they grow, then what the answer came to; closing the iterator ends the request.
+        """Yield thoughts and text as they grow, then the answer's figures; closing the iterator ends the request.
 
         Args: fields: further fields of the request's body, such as `max_tokens`.
         """
         body = {"model": model, "messages": list(messages), "stream": True, **fields}
         body["stream_options"] = {"include_usage": True}
-        told = _Told()
+        so_far = _AnswerSoFar()
         with closing(self._send("POST", "/v1/chat/completions", again=True, stream=True, json=body)) as response:
             for chunk in self._chunks(response):
                 with self._reading(*OTHER_FORM):
-                    texts = told.take(chunk)
+                    texts = so_far.take(chunk)
                 yield from filter(None, texts)
         with self._reading(*OTHER_FORM):
-            answered = told.answered()
+            answered = so_far.answered()
         yield answered
 
     def _chunks(self, response: httpx2.Response) -> Iterator[Any]:
@@ -97,8 +97,8 @@ class ChatClient(ServerConnection):
 
 
 @dataclass(slots=True)
-class _Told:
-    """What the chunks of one answer have told so far."""
+class _AnswerSoFar:
+    """What the chunks of one answer have said so far."""
 
     began: float = field(default_factory=time.monotonic)
     finish_reason: str | None = None
@@ -118,7 +118,7 @@ class _Told:
         return Thought(thought), text
 
     def answered(self) -> Answered:
-        """Return what the answer came to; its speed by the server's clock, else by ours."""
+        """Return the answer's figures; its speed by the server's clock, else by ours."""
         n_tokens, speed = self.usage.get("completion_tokens"), self.metrics.get("tokens_per_second")
         if speed is None and n_tokens:
             speed = n_tokens / (time.monotonic() - self.began)

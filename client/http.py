@@ -13,7 +13,6 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, ClassVar, NoReturn, Self, TypeVar
 from urllib.parse import quote, urlsplit
 
@@ -23,20 +22,19 @@ from tenacity.wait import wait_exponential_jitter
 
 from ..core import errors
 from ..core.errors import ServiceUnreachable, SettingsError, StoreError, SwiftoptError, safe_url
-from ..core.events import JobState, PromptFinished
-from ..core.jobs import DEFAULT_QUEUE, EventPage, Job, JobEvent, JobList, Verb
-from ..core.requests import TuneRequest
+from ..core.events import JobState, PromptFinished, Tuning, TuningVerb, Way
+from ..core.records import FoundPlan, LayerSetList, LayerSetRecord, ModelInfo, ModelList
+from ..core.requests import DEFAULT_QUEUE, LINES_FROM, EventPage, Job, JobEvent, JobList, TuneRequest, Verb
 from ..core.serialization import Record
 from ..core.streams import stream_lines
-from ..core.traffic import Tuning, TuningVerb, Way
-from ..core.types import Completion, FoundPlan, LayerSetList, LayerSetRecord, ModelInfo, ModelList, Prompt
+from ..core.types import Completion, Prompt
 
 ATTEMPTS = 4  # of a request that may be sent twice
 WAIT_S, MAX_WAIT_S = 0.2, 5.0  # before the second attempt, doubled each time
 SILENCE_S = 60.0  # without even a keep-alive comment the connection counts as broken
 AWAY_S = 120.0  # how long nothing may answer, once something has
 FIRST_S = 3.0  # the same before the first answer
-LIVED_S = 1.0  # a connection that stood so long was an answer, although no event came
+LIVED_S = 1.0  # a connection that was open so long counts as an answer, although no event came
 RETRY_S, MAX_RETRY_S = 0.2, 5.0  # between two tries, doubled each time
 PASSING = (429, 502, 503, 504)  # statuses that may go by themselves
 ERRORS: dict[int, type[SwiftoptError]] = {
@@ -183,7 +181,7 @@ class ServerConnection:
 
 
 class Client(ServerConnection):
-    """Jobs and layer sets of the server at `url` (None: `SWIFTOPT_SERVER_URL`); implements `core.jobs.JobBoard`.
+    """Jobs and layer sets of the server at `url` (None: `SWIFTOPT_SERVER_URL`); implements `core.requests.JobBoard`.
 
     `api_key` None takes `SWIFTOPT_API_KEY`; `timeout` is in seconds, for one request. Requests that may be repeated
     are, a few times, while nothing answers; threads may share a client.
@@ -212,14 +210,13 @@ class Client(ServerConnection):
     ) -> FoundPlan:
         """Return the plan for a model and task, as `Store.lookup`; `engine`: the best one for another engine.
 
-
         Raises: LayerSetNotFound: nothing is stored for them.
         """
         path = f"/v1/layer-sets/{quote(model, safe='')}/{quote(task, safe='')}"
         return self._read(FoundPlan, self._get(path, device=device, dtype=dtype, alias=alias, engine=engine))
 
     def lookup(self, queries: Sequence[Mapping[str, str]]) -> list[FoundPlan | SwiftoptError]:
-        """Return plans for many queries, each with the arguments of `layer_set`; an error stands for itself."""
+        """Return plans for many queries, each with the arguments of `layer_set`; an error where there is none."""
         body = {"queries": [dict(query) for query in queries]}
         answers = self._json("POST", "/v1/layer-sets:lookup", again=True, json=body)
         with self._reading(KeyError, TypeError):
@@ -250,26 +247,26 @@ class Client(ServerConnection):
         idempotency_key: str | None = None,
     ) -> tuple[Job, bool]:
         """Return the job for the request on these prompts, and whether it is new; safe to repeat with the same key."""
-        own = {key: value for key, value in request.to_json().items() if key not in ("task", "out", "limit", "form")}
+        own = {key: value for key, value in request.to_json().items() if key not in LINES_FROM}
         lines = [json.loads(line) for line in stream_lines(prompts).splitlines()]  # each with its task
         body = {**own, "stream": {"prompts": lines}, "queue": queue}
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}  # ours, so that it may be sent again
         response = self._send("POST", "/v1/jobs", again=True, json=body, headers=headers)
-        return self._job(self._parsed(response)), response.status_code == 202
+        return self._read(Job, self._parsed(response)), response.status_code == 202
 
     def get(self, job: str) -> Job:
         """Return one job as it is now."""
-        return self._job(self._get(_path(job)))
+        return self._read(Job, self._get(_path(job)))
 
     def latest(self, state: JobState | None = None, limit: int = 100) -> list[Job]:
         """Return the newest jobs first."""
         found = self._get("/v1/jobs", state=state, limit=limit)
-        return [_with_sets(job) for job in self._read(JobList, found).jobs]
+        return list(self._read(JobList, found).jobs)
 
     def act(self, job: str, verb: Verb) -> Job:
         """Pause, resume, stop, cancel or retry; returns the job as it is then."""
         # a repeated `retry` would meet the job that the first one queued, and be refused
-        return self._job(self._json("POST", _path(job, verb), again=verb != "retry"))
+        return self._read(Job, self._json("POST", _path(job, verb), again=verb != "retry"))
 
     def events(self, job: str, after: int = 0, limit: int = 1000) -> list[JobEvent]:
         """Return what the job reported behind event number `after`, oldest first."""
@@ -277,7 +274,7 @@ class Client(ServerConnection):
         return list(self._read(EventPage, found).events)
 
     def outputs(self, job: str) -> list[PromptFinished]:
-        """Return the finished completions in the order of the stream; which were held out, only the events tell."""
+        """Return the finished completions in the order of the stream; only the events say which were held out."""
         lines = self._send("GET", _path(job, "outputs"), again=True).iter_lines()
         with self._reading(ValueError, KeyError, TypeError):
             found = [json.loads(line) for line in lines if line]
@@ -304,7 +301,7 @@ class Client(ServerConnection):
                         answered, wait, patience = time.monotonic(), RETRY_S, AWAY_S
                         data = json.loads(event.data)
                         if event.event == "end":
-                            yield self._job(data)
+                            yield self._read(Job, data)
                             return
                         number = int(event.id or 0) if event.event != "progress" and (event.id or "").isdigit() else 0
                         after = max(after, number)
@@ -362,17 +359,9 @@ class Client(ServerConnection):
         with self._reading(SwiftoptError):
             return kind.from_json(values)
 
-    def _job(self, values: Any) -> Job:
-        return _with_sets(self._read(Job, values))
-
 
 def _path(job: str, *rest: str) -> str:
     return "/".join(["/v1/jobs", quote(job, safe=""), *rest])
-
-
-def _with_sets(job: Job) -> Job:
-    """Return the job with its id in its layer sets: the exchanged object does not say which job found it."""
-    return replace(job, layer_sets=tuple(replace(record, job=job.id) for record in job.layer_sets))
 
 
 def _checked_url(url: str) -> str:
@@ -406,7 +395,7 @@ _backoff = wait_exponential_jitter(multiplier=WAIT_S, max=MAX_WAIT_S, jitter=WAI
 
 
 def _pause(state: RetryCallState) -> float:
-    """Return seconds until the next attempt: what the server asks for, if it does so within reason."""
+    """Return seconds until the next attempt: what the server asks for, at most `MAX_WAIT_S`."""
     error = state.outcome.exception() if state.outcome else None
     if isinstance(error, RefusedAnswer):
         wanted = error.response.headers.get("retry-after", "")
@@ -416,7 +405,7 @@ def _pause(state: RetryCallState) -> float:
 
 
 def error_of(problem: Mapping[str, Any]) -> SwiftoptError:
-    """Return the error that a problem object stands for: by its type where a class of ours is meant, else by status."""
+    """Return the error of a problem object: by its type where it names a class of ours, else by its status."""
     kind = NAMED.get(str(problem.get("type")).rpartition(":")[2])
     return (kind or ERRORS.get(int(problem.get("status") or 0), SwiftoptError))(_sentence(problem))
 
@@ -424,7 +413,7 @@ def error_of(problem: Mapping[str, Any]) -> SwiftoptError:
 def openai_problem(found: Mapping[str, Any], status: int) -> Mapping[str, Any] | None:
     """Return the problem object for an answer, or a part of a stream, in which OpenAI's form reports an error.
 
-    `status` stands in where the error has no number of its own; None: it reports none.
+    `status` is used where the error has no number of its own; None: it reports none.
     """
     error = found.get("error")
     if not isinstance(error, Mapping):

@@ -1,4 +1,4 @@
-"""What the parts of a model cost on one machine, and what drafts come to by such costs."""
+"""Measured costs of a model's parts on one machine, and the expected speedup of drafts by them."""
 
 from __future__ import annotations
 
@@ -131,8 +131,8 @@ class CostProfile(Record):
 
     def _drafted(self, done: Completion) -> float:
         """Plain passes' times of a completion's drafts: as its drafter estimated, or each step a pass of its set."""
-        if done.reckoned_cost is not None:
-            return max(0.0, done.reckoned_cost - self._verified(done.verified_widths))
+        if done.estimated_cost is not None:
+            return max(0.0, done.estimated_cost - self._verified(done.verified_widths))
         return 0.0 if done.layer_set is None else done.drafted * self.draft_cost(done.layer_set)
 
     def _verified(self, widths: Mapping[int, float]) -> float:
@@ -151,9 +151,9 @@ def expected_of(costs: CostProfile | None, completions: Iterable[Completion]) ->
     """
     tokens, spent = 0, 0.0
     for done in completions:
-        if not done.verified_widths:  # it ended with the token that the prefill gave
+        if not done.verified_widths:  # it ended with the prefill's own token
             continue
-        cost = done.reckoned_cost
+        cost = done.estimated_cost
         if cost is None and costs is not None and done.layer_set is not None:
             cost = costs.passes_of(done.layer_set, done.drafted, done.verified_widths)
         if cost is None:
@@ -164,7 +164,7 @@ def expected_of(costs: CostProfile | None, completions: Iterable[Completion]) ->
 
 
 def _towards(ratio: float, n_passes: float) -> float:
-    """From 1 towards the ratio that so many passes gave; a ratio beyond a half or 2 is the machine's doing."""
+    """From 1 towards the ratio measured over so many passes; a ratio below a half or above 2 is machine noise."""
     share = n_passes / (n_passes + PROFILED_PASSES)
     return 1 + share * (min(2.0, max(0.5, ratio)) - 1)
 

@@ -31,7 +31,12 @@ SwiftoptError                         exit 1
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import TypeVar
 from urllib.parse import urlsplit
+
+T = TypeVar("T")
 
 
 class SwiftoptError(Exception):
@@ -48,117 +53,96 @@ class SwiftoptError(Exception):
 
 
 class InvalidInput(SwiftoptError, ValueError):
-    """Something the caller passed cannot be used."""
-
     exit_code = 2
 
 
-class LayerSetError(InvalidInput):
-    """A layer set is out of range or belongs to another model."""
+class LayerSetError(InvalidInput): ...
 
 
-class SettingsError(InvalidInput):
-    """A setting is unknown or out of its range."""
+class SettingsError(InvalidInput): ...
 
 
-class DeviceMissing(SettingsError):
-    """The device is not on this machine; another one may have it."""
+class DeviceMissing(SettingsError): ...
 
 
-class ShapeError(InvalidInput):
-    """Tensors or tree arrays do not fit together."""
+class ShapeError(InvalidInput): ...
 
 
-class StreamError(InvalidInput):
-    """A stream of prompts has a line that cannot be read."""
+class StreamError(InvalidInput): ...
 
 
-class UnsupportedModel(InvalidInput):
-    """The architecture is not one in which swiftopt can skip sub-layers."""
+class UnsupportedModel(InvalidInput): ...
 
 
-class ContextOverflow(InvalidInput):
-    """Prompt and completion together do not fit the model's context."""
+class ContextOverflow(InvalidInput): ...
 
 
 class NotFound(SwiftoptError, LookupError):
-    """What was asked for does not exist."""
-
     exit_code = 3
 
 
-class ModelNotFound(NotFound):
-    """No alias, folder, file or hub model of that name can be loaded."""
+class ModelNotFound(NotFound): ...
 
 
-class FileNotFound(NotFound):
-    """A file that the caller named does not exist."""
+class FileNotFound(NotFound): ...
 
 
-class StreamNotFound(FileNotFound):
-    """The file with the prompts does not exist."""
+class StreamNotFound(FileNotFound): ...
 
 
-class LayerSetNotFound(NotFound):
-    """Nothing is stored for that model and task."""
+class LayerSetNotFound(NotFound): ...
 
 
-class LearnedNotFound(NotFound):
-    """No heads or no probe are stored for that model and task."""
+class LearnedNotFound(NotFound): ...
 
 
-class StoreError(SwiftoptError):
-    """The database cannot be opened, read or written."""
+class StoreError(SwiftoptError): ...
 
 
-class SchemaTooNew(StoreError):
-    """The database was written by a newer swiftopt."""
+class SchemaTooNew(StoreError): ...
 
 
-class StoreUnavailable(StoreError):
-    """The database cannot be reached just now."""
+class StoreUnavailable(StoreError): ...
 
 
-class OutputError(SwiftoptError):
-    """A result cannot be written."""
+class OutputError(SwiftoptError): ...
 
 
 class JobFailed(SwiftoptError):
-    """A job that was followed ended without a result."""
-
     exit_code = 4
 
 
 class JobCancelled(SwiftoptError):
-    """A job that was followed was cancelled."""
-
     exit_code = 5
 
 
 class ServiceUnreachable(SwiftoptError):
-    """Redis or the API does not answer."""
-
     exit_code = 6
 
 
-class EngineGone(ServiceUnreachable):
-    """The process that decodes with a model is not there: it loads, or it has died."""
+class EngineGone(ServiceUnreachable): ...
 
 
 class Busy(SwiftoptError):
-    """More requests wait than the server lets wait: ask again later."""
-
     exit_code = 6
 
 
 class Conflict(SwiftoptError):
-    """The job is not in a state for that, or was submitted with other values under the same key."""
-
     exit_code = 7
 
 
-class LeaseLost(SwiftoptError):
-    """A write came from an attempt that was replaced, or whose job has ended: stop working on it."""
+class LeaseLost(SwiftoptError): ...
+
+
+def look_up(what: str, name: str, known: Mapping[str, T]) -> T:
+    """Return what the name stands for.
+
+    Raises: SettingsError: there is none of that name; it names the nearest.
+    """
+    if name not in known:
+        nearest = get_close_matches(name, known, n=1, cutoff=0.0)[0]
+        raise SettingsError(f"{what} {name!r} is unknown: use one of {', '.join(known)} (nearest: {nearest})")
+    return known[name]
 
 
 # another way to write a password into a URL

@@ -1,4 +1,4 @@
-"""What a tuning run reports while it goes on: written to the store by the runner, drawn by the terminal."""
+"""What tuning reports: a run's events, kept in the store and drawn by the terminal, and what a served model learns."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from .errors import StoreError, SwiftoptError
+from .records import LayerSetRecord
 from .serialization import Figure, Form, Record
 from .settings import Branching
-from .types import Completion, LayerSet, LayerSetRecord, Prompt, Timings, Trial, Verdict
+from .types import Completion, LayerSet, Prompt, Timings, Trial, Verdict, VerdictWord
 
 JobState = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
 Phase = Literal["load", "profile", "accumulate", "optimise", "accelerate", "verdict"]
@@ -23,25 +24,9 @@ class Reported(Record):
     ERROR: ClassVar[type[SwiftoptError]] = StoreError
 
 
-def _with_job(record: LayerSetRecord) -> dict[str, Any]:
-    return {**record.to_json(), "job": record.job}
-
-
-def _name_and_task(prompt: Prompt) -> dict[str, str]:
-    return {"id": prompt.id, "task": prompt.task}
-
-
-def _nothing(_: Any) -> None:
-    return None
-
-
-def _no_trials(_: Any) -> tuple[Trial, ...]:
-    return ()
-
-
-WITH_JOB = Form(_with_job, dict[str, Any])
-NAMED = Form(_name_and_task, dict[str, str])
-NOT_AGAIN = Form(_nothing, None, _no_trials)  # `TrialsDone` brought them
+WITH_JOB = Form(lambda record: {**record.to_json(), "job": record.job}, dict[str, Any])
+ID_AND_TASK = Form(lambda prompt: {"id": prompt.id, "task": prompt.task}, dict[str, str])
+NOT_AGAIN = Form(lambda trials: None, None, lambda _: ())  # `TrialsDone` brought them
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +120,7 @@ class DraftingChosen(Reported):
 
 @dataclass(frozen=True, slots=True)
 class StreamShifted(Reported):
-    """The text has become another kind, and the search begins anew with `n_known` sets of similar text.
+    """The text has changed its kind, and the search restarts with `n_known` sets of similar text.
 
     `reason` says in words how acceptance changed.
     """
@@ -149,7 +134,7 @@ class StreamShifted(Reported):
 class PromptFinished(Reported):
     """A completion is final; `held_out` ones were decoded for the verdict."""
 
-    prompt: Annotated[Prompt, NAMED]
+    prompt: Annotated[Prompt, ID_AND_TASK]
     index: int
     completion: Completion
     held_out: bool = False
@@ -207,14 +192,9 @@ TYPES: dict[str, type[Any]] = {re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lo
 _NAMES = {kind: name for name, kind in TYPES.items()}
 
 
-def event_type(event: Event) -> str:
-    """Return the event's name: prompt_finished, trials_done ..."""
-    return event_type_of(type(event))
-
-
-def event_type_of(kind: type[Event]) -> str:
-    """Return the name of that kind of events."""
-    return _NAMES[kind]
+def event_type(event: Event | type[Event]) -> str:
+    """Return the name of an event, or of a kind of events: prompt_finished, trials_done ..."""
+    return _NAMES[event if isinstance(event, type) else type(event)]
 
 
 def event_from_json(name: str, values: Mapping[str, Any]) -> Event:
@@ -245,9 +225,9 @@ def state_words(event: StateChanged) -> str:
     """Return a job's new state in words; what made it fail is said by the error at the end."""
     if event.state == "queued" and event.detail:
         return f"queued again: {event.detail}"
-    told = event.detail if event.state in ("running", "paused", "cancelled") else ""
+    detail = event.detail if event.state in ("running", "paused", "cancelled") else ""
     again = f"(attempt {event.attempt})" if event.state == "running" and event.attempt > 1 else ""
-    return " ".join(filter(None, (event.state, told, again)))
+    return " ".join(filter(None, (event.state, detail, again)))
 
 
 def event_line(event: Event, n_prompts: int = 0) -> str | None:
@@ -295,3 +275,84 @@ def event_line(event: Event, n_prompts: int = 0) -> str | None:
 
 def _figure(value: float | None, digits: int = 2) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
+
+
+# --- what a served model learns: the object of `GET /v1/tuning`
+
+Way = Literal["best", "plain"]  # what a task can be pinned to
+TuningVerb = Literal["pause", "resume", "pin"]
+
+
+@dataclass(frozen=True, slots=True)
+class SearchStatus(Record):
+    """What a search has cost, how well the set in use drafts (matchness, once it was scored), and why it has ended.
+
+    `share` is its part of the seconds spent decoding; `latest` the candidate that was tried last.
+    """
+
+    trials: int
+    seconds: float
+    share: float = 0.0
+    matchness: float | None = None
+    ended: str | None = None
+    latest: Trial | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShiftStatus(Record):
+    """How often a task's text has become another kind, the latest time's reason, and the request it was noticed at."""
+
+    n: int = 0
+    latest: str | None = None
+    at_request: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TaskTuning(Record):
+    """One task of a served model: the way in use, the verdict on its drafts, its requests and its search.
+
+    `since` is when the way in use became that, in seconds since 1970.
+    `version` is of the stored plan in use; `ratio` and its `interval` are plain seconds / drafted seconds, over the
+    latest `pairs` of timings, as are the tokens per second of both; `seconds` were spent decoding its `requests`, of
+    them `compared_s` on rounds of the way that is not in use, to compare; `saved_s` is what plain decoding would have
+    taken longer, by the ratio that was known at each request.
+    """
+
+    task: str
+    in_use: Literal["drafts", "plain"]
+    since: float
+    verdict: VerdictWord
+    version: int | None
+    pinned: Way | None
+    layer_set: LayerSet
+    pairs: int
+    ratio: float | None
+    interval: tuple[float, float] | None
+    shifts: ShiftStatus
+    requests: int
+    tokens: int
+    seconds: float
+    compared_s: float
+    saved_s: float
+    plain_tok_s: float | None
+    drafted_tok_s: float | None
+    search: SearchStatus
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTuning(Record):
+    """The tasks of one model; `unavailable` says why its engine cannot tell."""
+
+    paused: bool = False
+    tasks: tuple[TaskTuning, ...] = ()
+    unavailable: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning(Record):
+    """By model: what is in use, what is being tried, what that costs, and what it has brought."""
+
+    SCHEMA: ClassVar = "swiftopt.tuning/1"
+    ERROR: ClassVar = StoreError
+
+    models: Mapping[str, ModelTuning]

@@ -1,20 +1,23 @@
-"""What a caller asks for: the values behind `swiftopt tune`, `generate`, `compare` and `serve`, whoever runs them."""
+"""What callers ask for, `swiftopt tune`, `generate`, `compare` and `serve` among them, and the jobs that do it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
-from .errors import SettingsError
+from .errors import SettingsError, StoreError
+from .events import JobState, PromptFinished
+from .records import LayerSetRecord
 from .serialization import Record, Settings, count
 from .settings import SwiftSettings, TuningSettings
 from .streams import StreamForm
-from .types import LayerSetRecord, Sampling
+from .types import Prompt, Sampling
 
-Speed = Literal[
-    "auto", "exact", "native", "eager", "onednn", "compiled", "graphs", "compiled+graphs"
-]  # how a runtime computes: models.loading.at_speed
+# How a runtime computes, see `models.loading.at_speed`.
+Speed = Literal["auto", "exact", "native", "eager", "onednn", "compiled", "graphs", "compiled+graphs"]
 MAX_NEW_TOKENS = 128  # tokens per completion, unless the caller or the stream's line says otherwise
 
 BASE = "plain"  # the method that a comparison measures the others against
@@ -86,7 +89,7 @@ class CompareRequest(ModelRequest):
     """Compare `methods` on the same prompts; `plain`, which the others are measured against, always runs.
 
     `methods` are names of `decoding.methods` or PEERS; `settings`, by method, replace defaults; `task` names the plan
-    (None: the stream's task, or "default" where it holds several). The methods of `presets`, names of `core.presets`,
+    (None: the stream's task, or "default" where it holds several). The methods of `presets`, names of `core.settings`,
     run with the presets' settings, and what they need is made by the preset, whatever is stored. Every prompt is
     decoded `samples` times, with seeds of their own. `keep` stores the report, the plan and what had to be made.
     """
@@ -111,13 +114,13 @@ class CompareRequest(ModelRequest):
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest(Settings):
-    """One completion of a served model, as the HTTP process asks the model's engine for it.
+    """One completion of a served model, as the HTTP process requests it from the model's engine.
 
     The prompt is `token_ids`, else `messages` for the chat template, with `tools` and the template's own `template`
-    values, else `text`; `echo` has it told as well. `task` None: the one whose prompts lie nearest; `method` overrules
-    the plan, `version` names a stored one; without `learn` nothing is tried on it; `max_new_tokens` None: as many as
-    the context has room for, 0: the prompt is only read; `logprobs`: of each token, with so many alternatives, None:
-    not wanted; with `trace` text is told with where its tokens came from; `json_schema` is what the text keeps to;
+    values, else `text`; with `echo` the answer begins with it. `task` None: the one with the nearest prompts; `method`
+    overrules the plan, `version` names a stored one; without `learn` nothing is tried on it; `max_new_tokens` None: as
+    many as the context has room for, 0: the prompt is only read; `logprobs`: of each token, with so many alternatives,
+    None: not wanted; with `trace` the answer names the source of each token; `json_schema` constrains the text;
     `prediction` is text that is expected. Only requests of one `salt` share what was read of a prompt.
     """
 
@@ -165,3 +168,178 @@ class ServedModel(Record):
     memory: int | None = None
     tune: bool = True
     keep_prompts: str | None = None
+
+
+# --- jobs, as the queue, its workers, the API and the terminal see them
+#
+# queued ──claim──▶ running ──▶ succeeded | failed | cancelled
+#   ▲  ▲              │  │
+#   │  └─ hand back, ─┘  └─pause─▶ paused ──resume──▶ queued
+#   │     lost worker, error with attempts left
+#   └──────────── retry of a failed or cancelled job
+
+JobKind = Literal["tune", "noop"]  # a no-op measures the queue itself and needs no torch
+Verb = Literal["pause", "resume", "stop", "cancel", "retry"]
+Wanted = Literal["pause", "stop"]  # what a running job is asked to do at its next step
+
+Promotion = Literal["always", "if none", "never"]  # when look-ups find a new set: if none, where they found none before
+
+STATES: tuple[JobState, ...] = get_args(JobState)
+VERBS: tuple[Verb, ...] = get_args(Verb)
+END_STATES: tuple[JobState, ...] = ("succeeded", "failed", "cancelled")
+UNFINISHED: tuple[JobState, ...] = ("queued", "running", "paused")
+
+DEFAULT_QUEUE = "default"
+# Fields of a request that its lines, which are sent beside it, were made by.
+LINES_FROM = ("stream", "form", "out", "task", "limit")
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to write for a job, as long as this attempt is its latest and the job runs."""
+
+    job: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """One attempt on its way to a worker of `queue`."""
+
+    job: str
+    attempt: int
+    queue: str
+
+    @property
+    def id(self) -> str:
+        """Its name in the queue: every attempt has its own."""
+        return f"{self.job}-a{self.attempt}"
+
+
+@dataclass(frozen=True, slots=True)
+class Job(Record):
+    """A job's row. `queue` None: it runs in the process that began it, and no worker may take it.
+
+    `attempt` is the one that is queued or running; `request` is `TuneRequest.to_json()`; `progress` the latest figures,
+    as in the event of that name; times are UTC, ISO 8601. `n_outputs` counts finished completions; `layer_sets` are
+    what the job stored, one per task.
+    """
+
+    SCHEMA: ClassVar = "swiftopt.job/1"
+    ERROR: ClassVar = StoreError
+
+    id: str
+    kind: JobKind
+    state: JobState
+    queue: str | None
+    attempt: int
+    fingerprint: str
+    request: Mapping[str, Any]
+    stream: str | None = None
+    wanted: Wanted | None = None
+    worker: str | None = None
+    error: str | None = None
+    progress: Mapping[str, Any] | None = None
+    n_prompts: int = 0
+    n_outputs: int = 0
+    layer_sets: tuple[LayerSetRecord, ...] = ()
+    created_at: str = ""
+    started_at: str | None = None
+    finished_at: str | None = None
+
+    def __post_init__(self) -> None:
+        sets = tuple(replace(record, job=self.id) for record in self.layer_sets)  # their JSON does not say so
+        object.__setattr__(self, "layer_sets", sets)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has ended and nothing but `retry` changes it any more."""
+        return self.state in END_STATES
+
+    @property
+    def model(self) -> str:
+        """The model's name, as shown to users."""
+        return str(self.request.get("model", ""))
+
+
+@dataclass(frozen=True, slots=True)
+class JobEvent(Record):
+    """An event as stored: `id` rises with time, `data` is the event's JSON object."""
+
+    id: int
+    type: str
+    data: Mapping[str, Any]
+    created_at: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """What is submitted. `lines` is the stream as JSON Lines, every line with its task; `stream` its SHA-256."""
+
+    kind: JobKind
+    queue: str | None
+    request: Mapping[str, Any] = field(default_factory=dict)
+    stream: str | None = None
+    lines: str | None = None
+    n_prompts: int = 0
+    idempotency_key: str | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex SHA-256 over what decides the result; two unfinished jobs never share one."""
+        values = {key: value for key, value in self.request.items() if key not in LINES_FROM}
+        return hashlib.sha256(
+            json.dumps([self.kind, self.queue, values, self.stream], sort_keys=True).encode()
+        ).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class JobList(Record):
+    """Jobs, newest first."""
+
+    SCHEMA: ClassVar = "swiftopt.jobs-list/1"
+    ERROR: ClassVar = StoreError
+
+    jobs: tuple[Job, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EventPage(Record):
+    """Events of a job; ask again for those behind `next_after`."""
+
+    SCHEMA: ClassVar = "swiftopt.events/1"
+    ERROR: ClassVar = StoreError
+
+    events: tuple[JobEvent, ...]
+    next_after: int
+
+
+class JobBoard(Protocol):
+    """Where jobs are submitted, seen and steered: the database and queue themselves, or a server over HTTP.
+
+    Raises: NotFound, Conflict, StoreError, ServiceUnreachable: as the place has it.
+    """
+
+    def submit(
+        self,
+        request: TuneRequest,
+        prompts: Sequence[Prompt],
+        queue: str = DEFAULT_QUEUE,
+        idempotency_key: str | None = None,
+    ) -> tuple[Job, bool]:
+        """The job for the request on these prompts, and whether it is new."""
+
+    def get(self, job: str) -> Job:
+        """One job as it is now."""
+
+    def latest(self, state: JobState | None = None, limit: int = 100) -> list[Job]:
+        """The newest jobs first."""
+
+    def act(self, job: str, verb: Verb) -> Job:
+        """Pause, resume, stop, cancel or retry; the job as it is then."""
+
+    def events(self, job: str, after: int = 0, limit: int = 1000) -> list[JobEvent]:
+        """What the job reported behind event number `after`, oldest first."""
+
+    def outputs(self, job: str) -> list[PromptFinished]:
+        """The finished completions in the order of the stream."""

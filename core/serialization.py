@@ -1,6 +1,6 @@
 """Records to JSON and back, derived from their annotations by pydantic, which is loaded when a record is first used so.
 
-A record is a frozen dataclass that inherits from `Record`. What its annotations do not say stands in a field's metadata
+A record is a frozen dataclass that inherits from `Record`. What its annotations do not say is in a field's metadata
 (`ge`, `le`, `exclude`, `description`: the arguments of `pydantic.Field`), in one of the forms below, or in the class
 variables of `Record`.
 """
@@ -30,7 +30,7 @@ WORDS = {  # ours for pydantic's
     "a valid boolean": "true or false",
     "a valid (list|tuple|set|frozenset)": "a list",
     "a valid dictionary( or (object to|instance of) .*)?|a dictionary or an instance of .*": "an object",
-    "(string|list) should have (at (least|most) \\d+ \\w+).*": r"use \2",
+    "(string|list|tuple) should have (at (least|most) \\d+ \\w+).*": r"use \2",
     r"string should match pattern '\^\[\^/.*": "use a text without '/' and control characters",
     r"string should match pattern '\^\[\^.*": "use a text without control characters",
     "use (?=greater|less)": "use a number ",
@@ -50,7 +50,7 @@ class Record:
     __pydantic_config__: ClassVar[Any] = {"extra": "ignore", "serialize_by_alias": True}
 
     SCHEMA: ClassVar[str] = ""  # written as the key `schema`, and required when read
-    FLAT: ClassVar[str] = ""  # a field whose own keys stand in the record's object
+    FLAT: ClassVar[str] = ""  # a field whose own keys are part of the record's object
     COMPUTED: ClassVar[tuple[str, ...]] = ()  # properties that are written, too
     COMPLETE: ClassVar[bool] = False  # refuse an object that lacks a key, though its field has a default
     ERROR: ClassVar[type[SwiftoptError]] = InvalidInput  # what `from_json` raises
@@ -152,11 +152,9 @@ class Settings(Record):
         choices = _choices(kind)
         for field in dataclasses.fields(kind):
             value, known = getattr(self, field.name), choices.get(field.name)
-            if known is not None and value not in known:
-                words = " or ".join(map(str, known))
-                raise SettingsError(f"{field.name} {value} is out of range: use {words}", field.name)
-            if value is not None and not _in_range(value, field.metadata):
-                words = _range_words(field.metadata)
+            fits = value in known if known else value is None or _in_range(value, field.metadata)
+            if not fits:
+                words = " or ".join(map(str, known)) if known else _range_words(field.metadata)
                 raise SettingsError(f"{field.name} {value} is out of range: use {words}", field.name)
 
 
@@ -194,18 +192,13 @@ def _choices(kind: type[Any]) -> dict[str, tuple[Any, ...]]:
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
 
-def unchanged(values: Any) -> Any:
-    """Return the values as they are."""
-    return values
-
-
 @dataclass(frozen=True)
 class Form:
     """A field's form in JSON where pydantic's own is not it; `written` annotates what `write` returns."""
 
     write: Callable[[Any], Any]
     written: Any
-    read: Callable[[Any], Any] = unchanged
+    read: Callable[[Any], Any] | None = None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         from pydantic_core import core_schema
@@ -213,10 +206,12 @@ class Form:
         written = core_schema.plain_serializer_function_ser_schema(
             self.write, return_schema=handler.generate_schema(self.written)
         )
-        return core_schema.no_info_before_validator_function(self.read, handler(source), serialization=written)
+        return core_schema.no_info_before_validator_function(
+            self.read or (lambda values: values), handler(source), serialization=written
+        )
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        if handler.mode == "validation" and self.read is not unchanged:
+        if handler.mode == "validation" and self.read is not None:
             return adapter(self.written).json_schema()  # what is written is what can be read
         return handler(schema)
 

@@ -1,14 +1,15 @@
-"""What can be set: SWIFT's settings, each default once (SWIFT appendix B.2), the weight formats of drafts, threads."""
+"""What can be set: SWIFT's settings, each default once (SWIFT appendix B.2), presets, weight formats, threads."""
 
 from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
-from .errors import LayerSetError, SettingsError
+from .errors import LayerSetError, SettingsError, look_up
 from .serialization import LARGEST, Settings, count, ranged, share
 
 # weight formats that parts of a draft can have beside the model's own; activations stay as they are
@@ -17,7 +18,7 @@ GROUP = 128  # weights that share a scale in "int4"; "int4-64" and "int4-32" nam
 # Other engines, as `export --to`, `tune --engine` and look-ups name them.
 EngineName = Literal["transformers", "llamacpp", "vllm", "openvino", "sglang", "tensorrt-llm"]
 ENGINES: tuple[str, ...] = get_args(EngineName)
-AUTO = "auto"  # in settings: the one that measured time and agreement with the model speak for
+AUTO = "auto"  # in settings: chosen by measured time and agreement with the model
 STORED: Final = "stored"  # the model's own weights, where a wider entry of `LayerSet.formats` says otherwise
 
 _PART = re.compile(r"(attn|mlp)(:\d+)?|head")
@@ -35,7 +36,7 @@ LARGE_MODEL_PARAMETERS = 30_000_000_000  # from here on (the paper's 34B and 70B
 
 @dataclass(frozen=True, slots=True)
 class SwiftSettings(Settings):
-    """Everything that SWIFT can be told; the defaults are those of appendix B.2.
+    """All settings of SWIFT; the defaults are those of appendix B.2.
 
     The three switches of the paper's ablation (Table 8) are `early_stop`, `dynamic_verification` and `optimise`.
 
@@ -115,6 +116,89 @@ class TuningSettings(SwiftSettings):
 def candidates_at(branching: Branching, confidence: float) -> int:
     """k: how many top candidates a draft position of that confidence offers (SWIFT 4.2)."""
     return next((k for bound, k in branching if confidence <= bound), branching[-1][1])
+
+
+# --- papers' methods with each of their numbers and nothing of ours mixed in: `--preset`
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """How a paper decodes: by `method`, with `settings` in place of its defaults; `source` is their place in papers.
+
+    `making` are settings by which what the method needs is made: of `TuningSettings` where that is searched while
+    decoding (`is_tuned`), else of `HeadSettings`, of `ProbeSettings` or of Self-SD's search.
+    """
+
+    method: str
+    source: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    making: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether its layer set is searched while a stream is decoded."""
+        return self.method == "swift"
+
+    @property
+    def tuning(self) -> dict[str, Any]:
+        """Every value of `TuningSettings` by name, of a preset that `is_tuned`."""
+        return {**asdict(SwiftSettings()), **self.settings, **self.making}
+
+
+# What SWIFT leaves to its published code: which window is scored, one candidate a round, the highest score is used, and
+# how the Gaussian process proposes.
+_SEARCH = {
+    "strategy": "published",
+    "objective": "matchness",
+    "adoption": "highest",
+    "window_at": "first",
+    "candidates": 1,
+    "deterministic": True,
+}
+# Heads at a quarter, half and three quarters of the depth: behind layers 8, 16 and 24 of 32.
+_HEADS = {"learning_rate": 5e-3, "batch": 128, "warm_up": 0.03, "shares": (0.25, 0.5, 0.75)}
+
+PRESETS: Mapping[str, Preset] = {
+    "swift": Preset("swift", "SWIFT 4, B.2, C.2", {"sampled": True}, _SEARCH),
+    "swift-code": Preset(
+        "swift",
+        "SWIFT's published code",
+        {"sampled": True, "branching": ((0.5, 10), (0.8, 8), (0.95, 5), (1.0, 3))},
+        _SEARCH,
+    ),
+    "self-sd": Preset(
+        "self-sd",
+        "AdaDecode B, C.1",
+        {"stop_threshold": 0.6, "max_draft_length": 12},
+        {"max_steps": 200, "n_prompts": 4, "uniform_starts": False},
+    ),
+    "adadecode": Preset(
+        "adadecode",
+        "AdaDecode 2, D",
+        {"early_threshold": 0.75, "max_early": 5},
+        {"epochs": 100, **_HEADS},
+    ),
+    "paradecode": Preset(
+        "paradecode",
+        "ParaDecode 2, 4.3, C",
+        {"early_threshold": 0.0},
+        {"epochs": 50, **_HEADS},
+    ),
+    "mtad": Preset(
+        "mtad",
+        "MTAD 3.2, F",
+        {"beam_width": 4, "draft_length": 4, "top_k": 10, "top_p": 0.9, "acceptance_threshold": 0.5},
+    ),
+    "adaspeed": Preset("adaspeed", "AdaSPEED II, III, A"),
+}
+
+
+def preset_of(name: str) -> Preset:
+    """Find a preset, as `look_up`."""
+    return look_up("preset", name, PRESETS)
+
+
+# --- formats of weights, and threads
 
 
 def group_size(name: str, width: int) -> int | None:

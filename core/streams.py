@@ -14,19 +14,21 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import islice
+from json import JSONDecodeError
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Annotated, Any, BinaryIO, ClassVar, Literal
 
 import platformdirs
 
 from .errors import OutputError, SettingsError, StreamError, StreamNotFound
-from .serialization import Settings, count
+from .serialization import Form, Record, Settings, count, ranged
 from .templates import JUDGES, template_of
-from .types import DEFAULT_TASK, Completion, Prompt
+from .types import DEFAULT_TASK, Completion, Prompt, check_task
 
 STDIN = "-"
 LEARNED_ON = 32  # prompts behind a limit that brief searches and trainings look at
@@ -34,7 +36,68 @@ FIELDS = ("prompt", "messages", "question", "turns")  # a line has exactly one o
 IDS = ("id", "task_id", "qid")  # fields of data sets that name a row
 PACKED = ".gz"
 ADDED = ("stop", "reference", "sample")  # fields of prompts that streams of earlier versions lack
-ROLES = ("system", "developer", "user", "assistant", "tool")
+EXAMPLE = '{"prompt": "..."}'
+EMPTY_STOP = "a stop string is empty, and would end every completion at once: leave it out"
+
+
+def encodable(value: Any) -> Any:
+    """Return a text, or what is none; ValueError: it is a text that UTF-8 or a database cannot hold."""
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError("the text holds a NUL character: delete it")
+    if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+        raise ValueError("the text holds half of a surrogate pair, which is no text: delete that character")
+    return value
+
+
+def _not_blank(value: Any) -> Any:
+    if isinstance(value, str) and not value.strip():
+        raise ValueError("the text is empty: write one or delete the line")
+    return encodable(value)
+
+
+def _id_text(value: Any) -> Any:
+    return str(value) if type(value) is int else encodable(value)
+
+
+def _several(value: Any) -> Any:
+    if value is not None and not isinstance(value, str | list):
+        raise ValueError("use a text or a list of texts")
+    return [value] if isinstance(value, str) else value or []
+
+
+def _reference(value: Any) -> dict[str, str]:
+    """Read what the line of a job says of a row; a field of that name in someone's own stream may be anything else."""
+    if not isinstance(value, dict) or value.get("judge") not in JUDGES:
+        return {}
+    return {str(name): encodable(str(text)) for name, text in value.items()}
+
+
+Text = Annotated[str, Form(str, str, _not_blank)]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTurn(Record):
+    """A message of a line."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLine(Record):
+    """What a line of a stream may say; it has exactly one of `FIELDS`. Other keys are ignored."""
+
+    ERROR: ClassVar = StreamError
+
+    prompt: Text | None = None
+    messages: tuple[ChatTurn, ...] | None = field(default=None, metadata={"min_length": 1})
+    question: Text | None = None
+    turns: tuple[Text, ...] | None = field(default=None, metadata={"min_length": 1})
+    id: Annotated[str, Form(str, str, _id_text)] | None = None
+    task: Any = None
+    max_new_tokens: int | None = ranged(None, ge=1)
+    stop: Annotated[tuple[Annotated[str, Form(str, str, encodable)], ...], Form(list, list[str], _several)] = ()
+    reference: Annotated[Mapping[str, str], Form(dict, dict[str, str], _reference)] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +119,7 @@ class StreamForm(Settings):
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
         if "" in self.stop:
-            raise SettingsError("a stop string is empty, and would end every completion at once: leave it out", "stop")
+            raise SettingsError(EMPTY_STOP, "stop")
         if self.template is not None:
             template_of(self.template)
         elif self.shots is not None:
@@ -77,16 +140,11 @@ def read_stream(
     """
     if limit is not None and limit < 1:
         raise SettingsError(f"limit {limit} is out of range: use 1 or more")
-    form = form or StreamForm()
     where = "standard input" if path == STDIN else path
     stem = Path(path.removesuffix(PACKED)).stem
     task = default_task if default_task is not None else (DEFAULT_TASK if path == STDIN else stem)
     with _opened(path) as source:
-        if form.template is None:
-            prompts = parse_stream(source, where, task, limit)
-        else:
-            prompts = _rows(source, where, task, limit, form)
-    return [replace(prompt, stop=(*prompt.stop, *form.stop)) for prompt in prompts] if form.stop else prompts
+        return parse_stream(source, where, task, limit, form)
 
 
 def read_with_others(
@@ -98,58 +156,42 @@ def read_with_others(
         return prompts, []
     try:
         return prompts, read_stream(path, default_task, limit + LEARNED_ON, form)[len(prompts) :]
-    except StreamError:  # in a line that nobody asked for
+    except StreamError:  # in a line behind the limit
         return prompts, []
 
 
-def _rows(source: Iterable[bytes], where: str, task: str, limit: int | None, form: StreamForm) -> list[Prompt]:
-    """The rows of a data set as prompts, those behind the ones that serve as examples."""
-    assert form.template is not None
-    template, examples, prompts = template_of(form.template), list[str](), list[Prompt]()
-    shots = template.shots if form.shots is None else form.shots
-    _check_task(task, "the task")
-    for number, line in enumerate(_text_lines(source, where), start=1):
-        if not line.strip():
-            continue
-        at = f"{where} line {number}"
-        row = _object(line, at)
-        if len(examples) < shots:
-            examples.append(template.example(row, at))
-            continue
-        text = _text("".join(examples) + template.asked(row, at), "the prompt", at)
-        known = next((row[name] for name in IDS if name in row), None)
-        prompts.append(
-            Prompt(
-                _line_id(known, number, at),
-                task,
-                text,
-                stop=template.stop,
-                reference=template.reference(row, at),
-            )
-        )
-        if len(prompts) == limit:
-            break
-    if not prompts:
-        raise StreamError(f"{where} holds no row behind its first {shots}, the examples: lower --shots or add rows")
-    return prompts
-
-
-def parse_stream(source: Iterable[bytes], where: str, task: str, limit: int | None = None) -> list[Prompt]:
+def parse_stream(
+    source: Iterable[bytes], where: str, task: str, limit: int | None = None, form: StreamForm | None = None
+) -> list[Prompt]:
     """The prompts of JSON Lines, as `read_stream`; `where` names their origin in errors.
 
     Raises: StreamError: there is no prompt, or a line is none.
     """
-    _check_task(task, "the task")
-    prompts: list[Prompt] = []
-    for number, line in enumerate(_text_lines(source, where), start=1):
-        if not line.strip():
-            continue
-        prompts.append(_prompt(line, number, task, f"{where} line {number}"))
-        if len(prompts) == limit:
-            break
+    form = form or StreamForm()
+    check_task(task, "the task", StreamError)
+    numbered = enumerate(_text_lines(source, where), start=1)
+    lines = ((number, f"{where} line {number}", line) for number, line in numbered if line.strip())
+    if form.template is None:
+        found: Iterable[Prompt] = (_prompt(_object(line, at), number, task, at) for number, at, line in lines)
+        nothing = f"no prompt: write one JSON object per line, such as {EXAMPLE}"
+    else:
+        shots = template_of(form.template).shots if form.shots is None else form.shots
+        found = _rows(lines, task, form.template, shots)
+        nothing = f"no row behind its first {shots}, the examples: lower --shots or add rows"
+    prompts = [replace(prompt, stop=(*prompt.stop, *form.stop)) for prompt in islice(found, limit)]
     if not prompts:
-        raise StreamError(f"{where} holds no prompt: write one JSON object per line, such as {_example()}")
+        raise StreamError(f"{where} holds {nothing}")
     return prompts
+
+
+def _rows(lines: Iterable[tuple[int, str, str]], task: str, template: str, shots: int) -> Iterator[Prompt]:
+    """The rows of a data set as prompts, those behind the `shots` that serve as examples."""
+    its, rows = template_of(template), ((number, at, _object(line, at)) for number, at, line in lines)
+    examples = "".join(its.example(row, at) for _, at, row in islice(rows, shots))
+    for number, at, row in rows:
+        known = next((row[name] for name in IDS if name in row), None)
+        prompt = _prompt({"prompt": examples + its.asked(row, at), "id": known}, number, task, at)
+        yield replace(prompt, stop=its.stop, reference=its.reference(row, at))
 
 
 def stream_lines(prompts: Iterable[Prompt]) -> str:
@@ -174,8 +216,11 @@ def raw_prompt(text: str, task: str, where: str) -> Prompt:
 
     Raises: StreamError: it is no text, or the task is no name.
     """
-    _check_task(task, "the task")
-    return Prompt(id="1", task=task, text=_text(text, "the prompt", where))
+    check_task(task, "the task", StreamError)
+    try:
+        return Prompt("1", task, _not_blank(text))
+    except ValueError as error:
+        raise StreamError(f"{where}: {error}") from error
 
 
 def stream_sha256(prompts: Iterable[Prompt]) -> str:
@@ -232,150 +277,51 @@ def _nearest_file(target: Path) -> str:
 
 def _text_lines(source: Iterable[bytes], where: str) -> Iterator[str]:
     """Lines split at newlines only (JSON strings may hold other Unicode separators), without a byte-order mark."""
-    lines = iter(source)
-    number = 0
-    while True:
-        number += 1
-        try:
-            raw = next(lines, None)
-        except OSError as error:
-            raise StreamError(f"{where} cannot be read to its end ({error.strerror}): check the file") from error
-        if raw is None:
-            return
-        try:
-            text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise StreamError(f"{where} line {number} is not UTF-8 text: save the stream as JSON Lines") from error
-        if "\0" in text:
-            raise StreamError(f"{where} line {number} holds binary data: save the stream as JSON Lines in UTF-8")
-        yield text
+    try:
+        for number, raw in enumerate(source, start=1):
+            try:
+                text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise StreamError(f"{where} line {number} is not UTF-8 text: save the stream as JSON Lines") from error
+            if "\0" in text:
+                raise StreamError(f"{where} line {number} holds binary data: save the stream as JSON Lines in UTF-8")
+            yield text
+    except OSError as error:
+        raise StreamError(f"{where} cannot be read to its end ({error.strerror}): check the file") from error
 
 
-def _prompt(line: str, number: int, task: str, at: str) -> Prompt:
-    values = _object(line, at)
+def _prompt(values: Mapping[str, Any], number: int, task: str, at: str) -> Prompt:
     given = [name for name in FIELDS if values.get(name) is not None]
     if not given:
         raise StreamError(f"{at} has none of the fields {', '.join(FIELDS)}: give it one of them")
     if len(given) > 1:
         raise StreamError(f"{at} has {' and '.join(repr(name) for name in given)}: keep only one of them")
-    own_task = values.get("task")
-    if own_task is not None:
-        _check_task(own_task, f"{at}: the task")
-    field = given[0]
+    line = StreamLine.from_json(values, at)
+    if line.task is not None:
+        check_task(line.task, f"{at}: the task", StreamError)
+    if "" in line.stop:
+        raise StreamError(f"{at}: {EMPTY_STOP}")
     return Prompt(
-        id=_line_id(values.get("id"), number, at),
-        task=task if own_task is None else own_task,
-        text=_text(values["prompt"], "'prompt'", at) if field == "prompt" else None,
-        messages=_messages(values["messages"], at) if field == "messages" else (),
-        turns=_turns(values, field, at) if field in ("question", "turns") else (),
-        max_new_tokens=_max_new_tokens(values.get("max_new_tokens"), at),
-        stop=_stop(values.get("stop"), at),
-        reference=_reference(values.get("reference"), at),
+        id=str(number) if line.id is None else line.id,
+        task=task if line.task is None else line.task,
+        text=line.prompt,
+        messages=tuple({"role": each.role, "content": each.content} for each in line.messages or ()),
+        turns=(line.question,) if line.question is not None else line.turns or (),
+        max_new_tokens=line.max_new_tokens,
+        stop=line.stop,
+        reference=line.reference,
     )
-
-
-def _stop(value: Any, at: str) -> tuple[str, ...]:
-    strings = () if value is None else (value,) if isinstance(value, str) else value
-    if not isinstance(strings, list | tuple) or not all(isinstance(each, str) and each for each in strings):
-        raise StreamError(f"{at}: 'stop' is {json.dumps(value)}, expected a text or a list of texts")
-    return tuple(_encodable(each, "'stop'", at) for each in strings)
-
-
-def _reference(value: Any, at: str) -> Mapping[str, str]:
-    """Read what the line of a job says of a row; a field of that name in someone's own stream may be anything else."""
-    if not isinstance(value, dict) or value.get("judge") not in JUDGES:
-        return {}
-    return {str(name): _encodable(str(text), "'reference'", at) for name, text in value.items()}
 
 
 def _object(line: str, at: str) -> Mapping[str, Any]:
     try:
         values = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise StreamError(
-            f"{at} is not valid JSON ({error.msg.removesuffix(' at')}, column {error.colno}): expected {_example()}"
-        ) from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of nested lists
-        raise StreamError(f"{at} cannot be read as JSON ({error}): expected {_example()}") from error
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, thousands of nested lists
+        what = f"{error.msg.removesuffix(' at')}, column {error.colno}" if isinstance(error, JSONDecodeError) else error
+        raise StreamError(f"{at} is not valid JSON ({what}): expected {EXAMPLE}") from error
     if not isinstance(values, dict):
-        raise StreamError(f"{at} holds {_kind(values)}: expected one JSON object per line, such as {_example()}")
+        raise StreamError(f"{at} is no JSON object: write one per line, such as {EXAMPLE}")
     return values
-
-
-def _text(value: Any, what: str, at: str) -> str:
-    if not isinstance(value, str):
-        raise StreamError(f"{at}: {what} is {_kind(value)}, expected a string")
-    if not value.strip():
-        raise StreamError(f"{at}: {what} is empty: write a text or delete the line")
-    return _encodable(value, what, at)
-
-
-def _encodable(value: str, what: str, at: str) -> str:
-    if "\0" in value:
-        raise StreamError(f"{at}: {what} holds a NUL character, which no text has: delete it")
-    if any("\ud800" <= character <= "\udfff" for character in value):
-        raise StreamError(f"{at}: {what} holds half of a surrogate pair, which is no text: delete that character")
-    return value
-
-
-def _turns(values: Mapping[str, Any], field: str, at: str) -> tuple[str, ...]:
-    if field == "question":
-        return (_text(values["question"], "'question'", at),)
-    return tuple(_text(turn, f"turn {i}", at) for i, turn in enumerate(_items(values["turns"], "turns", at), start=1))
-
-
-def _messages(value: Any, at: str) -> tuple[Mapping[str, str], ...]:
-    found = []
-    for i, message in enumerate(_items(value, "messages", at), start=1):
-        if not isinstance(message, dict):
-            raise StreamError(f"{at}: message {i} is {_kind(message)}, expected an object with 'role' and 'content'")
-        role = message.get("role")
-        if role not in ROLES:
-            raise StreamError(f"{at}: message {i} has the role {role!r}, expected one of {', '.join(ROLES)}")
-        found.append({"role": role, "content": _text(message.get("content"), f"the content of message {i}", at)})
-    return tuple(found)
-
-
-def _items(value: Any, field: str, at: str) -> Sequence[Any]:
-    if not isinstance(value, list):
-        raise StreamError(f"{at}: {field!r} is {_kind(value)}, expected a list")
-    if not value:
-        raise StreamError(f"{at}: {field!r} is empty: write at least one entry or delete the line")
-    return value
-
-
-def _max_new_tokens(value: Any, at: str) -> int | None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise StreamError(f"{at}: 'max_new_tokens' is {json.dumps(value)}, expected a whole number of 1 or more")
-    return value
-
-
-def _line_id(value: Any, number: int, at: str) -> str:
-    if value is None:
-        return str(number)
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise StreamError(f"{at}: 'id' is {_kind(value)}, expected a string or a whole number")
-    return _encodable(str(value), "'id'", at)
-
-
-def _check_task(task: Any, what: str) -> None:
-    if not isinstance(task, str) or not task.strip():
-        raise StreamError(f"{what} {json.dumps(task)} is no name: use a word such as 'code'")
-    if "/" in task:
-        raise StreamError(
-            f"{what} {task!r} holds a '/', which parts model from task in MODEL/TASK: use another character"
-        )
-    if not task.isprintable():  # a line break, or half of a surrogate pair
-        raise StreamError(f"{what} {task!r} holds a character that cannot be shown: use a word such as 'code'")
-
-
-def _kind(value: Any) -> str:
-    kinds = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    return kinds.get(type(value), "a number")
-
-
-def _example() -> str:
-    return '{"prompt": "..."}'
 
 
 # --- files of completions

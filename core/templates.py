@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
-from .errors import SettingsError, StreamError
+from .errors import StreamError, look_up
 
 Judge = Literal["code", "number", "match", "summary"]  # how `tasks.quality` compares an answer with its reference
 
@@ -25,6 +24,8 @@ class Template:
     Examples are a question and its answer each; `shots` of them come before the question by default. `words` cuts the
     question's fields after so many words. `references` are what `judge` compares with, by name. A completion ends
     before one of `stop`, or after `max_new_tokens` where the caller names no length.
+
+    Raises: StreamError: in every method, where the row lacks a field.
     """
 
     question: str
@@ -37,24 +38,15 @@ class Template:
     words: int | None = None
 
     def asked(self, row: Mapping[str, Any], where: str) -> str:
-        """Return the question of a row.
-
-        Raises: StreamError: the row lacks a field.
-        """
+        """Return the question of a row."""
         return _filled(self.question, self._cut(row), where)
 
     def example(self, row: Mapping[str, Any], where: str) -> str:
-        """Return question and answer of a row, as an example for others.
-
-        Raises: StreamError: the row lacks a field.
-        """
+        """Return question and answer of a row, as an example for others."""
         return self.asked(row, where) + _STEPS.sub("", _filled(self.answer, row, where))
 
     def reference(self, row: Mapping[str, Any], where: str) -> dict[str, str]:
-        """Return what an answer to the row is judged by; empty where nothing judges it.
-
-        Raises: StreamError: the row lacks a field.
-        """
+        """Return what an answer to the row is judged by; empty where nothing judges it."""
         if self.judge is None:
             return {}
         return {"judge": self.judge, **{name: _filled(text, row, where) for name, text in self.references.items()}}
@@ -132,14 +124,8 @@ TEMPLATES: Mapping[str, Template] = {
 
 
 def template_of(name: str) -> Template:
-    """Find a template.
-
-    Raises: SettingsError: there is none of that name; names the nearest.
-    """
-    if name not in TEMPLATES:
-        nearest = get_close_matches(name, TEMPLATES, n=1, cutoff=0.0)[0]
-        raise SettingsError(f"template {name!r} is unknown: use one of {', '.join(TEMPLATES)} (nearest: {nearest})")
-    return TEMPLATES[name]
+    """Find a template, as `look_up`."""
+    return look_up("template", name, TEMPLATES)
 
 
 def _filled(text: str, row: Mapping[str, Any], where: str) -> str:

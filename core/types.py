@@ -21,28 +21,24 @@ Source: SWIFT (arXiv:2410.06916), sections 3-4, appendix B.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from datetime import UTC, datetime
 from operator import add
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from .errors import FileNotFound, LayerSetError, SettingsError, StoreError
+from .errors import InvalidInput, LayerSetError, SettingsError
 from .serialization import BY_NUMBER, LARGEST, SORTED, Figure, Form, Record, Settings, count, ranged, share
 from .settings import STORED, check_formats
 
 SubLayer = tuple[Literal["attn", "mlp"], int]
 FinishReason = Literal["stop", "length", "stop_string"]
 VerdictWord = Literal["use", "plain", "unmeasured"]
-LearnedKind = Literal["heads", "probe"]
 
 DEFAULT_TASK = "default"  # of prompts and layer sets that name none
 
 NOT_WRITTEN: Any = {"exclude": True}  # metadata of a field that JSON leaves out
-A_NAME: Any = {"min_length": 1}
 WHERE_ANY: Any = {"exclude_if": lambda n: not n}  # of a count that JSON leaves out where it is 0
 
 
@@ -51,22 +47,14 @@ def now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _as_pairs(values: Any) -> Any:
-    return tuple(values.items()) if isinstance(values, Mapping) else values
-
-
-def _biases_as_object(biases: Sequence[tuple[int, float]]) -> dict[str, float]:
-    return {str(token_id): bias for token_id, bias in biases}
-
-
-def _biases_as_pairs(values: Any) -> Any:
+def _read_biases(values: Any) -> Any:
     if not isinstance(values, Mapping):
         raise ValueError("use an object of numbers by token id")
     return tuple((int(key) if str(key).isdecimal() else key, bias) for key, bias in values.items())
 
 
-AS_OBJECT = Form(dict, dict[str, str], _as_pairs)  # of pairs
-BY_TOKEN = Form(_biases_as_object, dict[str, float], _biases_as_pairs)  # of pairs, the first of each a token id
+AS_OBJECT = Form(dict, dict[str, str], lambda values: tuple(values.items()) if isinstance(values, Mapping) else values)
+BY_TOKEN = Form(lambda pairs: {str(token_id): bias for token_id, bias in pairs}, dict[str, float], _read_biases)
 MOST_BIAS = 100.0  # of a token's logit, either way
 
 
@@ -301,19 +289,18 @@ BY_PART = Form(seconds_by_part, dict[str, float], _with_unit)
 
 @dataclass(frozen=True, slots=True)
 class Completion(Record):
-    """What one prompt came to, with the counts that α and M are made of.
+    """The completion of a prompt, with the counts behind α and M.
 
     `target_passes` are the passes of the full model after the prefill; `first_tokens` (0 or 1) came from the
     prefill itself. `drafted` counts draft steps, `accepted` those whose position was accepted (a hit side leaf is
     one), `accepted_per_position[i]` the rounds in which draft step i was, `refused` the rounds in which the target
     contradicted a draft (what was drafted behind that token is thrown away unjudged). `verified_widths` counts the
-    passes per number of rows that the target checked. `prefill_s` is part of `timings.other_s`. `reckoned_cost` is what
-    the rounds cost by measured prices, in plain passes, where the drafter decides by such. `n_cached` tokens of the
-    prompt had been read by an earlier request. `lossy` says that the
-    method does not promise the target's own output; `exact` that the output is plain decoding's bit by bit: the method
-    is lossless, and the kernels compute a row alike whatever rows are beside it. `accepted_prediction` and
-    `rejected_prediction` count the drafted tokens that came from the request's prediction. `by_draft_length[k][j]` are
-    the rounds that accepted j of k draft steps.
+    passes per number of rows that the target checked. `prefill_s` is part of `timings.other_s`. `estimated_cost` is
+    what the rounds cost by measured prices, in plain passes, where the drafter decides by such. `n_cached` tokens of
+    the prompt had been read by an earlier request. `lossy` says that the method does not promise the target's own
+    output; `exact` that the output is plain decoding's bit by bit: the method is lossless, and the kernels compute a
+    row alike whatever rows are beside it. `accepted_prediction` and `rejected_prediction` count the drafted tokens
+    that came from the request's prediction. `by_draft_length[k][j]` are the rounds that accepted j of k draft steps.
     """
 
     COMPUTED: ClassVar = ("n_tokens", "acceptance_rate", "mean_generated_length")
@@ -336,7 +323,7 @@ class Completion(Record):
     lossy: bool = False
     exact: bool = False
     refused: int = 0
-    reckoned_cost: float | None = None
+    estimated_cost: float | None = field(default=None, metadata={"alias": "reckoned_cost"})  # its key in JSON stays
     accepted_prediction: int = field(default=0, metadata=WHERE_ANY)
     rejected_prediction: int = field(default=0, metadata=WHERE_ANY)
     n_cached: int = field(default=0, metadata=WHERE_ANY)
@@ -394,238 +381,7 @@ class Verdict(Record):
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelInfo(Record):
-    """What the store must know of a model so that look-ups need no torch."""
-
-    fingerprint: str
-    architecture: str
-    n_layers: int
-    n_parameters: int
-    names: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSetRecord(Record):
-    """A stored layer set with its figures and provenance: the object of the CLI, the API and the export file.
-
-    `version` is given by the store; None before it is stored. Figures are None where nothing was measured (an imported
-    set). `evidence` is what the verdict was made of: of each text plain decoding's tokens and seconds, and those with
-    the set. `prompt_state`, see `core.prompt_states`, is for the store: those who ask it get the known sets instead.
-    """
-
-    SCHEMA: ClassVar = "swiftopt.layer-set/1"
-    FLAT: ClassVar = "layer_set"
-    COMPUTED: ClassVar = ("quantised", "skip_ratio")
-    ERROR: ClassVar = LayerSetError
-
-    model: str = field(metadata=A_NAME)
-    task: str = field(metadata=A_NAME)
-    layer_set: LayerSet
-    fingerprint: str | None = field(default=None, metadata=A_NAME)
-    matchness: float | None = None
-    acceptance_rate: float | None = None
-    mean_generated_length: float | None = None
-    expected_speedup: float | None = None
-    measured_speedup: float | None = None
-    measured_interval: tuple[float, float] | None = None
-    verdict: VerdictWord = "unmeasured"
-    device: str | None = field(default=None, metadata=A_NAME)
-    dtype: str | None = field(default=None, metadata=A_NAME)
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    stream_sha256: str | None = None
-    swiftopt_version: str = ""
-    created_at: str = ""
-    version: int | None = field(default=None, metadata={"exclude_if": lambda version: version is None})
-    job: str | None = field(default=None, metadata=NOT_WRITTEN)
-    evidence: tuple[tuple[int, float, int, float], ...] = field(
-        default=(), repr=False, compare=False, metadata=NOT_WRITTEN
-    )
-    prompt_state: tuple[float, ...] | None = field(default=None, repr=False, compare=False, metadata=NOT_WRITTEN)
-
-    @classmethod
-    def adapt(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return `values` without what is null, and with the task "default" where there is none."""
-        return {"task": DEFAULT_TASK, **{key: value for key, value in values.items() if value is not None}}
-
-    @classmethod
-    def load(cls, path: Path) -> LayerSetRecord:
-        """Return the layer set of an exported file, without the version that another store gave it.
-
-        Raises: FileNotFound: no such file. LayerSetError: it holds no layer set.
-        """
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            hint = "export one with `swiftopt layers export`"
-            raise FileNotFound(f"there is no layer-set file {path}: {hint}") from error
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise LayerSetError(f"{path} cannot be read as JSON: {error}") from error
-        return cls.unstored(values, str(path))
-
-    @classmethod
-    def unstored(cls, values: Any, where: str) -> LayerSetRecord:
-        """Return the exchanged object as a set that no store has given a version yet.
-
-        Raises: LayerSetError: it is none, or its task could not be called that in MODEL/TASK.
-        """
-        record = cls.from_json(values, where)
-        check_task(record.task, where)
-        return replace(record, version=None, job=None)
-
-    @property
-    def quantised(self) -> dict[str, str]:
-        """Return formats by part, as in `LayerSet.formats`."""
-        return dict(self.layer_set.formats)
-
-    @property
-    def skip_ratio(self) -> float:
-        """Return r, rounded."""
-        return round(self.layer_set.skip_ratio, 4)
-
-    @property
-    def found_for(self) -> Literal["swift", "adaptive"]:
-        """The method whose search found it; sets from elsewhere count as SWIFT's."""
-        return "adaptive" if self.settings.get("method") == "adaptive" else "swift"
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSetList(Record):
-    """Stored layer sets, newest first."""
-
-    SCHEMA: ClassVar = "swiftopt.layer-sets/1"
-    ERROR: ClassVar = StoreError
-
-    layer_sets: tuple[LayerSetRecord, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelList(Record):
-    """Models that were loaded once, and every name that a look-up knows."""
-
-    SCHEMA: ClassVar = "swiftopt.stored-models/1"
-    ERROR: ClassVar = StoreError
-
-    models: tuple[ModelInfo, ...]
-    names: tuple[str, ...]
-
-
-def check_task(task: str, where: str) -> None:
-    """Raises: LayerSetError: no task could be called that in MODEL/TASK; `where` names its origin."""
-    if not task.strip() or "/" in task or not task.isprintable():
-        raise LayerSetError(f"{where}: task {task!r} is no name: use a word without '/', such as 'code'")
-
-
-@dataclass(frozen=True, slots=True)
-class LearnedRecord(Record):
-    """Trained heads or a trained probe; `version` is given by the store, counted per model, task and kind.
-
-    `depths` are the layers run before each head, or the probe's one depth; `figures` what training measured (final
-    loss, agreement with the last layer, seconds, tokens); `curve` pairs of (step, loss) for the picture. The weights
-    are stored apart.
-    """
-
-    SCHEMA: ClassVar = "swiftopt.learned/1"
-
-    kind: LearnedKind
-    model: str
-    task: str
-    fingerprint: str
-    depths: tuple[int, ...]
-    n_parameters: int
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    figures: Mapping[str, Figure] = field(default_factory=dict)
-    curve: tuple[tuple[int, float], ...] = field(default=(), metadata=NOT_WRITTEN)
-    stream_sha256: str | None = None
-    swiftopt_version: str = ""
-    created_at: str = ""
-    version: int | None = None
-
-
-AS_FOUND: Mapping[str, Any] = {"draft_format": STORED}  # settings of a plan whose set names all formats itself
-
-
-@dataclass(frozen=True, slots=True)
-class Plan(Record):
-    """How to decode for a model and task: a method of `decoding.methods`, and what it needs.
-
-    `learned` are the heads or the probe that the method reads; `draft_model` the name of the smaller model that drafts
-    (None: the target without the layer set's sub-layers, where the method drafts with a model). The figures are those
-    of the comparison or the verdict that made the plan. `engine` is the other engine that it is for, whose settings
-    `settings` then are; None: swiftopt itself.
-    """
-
-    method: str
-    layer_set: LayerSetRecord | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    verdict: VerdictWord = "unmeasured"
-    learned: LearnedRecord | None = None
-    draft_model: str | None = None
-    measured_speedup: float | None = None
-    measured_interval: tuple[float, float] | None = None
-    device: str | None = field(default=None, metadata=NOT_WRITTEN)
-    dtype: str | None = field(default=None, metadata=NOT_WRITTEN)
-    engine: str | None = field(default=None, metadata={"exclude_if": lambda engine: engine is None})
-
-    @property
-    def usual_alias(self) -> str:
-        """Return what look-ups ask for to find such plans: `best`, or the name of the engine that they are for."""
-        return self.engine or "best"
-
-
-@dataclass(frozen=True, slots=True)
-class FoundPlan(Record):
-    """A look-up's answer; `fallback` says in words what differs from what was asked, None for an exact hit.
-
-    `alias` None: the version itself was asked for.
-    """
-
-    SCHEMA: ClassVar = "swiftopt.plan/1"
-    FLAT: ClassVar = "plan"
-    ERROR: ClassVar = StoreError
-
-    plan: Plan
-    version: int
-    alias: str | None
-    fallback: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PlanVersion:
-    """A stored plan among the versions of its model and task.
-
-    `names` are the model's, the shortest first, its fingerprint last where it is known. `best_for` lists the device,
-    dtype and time since which its usual alias means this version there. `created_at` None: the time is not stored.
-    """
-
-    names: tuple[str, ...]
-    fingerprint: str | None
-    task: str
-    version: int
-    plan: Plan
-    created_at: str | None
-    best_for: tuple[tuple[str | None, str | None, str], ...] = ()
-
-    @property
-    def model(self) -> str:
-        """Return the name to look it up by."""
-        return self.names[0]
-
-    @property
-    def own_set(self) -> LayerSetRecord | None:
-        """Return the layer set that the plan was stored with; None where it took one over, or needs none."""
-        record = self.plan.layer_set
-        mine = record is not None and (record.version, record.task) == (self.version, self.task)
-        return record if mine else None
-
-
-@dataclass(frozen=True, slots=True)
-class AliasMove:
-    """An alias has come to mean a version; `taken_back` by a later rollback, or itself what such a rollback did."""
-
-    version: int
-    device: str | None
-    dtype: str | None
-    created_at: str
-    is_rollback: bool
-    taken_back: bool
+def check_task(task: Any, what: str, error: type[InvalidInput] = LayerSetError) -> None:
+    """Raises: `error`: no task could be called that in MODEL/TASK; `what` names it."""
+    if not isinstance(task, str) or not task.strip() or "/" in task or not task.isprintable():
+        raise error(f"{what} {task!r} is no name: use a word without '/', such as 'code'")

@@ -19,8 +19,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..core.costs import CostProfile
 from ..core.errors import InvalidInput, SettingsError
+from ..core.records import LayerSetRecord, ModelInfo
 from ..core.settings import STORED, SwiftSettings
-from ..core.types import Completion, FinishReason, LayerSet, LayerSetRecord, ModelInfo, Sampling
+from ..core.types import Completion, FinishReason, LayerSet, Sampling
 from ..models.costs import SMALLEST_BUCKET, measure_costs, with_formats
 from ..models.loading import at_speed
 from ..models.quantised import QuantisedCopies

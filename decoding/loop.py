@@ -180,7 +180,7 @@ def _completion(context: Context, method: Method, ending: Ending, finish: Finish
         accepted_per_position=tuple(tally.per_position),
         by_draft_length={n: tuple(rounds) for n, rounds in sorted(tally.by_draft_length.items())},
         refused=tally.refused,
-        reckoned_cost=tally.estimated,
+        estimated_cost=tally.estimated,
         accepted_prediction=tally.accepted_prediction,
         rejected_prediction=tally.rejected_prediction,
         n_cached=tally.n_cached,

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import FileNotFound, InvalidInput
-from ..core.types import FoundPlan, Plan, Verdict
+from ..core.records import FoundPlan, Plan
+from ..core.types import Verdict
 from ..optimizer.verdict import Timed, judge
 from ..store import Store
 

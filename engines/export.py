@@ -18,8 +18,9 @@ from typing import Any, Literal
 
 from ..core.costs import CostProfile
 from ..core.errors import InvalidInput, LayerSetError, OutputError, UnsupportedModel
+from ..core.records import FoundPlan, LayerSetRecord
 from ..core.settings import FORMATS, SwiftSettings
-from ..core.types import FoundPlan, LayerSet, LayerSetRecord, Prompt, Trial
+from ..core.types import LayerSet, Prompt, Trial
 from ..models.fingerprint import fingerprint
 from ..models.gguf_weights import stored_type, write_gguf
 from ..models.loading import load

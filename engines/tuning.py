@@ -18,8 +18,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ..core.errors import InvalidInput, LayerSetNotFound, SwiftoptError
+from ..core.records import FoundPlan, ModelInfo, Plan
 from ..core.settings import EngineName, n_threads
-from ..core.types import FoundPlan, ModelInfo, Plan, Prompt, Verdict
+from ..core.types import Prompt, Verdict
 from ..models.costs import device_name
 from ..models.fingerprint import fingerprint
 from ..models.gguf_weights import gguf_of, stored_type

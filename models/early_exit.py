@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from ..core.errors import InvalidInput
-from ..core.types import LearnedKind, LearnedRecord
+from ..core.records import LearnedKind, LearnedRecord
 from .buffer import KVBuffer
 from .rows import Pass, Rows
 from .runtime import Runtime

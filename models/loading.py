@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import ModelNotFound, SettingsError, SwiftoptError
+from ..core.records import ModelInfo
 from ..core.requests import Speed
 from ..core.settings import n_threads
-from ..core.types import ModelInfo
 from .blocks import EAGER, Block, LayerFunctions, PackedLinear, onednn_linear, onednn_weight
 from .buffer import free_bytes
 from .coded import CodedLinear

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import ContextOverflow, InvalidInput, LayerSetError, SettingsError, UnsupportedModel
-from ..core.types import LayerSet, ModelInfo
+from ..core.records import ModelInfo
+from ..core.types import LayerSet
 from .blocks import Block, RotaryTables, submodule
 from .buffer import KVBuffer
 from .families import context_limit, family_of, windows_of

@@ -12,7 +12,7 @@ from math import sqrt
 from operator import mul
 from typing import Annotated, Any, ClassVar
 
-from ..core.prompt_states import KnownSet, State, nearest, packed, single, unit, unpacked
+from ..core.records import KnownSet, State, nearest, packed, single, unit, unpacked
 from ..core.serialization import Form, Record
 from ..core.types import NOT_WRITTEN, Completion, LayerSet
 

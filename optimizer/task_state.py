@@ -12,9 +12,9 @@ from pydantic import TypeAdapter
 from ..core.costs import CostProfile
 from ..core.errors import LayerSetError, SettingsError
 from ..core.events import Progress, StreamShifted, TaskFinished
-from ..core.prompt_states import KnownSet
+from ..core.records import KnownSet, LayerSetRecord
 from ..core.settings import SwiftSettings
-from ..core.types import Completion, LayerSet, LayerSetRecord, Prompt, Timings, Trial, Verdict
+from ..core.types import Completion, LayerSet, Prompt, Timings, Trial, Verdict
 from ..decoding.context import Context, ResumePoint
 from ..decoding.loop import Prefilled, Round
 from ..decoding.session import n_turns

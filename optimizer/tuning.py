@@ -17,7 +17,7 @@ from ..core.events import (
     TaskFinished,
     TrialsDone,
 )
-from ..core.prompt_states import KnownSet
+from ..core.records import KnownSet
 from ..core.settings import SwiftSettings
 from ..core.types import LayerSet, Prompt, Trial, Verdict
 from ..decoding.draft_models import SkippedTarget

@@ -20,8 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from ..core.errors import SettingsError
-from ..core.jobs import JobBoard
-from ..core.requests import ServedModel
+from ..core.requests import JobBoard, ServedModel
 from ..store import Store
 from ..worker.queue import JobService, Reconciler, RedisQueue
 from .dashboard import jobs, overview, plans, playground, searches

@@ -24,8 +24,8 @@ from prometheus_client.registry import Collector
 
 from ..core import errors
 from ..core.errors import Busy, EngineGone, ModelNotFound, SwiftoptError
+from ..core.events import ModelTuning, TaskTuning
 from ..core.requests import ServedModel
-from ..core.traffic import ModelTuning, TaskTuning
 from ..core.types import Completion, Timings
 
 LONGEST_LINE = 1 << 28  # bytes of one event

@@ -27,11 +27,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from ..core.errors import NotFound, SettingsError, StoreUnavailable, StreamError, StreamNotFound
 from ..core.events import JobState
-from ..core.jobs import DEFAULT_QUEUE, EventPage, Job, JobBoard, JobList, Verb
-from ..core.presets import PRESETS
-from ..core.requests import MAX_NEW_TOKENS, Speed, TuneRequest
+from ..core.requests import DEFAULT_QUEUE, MAX_NEW_TOKENS, EventPage, Job, JobBoard, JobList, Speed, TuneRequest, Verb
 from ..core.serialization import LARGEST
-from ..core.settings import TuningSettings
+from ..core.settings import PRESETS, TuningSettings
 from ..core.streams import output_line, parse_stream, stream_lines, stream_sha256
 from ..core.types import DEFAULT_TASK, Prompt, Sampling
 from ..models.sources import DTYPES

@@ -21,8 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
 from ..core.errors import NotFound
+from ..core.records import FoundPlan, LayerSetList, ModelList
 from ..core.settings import EngineName
-from ..core.types import FoundPlan, LayerSetList, ModelList
 from ..store import Store
 from .problems import MEDIA_TYPE, Problem, as_problem, kind_of
 from .state import Depth, Shared, Strict, Word

@@ -21,8 +21,8 @@ from pydantic import BaseModel, Field
 from starlette.responses import JSONResponse, Response
 
 from ..core.errors import EngineGone, InvalidInput, ServiceUnreachable, StoreError
-from ..core.jobs import DEFAULT_QUEUE, STATES
-from ..core.traffic import ModelTuning, Tuning, TuningVerb, Way
+from ..core.events import ModelTuning, Tuning, TuningVerb, Way
+from ..core.requests import DEFAULT_QUEUE, STATES
 from ..store import Store
 from ..worker.queue import RedisQueue
 from .engines import EngineProcess

@@ -14,7 +14,7 @@ from fastapi import Depends, Request
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from sse_starlette import ServerSentEvent
 
-from ..core.jobs import JobBoard
+from ..core.requests import JobBoard
 from ..store import Store
 from ..worker.queue import RedisQueue
 from .engines import Engines

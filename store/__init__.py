@@ -1,8 +1,7 @@
 """Layer sets, plans, trials, cost profiles and jobs in SQL; rows never leave this package."""
 
 from .database import as_url, default_url
-from .published import import_file
 from .store import LEASE_S, Jobs, Store
 from .transitions import Claim
 
-__all__ = ["LEASE_S", "Claim", "Jobs", "Store", "as_url", "default_url", "import_file"]
+__all__ = ["LEASE_S", "Claim", "Jobs", "Store", "as_url", "default_url"]

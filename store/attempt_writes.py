@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 
 from ..core.errors import LeaseLost
 from ..core.events import Event, PromptFinished, TaskFinished, TrialsDone
-from ..core.jobs import Lease, Promotion, Wanted
+from ..core.requests import Lease, Promotion, Wanted
 from .database import clock_s
 from .jobs import Count, add_counts, at_attempt, completion_counts, report, storable
 from .plans import add_version, has_best, offer

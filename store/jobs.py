@@ -12,9 +12,10 @@ from sqlalchemy import ColumnElement, and_, func, select
 from sqlalchemy.orm import Session
 
 from ..core.errors import LayerSetError, NotFound, StoreError
-from ..core.events import Event, JobState, PromptFinished, TaskFinished, event_from_json, event_type, event_type_of
-from ..core.jobs import STATES, Job, JobEvent, JobKind, Lease
-from ..core.types import Completion, LayerSetRecord, now
+from ..core.events import Event, JobState, PromptFinished, TaskFinished, event_from_json, event_type
+from ..core.records import LayerSetRecord
+from ..core.requests import STATES, Job, JobEvent, JobKind, Lease
+from ..core.types import Completion, now
 from .database import clock_s, insert
 from .rows import layer_set_record, to_record
 from .tables import CounterRow, EventRow, JobRow, LayerSetRow, OutputRow, StreamRow
@@ -94,14 +95,14 @@ def evidence(session: Session, job: str, task: str) -> tuple[TaskFinished | None
 
     Raises: StoreError: an event was changed by hand.
     """
-    ends = select(EventRow).where(EventRow.job_id == job, EventRow.type == event_type_of(TaskFinished))
+    ends = select(EventRow).where(EventRow.job_id == job, EventRow.type == event_type(TaskFinished))
     found = [(row.id, event_from_json(row.type, row.data)) for row in session.scalars(ends.order_by(EventRow.id))]
     mine = [(at, end) for at, end in found if isinstance(end, TaskFinished) and end.task == task]
     if not mine:
         return None, []
     at, finished = mine[-1]
     # A task's held-out prompts are decoded last, right before its end.
-    before = select(EventRow).where(EventRow.job_id == job, EventRow.type == event_type_of(PromptFinished))
+    before = select(EventRow).where(EventRow.job_id == job, EventRow.type == event_type(PromptFinished))
     rows = session.scalars(before.where(EventRow.id < at).order_by(EventRow.id.desc()).limit(MOST_HELD_OUT))
     prompts = [event for row in rows if isinstance(event := event_from_json(row.type, row.data), PromptFinished)]
     held_out = takewhile(lambda event: event.held_out and event.prompt.task == task, prompts)

@@ -8,7 +8,8 @@ from sqlalchemy import ColumnElement, Select, and_, bindparam, delete, func, sel
 from sqlalchemy.orm import Session
 
 from ..core.errors import LayerSetError, StoreError
-from ..core.types import LayerSetRecord, ModelInfo, now
+from ..core.records import LayerSetRecord, ModelInfo
+from ..core.types import now
 from .rows import to_record
 from .tables import ComparisonRow, LayerSetRow, LearnedRow, ModelRow, MoveRow, NameRow, OfTask, PlanRow
 

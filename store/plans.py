@@ -14,18 +14,9 @@ from sqlalchemy import bindparam, select
 from sqlalchemy.orm import Session, aliased, undefer
 
 from ..core.errors import InvalidInput, LayerSetError, LayerSetNotFound, StoreError
-from ..core.prompt_states import KnownSet, unpacked
+from ..core.records import AS_FOUND, AliasMove, FoundPlan, KnownSet, LayerSetRecord, Plan, PlanVersion, unpacked
 from ..core.settings import ENGINES
-from ..core.types import (
-    AS_FOUND,
-    DEFAULT_TASK,
-    AliasMove,
-    FoundPlan,
-    LayerSetRecord,
-    Plan,
-    PlanVersion,
-    now,
-)
+from ..core.types import DEFAULT_TASK, now
 from .names import find_model, known_model, lock, model_for, names_of, newest, next_version, of
 from .results import find_row
 from .rows import found_plan, layer_set_record, layer_set_row, to_row

@@ -11,7 +11,8 @@ from sqlalchemy.orm import Session
 
 from ..core.costs import CostProfile
 from ..core.errors import LayerSetError, LearnedNotFound, StoreError
-from ..core.types import DEFAULT_TASK, LayerSet, LearnedKind, LearnedRecord, Trial, now
+from ..core.records import LearnedKind, LearnedRecord
+from ..core.types import DEFAULT_TASK, LayerSet, Trial, now
 from . import rows
 from .names import by_fingerprint, known_model, lock, newest, next_version, of
 from .tables import ComparisonRow, CostProfileRow, JobRow, LearnedRow, TrialRow, WeightsRow

@@ -9,8 +9,8 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from ..core.costs import CostProfile
-from ..core.prompt_states import packed
-from ..core.types import FoundPlan, LayerSet, LayerSetRecord, LearnedRecord, Plan, Trial, now
+from ..core.records import FoundPlan, LayerSetRecord, LearnedRecord, Plan, packed
+from ..core.types import LayerSet, Trial, now
 from .tables import Base, CostProfileRow, LayerSetRow, LearnedRow, ModelRow, PlanRow, TrialRow
 
 Row = TypeVar("Row", bound=Base)

@@ -9,7 +9,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 
-from ..core.jobs import Lease
+from ..core.requests import Lease
 from . import attempt_writes, jobs, names, plans, results, transitions
 from .database import Transactions, as_url, default_url, shown
 from .migrations import SchemaState, connect_at_head, revision

@@ -195,7 +195,7 @@ class Measured:
 class LayerSetRow(OfTask, Measured, Base):
     """An immutable version of a model's set for a task.
 
-    `model` is the name under which it was stored; `prompt_state` where its prompts lie, see `core.prompt_states`.
+    `model` is the name under which it was stored; `prompt_state` where its prompts lie, see `core.records`.
     """
 
     __tablename__ = "swiftopt_layer_sets"

@@ -19,7 +19,7 @@ from sqlalchemy.orm import Session, defer
 
 from ..core.errors import Conflict, StoreError
 from ..core.events import JobState, StateChanged
-from ..core.jobs import DEFAULT_QUEUE, END_STATES, UNFINISHED, Delivery, Job, JobKind, JobSpec, Lease, Verb
+from ..core.requests import DEFAULT_QUEUE, END_STATES, UNFINISHED, Delivery, Job, JobKind, JobSpec, Lease, Verb
 from ..core.types import Trial, now
 from .database import clock_s, insert
 from .jobs import at_attempt, check, count, find, report, save_stream, storable, to_jobs

@@ -10,8 +10,8 @@ import torch
 
 from .. import __version__
 from ..core.errors import SwiftoptError
-from ..core.presets import Preset, preset_of
 from ..core.requests import BASE, PEERS, CompareRequest, GenerateRequest
+from ..core.settings import Preset, preset_of
 from ..core.types import DEFAULT_TASK, Prompt, now
 from ..decoding.draft_models import OtherModel
 from ..decoding.hf import hf_generate

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..core.errors import InvalidInput, LayerSetNotFound, NotFound
+from ..core.records import FoundPlan, LayerSetRecord, Plan
 from ..core.requests import GenerateRequest
-from ..core.types import Completion, FoundPlan, LayerSetRecord, Plan, Prompt, TokenLogprob, TracedToken, VerdictWord
+from ..core.types import Completion, Prompt, TokenLogprob, TracedToken, VerdictWord
 from ..decoding.engine import Work, intercept, side_by_side
 from ..decoding.loop import Prefilled, Round
 from ..decoding.methods import PLAIN, Method, build, method_info

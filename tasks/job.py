@@ -12,8 +12,7 @@ from typing import TypeVar
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from ..core.errors import LeaseLost, StoreError, StoreUnavailable
-from ..core.jobs import JobSpec, Lease, Wanted
-from ..core.requests import TuneRequest
+from ..core.requests import JobSpec, Lease, TuneRequest, Wanted
 from ..core.streams import stream_lines, stream_sha256
 from ..core.types import Prompt
 from ..store import Jobs

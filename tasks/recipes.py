@@ -16,10 +16,10 @@ from typing import Any
 from .. import __version__
 from ..core.costs import CostProfile
 from ..core.errors import LayerSetError, LayerSetNotFound, LearnedNotFound
-from ..core.presets import Preset
+from ..core.records import AS_FOUND, LayerSetRecord, LearnedKind, LearnedRecord
 from ..core.requests import GenerateRequest, ModelRequest
-from ..core.settings import SwiftSettings
-from ..core.types import AS_FOUND, DEFAULT_TASK, LayerSet, LayerSetRecord, LearnedKind, LearnedRecord, Prompt, now
+from ..core.settings import Preset, SwiftSettings
+from ..core.types import DEFAULT_TASK, LayerSet, Prompt, now
 from ..decoding.engine import side_by_side
 from ..decoding.loop import Round
 from ..decoding.methods import Resources, method_info

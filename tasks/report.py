@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import LayerSetNotFound
+from ..core.records import FoundPlan, Plan
 from ..core.requests import BASE
 from ..core.serialization import Record
-from ..core.types import Completion, FoundPlan, Plan
+from ..core.types import Completion
 from ..decoding.methods import METHODS
 from ..optimizer.verdict import Array, bootstrap_interval, resampled, speed, speed_ratio
 from ..store import Store

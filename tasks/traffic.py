@@ -23,11 +23,10 @@ from typing import Any, TypeVar
 
 from ..core.costs import CostProfile
 from ..core.errors import LayerSetNotFound, StoreError
-from ..core.events import TrialsDone
-from ..core.prompt_states import KnownSet, single, unit
+from ..core.events import ModelTuning, SearchStatus, ShiftStatus, TaskTuning, TrialsDone, TuningVerb, Way
+from ..core.records import FoundPlan, KnownSet, LayerSetRecord, single, unit
 from ..core.settings import SwiftSettings, TuningSettings
-from ..core.traffic import ModelTuning, SearchStatus, ShiftStatus, TaskTuning, TuningVerb, Way
-from ..core.types import DEFAULT_TASK, Completion, FoundPlan, LayerSet, LayerSetRecord, Prompt, Verdict, VerdictWord
+from ..core.types import DEFAULT_TASK, Completion, LayerSet, Prompt, Verdict, VerdictWord
 from ..decoding.context import Context
 from ..decoding.draft import Draft, Drafter, Outcome
 from ..decoding.engine import PassGenerator, Work, intercept

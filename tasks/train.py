@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import __version__
+from ..core.records import LearnedRecord
 from ..core.streams import stream_sha256
-from ..core.types import LearnedRecord, Prompt, now
+from ..core.types import Prompt, now
 from ..models.early_exit import learned_to_bytes, n_parameters
 from ..models.loading import load
 from ..models.runtime import Runtime

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 from ..core.costs import CostProfile
 from ..core.errors import JobCancelled, JobFailed, LeaseLost, SettingsError, SwiftoptError
 from ..core.events import Event, PhaseChanged, Progress, PromptFinished, TaskFinished, TrialsDone
-from ..core.jobs import Promotion, Wanted
-from ..core.requests import TuneRequest
+from ..core.requests import Promotion, TuneRequest, Wanted
 from ..core.settings import AUTO, SwiftSettings
 from ..core.streams import LineWriter, default_output, read_stream
 from ..core.types import Prompt

@@ -20,7 +20,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from swiftopt.core.types import ModelInfo
+from swiftopt.core.records import ModelInfo
 from swiftopt.models.runtime import Runtime
 
 VOCAB = 97

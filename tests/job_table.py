@@ -7,8 +7,9 @@ from typing import Any
 from sqlalchemy import Engine, select, text
 
 from swiftopt.core.events import PromptFinished, TaskFinished, TrialsDone
-from swiftopt.core.jobs import JobSpec, Lease
-from swiftopt.core.types import Completion, LayerSet, LayerSetRecord, Prompt, Timings, Trial, Verdict
+from swiftopt.core.records import LayerSetRecord
+from swiftopt.core.requests import JobSpec, Lease
+from swiftopt.core.types import Completion, LayerSet, Prompt, Timings, Trial, Verdict
 from swiftopt.store import Jobs
 from swiftopt.store.tables import Base
 

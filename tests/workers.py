@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from swiftopt.core.errors import StoreUnavailable
-from swiftopt.core.jobs import Job, JobSpec
+from swiftopt.core.requests import Job, JobSpec
 from swiftopt.store import Store
 from swiftopt.worker.queue import JobService, Reconciler, RedisQueue
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from ..core.errors import SettingsError
+from ..core.records import LearnedKind
 from ..core.serialization import Settings, count, ranged
-from ..core.types import LearnedKind
 
 DEFAULT_SHARES = (0.6, 0.73, 0.87)  # of the depth, where heads sit: 18, 22 and 26 of 30 layers
 ProbeSampling = Literal["greedy", "top-p"]

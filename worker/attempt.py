@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import DeviceMissing, InvalidInput, LeaseLost, NotFound, SettingsError, SwiftoptError
-from ..core.jobs import DEFAULT_QUEUE, Delivery, Lease
-from ..core.requests import TuneRequest
+from ..core.requests import DEFAULT_QUEUE, Delivery, Lease, TuneRequest
 from ..core.streams import parse_stream
 from ..core.types import DEFAULT_TASK
 from ..store import LEASE_S, Claim, Jobs, Store

@@ -24,8 +24,7 @@ from rq.exceptions import DuplicateJobError
 from rq.worker import Worker as RqWorker
 
 from ..core.errors import ServiceUnreachable, SettingsError, StoreError, safe_url
-from ..core.jobs import DEFAULT_QUEUE, Delivery, Job, JobSpec, Verb
-from ..core.requests import TuneRequest
+from ..core.requests import DEFAULT_QUEUE, Delivery, Job, JobSpec, TuneRequest, Verb
 from ..core.types import Prompt
 from ..store import Jobs, Store
 from ..tasks.job import tune_spec

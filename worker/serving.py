@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..core.errors import InvalidInput, NotFound, OutputError, StoreError, StreamError, SwiftoptError
-from ..core.jobs import DEFAULT_QUEUE, Delivery, Job
-from ..core.requests import CompletionRequest, ServedModel, TuneRequest
+from ..core.events import ModelTuning, TuningVerb, Way
+from ..core.requests import DEFAULT_QUEUE, CompletionRequest, Delivery, Job, ServedModel, TuneRequest
 from ..core.streams import LineWriter, parse_stream, stream_lines
-from ..core.traffic import ModelTuning, TuningVerb, Way
 from ..core.types import DEFAULT_TASK, Prompt, Sampling, TokenLogprob
 from ..decoding.grammar import Grammar
 from ..decoding.session import Session

@@ -30,7 +30,7 @@ from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 
 from ..core.errors import StoreError
-from ..core.jobs import Delivery, JobSpec, Lease
+from ..core.requests import Delivery, JobSpec, Lease
 from ..store import Jobs, Store
 from ..store.database import as_url, store_errors, writing
 from ..store.migrations import connect_at_head

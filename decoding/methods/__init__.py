@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any, Literal
 
-from ...core.errors import SettingsError
+from ...core.errors import SettingsError, look_up
 from ...core.serialization import Settings
 from ..draft import Draft, Drafter, DraftModel, DraftTree
 from ..verify import TargetWalk, Verifier
@@ -174,10 +173,7 @@ def method_info(name: str) -> MethodInfo:
 
     Raises: SettingsError: there is no such method; names the nearest.
     """
-    if name not in METHODS:
-        nearest = get_close_matches(name, METHODS, n=1, cutoff=0.0)[0]
-        raise SettingsError(f"there is no method {name!r} (nearest: {nearest}): known are {', '.join(METHODS)}")
-    return METHODS[name]
+    return look_up("method", name, METHODS)
 
 
 def build(name: str, resources: Resources, settings: Any = None) -> Method:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-from ...core.errors import SettingsError
+from ...core.errors import look_up
 from ...core.types import LayerSet
 from .base import Proposal, SearchProblem, Strategy, Study, StudyKind, SubLayerPrices
 
@@ -102,7 +101,4 @@ def recipe_of(name: str) -> StrategyInfo:
 
     Raises: SettingsError: there is no strategy of that name.
     """
-    if name not in STRATEGIES:
-        nearest = get_close_matches(name, STRATEGIES, n=1, cutoff=0.0)[0]
-        raise SettingsError(f"strategy {name!r} is unknown: use one of {', '.join(STRATEGIES)} (nearest: {nearest})")
-    return STRATEGIES[name]
+    return look_up("strategy", name, STRATEGIES)

@@ -30,8 +30,7 @@ from ...core.events import (
     event_line,
     event_type,
 )
-from ...core.jobs import DEFAULT_QUEUE, STATES, Job, JobEvent, Verb
-from ...core.requests import MAX_NEW_TOKENS, Speed, TuneRequest
+from ...core.requests import DEFAULT_QUEUE, MAX_NEW_TOKENS, STATES, Job, JobEvent, Speed, TuneRequest, Verb
 from ...core.serialization import explained
 from ...core.settings import AUTO, FORMATS, STORED, TuningSettings
 from ...core.types import Sampling

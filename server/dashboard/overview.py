@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from ...core.errors import EngineGone, StoreError
-from ...core.traffic import ModelTuning, TaskTuning
+from ...core.events import ModelTuning, TaskTuning
 from ...core.types import seconds_by_part
 from ..engines import EngineProcess, Period
 from ..state import Shared, State, Word

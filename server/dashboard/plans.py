@@ -16,9 +16,9 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import RedirectResponse, Response
 
 from ...core.errors import EngineGone, StoreError
-from ...core.events import TaskFinished
-from ...core.traffic import TaskTuning, Way
-from ...core.types import AliasMove, LayerSet, PlanVersion, SubLayer
+from ...core.events import TaskFinished, TaskTuning, Way
+from ...core.records import AliasMove, PlanVersion
+from ...core.types import LayerSet, SubLayer
 from ...store import Store
 from ..engines import EngineProcess
 from ..problems import Refused

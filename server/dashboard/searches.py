@@ -16,7 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from ...core.costs import CostProfile, FormatCosts
-from ...core.jobs import UNFINISHED, Job
+from ...core.requests import UNFINISHED, Job
 from ...core.settings import STORED
 from ...core.types import LayerSet
 from ...store import Store

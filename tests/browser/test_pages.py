@@ -20,7 +20,8 @@ from searched import fill, searching, trials
 from tiny_files import save
 
 from swiftopt.core.events import TrialsDone
-from swiftopt.core.types import LayerSet, LayerSetRecord
+from swiftopt.core.records import LayerSetRecord
+from swiftopt.core.types import LayerSet
 from swiftopt.server.dashboard import PAGES
 from swiftopt.store import Store
 

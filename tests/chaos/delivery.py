@@ -12,7 +12,7 @@ from pathlib import Path
 from servers import Postgres, Valkey, new_database, server_folder
 from workers import Site, gone, site, until
 
-from swiftopt.core.jobs import JobSpec
+from swiftopt.core.requests import JobSpec
 
 from .report import Figure, seconds
 

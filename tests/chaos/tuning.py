@@ -14,8 +14,7 @@ import psutil
 from servers import Postgres, Valkey, new_database, server_folder
 from workers import Site, WorkerProcess, site
 
-from swiftopt.core.jobs import JobEvent
-from swiftopt.core.requests import TuneRequest
+from swiftopt.core.requests import JobEvent, TuneRequest
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import Prompt
 

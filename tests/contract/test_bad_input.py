@@ -23,7 +23,8 @@ from rich.console import Console
 from swiftopt.cli.main import run
 from swiftopt.cli.progress import TuneProgress
 from swiftopt.core.events import PhaseChanged, Progress, PromptStarted, TrialsDone
-from swiftopt.core.types import LayerSet, LayerSetRecord, Trial
+from swiftopt.core.records import LayerSetRecord
+from swiftopt.core.types import LayerSet, Trial
 from swiftopt.store import Store
 
 SCRIPT = shutil.which("swiftopt", path=str(Path(sys.executable).parent)) or "swiftopt"
@@ -88,14 +89,14 @@ SLIPS: list[tuple[list[str], int, str]] = [
     ([*GENERATE, "--model", "broken"], 3, "config.json is no model's config"),
     ([*GENERATE, "--model", "gpt2", "--dtype", "fp8"], 2, "dtype 'fp8' is unknown: use one of auto"),
     ([*GENERATE, "--model", "gpt2", "--device", "cdua"], 2, "device 'cdua' is unknown: use one of auto"),
-    ([*GENERATE, "--model", "gpt2", "--task", "a/b"], 2, "holds a '/'"),
+    ([*GENERATE, "--model", "gpt2", "--task", "a/b"], 2, "'a/b' is no name: use a word without '/'"),
     ([*GENERATE, "--model", "gpt2", "--layer-set", "range.json"], 2, "range.json: layer set skips layers [30]"),
     ([*GENERATE, "--model", "gpt2", "--layer-set", "list.json"], 2, "expected one JSON object"),
-    (["generate", "--model", "gpt2", "--prompt", "a\udcff"], 2, "--prompt: the prompt holds half of a surrogate"),
+    (["generate", "--model", "gpt2", "--prompt", "a\udcff"], 2, "--prompt: the text holds half of a surrogate"),
     ([*TUNE, "empty.jsonl"], 2, "empty.jsonl holds no prompt: write"),
     ([*TUNE, "line17.jsonl"], 2, "line17.jsonl line 17 is not valid JSON (Invalid control character, column 15)"),
     ([*TUNE, "field.jsonl"], 2, "field.jsonl line 1 has none of the fields prompt, messages, question, turns"),
-    ([*TUNE, "half.jsonl"], 2, "half.jsonl line 1: 'id' holds half of a surrogate pair"),
+    ([*TUNE, "half.jsonl"], 2, "half.jsonl line 1: id: the text holds half of a surrogate pair"),
     ([*TUNE, "binary.jsonl"], 2, "binary.jsonl line 1 is not UTF-8 text"),
     ([*TUNE, "missing.jsonl"], 3, "no stream missing.jsonl: check the path"),
     ([*TUNE, "god.jsonl"], 3, "did you mean good.jsonl?"),

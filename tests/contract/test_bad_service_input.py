@@ -19,8 +19,7 @@ from swiftopt.cli.config import misspelt
 from swiftopt.cli.main import run
 from swiftopt.cli.services import OneLineErrors
 from swiftopt.core.errors import ModelNotFound
-from swiftopt.core.jobs import Job, JobSpec
-from swiftopt.core.requests import TuneRequest
+from swiftopt.core.requests import Job, JobSpec, TuneRequest
 from swiftopt.core.streams import stream_lines, stream_sha256
 from swiftopt.core.types import Prompt
 from swiftopt.store import Store

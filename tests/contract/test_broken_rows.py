@@ -10,9 +10,9 @@ from sqlalchemy import Engine, create_engine, text
 
 from swiftopt.cli.backend import Backend
 from swiftopt.core.errors import ModelNotFound
-from swiftopt.core.jobs import JobSpec, Lease
-from swiftopt.core.requests import TuneRequest
-from swiftopt.core.types import LayerSet, LayerSetRecord
+from swiftopt.core.records import LayerSetRecord
+from swiftopt.core.requests import JobSpec, Lease, TuneRequest
+from swiftopt.core.types import LayerSet
 from swiftopt.store import Store
 from swiftopt.tasks.tune import run_tuning
 

@@ -23,8 +23,9 @@ import pytest
 from swiftopt.cli.main import MODULES, run, swiftopt
 from swiftopt.cli.options import MANY
 from swiftopt.core.events import TaskFinished, TrialsDone
-from swiftopt.core.jobs import JobSpec
-from swiftopt.core.types import Completion, LayerSet, LayerSetRecord, Prompt, Timings, Trial, Verdict
+from swiftopt.core.records import LayerSetRecord
+from swiftopt.core.requests import JobSpec
+from swiftopt.core.types import Completion, LayerSet, Prompt, Timings, Trial, Verdict
 from swiftopt.store import Store
 
 SCRIPT = shutil.which("swiftopt", path=str(Path(sys.executable).parent)) or "swiftopt"

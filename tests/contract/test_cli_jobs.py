@@ -30,9 +30,9 @@ from swiftopt.core.events import (
     TrialsDone,
     state_words,
 )
-from swiftopt.core.jobs import Job, Lease
-from swiftopt.core.requests import TuneRequest
-from swiftopt.core.types import Completion, LayerSet, LayerSetRecord, Prompt, Timings, Trial, Verdict
+from swiftopt.core.records import LayerSetRecord
+from swiftopt.core.requests import Job, Lease, TuneRequest
+from swiftopt.core.types import Completion, LayerSet, Prompt, Timings, Trial, Verdict
 from swiftopt.store import Store
 from swiftopt.worker.queue import JobService, RedisQueue
 

@@ -28,7 +28,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ([*COMPARE, "--methods", "swfit"], "there is no method 'swfit' (nearest: swift)"),
+        ([*COMPARE, "--methods", "swfit"], "method 'swfit' is unknown: use one of plain"),
+        ([*COMPARE, "--methods", "swfit"], "(nearest: swift)"),
         ([*COMPARE, "--methods", "spd,mtjd", "--lossless"], "mtjd is lossy"),
         ([*COMPARE, "--methods", "hf-assisted"], "--draft-model"),
         ([*COMPARE, "--methods", "hf-plain", "--temperature", "1"], "greedily only"),

@@ -12,7 +12,7 @@ from job_table import column, edit, finished, noop, running, taken, trials_done,
 from sqlalchemy import Engine
 
 from swiftopt.core.events import PhaseChanged
-from swiftopt.core.jobs import JobSpec, Lease
+from swiftopt.core.requests import JobSpec, Lease
 from swiftopt.store import Jobs
 
 SHORT_S = 0.2  # a lease to let run out

@@ -8,8 +8,7 @@ from sqlalchemy import Engine, create_engine
 
 from swiftopt.core.errors import SettingsError, StoreError
 from swiftopt.core.events import event_from_json
-from swiftopt.core.jobs import Lease
-from swiftopt.core.requests import TuneRequest
+from swiftopt.core.requests import Lease, TuneRequest
 from swiftopt.store import Jobs, Store
 
 UNREADABLE = {

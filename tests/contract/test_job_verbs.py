@@ -11,7 +11,7 @@ from job_table import dump, finished, noop, running, taken, trials_done, tune
 from sqlalchemy import Engine
 
 from swiftopt.core.errors import Conflict
-from swiftopt.core.jobs import VERBS, Job, JobSpec, Lease, Verb
+from swiftopt.core.requests import VERBS, Job, JobSpec, Lease, Verb
 from swiftopt.store import Jobs
 
 # --- what people ask of a job -----------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from sqlalchemy import Engine
 
 from swiftopt.core.errors import Conflict, LeaseLost, NotFound, StoreError
 from swiftopt.core.events import PhaseChanged, TaskFinished
-from swiftopt.core.jobs import Delivery, Job, JobSpec, Lease
+from swiftopt.core.requests import Delivery, Job, JobSpec, Lease
 from swiftopt.store import Jobs, Store
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ def test_hundred_equal_submissions_from_several_processes_are_one_job(jobs: Jobs
     script = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from swiftopt.core.jobs import JobSpec
+from swiftopt.core.requests import JobSpec
 from swiftopt.store import Store
 with Store.open(sys.argv[1]) as store, ThreadPoolExecutor(5) as pool:
     print("ready", flush=True)

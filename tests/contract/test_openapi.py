@@ -11,7 +11,7 @@ from api import client_of, filled, submission
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 
-from swiftopt.core.jobs import VERBS
+from swiftopt.core.requests import VERBS
 from swiftopt.server.openapi import PAGE, SNAPSHOT, bare_app, page
 
 with warnings.catch_warnings():

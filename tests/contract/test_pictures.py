@@ -16,7 +16,8 @@ from swiftopt.cli import charts
 from swiftopt.cli.charts import Pictures, draw_layer_sets, draw_tuning
 from swiftopt.cli.main import run
 from swiftopt.core.events import TaskFinished
-from swiftopt.core.types import LayerSet, LayerSetRecord, Timings, Trial, Verdict
+from swiftopt.core.records import LayerSetRecord
+from swiftopt.core.types import LayerSet, Timings, Trial, Verdict
 
 PROMPTS = ["--model", "tiny", "--stream", "notes.jsonl"]
 SHORT = ["--max-new-tokens", "12"]

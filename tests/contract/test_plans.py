@@ -10,7 +10,8 @@ import pytest
 from sqlalchemy import Engine, event
 
 from swiftopt.core.errors import InvalidInput, LayerSetNotFound, LearnedNotFound, StoreError
-from swiftopt.core.types import LayerSet, LayerSetRecord, LearnedRecord, ModelInfo, Plan
+from swiftopt.core.records import LayerSetRecord, LearnedRecord, ModelInfo, Plan
+from swiftopt.core.types import LayerSet
 from swiftopt.store import Store
 
 MODEL = ModelInfo("f" * 16, "LlamaForCausalLM", 30, 135_000_000, ("smol", "org/smol"))

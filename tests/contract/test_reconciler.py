@@ -9,7 +9,7 @@ from job_table import noop, running
 from sqlalchemy import create_engine
 
 from swiftopt.core.errors import StoreUnavailable
-from swiftopt.core.jobs import Lease
+from swiftopt.core.requests import Lease
 from swiftopt.store import Store
 from swiftopt.worker.queue import Reconciler, RedisQueue
 

@@ -10,10 +10,10 @@ import pytest
 from swiftopt.core.costs import CostProfile, FormatCosts
 from swiftopt.core.errors import LayerSetError, LayerSetNotFound, StoreError
 from swiftopt.core.events import TrialsDone
-from swiftopt.core.jobs import JobSpec
-from swiftopt.core.prompt_states import KnownSet, packed, unpacked
+from swiftopt.core.records import KnownSet, LayerSetRecord, ModelInfo, packed, unpacked
+from swiftopt.core.requests import JobSpec
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import LayerSet, LayerSetRecord, ModelInfo, Trial
+from swiftopt.core.types import LayerSet, Trial
 from swiftopt.store import Store
 
 MODEL = ModelInfo("f" * 16, "LlamaForCausalLM", 40, 13_015_864_320, ("codellama-13b", "codellama/CodeLlama-13b-hf"))

@@ -23,8 +23,9 @@ from sqlalchemy.orm import Session
 
 from swiftopt.core.errors import SchemaTooNew, StoreError, StoreUnavailable
 from swiftopt.core.events import TrialsDone
-from swiftopt.core.jobs import JobSpec
-from swiftopt.core.types import LayerSet, LayerSetRecord, Trial
+from swiftopt.core.records import LayerSetRecord
+from swiftopt.core.requests import JobSpec
+from swiftopt.core.types import LayerSet, Trial
 from swiftopt.store import Store, as_url, default_url
 from swiftopt.store.database import Transactions, connect, writing
 from swiftopt.store.migrations import HEAD, REVISIONS, revision
@@ -180,7 +181,7 @@ def test_write_is_refused_in_one_sentence_when_the_disk_is_full(tmp_path: Path) 
     script = """
 import resource, sys
 from swiftopt.core.errors import StoreError
-from swiftopt.core.jobs import JobSpec
+from swiftopt.core.requests import JobSpec
 from swiftopt.store import Store
 store = Store.open(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))  # no file may grow beyond this any more

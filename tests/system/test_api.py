@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 
 from swiftopt.core.errors import StoreUnavailable
 from swiftopt.core.events import PhaseChanged, PromptFinished
-from swiftopt.core.jobs import Lease
+from swiftopt.core.requests import Lease
 from swiftopt.core.types import Completion, Prompt
 from swiftopt.server.lookups import Answers, LookupQuery
 from swiftopt.store import Store

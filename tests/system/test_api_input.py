@@ -14,7 +14,7 @@ import pytest
 from api import LOOKUP, client_of, filled, problem, submission
 from starlette.testclient import TestClient
 
-from swiftopt.core.jobs import Lease
+from swiftopt.core.requests import Lease
 from swiftopt.server.middleware import RateLimit
 from swiftopt.server.settings import ServerSettings
 from swiftopt.store import Store
@@ -60,7 +60,7 @@ def test_unknown_upload_is_not_found(client: TestClient) -> None:
         (b'{"prompt": "a"}\n{"prompt": ', "line 2 is not valid JSON"),
         (b'{"prompt": "a"}\n\xff\xfe\x00\x80', "line 2 is not UTF-8"),
         (bytes(range(1, 100)) + b"\0", "line 1"),
-        (b"[1]", "line 1 holds a list"),
+        (b"[1]", "line 1 is no JSON object"),
         (b'{"prompt": "\\ud800"}', "surrogate"),
         (b"[" * 100_000, "line 1"),
     ],

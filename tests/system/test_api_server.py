@@ -25,7 +25,7 @@ from swiftopt.cli.main import run
 from swiftopt.cli.main import swiftopt as program
 from swiftopt.core.errors import SettingsError
 from swiftopt.core.events import PhaseChanged
-from swiftopt.core.jobs import Lease
+from swiftopt.core.requests import Lease
 from swiftopt.server.app import listen
 from swiftopt.server.settings import ServerSettings
 from swiftopt.store import Store

@@ -27,7 +27,8 @@ from transformers import AutoModelForCausalLM
 from swiftopt.bench.peers import report_of
 from swiftopt.cli.main import run
 from swiftopt.core.errors import ContextOverflow, UnsupportedModel
-from swiftopt.core.types import LayerSet, LayerSetRecord, Prompt
+from swiftopt.core.records import LayerSetRecord
+from swiftopt.core.types import LayerSet, Prompt
 from swiftopt.engines import turns
 from swiftopt.engines.children import Child
 from swiftopt.engines.environments import PROGRAMS, EngineFailed, Launch, prepared

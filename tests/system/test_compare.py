@@ -12,7 +12,8 @@ from tiny_files import save
 from swiftopt.bench import ablations
 from swiftopt.bench.ablation_table import ABLATIONS
 from swiftopt.cli.main import run
-from swiftopt.core.types import Plan, Prompt
+from swiftopt.core.records import Plan
+from swiftopt.core.types import Prompt
 from swiftopt.decoding.methods import METHODS
 from swiftopt.models.loading import load
 from swiftopt.store import Store

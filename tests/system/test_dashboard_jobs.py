@@ -19,8 +19,7 @@ from sqlalchemy.orm import Session
 from starlette.testclient import TestClient
 
 from swiftopt.core.events import PhaseChanged, Progress, event_type
-from swiftopt.core.jobs import JobSpec, Lease
-from swiftopt.core.requests import TuneRequest
+from swiftopt.core.requests import JobSpec, Lease, TuneRequest
 from swiftopt.core.types import now
 from swiftopt.server.dashboard.jobs import EVENTS_SHOWN, OUTPUTS_SHOWN, PER_PAGE
 from swiftopt.server.settings import KeyRing, ServerSettings, new_key

@@ -18,7 +18,8 @@ from searched import fill, searching, trials
 from starlette.testclient import TestClient
 
 from swiftopt.cli.main import swiftopt
-from swiftopt.core.types import LayerSet, LayerSetRecord
+from swiftopt.core.records import LayerSetRecord
+from swiftopt.core.types import LayerSet
 from swiftopt.server.dashboard.plans import differing, layer_map, map_words, spans
 from swiftopt.server.dashboard.searches import front_of, is_news, skip_shares, ticks, tried_sets
 from swiftopt.store import Store

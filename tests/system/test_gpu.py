@@ -6,8 +6,9 @@ import pytest
 import torch
 from families import CONFIGS, tiny_model, tiny_runtime
 
+from swiftopt.core.records import ModelInfo
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import LayerSet, ModelInfo, Sampling
+from swiftopt.core.types import LayerSet, Sampling
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, Method, swift

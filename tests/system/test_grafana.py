@@ -14,10 +14,8 @@ from api import submission
 from starlette.testclient import TestClient
 
 import swiftopt
-from swiftopt.core.events import PromptFinished
-from swiftopt.core.jobs import Lease
-from swiftopt.core.requests import ServedModel
-from swiftopt.core.traffic import ModelTuning, SearchStatus, ShiftStatus, TaskTuning
+from swiftopt.core.events import ModelTuning, PromptFinished, SearchStatus, ShiftStatus, TaskTuning
+from swiftopt.core.requests import Lease, ServedModel
 from swiftopt.core.types import Completion, LayerSet, Prompt
 from swiftopt.server.app import create_app
 from swiftopt.server.engines import Engines

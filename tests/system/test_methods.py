@@ -17,7 +17,8 @@ from native import quick_runtime
 from transformers import MinNewTokensLengthLogitsProcessor
 
 from swiftopt.core.errors import InvalidInput, LayerSetError, SettingsError
-from swiftopt.core.types import Completion, LayerSet, ModelInfo, Sampling
+from swiftopt.core.records import ModelInfo
+from swiftopt.core.types import Completion, LayerSet, Sampling
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.grammar import Grammar
 from swiftopt.decoding.loop import decode

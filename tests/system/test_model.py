@@ -81,7 +81,7 @@ def test_cancelled_and_failed_requests_leave_the_others_alone(model: swiftopt.Mo
         assert good.result(60).text == expected
         with pytest.raises(ContextOverflow, match="keys and values"):
             too_long.result(60)
-        with pytest.raises(SettingsError, match="there is no method 'no such method'"):
+        with pytest.raises(SettingsError, match="method 'no such method' is unknown: use one of plain"):
             unknown.result(60)
         with pytest.raises(Cancelled):
             long.result(60)

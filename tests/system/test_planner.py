@@ -10,8 +10,9 @@ import torch
 from families import tiny_runtime
 
 from swiftopt.core.errors import LayerSetError, LayerSetNotFound, LearnedNotFound, SettingsError
+from swiftopt.core.records import LayerSetRecord, LearnedRecord, Plan
 from swiftopt.core.requests import GenerateRequest
-from swiftopt.core.types import LayerSet, LayerSetRecord, LearnedRecord, Plan
+from swiftopt.core.types import LayerSet
 from swiftopt.decoding.methods.guesses import LookupSettings
 from swiftopt.models.costs import device_name
 from swiftopt.models.early_exit import Heads, learned_to_bytes, n_parameters

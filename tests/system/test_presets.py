@@ -16,8 +16,7 @@ from tiny_files import save
 
 from swiftopt.cli.main import run as run_cli
 from swiftopt.core.events import TaskFinished
-from swiftopt.core.presets import PRESETS
-from swiftopt.core.settings import SwiftSettings, TuningSettings
+from swiftopt.core.settings import PRESETS, SwiftSettings, TuningSettings
 from swiftopt.core.types import LayerSet, Prompt, Sampling, Trial
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode

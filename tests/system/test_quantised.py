@@ -13,8 +13,9 @@ from families import CONFIGS, VOCAB, tiny_model, tiny_runtime
 from torch import nn
 
 from swiftopt.core.errors import LayerSetError
+from swiftopt.core.records import ModelInfo
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import LayerSet, ModelInfo, Sampling
+from swiftopt.core.types import LayerSet, Sampling
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, swift

@@ -28,7 +28,7 @@ from swiftopt.core.events import (
     TaskFinished,
     TrialsDone,
 )
-from swiftopt.core.prompt_states import KnownSet, unit
+from swiftopt.core.records import KnownSet, unit
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, Prompt, Sampling, Trial
 from swiftopt.decoding.session import Session

@@ -36,9 +36,9 @@ from transformers import PreTrainedTokenizerFast
 
 import swiftopt
 from swiftopt.core.errors import InvalidInput, NotFound
+from swiftopt.core.events import TaskTuning, Tuning
 from swiftopt.core.requests import ServedModel
 from swiftopt.core.streams import read_stream
-from swiftopt.core.traffic import TaskTuning, Tuning
 from swiftopt.models.rows import Pass, Rows
 from swiftopt.server.engines import ANSWER_S, MOST_RESTARTS, EngineProcess
 from swiftopt.server.settings import new_key
@@ -654,7 +654,7 @@ WRONG: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     (RESPONSE, {"logit_bias": {"9999": 1}}, "logit_bias", "token 9999"),
     (CHAT, {"stop_token_ids": [-1]}, "stop_token_ids", "token -1"),
     (CHAT, {"stop": ""}, "stop", "empty"),
-    (CHAT, {"swiftopt": {"method": "nope"}}, "swiftopt.method", "there is no method 'nope'"),
+    (CHAT, {"swiftopt": {"method": "nope"}}, "swiftopt.method", "method 'nope' is unknown: use one of plain"),
     (CHAT, {"swiftopt": {"method": "swift"}}, "swiftopt.method", "or give one"),
     (CHAT, {"response_format": TYPELESS}, "response_format", "JSON schema"),
     (RESPONSE, {"text": {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}}, "text.format", "JSON"),

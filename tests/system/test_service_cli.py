@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tiny_files import save
 
-from swiftopt.core.jobs import JobSpec
+from swiftopt.core.requests import JobSpec
 from swiftopt.store import Store
 from swiftopt.worker.queue import JobService, RedisQueue
 

@@ -20,9 +20,10 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from swiftopt.cli.main import run
 from swiftopt.core.errors import SettingsError
+from swiftopt.core.records import ModelInfo
 from swiftopt.core.requests import TuneRequest
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import LayerSet, ModelInfo, Sampling
+from swiftopt.core.types import LayerSet, Sampling
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, Method, swift

@@ -13,7 +13,8 @@ from families import CONFIGS, tiny_runtime
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from swiftopt.core.types import LayerSet, ModelInfo, Sampling, SubLayer, searchable
+from swiftopt.core.records import ModelInfo
+from swiftopt.core.types import LayerSet, Sampling, SubLayer, searchable
 from swiftopt.decoding.context import Context, TokenRule
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime

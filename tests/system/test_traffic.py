@@ -16,10 +16,11 @@ from torch import Tensor
 import swiftopt
 from swiftopt.bench.serving import new_shifts, shift_line
 from swiftopt.core.costs import CostProfile, FormatCosts
+from swiftopt.core.events import Way
+from swiftopt.core.records import FoundPlan, Plan
 from swiftopt.core.settings import TuningSettings
 from swiftopt.core.streams import read_stream
-from swiftopt.core.traffic import Way
-from swiftopt.core.types import FoundPlan, LayerSet, Plan, Prompt, Sampling, Verdict
+from swiftopt.core.types import LayerSet, Prompt, Sampling, Verdict
 from swiftopt.decoding.engine import alone, side_by_side
 from swiftopt.decoding.session import Session
 from swiftopt.models.rows import Pass

@@ -10,7 +10,8 @@ import torch
 from fakes import worded_runtime
 
 from swiftopt.core.errors import InvalidInput, SettingsError
-from swiftopt.core.types import LearnedRecord, ModelInfo, Prompt, Sampling
+from swiftopt.core.records import LearnedRecord, ModelInfo
+from swiftopt.core.types import Prompt, Sampling
 from swiftopt.decoding.methods import PLAIN
 from swiftopt.decoding.session import Session
 from swiftopt.models.early_exit import Heads, learned_from_bytes, learned_to_bytes

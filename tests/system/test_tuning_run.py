@@ -14,8 +14,7 @@ from tiny_files import save
 from swiftopt.core.costs import CostProfile
 from swiftopt.core.errors import JobCancelled, JobFailed, StoreUnavailable
 from swiftopt.core.events import Event, Progress
-from swiftopt.core.jobs import JobSpec, Lease
-from swiftopt.core.requests import TuneRequest
+from swiftopt.core.requests import JobSpec, Lease, TuneRequest
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import Prompt
 from swiftopt.store import Store

@@ -21,8 +21,7 @@ from tiny_files import save
 from workers import Site, WorkerProcess, gone, site, until
 
 import swiftopt
-from swiftopt.core.jobs import JobSpec
-from swiftopt.core.requests import TuneRequest
+from swiftopt.core.requests import JobSpec, TuneRequest
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import Prompt
 

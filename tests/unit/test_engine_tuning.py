@@ -10,7 +10,8 @@ import pytest
 from tiny_files import save
 
 from swiftopt.core.errors import InvalidInput
-from swiftopt.core.types import LayerSet, LayerSetRecord, Prompt
+from swiftopt.core.records import LayerSetRecord
+from swiftopt.core.types import LayerSet, Prompt
 from swiftopt.engines.tuning import EngineTuned, EngineTuneRequest, EngineTuning, EngineUnusable
 from swiftopt.engines.turns import Question, Row, RowRuns, TimedAnswer, TurnsRequest
 from swiftopt.store import Store

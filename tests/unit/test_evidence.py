@@ -10,7 +10,7 @@ import pytest
 
 from swiftopt.cli.main import run
 from swiftopt.core.errors import FileNotFound, InvalidInput
-from swiftopt.core.types import ModelInfo
+from swiftopt.core.records import ModelInfo
 from swiftopt.engines.evidence import read_run
 from swiftopt.optimizer.verdict import Timed
 from swiftopt.store import Store

@@ -83,7 +83,7 @@ def test_verification_cost_is_linear_between_measured_widths() -> None:
 def test_completion_that_ended_with_its_first_token_says_nothing_of_speed() -> None:
     costs = CostProfile("f", "d", "float32", 256, 4, 1, 1, 1, 1, {1: 10.0, 8: 17.0})
     ended = Completion((1,), "", "stop", "adaptive", first_tokens=1, layer_set=LayerSet(4))
-    drafted = replace(ended, token_ids=(1,) * 9, drafted=3, verified_widths={4: 2}, reckoned_cost=4.0)
+    drafted = replace(ended, token_ids=(1,) * 9, drafted=3, verified_widths={4: 2}, estimated_cost=4.0)
     assert expected_of(costs, [drafted, ended]) == expected_of(costs, [drafted]) == 8 / 4.0
 
 

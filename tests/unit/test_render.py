@@ -40,17 +40,8 @@ from swiftopt.core.events import (
     TrialsDone,
     event_line,
 )
-from swiftopt.core.types import (
-    Completion,
-    LayerSet,
-    LayerSetRecord,
-    ModelInfo,
-    Prompt,
-    Timings,
-    Trial,
-    Verdict,
-    searchable,
-)
+from swiftopt.core.records import LayerSetRecord, ModelInfo
+from swiftopt.core.types import Completion, LayerSet, Prompt, Timings, Trial, Verdict, searchable
 from swiftopt.models.sources import ALIASES
 
 WIDTHS = (80, 120)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from swiftopt.core.prompt_states import KnownSet, nearest, packed, unit, unpacked
+from swiftopt.core.records import KnownSet, nearest, packed, unit, unpacked
 from swiftopt.core.types import Completion, LayerSet
 from swiftopt.optimizer.shift import FAR_FOR, SERVED_ALARM, SERVED_N_LEARN, AcceptanceChart, ShiftWatch
 

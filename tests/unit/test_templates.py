@@ -135,9 +135,18 @@ def test_stop_strings_of_lines_and_of_the_form_come_together(tmp_path: Path) -> 
     assert [prompt.stop for prompt in prompts] == [("X", "W"), ("Y", "Z", "W"), ("W",)]
 
 
-@pytest.mark.parametrize("stop", [3, [""], ["a", 2], {"a": 1}, ""])
-def test_stop_that_is_no_text_is_one_sentence(stop: Any) -> None:
-    with pytest.raises(StreamError, match=r"line 1: 'stop' is .*, expected a text or a list of texts"):
+@pytest.mark.parametrize(
+    ("stop", "words"),
+    [
+        (3, "stop: use a text or a list of texts"),
+        ([""], "a stop string is empty"),
+        (["a", 2], r"stop\.1 is 2: use a text"),
+        ({"a": 1}, "stop: use a text or a list of texts"),
+        ("", "a stop string is empty"),
+    ],
+)
+def test_stop_that_is_no_text_is_one_sentence(stop: Any, words: str) -> None:
+    with pytest.raises(StreamError, match=f"line 1: {words}"):
         parse_stream([json.dumps({"prompt": "a", "stop": stop}).encode()], "s", "t")
 
 

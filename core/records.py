@@ -1,0 +1,347 @@
+"""What the store keeps of a model: layer sets, plans, heads and probes; layer sets in files; states of prompts."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import sqrt
+from operator import mul
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from .errors import FileNotFound, LayerSetError, StoreError
+from .serialization import Figure, Record
+from .settings import STORED
+from .types import DEFAULT_TASK, NOT_WRITTEN, LayerSet, VerdictWord, check_task
+
+LearnedKind = Literal["heads", "probe"]
+State = tuple[float, ...]  # a mean hidden state as a unit vector, (hidden_size,)
+
+A_NAME: Any = {"min_length": 1}
+WHERE_GIVEN: Any = {"exclude_if": lambda value: value is None}  # of a field that JSON leaves out where it is None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo(Record):
+    """What the store must know of a model so that look-ups need no torch."""
+
+    fingerprint: str
+    architecture: str
+    n_layers: int
+    n_parameters: int
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelList(Record):
+    """Models that were loaded once, and every name that a look-up knows."""
+
+    SCHEMA: ClassVar = "swiftopt.stored-models/1"
+    ERROR: ClassVar = StoreError
+
+    models: tuple[ModelInfo, ...]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSetRecord(Record):
+    """A stored layer set with its figures and provenance: the object of the CLI, the API and the export file.
+
+    `version` is given by the store; None before it is stored. Figures are None where nothing was measured (an imported
+    set). `evidence` is what the verdict was made of: of each text plain decoding's tokens and seconds, and those with
+    the set. `prompt_state` is the state of its prompts, for the store, which returns `KnownSet`s made of it.
+    """
+
+    SCHEMA: ClassVar = "swiftopt.layer-set/1"
+    FLAT: ClassVar = "layer_set"
+    COMPUTED: ClassVar = ("quantised", "skip_ratio")
+    ERROR: ClassVar = LayerSetError
+
+    model: str = field(metadata=A_NAME)
+    task: str = field(metadata=A_NAME)
+    layer_set: LayerSet
+    fingerprint: str | None = field(default=None, metadata=A_NAME)
+    matchness: float | None = None
+    acceptance_rate: float | None = None
+    mean_generated_length: float | None = None
+    expected_speedup: float | None = None
+    measured_speedup: float | None = None
+    measured_interval: tuple[float, float] | None = None
+    verdict: VerdictWord = "unmeasured"
+    device: str | None = field(default=None, metadata=A_NAME)
+    dtype: str | None = field(default=None, metadata=A_NAME)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    stream_sha256: str | None = None
+    swiftopt_version: str = ""
+    created_at: str = ""
+    version: int | None = field(default=None, metadata=WHERE_GIVEN)
+    job: str | None = field(default=None, metadata=NOT_WRITTEN)
+    evidence: tuple[tuple[int, float, int, float], ...] = field(
+        default=(), repr=False, compare=False, metadata=NOT_WRITTEN
+    )
+    prompt_state: State | None = field(default=None, repr=False, compare=False, metadata=NOT_WRITTEN)
+
+    @classmethod
+    def adapt(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return `values` without what is null, and with the task "default" where there is none."""
+        return {"task": DEFAULT_TASK, **{key: value for key, value in values.items() if value is not None}}
+
+    @classmethod
+    def load(cls, path: Path) -> LayerSetRecord:
+        """Return the layer set of an exported file, without its version in another store.
+
+        Raises: FileNotFound: no such file. LayerSetError: it holds no layer set.
+        """
+        return cls._unstored(_read_object(path), path)
+
+    @classmethod
+    def _unstored(cls, values: Mapping[str, Any], path: Path) -> LayerSetRecord:
+        record = cls.from_json(values, str(path))
+        check_task(record.task, f"{path}: the task")
+        return replace(record, version=None, job=None)
+
+    @property
+    def quantised(self) -> dict[str, str]:
+        """Return formats by part, as in `LayerSet.formats`."""
+        return dict(self.layer_set.formats)
+
+    @property
+    def skip_ratio(self) -> float:
+        """Return r, rounded."""
+        return round(self.layer_set.skip_ratio, 4)
+
+    @property
+    def found_for(self) -> Literal["swift", "adaptive"]:
+        """The method whose search found it; sets from elsewhere count as SWIFT's."""
+        return "adaptive" if self.settings.get("method") == "adaptive" else "swift"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSetList(Record):
+    """Stored layer sets, newest first."""
+
+    SCHEMA: ClassVar = "swiftopt.layer-sets/1"
+    ERROR: ClassVar = StoreError
+
+    layer_sets: tuple[LayerSetRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedRecord(Record):
+    """Trained heads or a trained probe; `version` is given by the store, counted per model, task and kind.
+
+    `depths` are the layers run before each head, or the probe's one depth; `figures` what training measured (final
+    loss, agreement with the last layer, seconds, tokens); `curve` pairs of (step, loss) for the picture. The weights
+    are stored apart.
+    """
+
+    SCHEMA: ClassVar = "swiftopt.learned/1"
+
+    kind: LearnedKind
+    model: str
+    task: str
+    fingerprint: str
+    depths: tuple[int, ...]
+    n_parameters: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+    curve: tuple[tuple[int, float], ...] = field(default=(), metadata=NOT_WRITTEN)
+    stream_sha256: str | None = None
+    swiftopt_version: str = ""
+    created_at: str = ""
+    version: int | None = None
+
+
+AS_FOUND: Mapping[str, Any] = {"draft_format": STORED}  # settings of a plan whose set names all formats itself
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(Record):
+    """How to decode for a model and task: a method of `decoding.methods`, and what it needs.
+
+    `learned` are the heads or the probe that the method reads; `draft_model` the name of the smaller model that drafts
+    (None: the target without the layer set's sub-layers, where the method drafts with a model). The figures are those
+    of the comparison or the verdict that made the plan. `engine` is the other engine that it is for, whose settings
+    `settings` then are; None: swiftopt itself.
+    """
+
+    method: str
+    layer_set: LayerSetRecord | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    verdict: VerdictWord = "unmeasured"
+    learned: LearnedRecord | None = None
+    draft_model: str | None = None
+    measured_speedup: float | None = None
+    measured_interval: tuple[float, float] | None = None
+    device: str | None = field(default=None, metadata=NOT_WRITTEN)
+    dtype: str | None = field(default=None, metadata=NOT_WRITTEN)
+    engine: str | None = field(default=None, metadata=WHERE_GIVEN)
+
+    @property
+    def usual_alias(self) -> str:
+        """Return what look-ups ask for to find such plans: `best`, or the name of the engine that they are for."""
+        return self.engine or "best"
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPlan(Record):
+    """A look-up's answer; `fallback` says in words what differs from what was asked, None for an exact hit.
+
+    `alias` None: the version itself was asked for.
+    """
+
+    SCHEMA: ClassVar = "swiftopt.plan/1"
+    FLAT: ClassVar = "plan"
+    ERROR: ClassVar = StoreError
+
+    plan: Plan
+    version: int
+    alias: str | None
+    fallback: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanVersion:
+    """A stored plan among the versions of its model and task.
+
+    `names` are the model's, the shortest first, its fingerprint last where it is known. `best_for` lists the device,
+    dtype and time since which its usual alias means this version there. `created_at` None: the time is not stored.
+    """
+
+    names: tuple[str, ...]
+    fingerprint: str | None
+    task: str
+    version: int
+    plan: Plan
+    created_at: str | None
+    best_for: tuple[tuple[str | None, str | None, str], ...] = ()
+
+    @property
+    def model(self) -> str:
+        """Return the name to look it up by."""
+        return self.names[0]
+
+    @property
+    def own_set(self) -> LayerSetRecord | None:
+        """Return the layer set that the plan was stored with; None where it took one over, or needs none."""
+        record = self.plan.layer_set
+        mine = record is not None and (record.version, record.task) == (self.version, self.task)
+        return record if mine else None
+
+
+@dataclass(frozen=True, slots=True)
+class AliasMove:
+    """An alias was moved to a version; `taken_back`: a later rollback undid it, or it is what such a rollback undid."""
+
+    version: int
+    device: str | None
+    dtype: str | None
+    created_at: str
+    is_rollback: bool
+    taken_back: bool
+
+
+# --- layer sets in files
+
+
+def import_file(path: str | Path, n_layers_of: Callable[[str], int | None]) -> list[LayerSetRecord]:
+    """Read one exported layer set, or all of the `skip_layers.json` that SWIFT and Self-SD publish.
+
+    The latter is {"MODEL_TASK": {"attention": [..], "mlp": [..]}}.
+
+    Args:   n_layers_of: number of layers of a model by its name, which a published file does not say; None: unknown.
+    Raises: FileNotFound: no such file. LayerSetError: it cannot be read, a layer is out of range, or a depth is
+        unknown.
+    """
+    path = Path(path)
+    values = _read_object(path)
+    if "schema" in values:
+        return [LayerSetRecord._unstored(values, path)]
+    if not values:
+        raise LayerSetError(f"{path} holds no layer set: expected an exported one or SWIFT's skip_layers.json")
+    return [_published(path, key, value, n_layers_of) for key, value in values.items()]
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise FileNotFound(
+            f"there is no file {path} with a layer set: check the path, or export one with `swiftopt layers export`"
+        ) from error
+    except OSError as error:
+        raise LayerSetError(
+            f"{path} cannot be read ({error.strerror}): check that it is a file you may read"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise LayerSetError(f"{path} is not UTF-8 text: expected one JSON object with a layer set") from error
+    except (ValueError, RecursionError) as error:
+        raise LayerSetError(f"{path} is not JSON ({error}): expected one object with a layer set") from error
+    if not isinstance(values, dict):
+        raise LayerSetError(f"{path} holds a {type(values).__name__}: expected one JSON object with a layer set")
+    return values
+
+
+def _published(path: Path, key: str, value: Any, n_layers_of: Callable[[str], int | None]) -> LayerSetRecord:
+    model, _, task = key.rpartition("_")
+    model = model.replace("_", "-")  # "llama-2-13b_chat_cnndm" is model llama-2-13b-chat
+    if not model or not task:
+        raise LayerSetError(f"{path}: key {key!r} is no MODEL_TASK: name the model and the task in it")
+    if not isinstance(value, dict) or set(value) != {"attention", "mlp"}:
+        raise LayerSetError(f'{path}: key {key!r} is no layer set: expected {{"attention": [..], "mlp": [..]}}')
+    n_layers = n_layers_of(model)
+    if n_layers is None:
+        raise LayerSetError(f"{path}: the number of layers of {model!r} is unknown: pass --n-layers")
+    its = {"n_layers": n_layers, "skip_attn": value["attention"], "skip_mlp": value["mlp"]}
+    check_task(task, f"{path}: the task")
+    return LayerSetRecord(model, task, LayerSet.from_json(its, f"{path}: key {key!r}"))
+
+
+# --- states of prompts: where the text that a set was found on lies among the model's hidden states
+
+
+@dataclass(frozen=True, slots=True)
+class KnownSet:
+    """A layer set, and the mean state of the prompts of a task that it was in use for."""
+
+    layer_set: LayerSet
+    state: State
+    task: str = ""
+
+
+def nearest(known: Iterable[KnownSet], state: State, n: int) -> list[LayerSet]:
+    """At most `n` different sets, those first whose prompts' states have the largest cosine with `state`.
+
+    Sets of states of another size, as another model's are, are left out.
+    """
+    alike = [own for own in known if len(own.state) == len(state)]
+    alike.sort(key=lambda own: sum(map(mul, own.state, state)), reverse=True)
+    return list(dict.fromkeys(own.layer_set for own in alike))[:n]
+
+
+def unit(values: Sequence[float]) -> State:
+    """The vector of length 1 in that direction; zeros stay zeros."""
+    length = sqrt(sum(map(mul, values, values)))
+    return tuple(value / length for value in values) if length else tuple(values)
+
+
+def packed(state: State) -> bytes:
+    """In single precision, little-endian."""
+    return struct.pack(f"<{len(state)}f", *state)
+
+
+def unpacked(data: bytes) -> State:
+    """Inverse of `packed`.
+
+    Raises: ValueError: these bytes are no such state.
+    """
+    if len(data) % 4:
+        raise ValueError(f"a state has four bytes per value, but there are {len(data)} bytes")
+    return struct.unpack(f"<{len(data) // 4}f", data)
+
+
+def single(state: Sequence[float]) -> State:
+    """The values as `packed` keeps them, so that a search that continues from a checkpoint computes the same."""
+    return unpacked(packed(tuple(state)))
