@@ -46,7 +46,7 @@ POSTGRES_OPTIONS: dict[str, int | str] = {
 
 UNREACHABLE = "cannot be reached: check that its server runs, and the host and port in its URL"
 
-# What a driver's message contains, in lower case -> what to tell the user.
+# What a driver's message contains, in lower case -> the advice for the user.
 ADVICE = {
     "readonly database": "is read-only: give yourself permission to write it, or choose another with --db",
     "disk is full|no space left": "cannot grow because the disk is full: free some space",
@@ -277,7 +277,7 @@ def _met_another(error: BaseException) -> bool:
 WRITE_TRIES = Retrying(
     retry=retry_if_exception(_met_another),
     stop=stop_after_attempt(4),
-    wait=wait_random(0, 0.02),  # s: two that gave way to each other must not meet again
+    wait=wait_random(0, 0.02),  # s: two that conflicted must not conflict again
     reraise=True,
 )
 

@@ -1,37 +1,54 @@
-"""The job table: rows as jobs, what front doors read of them, events, uploaded streams, and counters over all jobs."""
+"""The job table: what front doors read, what a running attempt writes, events, streams, counters over all jobs."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any, NamedTuple, cast, get_args
 
-from sqlalchemy import ColumnElement, and_, func, select
+from sqlalchemy import ColumnElement, Row, and_, func, select, update
 from sqlalchemy.orm import Session
 
-from ..core.errors import LayerSetError, NotFound, StoreError
-from ..core.events import Event, JobState, PromptFinished, TaskFinished, event_from_json, event_type
+from ..core.errors import LayerSetError, LeaseLost, NotFound, StoreError
+from ..core.events import (
+    Event,
+    JobState,
+    PromptFinished,
+    TaskFinished,
+    TrialsDone,
+    event_from_json,
+    event_type,
+)
 from ..core.records import LayerSetRecord
-from ..core.requests import STATES, Job, JobEvent, JobKind, Lease
+from ..core.requests import STATES, Job, JobEvent, JobKind, Lease, Promotion, Wanted
 from ..core.types import Completion, now
 from .database import clock_s, insert
-from .rows import layer_set_record, to_record
-from .tables import CounterRow, EventRow, JobRow, LayerSetRow, OutputRow, StreamRow
+from .plans import add_version, has_best, offer
+from .tables import (
+    CounterRow,
+    EventRow,
+    JobRow,
+    LayerSetRow,
+    OutputRow,
+    StreamRow,
+    TrialRow,
+    layer_set_record,
+    to_record,
+    to_row,
+)
 
 MOST_HELD_OUT = 64  # turns of prompts behind a verdict that are shown
 KINDS: tuple[JobKind, ...] = get_args(JobKind)
 
 
-# --- what front doors read ---
+# --- what front doors read; `get`, `events` and `outputs` raise NotFound, which names the nearest job ---
 
 
 def get(session: Session, job: str) -> Job:
-    """Return one job.
-
-    Raises: NotFound: no such job; it names the nearest.
-    """
+    """Return one job."""
     return to_jobs(session, [find(session, job)])[0]
 
 
@@ -43,10 +60,7 @@ def latest(session: Session, state: JobState | None = None, limit: int = 100, of
 
 
 def events(session: Session, job: str, after: int = 0, limit: int = 1000) -> list[JobEvent]:
-    """Return what the job reported behind event number `after`, oldest first.
-
-    Raises: NotFound: no such job.
-    """
+    """Return what the job reported behind event number `after`, oldest first."""
     find(session, job)
     query = select(EventRow).where(EventRow.job_id == job, EventRow.id > after).order_by(EventRow.id).limit(limit)
     return [to_record(JobEvent, row) for row in session.scalars(query)]
@@ -72,17 +86,14 @@ class JobStanding(NamedTuple):
 
 
 def standings(session: Session, jobs: Sequence[str]) -> dict[str, JobStanding]:
-    """Return where jobs stand, by their ids."""
+    """Return the standing of jobs, by their ids."""
     left = (JobRow.lease_until - clock_s(), JobRow.due_at - clock_s())
     found = session.execute(select(JobRow.id, *left, JobRow.n_checkpoints).where(JobRow.id.in_(jobs)))
     return {job: JobStanding(lease_s, due_s, n) for job, lease_s, due_s, n in found}
 
 
 def outputs(session: Session, job: str, limit: int | None = None) -> list[PromptFinished]:
-    """Return the finished completions in the order of the stream, at most the first `limit`.
-
-    Raises: NotFound: no such job.
-    """
+    """Return the finished completions in the order of the stream, at most the first `limit`."""
     find(session, job)
     query = select(EventRow).join(OutputRow, OutputRow.event_id == EventRow.id).where(OutputRow.job_id == job)
     rows = session.scalars(query.order_by(OutputRow.place, EventRow.id).limit(limit))
@@ -119,7 +130,7 @@ def states(session: Session) -> dict[str, int]:
 
 
 def find(session: Session, job: str, *, locked: bool = False) -> JobRow:
-    """Return the job's row; `locked` lets nobody else change it until the transaction ends.
+    """Return the job's row; `locked` keeps other transactions from changing it.
 
     Raises: NotFound: no such job; it names the nearest.
     """
@@ -136,6 +147,14 @@ def find(session: Session, job: str, *, locked: bool = False) -> JobRow:
 def at_attempt(lease: Lease, state: JobState = "running") -> ColumnElement[bool]:
     """Match the job's row as long as that attempt is its latest, in that state."""
     return and_(JobRow.id == lease.job, JobRow.attempt == lease.attempt, JobRow.state == state)
+
+
+def change(
+    session: Session, lease: Lease, expected: JobState = "running", **values: object
+) -> Row[Wanted | None] | None:
+    """Change the job, if it is at that attempt and in that state, and return what it is to do; None: it is not."""
+    mine = update(JobRow).where(at_attempt(lease, expected)).values(**values).returning(JobRow.wanted)
+    return session.execute(mine.execution_options(synchronize_session=False)).one_or_none()
 
 
 def to_jobs(session: Session, found: Sequence[JobRow]) -> list[Job]:
@@ -169,7 +188,7 @@ def _to_job(row: JobRow, n_outputs: int, sets: list[LayerSetRecord]) -> Job:
 
 
 def check(row: JobRow) -> None:
-    """Raises: StoreError: the row was changed by hand, so that nobody can go on with the job."""
+    """Raises: StoreError: the row was changed by hand, so that the job cannot go on."""
     if row.kind not in KINDS or row.state not in STATES:
         what = f"its kind is {row.kind!r} and its state {row.state!r}"
     elif not isinstance(cast(object, row.request), Mapping):
@@ -205,6 +224,127 @@ def save_stream(session: Session, sha256: str, lines: str) -> None:
 def stream(session: Session, sha256: str) -> str | None:
     """Return a kept stream as JSON Lines; None if there is none of that content."""
     return session.scalar(select(StreamRow.lines).where(StreamRow.sha256 == sha256))
+
+
+# --- what a running attempt writes, in transactions that its lease opens
+#
+# `lease_s` are the seconds until the renewed lease runs out. Raises, in every function: LeaseLost: the attempt was
+# replaced, or the job has ended or was cancelled; nothing is written.
+
+
+def renew(
+    session: Session,
+    lease_s: float,
+    lease: Lease,
+    events: Sequence[Event] = (),
+    progress: Mapping[str, Any] | None = None,
+) -> Wanted | None:
+    """Show that the attempt is alive, and return what the job is asked to do.
+
+    `events` that bring nothing to go on from, such as the loading of a model, are added; others see `progress`.
+    """
+    wanted = _hold(session, lease_s, lease, progress)
+    for event in events:
+        report(session, lease.job, event)
+    return wanted
+
+
+def peek(session: Session, lease: Lease) -> Wanted | None:
+    """Return what the job is asked to do, without a renewal."""
+    return _mine(session, lease).wanted
+
+
+def checkpoint(
+    session: Session,
+    lease_s: float,
+    lease: Lease,
+    number: int,
+    events: Sequence[Event],
+    snapshot: Mapping[str, Any] | None,
+    progress: Mapping[str, Any] | None = None,
+) -> Wanted | None:
+    """Renew, and add events with their trials and completions, and where to go on from: all or nothing.
+
+    `number` counts the job's checkpoints with this one. One that was written before changes nothing: a client whose
+    connection breaks in a commit does not know whether it was written, and tries again.
+    """
+    row = _mine(session, lease, locked=True)
+    if row.n_checkpoints >= number:
+        return row.wanted
+    kept = None if snapshot is None else dict(snapshot)
+    wanted = _hold(session, lease_s, lease, progress, n_checkpoints=number, n_fruitless=0, snapshot=kept)
+    model = storable(str(row.request.get("model", ""))) if isinstance(row.request, Mapping) else ""
+    counts = [count for event in events for count in _keep(session, lease.job, model, event)]
+    add_counts(session, counts)  # in one go: its order keeps two checkpoints from waiting for each other
+    return wanted
+
+
+def finish_task(
+    session: Session,
+    lease_s: float,
+    lease: Lease,
+    number: int,
+    task: TaskFinished,
+    method: str,
+    promotion: Promotion,
+    snapshot: Mapping[str, Any],
+) -> TaskFinished:
+    """Store a task's layer set, its event and the snapshot in which the task is done: all or nothing, and once.
+
+    `promotion` says whether look-ups find the set from now on.
+
+    Raises: LayerSetError: the model has another number of layers.
+    """
+    if _mine(session, lease, locked=True).n_checkpoints >= number:
+        mine = (LayerSetRow.job == lease.job, LayerSetRow.task == task.task)
+        found = session.scalars(select(LayerSetRow).where(*mine).order_by(LayerSetRow.id.desc())).first()
+        return replace(task, record=layer_set_record(found)) if found else task
+    _hold(session, lease_s, lease, n_checkpoints=number, n_fruitless=0, snapshot=dict(snapshot))
+    row, plan = add_version(session, task.record, method)
+    if promotion == "always" or (promotion == "if none" and not has_best(session, plan)):
+        offer(session, plan)
+    stored = replace(task, record=layer_set_record(row))
+    report(session, lease.job, stored)
+    return stored
+
+
+def _hold(
+    session: Session, lease_s: float, lease: Lease, progress: Mapping[str, Any] | None = None, **values: Any
+) -> Wanted | None:
+    """Renew the lease and change what the attempt may change; what the job is asked to do."""
+    if progress is not None:
+        values["progress"] = dict(progress)
+    changed = change(session, lease, lease_until=clock_s() + lease_s, **values)
+    if changed is None:
+        raise _lost(lease)
+    return changed[0]
+
+
+def _mine(session: Session, lease: Lease, *, locked: bool = False) -> JobRow:
+    query = select(JobRow).where(at_attempt(lease))
+    row = session.scalar(query.with_for_update() if locked else query)
+    if row is None:
+        raise _lost(lease)
+    return row
+
+
+def _lost(lease: Lease) -> LeaseLost:
+    return LeaseLost(f"attempt {lease.attempt} of job {lease.job} was replaced, or the job has ended: leave it")
+
+
+def _keep(session: Session, job: str, model: str, event: Event) -> list[Count]:
+    """Add the event with its trials or completion, and return what it adds to the counters."""
+    row = report(session, job, event)
+    if isinstance(event, TrialsDone):
+        session.add_all(to_row(TrialRow, trial, job_id=job, task=event.task) for trial in event.trials)
+        seconds = sum(trial.seconds for trial in event.trials)
+        both = (("trials", float(len(event.trials))), ("trial_seconds", seconds))
+        return [Count(name, model, event.task, value=value) for name, value in both]
+    if isinstance(event, PromptFinished):
+        session.flush()
+        session.add(OutputRow(job_id=job, place=event.index, prompt_id=event.prompt.id, event_id=row.id))
+        return _completion_counts(model, event.prompt.task, event.completion)
+    return []
 
 
 # --- counters, in SQL because the processes that count live no longer than a job ---
@@ -244,7 +384,7 @@ def counts(session: Session) -> list[Count]:
     return [Count(*row) for row in session.execute(select(*columns).order_by(*columns[:3]))]
 
 
-def completion_counts(model: str, task: str, completion: Completion) -> list[Count]:
+def _completion_counts(model: str, task: str, completion: Completion) -> list[Count]:
     """Return what a completion adds: rounds that drafted, draft and accepted tokens, and those by position."""
     if not completion.drafted:
         return []

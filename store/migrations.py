@@ -1,4 +1,4 @@
-"""Where a database stands, and the steps that bring an older one to the newest schema; one from the future is refused.
+"""The schema of a database, and the steps that migrate an older one; one of a newer swiftopt is refused.
 
 Each step is named after the schema that it leads to.
 
@@ -77,7 +77,7 @@ def _quantised_drafts(op: Operations) -> None:
 
 
 def _prompt_states(op: Operations) -> None:
-    """Add where the prompts of a layer set lie; of earlier sets nothing is known."""
+    """Add the states of a layer set's prompts; those of earlier sets are not known."""
     _add(op, "layer_sets", "prompt_state")
 
 
@@ -93,7 +93,7 @@ def _engines(op: Operations) -> None:
 
 @contextmanager
 def _plans(op: Operations) -> Iterator[BatchOperations]:
-    """Change the plans. SQLite builds the table anew, and what points at it must not be there meanwhile."""
+    """Change the plans. SQLite rebuilds the table, and rows that refer to it must not be there meanwhile."""
     on_sqlite = op.get_bind().dialect.name == "sqlite"
     if on_sqlite:
         op.execute("CREATE TEMPORARY TABLE swiftopt_aside AS SELECT * FROM swiftopt_alias_moves")
@@ -110,7 +110,7 @@ def _create(op: Operations, *tables: str) -> None:
 
 
 def _add(op: Operations, table: str, *columns: str) -> None:
-    """Add columns in place, for a table built anew would delete what points at it; rows get their default, or null."""
+    """Add columns in place, since rebuilding a table deletes rows that refer to it; rows get the default, or null."""
     for name in columns:
         made = _table(table).c[name]
         default = made.server_default
@@ -132,12 +132,12 @@ STEPS: dict[str, Callable[[Operations], None]] = {
 }
 REVISIONS = ("0001_layer_sets", *STEPS)
 HEAD = REVISIONS[-1]
-LOCK_KEY = 0x5317F7  # of PostgreSQL's advisory locks in one database: who migrates
+LOCK_KEY = 0x5317F7  # of PostgreSQL's advisory lock that a migration holds
 
 
 @dataclass(frozen=True, slots=True)
 class SchemaState:
-    """Where a database stands; `revision` is None for an empty one, or a file that does not exist."""
+    """A database's schema; `revision` is None for an empty one, or a file that does not exist."""
 
     database: str  # as errors show it: no password
     revision: str | None
@@ -155,7 +155,7 @@ class SchemaState:
 
 
 def look(url: str) -> SchemaState:
-    """Return where the database stands, without changing or creating it.
+    """Return the database's schema, without changing or creating it.
 
     Raises: StoreError: it cannot be opened.
     """
@@ -166,7 +166,7 @@ def look(url: str) -> SchemaState:
 
 
 def bring_to_head(url: str) -> tuple[SchemaState, SchemaState]:
-    """Create or migrate the database as opening a store does; return where it stood before, and where it stands now.
+    """Create or migrate the database as opening a store does; return its schema before and after.
 
     Raises: SchemaTooNew: a newer swiftopt has written it. StoreError: it cannot be opened.
     """

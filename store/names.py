@@ -10,8 +10,7 @@ from sqlalchemy.orm import Session
 from ..core.errors import LayerSetError, StoreError
 from ..core.records import LayerSetRecord, ModelInfo
 from ..core.types import now
-from .rows import to_record
-from .tables import ComparisonRow, LayerSetRow, LearnedRow, ModelRow, MoveRow, NameRow, OfTask, PlanRow
+from .tables import ComparisonRow, LayerSetRow, LearnedRow, ModelRow, MoveRow, NameRow, OfTask, PlanRow, to_record
 
 Row = TypeVar("Row", bound=OfTask)
 
@@ -56,7 +55,7 @@ def next_version(
 
 
 def by_name(session: Session, name: str) -> ModelRow | None:
-    """Return the model that the name stands for now."""
+    """Return the model that the name means now."""
     return session.scalar(BY_NAME, {"name": name})
 
 
@@ -86,7 +85,7 @@ def list_names(session: Session) -> list[str]:
 
 
 def remember(session: Session, info: ModelInfo) -> None:
-    """Insert or update a model; its names stand for it from now on, and sets imported under them become its own.
+    """Insert or update a model; its names mean it from now on, and sets imported under them become its own.
 
     Such a set keeps its version, unless the model has sets for the same task: then it is numbered after those.
     """
@@ -108,7 +107,7 @@ def remember(session: Session, info: ModelInfo) -> None:
 def model_for(session: Session, record: LayerSetRecord) -> ModelRow:
     """Return the model of a new layer set, created if it is unknown; locked until the transaction ends.
 
-    A fingerprint decides over the name: when the name stands for another model now, it keeps doing so.
+    A fingerprint overrules the name: a name that means another model now keeps doing so.
 
     Raises: LayerSetError: the set has another number of layers than the model.
     """
@@ -124,7 +123,7 @@ def model_for(session: Session, record: LayerSetRecord) -> ModelRow:
         row = _adopt(session, row, named, fingerprint, n_layers)
     row = row or _new_model(session, fingerprint, n_layers)
     if named is None:
-        # An insert, not a merge: it must fail, and the write begin anew, if another process gave the name meanwhile.
+        # An insert, not a merge: it must fail, and the write be retried, if another process added the name meanwhile.
         session.add(NameRow(name=record.model, model_id=row.id))
     lock(session, row)
     return row

@@ -14,13 +14,23 @@ from sqlalchemy import bindparam, select
 from sqlalchemy.orm import Session, aliased, undefer
 
 from ..core.errors import InvalidInput, LayerSetError, LayerSetNotFound, StoreError
-from ..core.records import AS_FOUND, AliasMove, FoundPlan, KnownSet, LayerSetRecord, Plan, PlanVersion, unpacked
+from ..core.records import AS_FOUND, AliasMove, FoundPlan, KnownSet, LayerSetRecord, Plan, PlanVersion, packed, unpacked
 from ..core.settings import ENGINES
 from ..core.types import DEFAULT_TASK, now
 from .names import find_model, known_model, lock, model_for, names_of, newest, next_version, of
 from .results import find_row
-from .rows import found_plan, layer_set_record, layer_set_row, to_row
-from .tables import JobRow, LayerSetRow, ModelRow, MoveRow, NameRow, PlanRow
+from .tables import (
+    JobRow,
+    LayerSetRow,
+    ModelRow,
+    MoveRow,
+    NameRow,
+    PlanRow,
+    added,
+    found_plan,
+    layer_set_record,
+    to_row,
+)
 
 N_KNOWN = 100  # the newest sets of a model that are compared with a text
 
@@ -64,9 +74,15 @@ def add_version(session: Session, record: LayerSetRecord, method: str) -> tuple[
     if record.job is not None and session.get(JobRow, record.job) is None:
         raise StoreError(f"no job {record.job} is stored: create it before its layer sets")
     model = model_for(session, record)
-    row = layer_set_row(record, model, next_version(session, PlanRow, model, record.task))
-    session.add(row)
-    session.flush()
+    set_row = to_row(
+        LayerSetRow,
+        record,
+        model_id=model.id,
+        version=next_version(session, PlanRow, model, record.task),
+        prompt_state=None if record.prompt_state is None else packed(record.prompt_state),
+        created_at=record.created_at or now(),
+    )
+    row = added(session, set_row)
     # Of the record a plan has what its own table has: verdict, speedup, device.
     plan = to_row(
         PlanRow,
@@ -77,11 +93,7 @@ def add_version(session: Session, record: LayerSetRecord, method: str) -> tuple[
         settings=AS_FOUND if method == "adaptive" else record.settings,
         layer_set=row,
     )
-    session.add(plan)
-    session.flush()
-    session.refresh(row)  # what was written, as a reader will get it: JSON has no tuples
-    session.refresh(plan)
-    return row, plan
+    return row, added(session, plan)
 
 
 def layer_set_of(session: Session, model: str, task: str, version: int) -> LayerSetRecord:
@@ -132,9 +144,7 @@ def add_plan(session: Session, model: str, task: str, plan: Plan, promote: bool 
         layer_set=_stored_set(session, owner, plan.layer_set) if plan.layer_set is not None else None,
         learned=find_row(session, plan.learned) if plan.learned is not None else None,
     )
-    session.add(row)
-    session.flush()
-    session.refresh(row)  # what was written, as a reader will get it: JSON has no tuples
+    added(session, row)
     return move(session, row, plan.usual_alias) if promote else found_plan(row)
 
 
@@ -221,7 +231,7 @@ def lookup(
 def promote(session: Session, model: str, task: str, version: int, alias: str = "best") -> FoundPlan:
     """Let the alias mean that version, for the device and dtype that it was tuned or compared on.
 
-    What is best for an engine is known by the engine's name: `best` stands for it with a plan for an engine.
+    With a plan for another engine, `best` means that engine's own alias.
 
     Raises: LayerSetNotFound: it names the versions that exist. InvalidInput: the alias is an engine's, the plan is not.
     """
@@ -260,12 +270,7 @@ def alias_moves(session: Session, model: str, task: str, alias: str = "best") ->
     undone = {each.undoes_id for each in moves}
     return [
         AliasMove(
-            version=each.plan.version,
-            device=each.device,
-            dtype=each.dtype,
-            created_at=each.created_at,
-            is_rollback=each.undoes_id is not None,
-            taken_back=each.id in undone,
+            each.plan.version, each.device, each.dtype, each.created_at, each.undoes_id is not None, each.id in undone
         )
         for each in moves
     ]
@@ -320,7 +325,7 @@ def _nearest(moves: list[MoveRow], device: str | None, dtype: str | None) -> Mov
 
 
 def _difference(found: MoveRow, task: str, device: str | None, dtype: str | None) -> str | None:
-    """Say what the answer is not, compared with what was asked."""
+    """Describe how the answer differs from the question; None: it does not."""
     parts = ["model default"] if found.task != task else []
     if device not in (None, found.device) or dtype not in (None, found.dtype):
         where = " ".join(part for part in (found.device, found.dtype) if part)
@@ -361,7 +366,7 @@ def _stored_set(session: Session, model: ModelRow, record: LayerSetRecord) -> La
 
 
 def _not_found(session: Session, model: str, task: str, alias: str = "best") -> LayerSetNotFound:
-    """Return the error for a model and task that nothing can be had for, with what comes nearest."""
+    """Return the error for a model and task without a plan, with the nearest ones that have one."""
     if alias in ENGINES:
         command = f"{_tune_command(model, task)} --engine {alias}"
         return LayerSetNotFound(f"no plan for {alias} is stored for {model}/{task}: run `{command}`")

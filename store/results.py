@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 from sqlalchemy import Text, cast, delete, exists, func, select
@@ -13,9 +14,19 @@ from ..core.costs import CostProfile
 from ..core.errors import LayerSetError, LearnedNotFound, StoreError
 from ..core.records import LearnedKind, LearnedRecord
 from ..core.types import DEFAULT_TASK, LayerSet, Trial, now
-from . import rows
 from .names import by_fingerprint, known_model, lock, newest, next_version, of
-from .tables import ComparisonRow, CostProfileRow, JobRow, LearnedRow, TrialRow, WeightsRow
+from .tables import (
+    ComparisonRow,
+    CostProfileRow,
+    JobRow,
+    LearnedRow,
+    TrialRow,
+    WeightsRow,
+    added,
+    learned_record,
+    to_record,
+    to_row,
+)
 
 COMPARISON = ("id", "model", "task", "device", "dtype", "created_at", "report")
 
@@ -36,13 +47,9 @@ def add_learned(session: Session, record: LearnedRecord, weights: bytes) -> Lear
     lock(session, model)
     version = next_version(session, LearnedRow, model, record.task, LearnedRow.kind == record.kind)
     created_at = record.created_at or now()
-    row = rows.to_row(LearnedRow, record, model_id=model.id, version=version, created_at=created_at)
-    session.add(row)
-    session.flush()
+    row = added(session, to_row(LearnedRow, record, model_id=model.id, version=version, created_at=created_at))
     session.add(WeightsRow(learned_id=row.id, weights=weights))
-    session.flush()
-    session.refresh(row)  # what was written, as a reader will get it: JSON has no tuples
-    return rows.learned_record(row)
+    return learned_record(row)
 
 
 def find_learned(
@@ -57,7 +64,7 @@ def find_learned(
         query = newest(session, LearnedRow, model, candidate).where(LearnedRow.kind == kind)
         found = session.scalar(query.limit(1) if version is None else query.where(LearnedRow.version == version))
         if found is not None:
-            return rows.learned_record(found)
+            return learned_record(found)
     raise _not_found(session, model, task, kind, version)
 
 
@@ -67,7 +74,7 @@ def list_learned(
     """Return the stored versions of a model, task and kind, or of all, newest first; weights are not read."""
     query = newest(session, LearnedRow, model, task)
     found = session.scalars(query if kind is None else query.where(LearnedRow.kind == kind))
-    return [rows.learned_record(row) for row in found]
+    return [learned_record(row) for row in found]
 
 
 def find_row(session: Session, record: LearnedRecord) -> LearnedRow:
@@ -145,24 +152,26 @@ def save_cost_profile(session: Session, profile: CostProfile) -> None:
     """Store measured costs in place of those of the same model, device, dtype and context bucket."""
     same = ("fingerprint", "device", "dtype", "context_bucket", "n_layers")
     session.execute(delete(CostProfileRow).filter_by(**{name: getattr(profile, name) for name in same}))
-    session.add(rows.cost_profile_row(profile))
+    values = profile.to_json()
+    session.add(CostProfileRow(**{**values, "formats": values["formats"] or None}, created_at=now()))
 
 
 def find_cost_profile(
     session: Session, fingerprint: str, device: str, dtype: str, context_bucket: int
 ) -> CostProfile | None:
     """Return the newest measured costs, if there are any."""
-    query = select(CostProfileRow).filter_by(
-        fingerprint=fingerprint, device=device, dtype=dtype, context_bucket=context_bucket
-    )
-    row = session.scalars(query.order_by(CostProfileRow.id.desc())).first()
-    return rows.cost_profile(row) if row is not None else None
+    found = list_cost_profiles(session, fingerprint, device=device, dtype=dtype, context_bucket=context_bucket)
+    return found[0] if found else None
 
 
-def list_cost_profiles(session: Session, fingerprint: str) -> list[CostProfile]:
-    """Return all measured costs of a model, newest first."""
-    query = select(CostProfileRow).where(CostProfileRow.fingerprint == fingerprint)
-    return [rows.cost_profile(row) for row in session.scalars(query.order_by(CostProfileRow.id.desc()))]
+def list_cost_profiles(session: Session, /, fingerprint: str, **where: str | int) -> list[CostProfile]:
+    """Return all measured costs of a model, newest first; `where` names columns that they must have."""
+    query = select(CostProfileRow).filter_by(fingerprint=fingerprint, **where).order_by(CostProfileRow.id.desc())
+    found = []
+    for row in session.scalars(query):
+        values = {each.name: getattr(row, each.name) for each in fields(CostProfile)}
+        found.append(CostProfile.from_json({**values, "formats": row.formats or {}}))  # None: measured before formats
+    return found
 
 
 class Tried(NamedTuple):
@@ -259,7 +268,7 @@ def trials_by_task(session: Session, job: str, task: str | None = None) -> dict[
     query = select(TrialRow).where(TrialRow.job_id == job).order_by(TrialRow.task, TrialRow.step)
     for row in session.scalars(query if task is None else query.where(TrialRow.task == task)):
         try:
-            found.setdefault(row.task, []).append(rows.trial(row))
+            found.setdefault(row.task, []).append(to_record(Trial, row))
         except (LayerSetError, TypeError) as error:
             raise StoreError(
                 f"trial {row.step} of job {job} cannot be read ({error}): it was changed by hand, submit the job again"

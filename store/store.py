@@ -10,7 +10,7 @@ from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 
 from ..core.requests import Lease
-from . import attempt_writes, jobs, names, plans, results, transitions
+from . import jobs, names, plans, results, transitions
 from .database import Transactions, as_url, default_url, shown
 from .migrations import SchemaState, connect_at_head, revision
 
@@ -87,10 +87,10 @@ class Jobs(Transactions):
     # a running attempt
     begin_here = renews(transitions.begin_here)
     claim = renews(transitions.claim)
-    renew = renews(attempt_writes.renew)
-    peek = reads(attempt_writes.peek)
-    checkpoint = renews(attempt_writes.checkpoint)
-    finish_task = renews(attempt_writes.finish_task)
+    renew = renews(jobs.renew)
+    peek = reads(jobs.peek)
+    checkpoint = renews(jobs.checkpoint)
+    finish_task = renews(jobs.finish_task)
     hand_back = writes(transitions.hand_back)
     end = writes(transitions.end)
     attempt_failed = writes(transitions.attempt_failed)
@@ -113,7 +113,7 @@ class Store(Transactions):
         return cls(connect_at_head(url), url)
 
     def schema(self) -> SchemaState:
-        """Return where the database stands now, asked over a connection that is open already."""
+        """Return the database's schema, read over a connection that is open already."""
         return self.read(lambda session: SchemaState(shown(self.url), revision(session.connection())))
 
     def close(self) -> None:

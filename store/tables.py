@@ -1,14 +1,31 @@
-"""The tables, and what their rows have in common with core's records: attributes of the same names (see `rows`).
+"""The tables, and core's records as their rows and back, matched by the names of fields; rows never leave the store.
 
-Every table starts with `swiftopt_`, so that a database may be shared (Optuna has a table `trials`, too).
+Every table starts with `swiftopt_`, so that a database may be shared (Optuna has a table `trials`, too). A field that
+has a column of its name needs no line behind the tables.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import fields
+from typing import Any, TypeVar
 
-from sqlalchemy import JSON, BigInteger, Double, ForeignKey, Index, LargeBinary, MetaData, UniqueConstraint, text
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Double,
+    ForeignKey,
+    Index,
+    LargeBinary,
+    MetaData,
+    String,
+    UniqueConstraint,
+    text,
+)
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
+
+from ..core.records import FoundPlan, LayerSetRecord, LearnedRecord, Plan
+from ..core.requests import JobKind, Wanted
+from ..core.types import LayerSet
 
 NAMING = {
     "pk": "pk_%(table_name)s",
@@ -17,8 +34,6 @@ NAMING = {
     "ck": "ck_%(table_name)s_%(constraint_name)s",
     "fk": "fk_%(table_name)s_%(column_0_name)s",
 }
-
-
 UNFINISHED_SQL = "state IN ('queued', 'running', 'paused')"
 
 
@@ -51,7 +66,7 @@ class ModelRow(Base):
 
 
 class NameRow(Base):
-    """An alias, hub id or path, and the model that it stands for now."""
+    """An alias, hub id or path, and the model that it means now."""
 
     __tablename__ = "swiftopt_model_names"
 
@@ -92,7 +107,7 @@ class JobRow(Base):
     )
 
     id: Mapped[str] = mapped_column(primary_key=True)
-    kind: Mapped[str] = mapped_column(server_default="tune")
+    kind: Mapped[JobKind] = mapped_column(String, server_default="tune")
     state: Mapped[str]
     queue: Mapped[str | None]
     fingerprint: Mapped[str | None]
@@ -102,7 +117,7 @@ class JobRow(Base):
     n_prompts: Mapped[int] = mapped_column(server_default="0")
     attempt: Mapped[int] = mapped_column(server_default="1")
     worker: Mapped[str | None]
-    wanted: Mapped[str | None]
+    wanted: Mapped[Wanted | None] = mapped_column(String)
     lease_until: Mapped[float | None]
     due_at: Mapped[float | None]
     n_checkpoints: Mapped[int] = mapped_column(server_default="0")
@@ -195,7 +210,7 @@ class Measured:
 class LayerSetRow(OfTask, Measured, Base):
     """An immutable version of a model's set for a task.
 
-    `model` is the name under which it was stored; `prompt_state` where its prompts lie, see `core.records`.
+    `model` is the name under which it was stored; `prompt_state` the packed state of its prompts.
     """
 
     __tablename__ = "swiftopt_layer_sets"
@@ -343,3 +358,70 @@ class TrialRow(Base):
     seed: Mapped[int] = mapped_column(BigInteger)
     adopted: Mapped[bool]
     seconds: Mapped[float]
+
+
+# --- records as rows and back
+
+Row = TypeVar("Row", bound=Base)
+Record = TypeVar("Record")
+
+
+def to_row(table: type[Row], record: Any, **others: Any) -> Row:
+    """Return a new row with those fields of the record, and of its layer set, that the table has; `others` win."""
+    values = {each.name: getattr(record, each.name) for each in fields(record)}
+    if isinstance(own := values.get("layer_set"), LayerSet):
+        values |= {"n_layers": own.n_layers, "quantised": dict(own.formats)}
+        values |= {"skip_attn": sorted(own.skip_attn), "skip_mlp": sorted(own.skip_mlp)}
+    shared = {name: value for name, value in values.items() if hasattr(table, name)}
+    return table(**{**shared, **others})
+
+
+def to_record(kind: type[Record], row: Base, **others: Any) -> Record:
+    """Return the record whose fields are the row's columns; `others` are the fields that are no columns.
+
+    Raises: LayerSetError, TypeError: the row was changed by hand.
+    """
+    if isinstance(row, LayerSetRow | TrialRow):
+        n_layers = row.n_layers if isinstance(row, TrialRow) else row.owner.n_layers
+        formats = tuple((row.quantised or {}).items())  # None: a trial of before drafts could be quantised
+        others["layer_set"] = LayerSet(n_layers, frozenset(row.skip_attn), frozenset(row.skip_mlp), formats)
+    shared = {each.name: _tuples(getattr(row, each.name)) for each in fields(kind) if each.name not in others}  # type: ignore[arg-type]
+    return kind(**shared, **others)
+
+
+def added(session: Session, row: Row) -> Row:
+    """Add a row and return it as a reader will get it: JSON has no tuples."""
+    session.add(row)
+    session.flush()
+    session.refresh(row)
+    return row
+
+
+def _tuples(value: Any) -> Any:
+    """Undo what JSON does to a tuple."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def layer_set_record(row: LayerSetRow) -> LayerSetRecord:
+    """Return the record of a row, without its prompt state.
+
+    Raises: LayerSetError, TypeError: the row was changed by hand.
+    """
+    evidence = _tuples(row.evidence or [])
+    return to_record(LayerSetRecord, row, fingerprint=row.owner.fingerprint, prompt_state=None, evidence=evidence)
+
+
+def learned_record(row: LearnedRow) -> LearnedRecord:
+    """Return the record of a row, without its weights."""
+    return to_record(LearnedRecord, row, fingerprint=row.owner.fingerprint or "")
+
+
+def found_plan(row: PlanRow, alias: str = "", fallback: str | None = None) -> FoundPlan:
+    """Return a look-up's answer."""
+    plan = to_record(
+        Plan,
+        row,
+        layer_set=layer_set_record(row.layer_set) if row.layer_set is not None else None,
+        learned=learned_record(row.learned) if row.learned is not None else None,
+    )
+    return FoundPlan(plan, row.version, alias, fallback)

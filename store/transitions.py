@@ -12,20 +12,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from json import JSONDecodeError
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
-from sqlalchemy import func, or_, select, update
+from sqlalchemy import func, or_, select
 from sqlalchemy.orm import Session, defer
 
 from ..core.errors import Conflict, StoreError
 from ..core.events import JobState, StateChanged
-from ..core.requests import DEFAULT_QUEUE, END_STATES, UNFINISHED, Delivery, Job, JobKind, JobSpec, Lease, Verb
+from ..core.requests import DEFAULT_QUEUE, END_STATES, UNFINISHED, Delivery, Job, JobSpec, Lease, Verb
 from ..core.types import Trial, now
 from .database import clock_s, insert
-from .jobs import at_attempt, check, count, find, report, save_stream, storable, to_jobs
+from .jobs import at_attempt, change, check, count, find, report, save_stream, storable, stream, to_jobs
 from .results import trials_by_task
-from .rows import to_row
-from .tables import JobRow, LockRow, StreamRow
+from .tables import JobRow, LockRow, added, to_row
 
 MAX_FRUITLESS = 3  # attempts in a row that ended without a new checkpoint, after which a job has failed
 BACKOFF_S, MAX_BACKOFF_S = 2.0, 60.0  # before the attempt after the first fruitless one; doubled for each further one
@@ -82,10 +81,7 @@ def _insert(session: Session, spec: JobSpec, state: JobState, **columns: Any) ->
         save_stream(session, spec.stream, spec.lines)
     created_at = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")  # jobs are listed by it
     columns |= {"id": secrets.token_hex(6), "state": state, "attempt": 1, "due_at": clock_s(), "created_at": created_at}
-    row = to_row(JobRow, spec, **columns)
-    session.add(row)
-    session.flush()
-    session.refresh(row)
+    row = added(session, to_row(JobRow, spec, **columns))
     report(session, row.id, StateChanged(state, 1))
     return row
 
@@ -100,7 +96,7 @@ def due(session: Session) -> list[Delivery]:
 def redeliver(session: Session, lost: Delivery) -> Delivery | None:
     """Begin a new attempt in place of one that the queue has lost; None if a worker has it."""
     lease = Lease(lost.job, lost.attempt)
-    if not _change(session, lease, "queued", attempt=lost.attempt + 1):
+    if change(session, lease, "queued", attempt=lost.attempt + 1) is None:
         return None
     count(session, "reconciled", "redelivered")
     return Delivery(lost.job, lost.attempt + 1, lost.queue)
@@ -122,7 +118,7 @@ def expire(session: Session, lease: Lease, worker: str | None) -> bool:
 
 
 def take_lock(session: Session, name: str, owner: str, seconds: float) -> bool:
-    """Return whether `owner` may do what `name` stands for, for that long; nobody else may meanwhile."""
+    """Return whether `owner` has the lock `name`, for that many seconds."""
     asked = insert(session, LockRow).values(name=name, owner=owner, until=clock_s() + seconds)
     free = or_(LockRow.owner == owner, LockRow.until < clock_s())
     values = {"owner": asked.excluded.owner, "until": asked.excluded.until}
@@ -144,9 +140,9 @@ def begin_here(session: Session, lease_s: float, spec: JobSpec, worker: str) -> 
 def claim(session: Session, lease_s: float, lease: Lease, worker: str) -> Claim | None:
     """Take a queued attempt; None if somebody else has, or it was replaced.
 
-    A job whose row cannot be read fails here, with the reason, and nobody gets it: None.
+    A job whose row cannot be read fails here, with the reason: None.
     """
-    taken = _change(
+    taken = change(
         session,
         lease,
         "queued",
@@ -156,13 +152,10 @@ def claim(session: Session, lease_s: float, lease: Lease, worker: str) -> Claim 
         started_at=func.coalesce(JobRow.started_at, now()),
         n_checkpoints_before=JobRow.n_checkpoints,
     )
-    if not taken:
+    if taken is None:
         return None
     report(session, lease.job, StateChanged("running", lease.attempt, f"on {worker}"))
     count(session, "attempts", "started")
-    lines = session.scalar(
-        select(StreamRow.lines).join(JobRow, JobRow.stream == StreamRow.sha256).where(JobRow.id == lease.job)
-    )
     try:
         row = find(session, lease.job)
         session.refresh(row)
@@ -172,13 +165,14 @@ def claim(session: Session, lease_s: float, lease: Lease, worker: str) -> Claim 
         no_json = f"job {lease.job} cannot be read (it holds what is no JSON: {error}): it was changed by hand, "
         end(session, lease, "failed", str(error) if isinstance(error, StoreError) else no_json + "submit it again")
         return None
-    return Claim(to_jobs(session, [row])[0], lease, row.n_checkpoints, lines or "", row.snapshot, trials)
+    lines = "" if row.stream is None else stream(session, row.stream) or ""
+    return Claim(to_jobs(session, [row])[0], lease, row.n_checkpoints, lines, row.snapshot, trials)
 
 
 def hand_back(session: Session, lease: Lease, reason: str) -> bool:
     """Queue the job again at once, without counting the attempt; False if the lease was lost.
 
-    A job that is to pause rests instead, and one without a queue fails: nobody else may take it.
+    A job that is to pause is paused instead, and one without a queue fails: no other worker may take it.
     """
     row = _locked(session, lease)
     if row is None:
@@ -194,10 +188,9 @@ def hand_back(session: Session, lease: Lease, reason: str) -> bool:
 
 def end(session: Session, lease: Lease, state: JobState, error: str | None = None) -> bool:
     """End or pause the job; False if the lease was lost."""
-    ended = _change(
+    changed = change(
         session,
         lease,
-        "running",
         state=state,
         error=None if error is None else storable(error),
         wanted=None,
@@ -205,16 +198,17 @@ def end(session: Session, lease: Lease, state: JobState, error: str | None = Non
         worker=None,
         finished_at=None if state == "paused" else now(),
     )
-    if ended:
-        report(session, lease.job, StateChanged(state, lease.attempt, error or ""))
-        count(session, "attempts", state)
-    return ended
+    if changed is None:
+        return False
+    report(session, lease.job, StateChanged(state, lease.attempt, error or ""))
+    count(session, "attempts", state)
+    return True
 
 
 def attempt_failed(session: Session, lease: Lease, error: str) -> bool:
     """Queue the job again, later each time, or end it after `MAX_FRUITLESS` attempts in a row without a checkpoint.
 
-    A job without a queue has nobody to go on with it, and fails. False if the lease was lost.
+    A job without a queue fails: no other worker may take it. False if the lease was lost.
     """
     row = _locked(session, lease)
     if row is None:
@@ -241,19 +235,13 @@ def _locked(session: Session, lease: Lease) -> JobRow | None:
     return session.scalar(query.options(*WITHOUT_JSON).with_for_update())
 
 
-def _change(session: Session, lease: Lease, expected: JobState, **values: object) -> bool:
-    """Change the job if it is at that attempt and in the expected state, and return whether it was."""
-    changed = update(JobRow).where(at_attempt(lease, expected)).values(**values)
-    return bool(session.execute(changed.execution_options(synchronize_session=False)).rowcount)  # type: ignore[attr-defined]
-
-
 # --- what people ask ---
 
 
 def act(session: Session, job: str, verb: Verb) -> Job:
     """Pause, resume, stop, cancel or retry a job; the job as it is then. Done twice, it is done once.
 
-    A running job is only asked to pause or stop, and does so at its next step.
+    A running job pauses or stops at its next step.
 
     Raises: NotFound: no such job. Conflict: it is not in a state for that; it says what to do instead.
     """
@@ -325,7 +313,7 @@ def _retry(session: Session, row: JobRow) -> None:
 
 def _spec(row: JobRow) -> JobSpec:
     request = row.request if isinstance(row.request, Mapping) else {}  # a list, where it was changed by hand
-    return JobSpec(cast(JobKind, row.kind), row.queue or DEFAULT_QUEUE, request, row.stream)
+    return JobSpec(row.kind, row.queue or DEFAULT_QUEUE, request, row.stream)
 
 
 def _queue(session: Session, row: JobRow, why: str, delay_s: float = 0.0) -> None:
