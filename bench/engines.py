@@ -1,4 +1,4 @@
-"""Exported plans where they belong: `python -m swiftopt.bench.engines`, which `make engines` runs.
+"""Exported plans in their engines: `python -m swiftopt.bench.engines`, which `make engines` runs.
 
 Tunes a layer set on every other prompt of a stream, exports it to every engine that runs here, and decodes the other
 prompts there, by turns: plain, with the engine's own n-grams, and with the export. swiftopt decodes them with the same
@@ -23,13 +23,12 @@ from ..cli.output import note, show
 from ..cli.render import folding, number, numeric, table
 from ..core.streams import read_stream
 from ..engines.export import SUMMARY
-from ..engines.packages import PACKAGES
+from ..engines.processes import PACKAGES
 from ..engines.tuning import RUNNABLE
 from ..engines.turns import Row, Turns, TurnsRequest, questions_of
 from ..models.costs import device_name
 from ..models.sources import local_folder, resolve
-from .peer_rows import all_rows, exported_rows
-from .peers import report_of
+from .peers import all_rows, exported_rows, report_of
 
 TASK = "engines"  # of all lines, so that one layer set is tuned for them
 TUNED_TOKENS = "64"  # of each prompt that is tuned on
@@ -39,7 +38,7 @@ TRANSFORMERS_CONFIDENCE = 0.4  # where an assistant's settings have none
 
 @dataclass(frozen=True, slots=True)
 class EngineChecks:
-    """What one engine made of its export; `own` is swiftopt's row with the same checkpoint and the same rule."""
+    """One engine's rows with its export; `own` is swiftopt's row with the same checkpoint and the same rule."""
 
     engine: str
     plain: Mapping[str, Any]
@@ -49,12 +48,16 @@ class EngineChecks:
 
     @property
     def failed(self) -> bool:
-        """Whether the engine runs here, but not with its export."""
+        """Tell whether the engine runs here, but not with its export."""
         return self.plain["reason"] is None and self.exported["reason"] is not None
 
     @property
+    def report(self) -> dict[str, Any]:
+        rows = {"plain": self.plain, "ngram": self.ngram, "exported": self.exported, "swiftopt": self.own}
+        return {"engine": self.engine, **rows}
+
+    @property
     def cells(self) -> tuple[str, ...]:
-        """The row of the table."""
         own, theirs = self.own.get("acceptance"), self.exported.get("acceptance")
         if self.exported["reason"] is not None:
             return (self.engine, *"–––––", f"not run: {self.exported['reason']}")
@@ -91,7 +94,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 return code
         found = _measured(asked, folders, held_out)
     headings = ("accepted / drafted", "acceptance", "swiftopt's", "÷ swiftopt's", "own n-grams")
-    title = f"{asked.model}: exported drafts where they belong"
+    title = f"{asked.model}: exported drafts in their engines"
     columns = [folding("engine"), *map(numeric, headings), folding("equal to its own plain")]
     show(table(columns, [each.cells for each in found], title=title, title_justify="left"))
     return int(any(each.failed for each in found))
@@ -113,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _parted(stream: Path, limit: int | None, work: Path) -> tuple[Path, Path]:
-    """Every other prompt to tune on, and the rest to measure on, as streams of one task."""
+    """Write every other prompt to tune on, and the rest to measure on, as streams of one task."""
     lines = [json.loads(line) for line in stream.read_text(encoding="utf-8").splitlines() if line.strip()][:limit]
     paths = (work / "tuned.jsonl", work / "held-out.jsonl")
     for number_, path in enumerate(paths):
@@ -128,7 +131,7 @@ def _measured(asked: argparse.Namespace, folders: Mapping[str, Path], stream: Pa
     questions = questions_of(folder, read_stream(str(stream)), asked.max_new_tokens)
     common = TurnsRequest(asked.model, folder, asked.dtype, asked.threads)
 
-    def run(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    def run(*rows: Row) -> list[dict[str, Any]]:
         turns = Turns(common, questions, rows, note)
         turns.run()
         machine = device_name(torch.device("cpu"))
@@ -151,18 +154,13 @@ def _measured(asked: argparse.Namespace, folders: Mapping[str, Path], stream: Pa
             checkpoint = folders[REFERENCE] / "draft"
             options = {"draft_tokens": rule[0], "min_confidence": rule[1]}
             name = f"draft-{rule[0]}" + (f"-{rule[1]:g}" if rule[1] else "")
-            (own[rule],) = run([Row(PACKAGES["swiftopt"], name, "folder", options, checkpoint)])
+            (own[rule],) = run(Row(PACKAGES["swiftopt"], name, "folder", options, checkpoint))
         package = row.engine.name
-        plain, ngram, theirs = run([known[f"{package}/plain"], known[f"{package}/ngram"], row])
+        plain, ngram, theirs = run(known[f"{package}/plain"], known[f"{package}/ngram"], row)
         found.append(EngineChecks(engine, plain, ngram, theirs, own.get(rule, {})))
         if asked.json:  # what is interrupted keeps the engines before
-            asked.json.write_text(json.dumps([_report(each) for each in found], indent=1) + "\n", encoding="utf-8")
+            asked.json.write_text(json.dumps([each.report for each in found], indent=1) + "\n", encoding="utf-8")
     return found
-
-
-def _report(found: EngineChecks) -> dict[str, Any]:
-    rows = {"plain": found.plain, "ngram": found.ngram, "exported": found.exported, "swiftopt": found.own}
-    return {"engine": found.engine, **rows}
 
 
 if __name__ == "__main__":

@@ -1,16 +1,135 @@
-"""The report of swiftopt and other engines on the same prompts: speeds, ratios, and whose tokens are equal."""
+"""swiftopt and other engines on the same prompts: the rows of `bench peers`, and the report of what they measured."""
 
 from __future__ import annotations
 
+import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
-from ..engines.turns import Question, Row, RowRuns, TimedAnswer, TurnsRequest
+from ..core.errors import SettingsError
+from ..engines.export import SCHEMA as EXPORT_SCHEMA
+from ..engines.export import SUMMARY
+from ..engines.processes import PACKAGES
+from ..engines.tuning import RUNNABLE
+from ..engines.turns import Question, Row, RowRuns, TurnsRequest, Weights
 from ..optimizer.verdict import bootstrap_interval, speed, speed_ratio
 
 SCHEMA = "swiftopt.bench-peers/1"
 BASES = ("llama-cpp/plain", "node-llama-cpp/plain")  # the faster of them is what rows are compared with
+UNSURE = {"min_confidence": 0.6}  # a draft ends at a token less sure than that
+OWN_DEFAULTS = {"draft_tokens": 20, "min_confidence": 0.4}  # transformers' own for assistants
+NGRAM = {"ngram": True}
+TURN_KEYS = ("prefill_s", "drafted", "accepted")
+
+
+def all_rows(ggufs: Sequence[Path] = (), assistant: Path | None = None, exported: Sequence[Path] = ()) -> list[Row]:
+    """Return every row, in the table's order; each of `ggufs` is one for each build of llama.cpp.
+
+    Raises: SettingsError: a GGUF file is not there, or two have one name; or as `exported_rows`.
+    """
+    for path in ggufs:
+        if not path.is_file():
+            raise SettingsError(f"--gguf {path} is no file: check the path")
+    if len({path.stem for path in ggufs}) < len(ggufs):
+        raise SettingsError("two files of --gguf have the same name, and rows are named by it: rename one")
+    rows: list[Row] = []
+
+    def add(name: str, variant: str, weights: Weights, options: Mapping[str, Any] | None = None, **more: Any) -> None:
+        rows.append(Row(PACKAGES[name], variant, weights, dict(options or {}), **more))
+
+    add("swiftopt", "plain", "folder")
+    add("swiftopt", "best", "folder", {"best": True})
+    for name in ("llama-cpp", "node-llama-cpp"):
+        add(name, "plain", "stored")
+        add(name, "draft", "stored", UNSURE, draft="Q4_0")
+        add(name, "ngram", "stored", NGRAM)
+        add(name, "q8_0", "Q8_0")
+        add(name, "q4_0", "Q4_0")
+        for path in ggufs:
+            add(name, path.stem, "file", file=path)
+    add("openvino", "plain", "F16")
+    add("openvino", "draft", "F16", UNSURE, draft="Q4_0")
+    add("openvino", "ngram", "F16", NGRAM)
+    add("vllm", "plain", "folder")
+    add("vllm", "ngram", "folder", NGRAM)
+    add("transformers", "plain", "folder")
+    add("transformers", "compiled", "folder", {"compiled": True})
+    add("transformers", "ngram", "folder", NGRAM)
+    if assistant:
+        add("transformers", "assisted", "folder", OWN_DEFAULTS, draft=assistant)
+    return [*rows, *exported_rows(exported)]
+
+
+def exported_rows(folders: Sequence[Path]) -> list[Row]:
+    """Return a row of each folder that `swiftopt export` wrote: its engine with these settings and this draft.
+
+    Rows are named `exported`, and where an engine has several, `exported-` with the folder's name. A folder for
+    transformers with a layer set has a row `shared` for swiftopt inside transformers, too.
+
+    Raises: SettingsError: a folder is no export, or of an engine that is not run here; or two have one name.
+    """
+    read = [(folder, _summary(folder)) for folder in folders]
+    n_of = Counter(about["engine"] for _, about in read)
+    rows = []
+    for folder, about in read:
+        runnable = RUNNABLE[about["engine"]]
+        package, named = PACKAGES[runnable.package], "" if n_of[about["engine"]] == 1 else f"-{folder.resolve().name}"
+        options = {"settings": about["settings"], **(NGRAM if about["kind"] == "text" else {})}
+        draft = folder / about["draft"] if about["draft"] else None
+        if draft is not None or about["kind"] == "text":
+            rows.append(Row(package, f"exported{named}", runnable.weights, options, draft))
+        if about.get("layer_set"):
+            shared = {"layer_set": str((folder / about["layer_set"]).resolve())}
+            rows.append(Row(package, f"shared{named}", runnable.weights, shared))
+    if len({row.name for row in rows}) < len(rows):
+        raise SettingsError("two folders of --exported have the same name, and rows are named by it: rename one")
+    return rows
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    path = folder / SUMMARY
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+        complete = about["schema"] == EXPORT_SCHEMA and isinstance(about["settings"], dict)
+        engine, kind, draft = about["engine"], about["kind"], about["draft"]
+    except (OSError, ValueError, KeyError, TypeError):
+        complete = False
+    if not complete:
+        raise SettingsError(f"{folder} is no exported plan: name a folder that `swiftopt export` wrote")
+    if engine not in RUNNABLE:
+        raise SettingsError(f"{folder} is for {engine}, which is not run here: export to one of {', '.join(RUNNABLE)}")
+    paths = [path for path in (draft, about.get("layer_set")) if path is not None]
+    if kind == "draft" and not paths:
+        raise SettingsError(f"{folder} names no draft for {engine}: export the plan again")
+    if lacking := [path for path in paths if not (folder / path).exists()]:
+        raise SettingsError(f"{folder} lacks its draft {lacking[0]}: export the plan again")
+    return dict(about)
+
+
+def chosen_rows(words: Iterable[str], rows: Sequence[Row]) -> list[Row]:
+    """Return the rows that --peers names: `all`, engines, or rows as `engine/variant`; in the table's order.
+
+    Raises: SettingsError: a word names none.
+    """
+    words = [word.strip() for word in words if word.strip()]
+    known = {"all", *(row.engine.name for row in rows), *(row.name for row in rows)}
+    for word in words:
+        if word not in known:
+            near = get_close_matches(word, sorted(known), n=1)
+            nearest = f" (nearest: {near[0]})" if near else ""
+            names = ", ".join(dict.fromkeys(row.engine.name for row in rows))
+            raise SettingsError(f"peer {word!r} is unknown{nearest}: use all, {names}, or rows such as {rows[0].name}")
+    found = [row for row in rows if {"all", row.engine.name, row.name} & set(words)]
+    if not found:
+        raise SettingsError(f"no peer was named: use all, or rows such as {rows[0].name}")
+    return found
+
+
+# --- the report
 
 
 def report_of(
@@ -21,9 +140,9 @@ def report_of(
     base: str | None = None,
     interrupted: bool = False,
 ) -> dict[str, Any]:
-    """The object that `swiftopt bench peers --json` prints; where `base` was not measured, the default takes its place.
+    """Return the object that `swiftopt bench peers --json` prints.
 
-    That is llama.cpp's faster plain row, else the first one that was measured.
+    Where `base` was not measured, llama.cpp's faster plain row takes its place, else the first one that was measured.
     """
     measured = {own.row.name: own for own in runs if own.turns}
     llama = [measured[name] for name in BASES if name in measured]
@@ -56,43 +175,37 @@ def _result(own: RowRuns, base: RowRuns | None, measured: Mapping[str, RowRuns])
         return {**named, "tok_s": None}
     ratios = [one.seconds / mine.seconds for mine, one in zip(own.timed, base.timed, strict=True)]  # of equal tokens
     reference = _reference(row, measured)
-    decode_speed = own.decode_speed()
+    same = zip(own.turns, reference.turns, strict=True) if reference else ()
     drafted, accepted = own.drafts or (None, None)
     return {
         **named,
         "tokens": sum(run.tokens for run in own.timed),
         "seconds": round(sum(run.seconds for run in own.timed), 3),
         "tok_s": round(speed(own.timed), 3),
-        "decode_tok_s": None if decode_speed is None else round(decode_speed, 3),
+        "decode_tok_s": _rounded(own.decode_speed(), 3),
         "ratio": round(speed_ratio(own.timed, base.timed), 4),
         "ratio_interval": [round(end, 4) for end in bootstrap_interval(own.timed, base.timed)],
         "ratio_median": round(statistics.median(ratios), 4),
         "peak_bytes": own.peak_bytes,
         "equal_to": reference.row.name if reference else None,
-        "identical": None if reference is None else sum(map(_same, own.turns, reference.turns)),
+        "identical": sum(a.token_ids == b.token_ids for a, b in same) if reference else None,
         "of": len(own.turns),
         "decoded_with": sorted(own.methods),
         "drafted": drafted,
         "accepted": accepted,
-        "acceptance": None if own.acceptance is None else round(own.acceptance, 4),
+        "acceptance": _rounded(own.acceptance, 4),
         "turns": [
-            {
-                "seconds": round(turn.seconds, 4),
-                "prefill_s": turn.prefill_s,
-                "drafted": turn.drafted,
-                "accepted": turn.accepted,
-            }
-            for turn in own.turns
+            {"seconds": round(turn.seconds, 4), **{key: getattr(turn, key) for key in TURN_KEYS}} for turn in own.turns
         ],
     }
 
 
-def _same(one: TimedAnswer, other: TimedAnswer) -> bool:
-    return one.token_ids == other.token_ids
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)
 
 
 def _reference(row: Row, measured: Mapping[str, RowRuns]) -> RowRuns | None:
-    """Whose tokens a row's are held against: drafting rows their engine's plain ones, all others swiftopt's."""
+    """Return the row that should have the same tokens: for drafting rows their engine's plain one, else swiftopt's."""
     if not row.same_weights:
         return None
     found = measured.get(f"{row.engine.name}/plain" if row.equals_plain else "swiftopt/plain")
@@ -100,7 +213,7 @@ def _reference(row: Row, measured: Mapping[str, RowRuns]) -> RowRuns | None:
 
 
 def equal_to(result: dict[str, Any]) -> str:
-    """What the row's tokens may be held against, and on how many prompts they are the same."""
+    """Say which row should have the same tokens, and on how many prompts it has them."""
     if not result["same_weights"]:
         return "other weights"  # the row's name says which
     if result["equal_to"] is None:

@@ -487,7 +487,7 @@ def peers(
     prompts = read_stream(stream, values["task"], limit, form)
     names = words.split(",")
 
-    from ..bench.peer_rows import all_rows, chosen_rows
+    from ..bench.peers import all_rows, chosen_rows
 
     known = all_rows(ggufs, Path(assistant) if assistant else None, exported)
     chosen = [row.name for row in chosen_rows(names, known)]

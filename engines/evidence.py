@@ -21,9 +21,9 @@ from ..store import Store
 
 @dataclass(frozen=True, slots=True)
 class EngineRun:
-    """One benchmark: each request's tokens and seconds, prefill included, and its prompt's tokens where they are told.
+    """One benchmark: each request's tokens and seconds, prefill included, and its prompt's tokens where they are known.
 
-    `drafted` and `accepted` are tokens of all requests together; None: the engine did not tell.
+    `drafted` and `accepted` are tokens of all requests together; None: the engine did not count them.
     """
 
     timed: tuple[Timed, ...]
@@ -49,14 +49,9 @@ def read_run(path: Path) -> EngineRun:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(f"{path} cannot be read ({error}): give an engine's benchmark as text") from error
     try:
-        objects = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except ValueError:
-        try:
-            objects = [json.loads(text)]
-        except ValueError as error:
-            raise InvalidInput(f"{path} is not JSON ({error}): give the file that the benchmark wrote") from error
-    if len(objects) == 1 and isinstance(objects[0], list):
-        objects = objects[0]
+        objects = _objects(text)
+    except ValueError as error:
+        raise InvalidInput(f"{path} is not JSON ({error}): give the file that the benchmark wrote") from error
     try:
         if len(objects) == 1 and "output_throughput" in objects[0]:
             return _of_vllm(objects[0], path)
@@ -68,6 +63,15 @@ def read_run(path: Path) -> EngineRun:
         f"{path} is no benchmark that is known: give the file of `vllm bench serve --save-result --save-detailed`, or"
         " answers of llama.cpp's server, one per line"
     )
+
+
+def _objects(text: str) -> list[Any]:
+    """Return the values of one JSON list, or of one per line."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+    return found if isinstance(found, list) else [found]
 
 
 def _of_vllm(values: Mapping[str, Any], path: Path) -> EngineRun:
@@ -88,10 +92,10 @@ def _of_llamacpp(timings: Sequence[Mapping[str, Any]]) -> EngineRun:
         Timed(int(each["predicted_n"]), (float(each["prompt_ms"]) + float(each["predicted_ms"])) / 1000)
         for each in timings
     )
-    told = [each for each in timings if "draft_n" in each]
-    counts = [sum(int(each[name]) for each in told) for name in ("draft_n", "draft_n_accepted")]
+    drafting = [each for each in timings if "draft_n" in each]
+    counts = [sum(int(each[name]) for each in drafting) for name in ("draft_n", "draft_n_accepted")]
     # `prompt_n` leaves out what was cached, so it does not tell one prompt from another
-    return EngineRun(timed, (), *(counts if told else (None, None)))
+    return EngineRun(timed, (), *(counts if drafting else (None, None)))
 
 
 def import_evidence(

@@ -1,8 +1,8 @@
 """Choose how another engine decodes a task fastest, by running it: plainly, by n-grams, or with a draft of some length.
 
-What the engine can do is tried by turns on prompts of the stream, in three steps: each kind of draft at one length, the
-fastest kind at other lengths, and the winner against plain decoding on prompts that neither step saw. The answer may be
-"plain". Where memory does not hold all processes of a step, they run in groups, plain decoding in each.
+The ways are tried by turns on prompts of the stream, in three steps: each kind of draft at one length, the fastest kind
+at other lengths, and the winner against plain decoding on prompts that neither step saw. The result may be "plain".
+Where memory does not hold all processes of a step, they run in groups, plain decoding in each.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from ..models.sources import Source, local_folder, resolve
 from ..optimizer.verdict import Timed, hold_out, judge, speed, speed_ratio
 from ..store import Store
 from .evidence import judged
-from .export import PROPOSER, SHARED, export
-from .packages import PACKAGES, SERVER, EnginePackage
+from .export import SHARED, export
+from .processes import PACKAGES, SERVER, EnginePackage
 from .turns import DTYPES, Question, Row, RowRuns, Turns, TurnsRequest, Weights, questions_of
 
 Drafts = Literal["none", "text", "own-text", "bits", "layers", "model", "shared", "server"]
@@ -44,21 +44,21 @@ LEAST_RATIO = 0.95  # of plain decoding, while choosing: what is slower gets no 
 
 @dataclass(frozen=True, slots=True)
 class RunnableEngine:
-    """What of an engine runs here: package, weights that it reads, and those of a draft in 4 bits, if GGUF has it.
+    """An engine that runs here: package, weights that it reads, and those of a draft in 4 bits, if GGUF has it.
 
-    `proposer` is our class that drafts from text inside the engine.
+    `own_text`: our class drafts from text inside the engine.
     """
 
     package: str
     weights: Weights
     four_bits: Weights | None = None
-    proposer: str | None = None
+    own_text: bool = False
 
 
 RUNNABLE: Mapping[EngineName, RunnableEngine] = {
     "llamacpp": RunnableEngine("llama-cpp", "stored", "Q4_0"),
     "openvino": RunnableEngine("openvino", "F16", "Q4_0"),
-    "vllm": RunnableEngine("vllm", "folder", proposer=PROPOSER),
+    "vllm": RunnableEngine("vllm", "folder", own_text=True),
     "transformers": RunnableEngine("transformers", "folder"),
 }
 
@@ -85,7 +85,7 @@ class EngineTuneRequest:
 class Way:
     """One way in which the engine can decode; `drafts` is what it drafts from, `length` tokens per round.
 
-    `plan` is the plan of ours that is drafted with, if there is one; with "shared" swiftopt does so inside the engine.
+    `plan` is swiftopt's plan that is drafted with, if there is one; with "shared" swiftopt runs inside the engine.
     """
 
     row: Row
@@ -96,14 +96,13 @@ class Way:
 
     @property
     def method(self) -> str:
-        """Return the method of ours that it is nearest to."""
+        """Return the nearest method of swiftopt."""
         if self.drafts == "shared" and self.plan is not None:
             return self.plan.method
         return {"none": "plain", "text": "prompt-lookup", "own-text": "prompt-lookup"}.get(self.drafts, "spd")
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return what a stored plan keeps of it."""
         if self.drafts == "none":
             return {}
         if self.drafts == "server":
@@ -113,7 +112,6 @@ class Way:
         return {"drafts": self.drafts, "draft_tokens": self.length}
 
     def at(self, length: int) -> Way:
-        """Return the same kind of draft at another length."""
         stem = self.row.variant.rpartition("-")[0]
         row = replace(self.row, variant=f"{stem}-{length}", options={**self.row.options, "draft_tokens": length})
         return replace(self, row=row, length=length)
@@ -121,7 +119,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class TriedWay:
-    """What came of a way in one step: tokens per second, ratio to plain in the same step, or why there is none.
+    """A way's result in one step: tokens per second, ratio to plain in the same step, or why there is none.
 
     `equal` of `n_prompts` prompts had plain decoding's tokens.
     """
@@ -138,13 +136,31 @@ class TriedWay:
 
 @dataclass(frozen=True, slots=True)
 class EngineTuned:
-    """What a task came to: the way with the verdict, all that was tried, and the plan as stored."""
+    """A task's result: the way with the verdict, all that was tried, and the plan as stored."""
 
     task: str
     way: str
     verdict: Verdict
     found: FoundPlan
     tried: tuple[TriedWay, ...]
+
+
+RunTurns = Callable[[TurnsRequest, Sequence[Question], Sequence[Row], OnStep], Iterable[Sequence[RowRuns]]]
+
+
+def _by_turns(
+    request: TurnsRequest, questions: Sequence[Question], rows: Sequence[Row], on_step: OnStep
+) -> Iterator[Sequence[RowRuns]]:
+    for group in Turns(request, questions, rows, on_step).groups():
+        turns = Turns(request, questions, group, on_step)
+        turns.run()
+        if turns.interrupted:
+            raise KeyboardInterrupt
+        yield turns.runs
+
+
+class EngineUnusable(SwiftoptError):
+    """An engine that does not start, ends, or returns what cannot be."""
 
 
 @dataclass(slots=True)
@@ -158,9 +174,7 @@ class EngineTuning:
     request: EngineTuneRequest
     store: Store
     on_step: OnStep = no_step
-    run_turns: Callable[[TurnsRequest, Sequence[Question], Sequence[Row], OnStep], Iterable[Sequence[RowRuns]]] = field(
-        default_factory=lambda: _by_turns
-    )
+    run_turns: RunTurns = _by_turns
     _folder: Path = field(init=False, default=Path())
 
     def run(self, prompts: Sequence[Prompt]) -> list[EngineTuned]:
@@ -254,40 +268,41 @@ class EngineTuning:
         request = self.request
         if request.servers:
             return [
-                Way(Row(SERVER, name, "folder", {"url": url, "drafting": number > 0}), "server" if number else "none")
+                Way(Row(SERVER, name, "folder", {"url": url}), "server" if number else "none")
                 for number, (name, url) in enumerate(request.servers)
             ]
         runnable = RUNNABLE[request.engine]
-        package, weights, n = PACKAGES[runnable.package], runnable.weights, FIRST_LENGTH
-        ways = [
-            Way(Row(package, "plain", weights)),
-            Way(Row(package, f"ngram-{n}", weights, {"ngram": True, "draft_tokens": n}), "text", n),
-        ]
-        if runnable.proposer is not None:
-            options = {"proposer": runnable.proposer, "draft_tokens": n}
-            ways.append(Way(Row(package, f"own-text-{n}", weights, options), "own-text", n))
+        package = PACKAGES[runnable.package]
+
+        def way(
+            name: str, drafts: Drafts, draft: Weights | Path | None = None, plan: Plan | None = None, **options: Any
+        ) -> Way:
+            options |= {"draft_tokens": FIRST_LENGTH}
+            row = Row(package, f"{name}-{FIRST_LENGTH}", runnable.weights, options, draft)
+            return Way(row, drafts, FIRST_LENGTH, plan, request.draft_model if drafts == "model" else None)
+
+        ways = [Way(Row(package, "plain", runnable.weights)), way("ngram", "text", ngram=True)]
+        if runnable.own_text:
+            ways.append(way("own-text", "own-text", own_text=True))
         bits: Weights | Path | None = runnable.four_bits
         if bits is None:
             written = self._written(FOUR_BITS, "a draft in 4 bits", stack)
             bits = _checkpoint(written)
             ways += _shared("shared-int4", package, written, FOUR_BITS.plan)
         if bits is not None:
-            ways.append(Way(Row(package, f"int4-{n}", weights, {"draft_tokens": n}, draft=bits), "bits", n))
+            ways.append(way("int4", "bits", bits))
         if request.draft_model is not None:
-            row = Row(package, f"model-{n}", weights, {"draft_tokens": n}, draft=self._draft_model(runnable))
-            ways.append(Way(row, "model", n, draft_model=request.draft_model))
+            ways.append(way("model", "model", self._draft_model(request.draft_model, runnable)))
         stored = self._stored(task, info)
         if stored is not None:
             written = self._written(stored, "the stored layer set", stack)
             if (path := _checkpoint(written)) is not None:
-                row = Row(package, f"layers-{n}", weights, {"draft_tokens": n}, draft=path)
-                ways.append(Way(row, "layers", n, stored.plan))
+                ways.append(way("layers", "layers", path, stored.plan))
             ways += _shared("shared", package, written, stored.plan)
         return ways
 
-    def _draft_model(self, runnable: RunnableEngine) -> Path:
-        assert self.request.draft_model is not None
-        folder = local_folder(resolve(self.request.draft_model), self.on_step)
+    def _draft_model(self, name: str, runnable: RunnableEngine) -> Path:
+        folder = local_folder(resolve(name), self.on_step)
         return gguf_of(folder, "stored", self.on_step) if runnable.weights == "stored" else folder
 
     def _stored(self, task: str, info: ModelInfo) -> FoundPlan | None:
@@ -322,21 +337,6 @@ def _shared(name: str, package: EnginePackage, written: Path | None, plan: Plan)
     if written is None or not (written / SHARED).exists():
         return []
     return [Way(Row(package, name, "folder", {"layer_set": str(written / SHARED)}), "shared", plan=plan)]
-
-
-class EngineUnusable(SwiftoptError):
-    """An engine that does not start, ends, or answers what cannot be."""
-
-
-def _by_turns(
-    request: TurnsRequest, questions: Sequence[Question], rows: Sequence[Row], on_step: OnStep
-) -> Iterator[Sequence[RowRuns]]:
-    for group in Turns(request, questions, rows, on_step).groups():
-        turns = Turns(request, questions, group, on_step)
-        turns.run()
-        if turns.interrupted:
-            raise KeyboardInterrupt
-        yield turns.runs
 
 
 def _tried(run: RowRuns, plain: RowRuns, step: int) -> TriedWay:

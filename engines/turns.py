@@ -18,13 +18,12 @@ from ..decoding.session import Session
 from ..models.gguf_weights import Rounding, gguf_of, stored_type
 from ..models.restacked import has_no_ops, takes_no_ops
 from ..models.runtime import Runtime
-from ..models.saved import OnStep, cache_root, no_step, quiet, supported_type
+from ..models.saved import OnStep, cache_root, has_tokenizer, no_step, quiet, supported_type
 from ..models.sources import resolve
 from ..optimizer.verdict import Timed, speed
-from .children import Child, room_for
-from .environments import EngineFailed, Launch, prepared
-from .export import NGRAM_TOKENS
-from .packages import EnginePackage
+from .drafts import Speculation
+from .export import ENGINES, NGRAM_TOKENS
+from .processes import Child, EngineFailed, EnginePackage, Launch, prepared, room_for
 
 Weights = Literal["folder", "stored", "F16", "Q8_0", "Q4_0", "file"]
 DRAFT_TOKENS = 8  # at most, in one draft
@@ -38,7 +37,7 @@ OWN_BYTES = 1 << 30  # what a process needs beside its weights, as a first guess
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way of decoding: an engine, the weights it gets, and what its program is told beside them."""
+    """One way of decoding: an engine, the weights it gets, and more options of its program."""
 
     engine: EnginePackage
     variant: str
@@ -54,12 +53,12 @@ class Row:
 
     @property
     def same_weights(self) -> bool:
-        """Whether its target computes with the folder's own weights."""
+        """Tell whether its target computes with the folder's own weights."""
         return self.weights in ("folder", "stored", "F16")
 
     @property
     def equals_plain(self) -> bool:
-        """Whether its tokens should be those of its engine's plain row: it drafts, or is compiled."""
+        """Tell whether its tokens should be those of its engine's plain row: it drafts, or is compiled."""
         return self.draft is not None or bool(self.options)
 
 
@@ -80,9 +79,9 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswer:
-    """What one row made of one prompt. Seconds are whole; `prefill_s` of them passed before the first token.
+    """A row's completion of one prompt, in `seconds`; `prefill_s` of them passed before the first token.
 
-    `accepted` of `drafted` tokens were kept; None where the row does not draft, or its engine does not tell.
+    `accepted` of `drafted` tokens were kept; None where the row does not draft, or its engine does not count them.
     """
 
     token_ids: tuple[int, ...]
@@ -105,29 +104,26 @@ class RowRuns:
 
     @property
     def timed(self) -> list[Timed]:
-        """Tokens and seconds of every turn, prefill included."""
         return [Timed(len(turn.token_ids), turn.seconds) for turn in self.turns]
 
     @property
     def drafts(self) -> tuple[int, int] | None:
-        """Tokens drafted in all turns, and accepted of them; None where one does not tell."""
-        told = [(each.drafted, each.accepted) for each in self.turns]
-        known = [(drafted, accepted) for drafted, accepted in told if drafted is not None and accepted is not None]
-        if not known or len(known) < len(told):
-            return None
-        return sum(drafted for drafted, _ in known), sum(accepted for _, accepted in known)
+        """Tokens drafted in all turns, and accepted of them; None where they were not counted in all."""
+        drafted = [each.drafted for each in self.turns if each.drafted is not None]
+        accepted = [each.accepted for each in self.turns if each.accepted is not None]
+        known = self.turns and len(drafted) == len(accepted) == len(self.turns)
+        return (sum(drafted), sum(accepted)) if known else None
 
     @property
     def acceptance(self) -> float | None:
-        """Accepted / drafted tokens of all turns; None where nothing was drafted, or it is not told."""
+        """Accepted / drafted tokens of all turns; None where nothing was drafted, or they were not counted."""
         drafted, accepted = self.drafts or (0, 0)
         return accepted / drafted if drafted else None
 
     def decode_speed(self) -> float | None:
-        """Tokens after the first one per second after it; None where the engine does not tell the two apart."""
-        if any(turn.prefill_s is None for turn in self.turns):
-            return None
-        return speed([Timed(len(turn.token_ids) - 1, turn.seconds - (turn.prefill_s or 0.0)) for turn in self.turns])
+        """Tokens after the first one per second after it; None where the engine does not time the two apart."""
+        decoded = [Timed(len(t.token_ids) - 1, t.seconds - t.prefill_s) for t in self.turns if t.prefill_s is not None]
+        return speed(decoded) if len(decoded) == len(self.turns) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +148,11 @@ class TurnsRequest:
 
 
 def questions_of(folder: Path, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Question]:
-    """The prompts' token ids, chats cut to their first turn.
+    """Return the prompts' token ids, chats cut to their first turn.
 
     Raises: InvalidInput: the folder has no tokenizer or chat template for one. ContextOverflow: one does not fit.
     """
     from transformers import AutoConfig, AutoTokenizer
-
-    from ..models.saved import has_tokenizer
 
     with quiet():
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True) if has_tokenizer(folder) else None
@@ -179,7 +173,7 @@ def questions_of(folder: Path, prompts: Sequence[Prompt], max_new_tokens: int) -
 class Turns:
     """Runs the rows over the questions, their order rotating from prompt to prompt.
 
-    `on_step` hears of every step; `has_room` says whether the machine has so many bytes for one more process.
+    `on_step` is called with every step; `has_room` tells whether the machine has so many bytes for one more process.
     """
 
     def __init__(
@@ -204,7 +198,7 @@ class Turns:
         self._n_ctx = -(-max(len(q.token_ids) + q.max_new_tokens + 2 * DRAFT_TOKENS for q in questions) // 256) * 256
 
     def groups(self) -> list[list[Row]]:
-        """The rows by processes that the machine probably has memory for at once, the first row in each group."""
+        """Return the rows in groups that the machine probably has memory for at once, the first row in each."""
         first, *others = (runs.row for runs in self.runs)
         found = [[first]]
         for row in others:
@@ -222,7 +216,7 @@ class Turns:
         with ExitStack() as stack:
             stack.callback(self._close_all)
             for runs in self.runs:  # installations and weights before the first clock starts
-                self._attempt(runs, self._prepare)
+                self._attempt(runs, lambda runs: self._options(runs.row, self._launch(runs.row)))
             try:
                 for number, question in enumerate(self.questions):
                     turn = number % len(self.runs)
@@ -230,30 +224,22 @@ class Turns:
                         if not runs.reason:
                             self._attempt(runs, partial(self._turn, question))
             except KeyboardInterrupt:
-                self._keep_whole_prompts()
-                if not self.questions:
+                self.interrupted = True
+                n_done = min((len(runs.turns) for runs in self.runs if not runs.reason), default=0)
+                self.questions = self.questions[:n_done]
+                for runs in self.runs:
+                    del runs.turns[n_done:]
+                if not n_done:
                     raise
 
-    def _keep_whole_prompts(self) -> None:
-        self.interrupted = True
-        n_done = min((len(runs.turns) for runs in self.runs if not runs.reason), default=0)
-        self.questions = self.questions[:n_done]
-        for runs in self.runs:
-            del runs.turns[n_done:]
-
-    def _attempt(self, runs: RowRuns, act: Callable[[RowRuns], None]) -> None:
+    def _attempt(self, runs: RowRuns, act: Callable[[RowRuns], object]) -> None:
         try:
             act(runs)
         except (EngineFailed, SwiftoptError) as error:
             runs.reason, runs.turns = str(error), []
             self._on_step(f"{runs.row.name}: {error}")
-            child = self._children.pop(runs.row.name, None)
-            if child is not None:
+            if child := self._children.pop(runs.row.name, None):
                 child.close(at_once=True)
-
-    def _prepare(self, runs: RowRuns) -> None:
-        """Make what the row needs before any clock starts."""
-        self._options(runs.row, self._launch(runs.row))
 
     def _launch(self, row: Row) -> Launch:
         name = row.engine.name
@@ -288,7 +274,7 @@ class Turns:
             self._needs[runs.row.name] = runs.peak_bytes
 
     def _child(self, runs: RowRuns) -> Child:
-        """The row's process, warm; where memory lacks others end, the one used last first, for it is wanted last."""
+        """Return the row's process, warm; for want of memory others end, the one used last first: it is needed last."""
         name = runs.row.name
         child = self._children.pop(name, None)
         if child is not None:
@@ -312,10 +298,8 @@ class Turns:
         return child
 
     def _warm_ups(self) -> list[Question]:
-        """The first prompts, and the first one of each task."""
         of_tasks = {question.task: question for question in reversed(self.questions)}
-        first = list(self.questions[:WARM_PROMPTS])
-        return [*first, *(question for question in of_tasks.values() if question not in first)]
+        return list(dict.fromkeys([*self.questions[:WARM_PROMPTS], *of_tasks.values()]))
 
     def _options(self, row: Row, launch: Launch) -> dict[str, Any]:
         request = self.request
@@ -335,8 +319,22 @@ class Turns:
             "draft_tokens": DRAFT_TOKENS,
             "ngram_tokens": NGRAM_TOKENS,
             "min_confidence": 0.0,
+            **self._settings(row),
             **row.options,
         }
+
+    def _settings(self, row: Row) -> dict[str, Any]:
+        """Return how the row drafts, by its engine's own names; nothing where it has none, or does not draft."""
+        options, own_text = row.options, bool(row.options.get("own_text"))
+        if row.engine.engine is None or not (row.draft or own_text or options.get("ngram")):
+            return {}
+        by = Speculation(
+            kind="draft" if row.draft else "text",
+            n_tokens=options.get("draft_tokens", DRAFT_TOKENS),
+            confidence=options.get("min_confidence", 0.0),
+            own_text=own_text,
+        )
+        return {"settings": ENGINES[row.engine.engine].settings(by)}
 
     def _file(self, weights: Weights | Path, row: Row) -> Path:
         if isinstance(weights, Path):
@@ -361,14 +359,14 @@ class Turns:
             return 0.0  # running it says why it cannot
 
     def _guessed_bytes(self, options: Mapping[str, Any]) -> float:
-        """Of a process that has not run yet: its weights, half as much again for copies, and its libraries."""
+        """Estimate the memory of a process that has not run yet: half as much again for copies, and its libraries."""
         files = [Path(options[key]) for key in ("model", "draft") if options.get(key)]
         return 1.5 * sum(_size(path) for path in files) + OWN_BYTES
 
     def _environ(self, row: Row) -> dict[str, str]:
         own = {"OMP_NUM_THREADS": str(self.request.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        # How OpenMP waits is swiftopt's own choice, not theirs.
-        return {**{name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}, **own}
+        # How OpenMP waits is swiftopt's own choice, not the other engines'.
+        return {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | own
 
     def _close_all(self) -> None:
         while self._children:
@@ -382,7 +380,6 @@ def _size(path: Path) -> int:
 
 
 def _weights_word(row: Row, stored: str) -> str:
-    """What the row's target computes with, as a reader knows it."""
     if row.weights == "file":
         return str(row.file.name if row.file else "")
     return stored if row.weights in ("folder", "stored") else row.weights

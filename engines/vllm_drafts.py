@@ -36,7 +36,6 @@ class StepTimes:
     tokens: float = 0.0
 
     def add(self, rows: int, seconds: float, tokens: int) -> None:
-        """Count a step."""
         if self.n and seconds > LONG_STEP * self.seconds / self.n:
             return
         self.n = FADING * self.n + 1
@@ -68,7 +67,6 @@ class FollowedText:
         return 0 < len(self.ids) <= len(ids) and bool((ids[: len(self.ids)] == self.ids).all())
 
     def read(self, ids: Ids) -> None:
-        """Read what `ids` has behind this text."""
         self.matches.extend(ids[len(self.ids) :].tolist())
         self.ids = ids.copy()  # vLLM writes over its own
 

@@ -30,9 +30,9 @@ from swiftopt.core.errors import ContextOverflow, UnsupportedModel
 from swiftopt.core.records import LayerSetRecord
 from swiftopt.core.types import LayerSet, Prompt
 from swiftopt.engines import turns
-from swiftopt.engines.children import Child
-from swiftopt.engines.environments import PROGRAMS, EngineFailed, Launch, prepared
-from swiftopt.engines.packages import PACKAGES, EnginePackage
+from swiftopt.engines.drafts import Speculation
+from swiftopt.engines.export import ENGINES
+from swiftopt.engines.processes import PACKAGES, PROGRAM, Child, EngineFailed, EnginePackage, Launch, prepared
 from swiftopt.engines.turns import Question, Row, Turns, TurnsRequest, questions_of
 from swiftopt.models.gguf_weights import gguf_of, write_gguf
 from swiftopt.models.restacked import write_restacked
@@ -130,7 +130,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def counting(tmp_path: Path) -> EnginePackage:
     """A rival that starts in no time: its tokens are 0, 1, 2, …"""
     (tmp_path / "counting.py").write_text(COUNTING)
-    return EnginePackage("counting", "counting", "1", str(tmp_path / "counting.py"), "own")
+    return EnginePackage("counting", "counting", "1", tmp_path / "counting.py")
 
 
 @contextmanager
@@ -162,6 +162,8 @@ def test_draft_that_is_the_target_is_accepted_whole_at_a_constant_length(
     """10 tokens: one of the prompt's pass or not, then rounds of 3 + 1, and of what is left."""
     options = {"model": str(folder), "draft": str(folder), "dtype": "float32", "threads": 1, "n_ctx": 64, "db": None}
     options |= {"speed": "eager", "draft_tokens": 3, "min_confidence": 0.0}
+    settings = ENGINES["transformers"].settings(Speculation(kind="draft", n_tokens=3, confidence=0.0))
+    options |= {"settings": settings} if name == "transformers" else {}
     with started(PACKAGES[name], tmp_path, **options) as child:
         first, again = (child.ask({**ASKED, "max_new_tokens": 10}, 60) for _ in range(2))
         assert len(first["token_ids"]) == 10 and first["token_ids"] == again["token_ids"]
@@ -212,6 +214,38 @@ def test_draft_checkpoint_is_given_to_engines_in_the_form_that_they_read(
     assert [path.name for path in options.values()] == ["draft", "F16.gguf", "F32.gguf", "draft.gguf"]
 
 
+def test_rows_that_draft_have_settings_by_their_engines_own_names(folder: Path) -> None:
+    def settings(name: str, draft: Path | None = None, **options: Any) -> Any:
+        row = Row(PACKAGES[name], "drafting", "folder", options, draft)
+        bench = Turns(TurnsRequest("tiny", folder, threads=1), [Question("1", "code", (1,), 2)], [row])
+        return bench._options(row, Launch(())).get("settings")
+
+    unsure = {"min_confidence": 0.6}
+    assert settings("llama-cpp", folder, **unsure) == {
+        **{"model-draft": "draft.gguf", "spec-type": "draft-simple"},
+        **{"spec-draft-n-max": 8, "spec-draft-p-min": 0.6},
+    }
+    assert settings("llama-cpp", ngram=True) == {
+        **{"spec-type": "ngram-simple", "spec-ngram-simple-size-n": 3, "spec-ngram-simple-size-m": 8},
+    }
+    assert settings("openvino", folder, **unsure) == {"assistant_confidence_threshold": 0.6}
+    assert settings("openvino", folder) == {"num_assistant_tokens": 8}
+    assert settings("openvino", ngram=True) == {"num_assistant_tokens": 8, "max_ngram_size": 3}
+    assert settings("transformers", folder, draft_tokens=5) == {
+        **{"num_assistant_tokens": 5, "num_assistant_tokens_schedule": "constant"},
+        "assistant_confidence_threshold": 0.0,
+    }
+    assert settings("transformers", ngram=True) == {"prompt_lookup_num_tokens": 8, "max_matching_ngram_size": 3}
+    method = {"method": "draft_model", "model": "draft", "num_speculative_tokens": 4}
+    assert settings("vllm", folder, draft_tokens=4) == method
+    assert settings("vllm", own_text=True)["method"] == "custom_class"
+    assert settings("vllm", ngram=True)["prompt_lookup_max"] == 3
+    assert settings("vllm", folder, settings={"method": "mine"}) == {"method": "mine"}
+    for name in PACKAGES:
+        assert settings(name) is None
+    assert settings("node-llama-cpp", folder) is settings("swiftopt", folder) is None
+
+
 def test_only_drafts_whose_code_is_ours_are_trusted_to_run_it(tmp_path: Path) -> None:
     model, draft = saved(tmp_path / "model", "llama"), tmp_path / "draft"
     draft.mkdir()
@@ -242,8 +276,8 @@ def test_child_that_fails_or_dies_is_told_in_a_sentence(counting: EnginePackage,
 def test_child_that_cannot_load_or_takes_too_long_is_told_in_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swiftopt.engines.children.END_S", 50.0)
-    launch = Launch((sys.executable, "-P", str(PROGRAMS / "answer.py"), str(PROGRAMS / "llama_cpp.py")))
+    monkeypatch.setattr("swiftopt.engines.processes.END_S", 50.0)
+    launch = Launch((sys.executable, "-P", str(PROGRAM), "llama-cpp"))
     failing = Child(launch, {}, os.environ, tmp_path / "log")
     with pytest.raises(EngineFailed, match="ModuleNotFoundError: No module named 'xllamacpp': see "):
         failing.wait_until_ready(60)

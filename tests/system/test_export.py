@@ -35,8 +35,8 @@ from swiftopt.core.types import LayerSet, Prompt, Sampling, Trial, searchable
 from swiftopt.decoding.methods import Resources, build
 from swiftopt.decoding.methods.chains import SpdSettings
 from swiftopt.decoding.session import Session
-from swiftopt.engines.acceptance import own_acceptance
-from swiftopt.engines.export import ENGINES, alternating, export, lengths_by_load
+from swiftopt.engines.drafts import alternating, lengths_by_load, own_acceptance
+from swiftopt.engines.export import ENGINES, export
 from swiftopt.models import restacked
 from swiftopt.models.compressed import rounded
 from swiftopt.models.configuration_no_ops import NoOpsConfig

@@ -11,12 +11,11 @@ import pytest
 from rich.console import Console
 
 from swiftopt.bench.engines import EngineChecks
-from swiftopt.bench.peer_rows import all_rows, chosen_rows
-from swiftopt.bench.peers import equal_to, report_of
+from swiftopt.bench.peers import all_rows, chosen_rows, equal_to, report_of
 from swiftopt.cli.bench import peers_view
 from swiftopt.core.errors import SettingsError
-from swiftopt.engines.environments import EngineFailed, prepared
-from swiftopt.engines.packages import PACKAGES, EnginePackage
+from swiftopt.engines.processes import PACKAGES, SERVER, EngineFailed, EnginePackage, prepared
+from swiftopt.engines.program import PROGRAMS
 from swiftopt.engines.turns import Question, Row, RowRuns, TimedAnswer, TurnsRequest
 
 REQUEST = TurnsRequest("tiny", Path("tiny"), threads=2)
@@ -183,8 +182,7 @@ def test_engine_fails_only_where_it_runs_plainly_and_not_with_its_export() -> No
 
 
 def test_every_program_is_there() -> None:
-    folder = Path(__file__).parents[2] / "engines" / "programs"
-    assert all((folder / rival.program).is_file() for rival in PACKAGES.values())
+    assert all(rival.file.is_file() if rival.file else rival.name in PROGRAMS for rival in (*PACKAGES.values(), SERVER))
 
 
 def test_rival_that_cannot_be_installed_says_so_and_leaves_nothing(
@@ -193,7 +191,7 @@ def test_rival_that_cannot_be_installed_says_so_and_leaves_nothing(
     monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path))
     install = ("install", "--no-index", "--disable-pip-version-check", "no-such-rival==1")
     with pytest.raises(EngineFailed, match=r"^no-such-rival 1 cannot be installed: No matching distribution"):
-        prepared(EnginePackage("nobody", "no-such-rival", "1", "llama_cpp.py", "pip", (install,)))
+        prepared(EnginePackage("nobody", "no-such-rival", "1", tool="pip", steps=(install,)))
     assert not (tmp_path / "peers" / "no-such-rival-1").exists()
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(EngineFailed, match=r"needs npm and node, not found here: install Node.js"):

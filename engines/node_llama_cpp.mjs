@@ -1,4 +1,4 @@
-// llama.cpp through node-llama-cpp; speaks the same lines as answer.py.
+// llama.cpp through node-llama-cpp; reads and writes the same lines as program.py.
 //
 //     node node_llama_cpp.mjs '<options as JSON>'
 //

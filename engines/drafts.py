@@ -1,0 +1,387 @@
+"""What an engine drafts with in place of a plan's own draft: which layer set, in which form, and how many tokens.
+
+In swiftopt a layer set drafts over the target's keys and values. Another engine has the set as a checkpoint, a model by
+itself with keys and values of its own. What that predicts after a committed text does not depend on rounds, so one pass
+over the target's own completion gives the acceptance at every draft length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+from ..core.costs import CostProfile
+from ..core.errors import InvalidInput, LayerSetError, UnsupportedModel
+from ..core.records import FoundPlan, LayerSetRecord
+from ..core.settings import FORMATS, SwiftSettings
+from ..core.types import LayerSet, Prompt, Sampling, Trial
+from ..decoding.methods import PLAIN
+from ..decoding.session import Session
+from ..models.costs import context_bucket
+from ..models.fingerprint import fingerprint
+from ..models.loading import load
+from ..models.quantised import BITS, STORED_BITS
+from ..models.restacked import (
+    check_restackable,
+    distance,
+    is_parallel,
+    nearest,
+    pairs_of,
+    takes_fewer_bits,
+    takes_no_ops,
+)
+from ..models.rows import Rows
+from ..models.runtime import Runtime
+from ..models.saved import OnStep, no_step, supported_config
+from ..store import Store
+from ..tasks.recipes import TYPICAL_POSITIONS
+
+Kind = Literal["draft", "text"]  # what an engine drafts with: a checkpoint, or earlier text
+Writes = Literal["stored", "compressed-tensors", "gguf"]  # a draft's weights: the model's own, or in fewer bits, too
+
+NEW_TOKENS = 128  # of a prompt that does not say how many
+CHUNK_ROWS = 256  # of a text that go through the model at once
+LENGTHS = range(17)  # draft tokens of a round
+LOADS = (1, 2, 4, 8, 16, 32, 64)  # requests at a time, up to which a draft length is chosen
+GUESSED_LENGTH = 5  # where no acceptance was measured
+MEASURED_SETS = 5  # at equal distance, whose acceptance is measured at most
+MEASURED = "measured with its own keys and values"
+ESTIMATED = "estimated from the plan's, which reads the target's keys and values"
+TEXT_METHODS = ("prompt-lookup", "adaptive")  # that draft from earlier text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """How an engine drafts: from what, and `n_tokens` per round.
+
+    `lengths`: (fewest requests, most, draft tokens) by load, if known. Below `confidence` a draft ends; None: the
+    engine's settings do not say. `own_text`: text is looked up by our class inside the engine.
+    """
+
+    kind: Kind
+    n_tokens: int
+    lengths: tuple[tuple[int, int, int], ...] = ()
+    confidence: float | None = None
+    own_text: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineDraft(Speculation):
+    """What an engine's files are written from.
+
+    `name` is the target's, `target` what an engine reads it from. `layer_set` is that of the checkpoint, if there is
+    one; with `no_ops` some of its layers lack one half, and `n_changed` sub-layers are not as in the plan. `shared` is
+    the plan's own, where the engine can draft with the target's keys and values.
+    """
+
+    found: FoundPlan
+    name: str
+    target: str
+    layer_set: LayerSet | None = None
+    n_changed: int = 0
+    no_ops: bool = False
+    shared: LayerSetRecord | None = None
+    acceptance: float | None = None
+    acceptance_from: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExportEngine:
+    """An engine: the name of its settings file, what goes into it, and the lines that run it.
+
+    `writes`: the draft's form; all but "stored" can have fewer bits, so that a set that only quantises is a draft, too.
+    `no_ops`: layers of a draft may lack one half. `shares`: swiftopt runs inside it. `run_here`: the files are loaded
+    by the project's own tests or `make engines`. `confidence`: below it drafts end where the plan does not say; None:
+    they always have their length.
+    """
+
+    title: str
+    settings_file: str
+    settings: Callable[[Speculation], Mapping[str, Any]]
+    lines: Callable[[EngineDraft], list[str]]  # in Markdown: the ways to run it, the best first
+    writes: Writes = "stored"
+    no_ops: bool = False
+    shares: bool = False
+    run_here: bool = False
+    confidence: float | None = None
+
+
+# --- acceptance of a draft that is a model by itself
+
+
+@dataclass(frozen=True, slots=True)
+class OwnAcceptance:
+    """Per text, whether the draft model predicts each of the completion's tokens after the first."""
+
+    matches: tuple[tuple[bool, ...], ...]
+
+    def counts(self, length: int) -> tuple[int, int, int]:
+        """Return rounds, drafted and accepted tokens with `length` draft tokens per round."""
+        rounds = drafted = accepted = 0
+        for own in self.matches:
+            at = 0
+            while at < len(own):
+                offered = own[at : min(at + length, len(own) - 1)]  # the last token is the target's in any case
+                right = offered.index(False) if False in offered else len(offered)
+                rounds, drafted, accepted = rounds + 1, drafted + len(offered), accepted + right
+                at += right + 1
+        return rounds, drafted, accepted
+
+    def rate(self, length: int) -> float:
+        """Return accepted / drafted tokens."""
+        _, drafted, accepted = self.counts(length)
+        return accepted / drafted if drafted else 0.0
+
+    def tokens_per_round(self, length: int) -> float:
+        """Return the mean number of tokens that a round commits, the target's own included."""
+        rounds, _, _ = self.counts(length)
+        return sum(map(len, self.matches)) / rounds if rounds else 1.0
+
+
+Acceptance = float | OwnAcceptance  # estimated, or measured
+
+
+def own_acceptance(
+    runtime: Runtime, prompts: Sequence[Prompt], layer_sets: Sequence[LayerSet], on_step: OnStep = no_step
+) -> list[OwnAcceptance]:
+    """Decode the prompts' first turns plainly and greedily, and let a draft model of each set predict the completions.
+
+    Raises: InvalidInput, ContextOverflow: a prompt cannot be decoded on this model.
+    """
+    session = Session(runtime, Sampling(), NEW_TOKENS)
+    found: list[list[tuple[bool, ...]]] = [[] for _ in layer_sets]
+    for number, prompt in enumerate(prompts, 1):
+        on_step(f"measuring acceptance, prompt {number} of {len(prompts)}")
+        first = replace(prompt, turns=prompt.turns[:1])
+        (turn,) = session.run(first, PLAIN)
+        before = session.encode(first)
+        for own, layer_set in zip(found, layer_sets, strict=True):
+            own.append(_matches(runtime, before, turn.completion.token_ids, layer_set))
+    return [OwnAcceptance(tuple(own)) for own in found]
+
+
+def _matches(
+    runtime: Runtime, before: Sequence[int], completion: Sequence[int], layer_set: LayerSet
+) -> tuple[bool, ...]:
+    runtime.copies.prepare(layer_set)
+    text = [*before, *completion]
+    buffer = runtime.new_buffer(len(text))
+    predicted: list[int] = []
+    for start in range(0, len(text) - 1, CHUNK_ROWS):
+        chunk = text[start : min(start + CHUNK_ROWS, len(text) - 1)]
+        wanted = [row for row in range(len(chunk)) if start + row >= len(before)]
+        logits = runtime.forward(Rows(chunk, start, variants=(layer_set,)), buffer, wanted or [0])
+        predicted += logits.argmax(dim=-1).tolist() if wanted else []
+    return tuple(token == own for token, own in zip(predicted, completion[1:], strict=True))
+
+
+# --- from a plan to a draft
+
+
+@dataclass(frozen=True, slots=True)
+class DraftChoice:
+    """Chooses what an engine drafts with in place of a plan's own draft; the arguments are those of `export`.
+
+    Args: target: what the engine reads the target from. folder: the target's weights.
+    """
+
+    found: FoundPlan
+    name: str
+    target: str
+    folder: Path
+    engine: ExportEngine
+    store: Store | None
+    prompts: Sequence[Prompt]
+    on_step: OnStep
+
+    def draft(self) -> EngineDraft:
+        """Choose it.
+
+        Raises: as `export`.
+        """
+        plan, record, engine = self.found.plan, self.found.plan.layer_set, self.engine
+        n_layers = int(supported_config(self.folder).num_hidden_layers)
+        layer_set = None if record is None else record.layer_set
+        if layer_set is None and plan.method == "adaptive":
+            name = str(plan.settings.get("draft_format", "int4"))
+            layer_set = LayerSet(n_layers).filled(name if name in FORMATS else "int4")
+        takes_bits = engine.shares or engine.writes != "stored"
+        if layer_set is not None and (layer_set.n_skipped or (layer_set.formats and takes_bits)):
+            own = fingerprint(self.folder)
+            if layer_set.n_layers != n_layers or (record is not None and record.fingerprint not in (None, own)):
+                raise LayerSetError(
+                    f"the layer set was tuned on another model than {self.name} ({own}): export it with the model it is"
+                    " of"
+                )
+            draft = self._without_checkpoint(layer_set)
+            return self._with_checkpoint(draft, layer_set, own) if self._has_checkpoint(layer_set) else draft
+        if plan.method in TEXT_METHODS:
+            return self._draft("text", int(plan.settings.get("max_draft_length", 10)))
+        if layer_set is not None:
+            raise InvalidInput(
+                f"this plan's draft leaves out no sub-layer, it only has fewer bits, in which swiftopt writes none for"
+                f" {engine.title}: export a layer set that skips, or to another engine"
+            )
+        raise InvalidInput(
+            f"this plan decodes with {plan.method}, for which {engine.title} has nothing: export a version with a layer"
+            " set or with prompt-lookup (`swiftopt layers list` shows those with a layer set)"
+        )
+
+    def _draft(self, kind: Kind, n_tokens: int, **more: Any) -> EngineDraft:
+        return EngineDraft(found=self.found, name=self.name, target=self.target, kind=kind, n_tokens=n_tokens, **more)
+
+    def _without_checkpoint(self, layer_set: LayerSet) -> EngineDraft:
+        """Return the draft as it is where swiftopt runs inside the engine."""
+        plan, record, engine = self.found.plan, self.found.plan.layer_set, self.engine
+        settings = SwiftSettings.from_json(record.settings) if record is not None else SwiftSettings(method="adaptive")
+        confidence, shared = engine.confidence, None
+        if confidence is not None and settings.method == "swift" and settings.early_stop:
+            confidence = settings.stop_threshold
+        if engine.shares:
+            own_way = {"method": plan.method} if plan.method in ("swift", "adaptive") else {}
+            known = record or LayerSetRecord(self.name, "any", layer_set, settings=settings.to_json())
+            shared = replace(known, settings={**known.settings, **own_way})
+        return self._draft("draft", GUESSED_LENGTH, confidence=confidence, shared=shared)
+
+    def _has_checkpoint(self, layer_set: LayerSet) -> bool:
+        """Tell whether the set is written as a checkpoint.
+
+        Raises: UnsupportedModel: it cannot be, and the engine drafts with nothing else.
+        """
+        engine, skips = self.engine, layer_set.n_skipped
+        if not skips and engine.writes == "stored":
+            return False
+        try:
+            check_restackable(supported_config(self.folder))
+            if not skips and engine.writes == "compressed-tensors" and not takes_fewer_bits(self.folder):
+                raise UnsupportedModel(
+                    f"the linear maps of {self.name} cannot be written in fewer bits for {engine.title}: export a layer"
+                    " set that skips, or to another engine"
+                )
+        except UnsupportedModel:
+            if engine.shares:
+                return False
+            raise
+        return True
+
+    def _with_checkpoint(self, draft: EngineDraft, layer_set: LayerSet, own: str) -> EngineDraft:
+        """Choose the checkpoint's set, by its acceptance where it is measured, and the draft lengths.
+
+        Args: own: the model's fingerprint.
+        """
+        engine, record, trials = self.engine, self.found.plan.layer_set, list[Trial]()
+        if self.store is not None and record is not None and record.job:
+            trials = self.store.trials(record.job, record.task)
+        whole = alternating(layer_set, is_parallel(supported_config(self.folder)), trials)
+        no_ops = engine.no_ops and _needs_no_ops(layer_set, whole, self.folder)
+        candidates = (layer_set, *whole) if no_ops else whole
+        runs = [each if engine.writes != "stored" else replace(each, formats=()) for each in candidates]
+        costs = self._costs(own)
+        best = 0
+        accepted: Acceptance | None = None
+        source: str | None = None
+        if self.prompts:
+            runtime = load(str(self.folder), on_step=self.on_step)
+            measured = own_acceptance(runtime, self.prompts, runs[:MEASURED_SETS], self.on_step)
+            speeds = [speed_of(run, one, costs) for run, one in zip(runs, measured, strict=False)]
+            best = max(range(len(measured)), key=lambda i: max(speeds[i](1, k) for k in LENGTHS))
+            accepted, source = measured[best], MEASURED
+        elif record is not None:
+            accepted = record.matchness if record.acceptance_rate is None else record.acceptance_rate
+            source = None if accepted is None else ESTIMATED
+        lengths = lengths_by_load(runs[best], accepted, costs)
+        n_tokens = max([1, *(k for _, _, k in lengths)])
+        return replace(
+            draft,
+            n_tokens=n_tokens,
+            lengths=lengths,
+            layer_set=candidates[best],
+            no_ops=candidates[best] not in whole,
+            n_changed=distance(layer_set, candidates[best]),
+            acceptance=accepted.rate(n_tokens) if isinstance(accepted, OwnAcceptance) else accepted,
+            acceptance_from=source,
+        )
+
+    def _costs(self, own: str) -> CostProfile | None:
+        record = self.found.plan.layer_set
+        if self.store is None or record is None or record.device is None or record.dtype is None:
+            return None
+        return self.store.cost_profile(own, record.device, record.dtype, context_bucket(TYPICAL_POSITIONS))
+
+
+def alternating(layer_set: LayerSet, parallel: bool, trials: Sequence[Trial]) -> tuple[LayerSet, ...]:
+    """Return the set itself where it is a checkpoint, else the nearest ones that are, the most promising first.
+
+    Those come first that have the highest mean matchness among the sets that the search has tried; those that it has
+    not tried follow as `nearest` lists them.
+    """
+    tried: dict[LayerSet, list[float]] = {}
+    for trial in trials:
+        tried.setdefault(replace(trial.layer_set, formats=()), []).append(trial.matchness)
+
+    def promise(one: LayerSet) -> float:
+        return fmean(tried.get(replace(one, formats=()), [-1.0]))
+
+    return tuple(sorted(nearest(layer_set, parallel), key=promise, reverse=True))
+
+
+def _needs_no_ops(layer_set: LayerSet, whole: Sequence[LayerSet], folder: Path) -> bool:
+    """Tell whether the set itself is a checkpoint only with layers of one half, which the model's type can have."""
+    if layer_set in whole or not takes_no_ops(folder):
+        return False
+    try:
+        return bool(pairs_of(layer_set, no_ops=True))
+    except LayerSetError:
+        return False
+
+
+def speed_of(layer_set: LayerSet, acceptance: Acceptance, costs: CostProfile | None) -> Callable[[int, int], float]:
+    """Return the speed by requests at a time and draft tokens per round, in tokens per plain pass's time.
+
+    A round of k draft tokens commits what was measured, or 1 + a + … + a^k tokens on average where a is the acceptance,
+    and costs k draft passes and one of the target over k + 1 rows per request. Without measured costs a draft pass
+    costs its share of the sub-layers, each by its bits of 16, and a target pass the same at any width.
+
+    Args: layer_set: as the engine runs it, with formats only where it has them.
+    """
+    known = None if costs is None or costs.missing(layer_set) else costs
+    kinds: tuple[Literal["attn", "mlp"], ...] = ("attn", "mlp")
+    kept = [(kind, i) for i in range(layer_set.n_layers) for kind in kinds if not layer_set.skips(kind, i)]
+    n_bits = sum(BITS.get(layer_set.format_of(*sub) or "", STORED_BITS) for sub in kept)
+    share = n_bits / (STORED_BITS * 2 * layer_set.n_layers)
+
+    def speed(n_requests: int, k: int) -> float:
+        if isinstance(acceptance, OwnAcceptance):
+            tokens = acceptance.tokens_per_round(k)
+        else:
+            tokens = float(sum(acceptance**i for i in range(k + 1)))
+        if known is None:
+            return tokens / (k * share + 1)
+        drafting = k * known.draft_cost(layer_set, n_requests)
+        return tokens * known.verify_cost(n_requests) / (drafting + known.verify_cost(n_requests * (k + 1)))
+
+    return speed
+
+
+def lengths_by_load(
+    layer_set: LayerSet, acceptance: Acceptance | None, costs: CostProfile | None
+) -> tuple[tuple[int, int, int], ...]:
+    """Return (fewest requests, most, draft tokens) with the most tokens per second, for every load; see `speed_of`.
+
+    Without measured costs there is one length for all loads.
+    """
+    if acceptance is None:
+        return ((1, LOADS[-1], GUESSED_LENGTH),)
+    speed = speed_of(layer_set, acceptance, costs)
+    by_load = costs is not None and not costs.missing(layer_set)
+    lengths = {n: max(LENGTHS, key=lambda k: speed(n, k)) for n in (LOADS if by_load else LOADS[-1:])}
+    found, lowest = list[tuple[int, int, int]](), 1
+    for k, loads in groupby(lengths, key=lengths.__getitem__):
+        highest = max(loads)
+        found.append((lowest, highest, k))
+        lowest = highest + 1
+    return tuple(found)
