@@ -1,4 +1,7 @@
-"""Search strategies side by side: every one sees the same recorded windows in the same order, scored by the model."""
+"""Search strategies side by side: every one sees the same recorded windows in the same order, scored by the model.
+
+A long search, up from the best set that they found, estimates how far they end from the best there is.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,17 @@ import json
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import count
+from dataclasses import dataclass, replace
+from itertools import combinations, count
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from ..core.costs import CostProfile
 from ..core.errors import InvalidInput
+from ..core.serialization import Record
 from ..core.settings import SwiftSettings
 from ..core.types import LayerSet, Prompt, Sampling
 from ..decoding.context import Context
@@ -29,15 +33,18 @@ from ..optimizer.evaluation import Replay, WindowScore, replay, score_window
 from ..optimizer.search import Search
 
 SCHEMA = "swiftopt.bench-search/1"
-RECORD = "swiftopt.search-record/2"
 AT_ONCE = 4  # sets that are judged in one pass
 LAP, BEHIND = 4, 0.02  # windows between two looks at a race, and how far behind a set drops out
 GOAL = 0.95  # of the best objective that any strategy ended with
 BASE = "swift"  # whose passes the others' are compared with
+PAIRS = 96  # pairs of sub-layers that are tried before a set counts as a peak
+KICK = 4  # sub-layers that are flipped at random to leave a peak
+
+OnGain = Callable[[str, float, float], None]  # strategy, passes, objective
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class Text(Record):
     """A prompt and its greedy completion as token ids, the first `n_prompt` of which are the prompt's."""
 
     id: str
@@ -46,28 +53,24 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class TextRecord:
-    """What a benchmark runs on: texts of a model, and what its passes cost where they were recorded."""
+class TextRecord(Record):
+    """Texts of a model that a benchmark runs on, and what its passes cost where they were recorded."""
+
+    SCHEMA: ClassVar = "swiftopt.search-record/2"
 
     texts: tuple[Text, ...]
     costs: CostProfile
 
     def write(self, path: Path) -> None:
-        """As one JSON object."""
-        values = {"schema": RECORD, "costs": self.costs.to_json(), "texts": [asdict(text) for text in self.texts]}
-        path.write_text(json.dumps(values) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path, runtime: Runtime) -> TextRecord:
         """Raises: InvalidInput: the file is no record, or of another model."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            if values["schema"] != RECORD:
-                raise ValueError(f"schema {values['schema']}")
-            texts = [Text(each["id"], tuple(each["token_ids"]), each["n_prompt"]) for each in values["texts"]]
-            record = cls(tuple(texts), CostProfile.from_json(values["costs"]))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise InvalidInput(f"{path} is no record of {RECORD} ({error!r}): name another file") from error
+            record = cls.from_json(json.loads(path.read_text(encoding="utf-8")), str(path))
+        except ValueError as error:
+            raise InvalidInput(f"{path} is no record of {cls.SCHEMA} ({error}): name another file") from error
         if record.costs.fingerprint != runtime.info.fingerprint:
             raise InvalidInput(f"{path} was recorded with another model: name another file, and it is recorded anew")
         return record
@@ -112,11 +115,11 @@ class Bench:
 
     @property
     def n_windows(self) -> int:
-        """How many disjoint windows a set is judged on."""
+        """Disjoint windows that a set is judged on."""
         return len(self._windows)
 
     def contexts(self, scratch: int) -> Iterator[tuple[str, Context]]:
-        """The texts growing by `stride` tokens, one after the other and again from the first; (prompt id, context)."""
+        """Yield the texts growing by `stride` tokens, one after the other, over and over; (prompt id, context)."""
         for lap in count():
             for text in self.texts:
                 # By its bare name a search would wait for ever for text that it has not seen.
@@ -125,15 +128,15 @@ class Bench:
                     yield name, context
 
     def judge(self, layer_set: LayerSet) -> tuple[float, int, int]:
-        """The objective over all windows together, and how many tokens it drafts there, how many of them accepted."""
+        """Return the objective over all windows together, and the tokens drafted there, and accepted of them."""
         self._see([layer_set], self.n_windows)
         value, played = self._worth(layer_set, self.n_windows)
         return value, played.draft_steps, played.tokens - self.window * self.n_windows
 
     def race(self, layer_sets: Sequence[LayerSet], held: LayerSet) -> dict[LayerSet, float]:
-        """How each compares with `held` on the windows that it was judged on: a ratio of objectives, 1 being equal.
+        """Return the ratio of each one's objective to that of `held`, on the windows that it was judged on.
 
-        Who is well behind after some of the windows drops out; a ratio above 1 is over all of them.
+        One that is well behind after some of the windows drops out; a ratio above 1 is over all of them.
         """
         self._see([held], self.n_windows)
         ratios = {}
@@ -156,7 +159,7 @@ class Bench:
                     self._seen.setdefault(own, []).append(score)
 
     def _worth(self, layer_set: LayerSet, n: int) -> tuple[float, Replay]:
-        """The objective over the first `n` windows, which the set was scored on."""
+        """Return the objective over the first `n` windows, on which the set was scored."""
         if (layer_set, n) not in self._worths:
             played = replay(self._seen[layer_set][:n], self.settings)
             value = self.costs.expected_speedup(layer_set, played.tokens, played.draft_steps, played.widths)
@@ -176,10 +179,10 @@ class Bench:
             yield Context(self.runtime, buffer, self._rule, list(text.token_ids[:end]), text.n_prompt)
 
 
-def run_strategy(bench: Bench, strategy: str, n_passes: int, on_gain: Callable[[str, float, float], None]) -> Any:
-    """One strategy's search until it has cost `n_passes`; its curve has a point where the set in use changes.
+def run_strategy(bench: Bench, strategy: str, n_passes: int, on_gain: OnGain) -> Any:
+    """Run one strategy's search until it has cost `n_passes`; its curve has a point where the set in use changes.
 
-    A pass is a candidate on a window; what a study runs counts by its rows. Judging on all windows is not timed.
+    A pass is a candidate on a window; a study counts by the rows that it runs. Judging on all windows is not timed.
     """
     settings = replace(bench.settings, strategy=strategy)
     ratio = settings.start_skip_ratio(bench.runtime.info.n_parameters)
@@ -209,18 +212,19 @@ def run_strategy(bench: Bench, strategy: str, n_passes: int, on_gain: Callable[[
         "candidates": len(search.trials),
         "best": best,
         "final": curve[-1][2],
-        "n_skipped": search.layer_set.n_skipped,
-        "skip_attn": sorted(search.layer_set.skip_attn),
-        "skip_mlp": sorted(search.layer_set.skip_mlp),
+        **_left_out(search.layer_set),
         "stopped_because": search.stopped_because,
         "curve": curve,
     }
 
 
-def compare_strategies(
-    bench: Bench, strategies: Sequence[str], n_passes: int, on_gain: Callable[[str, float, float], None]
-) -> dict[str, Any]:
-    """The object that `swiftopt bench search --json` prints."""
+def _left_out(layer_set: LayerSet) -> dict[str, Any]:
+    skipped = {"skip_attn": sorted(layer_set.skip_attn), "skip_mlp": sorted(layer_set.skip_mlp)}
+    return {"n_skipped": layer_set.n_skipped, **skipped}
+
+
+def compare_strategies(bench: Bench, strategies: Sequence[str], n_passes: int, on_gain: OnGain) -> dict[str, Any]:
+    """Return the object that `swiftopt bench search --json` prints."""
     results = [run_strategy(bench, strategy, n_passes, on_gain) for strategy in strategies]
     goal = GOAL * max(result["final"] for result in results)
     base = next((result for result in results if result["strategy"] == BASE), None)
@@ -241,9 +245,98 @@ def compare_strategies(
 
 
 def _reached(curve: Sequence[Sequence[float]], goal: float) -> Mapping[str, float] | None:
-    """Passes and seconds from where on the objective stays at `goal` or above; None: it does not."""
+    """Return passes and seconds from where on the objective stays at `goal` or above; None: it does not."""
     below = max((i for i, (_, _, value) in enumerate(curve) if value < goal), default=-1)
     if below + 1 == len(curve):
         return None
     passes, seconds, _ = curve[below + 1]
     return {"passes": passes, "seconds": seconds}
+
+
+# --- how far strategies end from the best there is
+
+
+def with_long_search(bench: Bench, report: dict[str, Any], most: int, on_gain: OnGain) -> dict[str, Any]:
+    """Return a report of `compare_strategies` with the long search from its best set, and each result's share of it."""
+    best = max(report["results"], key=lambda result: result["final"])
+    start = LayerSet(bench.runtime.n_layers, frozenset(best["skip_attn"]), frozenset(best["skip_mlp"]))
+    found = LongSearch(bench, start, most, on_gain).run()
+    results = [{**result, "of_long": round(result["final"] / found["best"], 5)} for result in report["results"]]
+    return {**report, "results": results, "long_search": found}
+
+
+class LongSearch:
+    """Iterated local search; `most` is how many sets it may judge.
+
+    Every set is judged on all recorded windows, or until it is well behind, so that luck has no part in it. Single
+    sub-layers are flipped first, then pairs of them, the most promising first; where neither helps any more, a few
+    sub-layers of the best set are flipped at random and the climb begins again.
+    """
+
+    def __init__(self, bench: Bench, start: LayerSet, most: int, on_gain: OnGain) -> None:
+        self.bench, self.most, self.on_gain = bench, most, on_gain
+        self.held = self.best = start
+        self.n_judged, self.n_peaks = 0, 0
+        self._draws = random.Random(bench.settings.seed)
+
+    def run(self) -> dict[str, Any]:
+        started_at = self._value(self.best)
+        while self.n_judged < self.most and self.best.n_searched:
+            self._climb()
+            n = self.best.n_searched
+            self.held = self._flipped(self.best, self._draws.sample(range(n), min(KICK, n)))
+        return {
+            "sets": self.n_judged,
+            "peaks": self.n_peaks,
+            "start": started_at,
+            "best": self._value(self.best),
+            **_left_out(self.best),
+        }
+
+    def _climb(self) -> None:
+        """Go up from the set held until no flip of one or two sub-layers helps, or enough sets were judged."""
+        while self.n_judged < self.most:
+            singles = {(unit,): self._flipped(self.held, [unit]) for unit in range(self.held.n_searched)}
+            ratios = self._race(list(singles.values()))
+            by_move = {move: ratios[own] for move, own in singles.items() if own in ratios}
+            best_first = sorted(by_move, key=by_move.__getitem__, reverse=True)
+            helping = [move for move in best_first if by_move[move] > 1]
+            if helping:
+                self._hold(singles[helping[0]])
+                for move in helping[1:]:  # those that go on helping together
+                    moved = self._flipped(self.held, move)
+                    if self._race([moved]).get(moved, 0.0) > 1:
+                        self._hold(moved)
+            elif not self._doubled(by_move):
+                self.n_peaks += self.n_judged < self.most
+                return
+
+    def _doubled(self, by_move: Mapping[tuple[int], float]) -> bool:
+        """Make the best of the first few pairs of moves among which one helps; tell whether there was one."""
+        pairs = sorted(combinations(by_move, 2), key=lambda two: by_move[two[0]] + by_move[two[1]], reverse=True)
+        for first in range(0, min(PAIRS, len(pairs)), AT_ONCE):
+            ratios = self._race([self._flipped(self.held, [*a, *b]) for a, b in pairs[first : first + AT_ONCE]])
+            if ratios and max(ratios.values()) > 1:
+                self._hold(max(ratios, key=ratios.__getitem__))
+                return True
+        return False
+
+    def _race(self, layer_sets: Sequence[LayerSet]) -> dict[LayerSet, float]:
+        """Compare as many as may still be judged with the set held."""
+        layer_sets = layer_sets[: max(0, self.most - self.n_judged)]
+        self.n_judged += len(layer_sets)
+        return self.bench.race(layer_sets, self.held)
+
+    def _hold(self, layer_set: LayerSet) -> None:
+        self.held = layer_set
+        if (value := self._value(layer_set)) > self._value(self.best):
+            self.best = layer_set
+            self.on_gain("long search", self.n_judged, value)
+
+    def _value(self, layer_set: LayerSet) -> float:
+        return self.bench.judge(layer_set)[0]
+
+    @staticmethod
+    def _flipped(layer_set: LayerSet, units: Sequence[int]) -> LayerSet:
+        bits = layer_set.bits()
+        return layer_set.with_bits([1 - bit if i in units else bit for i, bit in enumerate(bits)])

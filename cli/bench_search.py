@@ -110,7 +110,6 @@ def search(
     request = decoding_request(values)
 
     from ..bench import search as bench
-    from ..bench.long_search import with_long_search
     from ..models.loading import load
 
     runtime = load(request.model, request.dtype, request.device, note_load)
@@ -128,7 +127,7 @@ def search(
     run = bench.Bench(runtime, texts, settings, stride)
     report = {"model": request.model, **bench.compare_strategies(run, chosen, passes, _note_gain)}
     if long_search:
-        report = with_long_search(run, report, long_search, _note_gain)
+        report = bench.with_long_search(run, report, long_search, _note_gain)
     if pictures:
         draw_search(report, pictures)
     return Result(report, [_search_table(report)])

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from tiny_files import save
 
-from swiftopt.bench.long_search import LongSearch
-from swiftopt.bench.search import Bench, TextRecord, _reached
+from swiftopt.bench.search import Bench, LongSearch, TextRecord, _reached
 from swiftopt.cli.main import run
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, searchable
