@@ -13,46 +13,163 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ..core.costs import CostProfile, expected_of
 from ..core.errors import SwiftoptError
+from ..core.records import ModelInfo
 from ..core.requests import Speed
-from ..core.settings import STORED
-from ..core.types import Completion, LayerSet, n_skipped_for
-from ..decoding.methods import PLAIN, Method, Resources, build
+from ..core.settings import STORED, SwiftSettings
+from ..core.types import Completion, LayerSet, Sampling, n_skipped_for
+from ..decoding.context import Ending, TokenRule
+from ..decoding.engine import side_by_side
+from ..decoding.loop import decode, decoding
+from ..decoding.methods import PLAIN, Method, Resources, build, swift
 from ..decoding.methods.adaptive import AdaptiveSettings
 from ..models.costs import device_name, measure_costs, measure_format
 from ..models.loading import at_speed
 from ..models.rows import Rows
 from ..models.runtime import Runtime
-from .gpu_model import SHAPES, ModelShape, drafting, make_redundant, random_runtime, run, run_together
 
 SCHEMA = "swiftopt.bench-gpu/1"
 SKIP_RATIO = 0.45
 VERIFY_ROWS = (1, 2, 4, 8, 16)
 LONGEST_DRAFT = 25
-REPEATS = 3
+REPEATS, PASS_REPEATS = 3, 20
 FORMATS = ("int8", "int4")  # of drafts
 LOADS = (1, 4, 16, 32)  # requests at once
 LOAD_REPEATS = 2
 SPARE = 1.15  # memory wanted, in sizes of the weights
+HALVINGS = 12  # inner sub-layers are scaled by 1 down to 2^-12
+BISECTIONS = 7  # between them
 
 
-def seconds(task: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
-    """Median seconds of a task, with the device done before and after each."""
+# --- the model: random, of a real one's shape, with sub-layers that a draft can do without as far as is wanted
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A model of Llama's kind, and the sizes, in MiB, of what bandwidth is measured with."""
+
+    n_layers: int
+    hidden: int
+    inner: int
+    heads: int
+    vocab: int
+    positions: int
+    mebibytes: int
+    kv_heads: int | None = None  # None: as many as heads
+
+    def config(self) -> LlamaConfig:
+        # As wide a projection, as small its weights: what a sub-layer adds is then as large at every width.
+        return LlamaConfig(
+            vocab_size=self.vocab,
+            hidden_size=self.hidden,
+            intermediate_size=self.inner,
+            num_hidden_layers=self.n_layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads or self.heads,
+            max_position_embeddings=self.positions,
+            initializer_range=1.4 / self.hidden**0.5,
+            eos_token_id=None,
+            tie_word_embeddings=False,
+        )
+
+
+SHAPES = {
+    "codellama-13b": ModelShape(40, 5120, 13824, 40, 32016, 16384, 2048),
+    "llama-70b-8-layers": ModelShape(8, 8192, 28672, 64, 32000, 4096, 2048, kv_heads=8),
+    "tiny": ModelShape(8, 256, 512, 4, 256, 2048, 16),
+}
+
+
+@torch.inference_mode()
+def random_runtime(shape: ModelShape, device: str) -> Runtime:
+    """A random bfloat16 model whose head reads a permutation of its embeddings.
+
+    Each token so has a likely successor: the likelier, the less its sub-layers add to the residual stream. A head of
+    random numbers would give near ties, which rounding alone decides.
+    """
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = cast(Any, AutoModelForCausalLM).from_config(shape.config(), dtype=torch.bfloat16)
+        embedding = model.get_input_embeddings().weight
+        embedding.normal_()
+        model.get_output_embeddings().weight.copy_(embedding[torch.randperm(shape.vocab)] / shape.hidden**0.5)
+    n_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return Runtime(model.eval().requires_grad_(False), None, ModelInfo("random", "llama", shape.n_layers, n_parameters))
+
+
+@torch.inference_mode()
+def scale_inner(runtime: Runtime, factor: float) -> None:
+    """Scale what all sub-layers but those of the first and last layer add."""
+    for block in runtime.blocks[1:-1]:
+        for weight in (block.parts.out.weight, block.parts.mlp.down_proj.weight):
+            weight.mul_(factor)
+
+
+def prompt_of(runtime: Runtime, number: int = 0) -> list[int]:
+    return [1 + (7 * i + 31 * number) % (runtime.vocab_size - 1) for i in range(16)]
+
+
+def run(runtime: Runtime, method: Method, n_new: int) -> Completion:
+    return decode(runtime, prompt_of(runtime), method, TokenRule.of(Sampling(), None), Ending(n_new))
+
+
+def run_together(runtime: Runtime, method: Method, n_new: int, n_requests: int) -> float:
+    """Decode `n_new` tokens after each of so many prompts, all at once; return the tokens per second of all."""
+    requests = [
+        decoding(runtime, prompt_of(runtime, i), method, TokenRule.of(Sampling(), None), Ending(n_new))
+        for i in range(n_requests)
+    ]
+    clock = perf_counter()
+    deque(side_by_side(requests, at_once=n_requests), 0)
+    return n_requests * n_new / (perf_counter() - clock)
+
+
+def drafting(layer_set: LayerSet, length: int) -> Method:
+    """Chains of a fixed length: a random model is never confident, so that nothing else can end them."""
+    return swift(layer_set, SwiftSettings(max_draft_length=length, early_stop=False, dynamic_verification=False))
+
+
+def make_redundant(runtime: Runtime, layer_set: LayerSet, wanted: float, n_new: int) -> float:
+    """Scale the inner sub-layers by the largest factor found whose drafts are accepted as often as wanted."""
+    now, low, high = 0.0, 0.0, float(HALVINGS)  # exponents of 1/2; low is too little
+    for step in range(BISECTIONS + 2):
+        # The ends first: unscaled, then as redundant as it gets.
+        tried = (0.0, high)[step] if step < 2 else (low + high) / 2
+        scale_inner(runtime, 2.0 ** (now - tried))
+        now = tried
+        if (run(runtime, drafting(layer_set, 4), n_new).acceptance_rate or 0.0) >= wanted:
+            high = tried
+        else:
+            low = tried
+        if high == 0.0:
+            break
+    scale_inner(runtime, 2.0 ** (now - high))
+    return float(2.0**-high)
+
+
+# --- measurements
+
+
+def seconds(task: Callable[[], object], device: torch.device) -> float:
+    """Return the median seconds of a task, with the device done before and after each."""
 
     def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
     samples = []
-    for _ in range(repeats + 2):
+    for _ in range(2 + PASS_REPEATS):  # two warm up
         wait()
         clock = perf_counter()
         task()
@@ -63,7 +180,7 @@ def seconds(task: Callable[[], object], device: torch.device, repeats: int = 20)
 
 @torch.inference_mode()
 def bandwidth(device: torch.device, mebibytes: int) -> dict[str, float]:
-    """GB/s of a copy, read and written, and of a matrix-vector product in bfloat16, its matrix read."""
+    """Return GB/s of a copy, read and written, and of a matrix-vector product in bfloat16, its matrix read."""
     source = torch.zeros(mebibytes << 20, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copied = seconds(lambda: target.copy_(source), device)
@@ -75,21 +192,20 @@ def bandwidth(device: torch.device, mebibytes: int) -> dict[str, float]:
 
 
 def bytes_per_token(runtime: Runtime) -> int:
-    """Weights that a one-row pass reads: all but the embeddings, of which it reads one row."""
+    """Return the bytes that a one-row pass reads: all but the embeddings, of which it reads one row."""
     model: Any = runtime.hf_model
     embedding = model.get_input_embeddings().weight
     return sum(p.numel() * p.element_size() for p in model.parameters() if p is not embedding)
 
 
 def draft_seconds(runtime: Runtime, layer_set: LayerSet) -> float:
-    """One draft pass and its answer."""
     buffer = runtime.new_buffer(512)
     rows = Rows([1], 256, variants=(layer_set,))
     return seconds(lambda: runtime.forward(rows, buffer).max(dim=-1).indices.tolist(), runtime.device)
 
 
 def best_length(profile: CostProfile, layer_set: LayerSet, acceptance: float) -> int:
-    """The chain length with the most expected tokens per second, if every draft stands with that chance."""
+    """Return the chain length with the most expected tokens per second, if drafts are accepted with that chance."""
 
     def worth(n: int) -> float:
         tokens = sum(acceptance**i for i in range(n + 1))
@@ -103,8 +219,16 @@ def speed_of(done: Completion) -> float:
     return (done.n_tokens - done.first_tokens) / (done.timings.total_s - done.prefill_s)
 
 
+def by_turns(runtime: Runtime, method: Method, n_new: int) -> list[tuple[Completion, Completion]]:
+    return [(run(runtime, PLAIN, n_new), run(runtime, method, n_new)) for _ in range(REPEATS)]
+
+
+def speedup(pairs: Sequence[tuple[Completion, Completion]]) -> float:
+    return median(speed_of(fast) / speed_of(slow) for slow, fast in pairs)
+
+
 def measure(shape: ModelShape, device: str, wanted: float, speed: Speed, n_new: int) -> dict[str, Any]:
-    """Everything that the report holds but the name of the shape."""
+    """Return the report but for its schema and the name of the shape."""
     runtime = random_runtime(shape, device)
     layer_set = LayerSet.uniform(runtime.n_layers, n_skipped_for(runtime.n_layers, SKIP_RATIO))
     scale = make_redundant(runtime, layer_set, wanted, n_new)
@@ -112,15 +236,12 @@ def measure(shape: ModelShape, device: str, wanted: float, speed: Speed, n_new: 
     profile = measure_costs(runtime, 256)
     alpha = run(runtime, drafting(layer_set, 4), n_new).acceptance_rate or 0.0
     length = best_length(profile, layer_set, alpha)
-    plain, drafted = zip(
-        *((run(runtime, PLAIN, n_new), run(runtime, drafting(layer_set, length), n_new)) for _ in range(REPEATS)),
-        strict=True,
-    )
+    pairs = by_turns(runtime, drafting(layer_set, length), n_new)
+    plain, drafted = zip(*pairs, strict=True)
     read = bandwidth(runtime.device, shape.mebibytes)
     plain_speed = median(map(speed_of, plain))
     limit = 1e9 * max(read.values()) / bytes_per_token(runtime)
-    ratio = median(speed_of(fast) / speed_of(slow) for slow, fast in zip(plain, drafted, strict=True))
-    expected = expected_of(profile, drafted) or 0.0
+    ratio, expected = speedup(pairs), expected_of(profile, drafted) or 0.0
     report = {
         "device": device_name(runtime.device),
         "dtype": runtime.dtype_name,
@@ -141,7 +262,7 @@ def measure(shape: ModelShape, device: str, wanted: float, speed: Speed, n_new: 
             "ratio": ratio,
             "expected_ratio": expected,
             "measured_over_expected": ratio / expected if expected else None,
-            "identical": _identical(plain[0], drafted[0]),
+            "identical": _identical(*pairs[0]),
         },
     }
     formats, profile = measure_formats(runtime, profile, n_new)
@@ -162,13 +283,13 @@ def measure_formats(runtime: Runtime, profile: CostProfile, n_new: int) -> tuple
             found[name] = {"reason": str(error).splitlines()[0]}
             continue
         ready_s, method = perf_counter() - clock, adaptive(runtime, profile, name)
-        pairs = [(run(runtime, PLAIN, n_new), run(runtime, method, n_new)) for _ in range(REPEATS)]
+        pairs = by_turns(runtime, method, n_new)
         done = pairs[0][1]
         found[name] = {
             "ready_s": ready_s,
             "pass_ms": 1e3 * draft_seconds(runtime, LayerSet(runtime.n_layers).filled(name)),
             "acceptance_rate": done.acceptance_rate,
-            "ratio": median(speed_of(fast) / speed_of(slow) for slow, fast in pairs),
+            "ratio": speedup(pairs),
             "expected_ratio": expected_of(profile, [done]),
             "identical": _identical(*pairs[0]),
         }
@@ -190,7 +311,6 @@ def measure_load(runtime: Runtime, profile: CostProfile, n_new: int) -> dict[str
 
 
 def adaptive(runtime: Runtime, profile: CostProfile, name: str) -> Method:
-    """Return adaptive drafts by the model's own sub-layers in a format."""
     parts = Resources(runtime, LayerSet(runtime.n_layers), costs=profile)
     return build("adaptive", parts, AdaptiveSettings.from_json({"draft_format": name, "lookup": False}))
 
@@ -200,7 +320,6 @@ def _identical(one: Completion, other: Completion) -> float:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report for people."""
     plain, draft, passes = report["plain"], report["draft"], report["pass_ms"]
     verify = ", ".join(f"{n}: {ms:.2f}" for n, ms in passes["verify"].items())
     gb_s = ", ".join(f"{name} {value:.0f}" for name, value in report["bandwidth_gb_s"].items())
@@ -230,7 +349,7 @@ def _format_words(own: dict[str, Any]) -> str:
 
 
 def obstacle(shape: ModelShape, device: str) -> str | None:
-    """Why nothing can be measured here, None where it can."""
+    """Return why nothing can be measured here, None where it can."""
     if not device.startswith("cuda"):
         return None
     if not torch.cuda.is_available():
@@ -244,7 +363,6 @@ def obstacle(shape: ModelShape, device: str) -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="codellama-13b")
     parser.add_argument("--redundancy", type=float, default=0.98, help="share of the draft's tokens to be accepted")

@@ -34,7 +34,6 @@ class DeviceStep:
 
 
 def steps(device: str) -> list[DeviceStep]:
-    """Return what is run, in order; on a CPU with tiny shapes."""
     large, deep = ("codellama-13b", "llama-70b-8-layers") if device.startswith("cuda") else ("tiny", "tiny")
     tests = [str(ROOT / "tests" / "system" / f"test_{name}.py") for name in ("gpu", "bench_gpu", "speed", "edges")]
 

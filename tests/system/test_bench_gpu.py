@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swiftopt.bench import gpu, gpu_all, gpu_model
+from swiftopt.bench import gpu, gpu_all
 from swiftopt.core.types import LayerSet
 
 
@@ -45,11 +45,11 @@ def test_steps_take_less_than_nine_minutes_together() -> None:
 
 
 def test_the_smaller_what_inner_sub_layers_add_the_more_drafts_are_accepted() -> None:
-    runtime = gpu_model.random_runtime(gpu_model.SHAPES["tiny"], "cpu")
+    runtime = gpu.random_runtime(gpu.SHAPES["tiny"], "cpu")
     half = LayerSet(8, frozenset(range(1, 7)), frozenset(range(1, 7)))
-    before = gpu_model.run(runtime, gpu_model.drafting(half, 4), 48).acceptance_rate
-    scale = gpu_model.make_redundant(runtime, half, 0.9, 48)
-    after = gpu_model.run(runtime, gpu_model.drafting(half, 4), 48).acceptance_rate
+    before = gpu.run(runtime, gpu.drafting(half, 4), 48).acceptance_rate
+    scale = gpu.make_redundant(runtime, half, 0.9, 48)
+    after = gpu.run(runtime, gpu.drafting(half, 4), 48).acceptance_rate
     assert before is not None and after is not None
     assert before < 0.9 <= after and scale < 1
 
@@ -58,7 +58,7 @@ def test_the_smaller_what_inner_sub_layers_add_the_more_drafts_are_accepted() ->
 def test_without_a_gpu_it_skips_in_a_sentence_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     gpu.main([])
     out, err = capsys.readouterr()
-    assert json.loads(out) == {"skipped": gpu.obstacle(gpu_model.SHAPES["codellama-13b"], "cuda")}
+    assert json.loads(out) == {"skipped": gpu.obstacle(gpu.SHAPES["codellama-13b"], "cuda")}
     assert err.startswith("nothing was measured: this machine has no CUDA device") and err.count("\n") == 1
 
 
