@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from ..core.costs import CostProfile, expected_of
 from ..core.errors import LayerSetNotFound, SettingsError
-from ..core.requests import BASE, EARLIER_NAMES, PEERS, GenerateRequest
+from ..core.requests import BASE, PEERS, GenerateRequest
 from ..core.settings import SwiftSettings
 from ..core.types import Completion, Prompt
 from ..decoding.methods import Method
@@ -55,7 +55,7 @@ def run_methods(
     n_positions = max(session.check(prompt) for prompt in prompts)
     costs = stored_costs(runtime, store, n_positions) if store is not None and "swift" in methods else None
     base = BASE if BASE in methods else methods[0]
-    searching = _SwiftPlans(runtime, request, store, costs)
+    swift: dict[str, Method | Search] = {}  # by task: a search goes on from prompt to prompt
 
     def contender(name: str) -> Contender:
         if name in PEERS:
@@ -63,9 +63,12 @@ def run_methods(
         planner = Planner(replace(request, method=None if name == "best" else name), runtime, store)
 
         def run(prompt: Prompt) -> Decoded:
-            if name == "swift":
-                return decoding_with(session, searching(prompt))(prompt)
-            return decoding_with(session, planner.plan_for(request.task or prompt.task)[0])(prompt)
+            task = request.task or prompt.task
+            if name != "swift":
+                return decoding_with(session, planner.plan_for(task)[0])(prompt)
+            if task not in swift:
+                swift[task] = _swift_or_search(planner, task, costs)
+            return decoding_with(session, swift[task])(prompt)
 
         return Contender(name, run)
 
@@ -132,42 +135,11 @@ def _against_expected(
     return speeds[0] / speeds[1], expected
 
 
-class _SwiftPlans:
-    """Choose the stored or given layer set of a prompt's task; without one, search on from prompt to prompt."""
-
-    def __init__(
-        self, runtime: Runtime, request: GenerateRequest, store: Store | None, costs: CostProfile | None
-    ) -> None:
-        self.runtime, self.request, self.store, self.costs = runtime, request, store, costs
-        self._by_task: dict[str, Method | Search] = {}
-
-    def __call__(self, prompt: Prompt) -> Method | Search:
-        task = self.request.task or prompt.task
-        if task not in self._by_task:
-            try:
-                insisted = replace(self.request, method="swift")
-                self._by_task[task] = Planner(insisted, self.runtime, self.store).plan_for(task)[0]
-            except LayerSetNotFound:
-                self._by_task[task] = self._start(task)
-        return self._by_task[task]
-
-    def _start(self, task: str) -> Search:
-        settings = self.request.settings or SwiftSettings()
-        ratio = settings.start_skip_ratio(self.runtime.info.n_parameters)
-        return Search(task, self.runtime.n_layers, settings, ratio, self.costs)
-
-
-def rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield the report's table, one row per method."""
-    for result in report["results"]:
-        low, high = result["ratio_interval"]
-        acceptance, length = result["acceptance_rate"], result["mean_generated_length"]
-        yield (
-            EARLIER_NAMES.get(result["method"], result["method"]),
-            f"{result['tok_s']:.1f}",
-            f"{result['ratio']:.2f}x",
-            f"{low:.2f}-{high:.2f}",
-            "–" if acceptance is None else f"{acceptance:.2f}",
-            "–" if length is None else f"{length:.2f}",
-            f"{result['identical']}/{result['of']}",
-        )
+def _swift_or_search(planner: Planner, task: str, costs: CostProfile | None) -> Method | Search:
+    """Return what drafts with the stored or given layer set of a task; without one, a search."""
+    try:
+        return planner.plan_for(task)[0]
+    except LayerSetNotFound:
+        settings = planner.request.settings or SwiftSettings()
+        ratio = settings.start_skip_ratio(planner.runtime.info.n_parameters)
+        return Search(task, planner.runtime.n_layers, settings, ratio, costs)

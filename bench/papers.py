@@ -1,4 +1,4 @@
-"""The papers' tables and figures, repeated on one machine: a command each, and a page of their numbers beside ours.
+"""The papers' tables and figures, repeated on one machine: a command each, and a page of our numbers beside theirs.
 
     python -m swiftopt.bench.papers --model MODEL --stream FILE [--only swift] [--limit 6]   runs, keeps the results
     python -m swiftopt.bench.papers --write                                                  puts them into the page
@@ -21,41 +21,40 @@ from typing import Any
 
 from ..core.errors import SwiftoptError
 from ..core.types import now
-from .ablation_table import SCHEMA as ABLATION_SCHEMA
-from .head_rank import SCHEMA as RANK_SCHEMA
+from .ablations import SCHEMA as ABLATION_SCHEMA
+from .micro import RANK_SCHEMA
 from .stream_shift import SCHEMA as SHIFT_SCHEMA
 from .tables import RESULTS, ROOT, refreshed
 
 FOLDER = RESULTS / "papers"
 PAGE = ROOT / "docs" / "papers.md"
-GREEDY = ("--max-new-tokens", "96")
-JSON = "--json"
+GREEDY = "--max-new-tokens 96"
+UNKEPT = ("out", "database", "job")  # of a report: where a file lies on the machine that made it
 
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
     """A table or figure: the `swiftopt` command that repeats it, and the paper's own numbers.
 
-    The command gets model, stream and limit from the caller; `takes_limit` is off where it reads all of the stream.
-    `example`: the stream where the caller names none; "": the command reads none. `module` has the command, and
-    `first` makes what it needs of the lines behind the limit.
+    `command` is in words; "": `bench ablate` of the key. It gets model, stream and limit from the caller; `takes_limit`
+    is off where it reads all of the stream. `example`: the stream where the caller names none; "": the command reads
+    none. `module` has the command, and `first` makes what it needs of the lines behind the limit.
     """
 
     key: str
     paper: str
     where: str
     theirs: str
-    command: tuple[str, ...]
+    command: str = ""
     takes_limit: bool = True
     example: str = "examples/stream.jsonl"
     module: str = "swiftopt"
-    first: tuple[str, ...] = ()
+    first: str = ""
 
 
 SWIFT, ADADECODE, PARADECODE, MTAD, ADASPEED = "SWIFT", "AdaDecode", "ParaDecode", "MTAD", "AdaSPEED"
-_CODE = ("--template", "humaneval")
+_CODE = "compare --preset swift --methods plain --template humaneval"
 _PROBLEMS = "examples/problems.jsonl"  # in the form of HumanEval's rows
-_SAMPLED = ("--temperature", "0.6", "--top-p", "0.95")
 
 PAPERS: tuple[Repeated, ...] = (
     Repeated(
@@ -63,14 +62,14 @@ PAPERS: tuple[Repeated, ...] = (
         SWIFT,
         "Tables 2, 4, 5, 6",
         "Llama-2-13B, CNN/DM: Jacobi 0.95x (M 1.04), Lookahead 1.16x (1.38), SWIFT 1.37x (4.34, α 0.99)",
-        ("compare", "--preset", "swift", "--methods", "jacobi,lookahead", *GREEDY),
+        f"compare --preset swift --methods jacobi,lookahead {GREEDY}",
     ),
     Repeated(
         "swift-code",
         SWIFT,
         "Tables 3, 7 (pass@1, greedy)",
         "CodeLlama-13B: 1.40x, M 4.75, α 0.98, pass@1 0.311 as plain decoding",
-        ("compare", "--preset", "swift", "--methods", "plain", *_CODE, *GREEDY),
+        f"{_CODE} {GREEDY}",
         example=_PROBLEMS,
     ),
     Repeated(
@@ -78,7 +77,7 @@ PAPERS: tuple[Repeated, ...] = (
         SWIFT,
         "Tables 3, 7 (pass@10, temperature 0.6)",
         "CodeLlama-13B: 1.29x, M 3.55, α 0.93, pass@10 0.628 as plain decoding",
-        ("compare", "--preset", "swift", "--methods", "plain", *_CODE, *_SAMPLED, "--samples", "10", *GREEDY),
+        f"{_CODE} --temperature 0.6 --top-p 0.95 --samples 10 {GREEDY}",
         example=_PROBLEMS,
     ),
     Repeated(
@@ -86,47 +85,22 @@ PAPERS: tuple[Repeated, ...] = (
         SWIFT,
         "Table 8",
         "1.560x (M 5.82, α 0.98); w/o early stopping 0.896x, dynamic verification 1.342x, optimisation 1.224x",
-        ("bench", "ablate", "swift-parts", *GREEDY),
     ),
-    Repeated(
-        "swift-window",
-        SWIFT,
-        "Table 9",
-        "γ 16: 1.341x, 32: 1.560x, 64: 1.552x, 128: 1.550x",
-        ("bench", "ablate", "swift-window", *GREEDY),
-    ),
+    Repeated("swift-window", SWIFT, "Table 9", "γ 16: 1.341x, 32: 1.560x, 64: 1.552x, 128: 1.550x"),
     Repeated(
         "swift-self-sd",
         SWIFT,
         "Tables 10, 12; Figure 11",
         "Self-SD 1.29x, w/ dynamic verification 1.52x, SWIFT 1.56x; after a like search time 0.97x, 1.17x, 1.56x",
-        ("bench", "ablate", "swift-self-sd", *GREEDY),
     ),
-    Repeated(
-        "swift-schedule",
-        SWIFT,
-        "Figure 8 (a)",
-        "a figure: more steps are faster",
-        ("bench", "ablate", "swift-schedule", *GREEDY),
-    ),
-    Repeated("swift-ratio", SWIFT, "Figure 8 (b)", "a figure", ("bench", "ablate", "swift-ratio", *GREEDY)),
+    Repeated("swift-schedule", SWIFT, "Figure 8 (a)", "a figure: more steps are faster"),
+    Repeated("swift-ratio", SWIFT, "Figure 8 (b)", "a figure"),
     Repeated(
         "swift-shift",
         SWIFT,
         "Figure 7",
         "SWIFT keeps its speed where the task changes, Self-SD loses it",
-        (
-            "bench",
-            "stream-shift",
-            "--prompts",
-            "4",
-            "--max-new-tokens",
-            "64",
-            "--method",
-            "swift",
-            "--draft-format",
-            "stored",
-        ),
+        "bench stream-shift --prompts 4 --max-new-tokens 64 --method swift --draft-format stored",
         takes_limit=False,
     ),
     Repeated(
@@ -134,123 +108,88 @@ PAPERS: tuple[Repeated, ...] = (
         SWIFT,
         "Figures 2, 6, 10, 12",
         "matchness rises with the steps; skipped sub-layers differ by task",
-        ("tune", "--preset", "swift", "--max-new-tokens", "96"),
+        f"tune --preset swift {GREEDY}",
     ),
     Repeated(
         "adadecode-main",
         ADADECODE,
         "Table 2, Figure 4",
         "Llama-3.1-8B: XSum 1.14x, HumanEval 1.51x, GSM8K 1.48x",
-        ("tune", "--preset", "adadecode", *GREEDY),
+        f"tune --preset adadecode {GREEDY}",
     ),
     Repeated(
         "adadecode-parts",
         ADADECODE,
         "Table 3",
         "1.51x; w/o verification 1.64x, one layer 1.37x, original head 0.84x, full heads 1.49x",
-        ("bench", "ablate", "adadecode-parts", *GREEDY),
-        first=("heads", "train", "--task", "mixed", "--minutes", "0.5"),
+        first="heads train --task mixed --minutes 0.5",
     ),
-    Repeated(
-        "adadecode-threshold",
-        ADADECODE,
-        "Figure 5",
-        "a figure; 6 % rejected at γ 0.85",
-        ("bench", "ablate", "adadecode-threshold", *GREEDY),
-    ),
+    Repeated("adadecode-threshold", ADADECODE, "Figure 5", "a figure; 6 % rejected at γ 0.85"),
     Repeated(
         "adadecode-rank",
         ADADECODE,
         "Table 4",
         "a head's smallest singular value: Llama-3.1-8B 1.45, CodeLlama-13B 1.10, CodeLlama-34B 0.84; all of full rank",
-        (),
+        "head-rank",
         takes_limit=False,
         example="",
-        module="swiftopt.bench.head_rank",
+        module="swiftopt.bench.micro",
     ),
     Repeated(
         "adadecode-drafter",
         ADADECODE,
         "Figure 6 (a, b)",
         "a figure: n 14 at threshold 0.3 0.944x with a large drafter, others more",
-        ("bench", "ablate", "spd-settings", *GREEDY),
+        f"bench ablate spd-settings {GREEDY}",
     ),
     Repeated(
         "adadecode-self-sd",
         ADADECODE,
         "Figure 6 (c)",
         "a figure: more steps of Self-SD's search are not always better",
-        ("bench", "ablate", "self-sd-steps", *GREEDY),
+        f"bench ablate self-sd-steps {GREEDY}",
     ),
     Repeated(
         "adadecode-trees",
         ADADECODE,
         "appendix E",
         "no numbers: trees beat AdaDecode alone; trees of earlier layers, too, do not beat those of the last",
-        ("bench", "ablate", "adadecode-trees", *GREEDY),
     ),
-    Repeated(
-        "paradecode-parts",
-        PARADECODE,
-        "Table 3",
-        "1.312x; w/o verification 1.605x, w/o training 0.863x",
-        ("bench", "ablate", "paradecode-parts", *GREEDY),
-    ),
-    Repeated(
-        "paradecode-threshold",
-        PARADECODE,
-        "Figure 6",
-        "a figure: γ = 0 needs no search",
-        ("bench", "ablate", "paradecode-threshold", *GREEDY),
-    ),
+    Repeated("paradecode-parts", PARADECODE, "Table 3", "1.312x; w/o verification 1.605x, w/o training 0.863x"),
+    Repeated("paradecode-threshold", PARADECODE, "Figure 6", "a figure: γ = 0 needs no search"),
     Repeated(
         "mtad-main",
         MTAD,
         "Tables 4, 5, 7, 8, 9",
         "Llama-2, tok/s and perplexity: SpD 36.8, 3.64; BiLD 34.4, 3.15; SpecTr 45.1, 3.64; MTAD 63.0, 2.06",
-        ("compare", "--methods", "mtad,mtjd,spd,spectr,specinfer,mcss,bild,typical", "--temperature", "1.0", *GREEDY),
+        f"compare --methods mtad,mtjd,spd,spectr,specinfer,mcss,bild,typical --temperature 1.0 {GREEDY}",
     ),
     Repeated(
         "mtad-threshold",
         MTAD,
         "Table 10, Figure 3",
         "tokens per iteration: τ 0.1 4.72, 0.3 4.43, 0.5 4.12, 0.7 3.93, 0.9 3.64",
-        ("bench", "ablate", "mtad-threshold", *GREEDY),
     ),
-    Repeated(
-        "mtad-beams",
-        MTAD,
-        "Table 11",
-        "2 beams 55.9 tok/s, perplexity 2.44; 4: 59.9, 2.12; 8: 61.3, 2.10",
-        ("bench", "ablate", "mtad-beams", *GREEDY),
-    ),
+    Repeated("mtad-beams", MTAD, "Table 11", "2 beams 55.9 tok/s, perplexity 2.44; 4: 59.9, 2.12; 8: 61.3, 2.10"),
     Repeated(
         "mtad-warp",
         MTAD,
         "Table 12",
         "k 20, p 0.9: multinomial 3.74, SpD 3.64, MTAD 2.06; k 10, p 0.8: 2.56, 2.53, 1.80",
-        ("bench", "ablate", "mtad-warp", *GREEDY),
     ),
     Repeated(
         "adaspeed-main",
         ADASPEED,
         "Table I",
         "a picture: AdaSPEED faster than Draft & Verify throughout, with a probe under top-p, without one greedily",
-        ("bench", "ablate", "adaspeed", *GREEDY),
+        f"bench ablate adaspeed {GREEDY}",
     ),
-    Repeated(
-        "adaspeed-exit",
-        ADASPEED,
-        "III.A, the exit layer",
-        "best exit: 4 of 16 for AdaSPEED, 6 for LayerSkip",
-        ("bench", "ablate", "adaspeed-exit", *GREEDY),
-    ),
+    Repeated("adaspeed-exit", ADASPEED, "III.A, the exit layer", "best exit: 4 of 16 for AdaSPEED, 6 for LayerSkip"),
 )
 
 
 def command_of(entry: Repeated, model: str, stream: str | None, limit: int | None) -> list[str]:
-    """Return the words behind the module's name that repeat an entry."""
-    words = [*entry.command, "--model", model]
+    words = [*shlex.split(entry.command or f"bench ablate {entry.key} {GREEDY}"), "--model", model]
     words += ["--stream", stream or entry.example] if entry.example else []
     return [*words, "--limit", str(limit)] if limit is not None and entry.takes_limit else words
 
@@ -266,27 +205,17 @@ def run(entry: Repeated, model: str, stream: str | None, limit: int | None, comm
         with tempfile.NamedTemporaryFile("w", suffix=".jsonl", encoding="utf-8") as others:
             others.writelines(lines[limit:] or lines)
             others.flush()
-            made = [sys.executable, "-m", "swiftopt", *entry.first, "--model", model, "--stream", others.name]
-            subprocess.run(made, stdout=subprocess.DEVNULL, cwd=ROOT, check=True)
-    command = [sys.executable, "-m", entry.module, *words, JSON]
+            first = [*shlex.split(entry.first), "--model", model, "--stream", others.name]
+            subprocess.run([sys.executable, "-m", "swiftopt", *first], stdout=subprocess.DEVNULL, cwd=ROOT, check=True)
+    command = [sys.executable, "-m", entry.module, *words, "--json"]
     done = subprocess.run(command, stdout=subprocess.PIPE, cwd=folder, check=False)
     if done.returncode:
         return False
-    found = {
-        "date": now()[:10],
-        "commit": commit,
-        "command": said,
-        "note": entry.where,
-        "report": _without_trials(json.loads(done.stdout)),
-    }
+    report = {key: value for key, value in json.loads(done.stdout).items() if key not in UNKEPT}
+    found = {"date": now()[:10], "commit": commit, "command": said, "note": entry.where, "report": report}
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / f"{entry.key}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return True
-
-
-def _without_trials(report: dict[str, Any]) -> dict[str, Any]:
-    """Leave out where a file lies on the machine that made it."""
-    return {key: value for key, value in report.items() if key not in ("out", "database", "job")}
 
 
 def table(folder: Path = FOLDER) -> str:
@@ -304,7 +233,7 @@ def table(folder: Path = FOLDER) -> str:
 
 
 def figures(report: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a report's rows say, in short."""
+    """Yield the figures of a report's rows in short."""
     if "tasks" in report:  # of `tune`
         for task in report["tasks"]:
             best, verdict = task["layer_set"], task["verdict"]
@@ -339,7 +268,6 @@ def figures(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Parse, run or write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--stream", help="by default the examples")

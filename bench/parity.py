@@ -133,7 +133,6 @@ def _references(
 
 
 def main() -> None:
-    """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--stream", required=True)

@@ -39,7 +39,7 @@ def served(model: str, options: Sequence[str], on_step: Callable[[str], None]) -
             assert process.stdout is not None
             line = process.stdout.readline()
             if not line:
-                raise ServiceUnreachable("the server did not start: its words are above")
+                raise ServiceUnreachable("the server did not start: see its error above")
             with httpx2.Client(base_url=json.loads(line)["url"], timeout=ANSWER_S) as client:
                 _wait(client, process, on_step)
                 yield client
@@ -48,14 +48,11 @@ def served(model: str, options: Sequence[str], on_step: Callable[[str], None]) -
 
 
 def _wait(client: httpx2.Client, process: subprocess.Popen[str], on_step: Callable[[str], None]) -> None:
-    until, told = time.monotonic() + LOAD_S, ""
-    while True:
-        found = client.get("/health").json()["engines"]["model"]
-        if found == "ok":
-            return
-        if found != told:
+    until, before = time.monotonic() + LOAD_S, ""
+    while (found := client.get("/health").json()["engines"]["model"]) != "ok":
+        if found != before:
             on_step(found)
-            told = found
+            before = found
         if process.poll() is not None or time.monotonic() > until:
             raise ServiceUnreachable(f"the engine does not come up ({found}): try `swiftopt doctor`")
         time.sleep(0.1)
@@ -84,17 +81,12 @@ def measure(
                 clock = time.perf_counter()
                 texts[way] = list(pool.map(partial(_ask, client, max_new_tokens, way), block))
                 walls[way] = time.perf_counter() - clock
-            results.append(
-                {
-                    "requests": len(block),
-                    "served_s": round(walls["best"], 4),
-                    "plain_s": round(walls["plain"], 4),
-                    "tokens": sum(n for _, n in texts["best"]),
-                    "equal": sum(a == b for a, b in zip(texts["best"], texts["plain"], strict=True)),
-                }
-            )
+            times = {"served_s": round(walls["best"], 4), "plain_s": round(walls["plain"], 4)}
+            n_tokens = sum(n for _, n in texts["best"])
+            n_equal = sum(a == b for a, b in zip(texts["best"], texts["plain"], strict=True))
+            results.append({"requests": len(block), **times, "tokens": n_tokens, "equal": n_equal})
             n_done = sum(each["requests"] for each in results)
-            speeds = " and ".join(f"{results[-1]['tokens'] / walls[way]:.1f} {way}" for way in walls)
+            speeds = " and ".join(f"{n_tokens / walls[way]:.1f} {way}" for way in walls)
             on_run(f"request {n_done} of {len(prompts)}: tok/s {speeds}")
             for shift in new_shifts(_tuning(client), shifts):
                 on_run(shift_line(shift))
@@ -122,22 +114,21 @@ def _tuning(client: httpx2.Client) -> dict[str, Any]:
 
 
 def new_shifts(tuning: dict[str, Any], before: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the changes of traffic that a tuning's tasks tell of and that are not among those before."""
-    told = [
+    """Return the changes of traffic that a tuning's tasks have and that are not among those before."""
+    latest = [
         {"task": task["task"], "request": task["shifts"]["at_request"], "reason": task["shifts"]["latest"]}
         for task in tuning["tasks"]
         if task["shifts"]["n"]
     ]
-    return [shift for shift in told if shift not in before]
+    return [shift for shift in latest if shift not in before]
 
 
 def shift_line(shift: dict[str, Any]) -> str:
-    """Say a change of traffic; requests are counted by task."""
     return f"the traffic changed at request {shift['request']} of task {shift['task']}: {shift['reason']}"
 
 
 def windows(results: Sequence[dict[str, Any]], window: int) -> list[float]:
-    """Plain seconds / served seconds of each so many requests, one after the other."""
+    """Return plain seconds / served seconds of every `window` requests, one after the other."""
     size = max(1, window // results[0]["requests"]) if results else 1
     return [
         round(sum(each["plain_s"] for each in own) / sum(each["served_s"] for each in own), 4)
@@ -150,7 +141,7 @@ def _blocks(values: Sequence[T], size: int) -> list[Sequence[T]]:
 
 
 def _ask(client: httpx2.Client, max_new_tokens: int, way: str, prompt: Prompt) -> tuple[str, int]:
-    """Text and number of tokens of one completion; chats are asked for their first turn."""
+    """Return text and number of tokens of one completion, for chats that of the first turn."""
     common: dict[str, Any] = {
         "model": "model",
         "max_tokens": prompt.max_new_tokens or max_new_tokens,

@@ -28,7 +28,7 @@ OnStep = Callable[[str], None]
 
 
 def acceptance(runs: Sequence[Completion]) -> float | None:
-    """Of all of them together; None where nothing was drafted."""
+    """Return that of all of them together; None where nothing was drafted."""
     drafted = sum(each.drafted for each in runs)
     return sum(each.accepted for each in runs) / drafted if drafted else None
 
@@ -62,24 +62,18 @@ class StreamShift:
         self.session = Session(runtime, Sampling(), max_new_tokens)
 
     def run(self) -> dict[str, Any]:
-        """The object that `swiftopt bench stream-shift --json` prints."""
+        """Return the object that `swiftopt bench stream-shift --json` prints."""
         own = {name: self._tuned(name, prompts) for name, prompts in self.tasks.items()}
         optimum = {name: self._fixed(f"{name}, its own set", *own[name], self.tasks[name]) for name in self.tasks}
         first = own[next(iter(own))]
         kept = {name: self._fixed(f"{name}, the first task's set", *first, self.tasks[name]) for name in self.tasks}
         adapted, shifts, trials = self._adapted()
-        results = [
-            {
-                "task": name,
-                "prompts": len(self.tasks[name]),
-                "n_skipped": own[name][0].n_skipped,
-                "own": self._figures(optimum[name]),
-                "kept": self._figures(kept[name]),
-                "adapted": self._figures(adapted[name]),
-                **_gap(optimum[name], adapted[name]),
-            }
-            for name in self.tasks
-        ]
+        results = []
+        for name, prompts in self.tasks.items():
+            runs = {"own": optimum[name], "kept": kept[name], "adapted": adapted[name]}
+            figures = {kind: self._figures(done) for kind, done in runs.items()}
+            about = {"task": name, "prompts": len(prompts), "n_skipped": own[name][0].n_skipped}
+            results.append({**about, **figures, **_gap(figures["own"]["settled"], figures["adapted"]["settled"])})
         return {
             "schema": SCHEMA,
             "device": machine_name(self.runtime),
@@ -96,14 +90,13 @@ class StreamShift:
         }
 
     def _tuned(self, name: str, prompts: Sequence[Prompt]) -> tuple[LayerSet, SwiftSettings]:
-        """What a search on the task alone ends with; its prompts come by twice, and it may take its time."""
+        """Return the set of a search on the task alone; its prompts come twice, and it may take its time."""
         self.on_step(f"{name}: searching on this task alone")
         return exhaust(self._tuner().serve([*prompts, *prompts], sparing=False))[name]
 
     def _fixed(
         self, words: str, layer_set: LayerSet, settings: SwiftSettings, prompts: Sequence[Prompt]
     ) -> list[Completion]:
-        """Decode with one set and those settings."""
         method = drafting_with(SkippedTarget(layer_set), settings, self.costs)
         runs = []
         for prompt in prompts:
@@ -148,12 +141,7 @@ class StreamShift:
         return Tuner(Session(self.runtime, Sampling(), self.max_new_tokens), self.settings, self.costs, "")
 
 
-def _gap(optimum: Sequence[Completion], adapted: Sequence[Completion]) -> dict[str, float | bool | None]:
-    """By how much acceptance misses that of the task's own set after the first ten prompts, and whether it is back.
-
-    Below 0 it is higher; None where nothing was drafted by then.
-    """
-    best, reached = acceptance(optimum[SETTLED_AFTER:]), acceptance(adapted[SETTLED_AFTER:])
-    if best is None or reached is None:
-        return {"gap": None, "within": None}
-    return {"gap": best - reached, "within": best - reached <= WITHIN}
+def _gap(best: float | None, reached: float | None) -> dict[str, float | bool | None]:
+    """Return by how much acceptance misses that of the task's own set, below 0 where it is higher."""
+    gap = None if best is None or reached is None else best - reached
+    return {"gap": gap, "within": None if gap is None else gap <= WITHIN}

@@ -25,9 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from ..cli.charts import Pictures, Report, draw_peers, draw_serving
+from ..cli.render import interval, number
 from ..core.errors import InvalidInput, SwiftoptError
+from ..core.requests import EARLIER_NAMES
 from ..tasks.report import SCHEMA as COMPARE_SCHEMA
-from .decode import SCHEMA, rows
+from .decode import SCHEMA
 from .peers import SCHEMA as PEERS_SCHEMA
 from .peers import equal_to
 from .search import SCHEMA as SEARCH_SCHEMA
@@ -42,8 +44,6 @@ README = ROOT / "README.md"
 SERVING_CHART, RIVALS_CHART = ROOT / "docs" / "served.svg", ROOT / "docs" / "rivals.svg"
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
 KEYS = ("date", "commit", "command", "note", "report")
-HEADER = ("model", "task", "method", "tok/s", "ratio [95 %]", "α", "M", "identical", "device, dtype")
-PEERS_HEADER = ("model, text", "row", "tok/s", "decoding alone", "ratio [95 %]", "memory", "tokens equal to", "device")
 BASE = "1 (base)"
 NOTHING = "No measurement is published yet."
 
@@ -59,8 +59,12 @@ def table(folder: Path = RESULTS) -> str:
         own = [(path, result) for path, result in results if KINDS[result["report"]["schema"]] is kind]
         if own:
             title = [f"**{kind.title}**", ""] if kind.title else []
-            rows = ((*row, _link(path, result, PAGE)) for path, result in own for row in kind.rows(result))
-            lines = _markdown((*kind.header, "file"), rows)
+            rows = (
+                (*row, _where(result["report"]), _link(path, result, PAGE))
+                for path, result in own
+                for row in kind.rows({**result["report"], "command": result["command"]})
+            )
+            lines = _markdown((*kind.header, "device" if kind is PEERS_TABLE else "device, dtype", "file"), rows)
             parts.append("\n".join([*title, *lines, "", *(_origin(path, result) for path, result in own)]))
     return "\n\n".join(parts) or NOTHING
 
@@ -73,11 +77,9 @@ def short_table(folder: Path = RESULTS) -> str:
     parts = []
     for path, result in _results(folder):
         if named := result.get("headline"):
-            found = {cells[1]: cells for cells in _peers(result) if cells[1] in named}
-            _, _, *shown, _ = PEERS_HEADER
-            first = next(iter(found.values()))
-            parts.append(f"{first[0]}, {first[-1]} ({_link(path, result, README)}):")
-            parts.append("\n".join(_markdown(("", *shown), (cells[1:-1] for cells in found.values()))))
+            found = {cells[1]: cells for cells in _peers(result["report"]) if cells[1] in named}
+            parts.append(f"{_text(result['report'])}, {_where(result['report'])} ({_link(path, result, README)}):")
+            parts.append("\n".join(_markdown(("", *PEERS_TABLE.header[2:]), (cells[1:] for cells in found.values()))))
     return "\n\n".join(parts) or NOTHING
 
 
@@ -91,12 +93,12 @@ class ReadmeChart:
 
     @property
     def origin(self) -> str:
-        """What the picture's metadata say of its data."""
+        """The digest of its data in the picture's metadata."""
         return f"sha256 of the report: {hashlib.sha256(json.dumps(self.report, sort_keys=True).encode()).hexdigest()}"
 
     @property
     def is_current(self) -> bool:
-        """Whether the file was drawn of this report."""
+        """Tell whether the file was drawn of this report."""
         return self.path.is_file() and self.origin in self.path.read_text(encoding="utf-8")
 
     def write(self) -> None:
@@ -137,7 +139,6 @@ def out_of_date() -> list[Path]:
 
 
 def _pages() -> list[tuple[Path, str]]:
-    """Return each page and what goes between its marks."""
     return [(PAGE, table()), (README, short_table())]
 
 
@@ -183,192 +184,147 @@ def _read(path: Path) -> dict[str, Any]:
     return dict(result)
 
 
-def _rows(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    report = result["report"]
-    given = _options(result["command"])
-    named = given.task or Path(given.stream).stem
-    task = f"{named}, {report['prompts']} prompts, {report['max_new_tokens']} tokens"
+def _methods(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of `bench decode` and `compare`; a method that could not run has its reason in the file."""
+    given = _options(report["command"])
+    task = _text(report, given.task or Path(given.stream).stem)
     task += ", stop tokens ignored" if report.get("ignore_eos") else ""
     temperature = report.get("sampling", {}).get("temperature") or 0.0
     task += f", T = {temperature:g}" if temperature else ""
     task += f", the set of {Path(given.layer_set).name}" if given.layer_set else ""
-    where = f"{report['device']}, {report['dtype']}"
-    for row in _compared(report) if report["schema"] == COMPARE_SCHEMA else _decoded(report):
-        own = f"{row[0]}."
-        told = [each.removeprefix(own) for each in given.set if each.startswith(own)]
-        yield (report["model"], task, ", ".join((row[0], *told)), *row[1:], where)
-
-
-def _decoded(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Rows of `bench decode`."""
-    for row, own in zip(rows(report), report["results"], strict=True):
-        method, tok_s, ratio, interval, acceptance, length, identical = row
-        compared = BASE if method == report["base"] else f"{ratio} [{interval}]"
-        named = f"{method}, searching" if own["optimise_seconds"] else method
-        yield (named, tok_s, compared, acceptance, length, identical)
-
-
-def _compared(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Rows of `compare`; a method that could not run has its reason in the file."""
     for row in report["results"]:
-        if row["ratio"] is None:
-            yield (row["method"], "not run", "–", "–", "–", "–")
-            continue
-        low, high = row["ratio_interval"] or (row["ratio"], row["ratio"])
-        compared = BASE if row["method"] == report["base"] else f"{row['ratio']:.2f}x [{low:.2f}-{high:.2f}]"
-        yield (
-            f"{row['method']} (lossy)" if row["lossy"] else row["method"],
-            f"{row['tok_s']:.1f}",
-            compared,
-            _figure(row["acceptance_rate"]),
-            _figure(row["mean_generated_length"]),
-            "–" if row["identical"] is None else f"{row['identical']}/{row['prompts']}",
-        )
+        name = EARLIER_NAMES.get(row["method"], row["method"])
+        name += " (lossy)" if row.get("lossy") else ", searching" if row.get("optimise_seconds") else ""
+        settings = [each.removeprefix(f"{name}.") for each in given.set if each.startswith(f"{name}.")]
+        figures: tuple[str, ...] = ("not run", "–", "–", "–", "–")
+        if row["ratio"] is not None:
+            figures = (
+                number(row["tok_s"], 1),
+                _ratio(row, row["method"] == report["base"]),
+                number(row["acceptance_rate"]),
+                number(row["mean_generated_length"]),
+                "–"
+                if row["identical"] is None
+                else f"{row['identical']}/{row['prompts' if 'prompts' in row else 'of']}",
+            )
+        yield (report["model"], task, ", ".join((name, *settings)), *figures)
 
 
-def _peers(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+def _peers(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """Rows of `bench peers`, the fastest first, and those that were not run behind them."""
-    report = result["report"]
-    task = f"{report['model']}, {report['prompts']} prompts, {report['max_new_tokens']} tokens"
     for row in sorted(report["results"], key=lambda row: -(row["tok_s"] or 0)):
-        if row["tok_s"] is None:
-            yield (task, row["row"], "–", "–", "–", "–", f"not run: {row['reason']}", report["device"])
-            continue
-        low, high = row["ratio_interval"]
-        compared = BASE if row["row"] == report["base"] else f"{row['ratio']:.2f}x [{low:.2f}-{high:.2f}]"
-        decoding = "–" if row["decode_tok_s"] is None else f"{row['decode_tok_s']:.1f}"
-        memory = "–" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.1f} GB"
-        yield (task, row["row"], f"{row['tok_s']:.1f}", decoding, compared, memory, equal_to(row), report["device"])
+        figures: tuple[str, ...] = ("–", "–", "–", "–", f"not run: {row.get('reason')}")
+        if row["tok_s"] is not None:
+            decoding, memory = row["decode_tok_s"], row["peak_bytes"]
+            figures = (
+                number(row["tok_s"], 1),
+                number(decoding, 1),
+                _ratio(row, row["row"] == report["base"]),
+                number(memory and memory / 1e9, 1, " GB"),
+                equal_to(row),
+            )
+        yield (_text(report), row["row"], *figures)
 
 
-def _searched(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Rows of `bench search`."""
-    report = result["report"]
+def _searched(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     for row in report["results"]:
         yield (
             report["model"],
             f"{report['windows']} of {report['window']} tokens",
             row["strategy"],
             f"{row['final']:.3f}x",
-            _figure(row.get("of_long")),
+            number(row.get("of_long")),
             str(row["n_skipped"]),
             f"{row['passes']:.0f}",
-            "not reached" if row["to_goal"] is None else f"{row['to_goal']['passes']:.0f}",
-            "not reached" if row["to_base"] is None else f"{row['to_base']['passes']:.0f}",
-            f"{report['device']}, {report['dtype']}",
+            *("not reached" if goal is None else f"{goal['passes']:.0f}" for goal in (row["to_goal"], row["to_base"])),
         )
 
 
-def _shifted(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Rows of `bench stream-shift`."""
-    report = result["report"]
+def _shifted(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     for row in report["results"]:
-        rates = (_figure(row[run]["settled"]) for run in ("own", "kept", "adapted"))
+        rates = (number(row[run]["settled"]) for run in ("own", "kept", "adapted"))
         missing = "–" if row["gap"] is None else f"{row['gap']:+.3f}"
-        speeds = (_figure(row[run].get("expected")) for run in ("own", "adapted"))  # earlier files lack it
-        drafts = f"{report['method']}, {report['draft_format']}"
-        where = f"{report['device']}, {report['dtype']}"
-        yield (report["model"], drafts, row["task"], *rates, missing, *speeds, where)
+        speeds = (number(row[run].get("expected")) for run in ("own", "adapted"))  # earlier files lack it
+        yield (report["model"], f"{report['method']}, {report['draft_format']}", row["task"], *rates, missing, *speeds)
 
 
-def _served(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Rows of `bench throughput`."""
-    report = result["report"]
-    text = f"{report['model']}, {report['prompts']} prompts, {report['max_new_tokens']} tokens"
+def _throughput(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     for row in sorted(report["results"], key=lambda row: int(row["concurrency"])):
         plain, drafting = row["plain"], row["drafting"]
         per_token = (f"{1000 * own['per_token_s'][p]:.0f}" for own in (plain, drafting) for p in ("p50", "p95"))
         speeds = f"{plain['tok_s']:.1f}", f"{drafting['tok_s']:.1f}", f"{row['ratio']:.2f}x"
-        equal = f"{row['equal']}/{row['compared']}"
-        yield (text, str(row["concurrency"]), *speeds, *per_token, equal, f"{report['device']}, {report['dtype']}")
+        yield (_text(report), str(row["concurrency"]), *speeds, *per_token, f"{row['equal']}/{row['compared']}")
 
 
-def _learnt(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """The row of `bench serve`."""
-    report = result["report"]
+def _served(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     text = f"{report['model']}, {report['prompts']} requests, {report['max_new_tokens']} tokens"
     runs, (task, *_) = report["results"], report["tuning"]["tasks"]
     speeds = (sum(run["tokens"] for run in runs) / sum(run[key] for run in runs) for key in ("plain_s", "served_s"))
     search = f"{task['search']['trials']} trials, {task['search']['seconds']:.1f} s"
     equal, ratios = f"{report['equal']}/{report['prompts']}", " ".join(f"{ratio:.2f}" for ratio in report["windows"])
-    device = f"{report['device']}, {report['dtype']}"
-    yield (text, str(report["concurrency"]), *(f"{speed:.1f}" for speed in speeds), ratios, search, equal, device)
+    yield (text, str(report["concurrency"]), *(f"{speed:.1f}" for speed in speeds), ratios, search, equal)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A table of its own: title, header, and the rows of a file."""
+    """A table of its own: title, header, and the rows of a report; the device and the file come last."""
 
     title: str
-    header: tuple[str, ...]  # without the file, which comes last
+    columns: str
     rows: Callable[[dict[str, Any]], Iterator[tuple[str, ...]]]
 
+    @property
+    def header(self) -> list[str]:
+        return self.columns.split(" | ")
 
-METHODS_TABLE = Kind("", HEADER, _rows)
-PEERS_TABLE = Kind("Beside other engines: the same token ids, greedy, by turns", PEERS_HEADER, _peers)
+
+METHODS_TABLE = Kind("", "model | task | method | tok/s | ratio [95 %] | α | M | identical", _methods)
+PEERS_TABLE = Kind(
+    "Beside other engines: the same token ids, greedy, by turns",
+    "model, text | row | tok/s | decoding alone | ratio [95 %] | memory | tokens equal to",
+    _peers,
+)
 KINDS = {
     PEERS_SCHEMA: PEERS_TABLE,
     SCHEMA: METHODS_TABLE,
     COMPARE_SCHEMA: METHODS_TABLE,
     SEARCH_SCHEMA: Kind(
         "Searches: candidate passes until 95 % of the best objective, and of SWIFT's own",
-        (
-            "model",
-            "windows",
-            "strategy",
-            "objective",
-            "of a long search's",
-            "left out",
-            "passes",
-            "to 95 % of the best",
-            "to 95 % of swift's",
-            "device, dtype",
-        ),
+        "model | windows | strategy | objective | of a long search's | left out | passes | to 95 % of the best"
+        " | to 95 % of swift's",
         _searched,
     ),
     SERVE_SCHEMA: Kind(
         "A server that learns, from an empty database: plain seconds / served seconds of each ten requests, over HTTP",
-        ("model, text", "at once", "plain tok/s", "served", "of each ten", "search", "equal", "device, dtype"),
-        _learnt,
+        "model, text | at once | plain tok/s | served | of each ten | search | equal",
+        _served,
     ),
     THROUGHPUT_SCHEMA: Kind(
         "Several requests at once: drafting beside plain batching",
-        (
-            "model, text",
-            "at once",
-            "plain tok/s",
-            "drafting tok/s",
-            "ratio",
-            "plain ms/token p50",
-            "p95",
-            "drafting p50",
-            "p95",
-            "equal",
-            "device, dtype",
-        ),
-        _served,
+        "model, text | at once | plain tok/s | drafting tok/s | ratio | plain ms/token p50 | p95 | drafting p50 | p95"
+        " | equal",
+        _throughput,
     ),
     SHIFT_SCHEMA: Kind(
         "Streams that change: acceptance after the first ten prompts of each task",
-        (
-            "model",
-            "drafts",
-            "task",
-            "α own set",
-            "α first task's",
-            "α one stream",
-            "missing",
-            "expected, own set",
-            "expected, one stream",
-            "device, dtype",
-        ),
+        "model | drafts | task | α own set | α first task's | α one stream | missing | expected, own set"
+        " | expected, one stream",
         _shifted,
     ),
 }
 
 
-def _figure(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
+def _where(report: dict[str, Any]) -> str:
+    return ", ".join(report[key] for key in ("device", "dtype") if key in report)
+
+
+def _text(report: dict[str, Any], name: str | None = None) -> str:
+    return f"{name or report['model']}, {report['prompts']} prompts, {report['max_new_tokens']} tokens"
+
+
+def _ratio(row: dict[str, Any], base: bool) -> str:
+    ends = row["ratio_interval"] or (row["ratio"], row["ratio"])
+    return BASE if base else f"{number(row['ratio'], unit='x')} [{interval(ends)}]"
 
 
 def _origin(path: Path, result: dict[str, Any]) -> str:
@@ -377,7 +333,7 @@ def _origin(path: Path, result: dict[str, Any]) -> str:
 
 
 def _options(command: str) -> argparse.Namespace:
-    """Those of a bench command that the rows tell of."""
+    """Return the options of a bench command that its rows name."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--task")
     parser.add_argument("--stream", default="")

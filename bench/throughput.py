@@ -33,7 +33,6 @@ class Served:
     token_ids: list[int] = field(default_factory=list)
 
     def note(self, started: float, event: Any) -> Iterator[Any]:
-        """Take in an event of the request."""
         if isinstance(event, Prefilled | Round):
             self.times += [perf_counter() - started] * len(event.token_ids)
             self.token_ids += event.token_ids
@@ -78,7 +77,7 @@ def measure(
     n_rounds: int,
     on_run: Callable[[str], None],
 ) -> dict[str, Any]:
-    """The object that `swiftopt bench throughput --json` prints.
+    """Return the object that `swiftopt bench throughput --json` prints.
 
     Plain and drafting take turns on the same prompts, `n_rounds` times, their order changing.
     """
@@ -92,22 +91,7 @@ def measure(
             for name in list(ways)[:: 1 if number % 2 == 0 else -1]:
                 runs[name].append(serve(session, prompts, ways[name], concurrency, rate, number))
                 on_run(f"{concurrency} at once, {name}: {_tok_s(runs[name][-1:]):.1f} tok/s")
-        tok_s = [round(_tok_s(own), 2) for own in runs.values()]
-        plain, drafting = ({"tok_s": speed, **_waits(own)} for speed, own in zip(tok_s, runs.values(), strict=True))
-        pairs = list(zip(*runs.values(), strict=True))
-        by_round = [_tok_s([fast]) / _tok_s([slow]) for slow, fast in pairs]
-        equal = [a.token_ids == b.token_ids for slow, fast in pairs for a, b in zip(slow, fast, strict=True)]
-        results.append(
-            {
-                "concurrency": concurrency,
-                "plain": plain,
-                "drafting": drafting,
-                "ratio": round(tok_s[1] / tok_s[0], 3),
-                "ratios": [round(ratio, 3) for ratio in by_round],
-                "equal": sum(equal),
-                "compared": len(equal),
-            }
-        )
+        results.append({"concurrency": concurrency, **_compared(runs["plain"], runs["drafting"])})
     return {
         "schema": SCHEMA,
         "device": machine_name(session.runtime),
@@ -118,6 +102,21 @@ def measure(
         "rate": rate,
         "rounds": n_rounds,
         "results": results,
+    }
+
+
+def _compared(plain: Sequence[Sequence[Served]], drafting: Sequence[Sequence[Served]]) -> dict[str, Any]:
+    """Return the figures of both, and how they compare round by round."""
+    slow, fast = round(_tok_s(plain), 2), round(_tok_s(drafting), 2)
+    pairs = list(zip(plain, drafting, strict=True))
+    equal = [a.token_ids == b.token_ids for one, other in pairs for a, b in zip(one, other, strict=True)]
+    return {
+        "plain": {"tok_s": slow, **_waits(plain)},
+        "drafting": {"tok_s": fast, **_waits(drafting)},
+        "ratio": round(fast / slow, 3),
+        "ratios": [round(_tok_s([other]) / _tok_s([one]), 3) for one, other in pairs],
+        "equal": sum(equal),
+        "compared": len(equal),
     }
 
 

@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from ..bench.ablation_table import ABLATIONS
+from ..bench.ablations import ABLATIONS
 from ..core.errors import SettingsError
 from ..core.requests import EARLIER_NAMES, PEERS, GenerateRequest, ServedModel
 from ..core.streams import StreamForm, read_stream, read_with_others
@@ -110,7 +110,7 @@ def decode(
         raise SettingsError("hf-assisted drafts with a smaller model: name one with --assistant")
     request = decoding_request(values)
 
-    from ..bench.decode import rows, run_methods
+    from ..bench.decode import run_methods
     from ..tasks.generate import Planner
 
     runtime = _loaded(request, request.model)
@@ -124,7 +124,12 @@ def decode(
         draw_decoding(report, pictures)
     title = f"{report['model']}, {report['dtype']}, {report['device']}, {report['prompts']} prompts"
     headings = ("tok/s", f"ratio to {report['base']}", "95 % interval", "α", "M", "identical")
-    return Result(report, [lined_table(Column("method"), headings, rows(report), title)])
+    rows = []
+    for row in report["results"]:
+        figures = (number(row["tok_s"], 1), number(row["ratio"], unit="x"), interval(row["ratio_interval"]))
+        means = (number(row[key]) for key in ("acceptance_rate", "mean_generated_length"))
+        rows.append((row["method"], *figures, *means, f"{row['identical']}/{row['of']}"))
+    return Result(report, [lined_table(Column("method"), headings, rows, title)])
 
 
 def _loaded(request: GenerateRequest, model: str) -> Runtime:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tiny_files import save
 
-from swiftopt.bench import ablations
-from swiftopt.bench.ablation_table import ABLATIONS
+from swiftopt.bench import ablation_recipes
+from swiftopt.bench.ablations import ABLATIONS
 from swiftopt.cli.main import run
 from swiftopt.core.records import Plan
 from swiftopt.core.types import Prompt
@@ -33,7 +33,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with a database and a stream; what is missing is made very briefly."""
     for name in ("SWIFT_S", "SELF_SD_S", "HEADS_S", "PROBE_S"):
         monkeypatch.setattr(recipes, name, 0.5)
-    monkeypatch.setattr(ablations, "HEADS_S", 0.5)
+    monkeypatch.setattr(ablation_recipes, "HEADS_S", 0.5)
     monkeypatch.setenv("SWIFTOPT_DATABASE_URL", str(tmp_path / "home.db"))
     monkeypatch.chdir(tmp_path)
     lines = [json.dumps({"id": f"p{i}", "prompt": f"w{i} w{i + 1} w{i + 2}"}) for i in range(6)]
@@ -173,7 +173,7 @@ def test_an_ablation_learns_on_prompts_that_it_does_not_decode(
 ) -> None:
     learned: list[str] = []
 
-    class Spy(ablations.AblationRecipes):
+    class Spy(ablation_recipes.AblationRecipes):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             learned.extend(prompt.id for prompt in self.prompts)

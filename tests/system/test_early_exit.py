@@ -10,7 +10,7 @@ import pytest
 import torch
 from families import CONFIGS, VOCAB, taken_in_turns, tiny_runtime
 
-from swiftopt.bench.hop_heads import HOPS, HopDrafter
+from swiftopt.bench.ablation_recipes import HOPS, HopDrafter
 from swiftopt.core.types import Completion, Sampling
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.draft_models import EarlyExit

@@ -315,7 +315,7 @@ def test_every_repeated_table_is_a_command_that_swiftopt_takes(entry: papers.Rep
     if entry.module == "swiftopt":
         check_words(papers.command_of(entry, "smollm2-135m", None, 6))
     if entry.first:
-        check_words([*entry.first, "--model", "smollm2-135m", "--stream", entry.example])
+        check_words([*entry.first.split(), "--model", "smollm2-135m", "--stream", entry.example])
 
 
 def check_words(words: list[str]) -> None:

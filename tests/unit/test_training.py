@@ -8,8 +8,8 @@ import pytest
 import torch
 from families import tiny_runtime
 
-from swiftopt.bench.head_rank import head_rank
-from swiftopt.bench.hop_heads import ahead
+from swiftopt.bench.ablation_recipes import ahead
+from swiftopt.bench.micro import head_rank
 from swiftopt.core.errors import SettingsError
 from swiftopt.models.runtime import Runtime
 from swiftopt.training.descent import batch_of, learning_rate

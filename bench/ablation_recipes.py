@@ -1,0 +1,240 @@
+"""What the variants of ablations are built of, with trees of heads that predict several tokens ahead.
+
+A head of hop h reads a token's state and predicts the token h places behind it; hop 1 at the last layer is the model's
+own head. The heads' first choices are a chain, and each place's second choice opens a side branch (AdaDecode,
+appendix E).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from time import monotonic
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ..core.errors import LearnedNotFound
+from ..core.settings import PAPER_BRANCHING, PRESETS, SwiftSettings
+from ..core.types import Prompt, Sampling
+from ..decoding.draft import Draft, Drafter, DraftTree, Outcome, tree_rows
+from ..decoding.engine import PassGenerator
+from ..decoding.methods import Method, Resources, build, method_info
+from ..decoding.methods.chains import AdaptiveThreshold, ChainDrafter, StopRule
+from ..decoding.methods.early_exit import (
+    AdaDecodeSettings,
+    AdaSpeedSettings,
+    EarlyDrafter,
+    PipelineDrafter,
+    early_exit,
+)
+from ..decoding.methods.guesses import merged
+from ..decoding.session import Session
+from ..decoding.verify import ChainRatio, Rollback, SeveralRatio, TargetWalk
+from ..models.early_exit import Heads, StagedPass
+from ..models.rows import Pass
+from ..models.stacked import StackedLayers
+from ..optimizer import self_sd
+from ..optimizer.search import Search
+from ..tasks.recipes import (
+    BRIEF_EPOCHS,
+    HEADS_S,
+    LEAST_TOKENS,
+    SELF_SD_PROMPTS,
+    SELF_SD_TOKENS,
+    MakingRecipes,
+    Recipes,
+)
+from ..training.descent import Descent, train
+from ..training.features import Features, features_of, greedy_session
+from ..training.lessons import HeadLessons
+from ..training.settings import HeadSettings, ignore
+
+MIXED_TASK = "mixed"  # of heads that were trained on several streams
+HOPS = 3
+CHOICES = 2  # of a head, that are drafted
+
+HeadsOf = Callable[[], Heads]
+HopsOf = Callable[[], Sequence[Heads]]
+
+
+class AblationRecipes(MakingRecipes):
+    """What variants are built of; a part is looked up or made when the first variant asks for it."""
+
+    def method(self, name: str, **settings: Any) -> Method:
+        return build(name, self.of(name, self.task).parts, method_info(name).settings_from(settings))
+
+    def search(self, **settings: Any) -> Search:
+        """Start SWIFT's search as published, but for those settings."""
+        own = replace(SwiftSettings(**PRESETS["swift"].tuning), **settings)
+        return Search("", self.runtime.n_layers, own, own.start_skip_ratio(self.runtime.info.n_parameters), None)
+
+    def self_sd(self, steps: int) -> Method:
+        """Search Self-SD's set in so many steps, on as many prompts as a brief search has."""
+        self.on_step(f"make: Self-SD's layer set, by {steps} candidates of its search")
+        session = Session(self.runtime, Sampling(), min(SELF_SD_TOKENS, self.session.max_new_tokens))
+        found = self_sd.search(session, self.prompts[:SELF_SD_PROMPTS], steps)
+        return build("self-sd", Resources(self.runtime, found.best.layer_set), AdaptiveThreshold())
+
+    def branching(self) -> Method:
+        """Return Self-SD's set and threshold rule, each position with SWIFT's candidates."""
+        model = self.of("self-sd", self.task).parts.skipped()
+        drafter = ChainDrafter(model, StopRule.adaptive(AdaptiveThreshold()), PAPER_BRANCHING, sampled=True)
+        return Method("self-sd", drafter, SeveralRatio("without"))
+
+    def marginal(self) -> Method:
+        """Return Draft & Verify's rule, each step's own probability against the threshold, on AdaSPEED's early exit."""
+        settings = AdaSpeedSettings()
+        model = early_exit(self.of("adaspeed", self.task).parts, settings.exit_layer)
+        return Method("draft-verify", ChainDrafter(model, StopRule.adaptive(settings), sampled=True), ChainRatio())
+
+    def early(self, heads: HeadsOf, verified: bool = True) -> Method:
+        settings = AdaDecodeSettings()
+        drafter = EarlyDrafter(heads(), settings.early_threshold, settings.max_early)
+        return Method("adadecode", drafter, ChainRatio() if verified else Rollback(math.inf))
+
+    def stacked(self, heads: HeadsOf, verified: bool = True) -> Method:
+        drafter = PipelineDrafter(heads(), 0.0, StackedLayers(self.runtime))
+        return Method("paradecode", drafter, TargetWalk() if verified else Rollback(math.inf))
+
+    def trees(self, hops: HopsOf, early: bool) -> Method:
+        return Method("hop-heads", HopDrafter(hops(), early, AdaDecodeSettings().early_threshold), TargetWalk())
+
+    def added_by_trees(self, hops: HopsOf, early: bool) -> Heads:
+        """Return what trees add to the model, to count it: without `early` the last layer's later hops."""
+        found = hops()
+        depths = found[0].depths
+        used = [(depth, hop) for hop in range(HOPS) for depth in depths if early or depth == depths[-1]]
+        kept = [found[hop].transforms[depth] for depth, hop in used if (depth, hop) != (depths[-1], 0)]
+        return Heads(dict(enumerate(kept)))
+
+    def heads(self) -> Heads:
+        return cast(Heads, self.weights(self.learned("heads", self.task)))
+
+    def one_head(self) -> Heads:
+        """Return the middle one of them."""
+        heads = self.heads()
+        depth = heads.depths[len(heads.depths) // 2]
+        return Heads({depth: heads.transforms[depth]}, heads.full)
+
+    def original_head(self) -> Heads:
+        return Heads({depth: torch.eye(t.shape[-1]).to(t) for depth, t in self.heads().transforms.items()})
+
+    def mixed_heads(self) -> Heads:
+        """Return heads that were trained on several streams.
+
+        Raises: LearnedNotFound: they must be trained first, for that takes the other streams.
+        """
+        record = Recipes.learned(self, "heads", MIXED_TASK)
+        if record.task != MIXED_TASK:
+            raise LearnedNotFound("no mixed-domain heads are stored: train them with several --stream and --task mixed")
+        return cast(Heads, self.weights(record))
+
+    def full_heads(self) -> Heads:
+        """Train whole heads at the same depths, as long as brief ones are."""
+        n_tokens = self.session.max_new_tokens
+        settings = HeadSettings(epochs=BRIEF_EPOCHS, layers=self.heads().depths, full=True, max_new_tokens=n_tokens)
+        self.on_step(f"make: whole heads, by {HEADS_S:.0f} s of training")
+        return cast(Heads, train(self.runtime, self.prompts, settings, budget_s=HEADS_S).model)
+
+    def hop_heads(self) -> list[Heads]:
+        """Train heads of every hop at the last layer and at the deeper two of the task's heads, as long as those."""
+        depths = (*self.heads().depths[-2:], self.runtime.n_layers)
+        self.on_step(f"make: heads that predict {HOPS} tokens ahead, by {HOPS * HEADS_S:.0f} s of training")
+        session = greedy_session(self.runtime, max(LEAST_TOKENS, self.session.max_new_tokens))
+        return train_hops(session, self.prompts, depths, HOPS * HEADS_S, HeadSettings(epochs=BRIEF_EPOCHS))
+
+
+class HopDrafter(Drafter):
+    """Drafts a tree from the state of the last token read; with `early`, from an earlier layer whose head is sure.
+
+    The root's own pass stops at the first of the heads' layers before the last whose hop-1 head is surer than
+    `threshold`; its tree reaches one token further than one of the last layer's, and the rest of that pass is run with
+    the tree.
+
+    DEVIATION: Medusa's tree has 64 nodes, for a GPU; this one has as many as rows are cheap on a CPU.
+
+    Args: hops: `hops[h - 1]` are the heads of hop h, at the same layers, the last one included.
+    """
+
+    max_width = HOPS + 1
+
+    def __init__(self, hops: Sequence[Heads], early: bool, threshold: float) -> None:
+        self.hops, self.early, self.threshold, self.max_depth = tuple(hops), early, threshold, len(hops)
+
+    def start(self) -> None:
+        self._state: Tensor | None = None  # (1, hidden_size) after all layers, of the token before the root
+        self._states: list[Tensor] = []  # (rows, hidden_size) of the latest target pass
+
+    def draft(self, room: int) -> PassGenerator[Draft]:
+        context = self.context
+        root, depth, hidden, predicted = context.token_ids[-1], 0, None, list[Tensor]()
+        if self.early and room:
+            staged = StagedPass(context.runtime, context.buffer, context.root_slot)
+            staged.add(root)
+            for depth in self.hops[0].depths[:-1]:
+                yield from staged.advance(depth)
+                hidden = staged.newest
+                logits = self.hops[0].logits(context.runtime, depth, hidden)[0]
+                if context.rule.confidence(context.scores([], logits))[1] > self.threshold:
+                    predicted = [logits, *self._later(depth, hidden)]
+                    break
+        if not predicted and self._state is not None:
+            predicted = self._later(context.runtime.n_layers, self._state)
+        choices = [logits.topk(CHOICES).indices.tolist() for logits in predicted]
+        first, places = [own[0] for own in choices], range(len(choices))
+        paths = [first, *([*first[:i], choices[i][1], *first[i + 1 :]] for i in places)] if first else []
+        tree = merged(root, paths, room)
+        return Draft(tree, staged=self._checked(tree, depth, hidden))
+
+    def observe(self, outcome: Outcome) -> None:
+        (states,) = self._states
+        node = outcome.walk.path[-1] if outcome.walk.path else 0
+        self._state = states[node : node + 1]
+
+    def _later(self, depth: int, state: Tensor) -> list[Tensor]:
+        """Return the predictions of hops after the first, logits (vocab,), from a state (1, hidden_size) at `depth`."""
+        return [heads.logits(self.context.runtime, depth, state)[0] for heads in self.hops[1:]]
+
+    def _checked(self, tree: DraftTree, depth: int, hidden: Tensor | None) -> PassGenerator[Tensor]:
+        """Return the target's logits of a tree whose root has run `depth` layers, and keep the rows' last states."""
+        context = self.context
+        runtime, n_layers = context.runtime, context.runtime.n_layers
+        rows = tree_rows(tree.token_ids, tree.parents, context.root_slot)
+        self._states = []
+        if hidden is None:
+            return (yield Pass(runtime, rows, context.buffer, capture={n_layers: self._states}))
+        if tree.n_nodes > 1:
+            later, below = tree_rows(tree.token_ids[1:], tree.parents, context.root_slot), list[Tensor]()
+            yield Pass(runtime, later, context.buffer, (), {depth: below}, layers=(0, depth))
+            hidden = torch.cat((hidden, *below))
+        rest = (depth, n_layers)
+        return (yield Pass(runtime, rows, context.buffer, None, {n_layers: self._states}, hidden=hidden, layers=rest))
+
+
+@torch.no_grad()
+def train_hops(
+    session: Session, prompts: Sequence[Prompt], depths: Sequence[int], budget_s: float, settings: HeadSettings
+) -> list[Heads]:
+    """Train the heads of every hop at `depths` on the model's completions, for `budget_s` seconds altogether."""
+    began, found = monotonic(), list[Heads]()
+    texts = list[Features]()
+    for prompt in prompts:
+        if not texts or monotonic() - began < budget_s / 2:
+            texts.append(features_of(session, prompt, depths))
+    for hop in range(1, HOPS + 1):
+        states = Features.joined([ahead(text, hop) for text in texts])
+        lessons = HeadLessons(session.runtime, states, depths, full=False)
+        left_s = (budget_s - (monotonic() - began)) / (HOPS + 1 - hop)
+        descent = Descent(lessons.start(), settings, max(1.0, left_s))
+        descent.run(states.n_rows, lessons.gradient, ignore)
+        found.append(lessons.model(descent.weights))
+    return found
+
+
+def ahead(text: Features, hop: int) -> Features:
+    """Return the states of a text beside what the last layer predicts `hop` - 1 places later."""
+    n = max(0, text.n_rows - hop + 1)
+    return Features({depth: hidden[:n] for depth, hidden in text.hidden.items()}, text.final[hop - 1 :])

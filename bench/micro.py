@@ -1,0 +1,383 @@
+"""Small measurements of one part each; every command prints one JSON object last.
+
+python -m swiftopt.bench.micro passes --model qwen2.5-coder-1.5b --contexts 200,2000 --rows 1,8 --sequences 1,8
+python -m swiftopt.bench.micro step --model smollm2-135m --stream humaneval.jsonl
+python -m swiftopt.bench.micro memory --model smollm2-135m --prompt-tokens 128 --max-new-tokens 128
+python -m swiftopt.bench.micro head-rank --model smollm2-135m
+python -m swiftopt.bench.micro lookups
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import click
+import torch
+
+from ..core.errors import SwiftoptError
+from ..core.records import LayerSetRecord
+from ..core.settings import SwiftSettings
+from ..core.streams import read_stream
+from ..core.types import LayerSet, Sampling, n_skipped_for, searchable
+from ..decoding.context import Context, Ending, TokenRule
+from ..decoding.engine import alone
+from ..decoding.loop import decode
+from ..decoding.methods import PLAIN, Method, swift
+from ..decoding.session import Session
+from ..models.costs import machine_name
+from ..models.kernels import layout
+from ..models.kernels.native import NativePasses
+from ..models.loading import at_speed, load
+from ..models.rows import Pass, Rows
+from ..models.runtime import Runtime
+from ..optimizer.search import Search
+from ..store import Store
+
+RANK_SCHEMA = "swiftopt.head-rank/1"
+PASS_REPEATS, STEP_REPEATS = 9, 15
+LARGEST_BATCH = 8  # candidates of one pass
+SKIP_RATIO = 0.45
+N_SETS = 100  # that are looked up
+N_CONNECTIONS = 8
+LOOKUP_RATE = 100  # look-ups a second in the steady part
+NOWHERE = "redis://127.0.0.1:1/0"  # a port on which nothing listens
+
+MODEL = click.option("--model", required=True)
+DTYPE = click.option("--dtype", default="auto")
+DEVICE = click.option("--device", default="auto")
+
+
+@click.group()
+def main() -> None:
+    """Small measurements of one part each; every command prints one JSON object last."""
+
+
+@main.result_callback()
+def _print(report: dict[str, Any] | None) -> None:
+    if report is not None:
+        click.echo(json.dumps(report))
+
+
+# --- passes: where the time goes
+
+
+@main.command()
+@MODEL
+@DTYPE
+@click.option("--contexts", default="200,2000")
+@click.option("--rows", default="1,8", help="Of each sequence.")
+@click.option("--sequences", default="1")
+@torch.inference_mode()
+def passes(model: str, dtype: str, contexts: str, rows: str, sequences: str) -> dict[str, Any]:
+    """Where the time of a pass goes: linear maps, attention, the rest of the kernels' work, and Python's share.
+
+    Passes of our kernels and of torch's (`--speed eager`) in turns; a line per context, number of sequences and rows of
+    each with the medians in ms. `weights_gb_s` is the weights' bytes by the time of the maps.
+    """
+    runtime = load(model, dtype, "cpu", speed="eager")
+    at_speed(runtime, "native")
+    results = []
+    for context, n_sequences, n_rows in product(*(map(int, words.split(",")) for words in (contexts, sequences, rows))):
+        results.append(pass_times(runtime, context, n_rows, n_sequences))
+        ms = results[-1]["ms"]
+        parts = ", ".join(f"{name} {ms[name]:.2f}" for name in (*layout.WORK, "python"))
+        of = f" of {n_sequences} sequences" if n_sequences > 1 else ""
+        click.echo(f"{context} slots, {n_rows} rows{of}: {ms['total']:.2f} ms ({parts}); by torch {ms['eager']:.2f} ms")
+    about = {"schema": "swiftopt.bench-passes/1", "model": model, "device": machine_name(runtime)}
+    return {**about, "dtype": runtime.dtype_name, "results": results}
+
+
+def pass_times(runtime: Runtime, context: int, n_rows: int, n_sequences: int) -> dict[str, Any]:
+    """Median ms of a pass over `n_rows` rows of each sequence behind `context` slots, and of its parts."""
+    native = runtime.native
+    assert isinstance(native, NativePasses)
+    rows = Rows([1] * n_rows, context)
+    together = [Pass(runtime, rows, runtime.new_buffer(context + n_rows)) for _ in range(n_sequences)]
+
+    def run() -> float:
+        clock = perf_counter()
+        torch.cat(runtime.forward_together(together)).argmax(dim=-1).tolist()
+        return perf_counter() - clock
+
+    samples: dict[str, list[float]] = {}
+    for repeat in range(PASS_REPEATS + 1):
+        native.seconds = (ctypes.c_double * len(layout.WORK))()
+        total = run()
+        parts = dict(zip(layout.WORK, native.seconds, strict=True))
+        runtime.native, native.seconds = None, None  # torch's own operations, on the same weights
+        try:
+            eager = run()
+        finally:
+            runtime.native = native
+        if repeat:  # the first round warms up
+            python = total - sum(parts.values())
+            for name, seconds in {"total": total, **parts, "python": python, "eager": eager}.items():
+                samples.setdefault(name, []).append(1e3 * seconds)
+    ms = {name: round(median(values), 2) for name, values in samples.items()}
+    model: Any = runtime.hf_model
+    n_bytes = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}
+    table, head = model.get_input_embeddings().weight, runtime.head_module(None).weight
+    if table.data_ptr() != head.data_ptr():  # of the table a pass reads a row per token
+        del n_bytes[table.data_ptr()]
+    about = {"context": context, "sequences": n_sequences, "rows": n_rows}
+    return {**about, "ms": ms, "weights_gb_s": round(sum(n_bytes.values()) / ms["maps"] / 1e6, 1)}
+
+
+# --- step: what a search costs
+
+
+@main.command()
+@MODEL
+@click.option("--stream", required=True)
+@DTYPE
+@DEVICE
+@torch.inference_mode()
+def step(model: str, stream: str, dtype: str, device: str) -> dict[str, Any]:
+    """What one optimisation step costs against one draft pass over the window, on a real prompt.
+
+    A step scores one candidate; candidates are scored in batches. Medians in ms, for every batch size, of interleaved
+    repetitions, with what the search itself spends per trial beside the passes.
+    """
+    runtime = load(model, dtype, device)
+    settings = SwiftSettings(max_steps=10**6, patience=10**6, target_matchness=1.0, strategy="random")
+    session = Session(runtime, Sampling(), 64)
+    context = context_of(session, session.encode(read_stream(stream, limit=1)[0]), settings.context_window)
+    picked = random.Random(1).sample(searchable(runtime.n_layers), n_skipped_for(runtime.n_layers, SKIP_RATIO))
+    variants = (LayerSet(runtime.n_layers).skipping(picked),)
+    window = Rows(context.token_ids[-settings.context_window - 1 : -1], context.root_slot, variants=variants)
+
+    def draft_pass() -> object:
+        """Run the draft over the window's positions and read its answer: what a step is compared with."""
+        return runtime.forward(window, context.buffer).float().max(dim=-1).indices.tolist()
+
+    def score(search: Search) -> object:
+        context.searched = False
+        return alone(search.score(context, ""))
+
+    runs: dict[str, Callable[[], object]] = {"draft pass": draft_pass}
+    batches = (1, 2, 4, LARGEST_BATCH)
+    for batch in batches:
+        search = Search("bench", runtime.n_layers, settings, SKIP_RATIO, None)
+        search.batch = batch
+        runs[f"steps of {batch}"] = partial(score, search)
+    ms = timed(runs)
+    per_step = {str(batch): round(ms[f"steps of {batch}"] / batch, 3) for batch in batches}
+    share = {batch: round(value / ms["draft pass"], 3) for batch, value in per_step.items()}
+    about = {"schema": "swiftopt.bench-step/1", "model": model, "device": machine_name(runtime)}
+    return {**about, "ms": ms, "ms_per_step": per_step, "share_of_draft_pass": share}
+
+
+def context_of(session: Session, ids: list[int], n_generated: int) -> Context:
+    """Return a request that has just generated `n_generated` tokens; random ones serve, only time is measured."""
+    rng, runtime = random.Random(0), session.runtime
+    ids = [*ids, *(rng.randrange(100, 1000) for _ in range(n_generated))]
+    buffer = runtime.new_buffer(len(ids) + (LARGEST_BATCH + 1) * n_generated)
+    runtime.prefill(ids[:-1], buffer)
+    return Context(runtime, buffer, session.rule(), ids, len(ids) - n_generated)
+
+
+def timed(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(STEP_REPEATS + 1):
+        for name, run in runs.items():
+            clock = perf_counter()
+            run()
+            if number:  # the first round warms up
+                samples[name].append(1e3 * (perf_counter() - clock))
+    return {name: round(median(values), 3) for name, values in samples.items()}
+
+
+# --- memory: what drafting adds
+
+
+@main.command()
+@MODEL
+@click.option("--prompt-tokens", default=128)
+@click.option("--max-new-tokens", default=128)
+@DTYPE
+@DEVICE
+@click.option("--repeats", default=3)
+@click.option("--child", type=click.Choice(["plain", "swift"]), hidden=True)
+def memory(
+    model: str, prompt_tokens: int, max_new_tokens: int, dtype: str, device: str, repeats: int, child: str | None
+) -> dict[str, Any] | None:
+    """Peak memory of plain decoding against drafting: each in a process of its own, because a peak never falls.
+
+    The share is of the whole process's peak (CPU) or of what torch allocated (CUDA).
+    """
+    if child:
+        click.echo(peak_bytes(model, child, prompt_tokens, max_new_tokens, dtype, device))
+        return None
+    peaks: dict[str, list[int]] = {"plain": [], "swift": []}
+    for _ in range(repeats):
+        for method, sizes in peaks.items():
+            command = [sys.executable, "-m", "swiftopt.bench.micro", *sys.argv[1:], "--child", method]
+            sizes.append(int(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+    middle = {method: sorted(sizes)[len(sizes) // 2] for method, sizes in peaks.items()}
+    about = {"schema": "swiftopt.bench-memory/1", "model": model, "peak_bytes": peaks}
+    return {**about, "extra_share": round(middle["swift"] / middle["plain"] - 1, 4)}
+
+
+def peak_bytes(model: str, method: str, n_prompt: int, max_new_tokens: int, dtype: str, device: str) -> int:
+    """Decode once in this process and return how far memory rose."""
+    runtime = load(model, dtype, device)
+    uniform = LayerSet.uniform(runtime.n_layers, n_skipped_for(runtime.n_layers, SKIP_RATIO))
+    decoder: Method = PLAIN if method == "plain" else swift(uniform, SwiftSettings())
+    prompt = [7 + i % 50 for i in range(n_prompt)]
+    decode(runtime, prompt, decoder, TokenRule.of(Sampling(), None), Ending(max_new_tokens))
+    if runtime.device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(runtime.device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports kibibytes
+
+
+# --- head-rank
+
+
+@main.command("head-rank")
+@MODEL
+@click.option("--json", "as_json", is_flag=True)
+def head_rank_of(model: str, as_json: bool) -> dict[str, Any] | None:
+    """The rank of a model's head, by its singular values (AdaDecode, Table 4)."""
+    loaded: Any = load(model, "auto", "cpu").hf_model
+    head = loaded.get_output_embeddings().weight.detach()
+    rank, smallest = head_rank(head)
+    vocab, width = head.shape
+    if not as_json:
+        click.echo(f"{vocab} x {width}: {rank} singular values above 0, the smallest {smallest:.5f}")
+        return None
+    about = {"schema": RANK_SCHEMA, "model": model}
+    return {**about, "vocab": vocab, "width": width, "rank": rank, "smallest": smallest}
+
+
+def head_rank(weight: torch.Tensor) -> tuple[int, float]:
+    """Return how many singular values of a matrix (rows, columns) are above 0, and the smallest of all.
+
+    They are the roots of the eigenvalues of its columns' products, in float64: below 1e-7 of the largest is 0.
+    """
+    wide = weight.double()
+    values = torch.linalg.eigvalsh(wide.T @ wide).clamp_min(0).sqrt()
+    return int((values > 1e-7 * values.max()).sum()), float(values.min())
+
+
+# --- lookups: layer sets over HTTP
+
+
+@main.command()
+@click.option("--seconds", default=20.0, help="Of each part.")
+def lookups(seconds: float) -> dict[str, Any]:
+    """Look-ups of a layer set over HTTP on loopback: how many a second, and how long one takes at a steady rate.
+
+    Starts `swiftopt serve` as a process of its own, on a fresh SQLite file with 100 layer sets, and asks it from here:
+    first as fast as a few connections can, then at 100 a second, each request at its own time whether or not the one
+    before was answered (so a stall counts for all requests that it delays). Then again with a Redis that is not there.
+    """
+    gc.disable()  # what is measured is the server, not this process's own pauses
+    with tempfile.TemporaryDirectory() as folder:
+        database = str(Path(folder) / "lookups.db")
+        with Store.open(database) as store:
+            for number in range(N_SETS):
+                layer_set = LayerSet(32, frozenset({1 + number % 20, 25}), frozenset({7}))
+                store.add_layer_set(LayerSetRecord("org/model-7b", f"task{number}", layer_set))
+        found = {"no Redis": lookup_times(database, (), seconds)}
+        found["Redis down"] = lookup_times(database, ("--redis", NOWHERE), seconds)
+    for name, row in found.items():
+        click.echo("  ".join([f"{name:<11}", *(f"{key} {value}" for key, value in row.items())]))
+    return {"schema": "swiftopt.bench-lookups/1", "cores": os.cpu_count(), "results": found}
+
+
+def lookup_times(database: str, options: Sequence[str], seconds: float) -> dict[str, Any]:
+    """Measure both parts against a fresh server."""
+    environment = {name: value for name, value in os.environ.items() if name != "SWIFTOPT_REDIS_URL"}
+    command = [sys.executable, "-m", "swiftopt", "serve", "--port", "0", "--json", "--db", database, *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as process:
+        assert process.stdout is not None
+        port = int(json.loads(process.stdout.readline())["url"].rpartition(":")[2])
+        try:
+            asyncio.run(flat_out(port, 1.0))  # warm-up
+            per_second = asyncio.run(flat_out(port, seconds))
+            taken = asyncio.run(steady(port, seconds))
+        finally:
+            process.terminate()
+    shares = {f"p{share}_ms": round(taken[int(len(taken) * share / 100)], 2) for share in (50, 90, 99)}
+    return {"per_second": round(per_second), **shares, "longest_ms": round(taken[-1], 2), "n": len(taken)}
+
+
+class Connection:
+    """One kept-alive HTTP connection, with as little between request and clock as possible."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._lock = asyncio.Lock()
+        self._pair: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def look_up(self, number: int) -> None:
+        """Look a layer set up, and read the whole answer.
+
+        Raises: RuntimeError: it is not 200.
+        """
+        path = f"/v1/layer-sets/org%2Fmodel-7b/task{number % N_SETS}"
+        async with self._lock:
+            if self._pair is None:
+                self._pair = await asyncio.open_connection("127.0.0.1", self._port)
+            reader, writer = self._pair
+            writer.write(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+            length = int(head.split("content-length:")[1].split("\r\n")[0])
+            await reader.readexactly(length)
+            if " 200 " not in head.split("\r\n")[0]:
+                raise RuntimeError(f"{path} was answered with {head.splitlines()[0]}")
+
+
+async def flat_out(port: int, seconds: float) -> float:
+    """Return the look-ups a second of `N_CONNECTIONS`, each asking as soon as it has an answer."""
+    began = perf_counter()
+
+    async def ask(connection: Connection, first: int) -> int:
+        number = first
+        while perf_counter() - began < seconds:
+            await connection.look_up(number)
+            number += 1
+        return number - first
+
+    done = await asyncio.gather(*(ask(Connection(port), 13 * i) for i in range(N_CONNECTIONS)))
+    return sum(done) / (perf_counter() - began)
+
+
+async def steady(port: int, seconds: float) -> list[float]:
+    """Return the milliseconds from the moment a look-up was due to its whole answer, ascending."""
+    connections = [Connection(port) for _ in range(N_CONNECTIONS)]
+
+    async def ask(number: int, due: float) -> float:
+        await connections[number % N_CONNECTIONS].look_up(number)
+        return 1e3 * (perf_counter() - due)
+
+    began, asked = perf_counter(), []
+    for number in range(int(seconds * LOOKUP_RATE)):
+        due = began + number / LOOKUP_RATE
+        await asyncio.sleep(max(0.0, due - perf_counter()))
+        asked.append(asyncio.create_task(ask(number, due)))
+    return sorted(await asyncio.gather(*asked))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except SwiftoptError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
