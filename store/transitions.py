@@ -111,7 +111,7 @@ def expired(session: Session) -> list[tuple[Lease, str | None]]:
 def expire(session: Session, lease: Lease, worker: str | None) -> bool:
     """End an attempt as `attempt_failed` does, if its lease is still not renewed; whether it was."""
     found = session.scalar(select(JobRow.id).where(at_attempt(lease), RAN_OUT).with_for_update())
-    if found is None or not attempt_failed(session, lease, f"worker {worker or 'unknown'} gave no sign of life"):
+    if found is None or not attempt_failed(session, lease, f"worker {worker or 'unknown'} sent no heartbeat in time"):
         return False
     count(session, "reconciled", "expired")
     return True

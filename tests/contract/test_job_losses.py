@@ -45,7 +45,7 @@ def test_only_leases_that_ran_out_expire_and_only_once(jobs: Jobs) -> None:
     job = jobs.get(lost.job)
     assert (job.state, job.attempt, job.worker) == ("queued", 2, None)
     told = jobs.events(lost.job)[-1].data
-    assert (told["state"], told["attempt"], told["detail"]) == ("queued", 2, "worker w2 gave no sign of life")
+    assert (told["state"], told["attempt"], told["detail"]) == ("queued", 2, "worker w2 sent no heartbeat in time")
     assert [jobs.get(lease.job).state for lease in (kept, renewed)] == ["running", "running"]
     assert {(c.name, c.label): c.value for c in jobs.counts()}["reconciled", "expired"] == 1
 
@@ -82,7 +82,7 @@ def test_lost_workers_count_like_failed_attempts(jobs: Jobs, engine: Engine) -> 
         taken(jobs, Lease(lease.job, attempt), f"w{attempt}")
     run_out(engine)
     assert jobs.expire() == [Lease(lease.job, 3)]
-    assert jobs.get(lease.job).error == "worker w3 gave no sign of life (3 attempts in a row came no further)"
+    assert jobs.get(lease.job).error == "worker w3 sent no heartbeat in time (3 attempts in a row came no further)"
 
 
 @pytest.mark.parametrize("ended", ["failed", "handed back", "lost"])

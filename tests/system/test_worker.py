@@ -87,7 +87,7 @@ def test_killed_worker_takes_its_child_along_and_its_job_runs_elsewhere(anywhere
     until(lambda: gone(child), 2)
     again = anywhere.running(job, attempt=2)
     assert again.worker is not None and str(other.pid) in again.worker
-    assert "gave no sign of life" in anywhere.reasons(job)
+    assert "sent no heartbeat in time" in anywhere.reasons(job)
 
 
 def test_sigterm_hands_the_job_back_at_once_and_ends_in_order(anywhere: Site) -> None:

@@ -167,7 +167,7 @@ def test_all_means_every_method_and_plain_comes_first() -> None:
 @pytest.mark.parametrize(
     ("words", "lossless", "said"),
     [
-        ("spdd", False, r"no method 'spdd' \(nearest: spd\)"),
+        ("spdd", False, r"method 'spdd' is unknown: use one of plain, .* \(nearest: spd\)"),
         ("swift,mtad", True, "mtad is lossy, and --lossless was asked for"),
         (" , ", False, "no method is named"),
     ],
