@@ -27,7 +27,7 @@ _EXPORTS = {
     "TuningSettings": "core.settings",
     "Runtime": "models.runtime",
     "Store": "store",
-    "custom_generate": "decoding.hf",
+    "custom_generate": "decoding.session",
     "LiveEngine": "tasks.model",
     "Model": "tasks.model",
     "load": "tasks.model",
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from .core.requests import TuneRequest
     from .core.settings import SwiftSettings, TuningSettings
     from .core.types import Completion, LayerSet, Prompt, Sampling
-    from .decoding.hf import custom_generate
+    from .decoding.session import custom_generate
     from .models.runtime import Runtime
     from .store import Store
     from .tasks.model import LiveEngine, Model, load, tune

@@ -27,10 +27,9 @@ from ..core.records import LayerSetRecord
 from ..core.settings import SwiftSettings
 from ..core.streams import read_stream
 from ..core.types import LayerSet, Prompt, Sampling, n_skipped_for, searchable
-from ..decoding.hf import hf_generate
 from ..decoding.methods import PLAIN, Method, Resources, build, swift
 from ..decoding.methods.adaptive import AdaptiveSettings
-from ..decoding.session import Session, n_turns, turn_of
+from ..decoding.session import Session, hf_generate, n_turns, turn_of
 from ..models.costs import SMALLEST_BUCKET, machine_name, measure_costs, with_formats
 from ..models.loading import load
 from ..models.rows import Rows

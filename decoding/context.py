@@ -74,11 +74,7 @@ class TokenRule:
 
     @classmethod
     def of(
-        cls,
-        sampling: Sampling,
-        generation_config: Any,
-        n_prompt: int = 0,
-        constraints: Sequence[LogitsProcessor] = (),
+        cls, sampling: Sampling, generation_config: Any, n_prompt: int = 0, constraints: Sequence[LogitsProcessor] = ()
     ) -> TokenRule:
         """Build the rule of a request on a model whose `generation_config` may ask for a repetition penalty.
 

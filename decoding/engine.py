@@ -1,9 +1,9 @@
-"""What computes is a generator that yields what it wants; an engine runs any number of them side by side.
+"""Whatever computes is a generator that yields what it needs; an engine runs any number of them side by side.
 
 Such a generator yields a `Pass` and is sent its logits, or `Slots` and is sent a buffer. Whatever else it yields is an
-event: it reaches whoever runs the engine at the moment it arises, before the generator goes on, so that its state can
-be looked at or kept between any two of them. Those that wait for passes of one model share a forward pass: its weights
-are read once for all of their rows. A round's draft passes go first, until every sequence waits for its target.
+event: the engine's caller gets it before the generator goes on, so that the state can be read or saved between any two
+events. Generators that wait for passes of one model share a forward pass: its weights are read once for all of their
+rows. A round's draft passes go first, until every sequence waits for its target.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
-from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -33,17 +32,17 @@ PassGenerator = Generator[Pass, Tensor, T]  # yields passes only; is sent the wa
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slots:
-    """A buffer of `capacity` slots for a text that begins with `token_ids`.
+    """The demand for a buffer of `capacity` slots, for a text that begins with `token_ids`.
 
-    Is sent the buffer, how many slots of it are filled with that text's keys and values, fewer than there are tokens,
-    and the engine's load. Only texts of one `salt` share any. `beside`: bytes that its drafts take for themselves.
+    The answer is the buffer, how many of its slots hold that text's keys and values already (fewer than there are
+    tokens), and the engine's load. Only texts of one `salt` share any. `draft_bytes` are those of drafting beside it.
     """
 
     runtime: Runtime
     capacity: int
     token_ids: Sequence[int]
     salt: str = ""
-    beside: int = 0
+    draft_bytes: int = 0
 
     @property
     def buffer_bytes(self) -> int:
@@ -53,7 +52,7 @@ class Slots:
     @property
     def n_bytes(self) -> int:
         """Memory of the buffer and of what drafts take."""
-        return self.buffer_bytes + self.beside
+        return self.buffer_bytes + self.draft_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,9 +67,8 @@ DEMANDS = (Pass, Slots, Free)
 
 
 def alone(work: Work[T]) -> T:
-    """Run one generator to its end, dropping its events; what it returns."""
-    engine = Engine()
-    with closing(engine):
+    """Run one generator to its end, dropping its events; return what it returns."""
+    with closing(Engine()) as engine:
         request = engine.add(work)
         while not request.is_done:
             for _ in engine.step():
@@ -81,9 +79,9 @@ def alone(work: Work[T]) -> T:
 def side_by_side(
     works: Iterable[Work[Any]], at_once: int = 1, memory: int | None = None
 ) -> Generator[Event, None, None]:
-    """Run generators in an engine, each taken in when there is a place for it; yield their events as they come.
+    """Run generators in an engine, each added when there is a place for it; yield their events as they come.
 
-    When one fails no other is begun, those in flight go on to their ends, and its error is raised.
+    When one fails no other is started, those in flight run to their ends, and its error is raised.
 
     Args: at_once, memory: see `Engine`.
     """
@@ -102,7 +100,7 @@ def side_by_side(
 
 
 def exhaust(events: Generator[E, None, T], on_event: Callable[[E], None] = lambda event: None) -> T:
-    """Hand on all events of a generator; what it returns."""
+    """Pass all events of a generator to `on_event`; return what it returns."""
     while True:
         try:
             on_event(next(events))
@@ -112,7 +110,7 @@ def exhaust(events: Generator[E, None, T], on_event: Callable[[E], None] = lambd
 
 
 def intercept(work: Work[T], handle: Callable[[Event], Iterator[Any]]) -> Work[T]:
-    """Hand on what a generator demands, and in place of each of its events what `handle` yields for it."""
+    """Yield what a generator demands, and in place of each of its events what `handle` yields for it."""
     with closing(work):
         go_on = partial(work.send, None)
         while True:
@@ -132,7 +130,7 @@ def intercept(work: Work[T], handle: Callable[[Event], Iterator[Any]]) -> Work[T
 
 
 class Request(Generic[T]):
-    """A generator in flight: the demand that it waits for, or what became of it; and the slots that it holds."""
+    """A generator in flight: the demand that it waits for, its result or error, and the slots that it holds."""
 
     def __init__(self, work: Work[T]) -> None:
         self._work = work
@@ -155,7 +153,7 @@ class Request(Generic[T]):
         return self._result[0]
 
     def send(self, answer: Any) -> Iterator[Event]:
-        """Hand over what it waits for (None: it begins), and run up to its next demand."""
+        """Send what it waits for (None: it begins), and run up to its next demand."""
         self.is_new = False
         return self._advance(partial(self._work.send, answer))
 
@@ -164,7 +162,7 @@ class Request(Generic[T]):
         return self._advance(partial(self._work.throw, error))
 
     def close(self) -> None:
-        """Give it up, wherever it is."""
+        """Stop it, wherever it is."""
         self.wanted = None
         self.held.clear()
         self._work.close()
@@ -188,15 +186,15 @@ class Request(Generic[T]):
 
 
 @dataclass(slots=True)
-class _Kept:
-    """What a finished request read."""
+class _Prefix:
+    """What a finished request read, for others to go on from."""
 
     slots: Slots
     buffer: KVBuffer
     token_ids: tuple[int, ...]
 
     def common(self, slots: Slots, token_ids: Sequence[int]) -> int:
-        """How many of its slots a text of those tokens can go on from."""
+        """Return how many of its slots a text of those tokens can go on from."""
         if self.slots.runtime is not slots.runtime or self.slots.salt != slots.salt:
             return 0
         pairs = zip(self.token_ids, token_ids, strict=False)
@@ -204,19 +202,19 @@ class _Kept:
 
 
 class Engine:
-    """Runs requests side by side, a step at a time; a request that fails takes no other along.
+    """Runs requests side by side, a step at a time; a request that fails leaves the others alone.
 
     Args: memory: most bytes that buffers may take. Requests wait for theirs in the order of arrival. What finished ones
-          read is kept until its memory is wanted, and one that begins with the same tokens goes on from there: with the
-          same bits where kernels are row-invariant. None: no limit, and nothing is kept.
-          at_once: most requests that run together, begun in the order of arrival; None: all.
+          read is kept until its memory is needed, and a request that begins with the same tokens goes on from there,
+          with the same bits where kernels are row-invariant. None: no limit, and nothing is kept.
+          at_once: most requests that run together, started in the order of arrival; None: all.
     """
 
     def __init__(self, memory: int | None = None, at_once: int | None = None) -> None:
         self.requests: list[Request[Any]] = []
         self.memory, self.at_once = memory, at_once
         self.load = Load()
-        self._kept: list[_Kept] = []  # the latest used last
+        self._kept: list[_Prefix] = []  # the latest used last
 
     @property
     def n_bytes(self) -> int:
@@ -234,20 +232,20 @@ class Engine:
         return self.at_once is None or len(self.requests) < self.at_once
 
     def add(self, work: Work[T]) -> Request[T]:
-        """Take a generator in; it begins with the next step that has a place for it."""
+        """Add a generator; it begins with the next step that has a place for it."""
         request = Request(work)
         self.requests.append(request)
         return request
 
     def cancel(self, request: Request[Any]) -> None:
-        """Give a request up; its buffer is free at once."""
+        """Stop a request; its buffer is free at once."""
         request.close()
         with suppress(ValueError):
             self.requests.remove(request)
 
     @torch.inference_mode()
     def step(self) -> Iterator[Event]:
-        """Begin what is new, then run the draft passes that wait, or else all that wait, and hand out their logits.
+        """Begin what is new, then run the draft passes that wait, or else all that wait, and send their logits.
 
         Yields the events that arise; to be run to its end before the next step.
         """
@@ -281,12 +279,12 @@ class Engine:
             n_running += not request.is_done
 
     def close(self) -> None:
-        """Give all requests up."""
+        """Stop all requests."""
         while self.requests:
             self.cancel(self.requests[-1])
 
     def _serve_slots(self) -> Iterator[Event]:
-        """Take back what is free, and hand out buffers in the order of arrival as far as memory goes."""
+        """Take back what is free, and give out buffers in the order of arrival as far as memory goes."""
         full = False
         for request in list(self.requests):
             while isinstance(wanted := request.wanted, Slots | Free):
@@ -296,7 +294,7 @@ class Engine:
                 elif self.memory is not None and wanted.n_bytes > self.memory:
                     yield from request.throw(_too_long(wanted, self.memory))
                 elif full or (self.memory is not None and self.n_bytes + wanted.n_bytes > self.memory):
-                    full = True  # nobody behind it is served before it
+                    full = True  # no later request is served before it
                     break
                 else:
                     try:
@@ -308,11 +306,10 @@ class Engine:
                     yield from request.send((buffer, n_filled, self.load))
 
     def _buffer(self, wanted: Slots) -> tuple[KVBuffer, int]:
-        """A buffer with as much of the text as some finished request has read, and how much that is."""
+        """Return a buffer with as much of the text as some finished request has read, and how much that is."""
         tokens = wanted.token_ids[:-1]  # the last one is always read
-        n_filled, best = max(
-            ((kept.common(wanted, tokens), kept) for kept in self._kept), key=itemgetter(0), default=(0, None)
-        )
+        best = max(self._kept, key=lambda kept: kept.common(wanted, tokens), default=None)
+        n_filled = 0 if best is None else best.common(wanted, tokens)
         if best is None or not n_filled:
             self._make_room(wanted.n_bytes)
             return wanted.runtime.new_buffer(wanted.capacity), 0
@@ -325,16 +322,16 @@ class Engine:
         return buffer, n_filled
 
     def _keep(self, freed: Free, buffer: KVBuffer) -> None:
-        """Keep what a request read for others to go on from, in place of what it holds as well."""
+        """Keep what a request read for others to go on from, in place of shorter ones that it contains."""
         if self.memory is None:
             return
-        new = _Kept(freed.slots, buffer, tuple(freed.token_ids))
+        new = _Prefix(freed.slots, buffer, tuple(freed.token_ids))
         self._kept = [kept for kept in self._kept if kept.common(new.slots, new.token_ids) < len(kept.token_ids)]
         self._kept.append(new)
         self._make_room(0)
 
     def _make_room(self, n_bytes: int, keep: int = 0) -> None:
-        """Drop what was kept and not used for longest, until so many bytes are free; not the latest `keep`."""
+        """Drop what was not used for longest, until so many bytes are free; not the latest `keep`."""
         assert self.memory is not None or not self._kept
         while len(self._kept) > keep:
             if self.n_bytes + self.kept_bytes + n_bytes <= (self.memory or 0):
@@ -356,7 +353,7 @@ def _run(some: list[tuple[Request[Any], Pass]]) -> Iterator[Event]:
         if len(some) == 1:
             yield from some[0][0].throw(error)
         else:
-            for each in some:  # one after the other, so that whose pass it was fails and no other
+            for each in some:  # one by one, so that only the request whose pass it was fails
                 yield from _run([each])
         return
     for (request, wanted), own in zip(some, logits, strict=True):

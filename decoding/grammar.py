@@ -1,4 +1,4 @@
-"""What a completion may say: languages of llguidance, and the processor that keeps a rule's scores to one.
+"""What a completion may say: grammars of llguidance, and the processor that forbids all other tokens.
 
 Source: llguidance (https://github.com/guidance-ai/llguidance).
 """
@@ -36,12 +36,12 @@ class Grammar:
 
     @classmethod
     def json_object(cls) -> Grammar:
-        """Any JSON object."""
+        """Return the grammar of any JSON object."""
         return cls.json_schema({"type": "object"})
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any]) -> Grammar:
-        """JSON values of a schema.
+        """Return the grammar of a schema's JSON values.
 
         Raises: InvalidInput: it cannot be compiled; the message names the part.
         """
@@ -52,7 +52,7 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Texts that a regular expression, in the syntax of Rust's `regex`, matches as a whole.
+        """Return the grammar of the texts that a regular expression, in Rust's `regex` syntax, matches as a whole.
 
         Raises: InvalidInput: it cannot be compiled.
         """
@@ -64,7 +64,7 @@ class Grammar:
     def mask(self, tokenizer: Any, n_vocab: int, n_prompt: int, stop_token_ids: Sequence[int]) -> GrammarMask:
         """Return the processor of a request.
 
-        Args:   n_vocab: logits of a row. n_prompt: tokens of the prompt, which the grammar says nothing of.
+        Args:   n_vocab: logits of a row. n_prompt: tokens of the prompt, which the grammar does not cover.
                 stop_token_ids: what ends a text of the language, at least one.
         Raises: InvalidInput: there is none, or llguidance cannot read the tokenizer.
         """
@@ -75,7 +75,7 @@ class Grammar:
 
 
 class GrammarMask(LogitsProcessor):
-    """Forbids every token that cannot go on with what was generated; where nothing can, all but the stop tokens.
+    """Forbids every token that cannot follow what was generated; where none can, all but the stop tokens.
 
     Its one matcher is moved back and forward to the text that it is asked about, so that drafts, every node of a tree
     and the target get the masks that plain decoding would.
@@ -113,7 +113,7 @@ class GrammarMask(LogitsProcessor):
         return found | ended if self.matcher.is_accepting() else found & ~ended
 
     def forced(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the tokens of what the grammar leaves no choice about behind `token_ids`, prompt included.
+        """Return the tokens that the grammar leaves no choice about behind `token_ids`, prompt included.
 
         They are as the tokenizer would split that text; the model may split it another way.
         """
@@ -123,7 +123,7 @@ class GrammarMask(LogitsProcessor):
         return [] if self.matcher.is_stopped() else list(self.matcher.compute_ff_tokens())
 
     def _move(self, generated: Sequence[int]) -> bool:
-        """Bring the matcher behind those tokens; return whether it could follow them all."""
+        """Move the matcher behind those tokens; return whether it accepts them all."""
         pairs = zip(self._read, generated, strict=False)
         n_same = next((n for n, (own, other) in enumerate(pairs) if own != other), min(len(self._read), len(generated)))
         if n_same < len(self._read):
@@ -142,10 +142,7 @@ def _problem(source: str) -> str:
 
 @lru_cache(maxsize=MOST_GRAMMARS)
 def _matcher(vocabulary: LLTokenizer, source: str, words: str) -> LLMatcher:
-    """Return a grammar's matcher at its start; not to be moved.
-
-    Raises: InvalidInput: it cannot be compiled for that vocabulary.
-    """
+    """Return a grammar's matcher at its start, not to be moved; raise InvalidInput where it does not compile."""
     matcher = LLMatcher(vocabulary, source, log_level=0)
     if matcher.is_error():
         raise InvalidInput(f"{words} cannot be used with this model's tokens: {_line(matcher.get_error())}")
@@ -154,10 +151,7 @@ def _matcher(vocabulary: LLTokenizer, source: str, words: str) -> LLMatcher:
 
 @lru_cache(maxsize=MOST_VOCABULARIES)
 def _vocabulary(tokenizer: Any, n_vocab: int, stop_token_ids: tuple[int, ...]) -> LLTokenizer:
-    """Return a tokenizer's tokens as llguidance reads them.
-
-    Raises: InvalidInput: it cannot.
-    """
+    """Return a tokenizer's tokens as llguidance reads them; raise InvalidInput where it cannot."""
     try:
         n_tokens = max(n_vocab, tokenizer.backend_tokenizer.get_vocab_size(with_added_tokens=True))
         return from_tokenizer(tokenizer, n_tokens, list(stop_token_ids))

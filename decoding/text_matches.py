@@ -1,8 +1,7 @@
-"""What earlier text says comes next: the longest end of a growing text that occurred before, and how often it is right.
+"""Predictions from earlier text: the longest end of a growing text that occurred before, and how often it is right.
 
-A drafted token costs a row of the target's pass, so that a draft should be only as long as it is likely to be accepted.
-How likely is learnt from the text itself: at each of its tokens, the prompt's included, the match before it said what
-would come.
+A drafted token costs a row of the target's pass, so a draft should be only as long as it is likely to be accepted. How
+likely is learnt from the text itself: at each of its tokens, the prompt's included, the match before it predicted one.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class SuffixAutomaton:
     A state stands for all substrings that end at the same places. The state of the whole text holds the ends of it that
     occur nowhere else; its suffix link leads to the state whose longest member is the longest end of the text that
     occurred before (the two may overlap). Each state remembers an earlier place where its substrings ended: the most
-    recent one that it was told of, which is the most recent of all unless the text is nested deeply in itself.
+    recent one, unless the text is nested deeply in itself.
 
     Source: Blumer et al., 1985 (the construction); amortised O(1) per token, memory linear in the text.
     """
@@ -40,7 +39,7 @@ class SuffixAutomaton:
         self._length: list[int] = [0]  # of a state's longest member
         self._end: list[int] = [0]  # tokens up to and with an occurrence of it
         self._last = 0
-        self._match_end = 0
+        self.match_end = 0  # tokens up to the end of the match's earlier occurrence: what followed it is from here
         for token_id in token_ids:
             self.extend(token_id)
 
@@ -48,16 +47,6 @@ class SuffixAutomaton:
     def match_length(self) -> int:
         """Tokens at the text's end that occurred before, as many as possible; 0 where the last token is new."""
         return self._length[max(0, self._link[self._last])]
-
-    @property
-    def match_end(self) -> int:
-        """Tokens up to the end of that earlier occurrence: what followed it is from here."""
-        return self._match_end
-
-    @property
-    def n_states(self) -> int:
-        """Groups of substrings: at most two per token, and one."""
-        return len(self._link)
 
     def extend(self, token_id: int) -> None:
         """Append a token."""
@@ -96,7 +85,7 @@ class SuffixAutomaton:
 
     def _freshen(self, state: int) -> None:
         """Take the match's earlier place, then note that the text's end is one now, for it and the ends within it."""
-        self._match_end = self._end[state]
+        self.match_end = self._end[state]
         for _ in range(_FRESHENED):
             if state <= 0:
                 break
@@ -105,24 +94,20 @@ class SuffixAutomaton:
             self.n_moves += 1
 
 
-def _zeros() -> list[float]:
-    return [0.0] * (LONGEST + 1)
-
-
 @dataclass(slots=True, eq=False)
 class HitRates:
     """How often the token that followed a match came again, by the match's length.
 
-    Before anything is seen, a match of m tokens is right with chance m / (m + 1), or as often as in `earlier` texts,
-    whose rates learn along.
+    The prior for a match of m tokens is m / (m + 1), or how often it was right in `earlier` texts, whose rates learn
+    along.
     """
 
     earlier: HitRates | None = None
-    seen: list[float] = field(default_factory=_zeros)
-    hits: list[float] = field(default_factory=_zeros)
+    seen: list[float] = field(default_factory=lambda: [0.0] * (LONGEST + 1))
+    hits: list[float] = field(default_factory=lambda: [0.0] * (LONGEST + 1))
 
     def alone(self) -> HitRates:
-        """Return the same rates, but without the earlier texts, which learn nothing from them."""
+        """Return the same rates, without the earlier texts' ones, which then learn nothing."""
         return HitRates(None, self.seen, self.hits)
 
     def learn(self, match_length: int, hit: bool) -> None:
@@ -146,7 +131,7 @@ class HitRates:
 
 
 class Guess(NamedTuple):
-    """What came next at an earlier place, the chance that it does here, and what text that place is in."""
+    """What came next at an earlier place, the chance that it does here, and which text that place is in."""
 
     token_id: int
     chance: float
@@ -156,8 +141,8 @@ class Guess(NamedTuple):
 class Matches:
     """The committed text with all its matches, and how often a match of which length was right.
 
-    Args: prediction: what the caller expects behind the prompt. It is read as if it had stood there before, behind the
-          prompt's last tokens; other texts' rates learn nothing from it.
+    Args: prediction: what the caller expects behind the prompt. It is read as earlier text, behind the prompt's last
+          tokens; other texts' rates learn nothing from it.
     """
 
     def __init__(
@@ -180,7 +165,7 @@ class Matches:
     def read(self, token_ids: Sequence[int], known: bool = False) -> None:
         """Read what was committed since the last call; the prompt at the first.
 
-        Args: known: what an earlier life of this text has read, so that earlier texts' rates have learnt it.
+        Args: known: whether an earlier process has read it, so that earlier texts' rates have learnt it.
         """
         self.extend(token_ids[self.n_read :], known)
 

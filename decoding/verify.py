@@ -1,4 +1,4 @@
-"""The verifiers: what is kept of a draft, given the target's answer to it.
+"""The verifiers: which tokens of a draft are accepted, given the target's logits for it.
 
 `TargetWalk` is exact for every draft made without chance: a token is drawn from the target (greedy: its argmax); if the
 draft offered it, follow it; if not, emit *that same token* and stop. The output is a sample of the target whatever the
@@ -9,10 +9,10 @@ stopped the drafting stays in it (Leviathan et al., arXiv:2211.17192, with a one
 distribution against the draft's, both after temperature, top-k, top-p and penalties. A refused token is made up for by
 a draw from what the target has left. Nodes without an `Offer`, and all nodes of a greedy request, take the step above.
 
-The others are lossy: they keep tokens that the target might not have drawn, for speed or for more likely text. They
-take chains and judge by the target's distribution as the model gives it (no temperature, no penalty).
+The others are lossy: they accept tokens that the target might not have drawn, for speed or for likelier text. They take
+chains and judge by the target's distribution as the model gives it (no temperature, no penalty).
 
-A node that the target has no answer for ends every walk.
+A node without logits of the target ends every walk.
 """
 
 from __future__ import annotations
@@ -37,23 +37,22 @@ _BISECTIONS = 24  # any divisor at or above the smallest one is exact; a closer 
 
 
 class Target:
-    """The target's answer to a draft, and the chances a verifier takes; its methods are called in order of the tokens.
+    """The target's logits for a draft, and the random draws of a verifier, to be asked for in order of the tokens.
 
-    Nodes 0 … `n_checked` - 1 have an answer; `greedy` says that a token is the argmax, with no chance. `accepted` are
-    the tokens between the root and a node, the node's own included.
+    Nodes 0 … `n_checked` - 1 have logits; `greedy` says that a token is the argmax. `accepted` are the tokens between
+    the root and a node, the node's own included.
 
-    Args: logits: (rows, vocab), of one pass; None: the round needed no pass, and nothing can be asked. choices: what
-          was read of them, if it was: the target's own token after each node.
+    Args: logits: (rows, vocab), of one pass; None: the round needed no pass. choices: the target's own token after each
+          node, where it was read already.
     """
 
     def __init__(
         self, context: Context, draft: Draft, logits: Tensor | None, choices: Sequence[int] | None = None
     ) -> None:
-        self.context, self.rule = context, context.rule
-        self.greedy = self.rule.greedy
+        self.context, self.rule, self.greedy = context, context.rule, context.rule.greedy
+        self.draw, self.accept = self.rule.draw, self.rule.accept
         self.n_checked = draft.tree.n_nodes if draft.n_checked is None else draft.n_checked
-        self._logits = logits
-        self._choices = choices
+        self._logits, self._choices = logits, choices
         if choices is None and self.rule.is_argmax and logits is not None:
             # max, not argmax: the same first best index, and on a CPU in bfloat16 4 to 7 times faster
             self._choices = logits[: self.n_checked].max(dim=-1).indices.tolist()
@@ -77,14 +76,6 @@ class Target:
         pairs = zip((0, *path), token_ids, strict=False)
         return tuple(token_logprob(self._row(node), token_id, n_top) for node, token_id in pairs)
 
-    def draw(self, probs: Tensor) -> int:
-        """Draw a token of `probs` (vocab,), which need not sum to 1."""
-        return self.rule.draw(probs)
-
-    def accept(self, probability: float) -> bool:
-        """Return True with that probability."""
-        return self.rule.accept(probability)
-
     def _row(self, node: int) -> Tensor:
         assert self._logits is not None and node < self.n_checked
         return self._logits[node]
@@ -104,15 +95,15 @@ def walk(
     tree: DraftTree,
     choose: Callable[[int, tuple[int, ...]], int],
     n_checked: int | None = None,
-    begun: Walk = AT_ROOT,
+    start: Walk = AT_ROOT,
 ) -> Walk:
-    """Follow the target down the tree, from the end of what was `begun`.
+    """Follow the target down the tree, from the end of `start`.
 
     Args:    choose: (node, tokens accepted so far) -> the target's token after that node; called once per visited
              node, in order, so that a seeded draw is spent on each emitted token and on no other.
-             n_checked: nodes from here on have no answer of the target: the walk ends when it reaches one.
+             n_checked: nodes from here on have no logits: the walk ends when it reaches one.
     """
-    path, token_ids = begun.path, begun.token_ids
+    path, token_ids = start.path, start.token_ids
     node = path[-1] if path else 0
     while n_checked is None or node < n_checked:
         token_id = choose(node, token_ids)
@@ -159,7 +150,7 @@ class SeveralRatio(Verifier):
         assert all(o.replaced == self._independent or len(o.token_ids) == 1 for o in draft.offers.values())
         return self._descend(draft, target)
 
-    def _descend(self, draft: Draft, target: Target, begun: Walk = AT_ROOT) -> Walk:
+    def _descend(self, draft: Draft, target: Target, start: Walk = AT_ROOT) -> Walk:
         """Walk down the tree; the rule gives the token to commit after a node whose children were sampled."""
         offers: Mapping[int, Offer] = {} if target.greedy else draft.offers
 
@@ -168,7 +159,7 @@ class SeveralRatio(Verifier):
                 return self._decide(offers[node], target.probs(node, accepted), target)
             return target.choose(node, accepted)
 
-        return walk(draft.tree, choose, target.n_checked, begun)
+        return walk(draft.tree, choose, target.n_checked, start)
 
 
 class ChainRatio(SeveralRatio):
@@ -212,7 +203,7 @@ class BlockRatio(ChainRatio):
 
 
 def _n_sampled(draft: Draft, n_checked: int) -> int:
-    """Return how many tokens of a chain, from its first on, were sampled and have an answer of the target."""
+    """Return how many tokens of a chain, from its first on, were sampled and have logits of the target."""
     limit = min(n_checked, draft.tree.n_nodes - 1)
     return next((node for node in range(limit) if node not in draft.offers), limit)
 

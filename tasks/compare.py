@@ -14,9 +14,8 @@ from ..core.requests import BASE, PEERS, CompareRequest, GenerateRequest
 from ..core.settings import Preset, preset_of
 from ..core.types import DEFAULT_TASK, Prompt, now
 from ..decoding.draft_models import OtherModel
-from ..decoding.hf import hf_generate
 from ..decoding.methods import Method, build, method_info
-from ..decoding.session import Session
+from ..decoding.session import Session, hf_generate
 from ..decoding.verify import TargetWalk
 from ..models.costs import machine_name
 from ..models.early_exit import n_parameters

@@ -100,10 +100,7 @@ def _paradecode(resources: Resources, settings: ParaDecodeSettings) -> tuple[Dra
 
 
 def early_exit(resources: Resources, exit_layer: int | None) -> EarlyExit:
-    """Return the target's first layers as a draft model; None: a quarter of them.
-
-    Raises: SettingsError: the model has not so many layers.
-    """
+    """Return the target's first layers (None: a quarter) as a draft model; raise SettingsError if it has fewer."""
     from ..draft_models import EarlyExit
 
     model = EarlyExit(exit_layer or default_exit(resources.runtime.n_layers))
@@ -112,7 +109,7 @@ def early_exit(resources: Resources, exit_layer: int | None) -> EarlyExit:
 
 
 def default_exit(n_layers: int) -> int:
-    """Return the layers run before an early exit where nobody says: LayerSkip's examples leave after 8 of 32."""
+    """Return the layers run before an early exit by default: LayerSkip's examples leave after 8 of 32."""
     return max(1, round(n_layers / 4))
 
 
@@ -167,7 +164,7 @@ class EarlyDrafter(Drafter):
 
 @dataclass(slots=True)
 class _Flight:
-    """A token on its way up; `predicted` says that the one after it is in flight too."""
+    """A token on its way up the layers; `predicted` says that the one after it is in flight too."""
 
     token_id: int
     slot: int
@@ -207,7 +204,6 @@ class PipelineDrafter(Drafter):
         return Draft(DraftTree.chain(tokens), staged=self._read(oldest.hidden), n_checked=1)
 
     def _read(self, hidden: Tensor) -> PassGenerator[Tensor]:
-        """Return the target's logits for a state (1, hidden_size) that is through all layers."""
         yield from ()
         return self.context.runtime.logits(hidden)
 
@@ -215,7 +211,7 @@ class PipelineDrafter(Drafter):
         return _Flight(token_id, slot, self.context.runtime.embed([token_id], slot))
 
     def _predict(self, last_slot: int) -> None:
-        """Start the token after the newest one, if that is at a head that is sure, and has room behind it."""
+        """Start the token after the newest one, if that is at a head that is sure, and there is room for it."""
         newest, heads = self._flights[-1], self.heads
         if newest.predicted or newest.depth not in heads.transforms or newest.slot >= last_slot:
             return

@@ -109,8 +109,8 @@ class LookaheadDrafter(Drafter):
         root = self.context.token_ids[-1]
         tree = merged(root, self.pool.continuations(root), room)
         # Guesses of a last round would come too late, and near the context's end there is no position for them.
-        fits = self.context.root_slot + self.window.reach < self.context.runtime.max_positions
-        self._looks = room > 1 and fits
+        reach = self.window.width + self.window.n_levels - 2  # how far behind the root the last guess stands
+        self._looks = room > 1 and self.context.root_slot + reach < self.context.runtime.max_positions
         return Draft(tree, extra_rows=self.window.rows(root) if self._looks else None)
 
     def observe(self, outcome: Outcome) -> None:
@@ -169,11 +169,6 @@ class Window:
     def width(self) -> int:
         """Columns held now."""
         return len(self.levels[0])
-
-    @property
-    def reach(self) -> int:
-        """How far behind the root the last guess stands."""
-        return self.width + self.n_levels - 2
 
     def rows(self, root: int) -> ExtraRows | None:
         """Return all guesses but the root, level by level, as rows beside a tree, if there are any."""

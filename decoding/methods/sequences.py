@@ -27,21 +27,17 @@ class SequencesSettings(Settings):
 
 @method("spectr", "SpecTr (k-SEQ)", "arXiv:2310.15141", SequencesSettings, drafts_with_model=True)
 def _spectr(resources: Resources, settings: SequencesSettings) -> tuple[Drafter, Verifier]:
-    return _drafter(resources, settings, replacement=True), SeveralRatio("k-seq")
+    return SequencesDrafter(resources.draft_model(), settings, replacement=True), SeveralRatio("k-seq")
 
 
 @method("specinfer", "SpecInfer", "arXiv:2305.09781", SequencesSettings, drafts_with_model=True)
 def _specinfer(resources: Resources, settings: SequencesSettings) -> tuple[Drafter, Verifier]:
-    return _drafter(resources, settings, replacement=True), SeveralRatio("with")
+    return SequencesDrafter(resources.draft_model(), settings, replacement=True), SeveralRatio("with")
 
 
 @method("mcss", "MCSS", "arXiv:2401.06706", SequencesSettings, drafts_with_model=True)
 def _mcss(resources: Resources, settings: SequencesSettings) -> tuple[Drafter, Verifier]:
-    return _drafter(resources, settings, replacement=False), SeveralRatio("without")
-
-
-def _drafter(resources: Resources, settings: SequencesSettings, replacement: bool) -> SequencesDrafter:
-    return SequencesDrafter(resources.draft_model(), settings.sequences, settings.draft_length, replacement)
+    return SequencesDrafter(resources.draft_model(), settings, replacement=False), SeveralRatio("without")
 
 
 class SequencesDrafter(Drafter):
@@ -55,9 +51,9 @@ class SequencesDrafter(Drafter):
 
     model: DraftModel
 
-    def __init__(self, model: DraftModel, sequences: int, draft_length: int, replacement: bool) -> None:
+    def __init__(self, model: DraftModel, settings: SequencesSettings, replacement: bool) -> None:
         self.model, self.replacement = model, replacement
-        self.max_width, self.max_depth = sequences, draft_length
+        self.max_width, self.max_depth = settings.sequences, settings.draft_length
 
     def draft(self, room: int) -> PassGenerator[Draft]:
         # Node numbers are slots: a level of the tree is a pass, and the last one is not run by the draft model at all.

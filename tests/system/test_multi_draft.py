@@ -23,7 +23,7 @@ from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, Method
 from swiftopt.decoding.methods.beams import BeamDrafter, BeamSettings
 from swiftopt.decoding.methods.chains import ChainDrafter, StopRule
-from swiftopt.decoding.methods.sequences import SequencesDrafter
+from swiftopt.decoding.methods.sequences import SequencesDrafter, SequencesSettings
 from swiftopt.decoding.verify import (
     BlockRatio,
     ChainRatio,
@@ -51,9 +51,9 @@ def lossless(name: str, model: DraftModel, length: int = 4) -> Method:
     parts: dict[str, tuple[Drafter, Verifier]] = {
         "chain": (ChainDrafter(model, StopRule(length), sampled=True), ChainRatio()),
         "block": (ChainDrafter(model, StopRule(length), sampled=True), BlockRatio()),
-        "specinfer": (SequencesDrafter(model, 3, length, True), SeveralRatio("with")),
-        "mcss": (SequencesDrafter(model, 3, length, False), SeveralRatio("without")),
-        "spectr": (SequencesDrafter(model, 3, length, True), SeveralRatio("k-seq")),
+        "specinfer": (SequencesDrafter(model, SequencesSettings(3, length), True), SeveralRatio("with")),
+        "mcss": (SequencesDrafter(model, SequencesSettings(3, length), False), SeveralRatio("without")),
+        "spectr": (SequencesDrafter(model, SequencesSettings(3, length), True), SeveralRatio("k-seq")),
     }
     return Method(name, *parts[name])
 

@@ -87,4 +87,4 @@ def test_work_per_token_does_not_grow_with_the_text(make: object) -> None:
     for token_id in text[36_000:]:
         automaton.extend(token_id)
     assert (automaton.n_moves - before) / 4_000 <= 1.5 * early
-    assert automaton.n_states <= 2 * len(text)
+    assert len(automaton._link) <= 2 * len(text)

@@ -20,7 +20,7 @@ from swiftopt.decoding.context import Context, TokenRule
 from swiftopt.decoding.draft import Draft, Drafter, DraftTree, Offer, Walk, ancestor_mask
 from swiftopt.decoding.engine import PassGenerator, alone
 from swiftopt.decoding.methods.chains import ChainDrafter, StopRule
-from swiftopt.decoding.methods.sequences import SequencesDrafter
+from swiftopt.decoding.methods.sequences import SequencesDrafter, SequencesSettings
 from swiftopt.decoding.verify import BlockRatio, ChainRatio, SeveralRatio, Verifier
 
 VOCAB = 3
@@ -188,7 +188,7 @@ def chain(length: int) -> ChainDrafter:
 
 
 def sequences(n: int, length: int, replacement: bool) -> SequencesDrafter:
-    return SequencesDrafter(TableModel(), n, length, replacement)
+    return SequencesDrafter(TableModel(), SequencesSettings(n, length), replacement)
 
 
 def branching(n: int) -> ChainDrafter:
