@@ -119,7 +119,6 @@ class TokenRule:
         return scores
 
     def choose(self, token_ids: Sequence[int], logits: Tensor) -> int:
-        """Return the target's next token after `token_ids`."""
         return int(self.noisy(self.scores(token_ids, logits), len(token_ids)).argmax())
 
     def noisy(self, scores: Tensor, position: int) -> Tensor:
@@ -218,7 +217,6 @@ class Tally:
 
     @property
     def total_s(self) -> float:
-        """Seconds until now."""
         return self.elapsed_s + perf_counter() - self.started
 
     def copied(self, elapsed_s: float) -> Tally:
@@ -269,7 +267,6 @@ class Context:
 
     @property
     def generated(self) -> list[int]:
-        """Tokens committed after the prompt."""
         return self.token_ids[self.n_prompt :]
 
     def scores(self, drafted: Sequence[int], logits: Tensor) -> Tensor:

@@ -309,7 +309,6 @@ class DraftModel(ABC):
     def _rows(
         self, token_ids: Sequence[int] | Tensor, parents: Sequence[int], variants: tuple[LayerSet, ...] = ()
     ) -> Rows:
-        """Add nodes; return the rows of a pass over them."""
         self.parents += parents
         return tree_rows(token_ids, self.parents, self.context.root_slot, variants=variants)
 

@@ -46,12 +46,10 @@ class Slots:
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory of the buffer."""
         return self.capacity * self.runtime.slot_bytes
 
     @property
     def n_bytes(self) -> int:
-        """Memory of the buffer and of what drafts take."""
         return self.buffer_bytes + self.draft_bytes
 
 
@@ -142,7 +140,6 @@ class Request(Generic[T]):
 
     @property
     def is_done(self) -> bool:
-        """Whether it has returned or failed."""
         return bool(self._result) or self.error is not None
 
     @property
@@ -158,11 +155,9 @@ class Request(Generic[T]):
         return self._advance(partial(self._work.send, answer))
 
     def throw(self, error: Exception) -> Iterator[Event]:
-        """Report that what it demanded failed."""
         return self._advance(partial(self._work.throw, error))
 
     def close(self) -> None:
-        """Stop it, wherever it is."""
         self.wanted = None
         self.held.clear()
         self._work.close()
@@ -218,12 +213,10 @@ class Engine:
 
     @property
     def n_bytes(self) -> int:
-        """Memory of the buffers that requests hold."""
         return sum(slots.n_bytes for request in self.requests for slots in request.held)
 
     @property
     def kept_bytes(self) -> int:
-        """Memory of what is kept of finished requests."""
         return sum(kept.slots.buffer_bytes for kept in self._kept)
 
     @property
@@ -270,7 +263,6 @@ class Engine:
             self.load.checked = 1
 
     def _begin(self) -> Iterator[Event]:
-        """Start requests in the order of arrival while there are places."""
         n_running = sum(not request.is_new for request in self.requests)
         for request in [each for each in self.requests if each.is_new]:
             if self.at_once is not None and n_running >= self.at_once:
@@ -279,7 +271,6 @@ class Engine:
             n_running += not request.is_done
 
     def close(self) -> None:
-        """Stop all requests."""
         while self.requests:
             self.cancel(self.requests[-1])
 

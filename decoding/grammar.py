@@ -36,7 +36,6 @@ class Grammar:
 
     @classmethod
     def json_object(cls) -> Grammar:
-        """Return the grammar of any JSON object."""
         return cls.json_schema({"type": "object"})
 
     @classmethod

@@ -225,7 +225,6 @@ def _round(context: Context, verifier: Verifier, drafting: Drafter, ending: Endi
 
 
 def _count(tally: Tally, draft: Draft, walk: Walk, n_accepted: int, traced: Sequence[TracedToken]) -> None:
-    """Count a round and the passes of the target that it took."""
     n_steps, n_rows = draft.n_steps, draft.n_rows
     tally.rounds += draft.n_passes
     tally.drafted += n_steps
@@ -295,7 +294,6 @@ def _read(context: Context, draft: Draft, unread: UnreadChain, logits: Tensor) -
 
 
 def _commit(context: Context, block: Sequence[int], ending: Ending) -> Sequence[int]:
-    """Add what belongs to the completion; return it."""
     kept, context.finish = ending.crop(context.generated, block)
     context.token_ids += kept
     return kept

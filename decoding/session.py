@@ -173,11 +173,9 @@ class Session:
         return Ending(max_new_tokens, stops, strings, self._to_text, self.min_new_tokens)
 
     def room(self, prompt: Prompt) -> int:
-        """Return the most tokens of each of the prompt's completions."""
         return prompt.max_new_tokens or self.max_new_tokens
 
     def _messages(self, prompt: Prompt, said: Sequence[str] = ()) -> Sequence[Mapping[str, str]] | None:
-        """Return the messages up to the turn behind the answers `said`; None for raw text."""
         if prompt.messages:
             return prompt.messages
         texts = [text for pair in zip(prompt.turns, [*said, None], strict=False) for text in pair if text is not None]
@@ -243,7 +241,6 @@ class Session:
 
 
 def n_turns(prompt: Prompt) -> int:
-    """Return how many completions a prompt has."""
     return max(1, len(prompt.turns))
 
 

@@ -49,7 +49,6 @@ class SuffixAutomaton:
         return self._length[max(0, self._link[self._last])]
 
     def extend(self, token_id: int) -> None:
-        """Append a token."""
         new = self._add(self._length[self._last] + 1, len(self.token_ids) + 1, -1, {})
         self.token_ids.append(token_id)
         state = self._last
@@ -111,7 +110,6 @@ class HitRates:
         return HitRates(None, self.seen, self.hits)
 
     def learn(self, match_length: int, hit: bool) -> None:
-        """Count a match of that length that was right, or was not."""
         length = min(match_length, LONGEST)
         if self.seen[length] >= MOST_SEEN:  # old observations fade
             self.seen[length], self.hits[length] = self.seen[length] / 2, self.hits[length] / 2
@@ -121,7 +119,6 @@ class HitRates:
             self.earlier.learn(match_length, hit)
 
     def rate(self, match_length: int) -> float:
-        """Return the chance that a match of that length is right."""
         length = min(match_length, LONGEST)
         if self.earlier is None:
             prior, weight = length / (length + 1), PRIOR_TOKENS
@@ -159,7 +156,6 @@ class Matches:
 
     @property
     def n_read(self) -> int:
-        """Committed tokens that were read."""
         return len(self.text.token_ids) - self._n_before
 
     def read(self, token_ids: Sequence[int], known: bool = False) -> None:
@@ -205,7 +201,6 @@ class Cursor:
 
     @property
     def chance(self) -> float:
-        """The chance that it comes next here too."""
         return self.matches.rates.rate(self.length)
 
     def move(self, token_id: int) -> None:

@@ -125,7 +125,6 @@ class Rate:
     seen: float = 0.0
 
     def learn(self, hit: bool) -> None:
-        """Count an observation."""
         if self.seen >= MEMORY:
             self.hits, self.seen = self.hits / 2, self.seen / 2
         self.seen += 1
@@ -149,7 +148,6 @@ class Acceptance:
         return self.classes[bisect_right(BOUNDS, confidence)].value
 
     def learn(self, confidence: float, hit: bool) -> None:
-        """Count a token of that confidence that was accepted, or was not."""
         self.classes[bisect_right(BOUNDS, confidence)].learn(hit)
         self.overall.learn(hit)
 
@@ -164,11 +162,9 @@ class Throughput:
 
     @property
     def rate(self) -> float:
-        """λ."""
         return self.tokens / self.spent
 
     def add(self, tokens: int, spent: float) -> None:
-        """Count a round."""
         self.tokens = self.memory * self.tokens + tokens
         self.spent = self.memory * self.spent + spent
 
@@ -197,7 +193,6 @@ class Probing:
         return True
 
     def paid(self) -> None:
-        """Note that drafting pays again."""
         self.idle, self.wait = 0.0, self.first
 
 
@@ -223,7 +218,6 @@ class Joining:
 
 
 def faded(mean: float, latest: float) -> float:
-    """Return a running mean with the latest value in it."""
     return mean + FADING * (latest - mean)
 
 
@@ -279,7 +273,6 @@ class _Chain:
 
     @property
     def n_rows(self) -> int:
-        """Rows that the target would check, root included."""
         return 1 + len(self.token_ids) + len(self.seconds)
 
     def tree(self, root: int) -> DraftTree:
@@ -447,5 +440,4 @@ class AdaptiveDrafter(Drafter):
         return guesses
 
     def _row(self, chain: _Chain) -> float:
-        """Return what one more row costs the target's pass."""
         return self.costs.verify(chain.n_rows + 1) - self.costs.verify(chain.n_rows)

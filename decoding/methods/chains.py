@@ -141,11 +141,9 @@ class StopRule:
 
     @classmethod
     def adaptive(cls, settings: AdaptiveThreshold, joint: bool = False, probe: Probe | None = None) -> StopRule:
-        """Build the rule of these settings."""
         return cls(settings.max_draft_length, settings.stop_threshold, joint, settings, probe)
 
     def start(self) -> None:
-        """Begin a new draft."""
         self._product = 1.0
 
     def unsure(self, confidence: float, hidden: Tensor | None) -> bool:

@@ -223,7 +223,6 @@ class PipelineDrafter(Drafter):
             self._flights.append(self._start(token_id, newest.slot + 1))
 
     def _step(self) -> None:
-        """Move every token one layer up."""
         import torch
 
         rising = self._flights[::-1]

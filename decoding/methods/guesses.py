@@ -162,12 +162,10 @@ class Window:
 
     @property
     def n_levels(self) -> int:
-        """Levels held now."""
         return len(self.levels)
 
     @property
     def width(self) -> int:
-        """Columns held now."""
         return len(self.levels[0])
 
     def rows(self, root: int) -> ExtraRows | None:
