@@ -19,8 +19,7 @@ from ..optimizer.search import Search
 from ..store import Store
 from ..tasks.compare import first_turns, made_on, open_models, task_of
 from ..tasks.measures import EnergyMeter, nll
-from ..tasks.report import Figures, figures
-from ..tasks.runs import Contender, Interleaved, OnRun, Run, decoding_with
+from ..tasks.report import Figures, Interleaved, OnRun, decoder, figures
 from .ablation_recipes import AblationRecipes
 from .ablations import ABLATIONS, SCHEMA, Variant
 
@@ -66,12 +65,12 @@ def ablate(
     task = request.task or task_of(prompts)
     recipes = AblationRecipes(session, store, draft, request.model, task, others or prompts, None, on_step)
     built = [_built(variant) for variant in ABLATIONS[name].variants(recipes)]
-    able = [Contender(BASE, decoding_with(session, PLAIN))]
+    able = {BASE: decoder(session, PLAIN)}
     for one in built:
         if one.by is not None:
             own = Session(runtime, one.variant.sampling, request.max_new_tokens)
-            able.append(Contender(one.variant.label, decoding_with(own, one.by)))
-    meter = EnergyMeter.of(runtime.device.type, runtime.device.index or 0)
+            able[one.variant.label] = decoder(own, one.by)
+    meter = EnergyMeter.of(runtime.device)
     runs = Interleaved(able, prompts, meter, on_run)
     finished = runs.run()
     return {
@@ -116,8 +115,8 @@ def _row(built: BuiltVariant, runs: Interleaved, session: Session, prompts: Sequ
             "consistency": None,
         }
 
-    def nll_of(number: int, run: Run) -> float:
-        return nll(session.runtime, session.encode(prompts[number]), run.token_ids)
+    def nll_of(number: int, token_ids: tuple[int, ...]) -> float:
+        return nll(session.runtime, session.encode(prompts[number]), token_ids)
 
     own = runs.runs[variant.label]
     plain = figures(known, own, runs.runs[BASE], len(prompts), nll_of, predicts_early=built.heads is not None)

@@ -19,11 +19,10 @@ from ..models.costs import machine_name
 from ..models.runtime import Runtime
 from ..optimizer.search import Search
 from ..store import Store
-from ..tasks.compare import first_turns, peer
+from ..tasks.compare import first_turns
 from ..tasks.generate import Planner
 from ..tasks.recipes import stored_costs
-from ..tasks.report import Figures, figures
-from ..tasks.runs import Contender, Decoded, Interleaved, OnRun, Runs, decoding_with
+from ..tasks.report import Decode, Decoded, Figures, Interleaved, OnRun, Runs, decoder, figures, peer
 
 SCHEMA = "swiftopt.bench-decode/1"
 
@@ -57,7 +56,7 @@ def run_methods(
     base = BASE if BASE in methods else methods[0]
     swift: dict[str, Method | Search] = {}  # by task: a search goes on from prompt to prompt
 
-    def contender(name: str) -> Contender:
+    def decoder_of(name: str) -> Decode:
         if name in PEERS:
             return peer(name, session, draft)
         planner = Planner(replace(request, method=None if name == "best" else name), runtime, store)
@@ -65,15 +64,15 @@ def run_methods(
         def run(prompt: Prompt) -> Decoded:
             task = request.task or prompt.task
             if name != "swift":
-                return decoding_with(session, planner.plan_for(task)[0])(prompt)
+                return decoder(session, planner.plan_for(task)[0])(prompt)
             if task not in swift:
                 swift[task] = _swift_or_search(planner, task, costs)
-            return decoding_with(session, swift[task])(prompt)
+            return decoder(session, swift[task])(prompt)
 
-        return Contender(name, run)
+        return run
 
-    contenders = [contender(name) for name in dict.fromkeys((base, *methods))]
-    interleaved = Interleaved(contenders, prompts, on_run=on_run, complete=True)
+    decoders = {name: decoder_of(name) for name in (base, *methods)}
+    interleaved = Interleaved(decoders, prompts, on_run=on_run, complete=True)
     if not interleaved.run():
         raise KeyboardInterrupt
     return {

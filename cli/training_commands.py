@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ..core.errors import InvalidInput, SettingsError, safe_url
 from ..core.records import LearnedKind, LearnedRecord
-from ..core.requests import TuneRequest
+from ..core.requests import ModelRequest, TuneRequest
 from ..core.streams import read_stream
 from ..training.settings import HeadSettings, ProbeSettings, TrainingStep
 from . import options
@@ -148,11 +148,11 @@ def _trained(
 
     check_names(values["model"], values["dtype"], values["device"])
 
-    from ..tasks.train import TrainRequest, train
+    from ..tasks.recipes import train_and_store
 
-    request = TrainRequest(values["model"], task, settings, values["dtype"], values["device"])
+    request = ModelRequest(values["model"], task=task, dtype=values["dtype"], device=values["device"])
     with open_store(values["db"]) as store:
-        record = train(request, prompts, store, StepPrinter(), note_load)
+        record = train_and_store(request, settings, prompts, store, StepPrinter(), note_load)
         database = safe_url(store.url)
     if pictures:
         draw_loss(record, pictures)

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from .errors import StreamError, look_up
 
-Judge = Literal["code", "number", "match", "summary"]  # how `tasks.quality` compares an answer with its reference
+Judge = Literal["code", "number", "match", "summary"]  # how `tasks.measures` compares an answer with its reference
 
 JUDGES: tuple[str, ...] = get_args(Judge)
 

@@ -1,8 +1,8 @@
-"""Decode prompts as the stored plan says, or as the caller insists."""
+"""Decode prompts by the stored plan, or by the method that the caller asks for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from ..models.buffer import free_bytes
 from ..models.costs import machine_name
 from ..models.loading import load
 from ..models.runtime import Runtime
-from ..models.saved import no_step
+from ..models.saved import OnStep, no_step
 from ..store import Store
 from .recipes import Recipe, Recipes, opened
 
@@ -38,7 +38,7 @@ class GenerateInfo:
 
 
 class Generated(NamedTuple):
-    """A completion, and how it came about."""
+    """A completion, and how it was decoded."""
 
     prompt: Prompt
     completion: Completion
@@ -47,10 +47,10 @@ class Generated(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TextAdded:
-    """Text that a completion has grown by, and that nothing can change any more.
+    """Text that a completion has grown by, final.
 
-    `n_tokens` tokens brought it, `traced` to where they came from, whose `logprobs` these are where they are wanted;
-    `prompt_logprobs` those of the prompt's tokens after the first one.
+    It came with `n_tokens` tokens, `traced` to their sources, with their `logprobs` where wanted; `prompt_logprobs` are
+    those of the prompt's tokens after the first one.
     """
 
     prompt: Prompt
@@ -65,9 +65,9 @@ def generate(
     request: GenerateRequest,
     prompts: Sequence[Prompt],
     store: Store | None,
-    on_step: Callable[[str], None] = no_step,
+    on_step: OnStep = no_step,
 ) -> Iterator[TextAdded | Generated]:
-    """Decode the prompts, `request.concurrency` at a time; yield text as it grows, and each turn when it is finished.
+    """Decode the prompts, `request.concurrency` at a time; yield text as it grows, and each finished turn.
 
     Raises: LayerSetNotFound, LearnedNotFound: a method was asked for, and what it needs is neither stored nor given.
             LayerSetError: the given set was tuned on another model. SettingsError: there is no such method.
@@ -103,7 +103,7 @@ def as_planned(session: Session, planner: Planner, prompt: Prompt, **options: An
 class Planner:
     """Choose and build the method of each task once: the request's, else the stored plan's.
 
-    Args: version: of the plan, whatever its verdict is; None: the one that `best` means, where its verdict is "use".
+    Args: version: of the plan, whatever its verdict; None: the `best` one, if its verdict is "use".
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Planner:
         request: GenerateRequest,
         runtime: Runtime,
         store: Store | None,
-        on_step: Callable[[str], None] = no_step,
+        on_step: OnStep = no_step,
         version: int | None = None,
     ) -> None:
         self.request, self.runtime, self.store, self.version = request, runtime, store, version
@@ -140,10 +140,10 @@ class Planner:
         if request.method == "plain":
             return PLAIN, GenerateInfo("plain")
         if request.layer_set is not None:
-            return self._insisted(request.method or request.layer_set.found_for, task, None)
+            return self._requested(request.method or request.layer_set.found_for, task, None)
         found, missing = self._look_up(task)
         if request.method is not None:
-            return self._insisted(request.method, task, found)
+            return self._requested(request.method, task, found)
         if found is None:
             return PLAIN, GenerateInfo("plain", note=missing)
         record = found.plan.layer_set
@@ -152,14 +152,14 @@ class Planner:
             return PLAIN, replace(info, method="plain")
         try:
             return self._build(found.plan, self._recipe(task, found.plan)), info
-        except (InvalidInput, NotFound) as error:  # made where its draft model is, or its heads were
+        except (InvalidInput, NotFound) as error:  # such as of a draft model that is not on this machine
             if self.version is not None:
                 raise
             note = f"the stored plan cannot be used here: {error}"
             return PLAIN, replace(info, method="plain", record=None, note=note)
 
-    def _insisted(self, name: str, task: str, found: FoundPlan | None) -> tuple[Method, GenerateInfo]:
-        """Build a method by name, as the stored plan says where that is of the same method."""
+    def _requested(self, name: str, task: str, found: FoundPlan | None) -> tuple[Method, GenerateInfo]:
+        """Build a method by name, from the stored plan if that has the same method."""
         same = found if found is not None and found.plan.method == name else None
         plan = Plan(name, self.request.layer_set) if same is None else same.plan
         recipe = self._recipe(task, plan)
@@ -171,22 +171,19 @@ class Planner:
         return self._build(plan, recipe), info
 
     def _recipe(self, task: str, plan: Plan) -> Recipe:
-        draft_model = self.request.draft_model or plan.draft_model
-        draft = self._draft(draft_model) if draft_model and method_info(plan.method).drafts_with_model else None
+        request, name, draft = self.request, self.request.draft_model or plan.draft_model, None
+        if name and method_info(plan.method).drafts_with_model:
+            if name not in self._drafts:
+                self._drafts[name] = load(name, request.dtype, request.device, self._on_step, request.speed)
+            draft = self._drafts[name]
         recipes = Recipes(self.runtime, self.store, draft, self._on_step)
-        return recipes.of(plan.method, task, self.request.layer_set or plan.layer_set, plan.learned, plan.settings)
+        return recipes.of(plan.method, task, request.layer_set or plan.layer_set, plan.learned, plan.settings)
 
     def _build(self, plan: Plan, recipe: Recipe) -> Method:
         if plan.method == "swift" and self.request.settings is not None:
             return build("swift", recipe.parts, self.request.settings)
         settings = method_info(plan.method).settings_from(plan.settings or recipe.settings)
         return build(plan.method, recipe.parts, settings)
-
-    def _draft(self, name: str) -> Runtime:
-        if name not in self._drafts:
-            request = self.request
-            self._drafts[name] = load(name, request.dtype, request.device, self._on_step, request.speed)
-        return self._drafts[name]
 
     def _look_up(self, task: str) -> tuple[FoundPlan | None, str]:
         """Return the stored plan, or why there is none."""
@@ -201,31 +198,25 @@ class Planner:
                 )
             return found, ""
         try:
-            found = self.store.lookup(runtime.info.fingerprint, task, machine_name(runtime), runtime.dtype_name)
-            return found, ""
+            return self.store.lookup(runtime.info.fingerprint, task, machine_name(runtime), runtime.dtype_name), ""
         except LayerSetNotFound:
             model = self.request.model
-            return None, (
-                f"nothing is stored for {model}/{task}: run `swiftopt tune --model {model} --stream FILE --task {task}`"
-            )
+            advice = f"run `swiftopt tune --model {model} --stream FILE --task {task}`"
+            return None, f"nothing is stored for {model}/{task}: {advice}"
 
 
 class GrowingText:
     """Turn tokens into text as they come; hold back what a later token could change or a stop string cut."""
 
     def __init__(self, session: Session, prompt: Prompt) -> None:
-        self._tokenizer, self._stop, self._prompt = (
-            session.runtime.tokenizer,
-            (*session.stop_strings, *prompt.stop),
-            prompt,
-        )
-        self._min_new_tokens = session.min_new_tokens
+        self._tokenizer, self._min_new_tokens = session.runtime.tokenizer, session.min_new_tokens
+        self._prompt, self._stop = prompt, (*session.stop_strings, *prompt.stop)
         self._start()
 
     def _start(self) -> None:
         self._token_ids: list[int] = []
         self._text = ""
-        self._from = self._read = self._shown = self._n_told = 0
+        self._from = self._read = self._shown = self._n_shown = 0  # tokens, tokens, characters, tokens
         self._logprobs: tuple[TokenLogprob, ...] = ()
         self._traced: tuple[TracedToken, ...] = ()
 
@@ -235,22 +226,22 @@ class GrowingText:
         self._traced += event.traced
         of_prompt = event.prompt_logprobs if isinstance(event, Prefilled) else ()
         if (text := self.add(event.token_ids)) or of_prompt:
-            yield self._told(text, of_prompt)
+            yield self._added(text, of_prompt)
 
     def ended(self, completion: Completion) -> Iterator[TextAdded]:
         """Yield the rest of the completion's text, if there is any; the next tokens begin another one."""
         if text := self._new(completion.text):
-            yield self._told(text)
+            yield self._added(text)
         self._start()
 
-    def _told(self, text: str, prompt_logprobs: tuple[TokenLogprob, ...] = ()) -> TextAdded:
-        n_tokens, self._n_told = len(self._token_ids) - self._n_told, len(self._token_ids)
+    def _added(self, text: str, prompt_logprobs: tuple[TokenLogprob, ...] = ()) -> TextAdded:
+        n_tokens, self._n_shown = len(self._token_ids) - self._n_shown, len(self._token_ids)
         logprobs, self._logprobs = self._logprobs, ()
         traced, self._traced = self._traced, ()
         return TextAdded(self._prompt, text, n_tokens, logprobs, prompt_logprobs, traced)
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """Take tokens in; returns the text that they complete."""
+        """Add tokens; return the text that they complete."""
         self._token_ids += token_ids
         # Only the newest tokens are decoded, behind some that were before: a token's text can depend on its neighbour.
         known, text = (self._decoded(self._token_ids[self._from : end]) for end in (self._read, None))

@@ -1,4 +1,4 @@
-"""Resources of a task that runs as a job: its description, its lease, and waiting for the database."""
+"""What a task needs to run as a job: its description, its lease, and patience with the database."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
-from ..core.errors import LeaseLost, StoreError, StoreUnavailable
+from ..core.errors import LeaseLost, StoreError, StoreUnavailable, SwiftoptError
 from ..core.requests import JobSpec, Lease, TuneRequest, Wanted
 from ..core.streams import stream_lines, stream_sha256
 from ..core.types import Prompt
@@ -28,6 +28,10 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
+class Cancelled(SwiftoptError):
+    """The request was cancelled, or its engine closed."""
+
+
 class HandedBack(Exception):
     """The worker is ending: another one continues the job from its last checkpoint."""
 
@@ -40,7 +44,7 @@ class LeaseKeeper:
     """Renew a lease in a thread; a context manager around the work.
 
     `wanted` is the verb that the job was sent, `lost` whether the attempt was replaced or its job has ended. With
-    `fatal` the process is ended GRACE_S after that, whatever it is doing: another one uses the device.
+    `fatal` the process ends GRACE_S after that, whatever it is doing: another one uses the device.
     """
 
     def __init__(self, jobs: Jobs, lease: Lease, *, fatal: bool) -> None:
@@ -83,19 +87,19 @@ def patiently(work: Callable[[], T], patience_s: float = PATIENCE_S) -> T:
 
     Raises: StoreUnavailable: it stayed away.
     """
+
+    def log(state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        logger.warning("database=away try=%d reason=%r", state.attempt_number, str(error))
+
     retrying = Retrying(
         retry=retry_if_exception_type(StoreUnavailable),
         wait=wait_random_exponential(multiplier=0.2, max=LONGEST_WAIT_S),
         stop=stop_after_delay(patience_s),
-        before_sleep=_log_retry,
+        before_sleep=log,
         reraise=True,
     )
     return retrying(work)
-
-
-def _log_retry(state: RetryCallState) -> None:
-    error = state.outcome.exception() if state.outcome else None
-    logger.warning("database=away try=%d reason=%r", state.attempt_number, str(error))
 
 
 def tune_spec(

@@ -1,26 +1,50 @@
-"""What a comparison measures beside time: energy, memory beside the target's own, and perplexity of the output.
+"""What a comparison measures beside time: energy, extra memory, and the output's perplexity and quality.
 
 Energy comes from the machine's own counters, NVML for an NVIDIA GPU and RAPL for the processor, or is not measured.
+Quality is a data set's own measure: code is run, numbers, words and summaries are compared with a reference.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+import secrets
+import signal
+import string
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import chain
+from math import comb
+from os import killpg
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..core.errors import SettingsError
+from ..core.templates import Judge
+from ..core.types import Prompt
 from ..decoding.methods import Method
 from ..models.rows import Rows
 from ..models.runtime import Runtime
 
 POWERCAP = Path("/sys/class/powercap")
 ROWS = 64  # tokens per pass of `nll`, so that the logits of a large vocabulary stay small
+
+MEASURES: Mapping[Judge, str] = {
+    "code": "pass@1",
+    "number": "exact match",
+    "match": "exact match",
+    "summary": "ROUGE-2",
+}
+PROGRAM_S = 10  # that a program may take
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +71,9 @@ class EnergyMeter:
         self.source = " + ".join(dict.fromkeys(counter.source for counter in counters)) or None
 
     @classmethod
-    def of(cls, device_type: str, index: int = 0) -> EnergyMeter:
-        """Use the counters of the processor and, for a model on "cuda", of that GPU."""
-        return cls([*(nvml(index) if device_type == "cuda" else ()), *rapl(POWERCAP)])
+    def of(cls, device: torch.device) -> EnergyMeter:
+        """Use the counters of the processor and, for a model on a GPU, of that GPU."""
+        return cls([*(nvml(device.index or 0) if device.type == "cuda" else ()), *rapl(POWERCAP)])
 
     def read(self) -> tuple[int, ...]:
         """Read every counter, for `joules_since`."""
@@ -91,34 +115,28 @@ def nvml(index: int) -> list[Counter]:
     return [Counter("nvml", lambda: 1000 * int(library.nvmlDeviceGetTotalEnergyConsumption(handle)))]
 
 
-def held_bytes(method: Method, runtime: Runtime) -> int:
-    """Return the bytes of tensors that the method refers to beyond the target's: heads, stacks, a draft model.
+def extra_bytes(method: Method, runtime: Runtime, n_positions: int, room: int) -> int:
+    """Return the bytes that the method takes beyond plain decoding's: its tensors, and slots for keys and values.
 
-    Quantised copies lie with the target, for all methods to share; they count for each that runs them.
+    Tensors are those it refers to beyond the target's own: heads, stacks, a draft model. Quantised copies belong to the
+    target, for all methods to share; they count for each method that runs them.
+
+    Args: n_positions: of prompt and completion together. room: tokens of the completion.
     """
     own = {tensor.untyped_storage().data_ptr() for tensor in _of_module(runtime.hf_model)}
-    found: dict[int, int] = {}
-    seen = {id(runtime), id(runtime.hf_model)}
-    for tensor in _tensors(method, seen):
+    held: dict[int, int] = {}
+    for tensor in _tensors(method, {id(runtime), id(runtime.hf_model)}):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            found[storage.data_ptr()] = storage.nbytes()
+            held[storage.data_ptr()] = storage.nbytes()
     copies = 0 if method.layer_set is None else runtime.copies.bytes_of(method.layer_set)
-    return sum(found.values()) + copies
-
-
-def buffer_bytes(method: Method, runtime: Runtime, n_positions: int, room: int) -> int:
-    """Return the bytes of key/value slots beyond plain decoding's: draft rows, and all of a draft model's.
-
-    Args: n_positions: prompt and completion together; room: tokens of the completion.
-    """
     n_rows = method.drafter.max_rows(room)
-    return (n_rows - 1) * runtime.slot_bytes + (n_positions + n_rows) * method.drafter.slot_bytes
+    slots = (n_rows - 1) * runtime.slot_bytes + (n_positions + n_rows) * method.drafter.slot_bytes
+    return sum(held.values()) + copies + slots
 
 
 def _of_module(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
+    return chain(module.parameters(), module.buffers())
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
@@ -126,26 +144,21 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
     if id(value) in seen:
         return
     seen.add(id(value))
+    items: Iterable[Any] = ()
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, nn.Module):
         yield from _of_module(value)
     elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item, seen)
+        items = value.values()
     elif isinstance(value, list | tuple | set | frozenset):
-        for item in value:
-            yield from _tensors(item, seen)
+        items = value
     elif type(value).__module__.startswith(__package__.partition(".")[0]):
-        for item in _attributes(value):
-            yield from _tensors(item, seen)
-
-
-def _attributes(value: Any) -> list[Any]:
-    found = list(getattr(value, "__dict__", {}).values())
-    names = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
-    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    return found + [getattr(value, name) for name in dict.fromkeys([*names, *slots]) if hasattr(value, name)]
+        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+        own = [getattr(value, name) for name in slots if hasattr(value, name)]
+        items = [*getattr(value, "__dict__", {}).values(), *own]
+    for item in items:
+        yield from _tensors(item, seen)
 
 
 @torch.inference_mode()
@@ -162,6 +175,82 @@ def nll(runtime: Runtime, prompt_ids: Sequence[int], token_ids: Sequence[int]) -
     for start in range(0, len(token_ids), ROWS):
         rows = text[first + start : first + start + ROWS]
         logits = runtime.forward(Rows(rows, first + start), buffer).float()
-        said = torch.tensor(token_ids[start : start + ROWS], device=logits.device)
-        total -= float(torch.log_softmax(logits, dim=-1).gather(1, said[:, None]).double().sum())
+        chosen = torch.tensor(token_ids[start : start + ROWS], device=logits.device)
+        total -= float(torch.log_softmax(logits, dim=-1).gather(1, chosen[:, None]).double().sum())
     return total
+
+
+def measure_of(prompts: Sequence[Prompt]) -> str | None:
+    """Return the name of the measure that judges answers to the prompts; None where not all have the same one."""
+    found = {prompt.reference.get("judge") for prompt in prompts}
+    return MEASURES[found.pop()] if len(found) == 1 and None not in found else None  # type: ignore[index]
+
+
+def check_judges(prompts: Sequence[Prompt]) -> None:
+    """Raises: SettingsError: a library that judges the prompts' answers is missing."""
+    if any(prompt.reference.get("judge") == "summary" for prompt in prompts):
+        _rouge()
+
+
+def quality(prompt: Prompt, text: str) -> float:
+    """Return the quality of an answer to the prompt, from 0 to 1.
+
+    Code: 1 where the data set's tests pass within some seconds, else 0 (HumanEval, arXiv:2107.03374). Numbers: 1 where
+    the last one of the answer is the reference's (GSM8K, arXiv:2110.14168; it may stand behind "####"). Words: 1 where
+    they are the reference's but for case, articles and punctuation. Summaries: F of ROUGE-2, with stems.
+
+    Raises: KeyError: the prompt has no reference.
+    """
+    reference = prompt.reference
+    judge = reference["judge"]
+    if judge == "code":
+        return float(program_passes(reference["before"] + text + "\n" + reference["after"]))
+    if judge == "number":
+        return float(_last_number(text) is not None and _last_number(text) == _last_number(reference["answer"]))
+    if judge == "match":
+        return float(_plain_words(text) == _plain_words(reference["answer"]))
+    return float(_rouge().score(reference["text"], text)["rouge2"].fmeasure)
+
+
+def pass_at(k: int, n: int, n_passed: int) -> float:
+    """Return the chance that one of `k` samples passes, by `n` of which `n_passed` did (arXiv:2107.03374, Eq. 1)."""
+    return 1.0 - comb(n - n_passed, k) / comb(n, k)
+
+
+def program_passes(program: str, seconds: int = PROGRAM_S) -> bool:
+    """Return whether a Python program ends without an error, in a confined process of its own."""
+    mark = secrets.token_hex(8)
+    command = [sys.executable, "-I", str(Path(__file__).with_name("judged_program.py")), mark, str(seconds)]
+    pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=nowhere, cwd=folder, env={}, start_new_session=True
+        ) as child,
+    ):
+        try:
+            output, _ = child.communicate(program.encode(errors="replace"), timeout=2 * seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            with suppress(ProcessLookupError):
+                killpg(child.pid, signal.SIGKILL)  # with whatever it started
+    return child.returncode == 0 and output.decode(errors="replace").endswith(f"{mark}\n")
+
+
+def _last_number(text: str) -> float | None:
+    found = _NUMBER.findall(text.split("####")[-1])
+    return float(found[-1].replace(",", "")) if found else None
+
+
+def _plain_words(text: str) -> list[str]:
+    bare = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return _ARTICLES.sub(" ", bare).split()
+
+
+def _rouge() -> Any:
+    try:
+        scorer = import_module("rouge_score.rouge_scorer")
+    except ImportError as error:
+        raise SettingsError("summaries are judged with rouge-score: pip install 'swiftopt[quality]'") from error
+    return scorer.RougeScorer(["rouge2"], use_stemmer=True)

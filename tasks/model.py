@@ -10,12 +10,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Any
 
-from ..core.errors import SwiftoptError
 from ..core.events import Event
 from ..core.requests import MAX_NEW_TOKENS, GenerateRequest, Speed, TuneRequest
 from ..core.types import DEFAULT_TASK, Completion, Prompt, Sampling
@@ -26,6 +26,7 @@ from ..models.runtime import Runtime
 from ..models.saved import no_step
 from ..store import Store
 from .generate import Generated, Planner, TextAdded, as_planned, memory_for_texts
+from .job import Cancelled
 from .tune import TuneResult, run_tuning
 
 TURN_SHARE = 0.03  # of the time spent decoding, that turns of other threads may take
@@ -42,7 +43,7 @@ def load(
     """Load a model, and open the database with the plans that it decodes by.
 
     Args:   name: alias, hub id, folder or GGUF file. dtype, device, speed: see `swiftopt.models.loading.load`.
-            on_step: told in a few words what is being done. db: a path or an SQLAlchemy URL; None: the default one.
+            on_step: called with each step in a few words. db: a path or an SQLAlchemy URL; None: the default one.
     Raises: ModelNotFound, UnsupportedModel, SettingsError: see `swiftopt.models.loading.load`. StoreError: the database
             cannot be opened.
     """
@@ -77,7 +78,7 @@ class Model:
         self._planners: dict[tuple[str | None, int | None], Planner] = {}
 
     def generate(self, prompt: str | Prompt, **options: Any) -> Completion:
-        """Decode one prompt; the completion of its last turn. See `work` for the options."""
+        """Decode one prompt; return the completion of its last turn. See `work` for the options."""
         done = [event for event in side_by_side([self.work(prompt, **options)]) if isinstance(event, Generated)]
         return done[-1].completion
 
@@ -103,7 +104,7 @@ class Model:
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
     ) -> Work[None]:
-        """A prompt's decoding, for an engine; yields `TextAdded` and, per turn, `Generated`.
+        """Return a prompt's decoding, for an engine; it yields `TextAdded` and, per turn, `Generated`.
 
         Args:   task: whose stored plan to use; a `Prompt` has its own. method: in place of what the plan says.
         Raises: SwiftoptError: when it is run, as the parts raise it.
@@ -116,7 +117,7 @@ class Model:
     def decoding(
         self, session: Session, prompt: Prompt, method: str | None, version: int | None = None, **options: Any
     ) -> Work[None]:
-        """`work` of a session; `version` as for `Planner`, options as for `Session.request`."""
+        """Return `work` of a session; `version` is as for `Planner`, options as for `Session.request`."""
         if (method, version) not in self._planners:
             request = GenerateRequest(self.name, method=method)
             self._planners[method, version] = Planner(request, self.runtime, self.store, version=version)
@@ -124,7 +125,7 @@ class Model:
 
 
 class Ticket:
-    """A request of a live engine, as its caller sees it. Iterating gives the text as it grows."""
+    """A request of a live engine, as its caller sees it. Iterate over it for the text as it grows."""
 
     def __init__(self) -> None:
         self._events: SimpleQueue[TextAdded | Generated | None] = SimpleQueue()  # ends with None
@@ -140,7 +141,7 @@ class Ticket:
         self._raise()
 
     def result(self, timeout: float | None = None) -> Completion:
-        """Wait for the end; the completion of the last turn.
+        """Wait for the end; return the completion of the last turn.
 
         Raises: TimeoutError: it is not done after so many seconds. SwiftoptError: what it failed with.
         """
@@ -151,21 +152,20 @@ class Ticket:
 
     @property
     def is_done(self) -> bool:
-        """Whether it has ended, failed or was cancelled."""
         return self._done.is_set()
 
     def cancel(self) -> None:
-        """Give the request up; its slots are free before the next pass."""
+        """Cancel the request; its slots are free before the next pass."""
         self.give_up()
 
     def put(self, event: TextAdded | Generated) -> None:
-        """Hand over an event, in the engine's thread."""
+        """Pass an event on, in the engine's thread."""
         if isinstance(event, Generated):
             self.generated.append(event)
         self._events.put(event)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Say that nothing more comes, in the engine's thread."""
+        """End the events, in the engine's thread."""
         self.error = error
         self._done.set()
         self._events.put(None)
@@ -175,24 +175,8 @@ class Ticket:
             raise self.error
 
 
-class Cancelled(SwiftoptError):
-    """The request was cancelled, or its engine closed."""
-
-
-class _Turn:
-    """Another thread's turn to use the model: granted by the engine's thread, which then waits for its end."""
-
-    def __init__(self) -> None:
-        self.answered, self.over = threading.Event(), threading.Event()
-        self.granted = False
-
-    def answer(self, granted: bool) -> None:
-        self.granted = granted
-        self.answered.set()
-
-
 class LiveEngine(AbstractContextManager["LiveEngine"]):
-    """Decodes requests of any threads side by side, in a thread of its own that uses the model, or gives a turn."""
+    """Decodes requests of any threads side by side in one thread, which alone uses the model, or grants turns."""
 
     def __init__(self, model: Model, concurrency: int, memory: int) -> None:
         self.model = model
@@ -200,7 +184,7 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock, self._closed = threading.Lock(), False
         self._requests: dict[Ticket, Request[None]] = {}
-        self._turns: deque[_Turn] = deque()
+        self._turns: deque[tuple[Future[bool], threading.Event]] = deque()  # whether each is granted; its end
         self._decoded_s = self._given_s = 0.0  # that steps took, and turns while requests waited for them
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -226,7 +210,7 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
             self.call(lambda: self._add(ticket, work))
 
     def call(self, act: Callable[[], None]) -> None:
-        """Do something in the engine's thread, between two steps."""
+        """Run a function in the engine's thread, between two steps."""
         self._inbox.put(act)
 
     @contextmanager
@@ -235,27 +219,25 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
 
         Raises: Cancelled: the engine is closed, or closes before the turn.
         """
-        turn = _Turn()
+        granted, over = Future[bool](), threading.Event()
         with self._lock:
             if self._closed:
-                turn.answer(False)
+                granted.set_result(False)
             else:
-                self.call(lambda: self._turns.append(turn))
-        turn.answered.wait()
-        if not turn.granted:
+                self.call(lambda: self._turns.append((granted, over)))
+        if not granted.result():
             raise Cancelled("this engine is closed: start another one")
         try:
             yield
         finally:
-            turn.over.set()
+            over.set()
 
     @property
     def n_waiting(self) -> int:
-        """Requests that were not begun yet."""
         return sum(request.is_new for request in self._engine.requests)
 
     def close(self) -> None:
-        """Give all requests up and end the thread."""
+        """Cancel all requests and end the thread."""
         with self._lock:
             self._closed = True
         self._inbox.put(lambda: None)
@@ -267,11 +249,12 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
     def _run(self) -> None:
         try:
             while True:
-                self._obey()
+                while not self._inbox.empty() or not (self._requests or self._turns or self._closed):
+                    self._inbox.get()()  # waits while there is nothing to decode
                 if self._closed:
                     return
                 if self._turns and (not self._requests or self._given_s <= TURN_SHARE * self._decoded_s):
-                    self._given_s += self._give(self._turns.popleft())
+                    self._given_s += self._grant(*self._turns.popleft())
                 if self._requests:
                     self._step()
         finally:
@@ -281,24 +264,23 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
                 self._inbox.get()()
             for ticket in list(self._requests):
                 self._drop(ticket)
-            for turn in self._turns:
-                turn.answer(False)
+            for granted, _ in self._turns:
+                granted.set_result(False)
 
-    def _obey(self) -> None:
-        """Do what was asked of this thread, waiting while there is nothing to decode."""
-        while not self._inbox.empty() or not (self._requests or self._turns or self._closed):
-            self._inbox.get()()
-
-    def _give(self, turn: _Turn) -> float:
-        """Let a thread use the model; the seconds that requests waited for it."""
+    def _grant(self, granted: Future[bool], over: threading.Event) -> float:
+        """Let another thread use the model; return the seconds that requests waited for it."""
         begun, waited = perf_counter(), bool(self._requests)
         self._engine.load.n_beside += waited
-        turn.answer(True)
-        turn.over.wait()
+        granted.set_result(True)
+        over.wait()
         return perf_counter() - begun if waited else 0.0
 
     def _add(self, ticket: Ticket, work: Work[None]) -> None:
-        self._requests[ticket] = self._engine.add(intercept(work, _handing_to(ticket)))
+        def handle(event: Any) -> Work[None]:
+            yield from ()
+            ticket.put(event)
+
+        self._requests[ticket] = self._engine.add(intercept(work, handle))
 
     def _step(self) -> None:
         begun = perf_counter()
@@ -315,11 +297,3 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
             return
         self._engine.cancel(self._requests.pop(ticket))
         ticket.end(Cancelled("the request was cancelled, or its engine closed: submit it again"))
-
-
-def _handing_to(ticket: Ticket) -> Callable[[Any], Work[None]]:
-    def handle(event: Any) -> Work[None]:
-        yield from ()
-        ticket.put(event)
-
-    return handle

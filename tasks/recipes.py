@@ -1,17 +1,17 @@
-"""The parts of methods for a task: those that are stored, and what is made where none are.
+"""The parts of methods for a task: look them up, train them, or make briefly what a comparison finds missing.
 
-Layer sets, heads and probes are looked up, and what passes cost is measured once. What a comparison finds missing is
-made outside its timing, within about a minute together; what is kept of it is marked as brief.
+The costs of passes are measured once. Brief searches and trainings run outside a comparison's timing, within about a
+minute together, and what is stored of them is marked as brief.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple, get_args
 
 from .. import __version__
 from ..core.costs import CostProfile
@@ -19,6 +19,7 @@ from ..core.errors import LayerSetError, LayerSetNotFound, LearnedNotFound
 from ..core.records import AS_FOUND, LayerSetRecord, LearnedKind, LearnedRecord
 from ..core.requests import GenerateRequest, ModelRequest
 from ..core.settings import Preset, SwiftSettings
+from ..core.streams import stream_sha256
 from ..core.types import DEFAULT_TASK, LayerSet, Prompt, now
 from ..decoding.engine import side_by_side
 from ..decoding.loop import Round
@@ -26,26 +27,26 @@ from ..decoding.methods import Resources, method_info
 from ..decoding.methods.adaptive import AdaptiveSettings
 from ..decoding.session import Session
 from ..models.costs import context_bucket, machine_name, measure_costs, with_formats
-from ..models.early_exit import Heads, Probe, learned_from_bytes, learned_to_bytes
+from ..models.early_exit import Heads, Probe, learned_from_bytes, learned_to_bytes, n_parameters
 from ..models.loading import load
 from ..models.runtime import Runtime
-from ..models.saved import no_step
+from ..models.saved import OnStep, cache_root, no_step
 from ..optimizer import self_sd
 from ..optimizer.search import Search
 from ..optimizer.self_sd import Candidate, SelfSdSearch
 from ..store import Store
 from ..training.descent import train
-from ..training.settings import HeadSettings, ProbeSettings
+from ..training.features import Checkpoint
+from ..training.settings import HeadSettings, ProbeSettings, Trained
+from ..training.settings import OnStep as OnTrainingStep
 from .job import PATIENCE_S, patiently
-from .train import record_of
 
-KINDS: tuple[LearnedKind, ...] = ("heads", "probe")
 TYPICAL_POSITIONS = 512  # of a request, at which costs are measured where no stream says how long its texts are
 
 SWIFT_S, SELF_SD_S, HEADS_S, PROBE_S = 10.0, 15.0, 22.0, 8.0
 BRIEF_EPOCHS = 1000  # more than fit in the time, which is what ends a brief training
 LEAST_TOKENS = 48  # per completion that is learned from: shorter ones would leave too few positions
-SWIFT_STEPS = 100  # a search this short is seen from its settings
+SWIFT_STEPS = 100  # tells a brief search's set by its stored settings
 SELF_SD_TOKENS, SELF_SD_PROMPTS = 24, 2  # per candidate: several candidates fit in the time only if each is short
 
 
@@ -60,14 +61,14 @@ class Recipe:
 
 
 class Recipes:
-    """Finds the stored parts of methods on one model; weights are read once."""
+    """Looks up the stored parts of methods on one model; weights are read once."""
 
     def __init__(
         self,
         runtime: Runtime,
         store: Store | None,
         draft_runtime: Runtime | None = None,
-        on_step: Callable[[str], None] = no_step,
+        on_step: OnStep = no_step,
     ) -> None:
         self.runtime, self.store, self.draft_runtime, self.on_step = runtime, store, draft_runtime, on_step
         self._weights: dict[tuple[str, str, int | None], Heads | Probe] = {}
@@ -92,14 +93,18 @@ class Recipes:
         if "costs" in info.needs:
             if layer_set is None and "draft_format" not in settings:
                 layer_set = self._newest(name, task)
-            own = None if layer_set is None else self._own(layer_set)
-            found = AS_FOUND if own is not None and own.found_for == name else {}
-            return Recipe(self._with_costs(own, info.settings_from({**found, **settings})), own, settings=found)
+            record = None if layer_set is None else self._checked(layer_set)
+            found = AS_FOUND if record is not None and record.found_for == name else {}
+            chosen: AdaptiveSettings = info.settings_from({**found, **settings})
+            skipped = LayerSet(self.runtime.n_layers) if record is None else record.layer_set
+            formats = {own for _, own in skipped.filled(chosen.draft_format).formats}
+            costs = stored_costs(self.runtime, self.store, TYPICAL_POSITIONS, self.on_step, formats)
+            return Recipe(Resources(self.runtime, skipped, costs=costs), record, settings=found)
         record = None
         if "layer_set" in info.needs or (info.drafts_with_model and self.draft_runtime is None):
-            record = self._own(layer_set or self.layer_set(name, task))
+            record = self._checked(layer_set or self.layer_set(name, task))
         weights: dict[str, Any] = {}
-        for kind in KINDS:
+        for kind in get_args(LearnedKind):
             if kind in info.needs:
                 learned = learned or self.learned(kind, task, name)
                 weights[kind] = self.weights(learned)
@@ -110,12 +115,6 @@ class Recipes:
             **weights,
         )
         return Recipe(parts, record, learned, record.settings if name == "swift" and record is not None else {})
-
-    def _with_costs(self, record: LayerSetRecord | None, settings: AdaptiveSettings) -> Resources:
-        layer_set = LayerSet(self.runtime.n_layers) if record is None else record.layer_set
-        formats = {name for _, name in layer_set.filled(settings.draft_format).formats}
-        costs = stored_costs(self.runtime, self.store, TYPICAL_POSITIONS, self.on_step, formats)
-        return Resources(self.runtime, layer_set, costs=costs)
 
     def layer_set(self, name: str, task: str) -> LayerSetRecord:
         """Return the newest set for the task: Self-SD's own for "self-sd", SWIFT's for all others.
@@ -133,18 +132,19 @@ class Recipes:
 
     def _newest(self, method: str, task: str) -> LayerSetRecord | None:
         """Return the task's newest set that was found for a method, whatever its verdict, else the default task's."""
-        fingerprint = self.runtime.info.fingerprint
-        for each in dict.fromkeys((task, DEFAULT_TASK)) if self.store is not None else ():
-            assert self.store is not None
-            for record in self.store.layer_sets(fingerprint, each):
+        store, fingerprint = self.store, self.runtime.info.fingerprint
+        if store is None:
+            return None
+        for each in dict.fromkeys((task, DEFAULT_TASK)):
+            for record in store.layer_sets(fingerprint, each):
                 assert record.version is not None
-                plan = self.store.plan(fingerprint, each, record.version).plan
+                plan = store.plan(fingerprint, each, record.version).plan
                 if method == (record.found_for if plan.method == "plain" else plan.method):
                     return record
         return None
 
     def learned(self, kind: LearnedKind, task: str, name: str = "") -> LearnedRecord:
-        """Return the record of the newest heads or probe for the task; a method's `name` makes no difference here.
+        """Return the record of the newest heads or probe for the task, whatever the method's `name`.
 
         Raises: LearnedNotFound: there are none.
         """
@@ -157,14 +157,13 @@ class Recipes:
 
         Raises: InvalidInput: they are another model's.
         """
-        key = weights_key(record)
+        key = _weights_key(record)
         if key not in self._weights:
             assert self.store is not None
-            data = self.store.weights(record)
-            self._weights[key] = learned_from_bytes(record.kind, data, self.runtime)
+            self._weights[key] = learned_from_bytes(record.kind, self.store.weights(record), self.runtime)
         return self._weights[key]
 
-    def _own(self, record: LayerSetRecord) -> LayerSetRecord:
+    def _checked(self, record: LayerSetRecord) -> LayerSetRecord:
         if record.fingerprint is not None and record.fingerprint != self.runtime.info.fingerprint:
             raise LayerSetError(
                 f"the layer set was tuned on {record.model} ({record.fingerprint}), but this model is"
@@ -173,9 +172,8 @@ class Recipes:
         return record
 
 
-@dataclass(frozen=True, slots=True)
-class Made:
-    """A missing piece that was made: which, how, and in how many seconds."""
+class MadePart(NamedTuple):
+    """A missing part that was made: which, how, and in how many seconds."""
 
     piece: str
     how: str
@@ -183,10 +181,10 @@ class Made:
 
 
 class MakingRecipes(Recipes):
-    """Recipes for one task, which make what is not stored, each part once, on `prompts`; `made` lists it.
+    """Recipes for one task, which make each part that is not stored, once, on `prompts`; `made` lists these parts.
 
-    Args: model: the name that the caller used. keep: where to store what is made; None: nowhere. presets: by method, by
-          which the parts of these are made, in full and whatever is stored.
+    Args: model: the name that the caller used. keep: where to store what is made; None: nowhere. presets: by method;
+          the parts of these are made in full, whatever is stored.
     """
 
     def __init__(
@@ -198,27 +196,23 @@ class MakingRecipes(Recipes):
         task: str,
         prompts: Sequence[Prompt],
         keep: Store | None,
-        on_step: Callable[[str], None] = no_step,
+        on_step: OnStep = no_step,
         presets: Mapping[str, Preset] = {},
     ) -> None:
         super().__init__(session.runtime, store, draft_runtime, on_step)
         self.session, self.model, self.task, self.prompts, self.keep = session, model, task, prompts, keep
         self.presets = {name: preset for name, preset in presets.items() if preset.making}
-        self.made: list[Made] = []
+        self.made: list[MadePart] = []
         self._sets: dict[str, LayerSetRecord] = {}
         self._learned: dict[str, LearnedRecord] = {}
 
     def layer_set(self, name: str, task: str) -> LayerSetRecord:
         """Return the stored set for the method, or search one: briefly, or as its preset says."""
-        own, by = self.presets.get(name), searched_by(name)
-        key = by if own is None else name
+        preset, by = self.presets.get(name), searched_by(name)
+        key = by if preset is None else name
         if key not in self._sets:
-            try:
-                if own is not None:
-                    raise LayerSetNotFound("a preset's set is searched anew")
-                self._sets[key] = super().layer_set(name, task)
-            except LayerSetNotFound:
-                self._sets[key] = self._self_sd_set(own) if by == "self-sd" else self._swift_set(own)
+            stored = self._newest(by, task) if preset is None else None
+            self._sets[key] = stored or (self._self_sd_set(preset) if by == "self-sd" else self._swift_set(preset))
         return self._sets[key]
 
     def learned(self, kind: LearnedKind, task: str, name: str = "") -> LearnedRecord:
@@ -226,15 +220,13 @@ class MakingRecipes(Recipes):
 
         Raises: InvalidInput: the prompts and their completions are too few to learn from.
         """
-        own = self.presets.get(name)
-        key = kind if own is None else name
+        preset, stored = self.presets.get(name), None
+        key = kind if preset is None else name
         if key not in self._learned:
-            try:
-                if own is not None:
-                    raise LearnedNotFound("what a preset trains is trained anew")
-                self._learned[key] = super().learned(kind, task)
-            except LearnedNotFound:
-                self._learned[key] = self._train(kind, own)
+            if preset is None:
+                with suppress(LearnedNotFound):
+                    stored = super().learned(kind, task)
+            self._learned[key] = stored or self._train(kind, preset)
         return self._learned[key]
 
     def _train(self, kind: LearnedKind, preset: Preset | None) -> LearnedRecord:
@@ -249,10 +241,10 @@ class MakingRecipes(Recipes):
         trained = train(runtime, self.prompts, settings, budget_s=seconds if preset is None else None)
         self._note(kind, f"{trained.figures['steps']:.0f} steps of training", perf_counter() - clock)
         values = {**settings.to_json(), "brief": preset is None}
-        record = record_of(runtime, self.model, self.task, trained, values)
+        record = learned_record(runtime, self.model, self.task, trained, values)
         if self.keep is not None:
             record = self.keep.add_learned(record, learned_to_bytes(trained.model, record))
-        self._weights[weights_key(record)] = trained.model
+        self._weights[_weights_key(record)] = trained.model
         return record
 
     def _swift_set(self, preset: Preset | None) -> LayerSetRecord:
@@ -287,16 +279,15 @@ class MakingRecipes(Recipes):
         return record if self.keep is None else self.keep.add_layer_set(record, plan_method=method, promote=False)
 
     def _note(self, piece: str, how: str, seconds: float) -> None:
-        self.made.append(Made(piece, f"{how}, {seconds:.0f} s", seconds))
+        self.made.append(MadePart(piece, f"{how}, {seconds:.0f} s", round(seconds, 1)))
 
 
-def weights_key(record: LearnedRecord) -> tuple[str, str, int | None]:
-    """Return what distinguishes the weights of one model."""
+def _weights_key(record: LearnedRecord) -> tuple[str, str, int | None]:
     return record.kind, record.task, record.version
 
 
 def searched_by(method: str) -> str:
-    """Return the method whose search finds layer sets for `method`: Self-SD has its own, all others take SWIFT's."""
+    """Return the method whose search finds layer sets for `method`: Self-SD has its own search, all others SWIFT's."""
     return "self-sd" if method == "self-sd" else "swift"
 
 
@@ -304,10 +295,10 @@ def opened(
     request: ModelRequest,
     prompts: Sequence[Prompt],
     store: Store | None,
-    on_step: Callable[[str], None],
+    on_step: OnStep,
     stop: Sequence[str] = (),
 ) -> Session:
-    """Load the request's model, let the store know it, and see that the prompts can be decoded with it.
+    """Load the request's model, register it in the store, and check that it can decode the prompts.
 
     Raises: SwiftoptError: as `load` and `Session.check` raise it.
     """
@@ -329,13 +320,13 @@ def stored_costs(
     runtime: Runtime,
     store: Store | None,
     n_positions: int,
-    on_step: Callable[[str], None] | None = None,
+    on_step: OnStep | None = None,
     formats: Iterable[str] = (),
     patience_s: float = PATIENCE_S,
 ) -> CostProfile:
     """Return the model's cost profile on this machine with the named formats, measured once and stored.
 
-    Waits `patience_s` for a database that is away; without one nothing is stored.
+    Waits `patience_s` for a database that is away.
 
     Raises: StoreUnavailable: it stayed away.
     """
@@ -355,12 +346,12 @@ def search_offline(
     store: Store,
     max_steps: int,
     budget_s: float,
-    on_step: Callable[[str], None],
+    on_step: OnStep,
     on_candidate: Callable[[int, Candidate], None],
 ) -> tuple[LayerSetRecord, SelfSdSearch]:
     """Run Self-SD's search on all of `prompts` and store its best set as a version that `best` does not mean.
 
-    Its figures are not stored with it: the search maximised them on its own prompts, so they would flatter.
+    Its figures are not stored: the search maximised them on its own prompts, so they are biased.
 
     Raises: InvalidInput, ContextOverflow: a prompt cannot be decoded with this model.
     """
@@ -377,7 +368,7 @@ def set_record(runtime: Runtime, model: str, task: str, layer_set: LayerSet, **k
 
 
 def searched(session: Session, prompts: Sequence[Prompt], settings: SwiftSettings, budget_s: float) -> Search:
-    """Run SWIFT's search while decoding the prompts, for `budget_s` seconds at most; return it ended."""
+    """Run SWIFT's search while decoding the prompts, for `budget_s` seconds at most; return the ended search."""
     runtime, started = session.runtime, perf_counter()
     ratio = settings.start_skip_ratio(runtime.info.n_parameters)
     search = Search("", runtime.n_layers, settings, ratio, None)
@@ -389,3 +380,61 @@ def searched(session: Session, prompts: Sequence[Prompt], settings: SwiftSetting
     finally:
         search.finish("the time is over")
     return search
+
+
+def train_and_store(
+    request: ModelRequest,
+    settings: HeadSettings | ProbeSettings,
+    prompts: Sequence[Prompt],
+    store: Store,
+    on_step: OnTrainingStep,
+    on_load: OnStep | None = None,
+) -> LearnedRecord:
+    """Train heads or a probe for the request's model and task; return the stored record.
+
+    A run that was cut short is continued from its checkpoint.
+
+    Raises: SettingsError: a layer is out of range. InvalidInput: the stream or its completions are too short.
+            OutputError: the checkpoint cannot be written.
+    """
+    runtime = load(request.model, request.dtype, request.device, on_load)
+    store.remember_model(runtime.info)
+    values, stream = {**settings.to_json(), "dtype": runtime.dtype_name}, stream_sha256(prompts)
+    identity = {
+        "fingerprint": runtime.info.fingerprint,
+        "dtype": runtime.dtype_name,
+        "stream": stream,
+        "depths": list(settings.depths(runtime.n_layers)),
+        "max_new_tokens": settings.max_new_tokens,
+    }
+    checkpoint = Checkpoint(cache_root() / "training", identity, {**values, "kind": settings.KIND})
+    trained = train(runtime, prompts, settings, on_step, kept=checkpoint)
+    record = learned_record(runtime, request.model, request.task or DEFAULT_TASK, trained, values, stream)
+    record = store.add_learned(record, learned_to_bytes(trained.model, record))
+    checkpoint.remove()
+    return record
+
+
+def learned_record(
+    runtime: Runtime,
+    model: str,
+    task: str,
+    trained: Trained,
+    settings: Mapping[str, Any],
+    stream: str | None = None,
+) -> LearnedRecord:
+    """Describe heads or a probe trained for a task of the model; `model` is the name that the caller used."""
+    return LearnedRecord(
+        kind=trained.model.KIND,
+        model=model,
+        task=task,
+        fingerprint=runtime.info.fingerprint,
+        depths=trained.model.depths,
+        n_parameters=n_parameters(trained.model),
+        settings=dict(settings),
+        figures=trained.figures,
+        curve=trained.curve,
+        stream_sha256=stream,
+        swiftopt_version=__version__,
+        created_at=now(),
+    )

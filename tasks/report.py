@@ -1,28 +1,159 @@
-"""Report of a comparison: one row of figures per method against plain decoding, and the plan that follows from it."""
+"""Runs of methods by turns, the report of their figures against plain decoding, and the plan that follows from it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from ..core.errors import LayerSetNotFound
+from ..core.errors import LayerSetNotFound, SwiftoptError
 from ..core.records import FoundPlan, Plan
 from ..core.requests import BASE
 from ..core.serialization import Record
-from ..core.types import Completion
-from ..decoding.methods import METHODS
-from ..optimizer.verdict import Array, bootstrap_interval, resampled, speed, speed_ratio
+from ..core.types import Completion, Prompt
+from ..decoding.engine import alone
+from ..decoding.methods import METHODS, Method
+from ..decoding.session import Session, hf_generate
+from ..models.runtime import Runtime
+from ..optimizer.search import Search
+from ..optimizer.verdict import Array, Timed, bootstrap_interval, resampled, speed, speed_ratio
 from ..store import Store
-from .quality import pass_at
+from .measures import EnergyMeter, pass_at
 from .recipes import Recipe
-from .runs import Run, Runs
 
 SCHEMA = "swiftopt.compare/1"
 K = 10  # of pass@k
+WARM_UP_TOKENS = 4
+SLOWEST = 2.0  # times plain decoding's whole time that a method may take
+LOOKUP_TOKENS = 10  # prompt_lookup_num_tokens of hf-lookup, the value of transformers' documentation
+FEWEST = 2  # prompts that a slow method decodes all the same: an interval needs two
+
+Decoded = tuple[tuple[int, ...], Completion | None]  # the tokens, and the completion if our own loop decoded
+Decode = Callable[[Prompt], Decoded]
+NLL = Callable[[int, tuple[int, ...]], float]  # (prompt number, token ids) -> -log-likelihood under the target
+OnRun = Callable[[str, int, int, Timed], None]  # method, prompt number from 0, prompts, figures
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One prompt under one method, prefill included."""
+
+    token_ids: tuple[int, ...]
+    seconds: float
+    completion: Completion | None = None
+    joules: float | None = None
+
+    @property
+    def timed(self) -> Timed:
+        return Timed(len(self.token_ids), self.seconds)
+
+
+@dataclass(slots=True)
+class Runs:
+    """A method's runs by prompt number; `error` says why there are no more."""
+
+    name: str
+    by_prompt: dict[int, Run] = field(default_factory=dict)
+    error: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        return sum(run.seconds for run in self.by_prompt.values())
+
+
+def decoder(session: Session, by: Method | Search) -> Decode:
+    """Return what decodes prompts of one turn with a method, or with a search's drafts while it goes on."""
+
+    def run(prompt: Prompt) -> Decoded:
+        work = by.request(session, prompt) if isinstance(by, Search) else session.request(prompt, by)
+        completion = alone(work)[0].completion
+        return completion.token_ids, completion
+
+    return run
+
+
+def peer(name: str, session: Session, draft: Runtime | None) -> Decode:
+    """Return transformers' own decoding, of the PEERS; `draft` drafts for "hf-assisted"."""
+    options: dict[str, Any] = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if name == "hf-lookup" else {}
+    if name == "hf-assisted" and draft is not None:
+        options = {"assistant_model": draft.hf_model}
+
+    def decode(prompt: Prompt) -> Decoded:
+        return hf_generate(session, session.encode(prompt), session.room(prompt), prompt.stop, **options), None
+
+    return decode
+
+
+class Interleaved:
+    """Run methods by turns on the same prompts, so that disturbances of the machine affect all alike.
+
+    The first method is the base; the order rotates from prompt to prompt. A method that takes more than SLOWEST times
+    the base's time stops after as many prompts as fit in that, FEWEST at least. One that fails stops, and its error is
+    recorded; the base's is raised. With `complete` every method decodes every prompt, and any error is raised.
+    """
+
+    def __init__(
+        self,
+        methods: Mapping[str, Decode],
+        prompts: Sequence[Prompt],
+        meter: EnergyMeter | None = None,
+        on_run: OnRun | None = None,
+        complete: bool = False,
+    ) -> None:
+        self.methods, self.prompts, self.complete = methods, list(prompts), complete
+        self.meter, self.on_run = meter or EnergyMeter(()), on_run
+        self.base = next(iter(methods))
+        self.runs = {name: Runs(name) for name in methods}
+
+    def run(self) -> bool:
+        """Warm up, then decode everything; return False if Ctrl-C came before the end. Finished runs are in `runs`."""
+        names = [*self.methods]
+        # a short completion takes the first allocations out of the timing
+        warm_up = replace(self.prompts[0], max_new_tokens=WARM_UP_TOKENS)
+        try:
+            for name in names:
+                self._guarded(name, partial(self.methods[name], warm_up))
+            for number, prompt in enumerate(self.prompts):
+                turn = number % len(names)
+                for name in [*names[turn:], *names[:turn]]:
+                    if len(self.runs[name].by_prompt) < self.affordable(name):
+                        self._guarded(name, partial(self._one, name, number, prompt))
+        except KeyboardInterrupt:
+            return False
+        return True
+
+    def affordable(self, name: str) -> int:
+        """Return how many prompts a method may decode, by its speed so far."""
+        own, base = self.runs[name], self.runs[self.base]
+        if self.complete or not own.by_prompt or not base.by_prompt or name == self.base:
+            return len(self.prompts)
+        per_prompt = own.seconds / len(own.by_prompt)
+        allowed = SLOWEST * len(self.prompts) * base.seconds / len(base.by_prompt)
+        return max(FEWEST, int(allowed / per_prompt))
+
+    def _guarded(self, name: str, work: Callable[[], object]) -> None:
+        if self.runs[name].error is not None:
+            return
+        try:
+            work()
+        except SwiftoptError as error:
+            if self.complete or name == self.base:
+                raise
+            self.runs[name].error = str(error)
+
+    def _one(self, name: str, number: int, prompt: Prompt) -> None:
+        before, clock = self.meter.read(), perf_counter()
+        token_ids, completion = self.methods[name](prompt)
+        seconds = perf_counter() - clock
+        run = Run(token_ids, seconds, completion, self.meter.joules_since(before))
+        self.runs[name].by_prompt[number] = run
+        if self.on_run is not None:
+            self.on_run(name, number, len(self.prompts), run.timed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +198,6 @@ class Figures(Record):
     reason: str | None = None
 
     def missing(self, n_prompts: int, reason: str) -> Figures:
-        """Return the row without any figures."""
         return replace(self, of=n_prompts, reason=reason, extra_parameters=None, extra_bytes=None)
 
 
@@ -76,16 +206,15 @@ def figures(
     own: Runs,
     base: Runs,
     n_prompts: int,
-    nll: Callable[[int, Run], float] | None,
+    nll: NLL | None,
     keeps_tokens: bool = True,
     predicts_early: bool = False,
 ) -> Figures:
     """Fill in a method's row from its runs and those of plain decoding.
 
-    Args: known: the row with what is known without running the method. nll: (prompt number, run) -> negative
-          log-likelihood of the run's tokens under the target; None leaves the perplexity out. keeps_tokens: the method
-          emits the very tokens of plain decoding, also when sampling from the same seed. predicts_early: its drafts are
-          predictions at an intermediate layer.
+    Args: known: the row with what is known without running the method. nll: None leaves the perplexity out.
+          keeps_tokens: the method emits plain decoding's tokens, also when sampling from the same seed.
+          predicts_early: its drafts are predictions at an intermediate layer.
     """
     shared = [number for number in own.by_prompt if number in base.by_prompt]
     if not shared:
@@ -105,7 +234,7 @@ def figures(
         ratio=speed_ratio(timed, slow),
         ratio_interval=bootstrap_interval(timed, slow) if len(shared) > 1 else None,
         **_counts([run.completion for run in runs if run.completion is not None], predicts_early),
-        identical=_identical(runs, plain) if keeps_tokens else None,
+        identical=sum(a.token_ids == b.token_ids for a, b in zip(runs, plain, strict=True)) if keeps_tokens else None,
         **_perplexities(shared, own, base, nll) if nll else {},
         joules_per_token=spent / n_tokens if spent and n_tokens else None,
         reason=own.error,
@@ -129,13 +258,11 @@ def qualities(scores: Mapping[int, float], samples: int) -> dict[str, Any]:
     }
 
 
-def _perplexities(shared: Sequence[int], own: Runs, base: Runs, nll: Callable[[int, Run], float]) -> dict[str, Any]:
+def _perplexities(shared: Sequence[int], own: Runs, base: Runs, nll: NLL) -> dict[str, Any]:
     """Return the perplexity of the output and its ratio to plain decoding's, with an interval over prompts."""
+    both = own.by_prompt, base.by_prompt
     rows = np.array(
-        [
-            [value for run in (own.by_prompt[i], base.by_prompt[i]) for value in (nll(i, run), run.timed.tokens)]
-            for i in shared
-        ]
+        [[value for runs in both for value in (nll(i, runs[i].token_ids), runs[i].timed.tokens)] for i in shared]
     )
 
     def perplexities(sums: Array) -> Array:
@@ -155,10 +282,6 @@ def _perplexities(shared: Sequence[int], own: Runs, base: Runs, nll: Callable[[i
         "perplexity_ratio": float(ratio(whole)),
         "perplexity_interval": resampled(rows, ratio) if len(rows) > 1 else None,
     }
-
-
-def _identical(runs: Sequence[Run], plain: Sequence[Run]) -> int:
-    return sum(a.token_ids == b.token_ids for a, b in zip(runs, plain, strict=True))
 
 
 def _counts(completions: Sequence[Completion], predicts_early: bool) -> dict[str, Any]:
@@ -199,14 +322,14 @@ def with_plan(
     The current plan, if of a method that did not run, stays `best` where it was measured to be faster.
     """
     plan = None if report["interrupted"] else plan_of(report, rows, recipes)
-    found, standing = None, None
+    version, standing = None, None
     ran = [row.method for row in rows if row.ratio is not None]
     if store is not None and plan is not None:
         standing = _standing(report, fingerprint, plan, ran, store)
-        found = store.add_plan(fingerprint, report["task"], plan, promote=standing is None)
+        version = store.add_plan(fingerprint, report["task"], plan, promote=standing is None).version
     whole = {
         **report,
-        "plan": None if plan is None else _plan_json(plan, None if found is None else found.version),
+        "plan": None if plan is None else _plan_json(plan, version),
         "standing": None if standing is None else _plan_json(standing.plan, standing.version),
         "stored": store is not None and bool(ran),
     }
@@ -221,18 +344,10 @@ def plan_of(report: Mapping[str, Any], rows: Sequence[Figures], recipes: Mapping
     best = best_of([row for row in rows if row.method in METHODS])
     if best is None:
         return Plan(BASE, verdict="plain", device=report["device"], dtype=report["dtype"])
-    return Plan(
-        best.method,
-        recipes[best.method].layer_set,
-        best.settings,
-        "use",
-        recipes[best.method].learned,
-        report["draft_model"] if METHODS[best.method].drafts_with_model else None,
-        best.ratio,
-        best.ratio_interval,
-        report["device"],
-        report["dtype"],
-    )
+    recipe = recipes[best.method]
+    draft_model = report["draft_model"] if METHODS[best.method].drafts_with_model else None
+    measured = best.ratio, best.ratio_interval, report["device"], report["dtype"]
+    return Plan(best.method, recipe.layer_set, best.settings, "use", recipe.learned, draft_model, *measured)
 
 
 def _standing(

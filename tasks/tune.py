@@ -1,10 +1,10 @@
-"""Tune a stream, here or as an attempt of a queued job: write the events, keep checkpoints, obey the job's verbs."""
+"""Tune a stream, here or as an attempt of a queued job: store events and checkpoints, and obey the job's verbs."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from os import getpid
 from pathlib import Path
@@ -24,6 +24,7 @@ from ..decoding.session import Session
 from ..models.costs import machine_name
 from ..models.loading import load
 from ..models.runtime import Runtime
+from ..models.saved import OnStep
 from ..optimizer.drafting import prepared
 from ..optimizer.task_state import reading
 from ..optimizer.tuning import MID_STEP, Tuner
@@ -33,7 +34,7 @@ from .recipes import stamped, stored_costs
 
 SHOW_S = 1.0  # between two updates of the figures that others read
 CHECKPOINT_S = 5.0  # between two checkpoints while neither a pass of candidates nor a prompt ends
-SHORT_PATIENCE_S = 5.0  # with a database that is away, while who else uses the model waits for it
+SHORT_PATIENCE_S = 5.0  # with a database that is away, while other users of the model wait
 
 E = TypeVar("E")
 T = TypeVar("T")
@@ -67,17 +68,13 @@ def run_tuning(
     with LineWriter(Path(request.out) if request.out else default_output(request.stream)) as writer:
         claim = store.jobs.begin_here(tune_spec(request, prompts, None), f"{socket.gethostname()}-{getpid()}")
         with LeaseKeeper(store.jobs, claim.lease, fatal=False) as keeper:
-            run = TuningRun(request, prompts, store, claim, keeper, on_event, writer)
-            tasks = _tune(run, store, claim)
+            tasks = _tune(TuningRun(request, prompts, store, claim, keeper, on_event, writer))
         patiently(lambda: store.jobs.end(claim.lease, "succeeded"))
         return TuneResult(claim.job.id, tuple(tasks), writer.path)
 
 
 def check_room(request: TuneRequest, prompts: Sequence[Prompt]) -> None:
-    """Refuse completions that end before the search could begin.
-
-    Raises: SettingsError: they are not longer than the context window.
-    """
+    """Raises: SettingsError: completions are too short for a search: no longer than the context window."""
     window = request.settings.context_window
     longest = max(prompt.max_new_tokens or request.max_new_tokens for prompt in prompts)
     if request.settings.optimise and longest <= window:
@@ -87,17 +84,16 @@ def check_room(request: TuneRequest, prompts: Sequence[Prompt]) -> None:
         )
 
 
-def load_model(request: TuneRequest, on_step: Callable[[str], None]) -> Runtime:
-    """Load a request's model."""
+def load_model(request: TuneRequest, on_step: OnStep) -> Runtime:
     return load(request.model, request.dtype, request.device, on_step, request.speed)
 
 
 class TuningRun:
     """Tune under a lease; `on_event` gets every event after it was written.
 
-    `ending` returns whether the process is to end soon: the run then raises HandedBack at its next checkpoint. `load`
-    gives the request's model, and tells what it does. Where others use that model as well, `turn` waits until this run
-    may compute: from one event to the next, never while it waits for the database.
+    `ending` returns whether the process ends soon: the run then raises HandedBack at its next checkpoint. `load` loads
+    the request's model. Where others use that model as well, `turn` waits until this run may compute: from one event to
+    the next, never while it waits for the database.
 
     Raises: LeaseLost: in `tune`, when the attempt was replaced or its job cancelled.
     """
@@ -112,7 +108,7 @@ class TuningRun:
         on_event: Callable[[Event], None],
         writer: LineWriter | None = None,
         ending: Callable[[], bool] = lambda: False,
-        load: Callable[[TuneRequest, Callable[[str], None]], Runtime] = load_model,
+        load: Callable[[TuneRequest, OnStep], Runtime] = load_model,
         turn: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
         self.request, self.prompts, self.store, self.claim = request, prompts, store, claim
@@ -130,7 +126,7 @@ class TuningRun:
         """Run from the last attempt's checkpoint to the end; return the results of this attempt's tasks."""
         request = self.request
         self.handle(PhaseChanged("", "load", request.model))
-        runtime = self._load(request, self._loading)
+        runtime = self._load(request, lambda step: self.handle(PhaseChanged("", "load", step)))
         patiently(lambda: self.store.remember_model(runtime.info))
         session = Session(runtime, request.sampling, request.max_new_tokens)
         n_positions = int(median(session.check(prompt) for prompt in self.prompts))
@@ -150,14 +146,11 @@ class TuningRun:
             finished += [self._finish(task, "if none") for task in self.tuner.unfinished("stopped on request")]
         if (refined := self.tuner.refined_costs) != costs:
             patiently(lambda: self.store.save_cost_profile(refined))
-        self._note()
+        self._write()
         return finished
 
-    def _loading(self, step: str) -> None:
-        self.handle(PhaseChanged("", "load", step))
-
     def _drafts(self, session: Session, n_positions: int) -> tuple[SwiftSettings, CostProfile]:
-        """Return the settings with the format that drafts have, and the costs with it; make its copies."""
+        """Choose the drafts' format and make its copies; return the settings and costs with it."""
         settings, begun = self.request.settings, self.claim.snapshot or {}
         if settings.draft_format == AUTO and (chosen := begun.get("draft_format")):
             settings = replace(settings, draft_format=chosen)
@@ -165,8 +158,9 @@ class TuningRun:
             kept = CostProfile.from_json(begun["costs"]) if "costs" in begun else None
 
         def on_step(step: str) -> None:
-            with self._turn_over():
-                self.handle(PhaseChanged("", "profile", step))
+            self._now.close()  # others may use the model meanwhile
+            self.handle(PhaseChanged("", "profile", step))
+            self._take_turn()
 
         def measured(*formats: str) -> CostProfile:
             if kept is not None and kept.device == machine_name(session.runtime):
@@ -177,7 +171,7 @@ class TuningRun:
         return exhaust(self._in_turns(prepared(session, self.prompts, settings, measured)), self.handle)
 
     def _in_turns(self, events: Generator[E, None, T]) -> Generator[E, None, T]:
-        """Hand on a generator's events, each computed in a turn."""
+        """Yield a generator's events, each computed in a turn."""
         while True:
             self._take_turn()
             with self._now:
@@ -192,15 +186,8 @@ class TuningRun:
         if self._turn is not None:
             self._now.enter_context(self._turn())
 
-    @contextmanager
-    def _turn_over(self) -> Iterator[None]:
-        """Let others use the model, in the middle of what is computed."""
-        self._now.close()
-        yield
-        self._take_turn()
-
     def keep_unfinished(self) -> None:
-        """Store the best sets so far of a run that was cut short, without making them anyone's plan."""
+        """Store the best sets so far of a run that was cut short, without making them plans."""
         for task in self.tuner.unfinished() if self.tuner is not None else ():
             self._finish(task, "never")
 
@@ -213,7 +200,7 @@ class TuningRun:
             if isinstance(event, TrialsDone | PromptFinished):
                 self._checkpoint()
             elif self.tuner is None or monotonic() - self._written >= SHOW_S / 2:
-                self._note()
+                self._write()
         if isinstance(event, PromptFinished) and self._writer is not None:
             self._writer.write_completion(event.prompt, event.completion)
         self._on_event(event)
@@ -231,7 +218,7 @@ class TuningRun:
 
     @property
     def _is_stopped(self) -> bool:
-        """Whether the job was asked to stop with what it found so far."""
+        """Whether the job was asked to stop and keep what it found so far."""
         return "stop" in (self._keeper.wanted, self._wanted)
 
     def _show(self, progress: Progress) -> None:
@@ -239,30 +226,29 @@ class TuningRun:
         if now - self._saved >= CHECKPOINT_S and self._has_moved():
             self._checkpoint(progress)
         elif self._pending:
-            self._note()
+            self._write()
         elif now - self._shown >= SHOW_S:
-            figures = _figures(progress)
-            self._wanted = patiently(lambda: self._jobs.renew(self._lease, progress=figures))
-            self._shown = self._written = now
+            self._write(progress)
+            self._shown = now
 
     def _has_moved(self) -> bool:
-        """Whether a checkpoint would differ: one that did not would count as progress of a job that always dies."""
+        """Whether a checkpoint would differ: an equal one would count as progress of a job that always dies."""
         assert self.tuner is not None
         self._saved = monotonic()
         return self.tuner.snapshot() != self._snapshot
 
-    def _note(self) -> None:
-        if not self._pending:
-            return
-        events = tuple(self._pending)
-        self._wanted = patiently(lambda: self._jobs.renew(self._lease, events))
-        self._pending.clear()
-        self._written = monotonic()
+    def _write(self, progress: Progress | None = None) -> None:
+        """Write the pending events, and the figures of `progress`."""
+        events, figures = tuple(self._pending), _figures(progress)
+        if events or figures:
+            self._wanted = patiently(lambda: self._jobs.renew(self._lease, events, figures))
+            self._pending.clear()
+            self._written = monotonic()
 
     def _checkpoint(self, progress: Progress | None = None) -> None:
         assert self.tuner is not None
         events, snapshot, number = tuple(self._pending), self.tuner.snapshot(), self._n_checkpoints + 1
-        figures = None if progress is None else _figures(progress)
+        figures = _figures(progress)
         self._wanted = patiently(lambda: self._jobs.checkpoint(self._lease, number, events, snapshot, figures))
         self._n_checkpoints, self._snapshot = number, snapshot
         self._pending.clear()
@@ -271,7 +257,7 @@ class TuningRun:
     def _finish(self, task: TaskFinished, promotion: Promotion) -> TaskFinished:
         """Store a task's layer set, the event, and the snapshot in which the task is finished."""
         assert self.tuner is not None
-        self._note()
+        self._write()
         own = replace(task, record=stamped(task.record, stream_sha256=self.claim.job.stream, job=self._lease.job))
         method = self.request.settings.method if task.verdict.word == "use" else "plain"
         snapshot, number = self.tuner.snapshot(), self._n_checkpoints + 1
@@ -281,27 +267,23 @@ class TuningRun:
         return stored
 
 
-def _figures(progress: Progress) -> Mapping[str, Any]:
-    return {"type": "progress", **progress.to_json()}
+def _figures(progress: Progress | None) -> Mapping[str, Any] | None:
+    return None if progress is None else {"type": "progress", **progress.to_json()}
 
 
-def _tune(run: TuningRun, store: Store, claim: Claim) -> list[TaskFinished]:
+def _tune(run: TuningRun) -> list[TaskFinished]:
+    jobs, lease = run.store.jobs, run.claim.lease
     try:
         return run.tune()
-    except LeaseLost as error:
-        raise _ended(store, claim.job.id) from error
+    except LeaseLost as error:  # the job was cancelled, or its lease ran out, as on a machine that slept
+        ended = jobs.get(lease.job)
+        if ended.state == "failed":
+            words = f"job {ended.id} was ended from outside ({ended.error}); its completions so far are kept"
+            raise JobFailed(words) from error
+        raise JobCancelled(f"job {ended.id} was cancelled; its completions so far are kept") from error
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt)
-        # If the store fails too, the first error is the one to report.
-        with suppress(SwiftoptError):
+        with suppress(SwiftoptError):  # the first error is the one to report
             run.keep_unfinished()
-            store.jobs.end(claim.lease, "cancelled" if interrupted else "failed", str(error) or type(error).__name__)
+            jobs.end(lease, "cancelled" if interrupted else "failed", str(error) or type(error).__name__)
         raise
-
-
-def _ended(store: Store, job: str) -> SwiftoptError:
-    """Return why a run lost its job: it was cancelled, or its lease ran out, as on a machine that slept."""
-    ended = store.jobs.get(job)
-    if ended.state == "failed":
-        return JobFailed(f"job {job} was ended from outside ({ended.error}); its completions so far are kept")
-    return JobCancelled(f"job {job} was cancelled; its completions so far are kept")

@@ -13,7 +13,8 @@ from tiny_files import save
 import swiftopt
 from swiftopt.core.errors import ContextOverflow, SettingsError
 from swiftopt.core.events import Event, PromptFinished
-from swiftopt.tasks.model import TURN_SHARE, Cancelled
+from swiftopt.tasks.job import Cancelled
+from swiftopt.tasks.model import TURN_SHARE
 
 TEXTS = [f"w{i + 1} w{i + 2} w{i + 1}" for i in range(8)]
 

@@ -30,7 +30,8 @@ from swiftopt.optimizer.search import Search
 from swiftopt.optimizer.verdict import Timed
 from swiftopt.store import Store
 from swiftopt.tasks.generate import Generated
-from swiftopt.tasks.traffic import FEWEST, LATEST, LEASE_S, OTHER_ROUNDS, REFRESH_S, Rounds, TaskTraffic, Traffic
+from swiftopt.tasks.served_task import COMPARED_ROUNDS, MAX_PAIRS, MIN_PAIRS, RoundTimings, TaskTraffic
+from swiftopt.tasks.traffic import LEASE_S, REFRESH_S, Traffic
 
 TEXTS = [f"w{i + 1} w{i + 2} w{i + 1} w{i + 2}" for i in range(10)]
 EXAMPLES = Path(__file__).parents[2] / "examples" / "stream.jsonl"
@@ -60,9 +61,9 @@ def answers(
 
 def await_answers(traffic: Traffic) -> None:
     """Until the database has answered all that it was asked."""
-    while traffic._questions._open:
+    while traffic._queries._open:
         time.sleep(0.01)
-        traffic._questions.take()
+        traffic._queries.take()
 
 
 @contextmanager
@@ -77,12 +78,12 @@ def locked(folder: Path) -> Iterator[None]:
         other.close()
 
 
-def rounds(task: TaskTraffic, compared_s: float, in_use_s: float) -> Rounds:
+def rounds(task: TaskTraffic, compared_s: float, in_use_s: float) -> RoundTimings:
     """As many rounds of the way that is not in use as the task wants, and ten others; a token and such seconds each."""
-    n = task.n_other_rounds
+    n = task.n_compared_rounds
     compared, in_use = Timed(n, n * compared_s), Timed(10, 10 * in_use_s)
     both = [compared, in_use] if task.drafts else [in_use, compared]
-    return Rounds(task.drafts, n > 0, task.search.layer_set, both, both)
+    return RoundTimings(task.drafts, n > 0, task.search.layer_set, both, both)
 
 
 def learnt(task: TaskTraffic, compared_s: float, in_use_s: float) -> bool:
@@ -103,7 +104,7 @@ def test_learning_changes_no_token(
 ) -> None:
     expected = {text: model.generate(text, max_new_tokens=40).token_ids for text in TEXTS}
     traffic = Traffic("tiny", model.runtime, store, SETTINGS)
-    monkeypatch.setattr("swiftopt.tasks.traffic.SEARCH_SHARE", 1.0)
+    monkeypatch.setattr("swiftopt.tasks.served_task.SEARCH_SHARE", 1.0)
     for task in ("code", None):
         done = answers(traffic, model.runtime, task, at_once)
         assert {each.prompt.text: each.completion.token_ids[:40] for each in done} == expected
@@ -116,42 +117,42 @@ def test_learning_changes_no_token(
 
 def test_drafts_are_in_use_until_they_are_known_not_to_pay_and_again_when_they_do(model: swiftopt.Model) -> None:
     task = task_of(model)
-    assert task.drafts and task.n_other_rounds == OTHER_ROUNDS["unmeasured"]
+    assert task.drafts and task.n_compared_rounds == COMPARED_ROUNDS["unmeasured"]
     while task.word == "unmeasured":
         learnt(task, 1.0, 0.4)  # plain: a second per token
-        assert task.n_requests <= FEWEST + 1
-    assert task.word == "use" and task.n_other_rounds == OTHER_ROUNDS["use"]
+        assert task.n_requests <= MIN_PAIRS + 1
+    assert task.word == "use" and task.n_compared_rounds == COMPARED_ROUNDS["use"]
     n_before = task.n_requests
     while task.word == "use":
         learnt(task, 1.0, 1.6)
-        assert task.n_requests - n_before <= LATEST
+        assert task.n_requests - n_before <= MAX_PAIRS
     assert task.word == "plain" and not task.drafts
     n_before = task.n_requests
     while task.word == "plain":
         learnt(task, 0.4, 1.0)  # drafts: less than half of one
-        assert task.n_requests - n_before <= LATEST
+        assert task.n_requests - n_before <= MAX_PAIRS
     assert task.drafts
 
 
 def test_a_verdict_is_made_of_the_drafts_in_use_alone(model: swiftopt.Model) -> None:
     """Pairs that were timed with an earlier set say nothing of the one adopted, nor does a request that saw both."""
     task = task_of(model)
-    for _ in range(FEWEST + 2):
+    for _ in range(MIN_PAIRS + 2):
         learnt(task, 1.0, 0.4)
     first, mixed = task.search.layer_set, rounds(task, 1.0, 0.4)
     task.search._standing.incumbent = Incumbent(LayerSet(first.n_layers, frozenset({1}), formats=first.formats))
-    assert task.search.layer_set != first and len(task.pairs) == FEWEST + 2
+    assert task.search.layer_set != first and len(task.pairs) == MIN_PAIRS + 2
     assert not task.add(mixed)
-    assert not task.pairs and task.verdict is None and task.word == "use"
-    news = [learnt(task, 1.0, 0.4) for _ in range(FEWEST + 2)]
-    assert news.index(True) + 1 >= FEWEST and len(task.pairs) == FEWEST + 2
+    assert not task.pairs and task.verdict.ratio is None and task.word == "use"
+    news = [learnt(task, 1.0, 0.4) for _ in range(MIN_PAIRS + 2)]
+    assert news.index(True) + 1 >= MIN_PAIRS and len(task.pairs) == MIN_PAIRS + 2
 
 
 def test_a_set_whose_gain_is_not_sure_is_not_stored(model: swiftopt.Model) -> None:
     task = task_of(model)
     task.word = "use"  # of an earlier set
-    assert not any(learnt(task, 1.0, 0.4 if i % 2 else 2.0) for i in range(LATEST))
-    assert task.word == "use" and task.verdict is not None and task.verdict.word == "plain"
+    assert not any(learnt(task, 1.0, 0.4 if i % 2 else 2.0) for i in range(MAX_PAIRS))
+    assert task.word == "use" and task.verdict.word == "plain" and task.verdict.ratio is not None
 
 
 class Clock:
@@ -179,7 +180,7 @@ def test_what_is_said_of_drafts_is_what_requests_take_with_and_without_them(
     model: swiftopt.Model, monkeypatch: pytest.MonkeyPatch, at_once: int, draft_s: float
 ) -> None:
     """Also where several run at once: a plain round that waits for others' drafts would be no measure of plain ones."""
-    monkeypatch.setattr("swiftopt.tasks.traffic.SEARCH_SHARE", 0.0)
+    monkeypatch.setattr("swiftopt.tasks.served_task.SEARCH_SHARE", 0.0)
     cheap = FormatCosts(1e-3, 1e-3, 1e-3)  # as drafts are believed to be, so that there are many
     costs = CostProfile(
         "", "cpu", "float32", 256, model.runtime.n_layers, 0.1, 0.1, 0.1, 0.1, {1: 1.0}, {"int4": cheap}
@@ -196,22 +197,22 @@ def test_what_is_said_of_drafts_is_what_requests_take_with_and_without_them(
     traffic = Traffic("tiny", model.runtime, None, SETTINGS)
     answers(traffic, model.runtime, "code", at_once)
     [found] = traffic.status().tasks
-    assert found.pairs >= FEWEST and found.ratio == pytest.approx(took["plain"] / took["best"], rel=0.3)
+    assert found.pairs >= MIN_PAIRS and found.ratio == pytest.approx(took["plain"] / took["best"], rel=0.3)
 
 
 def test_pinned_task_has_no_other_rounds(model: swiftopt.Model) -> None:
     task = task_of(model)
     task.pinned = "plain"
-    assert not task.drafts and task.n_other_rounds == 0 and not task.may_search(0.0)
+    assert not task.drafts and task.n_compared_rounds == 0 and not task.may_search(0.0)
     assert not learnt(task, 1.0, 1.0) and not task.pairs
 
 
 def test_what_pays_is_stored_with_its_evidence_and_others_begin_with_it(model: swiftopt.Model, store: Store) -> None:
     traffic = Traffic("tiny", model.runtime, store, SETTINGS)
     task = traffic._task("code")
-    for _ in range(FEWEST + 2):
+    for _ in range(MIN_PAIRS + 2):
         if learnt(task, 1.0, 0.4):
-            traffic._keep(task)
+            traffic._store_version(task)
     await_answers(traffic)
     [record] = store.layer_sets("tiny", "code")
     assert record.verdict == "use" and record.measured_speedup == pytest.approx(2.5) and task.version == record.version
@@ -220,19 +221,19 @@ def test_what_pays_is_stored_with_its_evidence_and_others_begin_with_it(model: s
     await_answers(second)
     assert (other.version, other.word, other.search.layer_set) == (record.version, "use", record.layer_set)
     assert other.search.optimising, "what a server has stored while it searched goes on being searched"
-    assert len(other.pairs) == FEWEST and other.status().ratio == pytest.approx(2.5)
+    assert len(other.pairs) == MIN_PAIRS and other.status().ratio == pytest.approx(2.5)
     with_more = Traffic("tiny", model.runtime, store, SETTINGS)
     task = with_more._task("code")
     await_answers(with_more)
     store.add_layer_set(swiftopt.LayerSetRecord(**{**_fields(record), "measured_speedup": 9.0}))
     with_more._task("code")
-    assert not with_more._questions._open  # it was looked up a moment ago
-    with_more._questions._asked["plan", "code"] -= REFRESH_S
+    assert not with_more._queries._open  # it was looked up a moment ago
+    with_more._queries._asked["plan", "code"] -= REFRESH_S
     with_more._task("code")
     await_answers(with_more)
     assert task.version == 2
     store.rollback("tiny", "code")
-    with_more._questions._asked["plan", "code"] -= REFRESH_S
+    with_more._queries._asked["plan", "code"] -= REFRESH_S
     with_more._task("code")
     await_answers(with_more)
     assert task.version == 1, "what was rolled back is left"
@@ -241,9 +242,9 @@ def test_what_pays_is_stored_with_its_evidence_and_others_begin_with_it(model: s
 def test_plan_of_a_job_is_not_searched_again(model: swiftopt.Model) -> None:
     traffic = Traffic("tiny", model.runtime, None, SETTINGS)
     task, own = traffic._task("code"), LayerSet(model.runtime.n_layers).filled("int4")
-    record = swiftopt.LayerSetRecord("tiny", "code", own, job="0123", evidence=((8, 1.0, 8, 0.4),) * FEWEST)
+    record = swiftopt.LayerSetRecord("tiny", "code", own, job="0123", evidence=((8, 1.0, 8, 0.4),) * MIN_PAIRS)
     plan = Plan("adaptive", record, verdict="use", measured_speedup=2.0, measured_interval=(1.8, 2.2))
-    task.take_up(FoundPlan(plan, 3, "best"), traffic._begun("code", own).search)
+    task.use_plan(FoundPlan(plan, 3, "best"), traffic._new_task("code", own).search)
     found = task.status()
     assert (found.version, found.in_use, found.ratio, found.interval) == (3, "drafts", 2.0, (1.8, 2.2))
     assert found.search.ended == "a stored plan is in use" and found.pairs == 0, "a job times whole requests"
@@ -254,7 +255,7 @@ def test_plan_of_a_job_is_not_searched_again(model: swiftopt.Model) -> None:
 def test_tasks_are_told_apart_by_their_prompts_after_a_restart(
     model: swiftopt.Model, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swiftopt.tasks.traffic.NEAREST", -1.0)  # a model of chance spreads its states
+    monkeypatch.setattr("swiftopt.tasks.traffic.MIN_SIMILARITY", -1.0)  # a model of chance spreads its states
     first = Traffic("tiny", model.runtime, store, SETTINGS)
     answers(first, model.runtime, "code")
     verdict = Verdict("use", 2.5, (2.0, 3.0))
@@ -270,7 +271,7 @@ def test_tasks_are_told_apart_by_their_prompts_after_a_restart(
 def test_nothing_is_tried_on_a_request_that_is_not_to_be_learnt_from(
     model: swiftopt.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swiftopt.tasks.traffic.SEARCH_SHARE", 1.0)
+    monkeypatch.setattr("swiftopt.tasks.served_task.SEARCH_SHARE", 1.0)
     traffic = Traffic("tiny", model.runtime, None, SETTINGS)
     answers(traffic, model.runtime, "code", learn=False)
     [found] = traffic.status().tasks
@@ -294,7 +295,7 @@ def test_search_keeps_to_its_share_of_the_time(model: swiftopt.Model) -> None:
 
 
 def test_names_of_tasks_cannot_fill_the_memory(model: swiftopt.Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swiftopt.tasks.traffic.MOST_TASKS", 3)
+    monkeypatch.setattr("swiftopt.tasks.traffic.MAX_TASKS", 3)
     traffic = Traffic("tiny", model.runtime, None, SETTINGS)
     assert [traffic._task(name).name for name in ("a", "b", "c", "d", "a")] == ["a", "b", "c", "default", "a"]
     assert len(traffic.status().tasks) == 4
@@ -315,7 +316,7 @@ def test_paused_traffic_neither_searches_nor_compares(model: swiftopt.Model, sto
 def test_one_replica_at_a_time_searches_for_a_task(
     model: swiftopt.Model, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swiftopt.tasks.traffic.SEARCH_SHARE", 1.0)
+    monkeypatch.setattr("swiftopt.tasks.served_task.SEARCH_SHARE", 1.0)
     first, second = (Traffic("tiny", model.runtime, store, SETTINGS) for _ in range(2))
 
     def n_trials(traffic: Traffic, task: str) -> int:
@@ -327,10 +328,10 @@ def test_one_replica_at_a_time_searches_for_a_task(
     assert n_trials(first, "code") > 0 and n_trials(second, "code") == 0
     assert n_trials(second, "notes") > 0  # another task
     first.close()  # gives its search back
-    second._questions._asked.clear()  # what it was told holds for some seconds
-    second._leads("code")
+    second._queries._asked.clear()  # what it was told holds for some seconds
+    second._has_lease("code")
     await_answers(second)
-    assert second._leads("code")
+    assert second._has_lease("code")
     second.close()
 
 
@@ -338,12 +339,12 @@ def test_a_search_is_not_this_replicas_for_longer_than_the_database_has_said(
     model: swiftopt.Model, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     traffic = Traffic("tiny", model.runtime, store, SETTINGS)
-    assert not traffic._leads("code")  # not yet answered
+    assert not traffic._has_lease("code")  # not yet answered
     await_answers(traffic)
-    assert traffic._leads("code")
+    assert traffic._has_lease("code")
     later = time.monotonic() + LEASE_S
     monkeypatch.setattr("swiftopt.tasks.traffic.time.monotonic", lambda: later)
-    assert not traffic._leads("code")
+    assert not traffic._has_lease("code")
     traffic.close()
 
 
@@ -351,20 +352,20 @@ def test_no_round_waits_for_the_database(
     model: swiftopt.Model, store: Store, sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While nobody can write to it, requests are answered, and what it has not said is neither searched nor used."""
-    monkeypatch.setattr("swiftopt.tasks.traffic.SEARCH_SHARE", 1.0)
+    monkeypatch.setattr("swiftopt.tasks.served_task.SEARCH_SHARE", 1.0)
     with Store.open(f"{sqlite_url}?timeout=600") as patient:
         first = Traffic("tiny", model.runtime, store, SETTINGS)
         task = first._task("notes")
-        for _ in range(FEWEST + 2):
+        for _ in range(MIN_PAIRS + 2):
             if learnt(task, 1.0, 0.4):
-                first._keep(task)
+                first._store_version(task)
         await_answers(first)
-        monkeypatch.setattr("swiftopt.tasks.traffic.FEWEST", LATEST + 1)  # no verdict, and so no version to be stored
+        monkeypatch.setattr("swiftopt.tasks.served_task.MIN_PAIRS", MAX_PAIRS + 1)  # no verdict, no version
         traffic = Traffic("tiny", model.runtime, patient, SETTINGS)
         with locked(tmp_path):
             for name in ("code", "notes"):
                 assert len(answers(traffic, model.runtime, name)) == len(TEXTS)
-            assert set(traffic._questions._open) == {("lease", "code"), ("plan", "notes")}
+            assert set(traffic._queries._open) == {("lease", "code"), ("plan", "notes")}
             code, notes = (traffic._tasks[name] for name in ("code", "notes"))
             assert code.looked_up and not code.search.trials
             assert not notes.looked_up and notes.version is None and not notes.search.trials

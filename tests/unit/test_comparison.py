@@ -19,8 +19,18 @@ from swiftopt.core.requests import CompareRequest
 from swiftopt.core.types import Completion, Prompt, Sampling
 from swiftopt.decoding.methods import METHODS
 from swiftopt.tasks.measures import ROWS, Counter, EnergyMeter, nll, nvml, rapl
-from swiftopt.tasks.report import Figures, best_of, by_ratio, figures, plan_of
-from swiftopt.tasks.runs import FEWEST, Contender, Decoded, Interleaved, Run, Runs
+from swiftopt.tasks.report import (
+    FEWEST,
+    Decoded,
+    Figures,
+    Interleaved,
+    Run,
+    Runs,
+    best_of,
+    by_ratio,
+    figures,
+    plan_of,
+)
 
 PROMPTS = [Prompt(f"p{i}", "t", text="w1") for i in range(8)]
 
@@ -101,11 +111,11 @@ def test_rows_without_figures_come_last() -> None:
 
 
 class Clockwork:
-    """Contenders whose seconds are set, not taken: the run's time is written down after it."""
+    """Methods whose seconds are set, not taken: the run's time is written down after it."""
 
     def __init__(self, seconds: dict[str, float]) -> None:
         self.order: list[str] = []
-        self.interleaved = Interleaved([Contender(name, self.decoder(name)) for name in seconds], PROMPTS)
+        self.interleaved = Interleaved({name: self.decoder(name) for name in seconds}, PROMPTS)
         self.interleaved.on_run = self.rewrite
         self.seconds = seconds
 
@@ -138,7 +148,7 @@ def test_a_method_that_fails_is_left_out_and_the_rest_goes_on() -> None:
     def fails(prompt: Prompt) -> Decoded:
         raise UnsupportedModel("not with these layers")
 
-    both = Interleaved([Contender("plain", lambda p: ((1,), None)), Contender("paradecode", fails)], PROMPTS)
+    both = Interleaved({"plain": lambda p: ((1,), None), "paradecode": fails}, PROMPTS)
     assert both.run()
     assert both.runs["paradecode"].error == "not with these layers" and not both.runs["paradecode"].by_prompt
     assert len(both.runs["plain"].by_prompt) == len(PROMPTS)
@@ -153,7 +163,7 @@ def test_ctrl_c_keeps_what_is_finished() -> None:
             raise KeyboardInterrupt
         return (1, 2), None
 
-    one = Interleaved([Contender("plain", interrupted)], PROMPTS)
+    one = Interleaved({"plain": interrupted}, PROMPTS)
     assert not one.run()
     assert sorted(one.runs["plain"].by_prompt) == [0, 1]
 

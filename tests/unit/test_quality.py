@@ -13,8 +13,7 @@ import pytest
 
 from swiftopt.core.templates import TEMPLATES
 from swiftopt.core.types import Prompt
-from swiftopt.tasks import quality as judges
-from swiftopt.tasks.quality import measure_of, pass_at, quality, runs
+from swiftopt.tasks.measures import measure_of, pass_at, program_passes, quality
 from swiftopt.tasks.report import qualities
 
 ADD = {"prompt": "def add(a, b):\n", "test": "def check(f):\n    assert f(1, 2) == 3\n", "entry_point": "add"}
@@ -37,12 +36,12 @@ def of(template: str, row: dict[str, object]) -> Prompt:
     ],
 )
 def test_code_passes_where_its_tests_do(answer: str, passes: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judges.runs, "__defaults__", (2,))
+    monkeypatch.setattr(program_passes, "__defaults__", (2,))
     assert quality(of("humaneval", ADD), answer) == passes
 
 
 def test_program_that_waits_is_ended() -> None:
-    assert not runs("import time\ntime.sleep(60)\n", seconds=1)
+    assert not program_passes("import time\ntime.sleep(60)\n", seconds=1)
 
 
 def test_program_writes_no_file_and_removes_none(tmp_path: Path) -> None:
@@ -50,8 +49,8 @@ def test_program_writes_no_file_and_removes_none(tmp_path: Path) -> None:
     kept, new = tmp_path / "kept", tmp_path / "new"
     kept.write_text("text")
     kept.chmod(0o666)
-    runs(f"open({str(new)!r}, 'w').write('x' * 10)\n")
-    runs(f"open({str(kept)!r}, 'w').write('')\n")
+    program_passes(f"open({str(new)!r}, 'w').write('x' * 10)\n")
+    program_passes(f"open({str(kept)!r}, 'w').write('')\n")
     assert not new.exists() or new.read_text() == ""
     assert kept.exists() and kept.stat().st_size in (0, 4)
 
@@ -61,9 +60,9 @@ def test_program_has_no_network() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         port = server.getsockname()[1]
         own = Path("/proc/self/ns/net").readlink()
-        if not runs(f"import os\nassert os.readlink('/proc/self/ns/net') != {str(own)!r}\n"):
+        if not program_passes(f"import os\nassert os.readlink('/proc/self/ns/net') != {str(own)!r}\n"):
             pytest.skip("this kernel gives an unprivileged process no network of its own")
-        assert not runs(f"import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=2)\n")
+        assert not program_passes(f"import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=2)\n")
 
 
 @pytest.mark.parametrize(
