@@ -26,6 +26,9 @@ PEERS: Mapping[str, str] = {
     "hf-lookup": "transformers, prompt lookup",
     "hf-assisted": "transformers, draft model",
 }
+Piece = str | list[int]  # what a token adds to a text; its bytes, where they are no text by themselves
+THINK, THOUGHT = "<think>", "</think>"  # around a model's thought
+
 EARLIER_NAMES = {"hf-assistant": "hf-assisted"}  # as the result files of earlier versions have them
 
 

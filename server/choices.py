@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..core.requests import Piece
 from ..core.types import Completion
-from ..worker.tokens import Piece
 from .engines import Reply
 from .tools import ThoughtText, ToolText
 

@@ -21,8 +21,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.responses import JSONResponse, Response
 
 from ..core.errors import EngineGone, ServiceUnreachable, SwiftoptError
-from ..core.requests import CompletionRequest
-from ..worker.tokens import Piece
+from ..core.requests import CompletionRequest, Piece
 from .asked import AskedChat, AskedDetokenized, AskedText, AskedTokens, functions_of, plain_messages
 from .choices import Choice, Told, by_name, named, speculative
 from .engines import Events, next_event

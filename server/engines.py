@@ -226,7 +226,7 @@ class EngineProcess:
     async def _live(self) -> None:
         """Run one process to its end."""
         self.n_starts += 1
-        command = (sys.executable, "-m", "swiftopt.worker", json.dumps(self.served.to_json()))
+        command = (sys.executable, "-m", "swiftopt.worker.serving", json.dumps(self.served.to_json()))
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.PIPE,

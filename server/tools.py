@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..worker.tokens import THINK, THOUGHT
+from ..core.requests import THINK, THOUGHT
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 TAGS = ("<|python_tag|>", "[TOOL_CALLS]", "<|tool_call|>", "functools")  # Llama's, Mistral's, and Phi-4's two

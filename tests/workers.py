@@ -20,13 +20,19 @@ from swiftopt.core.requests import Job, JobSpec
 from swiftopt.store import Store
 from swiftopt.worker.queue import JobService, Reconciler, RedisQueue
 
-# What `swiftopt worker` runs, with a lease of our own length; and the promise that the parent never imports torch.
+# What `swiftopt worker` runs, with a lease and, if `is_quick`, waits of our own length; and the promise that the parent
+# never imports torch.
 PROGRAM = """
 import logging, sys
 logging.basicConfig(level="INFO", format="%(asctime)s %(process)d %(levelname)s %(name)s %(message)s")
+from swiftopt.worker import queue, worker
 from swiftopt.worker.attempt import WorkerContext
 from swiftopt.worker.worker import default_name, run_worker
-database, redis, lease_s, burst = sys.argv[1:]
+database, redis, lease_s, is_quick, burst = sys.argv[1:]
+if is_quick:
+    queue.CLAIM_S, worker.PERIOD_S = 2.0, 1.0
+    worker.WORKER_TTL_S = 16  # rq waits 15 s less for a job, and then reconciles
+    worker.JobWorker.max_connection_wait_time = 1.0
 run_worker(WorkerContext(default_name(), database, redis, "default", lease_s=float(lease_s)), burst=burst == "burst")
 sys.exit(3 if "torch" in sys.modules else 0)
 """
@@ -73,6 +79,7 @@ class Site:
     redis: str
     folder: Path
     lease_s: float = 20.0
+    is_quick: bool = False
     workers: list[WorkerProcess] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -88,7 +95,7 @@ class Site:
 
     def start(self, burst: bool = False) -> WorkerProcess:
         """One more worker."""
-        words = [self.database, self.redis, str(self.lease_s), "burst" if burst else ""]
+        words = [self.database, self.redis, str(self.lease_s), "quick" * self.is_quick, "burst" if burst else ""]
         return self.run([sys.executable, "-c", PROGRAM, *words])
 
     def run(self, command: list[str]) -> WorkerProcess:
@@ -161,9 +168,9 @@ class Site:
 
 
 @contextmanager
-def site(database: str, redis: str, folder: Path, lease_s: float = 20.0) -> Iterator[Site]:
-    """A site whose workers end with the block."""
-    found = Site(database, redis, folder, lease_s)
+def site(database: str, redis: str, folder: Path, lease_s: float = 20.0, is_quick: bool = False) -> Iterator[Site]:
+    """A site whose workers end with the block; quick ones reconcile every second, and wait a second for a server."""
+    found = Site(database, redis, folder, lease_s, is_quick)
     try:
         yield found
     finally:

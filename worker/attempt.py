@@ -1,4 +1,4 @@
-"""Attempts of jobs, as a worker's child runs them: claim one, work under its lease, and record how it ended."""
+"""Attempts of jobs, as a worker's child or an engine runs them: claim one, work under its lease, record its outcome."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import DeviceMissing, InvalidInput, LeaseLost, NotFound, SettingsError, SwiftoptError
-from ..core.requests import DEFAULT_QUEUE, Delivery, Lease, TuneRequest
+from ..core.errors import DeviceMissing, InvalidInput, LeaseLost, NotFound, SettingsError, StoreError, SwiftoptError
+from ..core.requests import DEFAULT_QUEUE, Delivery, Job, Lease, ServedModel, TuneRequest
 from ..core.streams import parse_stream
 from ..core.types import DEFAULT_TASK
 from ..store import LEASE_S, Claim, Jobs, Store
-from ..tasks.job import HandedBack, LeaseKeeper, Paused, patiently
+from ..tasks.job import Cancelled, HandedBack, LeaseKeeper, Paused, patiently
 from .queue import JobService, RedisQueue
 
 if TYPE_CHECKING:
     from ..models.runtime import Runtime
 
 MOST_IN_A_ROW = 100  # attempts of one child
+LOOK_S = 1.0  # between two looks for jobs of an engine's model
+HOLD_S = 30.0  # that these are kept from the workers of this machine, unless renewed
 HAND_BACK_S = 5.0  # after SIGTERM, until the next checkpoint; without one the job goes on from its last
 NOOP_STEP_S = 0.05
 
@@ -40,8 +42,8 @@ logger = logging.getLogger(__name__)
 class WorkerContext:
     """Name, services and device of a worker; `device` replaces "auto" in requests.
 
-    `redis` "": no queue is told of a job that is handed back, and the reconciler finds it. `lease_s`: seconds without a
-    renewal after which its attempts count as lost.
+    `redis` "": a job that is handed back is delivered by the reconciler alone. `lease_s`: seconds without a renewal
+    after which its attempts count as lost.
     """
 
     name: str
@@ -52,150 +54,232 @@ class WorkerContext:
     lease_s: float = LEASE_S
 
 
-class KeptModel:
-    """The model that was loaded last, for the next job that wants it.
+class Attempts:
+    """Runs attempts of jobs one after another; keeps the latest model loaded for the next job that wants it.
 
-    Args: runtime: one that is loaded already, the model of `request`.
+    Args: ending: set when this process is to end.
     """
 
-    def __init__(self, request: TuneRequest | None = None, runtime: Runtime | None = None) -> None:
-        self._wanted = None if request is None else _model_of(request)
-        self._runtime = runtime
+    turn: Turn | None = None  # of an engine that decodes with the same model, see `TuningRun`
 
-    def is_wanted_by(self, request: TuneRequest) -> bool:
-        """Return whether a request wants that very model, and its files are as they were."""
-        return self._wanted == _model_of(request)
+    def __init__(self, context: WorkerContext, store: Store, ending: threading.Event) -> None:
+        self.context, self.store, self.ending = context, store, ending
+        self._loaded: tuple[Any, ...] | None = None  # which model that is
+        self._runtime: Runtime | None = None
 
-    def load(self, request: TuneRequest, on_step: Callable[[str], None]) -> Runtime:
-        """Return the model of a request.
+    def run_all(self, first: Delivery, on_begin: Callable[[Delivery], None]) -> None:
+        """Run an attempt and, while they succeed, those of the queue's next jobs that want the loaded model.
 
-        Raises: ModelNotFound, UnsupportedModel, SettingsError: see `swiftopt.models.loading.load`.
+        An attempt whose model an engine of this machine has loaded is left to that engine. Calls `on_begin` before each
+        attempt.
         """
-        gc.disable()  # as in `__main__`
-        from ..tasks.tune import load_model  # imports torch, so only in the child
+        delivery: Delivery | None = first
+        for _ in range(MOST_IN_A_ROW):
+            if delivery is None:
+                return
+            if patiently(partial(self._is_engines, delivery)):
+                words = "attempt=left job=%s attempt=%d reason='its model is served'"
+                logger.info(words, delivery.job, delivery.attempt)
+                return
+            on_begin(delivery)
+            self.run(delivery)
+            delivery = None if self.ending.is_set() else patiently(partial(self._following, delivery))
 
-        gc.enable()
+    def run(self, delivery: Delivery) -> None:
+        """Claim and run one attempt, and write its outcome to the job's row.
 
-        if self._runtime is None or not self.is_wanted_by(request):
-            self._wanted, self._runtime = _model_of(request), None  # the one before gives its memory back first
+        Raises: StoreUnavailable: the database stayed away; the lease runs out, and another worker continues.
+        """
+        jobs, redis, lease = self.store.jobs, self.context.redis, Lease(delivery.job, delivery.attempt)
+        service = JobService(self.store, RedisQueue(redis) if redis else None)
+        if self.ending.is_set():
+            if patiently(lambda: jobs.redeliver(delivery)) is not None:
+                service.deliver(jobs.get(lease.job))
+            return
+        claim = patiently(lambda: jobs.claim(lease, self.context.name))
+        if claim is None:
+            try:
+                jobs.get(lease.job)
+                logger.info("attempt=overtaken job=%s attempt=%d", lease.job, lease.attempt)
+            except NotFound:
+                logger.warning("delivery=foreign job=%s reason='whoever submitted it has another database'", lease.job)
+            return
+        logger.info("attempt=begun job=%s attempt=%d kind=%s", lease.job, lease.attempt, claim.job.kind)
+        with LeaseKeeper(jobs, lease, fatal=self.turn is None) as keeper, self._deadline(service, lease):
+            work = self._sleep if claim.job.kind == "noop" else self._tune
+            patiently(_outcome(jobs, lease, partial(work, claim, keeper)))
+        logger.info("attempt=over job=%s attempt=%d", lease.job, lease.attempt)
+        if self.ending.is_set():
+            service.deliver(jobs.get(lease.job))
+
+    def wants_loaded(self, job: Job) -> bool:
+        """Return whether a job tunes the loaded model, and its files have not changed."""
+        try:
+            return job.kind == "tune" and self._loaded == _model_of(self._request(job))
+        except InvalidInput:  # its own attempt reports it
+            return False
+
+    def _is_engines(self, delivery: Delivery) -> bool:
+        """Return whether an engine of this machine takes the attempt."""
+        with suppress(NotFound, InvalidInput):  # the attempt itself reports these
+            job = self.store.jobs.get(delivery.job)
+            if delivery.queue == DEFAULT_QUEUE and job.kind == "tune":
+                return not self.store.jobs.lock(_engine_lock(self._request(job)), self.context.name, 0.0)
+        return False
+
+    def _following(self, done: Delivery) -> Delivery | None:
+        """Return the queue's next attempt if the one before succeeded and the next wants its model, else None."""
+        jobs = self.store.jobs
+        following = next((each for each in jobs.due() if each.queue == self.context.queue), None)
+        if following is None or jobs.get(done.job).state != "succeeded":
+            return None
+        return following if self.wants_loaded(jobs.get(following.job)) else None
+
+    def _request(self, job: Job) -> TuneRequest:
+        """Return a job's request, on this worker's device."""
+        request = TuneRequest.from_json(job.request)
+        return replace(request, device=self.context.device) if request.device == "auto" else request
+
+    def _load(self, request: TuneRequest, on_step: Callable[[str], None]) -> Runtime:
+        from ..tasks.tune import load_model
+
+        wanted = _model_of(request)
+        if self._runtime is None or self._loaded != wanted:
+            self._loaded, self._runtime = wanted, None  # frees the memory of the previous one first
             self._runtime = load_model(request, on_step)
         return self._runtime
 
+    def _tune(self, claim: Claim, keeper: LeaseKeeper) -> None:
+        request = self._request(claim.job)
+        lines = (line.encode() for line in claim.lines.splitlines(keepends=True))
+        prompts = parse_stream(lines, f"the stream of job {claim.job.id}", DEFAULT_TASK)
+        gc.disable()  # as in `serving`
+        from ..tasks.tune import TuningRun, check_room  # imports torch, so only in the child
+
+        gc.enable()
+        check_room(request, prompts)
+        stop, load, turn = self.ending.is_set, self._load, self.turn
+        TuningRun(request, prompts, self.store, claim, keeper, lambda event: None, None, stop, load, turn).tune()
+
+    def _sleep(self, claim: Claim, keeper: LeaseKeeper) -> None:
+        """Run a no-op job: wait for `seconds`, as interruptible as a tuning job."""
+        seconds = claim.job.request.get("seconds", 0)
+        if not isinstance(seconds, int | float):
+            raise SettingsError(f"seconds of a no-op job is {seconds!r}: use a number")
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and keeper.wanted != "stop":
+            if keeper.lost:
+                raise LeaseLost(f"attempt {claim.lease.attempt} of job {claim.lease.job} was replaced: leave it")
+            if self.ending.is_set():
+                raise HandedBack
+            if keeper.wanted == "pause":
+                raise Paused
+            time.sleep(NOOP_STEP_S)
+
+    @contextmanager
+    def _deadline(self, service: JobService, lease: Lease) -> Iterator[None]:
+        """Hand the job back at its last checkpoint if the work reaches no new one soon after SIGTERM."""
+        done = threading.Event()
+
+        def wait() -> None:
+            while not done.is_set() and not self.ending.wait(NOOP_STEP_S * 4):
+                pass
+            if done.wait(HAND_BACK_S):
+                return
+            try:
+                if service.store.jobs.hand_back(lease, "its worker is ending"):
+                    service.deliver(service.store.jobs.get(lease.job))
+            except SwiftoptError as error:  # the lease runs out instead
+                logger.warning("attempt=left job=%s reason=%r", lease.job, str(error))
+            finally:
+                os._exit(0)
+
+        threading.Thread(target=wait, name="hand-back", daemon=True).start()
+        try:
+            yield
+        finally:
+            done.set()
+
+
+class EngineJobs(Attempts):
+    """Runs the default queue's jobs of the model that an engine has loaded, one at a time, in the engine's turns.
+
+    They need no Redis. A lock in the database keeps the workers of this machine from them.
+    """
+
+    def __init__(self, served: ServedModel, store: Store, runtime: Runtime, turn: Turn) -> None:
+        worker = f"{socket.gethostname()}-{os.getpid()}-engine"
+        context = WorkerContext(worker, store.url, "", DEFAULT_QUEUE, served.device, store.jobs.lease_s)
+        super().__init__(context, store, threading.Event())
+        request = TuneRequest(served.path, "", dtype=served.dtype, device=served.device, speed=served.speed)
+        self._loaded, self._runtime = _model_of(request), runtime
+        self._lock, self._engine_turn = _engine_lock(request), turn
+        self._others: set[str] = set()  # waiting jobs that are not for this engine
+        self._held = -HOLD_S
+        self._thread = threading.Thread(target=self._run, name="jobs", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Wait until the running job is handed back, once this is `ending`, and leave the jobs to others."""
+        self._thread.join(HAND_BACK_S)
+        with suppress(StoreError):
+            self.store.jobs.lock(self._lock, self.context.name, 0.0)
+
+    def _run(self) -> None:
+        while not self.ending.is_set():
+            try:
+                self._hold()
+                for delivery in self._due():
+                    self.run(delivery)
+            except SwiftoptError as error:  # the database is away, or the job is
+                logger.warning("engine=no look for jobs reason=%r", str(error))
+            self.ending.wait(LOOK_S)
+
+    def _due(self) -> Iterator[Delivery]:
+        """Yield the attempts that wait for this model."""
+        due = [each for each in self.store.jobs.due() if each.queue == DEFAULT_QUEUE]
+        self._others &= {delivery.job for delivery in due}
+        for delivery in due:
+            if delivery.job not in self._others and not self.ending.is_set():
+                if self.wants_loaded(self.store.jobs.get(delivery.job)):
+                    yield delivery
+                else:
+                    self._others.add(delivery.job)
+
+    def _hold(self) -> None:
+        """Keep the workers of this machine from the jobs; where no reconciler runs, end attempts that were lost."""
+        if time.monotonic() - self._held >= HOLD_S / 3:
+            self._held = time.monotonic()
+            self.store.jobs.lock(self._lock, self.context.name, HOLD_S)
+            if self.store.jobs.lock("reconciler", self.context.name, HOLD_S / 2):
+                self.store.jobs.expire()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        with suppress(StoreError):
+            self._hold()
+        with self._engine_turn():
+            yield
+
 
 def _model_of(request: TuneRequest) -> tuple[Any, ...]:
-    """Return what distinguishes a request's model; where it is a path, also the time of its newest file."""
+    """Return what identifies a request's model; where it is a path, also the time of its newest file."""
     path, changed, place = Path(request.model), 0, request.model
-    with suppress(OSError):  # loading says what is wrong
+    with suppress(OSError):  # loading reports it
         files = [path, *path.iterdir()] if path.is_dir() else [path] if path.is_file() else []
         changed = max((file.stat().st_mtime_ns for file in files if file.exists()), default=0)
         place = str(path.resolve()) if files else place
     return place, request.dtype, request.device, request.speed, changed
 
 
-def engine_lock(request: TuneRequest) -> str:
+def _engine_lock(request: TuneRequest) -> str:
     """Return the name of the lock that an engine of this machine holds on jobs of its model."""
     model = hashlib.sha256(repr(_model_of(request)).encode()).hexdigest()
     return f"engine {socket.gethostname()} {model}"
 
 
-def run_attempts(
-    context: WorkerContext,
-    store: Store,
-    first: Delivery,
-    ending: threading.Event,
-    on_begin: Callable[[Delivery], None],
-) -> None:
-    """Run an attempt, and as long as it succeeds that of the queue's next job, if that wants the model that is loaded.
-
-    One whose model an engine of this machine has loaded is left to that engine, which looks for it.
-
-    Args: on_begin: told of each attempt before it begins. Otherwise as `run_attempt`.
-    """
-    kept, delivery = KeptModel(), first
-    for _ in range(MOST_IN_A_ROW):
-        if patiently(partial(_is_engines, context, store, delivery)):
-            logger.info("attempt=left job=%s attempt=%d reason='its model is served'", delivery.job, delivery.attempt)
-            return
-        on_begin(delivery)
-        run_attempt(context, store, delivery, ending, kept)
-        following = None if ending.is_set() else patiently(partial(_following, context, store, delivery, kept))
-        if following is None:
-            return
-        delivery = following
-
-
-def _is_engines(context: WorkerContext, store: Store, delivery: Delivery) -> bool:
-    """Return whether an engine of this machine takes the attempt."""
-    try:
-        job = store.jobs.get(delivery.job)
-        if delivery.queue != DEFAULT_QUEUE or job.kind != "tune":
-            return False
-        return not store.jobs.lock(engine_lock(request_of(context, job.request)), context.name, 0.0)
-    except (NotFound, InvalidInput):  # the attempt itself says so
-        return False
-
-
-def _following(context: WorkerContext, store: Store, done: Delivery, kept: KeptModel) -> Delivery | None:
-    """Return the queue's next attempt if the one before succeeded and the next wants its model, else None."""
-    following = next((each for each in store.jobs.due() if each.queue == context.queue), None)
-    if following is None or store.jobs.get(done.job).state != "succeeded":
-        return None
-    job = store.jobs.get(following.job)
-    try:
-        is_alike = job.kind == "tune" and kept.is_wanted_by(request_of(context, job.request))
-    except InvalidInput:  # its own attempt says so
-        return None
-    return following if is_alike else None
-
-
-def request_of(context: WorkerContext, values: Mapping[str, Any]) -> TuneRequest:
-    """Return a job's request, on this worker's device."""
-    request = TuneRequest.from_json(values)
-    return replace(request, device=context.device) if request.device == "auto" else request
-
-
-def run_attempt(
-    context: WorkerContext,
-    store: Store,
-    delivery: Delivery,
-    ending: threading.Event,
-    kept: KeptModel,
-    turn: Turn | None = None,
-) -> None:
-    """Claim and run one attempt, and write its outcome to the job's row; `ending` is set when this process is to end.
-
-    Args:   turn: of an engine that decodes with the same model, see `TuningRun`; a lost lease does not end its process.
-    Raises: StoreUnavailable: the database stayed away; the lease runs out, and another worker goes on.
-    """
-    service = JobService(store, RedisQueue(context.redis) if context.redis else None)
-    lease = Lease(delivery.job, delivery.attempt)
-    if ending.is_set():
-        if patiently(lambda: store.jobs.redeliver(delivery)) is not None:
-            service.deliver(store.jobs.get(lease.job))
-        return
-    claim = patiently(lambda: store.jobs.claim(lease, context.name))
-    if claim is None:
-        _tell_overtaken(store, lease)
-        return
-    logger.info("attempt=begun job=%s attempt=%d kind=%s", lease.job, lease.attempt, claim.job.kind)
-    with LeaseKeeper(store.jobs, lease, fatal=turn is None) as keeper, _deadline(service, lease, ending):
-        work = partial(_tune, context, store, kept, turn) if claim.job.kind != "noop" else _sleep
-        patiently(_outcome(store.jobs, lease, partial(work, claim, keeper, ending)))
-    logger.info("attempt=over job=%s attempt=%d", lease.job, lease.attempt)
-    if ending.is_set():
-        service.deliver(store.jobs.get(lease.job))
-
-
-def _tell_overtaken(store: Store, lease: Lease) -> None:
-    try:
-        store.jobs.get(lease.job)
-        logger.info("attempt=overtaken job=%s attempt=%d", lease.job, lease.attempt)
-    except NotFound:
-        logger.warning("delivery=foreign job=%s reason='whoever submitted it has another database'", lease.job)
-
-
 def describe(error: BaseException) -> str:
-    """Return what went wrong as one sentence for the job's row."""
+    """Return an error as one sentence for the job's row."""
     text = (str(error) or type(error).__name__).strip().split("\n")[0]
     if isinstance(error, SwiftoptError):
         return text
@@ -208,10 +292,10 @@ def _outcome(jobs: Jobs, lease: Lease, work: Callable[[], None]) -> Callable[[],
     """Do the work; return the call that records its outcome."""
     try:
         work()
-    except HandedBack:
+    except (HandedBack, Cancelled):
         return partial(jobs.hand_back, lease, "its worker is ending")
     except Paused:
-        return partial(jobs.hand_back, lease, "resumed before it rested")  # it rests, unless somebody was faster
+        return partial(jobs.hand_back, lease, "resumed before it rested")  # else it rests
     except LeaseLost as error:
         logger.warning("attempt=replaced job=%s attempt=%d reason=%r", lease.job, lease.attempt, str(error))
         return lambda: False
@@ -223,66 +307,3 @@ def _outcome(jobs: Jobs, lease: Lease, work: Callable[[], None]) -> Callable[[],
         logger.exception("attempt=failed job=%s attempt=%d", lease.job, lease.attempt)
         return partial(jobs.attempt_failed, lease, describe(error))
     return partial(jobs.end, lease, "succeeded")
-
-
-def _tune(
-    context: WorkerContext,
-    store: Store,
-    kept: KeptModel,
-    turn: Turn | None,
-    claim: Claim,
-    keeper: LeaseKeeper,
-    ending: threading.Event,
-) -> None:
-    request = request_of(context, claim.job.request)
-    lines = (line.encode() for line in claim.lines.splitlines(keepends=True))
-    prompts = parse_stream(lines, f"the stream of job {claim.job.id}", DEFAULT_TASK)
-    from ..tasks.tune import TuningRun, check_room
-
-    check_room(request, prompts)
-    run = TuningRun(
-        request, prompts, store, claim, keeper, lambda event: None, ending=ending.is_set, load=kept.load, turn=turn
-    )
-    run.tune()
-
-
-def _sleep(claim: Claim, keeper: LeaseKeeper, ending: threading.Event) -> None:
-    """Run a no-op job: wait for `seconds`, as interruptible as a tuning job."""
-    seconds = claim.job.request.get("seconds", 0)
-    if not isinstance(seconds, int | float):
-        raise SettingsError(f"seconds of a no-op job is {seconds!r}: use a number")
-    until = time.monotonic() + seconds
-    while time.monotonic() < until and keeper.wanted != "stop":
-        if keeper.lost:
-            raise LeaseLost(f"attempt {claim.lease.attempt} of job {claim.lease.job} was replaced: leave it")
-        if ending.is_set():
-            raise HandedBack
-        if keeper.wanted == "pause":
-            raise Paused
-        time.sleep(NOOP_STEP_S)
-
-
-@contextmanager
-def _deadline(service: JobService, lease: Lease, ending: threading.Event) -> Iterator[None]:
-    """Hand the job back at its last checkpoint if the work reaches no new one soon after SIGTERM."""
-    done = threading.Event()
-
-    def wait() -> None:
-        while not done.is_set():
-            if ending.wait(NOOP_STEP_S * 4):
-                break
-        if done.wait(HAND_BACK_S):
-            return
-        try:
-            if service.store.jobs.hand_back(lease, "its worker is ending"):
-                service.deliver(service.store.jobs.get(lease.job))
-        except SwiftoptError as error:  # the lease runs out instead
-            logger.warning("attempt=left job=%s reason=%r", lease.job, str(error))
-        finally:
-            os._exit(0)
-
-    threading.Thread(target=wait, name="hand-back", daemon=True).start()
-    try:
-        yield
-    finally:
-        done.set()

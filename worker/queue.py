@@ -1,6 +1,6 @@
-"""Jobs through the database, delivered by Redis, which only holds the ids of attempts that wait for a worker.
+"""Jobs in the database, delivered by Redis, which only holds the ids of attempts that wait for a worker.
 
-A reconciler brings both into agreement: after lost workers, a flushed or restarted Redis, and outages of either.
+A reconciler makes both agree again after lost workers, a flushed or restarted Redis, and outages of either.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -30,7 +30,7 @@ from ..store import Jobs, Store
 from ..tasks.job import tune_spec
 
 SERIALIZER = "json"  # rq's own default is pickle: whoever can write to Redis would run code in the worker
-TASK = "swiftopt.worker.attempt.run_attempt"  # a name for rq's records; the worker never imports what Redis names
+TASK = "swiftopt.worker.attempt.Attempts.run"  # a name for rq's records; the worker never imports what Redis names
 UNLIMITED = -1  # rq's own default ends a job after 180 s; leases end ours
 FAILED_TTL_S = 60  # seconds that rq keeps its record of an attempt whose process died
 SOCKET_TIMEOUT_S = 5.0
@@ -68,6 +68,13 @@ class WorkerFacts:
     heartbeat_age_s: float
     hostname: str
     pid: int
+
+    @classmethod
+    def of(cls, worker: RqWorker) -> WorkerFacts:
+        beat, queue = worker.last_heartbeat, ",".join(worker.queue_names())
+        age_s = (datetime.now(UTC) - beat.replace(tzinfo=UTC)).total_seconds() if beat else float("inf")
+        state, job = str(worker.get_state()), worker.get_current_job_id()
+        return cls(worker.name, queue, state, job, age_s, str(worker.hostname or ""), int(worker.pid or 0))
 
 
 class RedisQueue:
@@ -107,31 +114,31 @@ class RedisQueue:
             return True
 
     def waiting(self, queue: str) -> set[str]:
-        """Return the ids of the attempts that wait in a queue."""
         with _errors(self.url):
             found: Any = self.connection.lrange(self._queue(queue).key, 0, -1)
             return {entry.decode(errors="replace") for entry in found}  # anybody may have put anything there
 
     def depth(self, queue: str = DEFAULT_QUEUE) -> int:
-        """Return the number of waiting attempts."""
         with _errors(self.url):
             return int(self._queue(queue).count)
 
     def ping(self) -> None:
-        """Check that the server answers."""
         with _errors(self.url):
             self.connection.ping()
 
     def facts(self) -> RedisFacts:
-        """Return version and persistence of the server."""
+        saves = ""
         with _errors(self.url):
             info: Any = self.connection.info()
+            with suppress(RedisError):  # a hosted server may forbid CONFIG
+                config: Any = self.connection.config_get("save")
+                saves = config.get("save", "")
         version = str(info.get("valkey_version") or info.get("redis_version", "?"))
         return RedisFacts(
             version=version,
             server=str(info.get("server_name") or "redis"),
             append_only=bool(info.get("aof_enabled", 0)),
-            saves=bool(self._config("save")),
+            saves=bool(saves),
             eviction=str(info.get("maxmemory_policy", "")),
         )
 
@@ -139,21 +146,13 @@ class RedisQueue:
         """Return every registered worker; dead ones are included until their key expires."""
         with _errors(self.url):
             found: Sequence[Any] = RqWorker.all(connection=self.connection, serializer=SERIALIZER)
-            return [_facts(worker) for worker in found]
+            return [WorkerFacts.of(worker) for worker in found]
 
     def close(self) -> None:
-        """Close the connections."""
         self.connection.close()
 
     def _queue(self, name: str) -> Queue:
         return Queue(name, connection=self.connection, serializer=SERIALIZER)
-
-    def _config(self, name: str) -> str:
-        try:
-            values: Any = self.connection.config_get(name)
-        except RedisError:  # a hosted server may forbid CONFIG
-            return ""
-        return str(values.get(name, ""))
 
 
 class JobService:
@@ -181,7 +180,7 @@ class JobService:
         return self.submit_spec(tune_spec(request, prompts, queue, idempotency_key))
 
     def submit_spec(self, spec: JobSpec) -> tuple[Job, bool]:
-        """Submit a job of any kind; returns it and whether it is new."""
+        """Submit a job of any kind; return it and whether it is new."""
         job, is_new = self.store.jobs.submit(spec)
         if is_new:
             self.deliver(job)
@@ -222,19 +221,15 @@ class Reconciler:
             for lease in self._jobs.expire():
                 logger.warning("attempt=lost job=%s attempt=%d", lease.job, lease.attempt)
         due = self._jobs.due()
-        waiting: set[str] = set()
-        for queue in {delivery.queue for delivery in due}:
-            waiting |= self._queue.waiting(queue)
-        absent = [delivery for delivery in due if delivery.id not in waiting]
-        known = {delivery.id for delivery in absent}
-        self._missing_since = {key: since for key, since in self._missing_since.items() if key in known}
-        for delivery in absent:
+        waiting = {found for queue in {delivery.queue for delivery in due} for found in self._queue.waiting(queue)}
+        missing = {delivery.id: delivery for delivery in due if delivery.id not in waiting}
+        self._missing_since = {found: since for found, since in self._missing_since.items() if found in missing}
+        for delivery in missing.values():
             try:
-                self._bring(delivery)
+                self._deliver(delivery)
             except ValueError as error:  # an id or queue that was changed by hand; the others must not wait for it
-                logger.warning(
-                    "delivery=impossible job=%r queue=%r reason=%r", delivery.job, delivery.queue, str(error)
-                )
+                words = "delivery=impossible job=%r queue=%r reason=%r"
+                logger.warning(words, delivery.job, delivery.queue, str(error))
 
     def run(self, stop: threading.Event) -> None:
         """Run a pass every PERIOD_S until `stop` is set; outages of Redis or the database are logged."""
@@ -242,7 +237,6 @@ class Reconciler:
             self.try_step()
 
     def try_step(self) -> None:
-        """Run a pass; log its failure."""
         try:
             self.step()
         except (StoreError, ServiceUnreachable) as error:
@@ -250,7 +244,7 @@ class Reconciler:
                 self._spare_until = time.monotonic() + SPARE_S
             logger.warning("reconciler=waiting reason=%r", str(error))
 
-    def _bring(self, delivery: Delivery) -> None:
+    def _deliver(self, delivery: Delivery) -> None:
         """Deliver an attempt; if rq knows it, a worker is about to claim it or died before it could."""
         since = self._missing_since.setdefault(delivery.id, time.monotonic())
         if self._queue.deliver(delivery):
@@ -271,17 +265,3 @@ def _errors(url: str) -> Iterator[None]:
         raise ServiceUnreachable(
             f"Redis at {safe_url(url)} cannot be used ({reason}): start it, or check the URL"
         ) from error
-
-
-def _facts(worker: RqWorker) -> WorkerFacts:
-    beat = worker.last_heartbeat
-    age = (datetime.now(UTC) - beat.replace(tzinfo=UTC)).total_seconds() if beat else float("inf")
-    return WorkerFacts(
-        name=worker.name,
-        queue=",".join(worker.queue_names()),
-        state=str(worker.get_state()),
-        job=worker.get_current_job_id(),
-        heartbeat_age_s=age,
-        hostname=str(worker.hostname or ""),
-        pid=int(worker.pid or 0),
-    )

@@ -26,7 +26,6 @@ from rq.exceptions import StopRequested
 from rq.executions import Execution
 from rq.job import Job as RqJob
 from rq.worker import WorkerStatus
-from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 
 from ..core.errors import StoreError
@@ -34,7 +33,7 @@ from ..core.requests import Delivery, JobSpec, Lease
 from ..store import Jobs, Store
 from ..store.database import as_url, store_errors, writing
 from ..store.migrations import connect_at_head
-from .attempt import WorkerContext, run_attempts
+from .attempt import Attempts, WorkerContext
 from .queue import PERIOD_S, SERIALIZER, Reconciler, RedisQueue
 
 WORKER_TTL_S = 20  # rq waits 15 s less than this for a job, then looks around: 5 s between two passes of the reconciler
@@ -53,10 +52,10 @@ logger = logging.getLogger(__name__)
 
 
 class JobWorker(Worker):
-    """Take attempts from one queue; verbs come through SQL, so commands in Redis are ignored.
+    """Takes attempts from one queue; verbs come through SQL, and commands in Redis are ignored.
 
-    What Redis says decides only *which* attempt runs: the child runs `run_attempt` on the id, never a function that
-    Redis names. Only the parent talks to Redis, and a child goes on working while Redis is away.
+    Redis decides only *which* attempt runs: the child runs `Attempts.run` on the id, never a function that Redis names.
+    Only the parent talks to Redis, and a child works on while Redis is away.
     """
 
     max_connection_wait_time = LONGEST_WAIT_S
@@ -85,15 +84,13 @@ class JobWorker(Worker):
     def subscribe(self) -> None:
         """Do nothing: whoever can write to Redis could kill jobs with rq's commands."""
 
-    def unsubscribe(self) -> None:
-        """Do nothing, as `subscribe` does."""
+    unsubscribe = subscribe
 
     def check_for_suspension(self, burst: bool) -> None:
-        """Do nothing: suspension, too, would come from Redis."""
+        """Do nothing: suspension would come from Redis as well."""
 
     def register_birth(self) -> None:
-        """Register, replacing the record of a killed worker of the same name, which Redis keeps for a while."""
-        self.connection.delete(self.key)
+        self.connection.delete(self.key)  # of a killed worker of the same name, which Redis keeps for a while
         super().register_birth()  # type: ignore[no-untyped-call]
 
     def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:
@@ -104,7 +101,6 @@ class JobWorker(Worker):
             super().heartbeat(timeout, pipeline)
 
     def execute_job(self, job: RqJob, queue: Queue) -> None:
-        """Fork a child for the attempt and wait for its end."""
         with self.connection.pipeline() as pipeline:
             pipeline.lrem(queue.intermediate_queue_key, 1, job.id)
             self.set_current_job_id(job.id, pipeline=pipeline)
@@ -145,7 +141,7 @@ class JobWorker(Worker):
         if delivery is None:
             logger.warning("delivery=ignored id=%r queue=%s", job.id, queue.name)
         else:
-            run_attempts(self.context, self.store, delivery, self._sigterm, self._note)
+            Attempts(self.context, self.store, self._sigterm).run_all(delivery, self._note)
         return True
 
     def _note(self, delivery: Delivery) -> None:
@@ -170,7 +166,6 @@ class JobWorker(Worker):
                 os.kill(self._horse_pid, signal.SIGTERM)
 
     def set_shutdown_requested_date(self) -> None:
-        """Record the request in Redis; errors of Redis are ignored."""
         with suppress(RedisError):
             super().set_shutdown_requested_date()  # type: ignore[no-untyped-call]
 
@@ -183,7 +178,7 @@ class JobWorker(Worker):
             self.clean_registries()  # type: ignore[no-untyped-call]
 
     def child_died(self, attempt: str, pid: int, reason: str) -> None:
-        """Record on a job's row what ended the child at that attempt, so that the next one can begin."""
+        """Record on a job's row what ended the child at that attempt, so that the next attempt can begin."""
         delivery = delivery_of(attempt, self.context.queue)
         if delivery is None:
             return
@@ -227,7 +222,7 @@ def delivery_of(rq_id: str, queue: str) -> Delivery | None:
 
 
 def _latest(begun: int) -> str | None:
-    """Return the last id in a pipe, and close it; who else may hold its other end is not waited for."""
+    """Return the last id in a pipe, and close it; do not wait for others that may hold its other end."""
     os.set_blocking(begun, False)
     with open(begun, "rb", buffering=0) as pipe:
         ids = (pipe.read(1 << 16) or b"").split()
@@ -243,9 +238,6 @@ def death_of(status: int, peak_kib: int) -> str:
         cause = ", probably out of memory" if number == signal.SIGKILL else ""
         return f"the worker's child was killed by signal {number} ({name}){cause}; {peak}"
     return f"the worker's child ended with exit code {os.waitstatus_to_exitcode(status)}; {peak}"
-
-
-# --- children ---
 
 
 def die_with(parent_pid: int) -> None:
@@ -281,12 +273,10 @@ def wait_for(pid: int, seconds: float) -> tuple[int, resource.struct_rusage] | N
 class _Rehearsal(Jobs):
     """Jobs in one transaction, which is never committed."""
 
-    def __init__(self, session: Session, engine: Engine, url: str) -> None:
-        super().__init__(engine, url)
-        self._session = session
+    session: Session
 
     def read(self, work: Callable[[Session], T]) -> T:
-        return work(self._session)
+        return work(self.session)
 
     write = read
 
@@ -300,25 +290,22 @@ def warm_store(url: str, lease_s: float) -> Store:
     """
     url = as_url(url)
     engine = connect_at_head(url)
-    with store_errors(url), Session(writing(engine)) as session:
-        _rehearse(_Rehearsal(session, engine, url))
-        session.rollback()
+    jobs = _Rehearsal(engine, url)
+    with store_errors(url), Session(writing(engine)) as jobs.session:
+        for stop in (False, True):  # each verb of an attempt once; the job is gone with the transaction
+            job, _ = jobs.submit(JobSpec("noop", "rehearsal", {"n": secrets.token_hex(8)}))
+            lease = Lease(job.id, job.attempt)
+            jobs.claim(lease, "rehearsal")
+            jobs.renew(lease)
+            jobs.peek(lease)
+            if stop:
+                jobs.hand_back(lease, "rehearsal")
+            else:
+                jobs.end(lease, "succeeded")
+        jobs.session.rollback()
     engine.dispose()
     store = Store(engine, url)
     store.jobs.lease_s = lease_s
     gc.collect()
     gc.freeze()  # else the collector touches, and so copies, every page that a child shares with us
     return store
-
-
-def _rehearse(jobs: Jobs) -> None:
-    for stop in (False, True):  # each verb of an attempt once; the job is gone with the transaction
-        job, _ = jobs.submit(JobSpec("noop", "rehearsal", {"n": secrets.token_hex(8)}))
-        lease = Lease(job.id, job.attempt)
-        jobs.claim(lease, "rehearsal")
-        jobs.renew(lease)
-        jobs.peek(lease)
-        if stop:
-            jobs.hand_back(lease, "rehearsal")
-        else:
-            jobs.end(lease, "succeeded")

@@ -21,9 +21,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import RedirectResponse, Response
 
 from ...core.errors import InvalidInput, StoreError, SwiftoptError
-from ...core.requests import CompletionRequest
+from ...core.requests import CompletionRequest, Piece
 from ...core.types import Completion, Sampling, TokenSource
-from ...worker.tokens import Piece
 from ..engines import EngineProcess, next_event
 from ..problems import Refused, UnusableField, refused_by
 from ..state import Shared, State, Task

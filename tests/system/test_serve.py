@@ -128,7 +128,7 @@ def until_ready(served: Served) -> None:
 def engine_of(served: Served) -> psutil.Process:
     """The process that decodes."""
     children = psutil.Process(served.process.pid).children(recursive=True)
-    return next(child for child in children if "swiftopt.worker" in child.cmdline())
+    return next(child for child in children if "swiftopt.worker.serving" in child.cmdline())
 
 
 @contextmanager

@@ -32,14 +32,14 @@ CLI = [sys.executable, "-m", "swiftopt", "worker"]
 @pytest.fixture
 def here(tmp_path: Path, redis_url: str) -> Iterator[Site]:
     """A site on SQLite."""
-    with site(str(tmp_path / "jobs.db"), redis_url, tmp_path, LEASE_S) as found:
+    with site(str(tmp_path / "jobs.db"), redis_url, tmp_path, LEASE_S, is_quick=True) as found:
         yield found
 
 
 @pytest.fixture
 def anywhere(tmp_path: Path, redis_url: str, database_url: str) -> Iterator[Site]:
     """A site on each kind of database."""
-    with site(database_url, redis_url, tmp_path, LEASE_S) as found:
+    with site(database_url, redis_url, tmp_path, LEASE_S, is_quick=True) as found:
         yield found
 
 
@@ -115,7 +115,7 @@ def test_second_sigterm_ends_a_worker_whose_child_does_not_answer(here: Site) ->
 
 
 def test_idle_worker_ends_on_sigterm_also_while_redis_is_away(tmp_path: Path, own_valkey: Valkey) -> None:
-    with site(str(tmp_path / "jobs.db"), own_valkey.url, tmp_path) as found:
+    with site(str(tmp_path / "jobs.db"), own_valkey.url, tmp_path, is_quick=True) as found:
         workers = [found.start(), found.start()]
         found.ended(found.noop(0))
         found.until(lambda: len(found.queue.workers()) == 2, 20)
@@ -227,7 +227,7 @@ def test_jobs_of_a_served_model_run_in_its_engine_while_there_is_one(here: Site,
         first = here.running(job)
         here.until(lambda: here.job(job).n_outputs > 1, 60)
         children = psutil.Process(served.process.pid).children()
-        next(child for child in children if "swiftopt.worker" in child.cmdline()).kill()
+        next(child for child in children if "swiftopt.worker.serving" in child.cmdline()).kill()
         second = here.running(job, attempt=2, within_s=90)
         assert "-engine" in str(first.worker) and "-engine" in str(second.worker) and first.worker != second.worker
         here.until(lambda: here.job(job).n_outputs > second.n_outputs, 60)
@@ -258,7 +258,7 @@ def test_child_killed_after_a_flush_is_still_reported(here: Site) -> None:
 
 
 def test_redis_restarted_empty_and_submissions_meanwhile_lose_nothing(tmp_path: Path, own_valkey: Valkey) -> None:
-    with site(str(tmp_path / "jobs.db"), own_valkey.url, tmp_path) as found:
+    with site(str(tmp_path / "jobs.db"), own_valkey.url, tmp_path, is_quick=True) as found:
         jobs = [found.noop(4, 0), found.noop(0, 1)]
         found.start()
         found.running(jobs[0])
@@ -272,7 +272,7 @@ def test_redis_restarted_empty_and_submissions_meanwhile_lose_nothing(tmp_path: 
 
 
 def test_worker_goes_on_after_a_redis_restart_that_kept_its_data(tmp_path: Path, own_valkey: Valkey) -> None:
-    with site(str(tmp_path / "jobs.db"), own_valkey.url, tmp_path) as found:
+    with site(str(tmp_path / "jobs.db"), own_valkey.url, tmp_path, is_quick=True) as found:
         found.start()
         found.ended(found.noop(0, 0))
         own_valkey.stop()
@@ -301,7 +301,7 @@ def test_attempt_that_died_between_queue_and_claim_is_delivered_again(here: Site
 def test_job_ends_well_when_the_database_was_away_meanwhile(
     tmp_path: Path, redis_url: str, postgres_url: str, postgres_server: Postgres
 ) -> None:
-    with site(postgres_url, redis_url, tmp_path) as found:
+    with site(postgres_url, redis_url, tmp_path, is_quick=True) as found:
         jobs = [found.noop(3, 0), found.noop(0, 1)]
         found.start()
         found.running(jobs[0])

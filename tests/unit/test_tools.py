@@ -13,8 +13,9 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
+from swiftopt.core.requests import Piece
 from swiftopt.server.tools import ThoughtText, ToolText
-from swiftopt.worker.tokens import Piece, Tokens
+from swiftopt.worker.serving import Tokens
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 LLAMA = '{"name": "add", "parameters": {"a": 1}}'
