@@ -34,6 +34,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("SWIFT_S", "SELF_SD_S", "HEADS_S", "PROBE_S"):
         monkeypatch.setattr(recipes, name, 0.5)
     monkeypatch.setattr(ablation_recipes, "HEADS_S", 0.5)
+    monkeypatch.setattr(ablation_recipes, "SELF_SD_TOKENS", 4)
     monkeypatch.setenv("SWIFTOPT_DATABASE_URL", str(tmp_path / "home.db"))
     monkeypatch.chdir(tmp_path)
     lines = [json.dumps({"id": f"p{i}", "prompt": f"w{i} w{i + 1} w{i + 2}"}) for i in range(6)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields, replace
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ def stream(n: int) -> list[Prompt]:
     return [Prompt(f"p{i}", "t", text=" ".join(f"w{3 * i + j}" for j in range(5))) for i in range(n)]
 
 
+@cache
 def searched(**more: Any) -> tuple[Trial, ...]:
     settings = TuningSettings(**{**PRESETS["swift"].tuning, "context_window": WINDOW, **STOPS, **more})
     session = Session(worded_runtime(), Sampling(), 24)
