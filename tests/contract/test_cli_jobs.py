@@ -248,7 +248,10 @@ def test_follower_over_http_tells_the_same(store: Store, job: Job) -> None:
 def test_state_is_said_in_words() -> None:
     said = [
         (StateChanged("queued", 1), "queued"),
-        (StateChanged("queued", 2, "worker w1 sent no heartbeat in time"), "queued again: worker w1 sent no heartbeat in time"),
+        (
+            StateChanged("queued", 2, "worker w1 sent no heartbeat in time"),
+            "queued again: worker w1 sent no heartbeat in time",
+        ),
         (StateChanged("running", 1, "on w1"), "running on w1"),
         (StateChanged("running", 2, "on w2"), "running on w2 (attempt 2)"),
         (StateChanged("paused", 1, "before a worker took it"), "paused before a worker took it"),
