@@ -33,7 +33,7 @@ class Answered:
 
 
 class Thought(str):
-    """Text that a model thinks before it answers; no part of the chat that goes on."""
+    """Reasoning before an answer; later requests of the chat leave it out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ AWAY_S = 120.0  # how long nothing may answer, once something has
 FIRST_S = 3.0  # the same before the first answer
 LIVED_S = 1.0  # a connection that was open so long counts as an answer, although no event came
 RETRY_S, MAX_RETRY_S = 0.2, 5.0  # between two tries, doubled each time
-PASSING = (429, 502, 503, 504)  # statuses that may go by themselves
+PASSING = (429, 502, 503, 504)  # statuses of temporary failures
 ERRORS: dict[int, type[SwiftoptError]] = {
     **dict.fromkeys((400, 405, 413, 415, 422), errors.InvalidInput),
     404: errors.NotFound,
@@ -52,7 +52,7 @@ Answer = TypeVar("Answer", bound=Record)
 
 
 class RefusedAnswer(Exception):
-    """An answer with a status that may pass; kept to ourselves, for the loops that try again."""
+    """An answer with a temporary status; internal, for the loops that retry."""
 
     def __init__(self, response: httpx2.Response) -> None:
         self.response = response
@@ -68,12 +68,10 @@ class ServerConnection:
 
     ADVICE: ClassVar[str]  # what to do about an answer of another form
 
-    def __init__(
-        self, url: str, api_key: str | None, timeout: httpx2.Timeout, headers: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, url: str, api_key: str | None, timeout: httpx2.Timeout, headers: Mapping[str, str]) -> None:
         self.url = _checked_url(url)
         key = _key_header(api_key or os.environ.get("SWIFTOPT_API_KEY"))
-        self._http = httpx2.Client(headers={**key, **(headers or {})}, timeout=timeout)
+        self._http = httpx2.Client(headers={**key, **headers}, timeout=timeout)
 
     def __enter__(self) -> Self:
         return self
@@ -286,8 +284,8 @@ class Client(ServerConnection):
     def follow(self, job: str, after: int = 0) -> Iterator[JobEvent | Job]:
         """Yield what the job reports, from event number `after` on, as it comes; last the job at its end.
 
-        An event of the type "progress" has the number 0: the figures of the moment. Broken connections are taken up
-        again where they broke.
+        An event of the type "progress" has the number 0: the figures of the moment. A broken connection is resumed
+        where it broke.
 
         Raises: ServiceUnreachable: nothing has answered for two minutes.
         """

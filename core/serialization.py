@@ -203,17 +203,13 @@ class Form:
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         from pydantic_core import core_schema
 
-        written = core_schema.plain_serializer_function_ser_schema(
-            self.write, return_schema=handler.generate_schema(self.written)
-        )
+        form = handler.generate_schema(self.written)
         return core_schema.no_info_before_validator_function(
-            self.read or (lambda values: values), handler(source), serialization=written
+            self.read or (lambda values: values),
+            handler(source),
+            json_schema_input_schema=form if self.read else None,  # what is written is what can be read
+            serialization=core_schema.plain_serializer_function_ser_schema(self.write, return_schema=form),
         )
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        if handler.mode == "validation" and self.read is not None:
-            return adapter(self.written).json_schema()  # what is written is what can be read
-        return handler(schema)
 
 
 class _NullWhereNotFinite:

@@ -31,7 +31,7 @@ from .templates import JUDGES, template_of
 from .types import DEFAULT_TASK, Completion, Prompt, check_task
 
 STDIN = "-"
-LEARNED_ON = 32  # prompts behind a limit that brief searches and trainings look at
+LEARNED_ON = 32  # prompts after the limit, for short searches and trainings
 FIELDS = ("prompt", "messages", "question", "turns")  # a line has exactly one of them
 IDS = ("id", "task_id", "qid")  # fields of data sets that name a row
 PACKED = ".gz"

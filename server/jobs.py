@@ -30,7 +30,7 @@ from ..core.events import JobState
 from ..core.requests import DEFAULT_QUEUE, MAX_NEW_TOKENS, EventPage, Job, JobBoard, JobList, Speed, TuneRequest, Verb
 from ..core.serialization import LARGEST
 from ..core.settings import PRESETS, TuningSettings
-from ..core.streams import output_line, parse_stream, stream_lines, stream_sha256
+from ..core.streams import encodable, output_line, parse_stream, stream_lines, stream_sha256
 from ..core.types import DEFAULT_TASK, Prompt, Sampling
 from ..models.sources import DTYPES
 from ..optimizer.strategies import STRATEGIES
@@ -117,12 +117,8 @@ class JobSubmission(Strict):
 
 def _check_storable(value: Any) -> None:
     """Raise ValueError where a text or number in it is none that every database stores as JSON."""
-    if isinstance(value, str):
-        if "\0" in value:
-            raise ValueError("a text holds a NUL character: delete it")
-        if any("\ud800" <= character <= "\udfff" for character in value):
-            raise ValueError("a text holds half of a surrogate pair, which is no text: delete that character")
-    elif isinstance(value, float) and not math.isfinite(value):
+    encodable(value)
+    if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value} is no finite number")
     elif isinstance(value, list):
         for entry in value:

@@ -40,7 +40,7 @@ POSTGRES_OPTIONS: dict[str, int | str] = {
     "keepalives_interval": 5,  # s
     "keepalives_count": 2,
     "tcp_user_timeout": 15_000,  # ms
-    # A process that was frozen in the middle of a write keeps its locks from the others no longer than this.
+    # Limits how long a process that was frozen in a write keeps its locks.
     "options": "-c idle_in_transaction_session_timeout=15000",  # ms
 }
 
@@ -65,7 +65,7 @@ ADVICE = {
     "read-only transaction": "is a copy that takes no writes: use the primary server's URL",
 }
 
-# The same for what may pass by itself.
+# The same for errors that are temporary.
 PASSING = {
     "database is locked": "stays locked by another process: wait until that one is done, or end it",
     "too many (clients|connections)|connection slots are reserved|queuepool limit": (
@@ -256,7 +256,7 @@ def _set_pragmas(connection: sqlite3.Connection, _record: object) -> None:
             if "locked" not in str(error):
                 raise
             time.sleep(WAL_PAUSE_S)
-    # Somebody has been writing all the time; the next connection will set it, and without it things are only slower.
+    # Another process kept writing. The next connection sets it; without it writes are only slower.
 
 
 def _begin(connection: Connection) -> None:

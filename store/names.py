@@ -145,7 +145,7 @@ def _new_model(session: Session, fingerprint: str | None, n_layers: int) -> Mode
 def _adopt(
     session: Session, row: ModelRow | None, found: ModelRow | None, fingerprint: str, n_layers: int
 ) -> ModelRow | None:
-    """Make an only imported model `found` of the same depth the model `row`, or the model with that fingerprint."""
+    """Let the model `row`, or a new one, take over `found`, where that is only imported and of the same depth."""
     if found is None or found.fingerprint is not None or found.n_layers != n_layers:
         return row
     if row is None:

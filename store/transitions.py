@@ -1,7 +1,7 @@
 """Every change of a job's state: from submission to a worker and back, its end, and what people ask of it.
 
-An attempt's change is one UPDATE that names the state and attempt it expects, or is made on the locked row; what finds
-no row was overtaken.
+An attempt's change is one UPDATE that names the state and attempt it expects, or is made on the locked row; one that
+matches no row came too late.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def take_lock(session: Session, name: str, owner: str, seconds: float) -> bool:
 
 
 def begin_here(session: Session, lease_s: float, spec: JobSpec, worker: str) -> Claim:
-    """Take a new job that this process runs itself; it is never delivered, nor held back by one that is alike."""
+    """Take a new job that this process runs itself; it is never delivered, and may run beside an equal job."""
     until = clock_s() + lease_s
     row = _insert(session, spec, "running", worker=worker, started_at=now(), lease_until=until)
     job = to_jobs(session, [row])[0]
