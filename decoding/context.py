@@ -287,7 +287,7 @@ class Context:
         return token_id, top - scores.logsumexp(-1)
 
     def resume_point(self) -> ResumePoint:
-        """Return the request's state; to be called between the passes of a round by those who watch it."""
+        """Return the request's state; to be called between the passes of a round."""
         return ResumePoint(tuple(self.generated), self.tally.copied(self.tally.total_s), self.searched, self.finish)
 
 

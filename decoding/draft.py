@@ -2,13 +2,10 @@
 
     Method = drafter (with its stop rule and branching) + verifier
 
-A drafter begins once per request and is then asked for a draft per round. A draft may be a chain or a tree, sampled or
-not, rows that were already run part of the depth, extra rows that join the target's pass, or text that needs no check
-at all; the loop is the same for all.
-
-A tree is a spine that was drafted step by step, and side leaves that hang from it, in the order root (the last
-committed token), spine 1, spine 2, …, side leaves: accepting a prefix of the spine then moves no keys and values at
-all, and accepting a side leaf moves one row.
+A draft may be a chain or a tree, sampled or not, rows that were already run part of the depth, or text that needs no
+check at all; extra rows may join the target's pass. A tree is a spine that was drafted step by step, and side
+leaves that hang from it, in the order root (the last committed token), spine 1, spine 2, …, side leaves: accepting a
+prefix of the spine then moves no keys and values at all, and accepting a side leaf moves one row.
 """
 
 from __future__ import annotations
@@ -99,11 +96,7 @@ class ExtraRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnreadChain:
-    """A chain on a device that may still be computing it: (nodes,) each, the root first.
-
-    Reading a token waits for the device, which then waits for its next pass; so a round reads once, after its last
-    pass was started.
-    """
+    """A chain on a device that may still be computing it, (nodes,) each, the root first: read once, to wait once."""
 
     token_ids: Tensor
     logprobs: Tensor
@@ -136,8 +129,8 @@ def tree_rows(
 ) -> Rows:
     """Return the rows of a pass over the newest nodes of a tree, and over extra rows behind them.
 
-    Args: token_ids: of the newest nodes; a tensor for a chain only.
-          parents: of all nodes so far; node i goes to slot `root_slot` + i.
+    Args: token_ids: of the newest nodes; a tensor for a chain only. parents: of all nodes; node i goes to slot
+          `root_slot` + i.
     """
     from ..models.rows import Rows
 
@@ -256,10 +249,7 @@ class Outcome:
 
 
 class DraftModel(ABC):
-    """Something cheaper than the target that predicts its next tokens.
-
-    A method has one; each request drafts with a copy that `begin` makes, node by node of a round's tree.
-    """
+    """Something cheaper than the target that predicts its next tokens; each request drafts with a copy."""
 
     layer_set: LayerSet | None = None  # sub-layers of the target that it leaves out, if it is made of the target
     slot_bytes: int = 0  # memory that it takes per slot of a request, beside the target's
@@ -316,12 +306,11 @@ class DraftModel(ABC):
 class Drafter(ABC):
     """Proposes continuations.
 
-    A method has one drafter, which holds its settings and what all requests share; each request drafts with a copy that
-    `begin` makes.
+    A method has one, which holds its settings and what all requests share; each request drafts with a copy.
     """
 
     model: DraftModel | None = None  # what it drafts with, if that is a model
-    runs_target = False  # whether it runs the target itself, so that nobody sees what its tokens were drawn from
+    runs_target = False  # whether it runs the target itself, so that its tokens have no log probabilities
     max_depth: int = 0  # tokens of a path, at most
     max_width: int = 1  # nodes at one depth, at most
     context: Context  # of the request, in a copy that `begin` made

@@ -110,21 +110,22 @@ def exhaust(events: Generator[E, None, T], on_event: Callable[[E], None] = lambd
 def intercept(work: Work[T], handle: Callable[[Event], Iterator[Any]]) -> Work[T]:
     """Yield what a generator demands, and in place of each of its events what `handle` yields for it."""
     with closing(work):
-        go_on = partial(work.send, None)
+        answer: Any = None
+        error: Exception | None = None
         while True:
             try:
-                step = go_on()
+                step = work.send(answer) if error is None else work.throw(error)
             except StopIteration as end:
                 result: T = end.value
                 return result
-            go_on = partial(work.send, None)
+            answer = error = None
             if not isinstance(step, DEMANDS):
                 yield from handle(step)
                 continue
             try:
-                go_on = partial(work.send, (yield step))
-            except Exception as error:
-                go_on = partial(work.throw, error)
+                answer = yield step
+            except Exception as failure:
+                error = failure
 
 
 class Request(Generic[T]):

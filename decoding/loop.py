@@ -29,7 +29,7 @@ class Prefilled:
 
     `state` is the mean state (hidden_size,) behind the final norm, in float32, of the tokens that were read for it.
     `logprobs` are those of `token_ids`, `prompt_logprobs` those of the prompt's tokens after the first; empty where
-    nobody wants them.
+    not wanted.
     """
 
     context: Context

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from jinja2 import TemplateError
@@ -195,13 +195,11 @@ class Session:
         return ids
 
     def _check_tokens(self, what: str, token_ids: Sequence[int]) -> None:
+        last = self.runtime.vocab_size - 1
         for token_id in token_ids:
-            if not 0 <= token_id < self.runtime.vocab_size:
-                raise SettingsError(
-                    f"{what} names token {token_id}, but this model has tokens 0 to {self.runtime.vocab_size - 1}: use"
-                    " ids of its own tokenizer",
-                    what,
-                )
+            if not 0 <= token_id <= last:
+                words = f"{what} names token {token_id}, but this model has tokens 0 to {last}"
+                raise SettingsError(f"{words}: use ids of its own tokenizer", what)
 
     def _tokenizer(self) -> Any:
         if self.runtime.tokenizer is None:
@@ -229,11 +227,9 @@ class Session:
 
     def _own_stop_token_ids(self) -> frozenset[int]:
         """Return the generation config's stop tokens, else the tokenizer's."""
-        stops = getattr(self.generation_config, "eos_token_id", None)
-        if stops is None:
-            stops = getattr(self.runtime.tokenizer, "eos_token_id", None)
-        if stops is None:
-            return frozenset()
+        owners = (self.generation_config, self.runtime.tokenizer)
+        given = (getattr(owner, "eos_token_id", None) for owner in owners)
+        stops = next((each for each in given if each is not None), ())
         return frozenset([stops] if isinstance(stops, int) else stops)
 
     def _to_text(self, token_ids: Sequence[int]) -> str:
@@ -327,11 +323,9 @@ class _Shared:
     def of(cls, model: Any, runtime: Runtime) -> _Shared:
         """Return that of earlier calls, unless the model was moved or cast since; its copies become the runtime's."""
         key = runtime.device, runtime.dtype, runtime.speed
-        known = vars(model).setdefault(KEPT, {}).get(key)
-        if known is None:
-            known = vars(model)[KEPT][key] = cls(runtime.copies)
+        known: _Shared = vars(model).setdefault(KEPT, {}).setdefault(key, cls(runtime.copies))
         runtime.copies = known.copies
-        return cast(_Shared, known)
+        return known
 
     def method(self, runtime: Runtime, layer_set: LayerSet, settings: SwiftSettings) -> Method:
         """SWIFT's drafting with the set, or adaptive drafts where the settings say so."""

@@ -147,12 +147,11 @@ class Matches:
     ) -> None:
         self.text = SuffixAutomaton()
         self.rates = HitRates(earlier)
-        self._pairs: dict[tuple[int, int], int] = {}  # two tokens -> where the latest occurrence of both ended
+        self.pairs: dict[tuple[int, int], int] = {}  # two tokens -> where the latest occurrence of both ended
         before = [*prompt_ids[-LONGEST:], *prediction] if prediction else []
         self.predicted = range(len(before) - len(prediction), len(before))  # places of the prediction's tokens
-        self._n_before = 0
-        self.read(before, known=True)
         self._n_before = len(before)
+        self.extend(before, known=True)
 
     @property
     def n_read(self) -> int:
@@ -173,15 +172,11 @@ class Matches:
                 rates.learn(text.match_length, text.token_ids[text.match_end] == token_id)
             text.extend(token_id)
             if len(text.token_ids) > 2:  # the pair at the end is no earlier occurrence of itself
-                self._pairs[text.token_ids[-3], text.token_ids[-2]] = len(text.token_ids) - 1
+                self.pairs[text.token_ids[-3], text.token_ids[-2]] = len(text.token_ids) - 1
 
     def at_end(self) -> Cursor:
         """Return where the committed text's end occurred before."""
         return Cursor(self, self.text.match_end, self.text.match_length, self.text.token_ids[-1])
-
-    def pair(self, first: int, second: int) -> int | None:
-        """Return where the latest occurrence of two tokens ended, None if there is none."""
-        return self._pairs.get((first, second))
 
 
 @dataclass(slots=True, eq=False)
@@ -199,16 +194,12 @@ class Cursor:
         known = self.matches.text.token_ids
         return known[self.place] if self.length and self.place < len(known) else None
 
-    @property
-    def chance(self) -> float:
-        return self.matches.rates.rate(self.length)
-
     def move(self, token_id: int) -> None:
         """Move behind that token: further along the match, or to where the last two tokens occurred last."""
         if self.token_id == token_id:
             self.place, self.length = self.place + 1, self.length + 1
         else:
-            found = self.matches.pair(self.last, token_id)
+            found = self.matches.pairs.get((self.last, token_id))
             self.place, self.length = (0, 0) if found is None else (found, 2)
         self.last = token_id
 
@@ -216,7 +207,8 @@ class Cursor:
         """Yield what comes next, token by token, each with its chance given those before it."""
         cursor = Cursor(self.matches, self.place, self.length, self.last)
         while (token_id := cursor.token_id) is not None:
-            yield Guess(token_id, cursor.chance, "prediction" if cursor.place in self.matches.predicted else "text")
+            source: TokenSource = "prediction" if cursor.place in self.matches.predicted else "text"
+            yield Guess(token_id, self.matches.rates.rate(cursor.length), source)
             cursor.move(token_id)
 
     def guesses(self, most: int, worth: float) -> list[Guess]:

@@ -1,9 +1,9 @@
 """The verifiers: which tokens of a draft are accepted, given the target's logits for it.
 
 `TargetWalk` is exact for every draft made without chance: a token is drawn from the target (greedy: its argmax); if the
-draft offered it, follow it; if not, emit *that same token* and stop. The output is a sample of the target whatever the
-tree offers, as long as the tree does not depend on the draws; so a tree may be pruned by confidence, and the token that
-stopped the drafting stays in it (Leviathan et al., arXiv:2211.17192, with a one-hot draft distribution).
+draft offered it, follow it; if not, emit *that same token* and stop. The tree must not depend on the draws: it may be
+pruned by confidence, and the token that stopped the drafting stays in it (Leviathan et al., arXiv:2211.17192, with a
+one-hot draft distribution).
 
 `ChainRatio`, `BlockRatio` and `SeveralRatio` are exact for drafts that were *sampled*: they weigh the target's
 distribution against the draft's, both after temperature, top-k, top-p and penalties. A refused token is made up for by
@@ -82,9 +82,9 @@ class Target:
 
 
 def token_logprob(logits: Tensor, token_id: int, n_top: int) -> TokenLogprob:
-    """Return a token's log probability and those of the `n_top` likeliest ones, by the model's own logits (vocab,).
+    """Return the log probabilities of a token and of the `n_top` likeliest ones, by the model's own logits (vocab,).
 
-    It takes one row, so that no bit depends on how many others there are.
+    It takes one row, so that its bits do not depend on other rows.
     """
     scores = logits.float().log_softmax(dim=-1)
     values, tokens = scores.topk(min(n_top, scores.shape[-1]))
@@ -92,10 +92,7 @@ def token_logprob(logits: Tensor, token_id: int, n_top: int) -> TokenLogprob:
 
 
 def walk(
-    tree: DraftTree,
-    choose: Callable[[int, tuple[int, ...]], int],
-    n_checked: int | None = None,
-    start: Walk = AT_ROOT,
+    tree: DraftTree, choose: Callable[[int, tuple[int, ...]], int], n_checked: int | None = None, start: Walk = AT_ROOT
 ) -> Walk:
     """Follow the target down the tree, from the end of `start`.
 
@@ -138,8 +135,8 @@ class SeveralRatio(Verifier):
 
     `rule`: "with" for independent draws, tried one after another (SpecInfer, arXiv:2305.09781); "without" for draws
     that exclude each other (MCSS, arXiv:2401.06706); "k-seq" for independent draws that all have the same chance
-    (SpecTr, arXiv:2310.15141). A token that the target draws from what it has left is followed where it is a child
-    too (with "k-seq" it can be): what hangs below a child does not depend on why the child was reached.
+    (SpecTr, arXiv:2310.15141). A token that the target draws from its residual is followed if it is a child too:
+    what hangs below a child does not depend on why it was reached.
     """
 
     def __init__(self, rule: SeveralRule = "with") -> None:

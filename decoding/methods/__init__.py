@@ -122,19 +122,12 @@ METHODS: dict[str, MethodInfo] = {}
 
 
 def method(
-    name: str,
-    title: str,
-    source: str,
-    settings: type[Settings] = NoSettings,
-    needs: Iterable[Need] = (),
-    *,
-    drafts_with_model: bool = False,
-    lossy: bool = False,
+    name: str, title: str, source: str, settings: type[Settings] = NoSettings, needs: Iterable[Need] = (), **flags: bool
 ) -> Callable[[Builder], Builder]:
-    """Register the decorated function as the builder of a method: (resources, settings) -> (drafter, verifier)."""
+    """Register the decorated function as a method's builder; `flags` are those of `MethodInfo`."""
 
     def register(builder: Builder) -> Builder:
-        METHODS[name] = MethodInfo(name, title, source, builder, settings, frozenset(needs), drafts_with_model, lossy)
+        METHODS[name] = MethodInfo(name, title, source, builder, settings, frozenset(needs), **flags)
         return builder
 
     return register

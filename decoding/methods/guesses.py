@@ -109,7 +109,7 @@ class LookaheadDrafter(Drafter):
         root = self.context.token_ids[-1]
         tree = merged(root, self.pool.continuations(root), room)
         # Guesses of a last round would come too late, and near the context's end there is no position for them.
-        reach = self.window.width + self.window.n_levels - 2  # how far behind the root the last guess stands
+        reach = self.window.width + self.window.n_levels - 2  # from the root to the last guess
         self._looks = room > 1 and self.context.root_slot + reach < self.context.runtime.max_positions
         return Draft(tree, extra_rows=self.window.rows(root) if self._looks else None)
 
@@ -145,7 +145,7 @@ class NgramPool:
 
 
 class Window:
-    """The guesses: `levels[j][i]` stands i + j tokens behind the root, `levels[0][0]` is the root.
+    """The guesses: `levels[j][i]` is i + j tokens behind the root, `levels[0][0]` the root.
 
     DEVIATION: a round that commits more than one token leaves the guesses that far behind: moving the columns along
     accepted less in a small trial (SmolLM2-135M, M 1.37 against 1.42).
