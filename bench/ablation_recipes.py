@@ -47,10 +47,9 @@ from ..tasks.recipes import (
     MakingRecipes,
     Recipes,
 )
-from ..training.descent import Descent, train
 from ..training.features import Features, features_of, greedy_session
-from ..training.lessons import HeadLessons
 from ..training.settings import HeadSettings, ignore
+from ..training.trainer import HeadObjective, Trainer, train
 
 MIXED_TASK = "mixed"  # of heads that were trained on several streams
 HOPS = 3
@@ -226,11 +225,11 @@ def train_hops(
             texts.append(features_of(session, prompt, depths))
     for hop in range(1, HOPS + 1):
         states = Features.joined([ahead(text, hop) for text in texts])
-        lessons = HeadLessons(session.runtime, states, depths, full=False)
+        objective = HeadObjective(session.runtime, states, depths, full=False)
         left_s = (budget_s - (monotonic() - began)) / (HOPS + 1 - hop)
-        descent = Descent(lessons.start(), settings, max(1.0, left_s))
-        descent.run(states.n_rows, lessons.gradient, ignore)
-        found.append(lessons.model(descent.weights))
+        trainer = Trainer(objective, settings, max(1.0, left_s))
+        trainer.run(ignore)
+        found.append(objective.model(trainer.weights))
     return found
 
 

@@ -35,10 +35,10 @@ from ..optimizer import self_sd
 from ..optimizer.search import Search
 from ..optimizer.self_sd import Candidate, SelfSdSearch
 from ..store import Store
-from ..training.descent import train
 from ..training.features import Checkpoint
 from ..training.settings import HeadSettings, ProbeSettings, Trained
 from ..training.settings import OnStep as OnTrainingStep
+from ..training.trainer import train
 from .job import PATIENCE_S, patiently
 
 TYPICAL_POSITIONS = 512  # of a request, at which costs are measured where no stream says how long its texts are

@@ -1,6 +1,6 @@
 """The training data of heads and probes: the model's states at the positions of its own greedy completions.
 
-What was collected and trained is kept on disk, so that a run can be killed at any time and resumes where it was.
+What was collected and trained is kept on disk, so that a run that was killed at any time can be resumed.
 """
 
 from __future__ import annotations
@@ -49,17 +49,14 @@ class Features:
 
     @property
     def n_rows(self) -> int:
-        """Positions."""
+        """Number of positions."""
         return self.final.shape[0]
 
     @classmethod
     def joined(cls, parts: Sequence[Features]) -> Features:
         """Concatenate the positions of several."""
-        depths = parts[0].hidden
-        return cls(
-            {depth: torch.cat([part.hidden[depth] for part in parts]) for depth in depths},
-            torch.cat([part.final for part in parts]),
-        )
+        hidden = {depth: torch.cat([part.hidden[depth] for part in parts]) for depth in parts[0].hidden}
+        return cls(hidden, torch.cat([part.final for part in parts]))
 
 
 class Checkpoint:
@@ -68,7 +65,7 @@ class Checkpoint:
     A folder per (model, stream, what is collected), with a state per set of training settings. Every file appears under
     its name only when it is complete.
 
-    Args:   identity: all that decides what is collected; settings: all else that decides the result.
+    Args:   identity: all that decides what is collected. settings: all else that decides the result.
             every_s: seconds of training that a kill may lose; more where saving takes long. 0 saves after every step.
     Raises: OutputError: the folder cannot be written.
     """
@@ -89,11 +86,10 @@ class Checkpoint:
         """Read the states collected so far, by the prompt's index."""
         found: dict[int, Features] = {}
         for path in self.folder.glob("states-*.safetensors"):
-            tensors = (_read(path) or ({}, {}))[0]
-            if tensors:
-                final = tensors.pop("final")
-                index = int(path.stem.partition("-")[2])
-                found[index] = Features({int(depth): hidden for depth, hidden in tensors.items()}, final)
+            read = _read(path)
+            if read is not None:
+                final, index = read[0].pop("final"), int(path.stem.partition("-")[2])
+                found[index] = Features({int(depth): hidden for depth, hidden in read[0].items()}, final)
         return found
 
     def add(self, index: int, features: Features) -> None:
@@ -102,21 +98,21 @@ class Checkpoint:
         self._write(self.folder / f"states-{index}.safetensors", {**tensors, "final": features.final}, {})
 
     def due(self) -> bool:
-        """Tell whether so much time has passed that the state of training should be saved."""
+        """Tell whether it is time to save the state of training."""
         pause_s = max(self.every_s, SAVING_SHARE * self._save_s) if self.every_s else 0.0
         return time.monotonic() - self._saved_at >= pause_s
 
     def save(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Keep a state of training in place of the last one."""
+        """Replace the last state of training."""
         self._write(self._state, tensors, {"values": json.dumps(values)})
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Read the last state of training; None if there is none that can be read."""
+        """Read the last state of training, if there is one that can be read."""
         found = _read(self._state) if self._state.exists() else None
         return None if found is None else (found[0], json.loads(found[1]["values"]))
 
     def remove(self) -> None:
-        """Delete the folder: training is over and its result is safe."""
+        """Delete the folder, once the result is safe."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _write(self, path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
@@ -137,7 +133,7 @@ class Checkpoint:
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]] | None:
-    """Read tensors and metadata of a file; None where it is damaged, for what it held can be made again."""
+    """Read tensors and metadata of a file; None where it is damaged, as what it held can be made again."""
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
@@ -168,10 +164,10 @@ def collect(
     kept: Checkpoint | None = None,
     budget_s: float | None = None,
 ) -> Collected:
-    """Complete the prompts greedily, in an order drawn from `seed`, and keep the states; the last tenth is held out.
+    """Complete the prompts greedily, in an order drawn from `seed`, and return the states; a tenth is held out.
 
-    Args:   budget_s: stop after that many seconds, with at least two prompts done.
-    Raises: InvalidInput: fewer than two prompts, or completions that leave too little to learn from.
+    Args:   budget_s: stop after so many seconds, with at least two prompts done.
+    Raises: InvalidInput: fewer than two prompts, or too few positions in their completions.
     """
     if len(prompts) < 2:
         raise InvalidInput("training needs at least 2 prompts, one of them to measure on: give a longer stream")
@@ -213,7 +209,7 @@ def greedy_session(runtime: Runtime, max_new_tokens: int) -> Session:
 
 
 def features_of(session: Session, prompt: Prompt, depths: Sequence[int]) -> Features:
-    """The states of all turns of a prompt, at every token of a completion that another one follows."""
+    """Return the states of all turns of a prompt, at every token of a completion but the last."""
     found = [states_of(session.runtime, [], 0, depths)]
     for event in side_by_side([session.request(prompt, PLAIN)]):
         if isinstance(event, Round) and event.context.finish is not None:  # a completion of one token has no round

@@ -16,7 +16,7 @@ ProbeSampling = Literal["greedy", "top-p"]
 
 @dataclass(frozen=True, slots=True)
 class TrainingSettings(Settings):
-    """Settings of heads and probes alike. `minutes` ends training early, the cosine reaching its end by then.
+    """Settings of heads and probes alike. `minutes` ends training early, with the cosine at its end.
 
     Raises: SettingsError: a value is out of its range.
     """
@@ -92,7 +92,7 @@ def checked_depths(depths: tuple[int, ...], n_layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TrainingStep:
-    """`done` of `total` prompts collected or steps trained; `note` is a remark to keep, such as on resumption."""
+    """Progress: `done` of `total` prompts collected or steps trained; `note` is a remark, such as on resumption."""
 
     phase: Literal["collect", "train", "measure"]
     done: int = 0
@@ -106,7 +106,7 @@ OnStep = Callable[[TrainingStep], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trained:
-    """What was trained, with the figures of held-out prompts and the loss over the steps, at most 200 points."""
+    """The result of training, with the figures of held-out prompts and the loss over the steps, at most 200 points."""
 
     model: Any  # Heads or Probe of `models.early_exit`
     figures: Mapping[str, float]
@@ -114,4 +114,4 @@ class Trained:
 
 
 def ignore(step: TrainingStep) -> None:
-    """Report progress to nobody."""
+    """Drop a report of progress."""

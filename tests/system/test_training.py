@@ -16,10 +16,9 @@ from swiftopt.decoding.methods import PLAIN
 from swiftopt.decoding.session import Session
 from swiftopt.models.early_exit import Heads, learned_from_bytes, learned_to_bytes
 from swiftopt.models.runtime import Runtime
-from swiftopt.training.descent import train
 from swiftopt.training.features import Checkpoint, Features, features_of, greedy_session
-from swiftopt.training.lessons import acceptances
 from swiftopt.training.settings import HeadSettings, ProbeSettings, TrainingStep
+from swiftopt.training.trainer import acceptances, train
 
 SETTINGS = HeadSettings(epochs=12, batch=16, max_new_tokens=24, learning_rate=1e-2)
 PROMPTS = [Prompt(id=str(i), task="t", text=f"w{i + 5} w{3 * i} w{7 * i + 1}") for i in range(10)]

@@ -12,17 +12,18 @@ from swiftopt.bench.ablation_recipes import ahead
 from swiftopt.bench.micro import head_rank
 from swiftopt.core.errors import SettingsError
 from swiftopt.models.runtime import Runtime
-from swiftopt.training.descent import batch_of, learning_rate
 from swiftopt.training.features import Features
-from swiftopt.training.lessons import (
+from swiftopt.training.settings import HeadSettings, ProbeSettings, TrainingSettings
+from swiftopt.training.trainer import (
     CHUNK_VALUES,
-    HeadLessons,
-    ProbeLessons,
+    HeadObjective,
+    ProbeObjective,
+    batch_of,
     early_exits,
     kl_to_gradient,
+    learning_rate,
     probe_figures,
 )
-from swiftopt.training.settings import HeadSettings, ProbeSettings, TrainingSettings
 
 ROWS = torch.tensor([3, 0, 7, 5])
 
@@ -54,8 +55,8 @@ def test_rank_of_a_head_is_that_of_its_singular_values() -> None:
 def test_closed_form_gradient_equals_autograd(family: str, full: bool) -> None:
     runtime = tiny_runtime(family)
     data = random_features(runtime)
-    lessons = HeadLessons(runtime, data, (1, 3), full)
-    start = lessons.start()
+    objective = HeadObjective(runtime, data, (1, 3), full)
+    start = objective.start()
     weights = (start + 0.05 * torch.randn(start.shape, dtype=start.dtype)).requires_grad_()
     target = torch.log_softmax(runtime.head(data.final[ROWS]), -1)
     kl = torch.zeros((), dtype=torch.float64)
@@ -65,7 +66,7 @@ def test_closed_form_gradient_equals_autograd(family: str, full: bool) -> None:
         kl = kl + (target.exp() * (target - own)).sum(-1).mean()
     kl.backward()  # type: ignore[no-untyped-call]
     with torch.no_grad():
-        loss, gradient = lessons.gradient(weights, ROWS)
+        loss, gradient = objective.gradient(weights, ROWS)
     assert loss == pytest.approx(float(kl.detach()) / 2, rel=1e-12)
     torch.testing.assert_close(gradient, weights.grad, rtol=1e-9, atol=1e-12)
 
@@ -89,14 +90,14 @@ def test_divergence_of_bfloat16_logits_is_taken_in_float32() -> None:
 def test_probe_gradient_equals_autograd() -> None:
     torch.manual_seed(0)
     hidden, accepted = 5 * torch.randn(9, 6) + 2, torch.rand(9) < 0.5
-    lessons = ProbeLessons(Features({2: hidden}, hidden), 2, lambda _: accepted)
+    objective = ProbeObjective(Features({2: hidden}, hidden), 2, lambda _: accepted)
     weights = torch.randn(7, requires_grad=True)
     states = (hidden[ROWS] - hidden.mean(0)) / hidden.std(0)
     scores = states @ weights[:-1] + weights[-1]
     loss = torch.nn.functional.binary_cross_entropy_with_logits(scores, accepted[ROWS].float())
     loss.backward()  # type: ignore[no-untyped-call]
     with torch.no_grad():
-        own, gradient = lessons.gradient(weights, ROWS)
+        own, gradient = objective.gradient(weights, ROWS)
     assert own == pytest.approx(float(loss.detach()), rel=1e-5)
     torch.testing.assert_close(gradient, weights.grad, rtol=1e-4, atol=1e-6)
 
@@ -104,17 +105,17 @@ def test_probe_gradient_equals_autograd() -> None:
 def test_probe_of_raw_states_equals_the_one_of_standardised_states() -> None:
     torch.manual_seed(0)
     hidden = 30 * torch.randn(9, 6) + 7
-    lessons = ProbeLessons(Features({2: hidden}, hidden), 2, lambda _: torch.rand(9) < 0.5)
+    objective = ProbeObjective(Features({2: hidden}, hidden), 2, lambda _: torch.rand(9) < 0.5)
     weights = torch.randn(7)
-    probe = lessons.model(weights)
+    probe = objective.model(weights)
     standard = (hidden - hidden.mean(0)) / hidden.std(0) @ weights[:-1] + weights[-1]
     for state, score in zip(hidden, standard, strict=True):
         assert probe.acceptance(state[None]) == pytest.approx(float(torch.sigmoid(score)), abs=1e-4)
 
 
 def test_the_shallowest_sure_head_decides() -> None:
-    sure = [torch.tensor([0.9, 0.2, 0.8, 0.1]), torch.tensor([0.9, 0.9, 0.9, 0.1])]
-    right = [torch.tensor([True, True, False, True]), torch.tensor([False, True, True, True])]
+    sure = torch.tensor([[0.9, 0.2, 0.8, 0.1], [0.9, 0.9, 0.9, 0.1]])
+    right = torch.tensor([[True, True, False, True], [False, True, True, True]])
     assert early_exits(sure, right, 0.75) == (0.75, pytest.approx(1 / 3))
     assert early_exits(sure, right, 0.95) == (0.0, 0.0)
 

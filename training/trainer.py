@@ -1,0 +1,353 @@
+"""Training of heads and probes: Adam with a cosine rate over shuffled rows, which can be resumed after any step.
+
+Heads learn the last layer's predictions (AdaDecode 2.1); a probe learns whether the token read at its layer is accepted
+(AdaSPEED II.B).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+from transformers import TopPLogitsWarper
+
+from ..core.types import Prompt
+from ..models.early_exit import Heads, Probe
+from ..models.runtime import Runtime
+from .features import Checkpoint, Features, collect, greedy_session
+from .settings import HeadSettings, OnStep, ProbeSettings, Trained, TrainingSettings, TrainingStep, ignore
+
+MAX_POINTS = 200  # of a curve
+CHUNK_VALUES = 1 << 19  # logits taken at once on a CPU: small enough for its caches, which is what sets the speed
+CHUNK_ROWS = 64  # positions whose logits are held at once
+THRESHOLDS = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
+
+
+@torch.no_grad()
+def train(
+    runtime: Runtime,
+    prompts: Sequence[Prompt],
+    settings: HeadSettings | ProbeSettings,
+    on_step: OnStep = ignore,
+    *,
+    budget_s: float | None = None,
+    kept: Checkpoint | None = None,
+) -> Trained:
+    """Train heads, all together, or a probe on the model's own greedy completions of the prompts.
+
+    Args:   budget_s: seconds for all of it: at most half for the completions, the rest for training.
+            kept: where to keep what is done; it is not removed.
+    Raises: SettingsError: a layer is out of range. InvalidInput: the stream or its completions are too short.
+    """
+    depths, started = settings.depths(runtime.n_layers), time.monotonic()
+    session = greedy_session(runtime, settings.max_new_tokens)
+    data = collect(session, prompts, depths, settings.seed, on_step, kept, budget_s and budget_s / 2)
+    objective = _objective(runtime, settings, data.train, depths)
+    left_s = None if budget_s is None else max(1.0, budget_s - (time.monotonic() - started))
+    trainer = Trainer(objective, settings, left_s, kept)
+    trainer.run(on_step)
+    on_step(TrainingStep("measure"))
+    curve = trainer.curve()
+    last = [loss for _, loss in curve[-objective.LAST_POINTS :]]
+    figures = {
+        "prompts": data.n_prompts,
+        "positions": data.train.n_rows,
+        "held_out_positions": data.held_out.n_rows,
+        "steps": trainer.step,
+        "loss": sum(last) / len(last),
+        "collect_s": round(data.seconds, 1),
+        "train_s": round(trainer.spent_s, 1),
+        **objective.figures(trainer.weights, data.held_out),
+    }
+    return Trained(objective.model(trainer.weights), figures, curve)
+
+
+def _objective(
+    runtime: Runtime, settings: HeadSettings | ProbeSettings, data: Features, depths: Sequence[int]
+) -> HeadObjective | ProbeObjective:
+    if isinstance(settings, HeadSettings):
+        return HeadObjective(runtime, data, depths, settings.full)
+    return ProbeObjective(data, depths[0], partial(acceptances, runtime, depth=depths[0], settings=settings))
+
+
+def learning_rate(settings: TrainingSettings, progress: float) -> float:
+    """Return the learning rate at that share of the training, from 0 to 1."""
+    if progress < settings.warm_up:
+        return settings.learning_rate * progress / settings.warm_up
+    return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def batch_of(settings: TrainingSettings, step: int, n_rows: int) -> Tensor:
+    """Return the rows of a step: every epoch sees each once, in an order of its own."""
+    per_epoch = math.ceil(n_rows / settings.batch)
+    epoch, number = divmod(step, per_epoch)
+    order = torch.randperm(n_rows, generator=torch.Generator().manual_seed((settings.seed << 20) + epoch))
+    return order[number * settings.batch : (number + 1) * settings.batch]
+
+
+class Trainer:
+    """Minimises an objective by its gradient; `weights` are changed in place.
+
+    With `seconds`, or minutes in the settings, the clock sets the position on the cosine once it is ahead.
+    """
+
+    def __init__(
+        self,
+        objective: HeadObjective | ProbeObjective,
+        settings: TrainingSettings,
+        seconds: float | None = None,
+        kept: Checkpoint | None = None,
+    ) -> None:
+        self.objective, self.settings, self.kept = objective, settings, kept
+        self.weights = objective.start()
+        limits = [limit for limit in (seconds, settings.minutes and 60 * settings.minutes) if limit is not None]
+        self.seconds = min(limits, default=None)
+        self._adam = torch.optim.Adam([self.weights])
+        self.step = 0
+        self.spent_s = 0.0
+        self.losses: list[float] = []
+
+    def run(self, on_step: OnStep) -> None:
+        """Take all steps that are left."""
+        n_rows = self.objective.n_rows
+        total = self.settings.epochs * math.ceil(n_rows / self.settings.batch)
+        self._resume(total, on_step)
+        started, before_s = time.monotonic(), self.spent_s
+        while (progress := self._progress(total)) < 1:
+            rows = batch_of(self.settings, self.step, n_rows)
+            loss, self.weights.grad = self.objective.gradient(self.weights, rows)
+            # Set here and not by a scheduler of torch: it depends on the clock, too.
+            self._adam.param_groups[0]["lr"] = learning_rate(self.settings, max(progress, 1 / total))
+            self._adam.step()
+            self.step += 1
+            self.losses.append(loss)
+            self.spent_s = before_s + time.monotonic() - started
+            on_step(TrainingStep("train", self.step, total, loss))
+            if self.kept is not None and self.kept.due():
+                self._save(self.kept)
+        if self.kept is not None:
+            self._save(self.kept)
+
+    def curve(self) -> tuple[tuple[int, float], ...]:
+        """Return (step, mean loss up to it) at evenly spaced steps."""
+        width = math.ceil(len(self.losses) / MAX_POINTS)
+        parts = [self.losses[at : at + width] for at in range(0, len(self.losses), max(1, width))]
+        return tuple((min((i + 1) * width, self.step), sum(part) / len(part)) for i, part in enumerate(parts))
+
+    def _progress(self, total: int) -> float:
+        clock = 0.0 if self.seconds is None else self.spent_s / self.seconds
+        return max(self.step / total, clock)
+
+    def _save(self, kept: Checkpoint) -> None:
+        tensors = {"weights": self.weights, **self._adam.state[self.weights]}
+        kept.save(tensors, {"step": self.step, "spent_s": self.spent_s, "losses": self.losses})
+
+    def _resume(self, total: int, on_step: OnStep) -> None:
+        state = None if self.kept is None else self.kept.state()
+        if state is None:
+            return
+        tensors, values = state
+        self.weights.copy_(tensors.pop("weights"))
+        self._adam.load_state_dict({**self._adam.state_dict(), "state": {0: tensors}})
+        self.step, self.spent_s, self.losses = values["step"], values["spent_s"], values["losses"]
+        on_step(TrainingStep("train", self.step, total, note=f"resumed: step {self.step} of {total}"))
+
+
+class HeadObjective:
+    """The mean KL(last layer || head) of positions; weights are (heads, hidden_size, hidden_size), or (heads, vocab,
+    hidden_size) of whole heads, in float32 at least, and are rounded to the model's dtype for every step."""
+
+    LAST_POINTS: ClassVar = 5  # of the curve, whose mean is the loss that is reported
+
+    def __init__(self, runtime: Runtime, data: Features, depths: Sequence[int], full: bool) -> None:
+        self.runtime, self.depths, self.full, self.n_rows = runtime, tuple(depths), full, data.n_rows
+        self._final = data.final
+        self._normed = torch.stack([runtime.normed(data.hidden[d].to(runtime.device)).cpu() for d in depths])
+        self._vocabulary = cast(Tensor, cast(Any, runtime.hf_model).get_output_embeddings().weight).detach()
+        self._softcap = None if full else getattr(runtime.config, "final_logit_softcapping", None)
+
+    def start(self) -> Tensor:
+        """Return weights with which every head is the model's own."""
+        wide = torch.float64 if self.runtime.dtype == torch.float64 else torch.float32
+        width = self._vocabulary.shape[1]
+        one = self._vocabulary if self.full else torch.eye(width, device=self.runtime.device)
+        return one.to(self.runtime.device, wide).repeat(len(self.depths), 1, 1)
+
+    def model(self, weights: Tensor) -> Heads:
+        """Return heads with those weights, in the model's dtype."""
+        rounded = weights.to(self.runtime.dtype)
+        return Heads({depth: rounded[i].clone() for i, depth in enumerate(self.depths)}, self.full)
+
+    def gradient(self, weights: Tensor, rows: Tensor) -> tuple[float, Tensor]:
+        """Return the mean loss of these positions and heads, and each head's own gradient.
+
+        No autograd through the vocabulary: with head_probs - target_probs at the logits, two products remain.
+        """
+        device, rounded = self.runtime.device, weights.to(self.runtime.dtype)
+        target = self.runtime.head(self._final[rows].to(device))  # (rows, vocab)
+        normed = self._normed[:, rows].to(device)  # (heads, rows, hidden)
+        moved = normed @ rounded.transpose(1, 2)  # (heads, rows, hidden), or logits (heads, rows, vocab)
+        logits = moved if self.full else self.runtime.head(moved.flatten(0, 1)).view(len(self.depths), *target.shape)
+        kl = kl_to_gradient(target, logits, self._softcap)
+        slope = logits if self.full else (logits.flatten(0, 1) @ self._vocabulary.to(device)).view_as(normed)
+        wide = weights.dtype
+        gradient = slope.to(wide).transpose(1, 2) @ normed.to(wide) / len(rows)
+        return float(kl.mean()) / len(rows), gradient
+
+    def figures(self, weights: Tensor, data: Features) -> dict[str, float]:
+        """Measure heads with those weights on held-out positions.
+
+        Returns: per head `agreement@DEPTH` with the last layer's argmax, the same of the model's own head read there
+                 (`identity@DEPTH`), and `kl@DEPTH`; per threshold γ `early@γ` and `rejected@γ`, see `early_exits`.
+        """
+        runtime, depths, heads = self.runtime, self.depths, self.model(weights)
+        right = torch.zeros(len(depths), data.n_rows, dtype=torch.bool)
+        sure = torch.zeros(len(depths), data.n_rows)
+        same, kl = dict.fromkeys(depths, 0), dict.fromkeys(depths, 0.0)
+        for start in range(0, data.n_rows, CHUNK_ROWS):
+            rows = slice(start, start + CHUNK_ROWS)
+            target = runtime.head(data.final[rows].to(runtime.device))
+            for i, depth in enumerate(depths):
+                hidden = data.hidden[depth][rows].to(runtime.device)
+                logits = heads.logits(runtime, depth, hidden)
+                probs, token_ids = torch.softmax(logits, dim=-1, dtype=torch.float32).max(-1)
+                right[i, rows] = (token_ids == target.argmax(-1)).cpu()
+                sure[i, rows] = probs.cpu()
+                same[depth] += int((runtime.logits(hidden).argmax(-1) == target.argmax(-1)).sum())
+                kl[depth] += float(kl_to_gradient(target, logits[None]))
+        figures = {f"agreement@{depth}": float(right[i].float().mean()) for i, depth in enumerate(depths)}
+        figures |= {f"identity@{depth}": same[depth] / data.n_rows for depth in depths}
+        figures |= {f"kl@{depth}": kl[depth] / data.n_rows for depth in depths}
+        for threshold in THRESHOLDS:
+            figures[f"early@{threshold}"], figures[f"rejected@{threshold}"] = early_exits(sure, right, threshold)
+        return figures
+
+
+def kl_to_gradient(target: Tensor, heads: Tensor, softcap: float | None = None) -> Tensor:
+    """Replace every head's logits by the gradient of its rows' KL(target || head) by them, in place.
+
+    It is head_probs - target_probs; where the logits were capped, by the logits before the cap. Probabilities are
+    taken in float32 (float64 of float64), whatever the logits' dtype, and the target's only once for all heads.
+
+    Args:    target: logits (rows, vocab); heads: logits (heads, rows, vocab).
+    Returns: KL in nats, summed over the rows, float64 (heads,).
+    """
+    wide = torch.float64 if target.dtype == torch.float64 else torch.float32
+    total = torch.zeros(heads.shape[0], dtype=torch.float64, device=target.device)
+    n_rows, width = target.shape
+    size = max(1, CHUNK_VALUES // width) if target.device.type == "cpu" else max(1, n_rows)
+    for start in range(0, n_rows, size):
+        rows = slice(start, start + size)
+        target_logprobs = torch.log_softmax(target[rows], dim=-1, dtype=wide)
+        target_probs = target_logprobs.exp()
+        own = (target_probs * target_logprobs).sum(dtype=torch.float64)
+        for number in range(heads.shape[0]):
+            logits = heads[number, rows]
+            logprobs = torch.log_softmax(logits, dim=-1, dtype=wide)
+            total[number] += own - (target_probs * logprobs).sum(dtype=torch.float64)
+            slope = logprobs.exp_().sub_(target_probs)
+            if softcap is not None:
+                slope.mul_(1 - (logits.to(wide) / softcap) ** 2)
+            logits.copy_(slope)
+    return total
+
+
+def early_exits(sure: Tensor, right: Tensor, threshold: float) -> tuple[float, float]:
+    """Return the share of positions where a head is sure, and of these the share where the shallowest such is wrong.
+
+    Args: sure, right: shallowest head first, (heads, n): its highest probability, and whether its token is the last
+          layer's.
+    """
+    is_sure = sure >= threshold
+    early = is_sure.any(dim=0)
+    wrong = early & ~right.gather(0, is_sure.int().argmax(dim=0)[None])[0]
+    n_early = int(early.sum())
+    return n_early / len(early), int(wrong.sum()) / max(1, n_early)
+
+
+def acceptances(runtime: Runtime, data: Features, depth: int, settings: ProbeSettings) -> Tensor:
+    """Tell whether the token that the exit at `depth` gives is accepted by the last layer; bool (n,).
+
+    "greedy": both argmaxes are the same. "top-p": the token is drawn from the exit's distribution and accepted with
+    min(1, target_probs / draft_probs), both cut to the same top-p.
+    """
+    random = torch.Generator().manual_seed(settings.seed)
+    found = [torch.zeros(0, dtype=torch.bool)]
+    for start in range(0, data.n_rows, CHUNK_ROWS):
+        rows = slice(start, start + CHUNK_ROWS)
+        draft = runtime.logits(data.hidden[depth][rows].to(runtime.device))
+        target = runtime.head(data.final[rows].to(runtime.device))
+        if settings.sampling == "greedy":
+            found.append((draft.argmax(-1) == target.argmax(-1)).cpu())
+            continue
+        draft_probs, target_probs = _top_p(draft, settings.top_p), _top_p(target, settings.top_p)
+        token_ids = torch.multinomial(draft_probs, 1, generator=random)
+        odds = target_probs.gather(1, token_ids) / draft_probs.gather(1, token_ids)
+        found.append((torch.rand(odds.shape, generator=random) < odds)[:, 0])
+    return torch.cat(found)
+
+
+def _top_p(logits: Tensor, top_p: float) -> Tensor:
+    kept = TopPLogitsWarper(top_p)(cast(Any, None), cast(Any, logits.float()))
+    return torch.softmax(kept, dim=-1).cpu()
+
+
+class ProbeObjective:
+    """The binary cross-entropy of a linear probe on standardised states; weights are (hidden_size + 1,), bias last.
+
+    Args: accept: tells of positions whether the token read at `depth` is accepted; bool (n,).
+    """
+
+    LAST_POINTS: ClassVar = 1
+
+    def __init__(self, data: Features, depth: int, accept: Callable[[Features], Tensor]) -> None:
+        self.depth, self.n_rows, self._accept = depth, data.n_rows, accept
+        states = data.hidden[depth].float()
+        self._mean, self._scale = states.mean(0), states.std(0).clamp_min(1e-6)
+        self._states = (states - self._mean) / self._scale
+        self._accepted = accept(data).float()
+
+    def start(self) -> Tensor:
+        """Return the weights of an untrained probe."""
+        return torch.zeros(self._states.shape[1] + 1)
+
+    def model(self, weights: Tensor) -> Probe:
+        """Return the probe of raw states: mean and scale folded into it."""
+        direction = weights[:-1] / self._scale
+        return Probe(self.depth, direction, float(weights[-1] - direction @ self._mean))
+
+    def gradient(self, weights: Tensor, rows: Tensor) -> tuple[float, Tensor]:
+        """Return the mean loss of the rows, and its gradient: (probability - label) times the state."""
+        states, wanted = self._states[rows], self._accepted[rows]
+        scores = states @ weights[:-1] + weights[-1]
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(scores, wanted)
+        off = (torch.sigmoid(scores) - wanted) / len(rows)
+        return float(loss), torch.cat((off @ states, off.sum()[None]))
+
+    def figures(self, weights: Tensor, data: Features) -> dict[str, float]:
+        """Measure the probe with those weights on held-out positions."""
+        probe = self.model(weights)
+        return probe_figures(data.hidden[self.depth].float() @ probe.direction + probe.bias, self._accept(data))
+
+
+def probe_figures(scores: Tensor, accepted: Tensor) -> dict[str, float]:
+    """Measure a probe: `accuracy` at one half, `base_rate` of acceptance, and `auc` where both outcomes occur.
+
+    Args: scores: logits (n,); accepted: bool (n,).
+    """
+    figures = {
+        "accuracy": float(((scores > 0) == accepted).float().mean()),
+        "base_rate": float(accepted.float().mean()),
+    }
+    n_yes = int(accepted.sum())
+    n_no = len(accepted) - n_yes
+    if n_yes and n_no:  # the chance that an accepted token scores above a rejected one, from the sum of ranks
+        _, inverse, counts = torch.unique(scores.double(), return_inverse=True, return_counts=True)
+        ranks = (counts.cumsum(0) - (counts - 1) / 2)[inverse]
+        figures["auc"] = (float(ranks[accepted].sum()) - n_yes * (n_yes + 1) / 2) / (n_yes * n_no)
+    return figures
