@@ -27,7 +27,7 @@ from ..core.settings import AUTO, FORMATS, PRESETS, STORED, THREADS, Branching, 
 from ..core.streams import StreamForm
 from ..core.templates import TEMPLATES
 from ..core.types import Sampling
-from ..optimizer.strategies import MOST, SIZE_CHOOSING, STRATEGIES, recipe_of
+from ..optimizer.strategies import MOST, SIZE_CHOOSING, STRATEGIES, strategy_info
 from .charts import Pictures
 from .output import Result, note
 
@@ -584,7 +584,7 @@ IDLE = (
     ),
     Idle(
         "deterministic",
-        lambda own: own.strategy in STRATEGIES and not recipe_of(own.strategy).suggests,
+        lambda own: own.strategy in STRATEGIES and not strategy_info(own.strategy).suggests,
         "has no effect with --strategy {strategy}, which waits for no suggestions",
     ),
 )

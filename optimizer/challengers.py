@@ -14,13 +14,13 @@ FINAL_WINDOWS = 2  # windows, besides the one that brought it here, over which a
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a window lies: its prompt, and its first token's position in the text."""
+class WindowStart:
+    """A window's prompt, and its first token's position in the text."""
 
     prompt_id: str
     position: int
 
-    def is_new_after(self, earlier: Place, window: int) -> bool:
+    def is_new_after(self, earlier: WindowStart, window: int) -> bool:
         """Tell whether at least half of the window's tokens are others than those of the earlier one."""
         if self.prompt_id != earlier.prompt_id or self.position < earlier.position:
             return True
@@ -40,11 +40,11 @@ class Incumbent:
     matchness: float = 0.0
     rounds: list[tuple[int, int]] = field(default_factory=list)
 
-    def add(self, score: float, matchness: float) -> None:
-        """Count in the scores of one more window."""
+    def add(self, trial: Trial) -> None:
+        """Count in its trial on one more window."""
         self.n += 1
-        self.score += (score - self.score) / self.n
-        self.matchness += (matchness - self.matchness) / self.n
+        self.score += (trial.score - self.score) / self.n
+        self.matchness += (trial.matchness - self.matchness) / self.n
 
     def acceptance_after(self, round_: Round, n_rounds: int) -> float | None:
         """Return α over the latest `n_rounds`, this one included; None if there are fewer, or nothing was drafted."""
@@ -61,7 +61,7 @@ class Finalist:
 
     layer_set: LayerSet
     entry: float
-    place: Place
+    place: WindowStart
     leads: tuple[float, ...] = ()
 
     @property
@@ -78,9 +78,9 @@ class Finals:
     """
 
     finalists: list[Finalist] = field(default_factory=list)
-    latest: Place | None = None  # of the latest final
+    latest: WindowStart | None = None  # of the latest final
 
-    def enter(self, challengers: Mapping[LayerSet, float], place: Place, bar: float) -> None:
+    def enter(self, challengers: Mapping[LayerSet, float], place: WindowStart, bar: float) -> None:
         """Keep those of a window that are rated above `bar`, the best of all where there are too many."""
         known = {finalist.layer_set for finalist in self.finalists}
         for layer_set, rating in challengers.items():
@@ -89,13 +89,13 @@ class Finals:
         self.finalists.sort(key=lambda own: (len(own.leads), own.lead, own.entry), reverse=True)
         del self.finalists[FINALISTS:]
 
-    def due(self, place: Place, window: int) -> list[LayerSet]:
+    def due(self, place: WindowStart, window: int) -> list[LayerSet]:
         """Return the sets to score beside the one in use, on the window there."""
         if self.latest is not None and not place.is_new_after(self.latest, window):
             return []
         return [own.layer_set for own in self.finalists if place.is_new_after(own.place, window)]
 
-    def settle(self, place: Place, leads: Mapping[LayerSet, float]) -> Finalist | None:
+    def settle(self, place: WindowStart, leads: Mapping[LayerSet, float]) -> Finalist | None:
         """Count in the leads of those who were due; return the winner, if there is one by now."""
         judged = [
             replace(own, place=place, leads=(*own.leads, leads[own.layer_set]))
@@ -112,8 +112,8 @@ class Finals:
 
 
 @dataclass(slots=True)
-class Standing(Record):
-    """Where a search stands: the set in use and its challengers.
+class Contest(Record):
+    """The set in use and its challengers.
 
     `first` are sets to be scored before any that is proposed; `looked` is the window of the latest pass. `opened_at`
     and `n_at_gain` count the candidates that were scored when the search was opened, and when the set in use was
@@ -123,11 +123,11 @@ class Standing(Record):
     incumbent: Incumbent
     finals: Finals = field(default_factory=Finals)
     first: list[LayerSet] = field(default_factory=list)
-    looked: Place | None = None
+    looked: WindowStart | None = None
     opened_at: int = 0
     n_at_gain: int = 0
 
-    def is_news(self, place: Place, window: int) -> bool:
+    def is_news(self, place: WindowStart, window: int) -> bool:
         """Tell whether at least half of that window is text that the latest pass did not see."""
         return self.looked is None or place.is_new_after(self.looked, window)
 
@@ -136,41 +136,36 @@ class Standing(Record):
         taken, self.first = self.first[:n], self.first[n:]
         return taken
 
-    def admit(self, place: Place, trials: Sequence[Trial]) -> None:
-        """Let in the sets that scored more than the one in use did on average."""
+    def admit(self, place: WindowStart, trials: Sequence[Trial]) -> None:
+        """Keep as challengers the sets that scored more than the one in use did on average."""
         self.finals.enter({trial.layer_set: trial.score for trial in trials}, place, self.incumbent.score)
 
     def take_highest(self, trials: Sequence[Trial]) -> Trial | None:
         """Use the set with the highest score so far (SWIFT 4.1); return its trial, if it was not in use before."""
-        best = max(trials, key=lambda trial: trial.score)
-        if self.incumbent.n and best.score <= self.incumbent.score:
+        best, before = max(trials, key=lambda trial: trial.score), self.incumbent
+        if before.n and best.score <= before.score:
             return None
-        is_new = best.layer_set != self.incumbent.layer_set
-        self.incumbent = Incumbent(best.layer_set, rounds=[] if is_new else self.incumbent.rounds)
-        self.incumbent.add(best.score, best.matchness)
-        self.n_at_gain = best.step + 1
-        return replace(best, adopted=True) if is_new else None
+        adopted = self._adopt(best, [best])
+        if best.layer_set != before.layer_set:
+            return adopted
+        self.incumbent.rounds = before.rounds
+        return None
 
     def take_best(self, best: LayerSet, trials: Sequence[Trial], earlier: Sequence[Trial]) -> Trial | None:
-        """Use the set that promises most by all trials, if it is one of this pass's; return its trial, if it is new.
+        """Use the set with the best estimate by all trials, if this pass scored it; return its trial, if it is new.
 
         One that was only scored in an earlier pass is scored again first.
         """
         decided = next((trial for trial in trials if trial.layer_set == best), None)
         if decided is None or best == self.incumbent.layer_set:
             return None
-        self.incumbent = Incumbent(best)
-        for trial in (*earlier, decided):
-            if trial.layer_set == best:
-                self.incumbent.add(trial.score, trial.matchness)
-        self.n_at_gain = decided.step + 1
-        return replace(decided, adopted=True)
+        return self._adopt(decided, [trial for trial in (*earlier, decided) if trial.layer_set == best])
 
-    def judge(self, place: Place, held: Trial, finalists: Sequence[Trial]) -> Trial | None:
+    def judge(self, place: WindowStart, held: Trial, finalists: Sequence[Trial]) -> Trial | None:
         """Count in the scores of the set in use and of those beside it; return the trial of a winner, now in use."""
         if self.incumbent.n == 0:
             self.n_at_gain = held.step + 1
-        self.incumbent.add(held.score, held.matchness)
+        self.incumbent.add(held)
         if not finalists:
             return None
         won = self.finals.settle(place, {trial.layer_set: trial.score - held.score for trial in finalists})
@@ -178,8 +173,13 @@ class Standing(Record):
             return None
         decided = next(trial for trial in finalists if trial.layer_set == won.layer_set)
         score = self.incumbent.score + won.lead  # its own windows were fewer, and maybe easier
-        self.incumbent = Incumbent(won.layer_set)
-        self.incumbent.add(score, decided.matchness)
+        return self._adopt(decided, [replace(decided, score=score)])
+
+    def _adopt(self, decided: Trial, scored: Sequence[Trial]) -> Trial:
+        """Use the set of `decided`, whose trials so far are `scored`."""
+        self.incumbent = Incumbent(decided.layer_set)
+        for trial in scored:
+            self.incumbent.add(trial)
         self.n_at_gain = decided.step + 1
         return replace(decided, adopted=True)
 

@@ -1,4 +1,4 @@
-"""How a task's drafts are made: their method, the format of their weights, when SWIFT's end and how they branch."""
+"""How a task's drafts are made: the method, the format of the weights, SWIFT's stop threshold and branching."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
 from ..core.costs import CostProfile
@@ -24,21 +25,20 @@ from .evaluation import WindowScore, adaptive_speedup, score_window, swift_speed
 if TYPE_CHECKING:
     from optuna.trial import BaseTrial
 
-# The search's layer set names the format of every part.
-ADAPTIVE = AdaptiveSettings(draft_format=STORED)
+ADAPTIVE = AdaptiveSettings(draft_format=STORED)  # the layer set names the format of every part
 
 N_TRIALS = 48  # settings that are replayed; no pass of the model is needed for any
 FEWEST_WINDOWS = 2  # below it the settings stay as they are
-GAIN = 1.01  # by which other settings must be better than those in use
-MOST_WINDOWS = 12  # of the set in use, the latest, that are kept for it
+GAIN = 1.01  # factor by which other settings must be better than those in use
+MOST_WINDOWS = 12  # latest windows of the set in use that are kept for the replays
 WIDTHS = (1, 2, 3, 5, 10)  # candidates that the least certain position offers
 
 CANDIDATES = ("int4", "int8")  # formats, the cheaper one first
-ENOUGH = 2.0  # what int8 can hardly come to, however well it agrees: it reads half of the weights
+ENOUGH = 2.0  # expected speedup that int8, which reads half of the weights, can hardly reach
 WORTH_IT = 1.05  # below this expected speedup copies are not worth their memory
-N_PROMPTS, N_WINDOWS = 2, 2  # texts that are looked at, and windows of each
+N_PROMPTS, N_WINDOWS = 2, 2  # texts that a format is tried on, and windows of each
 
-Trying = FormatTried | PhaseChanged  # a window that was looked at
+Trying = FormatTried | PhaseChanged  # a window that a format was tried on
 
 
 def drafting_with(draft: SkippedTarget, settings: SwiftSettings, costs: CostProfile | None) -> Method:
@@ -56,7 +56,7 @@ def starting_set(n_layers: int, settings: SwiftSettings, skip_ratio: float, choo
 
 
 def branching_of(widest: int) -> Branching:
-    """Return the candidates by confidence in the paper's proportions, `widest` at the least; the paper has 10."""
+    """Return the number of candidates by confidence, in the paper's proportions; `widest` is 10 in the paper."""
     return ((0.5, widest), (0.8, math.ceil(widest / 2)), (0.95, math.ceil(widest * 0.3)), (1.0, 1))
 
 
@@ -66,8 +66,8 @@ def search_drafting(
     """Find the stop threshold, draft length and branching with the highest expected speedup.
 
     Args:    scores: what the layer set predicted over some windows. longest: draft steps per round at most.
-    Returns: the settings with them, or those given where nothing is better by a hundredth; their expected speedup, and
-             that of those given.
+    Returns: the settings with them, or those given where nothing is better by `GAIN`; their expected speedup, and that
+             of those given.
     """
     import optuna  # takes most of a second
 
@@ -75,10 +75,9 @@ def search_drafting(
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=settings.seed))
 
-    def told(trial: BaseTrial) -> float:
-        return swift_speedup(scores, layer_set, _settings_of(trial, settings, longest), costs)
-
-    study.optimize(told, n_trials=N_TRIALS)
+    study.optimize(
+        lambda trial: swift_speedup(scores, layer_set, _settings_of(trial, settings, longest), costs), n_trials=N_TRIALS
+    )
     best = _settings_of(study.best_trial, settings, longest)
     if study.best_value < held * GAIN:
         return settings, held, held
@@ -108,11 +107,12 @@ def choose_format(
     costs: CostProfile,
     measured: MeasureFormats,
 ) -> Generator[Trying, None, tuple[str, CostProfile]]:
-    """The format in which drafts of all sub-layers promise most tokens per measured time, and the costs with it.
+    """Choose the format in which drafts of all sub-layers have the highest expected speedup.
 
-    "stored" where none promises anything. Copies that are not chosen are dropped.
+    Copies that are not chosen are dropped.
 
-    Args: window: tokens of a window. measured: the costs with those of a format, its copies made.
+    Args:    window: tokens of a window. measured: returns the costs with those of a format, and makes its copies.
+    Returns: the format, "stored" where none is worth its memory; and the costs with it.
     """
     runtime = session.runtime
     best, most = STORED, WORTH_IT
@@ -142,9 +142,9 @@ def prepared(
     settings: SwiftSettings,
     measured: MeasureFormats,
 ) -> Generator[Trying, None, tuple[SwiftSettings, CostProfile]]:
-    """The settings with the format that drafts get, chosen here where they leave it open, and what passes cost with it.
+    """Return the settings with the format of drafts, chosen here where they leave it open, and the costs with it.
 
-    Its copies are made.
+    Makes its copies.
     """
     name = settings.draft_format
     if name == AUTO:
@@ -158,26 +158,25 @@ def prepared(
 def _scored(
     session: Session, prompts: Sequence[Prompt], window: int, name: str, draft: LayerSet, costs: CostProfile
 ) -> Generator[PhaseChanged, None, WindowScore]:
-    """What the draft predicts over windows of the model's own completions, which it drafts itself; as one window."""
+    """Return what the draft predicts over windows of the model's completions, which it drafts, as one window."""
     scores: list[WindowScore] = []
     for prompt in prompts:
-        # A look comes after a round, which may have gone beyond the window's end by a whole draft.
+        # A window is scored after a round, which may have passed its end by a whole draft.
         enough = N_WINDOWS * (window + ADAPTIVE.max_draft_length) + 1
         short = replace(prompt, turns=prompt.turns[:1], max_new_tokens=min(session.room(prompt), enough))
         method = adaptive(SkippedTarget(draft), costs, ADAPTIVE)
-        looked, own = 0, list[WindowScore]()
+        n_scored, own = 0, list[WindowScore]()
         with closing(side_by_side([session.request(short, method, scratch_rows=window)])) as run:
             for event in run:
                 if isinstance(event, Prefilled | Round) and event.context.finish is None:
-                    if len(event.context.generated) - looked >= window:
-                        looked = len(event.context.generated)
+                    if len(event.context.generated) - n_scored >= window:
+                        n_scored = len(event.context.generated)
                         own += alone(score_window(event.context, [draft], window))
                         yield PhaseChanged("", "profile", f"trying {name} drafts, window {len(scores) + len(own)}")
                     if len(own) == N_WINDOWS:
                         break
         scores += own
-    ranks = [rank for score in scores for rank in score.ranks]
-    confidences = [confidence for score in scores for confidence in score.confidences]
-    if not ranks:  # answers shorter than a window say nothing against the draft
+    if not scores:  # answers shorter than a window say nothing against the draft
         return WindowScore((0,), (1.0,))
-    return WindowScore(tuple(ranks), tuple(confidences))
+    ranks, confidences = zip(*((score.ranks, score.confidences) for score in scores), strict=True)
+    return WindowScore(tuple(chain(*ranks)), tuple(chain(*confidences)))

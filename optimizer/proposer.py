@@ -1,4 +1,4 @@
-"""The next candidates: a strategy's proposals, and the studies of the model that some strategies want before.
+"""A strategy's proposals, and the studies of the model that some strategies want first.
 
 A study measures how far each sub-layer turns the residual stream, and finds sets by dynamic programming. `knapsack`
 follows KnapSpec (arXiv:2602.20217), `clasp` CLaSp (arXiv:2505.24196); both keep, for every cost that can be saved, the
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +20,7 @@ from ..core.types import LayerSet, SubLayer, n_skipped_for, searchable
 from ..decoding.context import Context
 from ..models.blocks import BufferRows
 from ..models.rows import PassPlan, Rows
-from .strategies import Proposal, Strategy, Study, StudyKind, SubLayerPrices, make_strategy, recipe_of
+from .strategies import Proposal, SearchProblem, Study, StudyKind, SubLayerPrices, strategy_info
 from .strategies.base import Bits
 
 PAIRED = 2  # candidates that are scored beside the set in use, where every pass scores that, too
@@ -31,17 +30,16 @@ LARGEST_SHARE = 0.6  # of what all searchable sub-layers cost, that is ever save
 
 
 def chooses_size(settings: SwiftSettings, costs: CostProfile | None) -> bool:
-    """Tell whether the strategy itself chooses how many sub-layers are skipped, which takes measured costs."""
+    """Tell whether the strategy chooses how many sub-layers are skipped, which takes measured costs."""
     by_speed = settings.objective == "expected_speedup" and costs is not None
-    return recipe_of(settings.strategy).chooses_size and by_speed
+    return strategy_info(settings.strategy).chooses_size and by_speed
 
 
 class Proposer:
     """Asks the settings' strategy for candidates around `base`, whose formats they keep.
 
-    `chooses_size`: how many sub-layers are skipped is the strategy's own choice, not that of `base`. `paired`: every
-    pass scores the set in use too, and waits until half of its window is new text: such a strategy learns more from a
-    pass than from a round.
+    `chooses_size`: the strategy chooses how many sub-layers are skipped. `paired`: every pass scores the set in use,
+    too, and waits until half of its window is new text: such a strategy learns more from a pass than from a round.
     """
 
     def __init__(
@@ -52,28 +50,27 @@ class Proposer:
         skip_ratio: float,
         project: Callable[[LayerSet], LayerSet] | None = None,
     ) -> None:
-        recipe = recipe_of(settings.strategy)
-        self.chooses_size = chooses_size(settings, costs)
-        self._prices = SubLayerPrices.of(costs, base) if self.chooses_size and costs is not None else None
+        info = strategy_info(settings.strategy)
+        self.chooses_size, self.paired = chooses_size(settings, costs), info.chooses_size
+        prices = SubLayerPrices.of(costs, base) if self.chooses_size and costs is not None else None
         self.patience = settings.patience
-        if self.chooses_size and recipe.patience is not None:
-            self.patience = min(self.patience, recipe.patience)
+        if self.chooses_size and info.patience is not None:
+            self.patience = min(self.patience, info.patience)
         self.rows_run = 0.0  # by studies, in rows of the full model
-        self.paired = recipe.chooses_size
         self._window, self._ratio = settings.context_window, skip_ratio
-        self.scratch_rows = 0 if recipe.study is None else study_rows(recipe.study, self._window, base.n_layers)
-        self._saved = (1.0,) * len(base.bits()) if self._prices is None else self._prices.saved
-        self.strategy: Strategy = make_strategy(
-            settings.strategy,
+        self.scratch_rows = 0 if info.study is None else study_rows(info.study, self._window, base.n_layers)
+        self._saved = (1.0,) * len(base.bits()) if prices is None else prices.saved
+        problem = SearchProblem(
             base,
             base.n_skipped,
             settings.seed,
             interval=settings.bayes_interval,
             deterministic=settings.deterministic,
             window=self._window,
-            prices=self._prices,
+            prices=prices,
             project=project,
         )
+        self.strategy = info.make(problem)
 
     def n_beside(self, n_finalists: int, batch: int, n_due: int) -> int:
         """Return how many candidates a pass scores beside `n_due` sets: maybe the one in use, and the finalists."""
@@ -227,7 +224,7 @@ def follow(
     Near is the mean cosine, over the tokens, to the full model's state at that depth. This is greedy: the nearest here
     need not lead to the nearest at the end.
     """
-    index = list(tokens)
+    index, positions = list(tokens), [run.positions[i] for i in tokens]
     hidden = states[0][index][None]
     paths = _Paths([0], [frozenset()], hidden, hidden)
     depth = 0
@@ -236,16 +233,12 @@ def follow(
             paths.entered = paths.hidden
         around, through = paths.hidden, paths.hidden
         for sub in item.sub_layers:
-            through = through + _deltas(run, sub, through, paths.entered, index)
+            at = positions * through.shape[0]
+            delta = run.delta(sub, through.flatten(0, 1), paths.entered.flatten(0, 1), at)
+            through = through + delta.to(through.device).view_as(through)
         depth += len(item.sub_layers)
         paths = _nearest(paths, item, capacity, around, through, states[depth][index])
     return paths
-
-
-def _deltas(run: StudyPass, sub: SubLayer, hidden: Tensor, entered: Tensor, index: Sequence[int]) -> Tensor:
-    positions = [run.positions[i] for i in index] * hidden.shape[0]
-    delta = run.delta(sub, hidden.flatten(0, 1), entered.flatten(0, 1), positions)
-    return delta.to(hidden.device).view_as(hidden)
 
 
 def _nearest(paths: _Paths, item: Item, capacity: int, around: Tensor, through: Tensor, own: Tensor) -> _Paths:
@@ -265,10 +258,7 @@ def _nearest(paths: _Paths, item: Item, capacity: int, around: Tensor, through: 
 
 def _turns(states: Sequence[Tensor], n_layers: int) -> tuple[float, ...]:
     """Return 1 - cosine of the states before and after each searchable sub-layer, averaged over the window's rows."""
-
-    def turn(kind: Literal["attn", "mlp"], layer: int) -> float:
-        at = 2 * layer + (kind == "mlp")
-        near = F.cosine_similarity(states[at].float(), states[at + 1].to(states[at].device).float(), dim=-1)
-        return round(max(0.0, 1.0 - float(near.mean())), 6)
-
-    return tuple(turn(kind, layer) for kind, layer in searchable(n_layers))
+    before = [2 * layer + (kind == "mlp") for kind, layer in searchable(n_layers)]
+    pairs = [(states[at].float(), states[at + 1].to(states[at].device).float()) for at in before]
+    near = [float(F.cosine_similarity(*pair, dim=-1).mean()) for pair in pairs]
+    return tuple(round(max(0.0, 1.0 - cosine), 6) for cosine in near)

@@ -13,16 +13,13 @@ from time import perf_counter
 import numpy as np
 
 from ..core.errors import InvalidInput
-from ..core.types import LayerSet, Prompt
+from ..core.types import LayerSet, Prompt, n_skipped_for
 from ..decoding.methods import PLAIN, Method, Resources, build
 from ..decoding.session import Session
-from .strategies.process import points_of
-from .strategies.surrogate import Array
+from .suggestions import Array, next_point
 
-MAX_STEPS = 200  # AdaDecode, appendix C; Draft & Verify itself takes 1,000
-N_PROMPTS = 4  # evaluation prompts, as there
+MAX_STEPS = 200  # AdaDecode, appendix C, with 4 prompts; Draft & Verify itself takes 1,000
 SKIPPED = 0.5  # a sub-layer is left out where its coordinate exceeds this
-KAPPA = 2.5
 START_RATIOS = (0.2, 0.35, 0.5)  # of evenly spaced sub-layers, tried before anything else
 
 
@@ -65,10 +62,10 @@ def search(
 ) -> SelfSdSearch:
     """Find the layer set with which Self-SD is fastest on `prompts`, which are decoded once per candidate.
 
-    DEVIATION: with `uniform_starts` the search starts from evenly spaced sets, for of the random halves that the cube's
-    points mean few give one accepted token, and a search of some dozen steps would learn nothing else. What is
-    maximised is the ratio to a plain run made right after each candidate, not tokens per second alone: of a machine
-    that slows down for a while, a bad layer set would be learnt.
+    DEVIATION: with `uniform_starts` the search starts from evenly spaced sets: few of the random halves that the cube's
+    points mean give one accepted token, and a search of some dozen steps would learn nothing else. It maximises the
+    ratio to a plain run made right after each candidate, not tokens per second, which also change with the machine's
+    load.
 
     Args:   budget_s: no candidate is begun after so many seconds.
     Raises: InvalidInput: there is no prompt, or the model has no sub-layer to leave out.
@@ -77,13 +74,15 @@ def search(
     if not prompts or not n_layers:
         raise InvalidInput("a search needs prompts to decode: give a stream with at least one")
     started = perf_counter()
-    chooser = _Chooser(n_layers, seed, START_RATIOS if uniform_starts else ())
+    starts = _start_points(n_layers) if uniform_starts else []
+    points: list[tuple[tuple[float, ...], float]] = []
     candidates: list[Candidate] = []
     while not candidates or (len(candidates) < max_steps and perf_counter() - started < budget_s):
-        layer_set = chooser.propose()
+        point = _propose(points, starts, n_layers, seed)
+        layer_set = _layer_set(point)
         method = build("self-sd", Resources(session.runtime, layer_set))
         candidate = Candidate(layer_set, *(_speed(session, prompts, each) for each in (method, PLAIN)))
-        chooser.observe(candidate)
+        points.append((tuple(point), candidate.ratio))
         candidates.append(candidate)
         if on_candidate is not None:
             on_candidate(len(candidates), candidate)
@@ -91,44 +90,25 @@ def search(
     return SelfSdSearch(best, tuple(candidates), perf_counter() - started)
 
 
-class _Chooser:
-    """bayesian-optimization over the cube of 2L coordinates, attention first."""
+def _propose(points: Sequence[tuple[tuple[float, ...], float]], starts: list[Array], n_layers: int, seed: int) -> Array:
+    """Return the point of the cube to try next: 2L coordinates, attention first."""
+    if len(points) < len(starts):
+        return starts[len(points)]
+    if not points:  # as the library begins
+        return np.random.default_rng(seed).random(2 * n_layers)
+    return next_point(points, seed + len(points))
 
-    def __init__(self, n_layers: int, seed: int, start_ratios: Sequence[float]) -> None:
-        self.n_layers = n_layers
-        self._seed = seed
-        self._points: list[tuple[tuple[float, ...], float]] = []
-        inner = 2 * max(0, n_layers - 2)
-        starts = [LayerSet.uniform(n_layers, round(share * inner)) for share in start_ratios]
-        self._starts = list(dict.fromkeys(starts))  # equal points would make the library print to stdout
-        self._asked: Array | None = None
 
-    def propose(self) -> LayerSet:
-        if self._starts:
-            layer_set = self._starts.pop(0)
-            bits = [layer_set.skips("attn", i) for i in range(self.n_layers)]
-            bits += [layer_set.skips("mlp", i) for i in range(self.n_layers)]
-            self._asked = np.where(bits, 0.75, 0.25)
-        else:
-            self._asked = self._suggest()
-        left_out = np.flatnonzero(self._asked > SKIPPED)
-        attn = frozenset(int(i) for i in left_out if i < self.n_layers)
-        mlp = frozenset(int(i) - self.n_layers for i in left_out if i >= self.n_layers)
-        return LayerSet(self.n_layers, attn, mlp)
+def _start_points(n_layers: int) -> list[Array]:
+    """Return points of evenly spaced sets; no two alike, for which the library would print to stdout."""
+    sets = dict.fromkeys(LayerSet.uniform(n_layers, n_skipped_for(n_layers, ratio)) for ratio in START_RATIOS)
+    skipped = [[own.skips(kind, i) for kind in ("attn", "mlp") for i in range(n_layers)] for own in sets]
+    return [np.where(row, 0.75, 0.25) for row in skipped]
 
-    def observe(self, candidate: Candidate) -> None:
-        assert self._asked is not None
-        self._points.append((tuple(self._asked), candidate.ratio))
 
-    def _suggest(self) -> Array:
-        from bayes_opt.acquisition import UpperConfidenceBound  # seconds, that only a search is worth
-
-        from .strategies.gp import MAX_POINTS, next_point
-
-        if not self._points:  # as the library begins
-            return np.random.default_rng(self._seed).random(2 * self.n_layers)
-        points = points_of(self._points, MAX_POINTS)
-        return next_point(points, UpperConfidenceBound(kappa=KAPPA), self._seed + len(self._points))
+def _layer_set(point: Array) -> LayerSet:
+    attn, mlp = (frozenset(np.flatnonzero(half > SKIPPED).tolist()) for half in np.split(point, 2))
+    return LayerSet(len(point) // 2, attn, mlp)
 
 
 def _speed(session: Session, prompts: Sequence[Prompt], method: Method) -> float:

@@ -8,9 +8,10 @@ from __future__ import annotations
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 from math import sqrt
 from operator import mul
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from ..core.records import KnownSet, State, nearest, packed, single, unit, unpacked
 from ..core.serialization import Form, Record
@@ -29,24 +30,10 @@ USUAL_SPREAD, USUAL_WEIGHT = 0.1, 4  # how much acceptance varies from text to t
 N_STORED = 3  # known sets that are tried after a shift
 
 
-def _text(state: State) -> str:
-    return b64encode(packed(state)).decode()
-
-
-def _state(text: str) -> State:
-    return unpacked(b64decode(text))
-
-
-def _as_pairs(known: Sequence[KnownSet]) -> list[list[Any]]:
-    return [[own.layer_set.to_json(), _text(own.state)] for own in known]
-
-
-def _known(pairs: Sequence[tuple[Any, str]]) -> list[KnownSet]:
-    return [KnownSet(LayerSet.from_json(own), _state(state)) for own, state in pairs]
-
-
-PackedState = Annotated[State, Form(_text, str, _state)]  # in base64
-PackedSets = Annotated[list[KnownSet], Form(_as_pairs, list[Any], _known)]
+# A state in base64.
+PackedState = Annotated[
+    State, Form(lambda state: b64encode(packed(state)).decode(), str, lambda text: unpacked(b64decode(text)))
+]
 
 
 @dataclass(slots=True)
@@ -129,7 +116,7 @@ class ShiftWatch(Record):
     alarm: float = field(default_factory=lambda: ALARM, metadata=NOT_WRITTEN)
     n_learn: int = field(default=N_LEARN, metadata=NOT_WRITTEN)
     chart: AcceptanceChart = field(default_factory=AcceptanceChart)
-    left: PackedSets = field(default_factory=list)  # of this stream, before the latest shift
+    left: list[tuple[LayerSet, PackedState]] = field(default_factory=list)  # of this stream, before the latest shift
     latest: PackedState = ()  # of the prompt that was read last
     settled: bool = False  # whether the search had ended by then
     nearness: Nearness = field(default_factory=Nearness)
@@ -175,9 +162,9 @@ class ShiftWatch(Record):
     def moved(self, layer_set: LayerSet) -> list[LayerSet]:
         """Remember the set in use for the text before the shift; return the known sets nearest to the text after it."""
         before, come = self.state, self.elsewhere or self.latest
-        found = nearest([*self.left, *self.known], single(unit(come)), N_STORED)
+        found = nearest([*starmap(KnownSet, self.left), *self.known], single(unit(come)), N_STORED)
         if before is not None:
-            self.left = [*(own for own in self.left if own.layer_set != layer_set), KnownSet(layer_set, before)]
+            self.left = [*(own for own in self.left if own[0] != layer_set), (layer_set, before)]
         self.chart, self.nearness = AcceptanceChart(), Nearness()
         self.total, self.elsewhere, self.n_far, self.settled = come, (), 0, False
         return found

@@ -1,4 +1,4 @@
-"""A task that is tuned, in a stream or in served traffic, and the state of a run's tasks and prompts in flight."""
+"""A tuned task, of a stream or of served traffic, and the state of a run's tasks and prompts in flight."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from pydantic import TypeAdapter
-
 from ..core.costs import CostProfile
 from ..core.errors import LayerSetError, SettingsError
 from ..core.events import Progress, StreamShifted, TaskFinished
 from ..core.records import KnownSet, LayerSetRecord
+from ..core.serialization import adapter
 from ..core.settings import SwiftSettings
 from ..core.types import Completion, LayerSet, Prompt, Timings, Trial, Verdict
 from ..decoding.context import Context, ResumePoint
@@ -28,12 +27,10 @@ from .verdict import Pair, Timed, speed, turns_done
 VERSION = 3
 COUNTERS = ("tokens", "seconds", "drafted", "accepted", "rounds", "n_prompts", "n_tokens", "paces")
 
-_SAVED: TypeAdapter[ResumePoint | None] = TypeAdapter(ResumePoint | None)
-
 
 @dataclass(slots=True)
 class TunedTask:
-    """One task: its search, and the watch that tells when its text has become another kind."""
+    """One task: its search, and the detection of shifts of its text."""
 
     name: str
     search: Search
@@ -50,7 +47,7 @@ class TunedTask:
         start: LayerSet | None = None,
         n_tokens: int | None = None,
     ) -> Self:
-        """Begin to search; arguments as for `Search` and `ShiftWatch`.
+        """Begin a search; arguments as for `Search` and `ShiftWatch`.
 
         Raises: UnsupportedModel: `settings.exportable`, and no set of this model is a checkpoint.
         """
@@ -61,12 +58,12 @@ class TunedTask:
         return cls(name, search, ShiftWatch(known))
 
     def saw(self, prefilled: Prefilled, goes_on: bool = False) -> None:
-        """Take in where a prompt lies that was just read, if that is known; `goes_on` as for `ShiftWatch.saw`."""
+        """Record the hidden state of a prompt that was just read, if it is known; `goes_on` as for `ShiftWatch.saw`."""
         if prefilled.state is not None:
             self.shift.saw(prefilled.state.tolist(), settled=not self.search.optimising, goes_on=goes_on)
 
     def shifted_by(self, completion: Completion) -> StreamShifted | None:
-        """Take in a completion; where its text has become another kind, search anew and say so."""
+        """Record a completion; at a shift, restart the search and return the event."""
         reason = self.shift.add(completion)
         if not reason:
             return None
@@ -103,7 +100,7 @@ class TunedTask:
 class TaskState(TunedTask):
     """One task of a run: the sums over its completions, its phase, and its verdict's pairs so far.
 
-    `held_out` are prompts with their places in the stream; `learnt` is what the verdict's drafts had learnt with its
+    `held_out` are prompts with their places in the stream; `learnt` is the state of the verdict's drafter after its
     latest pair.
     """
 
@@ -209,7 +206,7 @@ class TaskState(TunedTask):
         }
 
     def restore(self, values: Mapping[str, Any], trials: Sequence[Trial]) -> None:
-        """Go on from `to_json` of the same task, and its trials in their order."""
+        """Continue from `to_json` of the same task, and its trials in their order."""
         for name in COUNTERS:
             setattr(self, name, values[name])
         self.timings = Timings.from_json(values["timings"])
@@ -221,7 +218,7 @@ class TaskState(TunedTask):
 
 @dataclass(slots=True)
 class Flight:
-    """The prompt that is being decoded: the answers of its finished turns, and where the turn after them is.
+    """A prompt that is being decoded: the answers of its finished turns, and the position in the next turn.
 
     `resume_from` is where an earlier process left that turn, `context` the turn in progress.
     """
@@ -238,16 +235,13 @@ class Flight:
     def to_json(self) -> dict[str, Any]:
         """Return plain values for `from_json`."""
         point = self.resume_from if self.context is None else self.context.resume_point()
-        without_clock = {"tally": {"started"}}
-        return {
-            "answers": self.answers[:],
-            "begun": _SAVED.dump_python(point, mode="json", exclude=without_clock),
-        }
+        written = adapter(ResumePoint | None).dump_python(point, mode="json", exclude={"tally": {"started"}})
+        return {"answers": self.answers[:], "begun": written}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], prompt: Prompt) -> Flight:
         """Restore the state in which an earlier process of this run left `prompt`."""
-        answers, point = list(values["answers"]), _SAVED.validate_python(values["begun"])
+        answers, point = list(values["answers"]), adapter(ResumePoint | None).validate_python(values["begun"])
         if len(answers) >= n_turns(prompt):
             raise ValueError("the prompt in flight has no turn left")
         if point is not None and not point.token_ids:
@@ -257,7 +251,7 @@ class Flight:
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """Say in a sentence that a checkpoint cannot be read, whatever is wrong with it."""
+    """Turn whatever is wrong with a checkpoint into a SettingsError."""
     try:
         yield
     except SettingsError:

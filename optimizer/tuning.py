@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -28,9 +29,6 @@ from .drafting import drafting_with
 from .task_state import VERSION, Flight, TaskState, check, reading
 from .verdict import Pair, faster, hold_out, in_pairs, is_open, judge, timed_pairs, turns_done
 
-Place = tuple[int, Prompt]  # a prompt and where it is in the stream
-Divide = Callable[[list[Place]], tuple[list[Place], list[Place]]]  # into those to tune on and those held out
-
 BEAT_S = 0.5  # seconds between two reports of progress while held-out prompts are timed
 MID_STEP = (Adopted, StreamShifted)  # events whose trials, or whose prompt's completion, come right after
 
@@ -38,9 +36,9 @@ MID_STEP = (Adopted, StreamShifted)  # events whose trials, or whose prompt's co
 class Tuner:
     """Tunes every task of a stream on one model.
 
-    Args: session: how prompts are decoded. costs: the measured profile that scores are made of. model: the name the
-          caller used, for the record. known: sets of this model from elsewhere, those of similar text being tried
-          first where a task's text becomes another kind. concurrency: prompts that are decoded side by side.
+    Args: session: how prompts are decoded. costs: measured, for the scores. model: the name that the caller used, for
+          the record. known: sets of this model from elsewhere; after a shift those of similar text are tried first.
+          concurrency: prompts that are decoded side by side.
     """
 
     def __init__(
@@ -66,7 +64,7 @@ class Tuner:
 
     @property
     def refined_costs(self) -> CostProfile:
-        """The costs as the verdicts' pairs make them; for runs to come, for this one goes on as it would have."""
+        """The costs refined by the verdicts' pairs, for later runs; this one keeps its own, to stay reproducible."""
         return self.costs.refined([pair.plain for pair in self._pairs], [pair.tuned for pair in self._pairs])
 
     def run(
@@ -77,47 +75,38 @@ class Tuner:
     ) -> Generator[Event, None, None]:
         """Decode the stream in its order; held-out prompts come last. Yields all events, a `TaskFinished` per task.
 
-        Each is yielded before the next task is judged. Whoever wants no more closes the generator, and may ask for what
-        is `unfinished`.
+        Each is yielded before the next task is judged. A caller that closes the generator may then ask for what is
+        `unfinished`.
 
-        Args:   start: a `snapshot` of the same run, from which this one goes on. trials: by task, all that the run had
-                made by then, in their order.
+        Args:   start: a `snapshot` of the same run, to continue from. trials: by task, all that the run had made by
+                then, in their order.
         Raises: SettingsError: `start` is of another version, model or stream, or was changed.
         """
-        self._running, self._prompts = self._tasks(prompts, hold_out), prompts
-        held = {index for task in self._running.values() for index, _ in task.held_out}
-        try:
+        with self._tasks_of(prompts, judged=True):
+            held = {index for task in self._running.values() for index, _ in task.held_out}
             if start is not None:
                 self._restore(start, trials)
             yield from self._serve_all(held)
             for task in list(self._running.values()):
                 result = yield from self._conclude(task)
-                del self._running[task.name]
-                self._concluded.append(task.name)
+                self._mark_concluded(task)
                 yield result
-        finally:
-            for task in self._running.values():
-                task.search.close()
 
     def serve(
         self, prompts: Sequence[Prompt], sparing: bool = True
     ) -> Generator[Event, None, dict[str, tuple[LayerSet, SwiftSettings]]]:
-        """Decode the stream as `run` does, with nothing held out and no verdict; what each task drafts with at the end.
+        """Decode the stream as `run` does, with nothing held out and no verdict; return what each task drafts with.
 
-        Args: sparing: keep searches to a share of the stream's time, as `run` does; else they may go on to its end.
+        Args: sparing: limit searches to a share of the stream's time, as `run` does; else they may last to its end.
         """
-        self._running, self._prompts = self._tasks(prompts, lambda own: (own, []), sparing), prompts
-        try:
+        with self._tasks_of(prompts, judged=False, sparing=sparing):
             yield from self._serve_all()
-        finally:
-            for task in self._running.values():
-                task.search.close()
         return {name: (task.search.layer_set, task.search.settings) for name, task in self._running.items()}
 
     def snapshot(self) -> dict[str, Any]:
-        """Where the run stands, as JSON values without the trials; `run` goes on from it in another process.
+        """Return the position as JSON values without the trials; `run` continues from it in another process.
 
-        To be taken at any event but those of `MID_STEP`. Prompts decoded side by side all go on where they were.
+        Valid at any event but those of `MID_STEP`. Prompts decoded side by side all continue where they were.
         """
         return {
             "version": VERSION,
@@ -132,16 +121,18 @@ class Tuner:
         }
 
     def unfinished(self, reason: str = "the run was cut short") -> Iterator[TaskFinished]:
-        """Results, without a verdict, of tasks that were cut short after their search had tried something.
+        """Yield results, without a verdict, of tasks that were cut short after their search had tried something.
 
         A task counts as concluded when it is yielded, in snapshots as well.
         """
         verdict = Verdict("unmeasured", reason=reason)
         for task in [task for task in self._running.values() if task.search.trials]:
-            result = task.result(self.model, self.runtime, self.costs, verdict)
-            del self._running[task.name]
-            self._concluded.append(task.name)
-            yield result
+            self._mark_concluded(task)
+            yield task.result(self.model, self.runtime, self.costs, verdict)
+
+    def _mark_concluded(self, task: TaskState) -> None:
+        del self._running[task.name]
+        self._concluded.append(task.name)
 
     def _restore(self, start: Mapping[str, Any], trials: Mapping[str, Sequence[Trial]]) -> None:
         with reading():
@@ -154,21 +145,27 @@ class Tuner:
             for name, task in self._running.items():
                 task.restore(start["tasks"][name], trials.get(name, ()))
 
-    def _tasks(self, prompts: Sequence[Prompt], divide: Divide, sparing: bool = True) -> dict[str, TaskState]:
-        by_task: dict[str, list[Place]] = {}
+    @contextmanager
+    def _tasks_of(self, prompts: Sequence[Prompt], judged: bool, sparing: bool = True) -> Iterator[None]:
+        """Begin the searches of all tasks, and close them at the end."""
+        by_task: dict[str, list[tuple[int, Prompt]]] = {}  # prompts with their places in the stream
         for index, prompt in enumerate(prompts):
             by_task.setdefault(prompt.task, []).append((index, prompt))
-        tasks: dict[str, TaskState] = {}
+        self._prompts, self._running = prompts, {}
         for name, own in by_task.items():
-            tuned_on, held_out = divide(own)
+            tuned_on, held_out = hold_out(own) if judged else (own, [])
             n_tokens = sum(n_turns(each) * self.session.room(each) for _, each in tuned_on) if sparing else None
             task = TaskState.begin(name, self.runtime, self.settings, self.costs, self.known, n_tokens=n_tokens)
             task.held_out = held_out
-            tasks[name] = task
-        return tasks
+            self._running[name] = task
+        try:
+            yield
+        finally:
+            for task in self._running.values():
+                task.search.close()
 
     def _serve_all(self, held: Collection[int] = ()) -> Iterator[Event]:
-        """Decode all prompts but those held out, from where the run stands; the searches are over then."""
+        """Decode all prompts but those held out, from the current position, and end the searches."""
         places = [*self._flights, *range(self._next, len(self._prompts))]
         wanted = [at for at in places if at not in held and self._prompts[at].task in self._running]
         yield from side_by_side(map(self._serve, wanted), self.concurrency)
@@ -177,7 +174,7 @@ class Tuner:
             yield from task.search.choose_drafting()
 
     def _serve(self, index: int) -> Work[None]:
-        """Decode the prompt at a place of the stream with the set in use, searching while the search goes on."""
+        """Decode the prompt at that place of the stream with the set in use, and search meanwhile."""
         prompt = self._prompts[index]
         task = self._running[prompt.task]
         search = task.search
@@ -204,7 +201,7 @@ class Tuner:
         yield from intercept(request, handle)
 
     def _after_turn(self, task: TaskState, index: int, flight: Flight, turn: Turn) -> Iterator[Event]:
-        """Count a completion, and search anew where the text has become another kind."""
+        """Count a completion, and restart the search after a shift."""
         task.count_completion(turn.completion)
         shifted = task.shifted_by(turn.completion)
         flight.answered(turn.completion.text)
@@ -225,7 +222,7 @@ class Tuner:
         yield task.progress()
 
     def _conclude(self, task: TaskState) -> Generator[Event, None, TaskFinished]:
-        """Run the held-out prompts plain and tuned, interleaved, and put the task's result together."""
+        """Decode the held-out prompts plain and tuned, interleaved, and return the task's result."""
         task.phase = "verdict"
         if task.held_out:
             yield PhaseChanged(task.name, "verdict", f"{len(task.held_out)} held-out prompts, plain and tuned")
@@ -237,7 +234,7 @@ class Tuner:
         expected = expected_of(self.costs, tuned)
         verdict = judge(fast, slow, expected)
         if is_open(verdict):
-            # One slow moment of the machine in four prompts is enough to hide a gain: look again, keep the faster runs.
+            # One slow moment of the machine in four prompts can hide a gain: repeat, and keep the faster runs.
             yield from self._look(task, n_turns_held)
             again = timed_pairs(task.pairs[n_turns_held:])
             slow, fast = (faster(runs, more) for runs, more in zip((slow, fast), again, strict=True))
@@ -246,9 +243,9 @@ class Tuner:
         return task.result(self.model, self.runtime, self.costs, verdict, tuned, slow, fast)
 
     def _look(self, task: TaskState, n_before: int) -> Iterator[Event]:
-        """Make the pairs behind the first `n_before`: all held-out prompts, the order of plain and tuned changing.
+        """Make the pairs after the first `n_before`: all held-out prompts, plain and tuned first in turn.
 
-        Plain decoding's completions are the output; those of a second look are the first's, and not yielded again.
+        Plain decoding's completions are the output; those of a second look equal the first's, and are not yielded.
         """
         is_first = not n_before
         n_done, n_turns_done = turns_done([prompt for _, prompt in task.held_out], len(task.pairs) - n_before)
@@ -271,7 +268,7 @@ class Tuner:
                 yield PromptFinished(turn, index, pair.plain, held_out=True) if is_first else task.progress()
 
     def _beat(self, task: TaskState) -> Iterator[Event]:
-        """Progress now and then, at which the run can be stopped; seldom, for these rounds are timed."""
+        """Yield progress, at which the run can be stopped, but seldom, as these rounds are timed."""
         now = perf_counter()
         if now >= self._next_beat:
             self._next_beat = now + BEAT_S

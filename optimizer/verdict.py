@@ -1,4 +1,4 @@
-"""The honest answer: plain and tuned decoding side by side on prompts that the search did not see."""
+"""The verdict: plain and tuned decoding side by side on prompts that the search did not see."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Array = NDArray[np.float64]
 
 BOOTSTRAPS = 2000  # resamples of the prompts behind the interval
 CONFIDENCE = 0.95
-LEAST_S = 1e-12  # that any run counts as
+LEAST_S = 1e-12  # a run counts as at least this
 SMALLEST_HELD_OUT, HELD_OUT_SHARE, LARGEST_HELD_OUT = 4, 0.2, 16
 
 
 def hold_out(prompts: Sequence[T]) -> tuple[list[T], list[T]]:
-    """One task's prompts to tune on, and its last max(4, 20 %), at most 16 and at most half, kept for the verdict."""
+    """Split one task's prompts: those to tune on, and the last max(4, 20 %), at most 16 and half, for the verdict."""
     wanted = max(SMALLEST_HELD_OUT, -(-len(prompts) // round(1 / HELD_OUT_SHARE)))
     n = min(wanted, LARGEST_HELD_OUT, len(prompts) // 2)
     return list(prompts[: len(prompts) - n]), list(prompts[len(prompts) - n :])
@@ -68,7 +68,7 @@ def in_pairs(
 
 
 def turns_done(prompts: Sequence[Prompt], n_done: int) -> tuple[int, int]:
-    """How many of `prompts` are done, and how many turns of the next one, once `n_done` turns are."""
+    """Return how many of `prompts` are done after `n_done` turns, and how many turns of the next one."""
     for number, prompt in enumerate(prompts):
         if n_done < n_turns(prompt):
             return number, n_done
@@ -85,7 +85,7 @@ class Timed:
 
     @classmethod
     def of(cls, completion: Completion) -> Timed:
-        """The whole request, prefill included: what a user waits for."""
+        """Count the whole request, prefill included: what a user waits for."""
         return cls(completion.n_tokens, completion.timings.total_s)
 
     def __add__(self, other: Timed) -> Timed:
@@ -93,22 +93,22 @@ class Timed:
 
 
 def timed_pairs(pairs: Sequence[Pair]) -> tuple[list[Timed], list[Timed]]:
-    """The plain and the tuned runs of each pair."""
+    """Return the plain and the tuned runs of each pair."""
     return [Timed.of(pair.plain) for pair in pairs], [Timed.of(pair.tuned) for pair in pairs]
 
 
 def faster(first: Sequence[Timed], second: Sequence[Timed]) -> list[Timed]:
-    """Of two runs of each prompt the faster one: what else the machine does only ever adds time."""
+    """Return the faster of two runs of each prompt: other work of the machine only adds time."""
     return [min(pair, key=lambda run: run.seconds / max(1, run.tokens)) for pair in zip(first, second, strict=True)]
 
 
 def speed_ratio(fast: Sequence[Timed], slow: Sequence[Timed]) -> float:
-    """Total tokens ÷ total time of one, divided by the other's."""
+    """Return total tokens ÷ total time of one, divided by the other's."""
     return speed(fast) / speed(slow)
 
 
 def bootstrap_interval(fast: Sequence[Timed], slow: Sequence[Timed]) -> tuple[float, float]:
-    """Percentile interval of `speed_ratio` over resampled prompts; the two sequences are pairs of one prompt each."""
+    """Return the percentile interval of `speed_ratio` over resampled prompts, a pair of runs each."""
     pairs = [(own.tokens, own.seconds, base.tokens, base.seconds) for own, base in zip(fast, slow, strict=True)]
 
     def ratio(sums: Array) -> Array:
@@ -119,7 +119,7 @@ def bootstrap_interval(fast: Sequence[Timed], slow: Sequence[Timed]) -> tuple[fl
 
 
 def resampled(rows: ArrayLike, statistic: Callable[[Array], Array]) -> tuple[float, float]:
-    """Percentile interval of a statistic of sums over prompts.
+    """Return the percentile interval of a statistic of sums over resampled prompts.
 
     Args: rows: what is summed, (prompts, columns). statistic: of sums (resamples, columns), their values (resamples,).
     """
@@ -129,17 +129,17 @@ def resampled(rows: ArrayLike, statistic: Callable[[Array], Array]) -> tuple[flo
     return float(found[int(tail * BOOTSTRAPS)]), float(found[int((1 - tail) * BOOTSTRAPS) - 1])
 
 
-@lru_cache(maxsize=8)  # a server judges as many pairs again and again
+@lru_cache(maxsize=8)  # a server judges the same number of pairs again and again
 def _counts(n: int) -> Array:
-    """How often each of `n` prompts is in each resample, (resamples, prompts)."""
-    # The draws of Python's own generator, by which all published intervals were made.
+    """Return how often each of `n` prompts is in each resample, (resamples, prompts)."""
+    # The draws of Python's own generator, of which all published intervals were made.
     picks = (np.random.RandomState([0]).random_sample((BOOTSTRAPS, n)) * n).astype(np.intp)
     numbered = picks + n * np.arange(BOOTSTRAPS)[:, None]
     return np.bincount(numbered.ravel(), minlength=BOOTSTRAPS * n).reshape(BOOTSTRAPS, n).astype(float)
 
 
 def judge(tuned: Sequence[Timed], plain: Sequence[Timed], expected: float | None) -> Verdict:
-    """`use` only if the whole interval is above 1; with nothing held out there is no answer."""
+    """Return "use" only if the whole interval is above 1, and "unmeasured" where nothing was held out."""
     if not tuned:
         return Verdict("unmeasured", reason="the stream has too few prompts to hold any out")
     ratio = speed_ratio(tuned, plain)
@@ -151,10 +151,10 @@ def judge(tuned: Sequence[Timed], plain: Sequence[Timed], expected: float | None
 
 
 def is_open(verdict: Verdict) -> bool:
-    """Whether the interval holds 1, so that a second look may tell."""
+    """Tell whether the interval contains 1, so that a second measurement may decide."""
     return verdict.interval is not None and verdict.interval[0] <= 1 <= verdict.interval[1]
 
 
 def speed(runs: Sequence[Timed]) -> float:
-    """Tokens per second: total tokens ÷ total time."""
+    """Return tokens per second: total tokens ÷ total time."""
     return sum(run.tokens for run in runs) / max(LEAST_S, sum(run.seconds for run in runs))

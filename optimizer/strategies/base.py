@@ -1,4 +1,4 @@
-"""The seam between the search and what proposes its candidates: propose a layer set, observe how one scored."""
+"""What a search strategy is: it proposes layer sets, and observes how they scored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...core.types import LayerSet, Trial
 Bits = tuple[int, ...]  # per searchable sub-layer: 1 if it is skipped
 StudyKind = Literal["similarity", "knapsack", "clasp"]
 
-MAX_REDRAWS = 64  # exchanges tried to get away from a set proposed before; spaces of a few sets run dry
+MAX_REDRAWS = 64  # exchanges tried to get away from a set proposed before; small spaces run out of sets
 
 
 class Proposal(NamedTuple):
@@ -28,7 +28,7 @@ class Proposal(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Study(Record):
-    """What one analysis of the model's own pass over a window says of its sub-layers.
+    """An analysis of the model's own pass over a window.
 
     `turns`: per searchable sub-layer, 1 - cosine of the residual stream before and after it, averaged over the window.
     `sets`: layer sets that dynamic programs found. `rows`: its cost, in rows of the full model.
@@ -41,7 +41,7 @@ class Study(Record):
 
 @dataclass(frozen=True, slots=True)
 class SubLayerPrices:
-    """What a draft pass costs in plain passes: `whole` with nothing skipped, less `saved` of each searchable one."""
+    """Costs of draft passes, in plain passes: `whole` with nothing skipped, less `saved` of each sub-layer."""
 
     whole: float
     saved: tuple[float, ...]
@@ -49,21 +49,20 @@ class SubLayerPrices:
     @classmethod
     def of(cls, costs: CostProfile, base: LayerSet) -> SubLayerPrices:
         """Return the measured prices of drafts in the formats of `base`."""
-        full = base.with_bits([0] * len(base.bits()))
-        bits = range(len(full.bits()))
-        singles = (costs.draft_cost(full.with_bits([int(i == at) for i in bits])) for at in bits)
-        whole = costs.draft_cost(full)
+        size = range(len(base.bits()))
+        whole = costs.draft_cost(base.with_bits([0 for _ in size]))
+        singles = (costs.draft_cost(base.with_bits([int(i == at) for i in size])) for at in size)
         return cls(whole, tuple(max(0.0, whole - single) for single in singles))
 
 
 @dataclass(frozen=True, slots=True)
 class SearchProblem:
-    """What a strategy is asked to search: the sub-layers of `base`, whose formats every proposal keeps.
+    """The space of a search: the sub-layers of `base`, whose formats every proposal keeps.
 
     Args: n_skipped: sub-layers that a candidate skips, where there are no `prices` to choose the number by.
           interval: β, steps between two suggestions of a model of the scores. deterministic: wait for suggestions.
-          project: what every proposal is turned into, where not all sets are wanted; n_skipped is then a wish.
           window: tokens that score a candidate. prices: let some strategies choose how many sub-layers are skipped.
+          project: maps every proposal to an allowed set, where not all sets are; n_skipped is then approximate.
     """
 
     base: LayerSet
@@ -75,10 +74,9 @@ class SearchProblem:
     prices: SubLayerPrices | None = None
     project: Callable[[LayerSet], LayerSet] | None = None
 
-    def allows(self, bits: Bits) -> bool:
-        """Tell whether a set may be proposed as it is."""
-        layer_set = self.base.with_bits(bits)
-        return self.project is None or self.project(layer_set) == layer_set
+    def projected(self, bits: Bits) -> Bits:
+        """Return the allowed set for `bits`: itself, if it is one."""
+        return bits if self.project is None else self.project(self.base.with_bits(bits)).bits()
 
 
 class Strategy(ABC):
@@ -113,14 +111,14 @@ class Strategy(ABC):
         """
 
     def wants(self, prompt_id: str) -> StudyKind | None:
-        """Return the study to make on a window of that prompt before the next proposal; None: none (any more)."""
+        """Return the study to make on a window of that prompt before the next proposal, if any."""
         return None
 
     def study(self, prompt_id: str, study: Study) -> None:  # noqa: B027  a hook
-        """Take in a study that was wanted."""
+        """Receive a study that was wanted."""
 
     def best(self, in_use: LayerSet) -> LayerSet:
-        """Return the scored set that promises most by all trials seen, the one in use if none is probably better."""
+        """Return the scored set with the best estimate by all trials; `in_use` if none is probably better."""
         return in_use
 
     def set_n_skipped(self, n_skipped: int) -> None:
@@ -136,11 +134,11 @@ class Strategy(ABC):
         self.n_skipped = n_skipped
 
     def state(self) -> dict[str, Any]:
-        """Return the position as JSON values, without the trials; to be taken when every proposal has been scored."""
+        """Return the position as JSON values, without the trials; valid once every proposal has been scored."""
         return {"step": self.step, "n_skipped": self.n_skipped}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state` of a strategy of the same problem; its trials were observed here in their order before.
+        """Continue from `state` of a strategy of the same problem, after its trials were observed here in their order.
 
         Raises: KeyError, TypeError, SettingsError: that is no such state.
         """
@@ -148,30 +146,26 @@ class Strategy(ABC):
         self.set_n_skipped(state["n_skipped"])
 
     def close(self) -> None:  # noqa: B027  a hook
-        """Free what the strategy holds; a closed one may still be asked and draws at random."""
+        """Free what the strategy holds; a closed one can still propose, and draws at random."""
 
     def next_step(self) -> random.Random:
-        """Count a step and return its generator, of (seed, step): what one step draws changes no other."""
+        """Count a step and return its generator, seeded by (seed, step): steps draw independently of each other."""
         self.step += 1
         return random.Random(f"{self.problem.seed}/{self.step}")
 
     def proposed(self, bits: Bits, origin: str, rng: random.Random) -> Proposal:
-        """Return the nearest set to `bits` that a bounded walk of exchanges finds unseen; it is seen from now on."""
+        """Return the nearest set to `bits` that a bounded walk of exchanges finds unseen, and mark it as seen."""
         for _ in range(MAX_REDRAWS):
-            bits = self._projected(bits)
+            bits = self.problem.projected(bits)
             if bits not in self.seen:
                 break
             bits = exchanged(bits, rng)  # keeps a uniform draw uniform, and a suggestion close to what was suggested
-        bits = self._projected(bits)
+        bits = self.problem.projected(bits)
         self.seen.add(bits)
         return Proposal(self.problem.base.with_bits(bits), origin)
 
-    def _projected(self, bits: Bits) -> Bits:
-        project, base = self.problem.project, self.problem.base
-        return bits if project is None else project(base.with_bits(bits)).bits()
-
     def observed(self, trial: Trial) -> Bits:
-        """Return the bits of a trial's set, which is seen from now on.
+        """Return the bits of a trial's set, and mark it as seen.
 
         Raises: LayerSetError: the trial is of a model with another number of layers.
         """
@@ -184,6 +178,27 @@ class Strategy(ABC):
         bits = trial.layer_set.bits()
         self.seen.add(bits)
         return bits
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyInfo:
+    """A row of the registry: `help` says how the strategy proposes, `make` builds it.
+
+    `study`: what it looks at in the model; such a strategy chooses how many sub-layers are skipped, given prices, and
+    stops after `patience` candidates without a better one. `suggests`: a process beside the run suggests candidates,
+    which `deterministic` waits for.
+    """
+
+    help: str
+    make: Callable[[SearchProblem], Strategy]
+    study: StudyKind | None = None
+    patience: int | None = None
+    suggests: bool = False
+
+    @property
+    def chooses_size(self) -> bool:
+        """Whether it chooses how many sub-layers are skipped, where it is given prices."""
+        return self.study is not None
 
 
 def draw(size: int, n_skipped: int, rng: random.Random) -> Bits:

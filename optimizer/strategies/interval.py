@@ -1,54 +1,68 @@
-"""Random search that asks a model of the scores for a candidate at every interval-th step (SWIFT 4.1.2, Eq. 2)."""
+"""Random search that asks a model of the scores for a candidate at every interval-th step (SWIFT 4.1.2, Eq. 2).
+
+A Gaussian process takes from a tenth of a second to minutes per suggestion, and decoding must not wait for it, nor
+share its interpreter lock. It therefore runs in a Python process of its own, `optimizer/suggestions.py`; a plain one,
+not multiprocessing's, which would run the caller's script a second time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
-from math import comb
+import json
+import logging
+import math
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from ...core.errors import SettingsError
 from ...core.types import Trial
-from .base import Bits, Proposal, SearchProblem, Strategy, draw
-from .process import DEADLINE_S, Engine, PendingPoint, SuggestionProcess
+from .base import Bits, Proposal, SearchProblem, Strategy, StrategyInfo, draw
 
-MAX_PENDING = 64  # proposed sets without a score that a suggestion is told of; a caller may drop candidates
+DEADLINE_S = 60.0  # seconds that one suggestion may take, the start of the process included
+MAX_FAILURES = 3  # crashes or missed deadlines in a row, after which nothing is asked any more
+MAX_PENDING = 64  # proposed sets without a score that a request names; a caller may drop candidates
+MODULE = "swiftopt.optimizer.suggestions"
+
+logger = logging.getLogger(__name__)
 
 
 class IntervalStrategy(Strategy):
-    """Draws uniformly, and takes at every `interval`-th step what `engine` suggested; without an engine only draws.
+    """Draws uniformly, and takes every `interval`-th candidate from `engine`; without an engine only draws.
 
-    A suggestion asked for at step n, with the trials observed by then, is used at step n + interval. If it is late,
+    A suggestion requested at step n, with the trials observed by then, is used at step n + interval. If it is late,
     that step is drawn (origin "late") and the suggestion is used at the first due step after it arrives;
-    `deterministic` asks at the due step itself and waits, as SWIFT does. A suggestion for another number of skipped
-    sub-layers is dropped.
+    `deterministic` requests it at the due step itself and waits, as SWIFT does. A suggestion for another number of
+    skipped sub-layers is dropped.
 
-    Args:   interval: in place of the problem's.
+    Args:   engine: a function of `optimizer/suggestions.py`. interval: in place of the problem's.
     Raises: SettingsError: the interval or the number of skipped sub-layers is out of its range.
     """
 
-    def __init__(
-        self,
-        problem: SearchProblem,
-        engine: Engine | None = None,
-        interval: int | None = None,
-        deadline_s: float = DEADLINE_S,
-    ) -> None:
+    def __init__(self, problem: SearchProblem, engine: str | None = None, interval: int | None = None) -> None:
         super().__init__(problem)
-        self.engine = engine
         self._interval = problem.interval if interval is None else interval
         if self._interval < 1:
             raise SettingsError(
                 f"interval {self._interval} between two suggestions is out of range: use 1 or more steps"
             )
-        self._process = SuggestionProcess(engine, problem.seed, deadline_s) if engine else None
+        self._process = SuggestionProcess(engine, problem.seed) if engine else None
         self._pending: dict[Bits, None] = {}  # in the order proposed
 
     def propose(self) -> Proposal:
         rng = self.next_step()
         bits, origin = draw(self.size, self.n_skipped, rng), "random"
         # With one set to choose from there is nothing to learn.
-        due = self.step % self._interval == 0 and comb(self.size, self.n_skipped) > 1
+        due = self.step % self._interval == 0 and math.comb(self.size, self.n_skipped) > 1
         process = self._process if due else None
         waits = self.problem.deterministic
         if process is not None:
@@ -75,17 +89,192 @@ class IntervalStrategy(Strategy):
             self._process.observe(bits, trial.score)
 
     def state(self) -> dict[str, Any]:
-        """Return the position; a suggestion in progress is kept as what was asked for."""
-        asked = self._process.request if self._process is not None else None
-        return {**super().state(), "asked": None if asked is None else asdict(asked)}
+        """Return the position; a suggestion in progress is kept as its request."""
+        request = self._process.request if self._process is not None else None
+        return {**super().state(), "asked": None if request is None else asdict(request)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; a suggestion that was in progress is asked for again, with the scores it was given."""
+        """Continue from a state; a suggestion that was in progress is requested again, with the scores it was given."""
         super().restore(state)
         if state["asked"] is not None and self._process is not None:
-            self._process.ask_again(PendingPoint(**state["asked"]))
+            self._process.send(SuggestionRequest(**state["asked"]))
 
     def close(self) -> None:
         """End the suggestion process at once."""
         if self._process is not None:
             self._process.close()
+
+
+@dataclass(frozen=True, slots=True)
+class SuggestionRequest:
+    """What a suggestion depends on, besides engine and seed: the first `n_observed` scores and the sets in progress."""
+
+    step: int
+    n_skipped: int
+    n_observed: int
+    pending: list[str]
+
+
+class SuggestionProcess:
+    """Holds the observations, and the process that turns them into suggestions, started with the first request.
+
+    Every request carries all observations, so that a process that crashed or missed a deadline costs one suggestion:
+    the next request starts another. After `MAX_FAILURES` in a row a warning is logged and nothing is requested any
+    more.
+    """
+
+    def __init__(self, engine: str, seed: int) -> None:
+        self.engine = engine
+        self.request: SuggestionRequest | None = None  # the one in flight, known also after `close`
+        self._seed = seed
+        self._scores: list[tuple[str, float]] = []
+        self._child: subprocess.Popen[bytes] | None = None
+        self._stop: Callable[[], object] = lambda: None
+        self._answer: Future[Bits] | None = None
+        self._due_at = 0.0
+        self._failures = 0
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a suggestion was requested and not yet taken."""
+        return self._answer is not None
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether it failed too often, or was closed, and suggests nothing any more."""
+        return self._failures >= MAX_FAILURES
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the running process, if any."""
+        return self._child.pid if self._child and self._child.poll() is None else None
+
+    def observe(self, bits: Bits, score: float) -> None:
+        """Keep a score for the next request; one that is not finite is left out, no engine can use it."""
+        if math.isfinite(score):
+            self._scores.append((_text(bits), score))
+
+    def ask(self, step: int, n_skipped: int, pending: Sequence[Bits]) -> None:
+        """Request a set of `n_skipped` sub-layers; `step` seeds it; `pending` sets are being scored elsewhere.
+
+        Does nothing while a request is in flight, before the first observation, and after too many failures.
+        """
+        self.send(SuggestionRequest(step, n_skipped, len(self._scores), [_text(bits) for bits in pending]))
+
+    def send(self, request: SuggestionRequest) -> None:
+        """Send a request, maybe that of an earlier process of this search; as `ask`."""
+        if self.in_flight or self.gave_up or not self._scores:
+            return
+        if self.pid is None:
+            try:
+                self._start()
+            except OSError as error:
+                self._fail(f"no process: {error}")
+                return
+        message = {
+            "engine": self.engine,
+            "seed": random.Random(f"{self._seed}/{request.step}/{self.engine}").getrandbits(32),
+            "n_skipped": request.n_skipped,
+            "scores": self._scores[: request.n_observed],
+            "pending": request.pending,
+        }
+        self.request, self._answer = request, Future()
+        self._due_at = time.monotonic() + DEADLINE_S
+        # In a thread: the write, too, blocks as soon as a long history fills the pipe of a process still importing. A
+        # daemon, because an interpreter that ends waits for an executor's threads.
+        exchange = (self._child, json.dumps(message).encode() + b"\n", self._answer)
+        threading.Thread(target=_exchange, args=exchange, daemon=True).start()
+
+    def take(self, *, wait: bool) -> Bits | None:
+        """Return the suggestion that was requested, once; None if there is none (yet). `wait`: up to the deadline."""
+        if self._answer is None:
+            return None
+        left_s = max(0.0, self._due_at - time.monotonic())
+        try:
+            suggestion = self._answer.result(left_s if wait else 0.0)
+        except TimeoutError:
+            if time.monotonic() >= self._due_at:
+                self._fail(f"no suggestion within {DEADLINE_S:g} s")
+            return None
+        except ValueError as error:
+            self._fail(str(error))
+            return None
+        self._answer = self.request = None
+        self._failures = 0
+        return suggestion
+
+    def close(self) -> None:
+        """Kill the process and request nothing any more; may be called twice."""
+        self._stop()
+        self._answer = None
+        self._failures = MAX_FAILURES
+
+    def _start(self) -> None:
+        self._stop()
+        one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        # -P: a file of the caller's folder named like a library must not shadow it. The session of its own keeps a
+        # terminal's Ctrl-C from it; it ends when its standard input does, whatever ended this process.
+        self._child = subprocess.Popen(
+            [sys.executable, "-P", "-m", MODULE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | one_thread,
+            start_new_session=True,
+        )
+        self._stop = weakref.finalize(self, _kill, self._child, os.getpid())
+        logger.debug("suggestions=started engine=%s pid=%d", self.engine, self._child.pid)
+
+    def _fail(self, reason: str) -> None:
+        self._stop()
+        self._answer = self.request = None
+        self._failures += 1
+        logger.info("suggestions=failed engine=%s failures=%d reason=%r", self.engine, self._failures, reason)
+        if self.gave_up:
+            logger.warning(
+                "suggestions=off engine=%s failures=%d reason=%r candidates=random", self.engine, self._failures, reason
+            )
+
+
+def _text(bits: Bits) -> str:
+    return "".join(map(str, bits))
+
+
+def _exchange(child: subprocess.Popen[bytes], line: bytes, answer: Future[Bits]) -> None:
+    """Send one request and wait for its answer; the text of a ValueError says why there is none."""
+    assert child.stdin is not None and child.stdout is not None
+    reply = b""
+    with suppress(OSError, ValueError):  # a broken pipe, or one that was closed meanwhile
+        child.stdin.write(line)
+        child.stdin.flush()
+        reply = child.stdout.readline()
+    try:
+        if not reply.endswith(b"\n"):
+            raise ValueError("the process ended")
+        values = json.loads(reply)
+        if not isinstance(values, dict) or "bits" not in values:
+            raise ValueError(str(values))
+        answer.set_result(tuple(int(bit) for bit in values["bits"]))
+    except ValueError as error:
+        answer.set_exception(error)
+
+
+def _kill(child: subprocess.Popen[bytes], owner_pid: int) -> None:
+    """End the process, unless this is a fork of the one that started it."""
+    if os.getpid() == owner_pid:
+        child.kill()
+        with suppress(OSError), child:  # closes its pipes; what was still to be written has no reader
+            pass
+
+
+def _asking(help: str, engine: str, interval: int | None = None) -> StrategyInfo:
+    return StrategyInfo(help, partial(IntervalStrategy, engine=engine, interval=interval), suggests=True)
+
+
+STRATEGIES = {
+    "random": StrategyInfo("uniform draws", IntervalStrategy),
+    "bayes": _asking("a Gaussian process at every step", "gp", 1),
+    "swift": _asking("draws, and a Gaussian process at every β-th step", "gp"),
+    "published": _asking("the same over the cube of all sub-layers, as SWIFT's code", "cube"),
+    "tpe": _asking("a tree-structured Parzen estimator at every step", "tpe", 1),
+}

@@ -5,25 +5,34 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from swiftopt.core.errors import LayerSetError, SettingsError
 from swiftopt.core.types import LayerSet, Trial, searchable
-from swiftopt.optimizer.strategies import STRATEGIES, Proposal, Strategy, Study, SubLayerPrices
-from swiftopt.optimizer.strategies import make_strategy as make
+from swiftopt.optimizer import strategies
+from swiftopt.optimizer.strategies import (
+    STRATEGIES,
+    Proposal,
+    SearchProblem,
+    Strategy,
+    Study,
+    SubLayerPrices,
+    strategy_info,
+)
 
 N_LAYERS, N_SKIPPED, N_SKIPPED_LATER = 12, 8, 6
 N_STEPS, INTERVAL = 8, 3
 SIZE = len(searchable(N_LAYERS))
 LEARNING = sorted(set(STRATEGIES) - {"random", "clasp"})  # clasp moves whole layers, and single ones bring this worth
-ASKING = sorted(name for name in STRATEGIES if getattr(make(name, LayerSet(12), 8, 0), "engine", None))
 CHOOSING = sorted(name for name, recipe in STRATEGIES.items() if recipe.chooses_size)
 WORTH = [random.Random(f"worth/{i}").random() for i in range(SIZE)]
 HARM = [0.02 + 0.3 * random.Random(f"harm/{i}").random() ** 2 for i in range(SIZE)]  # of leaving a sub-layer out
@@ -50,6 +59,10 @@ def study_of(n_layers: int) -> Study:
     turns = tuple(0.1 + HARM[i % SIZE] * random.Random(f"turn/{i}").uniform(0.5, 1.5) for i in range(size))
     sets = tuple(tuple(int(i < n) for i in range(size)) for n in (2, 4) if n <= size)
     return Study(turns, sets, 100.0)
+
+
+def make(name: str, *problem: Any, **more: Any) -> Strategy:
+    return strategy_info(name).make(SearchProblem(*problem, **more))
 
 
 def make_strategy(name: str, n_layers: int, n_skipped: int, seed: int, **more: Any) -> Strategy:
@@ -182,11 +195,11 @@ def test_strategy_refuses_a_number_of_sub_layers_the_model_lacks(name: str, n_sk
         make_strategy(name, N_LAYERS, n_skipped, 0)
 
 
-def test_make_strategy_names_the_known_and_the_nearest_when_name_is_unknown() -> None:
+def test_strategy_info_names_the_known_and_the_nearest_when_name_is_unknown() -> None:
     with pytest.raises(
         SettingsError, match=r"'bayse'.*random, bayes, swift, published, tpe, local, knapsack, clasp.*nearest: bayes"
     ):
-        make_strategy("bayse", N_LAYERS, N_SKIPPED, 0)
+        strategy_info("bayse")
 
 
 def test_table_of_strategies_is_read_without_numpy() -> None:
@@ -195,7 +208,7 @@ def test_table_of_strategies_is_read_without_numpy() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_make_strategy_refuses_an_interval_below_one() -> None:
+def test_strategy_refuses_an_interval_below_one() -> None:
     with pytest.raises(SettingsError, match="interval 0"):
         make_strategy("swift", N_LAYERS, N_SKIPPED, 0, interval=0)
 
@@ -286,3 +299,21 @@ def test_strategies_without_a_model_of_sub_layers_leave_the_choice_to_scores(nam
         held = LayerSet.uniform(N_LAYERS, N_SKIPPED)
         list(played(strategy, 3))
         assert strategy.best(held) == held
+
+
+def test_one_file_is_all_that_a_new_strategy_takes(tmp_path: Path) -> None:
+    """The package, help and the check of words find it."""
+    shutil.copytree(Path(strategies.__file__).parent, tmp_path / "strategies")
+    (tmp_path / "strategies" / "mine.py").write_text(
+        "from .base import StrategyInfo\n"
+        "from .interval import IntervalStrategy\n"
+        "STRATEGIES = {'mine': StrategyInfo('draws of my own', IntervalStrategy)}\n"
+    )
+    code = (
+        "import sys, swiftopt.optimizer\n"
+        f"swiftopt.optimizer.__path__.insert(0, {str(tmp_path)!r})\n"
+        "from swiftopt.cli.main import swiftopt\n"
+        "swiftopt(['tune', '--help'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "mine (draws of my own)" in " ".join(done.stdout.split())

@@ -140,7 +140,7 @@ def test_a_verdict_is_made_of_the_drafts_in_use_alone(model: swiftopt.Model) -> 
     for _ in range(MIN_PAIRS + 2):
         learnt(task, 1.0, 0.4)
     first, mixed = task.search.layer_set, rounds(task, 1.0, 0.4)
-    task.search._standing.incumbent = Incumbent(LayerSet(first.n_layers, frozenset({1}), formats=first.formats))
+    task.search._contest.incumbent = Incumbent(LayerSet(first.n_layers, frozenset({1}), formats=first.formats))
     assert task.search.layer_set != first and len(task.pairs) == MIN_PAIRS + 2
     assert not task.add(mixed)
     assert not task.pairs and task.verdict.ratio is None and task.word == "use"

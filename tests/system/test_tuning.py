@@ -34,7 +34,7 @@ from swiftopt.decoding.methods import PLAIN
 from swiftopt.decoding.session import Session
 from swiftopt.models.rows import Pass
 from swiftopt.models.runtime import Runtime
-from swiftopt.optimizer.challengers import Incumbent, Standing, trimmed
+from swiftopt.optimizer.challengers import Contest, Incumbent, trimmed
 from swiftopt.optimizer.evaluation import candidates_per_pass
 from swiftopt.optimizer.search import Search
 from swiftopt.optimizer.tuning import Tuner
@@ -252,7 +252,7 @@ def test_reopened_search_looks_at_its_first_set_again() -> None:
     start = search.layer_set
     run_on(search, 1)
     thin, stored = LayerSet(4, frozenset({1, 2}), frozenset({1, 2})), LayerSet(4, frozenset({2}))
-    search._standing = Standing(Incumbent(thin))
+    search._contest = Contest(Incumbent(thin))
     assert search.reopen([stored])
     run_on(search, 2, name="q")
     assert [(trial.origin, trial.layer_set) for trial in search.trials[6:9]] == [

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from swiftopt.core.types import LayerSet, Trial
-from swiftopt.optimizer.challengers import FINAL_WINDOWS, FINALISTS, Finals, Incumbent, Place, Standing
+from swiftopt.optimizer.challengers import FINAL_WINDOWS, FINALISTS, Contest, Finals, Incumbent, WindowStart
 
 WINDOW = 8
 SETS = [LayerSet(12, frozenset({i})) for i in range(1, 11)]
@@ -15,9 +15,9 @@ HELD = LayerSet(12)
 INT4 = LayerSet(12, frozenset({3}), formats=(("mlp", "int4"),))
 
 
-def place(number: int) -> Place:
+def place(number: int) -> WindowStart:
     """The windows of one prompt, without a common token."""
-    return Place("p", number * WINDOW)
+    return WindowStart("p", number * WINDOW)
 
 
 def entered(*ratings: float) -> Finals:
@@ -74,19 +74,19 @@ def test_nobody_enters_below_the_bar_or_twice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("later", "is_due"), [(Place("p", 3), False), (Place("p", 4), True), (Place("q", 1), True), (Place("p", -1), True)]
+    ("prompt_id", "position", "is_due"), [("p", 3, False), ("p", 4, True), ("q", 1, True), ("p", -1, True)]
 )
-def test_final_waits_until_half_of_the_window_is_new_text(later: Place, is_due: bool) -> None:
+def test_final_waits_until_half_of_the_window_is_new_text(prompt_id: str, position: int, is_due: bool) -> None:
     """A position before the last one is that of another text under the same name."""
-    assert bool(entered(1.0).due(later, WINDOW)) == is_due
+    assert bool(entered(1.0).due(WindowStart(prompt_id, position), WINDOW)) == is_due
 
 
 def test_a_window_holds_one_final() -> None:
     finals = entered(1.0)
-    finals.settle(Place("p", 8), {SETS[0]: 0.1})
-    finals.enter({SETS[1]: 1.0}, Place("p", 4), 0.0)
-    assert finals.due(Place("p", 9), WINDOW) == []
-    assert finals.due(Place("p", 12), WINDOW) == [SETS[0], SETS[1]]
+    finals.settle(WindowStart("p", 8), {SETS[0]: 0.1})
+    finals.enter({SETS[1]: 1.0}, WindowStart("p", 4), 0.0)
+    assert finals.due(WindowStart("p", 9), WINDOW) == []
+    assert finals.due(WindowStart("p", 12), WINDOW) == [SETS[0], SETS[1]]
 
 
 def trial(layer_set: LayerSet, score: float, step: int, origin: str) -> Trial:
@@ -95,31 +95,31 @@ def trial(layer_set: LayerSet, score: float, step: int, origin: str) -> Trial:
 
 def test_winner_takes_over_the_score_of_the_set_it_beat_and_its_lead() -> None:
     """Its own windows may have been easy ones."""
-    standing = Standing(Incumbent(HELD))
-    standing.judge(place(0), trial(HELD, 1.0, 0, "uniform"), [])
-    standing.finals = entered(2.0)
+    contest = Contest(Incumbent(HELD))
+    contest.judge(place(0), trial(HELD, 1.0, 0, "uniform"), [])
+    contest.finals = entered(2.0)
     for number in range(1, FINAL_WINDOWS + 1):
         held = trial(HELD, 3.0, 2 * number, "in use")
-        decided = standing.judge(place(number), held, [trial(SETS[0], 3.5, 2 * number + 1, "final")])
+        decided = contest.judge(place(number), held, [trial(SETS[0], 3.5, 2 * number + 1, "final")])
     mean = (1.0 + 3.0 * FINAL_WINDOWS) / (1 + FINAL_WINDOWS)
     assert decided is not None and decided.adopted
-    assert standing.incumbent.layer_set == SETS[0] and standing.incumbent.score == pytest.approx(mean + 0.5)
-    assert standing.n_at_gain == decided.step + 1
+    assert contest.incumbent.layer_set == SETS[0] and contest.incumbent.score == pytest.approx(mean + 0.5)
+    assert contest.n_at_gain == decided.step + 1
 
 
-def test_standing_survives_json() -> None:
-    standing = Standing(Incumbent(HELD, 2, 1.5, 0.75, [(3, 2)]), entered(1.0, 2.0), [SETS[4], INT4], place(2), 3, 5)
-    standing.finals.settle(place(1), {SETS[0]: 0.1})
-    assert Standing.from_json(json.loads(json.dumps(standing.to_json()))) == standing
+def test_contest_survives_json() -> None:
+    contest = Contest(Incumbent(HELD, 2, 1.5, 0.75, [(3, 2)]), entered(1.0, 2.0), [SETS[4], INT4], place(2), 3, 5)
+    contest.finals.settle(place(1), {SETS[0]: 0.1})
+    assert Contest.from_json(json.loads(json.dumps(contest.to_json()))) == contest
 
 
 def test_set_that_promises_most_is_taken_into_use_when_it_has_just_been_scored() -> None:
     """With the mean of all its windows; one that an earlier pass scored must be scored again first."""
-    standing = Standing(Incumbent(HELD, 1, 1.0, 1.0))
+    contest = Contest(Incumbent(HELD, 1, 1.0, 1.0))
     held, other, again = (trial(own, 2.0, step, "move") for step, own in enumerate((HELD, SETS[0], SETS[1])))
     earlier = [trial(SETS[1], 4.0, 0, "move"), trial(SETS[0], 9.0, 1, "move")]
-    assert standing.take_best(SETS[1], [held, other], earlier) is None and standing.incumbent.layer_set == HELD
-    assert standing.take_best(HELD, [held, other], earlier) is None and standing.n_at_gain == 0
-    decided = standing.take_best(SETS[1], [held, again], earlier)
+    assert contest.take_best(SETS[1], [held, other], earlier) is None and contest.incumbent.layer_set == HELD
+    assert contest.take_best(HELD, [held, other], earlier) is None and contest.n_at_gain == 0
+    decided = contest.take_best(SETS[1], [held, again], earlier)
     assert decided is not None and decided.adopted and decided.layer_set == SETS[1]
-    assert (standing.incumbent.n, standing.incumbent.score, standing.n_at_gain) == (2, 3.0, 3)
+    assert (contest.incumbent.n, contest.incumbent.score, contest.n_at_gain) == (2, 3.0, 3)

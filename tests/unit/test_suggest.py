@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from swiftopt.core.types import LayerSet, Trial
+from swiftopt.optimizer.strategies import interval
 from swiftopt.optimizer.strategies.base import SearchProblem, draw, exchanged
-from swiftopt.optimizer.strategies.interval import IntervalStrategy
-from swiftopt.optimizer.strategies.process import MAX_FAILURES, MODULE, SuggestionProcess, points_of
-from swiftopt.optimizer.strategies.tpe import repaired
+from swiftopt.optimizer.strategies.interval import MAX_FAILURES, MODULE, IntervalStrategy, SuggestionProcess
+from swiftopt.optimizer.suggestions import points_of, repaired
 
 SIZE, N_SKIPPED = 12, 5
 WAIT_S = 60.0  # how long a test waits for a process on a busy machine
@@ -164,8 +164,11 @@ def test_process_suggests_the_same_whether_told_in_parts_or_at_once(process: Sug
         assert in_two_parts == suggested(whole, step=2)
 
 
-def test_process_gives_up_with_one_warning_when_deadlines_are_missed(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), closing(SuggestionProcess("gp", seed=0, deadline_s=0.01)) as process:
+def test_process_gives_up_with_one_warning_when_deadlines_are_missed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interval, "DEADLINE_S", 0.01)
+    with caplog.at_level(logging.WARNING), closing(SuggestionProcess("gp", seed=0)) as process:
         observe(process, 4)
         assert [suggested(process, step) for step in range(MAX_FAILURES)] == [None] * MAX_FAILURES
         assert process.gave_up
@@ -198,7 +201,7 @@ def test_process_fails_with_its_request_when_the_answer_cannot_be_read(
 def test_suggestion_process_ends_when_its_owner_is_killed() -> None:
     script = (
         "import os, signal\n"
-        "from swiftopt.optimizer.strategies.process import SuggestionProcess\n"
+        "from swiftopt.optimizer.strategies.interval import SuggestionProcess\n"
         "process = SuggestionProcess('tpe', 0)\n"
         "process.observe((1, 0, 0, 1), 0.5)\n"
         "process.ask(1, 2, [])\n"
@@ -232,9 +235,9 @@ def test_process_reports_why_it_failed(caplog: pytest.LogCaptureFixture, process
     assert not process.gave_up
 
 
-def test_strategy_draws_when_its_process_has_given_up() -> None:
-    late = IntervalStrategy(SearchProblem(LayerSet(8), 4, 0, deterministic=True), "gp", interval=1, deadline_s=0.01)
-    with closing(late) as strategy:
+def test_strategy_draws_when_its_process_has_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interval, "DEADLINE_S", 0.01)
+    with closing(IntervalStrategy(SearchProblem(LayerSet(8), 4, 0, deterministic=True), "gp", interval=1)) as strategy:
         origins = [play(strategy, step) for step in range(1, 9)]
     assert origins == ["random"] + ["late"] * MAX_FAILURES + ["random"] * 4
 
@@ -247,7 +250,7 @@ def test_process_leaves_out_a_score_that_is_not_finite() -> None:
         assert not process.in_flight  # nothing to learn from
 
 
-@pytest.mark.parametrize(("engine", "library"), [("gp", "bayes_opt"), ("tpe", "optuna")])
+@pytest.mark.parametrize(("engine", "library"), [("gp", "sklearn"), ("cube", "bayes_opt"), ("tpe", "optuna")])
 def test_suggestion_process_imports_its_library_and_never_torch(engine: str, library: str) -> None:
     """The interpreter lists every import it makes on standard error; the answer shows that the engine ran."""
     scores = [["110000", 0.5], ["011000", 0.7], ["000110", 0.2]]
@@ -278,9 +281,9 @@ def test_suggestion_is_another_when_the_first_is_still_being_scored() -> None:
 
 def test_suggestion_process_needs_no_main_guard_in_the_callers_script() -> None:
     script = (
-        "from swiftopt.optimizer.strategies import make_strategy\n"
+        "from swiftopt.optimizer.strategies import SearchProblem, strategy_info\n"
         "from swiftopt.core.types import LayerSet, Trial\n"
-        "strategy = make_strategy('tpe', LayerSet(6), 3, 0, deterministic=True)\n"
+        "strategy = strategy_info('tpe').make(SearchProblem(LayerSet(6), 3, 0, deterministic=True))\n"
         "for step in range(3):\n"
         "    proposal = strategy.propose()\n"
         "    strategy.observe(Trial(step, proposal.layer_set, proposal.origin, 0.5, 0.5))\n"

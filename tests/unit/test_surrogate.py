@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from swiftopt.optimizer.strategies.surrogate import Posterior, ScoredSet, posterior
+from swiftopt.optimizer.strategies.guided import Posterior, ScoredSet, posterior
 
 SIZE = 20
 RNG = random.Random(3)
