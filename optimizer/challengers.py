@@ -1,4 +1,4 @@
-"""The layer set in use and its challengers, which replace it by winning on the same windows, several times."""
+"""The layer set in use and its challengers, which replace it after several wins on the same windows."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ class WindowStart:
     position: int
 
     def is_new_after(self, earlier: WindowStart, window: int) -> bool:
-        """Tell whether at least half of the window's tokens are others than those of the earlier one."""
-        if self.prompt_id != earlier.prompt_id or self.position < earlier.position:
-            return True
-        return 2 * (self.position - earlier.position) >= window
+        """Tell whether at least half of the window's tokens are not in the earlier one."""
+        is_other_text = self.prompt_id != earlier.prompt_id or self.position < earlier.position
+        return is_other_text or 2 * (self.position - earlier.position) >= window
 
 
 @dataclass(slots=True)
@@ -72,9 +71,10 @@ class Finalist:
 
 @dataclass(slots=True)
 class Finals:
-    """Successive halving over windows: of those scored beside the set in use, the better half goes on.
+    """Successive halving over windows: of those scored beside the set in use, the better half stays.
 
-    A window brings one final at most, and its text must be new to those who are scored; so a lucky window wins nothing.
+    A window is used for one final at most, and its text must be new to those who are scored, so that luck on one window
+    wins nothing.
     """
 
     finalists: list[Finalist] = field(default_factory=list)
@@ -96,13 +96,10 @@ class Finals:
         return [own.layer_set for own in self.finalists if place.is_new_after(own.place, window)]
 
     def settle(self, place: WindowStart, leads: Mapping[LayerSet, float]) -> Finalist | None:
-        """Count in the leads of those who were due; return the winner, if there is one by now."""
-        judged = [
-            replace(own, place=place, leads=(*own.leads, leads[own.layer_set]))
-            for own in self.finalists
-            if own.layer_set in leads
-        ]
+        """Add the leads of those who were due; return the winner, if there is one."""
+        scored = [own for own in self.finalists if own.layer_set in leads]
         waiting = [own for own in self.finalists if own.layer_set not in leads]
+        judged = [replace(own, place=place, leads=(*own.leads, leads[own.layer_set])) for own in scored]
         better = sorted((own for own in judged if own.lead > 0), key=lambda own: own.lead, reverse=True)
         better = better[: (len(judged) + 1) // 2]
         self.latest = place
@@ -185,7 +182,7 @@ class Contest(Record):
 
 
 def lowered_ratio(n_layers: int, skip_ratio: float, n_skipped: int, step: float) -> float:
-    """Return `skip_ratio` less one `step`, or less as many as keep one more sub-layer: one may keep none more."""
+    """Return `skip_ratio` less one `step`, or as many steps as it takes to keep one more sub-layer."""
     lowered = skip_ratio - step
     while 0 < n_skipped <= n_skipped_for(n_layers, lowered):
         lowered -= step
@@ -193,7 +190,7 @@ def lowered_ratio(n_layers: int, skip_ratio: float, n_skipped: int, step: float)
 
 
 def trimmed(layer_set: LayerSet, n_skipped: int) -> LayerSet:
-    """Return `layer_set` with `n_skipped` of its sub-layers still skipped, those kept again spread over the depth."""
+    """Return `layer_set` with `n_skipped` of its sub-layers still skipped, spread over the depth."""
     skipped: list[SubLayer] = [("attn", i) for i in layer_set.skip_attn] + [("mlp", i) for i in layer_set.skip_mlp]
     skipped.sort(key=lambda sub: sub[::-1])
     if n_skipped >= len(skipped):

@@ -17,14 +17,13 @@ from ..decoding.methods.adaptive import Acceptance, PassCosts
 from ..models.rows import Pass, Rows
 from .strategies import MOST
 
-ROWS_READ = 256  # at once: their scores in float32 would fill a memory that holds the logits of all candidates
 LONGEST_CHAIN = 24  # tokens of an adaptive draft
 LAMBDA_ROUNDS = 4
 LONGEST_PASS_S = 1.0  # of a pass that scores several candidates, or twice that of one: decoding waits for it
-SEARCH_SHARE = 0.03  # of the seconds of a stream's decoding that its search may take
-FEWEST = 36  # candidates that a search may score however short the stream is
-USUAL_SPEEDUP = 3.0  # of the decoding that a search is weighed against
-BATCH_GAIN = 0.95  # a larger batch must cut the seconds per candidate at least to this share
+SEARCH_SHARE = 0.03  # of the seconds of a stream's decoding, for its search
+FEWEST = 36  # candidates that a search may score, however short the stream is
+USUAL_SPEEDUP = 3.0  # of that decoding
+BATCH_GAIN = 0.95  # a larger batch must cut the seconds per candidate to this share or less
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,43 +54,34 @@ def score_window(
     Args: window: at most the number of generated tokens; the buffer must have window * len(layer_sets) slots left.
           start: where the window begins in the text; None: so that it ends with the latest token.
     """
-    token_ids = context.token_ids
-    # position of the token from which the window's first one is predicted
-    first = (len(token_ids) - window if start is None else start) - 1
-    inputs = token_ids[first : first + window]
-    n, scratch = len(layer_sets), context.root_slot
+    # Position of the token from which the window's first one is predicted.
+    first = (len(context.token_ids) - window if start is None else start) - 1
+    inputs, n = context.token_ids[first : first + window], len(layer_sets)
     visible = torch.eye(n, dtype=torch.bool).kron(torch.ones((window, window), dtype=torch.bool).tril())
     positions = list(range(first, first + window)) * n
-    rows = Rows(list(inputs) * n, scratch, positions, visible, tuple(layer_sets), n_read=first)
+    rows = Rows(inputs * n, context.root_slot, positions, visible, tuple(layer_sets), n_read=first)
     logits = yield Pass(context.runtime, rows, context.buffer, beside=True)  # (n * window, vocab)
-    ranks, confidences = list[int](), list[float]()
-    at_once = window * -(-ROWS_READ // window)
-    for start_row in range(0, n * window, at_once):
-        more = _read(context, logits[start_row : start_row + at_once], first, window)
-        ranks, confidences = ranks + more[0], confidences + more[1]
-    return [
-        WindowScore(tuple(ranks[i * window : (i + 1) * window]), tuple(confidences[i * window : (i + 1) * window]))
-        for i in range(n)
-    ]
+    return [_window_score(context, own, first) for own in logits.reshape(n, window, -1).unbind()]
 
 
-def _read(context: Context, logits: Tensor, first: int, window: int) -> tuple[list[int], list[float]]:
-    """Return the rank of the generated token and the top-1 probability for each row."""
-    rule = context.rule
+def _window_score(context: Context, logits: Tensor, first: int) -> WindowScore:
+    """Return what logits (window, vocab) say of the tokens after position `first`.
+
+    One candidate at a time: all scores in float32 would fill a memory that holds the logits of all candidates.
+    """
+    rule, window = context.rule, len(logits)
     if rule.is_argmax:
         scores = logits.float()
     else:
-        contexts = [context.token_ids[: first + 1 + row % window] for row in range(logits.shape[0])]
-        pairs = zip(contexts, logits, strict=True)
-        scores = torch.stack([rule.noisy(rule.scores(ids, row), len(ids)) for ids, row in pairs])
-    said = context.token_ids[first + 1 : first + 1 + window]
-    wanted = torch.tensor(said, device=scores.device).repeat(scores.shape[0] // window)
-    at_wanted = scores.gather(1, wanted[:, None])
+        contexts = (context.token_ids[: first + 1 + row] for row in range(window))
+        rows = [rule.noisy(rule.scores(ids, row), len(ids)) for ids, row in zip(contexts, logits, strict=True)]
+        scores = torch.stack(rows)
+    wanted = torch.tensor(context.token_ids[first + 1 : first + 1 + window], device=scores.device)
     top, argmax = scores.max(dim=-1)
-    ranks = (scores > at_wanted).sum(dim=-1)
+    ranks = (scores > scores.gather(1, wanted[:, None])).sum(dim=-1)
     ranks += (ranks == 0) & (argmax != wanted)  # of equal scores, frequent in 16 bits, the draft takes one
     confidences = (top - scores.logsumexp(dim=-1)).exp()
-    return ranks.tolist(), confidences.tolist()
+    return WindowScore(tuple(ranks.tolist()), tuple(confidences.tolist()))
 
 
 @dataclass(slots=True)
@@ -107,11 +97,11 @@ def replay(scores: Iterable[WindowScore], settings: SwiftSettings) -> Replay:
     """Replay SWIFT's rounds over windows, one from every position of each, a window taken as a ring.
 
     A position is accepted if the generated token is the draft's argmax, or, as a side leaf that ends the round, among
-    the candidates its confidence offers. Starting everywhere instead of where the last round ended makes one window
-    worth as many rounds as it has tokens.
+    the candidates that its confidence offers. Starting everywhere, not where the last round ended, makes as many rounds
+    of a window as it has tokens.
 
-    DEVIATION: after a miss the draft goes on with the confidences it had on the true text; its own wrong
-    continuation was never computed.
+    DEVIATION: after a miss the draft continues with the confidences it had on the true text, as its own continuation
+    was not computed.
     """
     total = Replay()
     for score in scores:
@@ -145,8 +135,9 @@ def swift_speedup(
 def adaptive_speedup(score: WindowScore, layer_set: LayerSet, costs: CostProfile) -> float:
     """Return the speedup of adaptive chains over a window, one from every position, the window taken as a ring.
 
-    A chain goes on while the chance that its next token counts exceeds λ times that step's cost; λ is the speedup of
-    such chains, found by fixed-point iteration. Earlier text and second candidates are left out: all sets gain by them.
+    A chain continues while the chance that its next token is accepted exceeds λ times that step's cost; λ is the
+    speedup of such chains, found by fixed-point iteration. Earlier text and second candidates, by which all sets gain,
+    are left out.
     """
     n, prices, rate = len(score.ranks), PassCosts(costs, layer_set), 1.0
     acceptance = Acceptance()
@@ -185,7 +176,7 @@ def objective(score: WindowScore, layer_set: LayerSet, settings: SwiftSettings, 
 def candidates_per_pass(costs: CostProfile | None, window: int) -> int:
     """Return how many candidates one pass should score: as many as make each cheaper, by the measured cost of rows.
 
-    Only widths that were measured count, which end where more rows make none cheaper (`models.costs`).
+    Measured widths end where more rows make none cheaper (`models.costs`).
     """
     best, n = 1, 2
     while costs is not None and n * window <= max(costs.pass_s):
@@ -198,9 +189,9 @@ def candidates_per_pass(costs: CostProfile | None, window: int) -> int:
 
 
 def affordable(costs: CostProfile | None, layer_set: LayerSet, window: int, n_tokens: int) -> int:
-    """Return how many candidates a search over a stream of `n_tokens` to come may score, by measured costs.
+    """Return how many candidates a search over a stream of `n_tokens` may score, by measured costs.
 
-    A candidate is a draft pass over a window like that of `layer_set`, and half of one for the set in use beside it.
+    A candidate costs a draft pass with `layer_set` over a window, and half of one for the set in use beside it.
     """
     if costs is None:
         return FEWEST

@@ -20,7 +20,7 @@ from ..core.types import LayerSet, SubLayer, n_skipped_for, searchable
 from ..decoding.context import Context
 from ..models.blocks import BufferRows
 from ..models.rows import PassPlan, Rows
-from .strategies import Proposal, SearchProblem, Study, StudyKind, SubLayerPrices, strategy_info
+from .strategies import Proposal, SearchProblem, Study, StudyKind, strategy_info
 from .strategies.base import Bits
 
 PAIRED = 2  # candidates that are scored beside the set in use, where every pass scores that, too
@@ -33,6 +33,14 @@ def chooses_size(settings: SwiftSettings, costs: CostProfile | None) -> bool:
     """Tell whether the strategy chooses how many sub-layers are skipped, which takes measured costs."""
     by_speed = settings.objective == "expected_speedup" and costs is not None
     return strategy_info(settings.strategy).chooses_size and by_speed
+
+
+def savings_of(costs: CostProfile, base: LayerSet) -> tuple[float, ...]:
+    """Return the plain passes that skipping each searchable sub-layer saves in a draft in the formats of `base`."""
+    size = range(len(base.bits()))
+    whole = costs.draft_cost(base.with_bits([0 for _ in size]))
+    singles = (costs.draft_cost(base.with_bits([int(i == at) for i in size])) for at in size)
+    return tuple(max(0.0, whole - single) for single in singles)
 
 
 class Proposer:
@@ -52,14 +60,14 @@ class Proposer:
     ) -> None:
         info = strategy_info(settings.strategy)
         self.chooses_size, self.paired = chooses_size(settings, costs), info.chooses_size
-        prices = SubLayerPrices.of(costs, base) if self.chooses_size and costs is not None else None
+        savings = savings_of(costs, base) if self.chooses_size and costs is not None else None
         self.patience = settings.patience
         if self.chooses_size and info.patience is not None:
             self.patience = min(self.patience, info.patience)
         self.rows_run = 0.0  # by studies, in rows of the full model
         self._window, self._ratio = settings.context_window, skip_ratio
         self.scratch_rows = 0 if info.study is None else study_rows(info.study, self._window, base.n_layers)
-        self._saved = (1.0,) * len(base.bits()) if prices is None else prices.saved
+        self._savings = (1.0,) * len(base.bits()) if savings is None else savings
         problem = SearchProblem(
             base,
             base.n_skipped,
@@ -67,7 +75,7 @@ class Proposer:
             interval=settings.bayes_interval,
             deterministic=settings.deterministic,
             window=self._window,
-            prices=prices,
+            savings=savings,
             project=project,
         )
         self.strategy = info.make(problem)
@@ -82,7 +90,7 @@ class Proposer:
         """Return the next candidates, after a study of the model where the strategy wants one."""
         kind = self.strategy.wants(prompt_id) if n else None
         if kind is not None:
-            found = study(context, kind, self._window, self._saved, self._ratio)
+            found = study(context, kind, self._window, self._savings, self._ratio)
             self.rows_run += found.rows
             self.strategy.study(prompt_id, found)
         return [self.strategy.propose() for _ in range(n)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -309,19 +310,10 @@ class Search:
         """Return the trials of one pass, which `began` at that time."""
         worths = [objective(score, own[0], self.settings, self.costs) for own, score in zip(sets, scores, strict=True)]
         share = (perf_counter() - began) / len(sets)
+        prompt_id, position, seed = place.prompt_id, place.position, self.settings.seed
         return [
-            Trial(
-                step=len(self.trials) + i,
-                layer_set=layer_set,
-                origin=origin,
-                matchness=scores[i].matchness,
-                score=worths[i],
-                prompt_id=place.prompt_id,
-                position=place.position,
-                seed=self.settings.seed,
-                seconds=share,
-            )
-            for i, (layer_set, origin) in enumerate(sets)
+            Trial(step, own, origin, score.matchness, worth, prompt_id, position, seed, seconds=share)
+            for step, (own, origin), score, worth in zip(count(len(self.trials)), sets, scores, worths, strict=False)
         ]
 
     def _settle(self, place: WindowStart, trials: list[Trial], scores: Sequence[WindowScore]) -> list[Event]:

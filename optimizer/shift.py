@@ -37,8 +37,8 @@ PackedState = Annotated[
 
 
 @dataclass(slots=True)
-class Usual:
-    """Mean and spread of some values so far; until there are enough, the spread leans to one that is given."""
+class RunningStats:
+    """Mean and spread of values so far; while these are few, the spread is drawn to one that is given."""
 
     n: int = 0
     mean: float = 0.0
@@ -48,8 +48,8 @@ class Usual:
         """Return the standard deviation from value to value."""
         return sqrt((USUAL_WEIGHT * usual**2 + self.squares) / (USUAL_WEIGHT + max(0, self.n - 1)))
 
-    def take(self, value: float) -> None:
-        """Count a value in."""
+    def count(self, value: float) -> None:
+        """Add a value."""
         before = value - self.mean
         self.n += 1
         self.mean += before / self.n
@@ -57,14 +57,14 @@ class Usual:
 
 
 @dataclass(slots=True)
-class AcceptanceChart(Usual):
+class AcceptanceChart(RunningStats):
     """A self-starting two-sided CUSUM chart of the completions' acceptance rates.
 
-    Each is compared with the mean and the spread of those before it, and counted into them afterwards, an outlying one
-    with two spreads: the first texts of another kind would otherwise hide the rest. Undisturbed, some 600 texts whose
-    rates vary by 0.06 pass between two false alarms; a fall from 0.8 to 0.55 is noticed by the third or fourth. With
-    the bounds for served requests it is some 300 of HumanEval's, whose rates vary by 0.2 (with the others 50), and a
-    fall from 0.8 to 0.5 is noticed by the sixth, 19 times of 20 by the seventeenth.
+    Each is compared with the mean and the spread of those before it, and then added to them, an outlier as two spreads:
+    the first texts of another kind would otherwise hide the rest. About 600 texts whose rates vary by 0.06 pass between
+    two false alarms; a fall from 0.8 to 0.55 is detected at the third or fourth. With the bounds for served requests
+    about 300 texts of HumanEval pass, whose rates vary by 0.2 (with the other bounds 50), and a fall from 0.8 to 0.5 is
+    detected at the sixth, 19 times of 20 by the seventeenth.
 
     Source: E. S. Page, "Continuous inspection schemes", 1954; D. M. Hawkins, "Self-starting CUSUM charts", 1987.
     """
@@ -73,7 +73,7 @@ class AcceptanceChart(Usual):
     fall: float = 0.0
 
     def add(self, accepted: int, drafted: int, alarm: float = ALARM, n_learn: int = N_LEARN) -> bool:
-        """Take in a completion; tell whether its text is of another kind: a sum is above `alarm`."""
+        """Add a completion; tell whether its text is of another kind, as a sum is above `alarm`."""
         rate = accepted / drafted
         if self.n >= n_learn:
             spread = self.spread(USUAL_SPREAD)
@@ -83,31 +83,19 @@ class AcceptanceChart(Usual):
             self.rise, self.fall = max(0.0, self.rise + z - SLACK), max(0.0, self.fall - z - SLACK)
             reach = 2 * spread
             rate = max(self.mean - reach, min(self.mean + reach, rate))
-        self.take(rate)
+        self.count(rate)
         return max(self.rise, self.fall) > alarm
-
-
-@dataclass(slots=True)
-class Nearness(Usual):
-    """How near each prompt lies to the mean of those before it, as a cosine; and whether the latest is far off."""
-
-    def is_far(self, cosine: float) -> bool:
-        """Take in a prompt. One far off does not change what is usual."""
-        if self.n >= N_LEARN and cosine < self.mean - UNLIKE * self.spread(USUAL_COSINE_SPREAD):
-            return True
-        self.take(cosine)
-        return False
 
 
 @dataclass(slots=True)
 class ShiftWatch(Record):
     """One task's stream: the chart of its acceptance since the search ended, and the sets of its earlier kinds of text.
 
-    A lasting change of acceptance is a shift; where prompts lie elsewhere among the hidden states than those before,
-    less of a change will do, and several such prompts in a row are a shift by themselves: a search that is still going
-    on would mix the kinds, and a set whose acceptance holds may yet not be the fastest for the new one.
-    `known` are sets from elsewhere, such as the store's; they and the chart's bounds are no part of the JSON object. A
-    set's state is the mean of its prompts' states.
+    A lasting change of acceptance is a shift. Where the prompts' hidden states are far from those before, a smaller
+    change is enough, and several such prompts in a row are a shift by themselves: a search in progress would mix the
+    kinds, and a set that is still accepted may not be the fastest for the new one. `known` are sets from elsewhere,
+    such as the store's; they and the chart's bounds are no part of the JSON object. A set's state is the mean of its
+    prompts' states.
     """
 
     COMPLETE: ClassVar = True
@@ -119,7 +107,7 @@ class ShiftWatch(Record):
     left: list[tuple[LayerSet, PackedState]] = field(default_factory=list)  # of this stream, before the latest shift
     latest: PackedState = ()  # of the prompt that was read last
     settled: bool = False  # whether the search had ended by then
-    nearness: Nearness = field(default_factory=Nearness)
+    nearness: RunningStats = field(default_factory=RunningStats)  # of prompts' cosines to the mean of those before
     n_far: int = 0  # prompts up to that one that lie elsewhere, one after the other
     elsewhere: PackedState = ()  # of those prompts, summed
     total: PackedState = ()  # of the others since the latest shift, summed
@@ -129,25 +117,28 @@ class ShiftWatch(Record):
         """Where the prompts since the latest shift lie; None before the first."""
         return single(unit(self.total)) if self.total else None
 
-    def saw(self, state: Sequence[float], settled: bool, goes_on: bool = False) -> None:
-        """Take in a prompt's mean hidden state, and whether all of its completion will be drafted with one set.
+    def add_prompt(self, state: Sequence[float], settled: bool, goes_on: bool = False) -> None:
+        """Add a prompt's mean hidden state, and whether all of its completion will be drafted with one set.
 
-        Args: goes_on: it is a later turn of a chat, and no news of where prompts lie.
+        Args: goes_on: it is a later turn of a chat, whose state does not count.
         """
         self.settled = settled
         if goes_on:
             return
         self.latest = single(unit(state))
-        centre = self.state
-        if centre is not None and self.nearness.is_far(sum(map(mul, centre, self.latest))):
-            self.n_far += 1
-            self.elsewhere = _sum(self.elsewhere, self.latest)
-            return
+        centre, usual = self.state, self.nearness
+        if centre is not None:
+            cosine = sum(map(mul, centre, self.latest))
+            if usual.n >= N_LEARN and cosine < usual.mean - UNLIKE * usual.spread(USUAL_COSINE_SPREAD):
+                self.n_far += 1
+                self.elsewhere = _sum(self.elsewhere, self.latest)
+                return
+            usual.count(cosine)
         self.n_far, self.elsewhere = 0, ()
         self.total = _sum(self.total, self.latest)
 
     def add(self, completion: Completion) -> str:
-        """Take in the completion of the prompt read last; return in words what has changed, or ""."""
+        """Add the completion of the latest prompt; return in words what has changed, or ""."""
         if self.n_far >= FAR_FOR:
             return f"{self.n_far} prompts in a row lie elsewhere than those before"
         before, alarm = self.chart.mean, self.alarm * (ELSEWHERE if self.n_far else 1.0)
@@ -159,13 +150,13 @@ class ShiftWatch(Record):
         rate = completion.accepted / completion.drafted
         return f"acceptance {word} from {before:.2f} to {rate:.2f}"
 
-    def moved(self, layer_set: LayerSet) -> list[LayerSet]:
+    def restart(self, layer_set: LayerSet) -> list[LayerSet]:
         """Remember the set in use for the text before the shift; return the known sets nearest to the text after it."""
         before, come = self.state, self.elsewhere or self.latest
         found = nearest([*starmap(KnownSet, self.left), *self.known], single(unit(come)), N_STORED)
         if before is not None:
             self.left = [*(own for own in self.left if own[0] != layer_set), (layer_set, before)]
-        self.chart, self.nearness = AcceptanceChart(), Nearness()
+        self.chart, self.nearness = AcceptanceChart(), RunningStats()
         self.total, self.elsewhere, self.n_far, self.settled = come, (), 0, False
         return found
 

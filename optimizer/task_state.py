@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from ..core.costs import CostProfile
-from ..core.errors import LayerSetError, SettingsError
+from ..core.errors import SettingsError
 from ..core.events import Progress, StreamShifted, TaskFinished
 from ..core.records import KnownSet, LayerSetRecord
 from ..core.serialization import adapter
@@ -57,17 +57,17 @@ class TunedTask:
         search = Search(name, runtime.n_layers, settings, ratio, costs, start, n_tokens, runtime.parallel)
         return cls(name, search, ShiftWatch(known))
 
-    def saw(self, prefilled: Prefilled, goes_on: bool = False) -> None:
-        """Record the hidden state of a prompt that was just read, if it is known; `goes_on` as for `ShiftWatch.saw`."""
+    def add_prompt(self, prefilled: Prefilled, goes_on: bool = False) -> None:
+        """Record the hidden state of a prompt that was read, if known; `goes_on` as for `ShiftWatch.add_prompt`."""
         if prefilled.state is not None:
-            self.shift.saw(prefilled.state.tolist(), settled=not self.search.optimising, goes_on=goes_on)
+            self.shift.add_prompt(prefilled.state.tolist(), settled=not self.search.optimising, goes_on=goes_on)
 
     def shifted_by(self, completion: Completion) -> StreamShifted | None:
         """Record a completion; at a shift, restart the search and return the event."""
         reason = self.shift.add(completion)
         if not reason:
             return None
-        first = self.shift.moved(self.search.layer_set)
+        first = self.shift.restart(self.search.layer_set)
         return StreamShifted(self.name, reason, len(first)) if self.search.reopen(first) else None
 
     def record(
@@ -256,29 +256,23 @@ def reading() -> Iterator[None]:
         yield
     except SettingsError:
         raise
-    except (AttributeError, IndexError, KeyError, LayerSetError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         words = " ".join(repr(error).split())
         raise SettingsError(f"the checkpoint of this run cannot be read ({words}): start the run anew") from error
 
 
 def check(start: Mapping[str, Any], n_layers: int, n_prompts: int, tasks: Collection[str]) -> None:
     """Raises: SettingsError: the checkpoint is of another format, model or stream."""
+    wrong = ""
     if start["version"] != VERSION:
-        raise SettingsError(
-            f"the checkpoint of this run has version {start['version']!r}, and this swiftopt reads version {VERSION}:"
-            " start the run anew"
-        )
-    if start["n_layers"] != n_layers:
-        raise SettingsError(
-            f"the checkpoint of this run is of a model with {start['n_layers']} layers, but this one has {n_layers}:"
-            " go on with the model that the run began with"
-        )
-    names = [*start["concluded"], *start["tasks"]]
-    if start["n_prompts"] != n_prompts or sorted(names) != sorted(tasks):
-        raise SettingsError(
-            f"the checkpoint of this run is of a stream of {start['n_prompts']} prompts in the tasks {sorted(names)},"
-            f" but this one has {n_prompts} in {sorted(tasks)}: go on with the stream that the run began with"
-        )
+        wrong = f"has version {start['version']!r}, and this swiftopt reads version {VERSION}: start the run anew"
+    elif start["n_layers"] != n_layers:
+        wrong = f"is of a model with {start['n_layers']} layers, but this one has {n_layers}: give the run's own model"
+    elif (names := sorted([*start["concluded"], *start["tasks"]])) != sorted(tasks) or start["n_prompts"] != n_prompts:
+        wrong = f"is of a stream of {start['n_prompts']} prompts in the tasks {names},"
+        wrong += f" but this one has {n_prompts} in {sorted(tasks)}: give the run's own stream"
+    if wrong:
+        raise SettingsError(f"the checkpoint of this run {wrong}")
 
 
 def _rounded(value: float | None) -> float | None:

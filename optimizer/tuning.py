@@ -188,7 +188,7 @@ class Tuner:
         def handle(event: Any) -> Iterator[Event]:
             if isinstance(event, Prefilled):
                 flight.context = event.context
-                task.saw(event, goes_on=bool(flight.answers))
+                task.add_prompt(event, goes_on=bool(flight.answers))
             elif isinstance(event, Round):
                 yield from self._after_round(task, event)
             elif isinstance(event, Turn):

@@ -175,7 +175,7 @@ class Traffic:
             if isinstance(event, Prefilled):
                 own = self._task(task or self._nearest_task(event))
                 if learn:
-                    own.saw(event)
+                    own.add_prompt(event)
                 rounds = self._begin(own, learn, event.context.load)
                 drafter.method = own.search.method
             assert rounds is not None

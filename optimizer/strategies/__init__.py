@@ -9,7 +9,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from ...core.errors import look_up
-from .base import Proposal, SearchProblem, Strategy, StrategyInfo, Study, StudyKind, SubLayerPrices
+from .base import Proposal, SearchProblem, Strategy, StrategyInfo, Study, StudyKind
 
 __all__ = [
     "MOST",
@@ -21,7 +21,6 @@ __all__ = [
     "StrategyInfo",
     "Study",
     "StudyKind",
-    "SubLayerPrices",
     "strategy_info",
 ]
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from ...core.costs import CostProfile
 from ...core.errors import LayerSetError, SettingsError
 from ...core.serialization import Record
 from ...core.types import LayerSet, Trial
@@ -40,29 +39,14 @@ class Study(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class SubLayerPrices:
-    """Costs of draft passes, in plain passes: `whole` with nothing skipped, less `saved` of each sub-layer."""
-
-    whole: float
-    saved: tuple[float, ...]
-
-    @classmethod
-    def of(cls, costs: CostProfile, base: LayerSet) -> SubLayerPrices:
-        """Return the measured prices of drafts in the formats of `base`."""
-        size = range(len(base.bits()))
-        whole = costs.draft_cost(base.with_bits([0 for _ in size]))
-        singles = (costs.draft_cost(base.with_bits([int(i == at) for i in size])) for at in size)
-        return cls(whole, tuple(max(0.0, whole - single) for single in singles))
-
-
-@dataclass(frozen=True, slots=True)
 class SearchProblem:
     """The space of a search: the sub-layers of `base`, whose formats every proposal keeps.
 
-    Args: n_skipped: sub-layers that a candidate skips, where there are no `prices` to choose the number by.
+    Args: n_skipped: sub-layers that a candidate skips, where there are no `savings` to choose the number by.
           interval: β, steps between two suggestions of a model of the scores. deterministic: wait for suggestions.
-          window: tokens that score a candidate. prices: let some strategies choose how many sub-layers are skipped.
-          project: maps every proposal to an allowed set, where not all sets are; n_skipped is then approximate.
+          window: tokens that score a candidate. savings: plain passes that skipping each sub-layer saves; with them
+          some strategies choose how many are skipped. project: maps every proposal to an allowed set, where not all
+          sets are; n_skipped is then approximate.
     """
 
     base: LayerSet
@@ -71,7 +55,7 @@ class SearchProblem:
     interval: int = 25
     deterministic: bool = False
     window: int = 32
-    prices: SubLayerPrices | None = None
+    savings: tuple[float, ...] | None = None
     project: Callable[[LayerSet], LayerSet] | None = None
 
     def projected(self, bits: Bits) -> Bits:
@@ -99,7 +83,7 @@ class Strategy(ABC):
     def propose(self) -> Proposal:
         """Return the next candidate, not proposed before where that is avoidable.
 
-        It skips exactly `n_skipped` searchable sub-layers, unless the strategy was given prices: then some choose the
+        It skips exactly `n_skipped` searchable sub-layers, unless the strategy was given savings: then some choose the
         number themselves.
         """
 
@@ -184,7 +168,7 @@ class Strategy(ABC):
 class StrategyInfo:
     """A row of the registry: `help` says how the strategy proposes, `make` builds it.
 
-    `study`: what it looks at in the model; such a strategy chooses how many sub-layers are skipped, given prices, and
+    `study`: what it looks at in the model; such a strategy chooses how many sub-layers are skipped, given savings, and
     stops after `patience` candidates without a better one. `suggests`: a process beside the run suggests candidates,
     which `deterministic` waits for.
     """
@@ -197,7 +181,7 @@ class StrategyInfo:
 
     @property
     def chooses_size(self) -> bool:
-        """Whether it chooses how many sub-layers are skipped, where it is given prices."""
+        """Whether it chooses how many sub-layers are skipped, where it is given savings."""
         return self.study is not None
 
 

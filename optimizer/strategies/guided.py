@@ -48,7 +48,7 @@ TOKEN = 0.8  # a score's own, of one token
 class GuidedStrategy(Strategy):
     """Proposes the sets that a linear model of scores rates best: first among a study's sets, then among moves.
 
-    A move skips one sub-layer more or fewer, or exchanges two. Given prices it chooses how many are skipped; without,
+    A move skips one sub-layer more or fewer, or exchanges two. Given savings it chooses how many are skipped; without,
     it keeps to n_skipped. Its origins are "family" (a study's set), "move" and "random".
 
     Args: study: what it looks at in the model, on `n_studies` prompts. whole_layers: attention and MLP of a layer go
@@ -59,7 +59,7 @@ class GuidedStrategy(Strategy):
         self, problem: SearchProblem, study: StudyKind, n_studies: int = 1, whole_layers: bool = False
     ) -> None:
         super().__init__(problem)
-        self._study, self._n_studies, self._prices = study, n_studies, problem.prices
+        self._study, self._n_studies, self._savings = study, n_studies, problem.savings
         self._whole = whole_layers
         half = self.size // 2
         layers = [(i, half + i) for i in range(half)]
@@ -74,7 +74,7 @@ class GuidedStrategy(Strategy):
         rng = self.next_step()
         bits, origin = next(self._ideas(rng), ((), ""))
         if not origin:
-            n_skipped = self.n_skipped if self._prices is None else rng.randint(0, self.size)
+            n_skipped = self.n_skipped if self._savings is None else rng.randint(0, self.size)
             bits, origin = draw(self.size, n_skipped, rng), "random"
         return self.proposed(bits, origin, rng)
 
@@ -128,7 +128,7 @@ class GuidedStrategy(Strategy):
         half = self.size // 2
         if self._whole and bits[:half] != bits[half:]:
             return False
-        return self._prices is not None or sum(bits) == self.n_skipped
+        return self._savings is not None or sum(bits) == self.n_skipped
 
     def _family(self, added: Array) -> list[Bits]:
         """Return the sets of all studies; where those have none, the units that add least first, in every size."""
@@ -170,7 +170,7 @@ class GuidedStrategy(Strategy):
         out.sort(key=lambda unit: -_sum(unit, added))
         kept.sort(key=lambda unit: _sum(unit, added))
         swaps = [[back, more] for back in out[:SWAPPED] for more in kept[:SWAPPED]]
-        if self._prices is None:
+        if self._savings is None:
             moves = [[back, more] for back, more in swaps if len(back) == len(more)]
         else:
             moves = [*swaps, *([unit] for unit in (*out, *kept))]
@@ -187,7 +187,7 @@ class GuidedStrategy(Strategy):
             if self._studies:
                 turns = np.mean([study.turns for study in self._studies.values()], axis=0)
                 turns = turns / max(1e-12, float(turns.mean()))
-            saved = np.zeros(self.size) if self._prices is None else np.array(self._prices.saved)
+            saved = np.zeros(self.size) if self._savings is None else np.array(self._savings)
             self._fitted = posterior(turns, saved, self._trials, self.problem.window)
         return self._fitted
 

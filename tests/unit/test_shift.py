@@ -94,26 +94,26 @@ def test_watch_remembers_the_set_of_the_text_that_is_over() -> None:
     prose, code = LayerSet.uniform(8, 4), LayerSet.uniform(8, 2)
     watch = ShiftWatch((KnownSet(code, unit([0.1, 1.0])),))
     for _ in range(6):
-        watch.saw([5.0, 0.0], settled=True)
+        watch.add_prompt([5.0, 0.0], settled=True)
         assert not watch.add(completion(90, 100))
-    watch.saw([0.0, 3.0], settled=False)
+    watch.add_prompt([0.0, 3.0], settled=False)
     assert not watch.add(completion(30, 100))  # drafted with several sets
     reason = ""
     for _ in range(3):
-        watch.saw([0.0, 3.0], settled=True)
+        watch.add_prompt([0.0, 3.0], settled=True)
         reason = reason or watch.add(completion(40, 100))
     assert reason.startswith("acceptance fell from 0.90") and reason.endswith("to 0.40")
-    assert watch.moved(prose) == [code]
+    assert watch.restart(prose) == [code]
     assert [own for own, _ in watch.left] == [prose]
     again = replace(ShiftWatch.from_json(json.loads(json.dumps(watch.to_json()))), known=watch.known)
     assert again == watch and again.state == pytest.approx((0.0, 1.0))
-    watch.saw([4.0, 0.1], settled=True)
-    assert watch.moved(code) == [prose, code]
+    watch.add_prompt([4.0, 0.1], settled=True)
+    assert watch.restart(code) == [prose, code]
 
 
 def test_completion_without_a_draft_says_nothing() -> None:
     watch = ShiftWatch()
-    watch.saw([1.0], settled=True)
+    watch.add_prompt([1.0], settled=True)
     assert watch.add(completion(0, 0)) == "" and watch.chart.n == 0
 
 
@@ -121,10 +121,10 @@ def test_less_of_a_change_will_do_where_prompts_lie_elsewhere() -> None:
     def alarms(state: list[float]) -> int | None:
         watch = ShiftWatch()
         for i in range(6):
-            watch.saw([5.0, 0.1 * (i % 2)], settled=True)
+            watch.add_prompt([5.0, 0.1 * (i % 2)], settled=True)
             assert not watch.add(completion(90, 100))
         for number in range(1, 20):
-            watch.saw(state, settled=True)
+            watch.add_prompt(state, settled=True)
             if watch.add(completion(76, 100)):
                 return number
         return None
@@ -141,7 +141,7 @@ def prompts(centre: list[float], spread: float, n: int, draws: random.Random) ->
 def shift_at(watch: ShiftWatch, states: list[list[float]]) -> int | None:
     """How many of the prompts it takes until a shift is noticed though acceptance does not change."""
     for number, state in enumerate(states, 1):
-        watch.saw(state, settled=True)
+        watch.add_prompt(state, settled=True)
         if watch.add(completion(90, 100)):
             return number
     return None
@@ -153,15 +153,15 @@ def test_several_prompts_elsewhere_in_a_row_are_a_shift_though_acceptance_holds(
     for settled in (True, False):  # a search that still goes on would mix the two
         watch = ShiftWatch()
         for state in prompts(prose, 1.0, 10, draws):
-            watch.saw(state, settled)
+            watch.add_prompt(state, settled)
             assert not watch.add(completion(90, 100))
         news = prompts(code, 1.0, FAR_FOR, draws)
         for number, state in enumerate(news, 1):
-            watch.saw(state, settled)
+            watch.add_prompt(state, settled)
             reason = watch.add(completion(90, 100))
             assert bool(reason) == (number == FAR_FOR)
         assert reason == f"{FAR_FOR} prompts in a row lie elsewhere than those before"
-        watch.moved(LayerSet.uniform(8, 2))
+        watch.restart(LayerSet.uniform(8, 2))
         assert watch.state == pytest.approx(unit([sum(own) for own in zip(*map(unit, news), strict=True)]), abs=1e-6)
         assert shift_at(watch, prompts(code, 1.0, 30, draws)) is None
 
@@ -181,10 +181,10 @@ def test_later_turns_of_a_chat_are_no_prompts_elsewhere() -> None:
     prose, code = [4.0] * 20 + [0.0] * 20, [3.0] * 40
     watch = ShiftWatch()
     for first in prompts(prose, 1.0, 10, draws):
-        watch.saw(first, settled=True)
+        watch.add_prompt(first, settled=True)
         assert not watch.add(completion(90, 100))
         for later in prompts(code, 1.0, FAR_FOR + 1, draws):
-            watch.saw(later, settled=True, goes_on=True)
+            watch.add_prompt(later, settled=True, goes_on=True)
             assert not watch.add(completion(90, 100))
     assert watch.chart.n == 10 * (FAR_FOR + 2)
 
