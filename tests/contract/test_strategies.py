@@ -19,15 +19,8 @@ import pytest
 from swiftopt.core.errors import LayerSetError, SettingsError
 from swiftopt.core.types import LayerSet, Trial, searchable
 from swiftopt.optimizer import strategies
-from swiftopt.optimizer.strategies import (
-    STRATEGIES,
-    Proposal,
-    SearchProblem,
-    Strategy,
-    Study,
-    SubLayerPrices,
-    strategy_info,
-)
+from swiftopt.optimizer.strategies import STRATEGIES, Proposal, SearchProblem, Strategy, Study, strategy_info
+from swiftopt.optimizer.strategies.interval import SuggestionProcess
 
 N_LAYERS, N_SKIPPED, N_SKIPPED_LATER = 12, 8, 6
 N_STEPS, INTERVAL = 8, 3
@@ -37,7 +30,36 @@ CHOOSING = sorted(name for name, recipe in STRATEGIES.items() if recipe.chooses_
 WORTH = [random.Random(f"worth/{i}").random() for i in range(SIZE)]
 HARM = [0.02 + 0.3 * random.Random(f"harm/{i}").random() ** 2 for i in range(SIZE)]  # of leaving a sub-layer out
 # Attention is cheap and MLPs are dear; nothing left out, a draft pass is nine tenths of a plain one.
-PRICES = SubLayerPrices(0.9, tuple(0.01 if i < SIZE // 2 else 0.06 for i in range(SIZE)))
+WHOLE, SAVINGS = 0.9, tuple(0.01 if i < SIZE // 2 else 0.06 for i in range(SIZE))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_process_per_engine() -> Iterator[None]:
+    """Strategies share the suggestion processes, whose answers depend on the request alone: a start takes long."""
+    children: dict[str, subprocess.Popen[bytes]] = {}
+    start = SuggestionProcess._start
+
+    def share(process: SuggestionProcess) -> None:
+        child = children.get(process.engine)
+        if child is None or child.poll() is not None:
+            start(process)
+            process._stop.detach()  # type: ignore[attr-defined]  a finalizer
+            assert process._child is not None
+            child = children[process.engine] = process._child
+        process._child = child
+
+        def stop() -> None:
+            if process.in_flight:
+                child.kill()
+                child.wait()
+
+        process._stop = stop
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(SuggestionProcess, "_start", share)
+        yield
+    for child in children.values():
+        child.communicate()  # ends it, as its input ends
 
 
 def worth(layer_set: LayerSet) -> float:
@@ -49,7 +71,7 @@ def speed(layer_set: LayerSet) -> tuple[float, float]:
     """(matchness, tokens per time) where each skipped sub-layer does its harm: the rounds of a chain of four."""
     bits = layer_set.bits()
     matchness = math.exp(-sum(h for h, bit in zip(HARM, bits, strict=True) if bit))
-    cost = PRICES.whole - sum(s for s, bit in zip(PRICES.saved, bits, strict=True) if bit)
+    cost = WHOLE - sum(s for s, bit in zip(SAVINGS, bits, strict=True) if bit)
     return matchness, sum(matchness**i for i in range(5)) / (4 * cost + 1.2)
 
 
@@ -219,7 +241,7 @@ def test_strategy_refuses_an_interval_below_one() -> None:
 def searched(name: str, seed: int, n_steps: int) -> tuple[float, set[int]]:
     """The best speed of so many candidates, and the sizes that were tried."""
     best, sizes = 0.0, set()
-    with closing(make_strategy(name, N_LAYERS, N_SKIPPED, seed, deterministic=True, prices=PRICES)) as strategy:
+    with closing(make_strategy(name, N_LAYERS, N_SKIPPED, seed, deterministic=True, savings=SAVINGS)) as strategy:
         for step in range(n_steps):
             proposal = strategy.propose()
             matchness, score = speed(proposal.layer_set)
@@ -230,7 +252,7 @@ def searched(name: str, seed: int, n_steps: int) -> tuple[float, set[int]]:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_only_some_strategies_choose_the_size_and_only_given_prices(name: str) -> None:
+def test_only_some_strategies_choose_the_size_and_only_given_savings(name: str) -> None:
     assert (searched(name, 0, 20)[1] != {N_SKIPPED}) == (name in CHOOSING)
 
 
@@ -255,18 +277,18 @@ def test_strategy_wants_a_study_once_per_prompt_and_not_for_ever(name: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "prices"), [*((name, None) for name in STRATEGIES), *((name, PRICES) for name in CHOOSING)]
+    ("name", "savings"), [*((name, None) for name in STRATEGIES), *((name, SAVINGS) for name in CHOOSING)]
 )
-def test_proposals_keep_what_else_the_start_says(name: str, prices: SubLayerPrices | None) -> None:
+def test_proposals_keep_what_else_the_start_says(name: str, savings: tuple[float, ...] | None) -> None:
     base = LayerSet(N_LAYERS, formats=(("mlp", "int8"),))
-    with closing(make(name, base, N_SKIPPED, 0, interval=2, deterministic=True, prices=prices)) as strategy:
+    with closing(make(name, base, N_SKIPPED, 0, interval=2, deterministic=True, savings=savings)) as strategy:
         shown(strategy)
         assert all(proposal.layer_set.formats == base.formats for proposal in played(strategy, 5))
 
 
 @pytest.mark.parametrize("name", CHOOSING)
 def test_clasp_leaves_out_whole_layers_and_others_need_not(name: str) -> None:
-    with closing(make_strategy(name, N_LAYERS, N_SKIPPED, 0, prices=PRICES)) as strategy:
+    with closing(make_strategy(name, N_LAYERS, N_SKIPPED, 0, savings=SAVINGS)) as strategy:
         study = Study((0.1,) * SIZE, (tuple(int(i % 10 < 3) for i in range(SIZE)),), 9.0)
         strategy.study("p", study)
         moves = []
@@ -283,7 +305,7 @@ def test_clasp_leaves_out_whole_layers_and_others_need_not(name: str) -> None:
 def test_what_leads_on_many_windows_is_best_and_one_lucky_score_is_not(name: str) -> None:
     held, other = LayerSet(N_LAYERS), LayerSet(N_LAYERS).skipping([("attn", 3), ("mlp", 3)])
     found = []
-    with closing(make_strategy(name, N_LAYERS, N_SKIPPED, 0, prices=PRICES)) as strategy:
+    with closing(make_strategy(name, N_LAYERS, N_SKIPPED, 0, savings=SAVINGS)) as strategy:
         assert strategy.best(held) == held
         for number in range(20):
             for own, score in ((held, 1.0), (other, 1.3)):
