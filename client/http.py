@@ -83,7 +83,6 @@ class ServerConnection:
         return f"{type(self).__name__}({safe_url(self.url)!r})"
 
     def close(self) -> None:
-        """Close the connections."""
         self._http.close()
 
     def _send(
@@ -119,7 +118,6 @@ class ServerConnection:
         return response
 
     def _json(self, method: str, path: str, *, again: bool, **request: Any) -> Any:
-        """Return the JSON of the answer to a request."""
         return self._parsed(self._send(method, path, again=again, **request))
 
     def _parsed(self, response: httpx2.Response) -> Any:
@@ -131,7 +129,6 @@ class ServerConnection:
             ) from error
 
     def _events(self, response: httpx2.Response) -> Iterator[httpx2.ServerSentEvent]:
-        """Yield the events of a stream."""
         try:
             yield from httpx2.EventSource(response, max_event_size=None)
         except httpx2.SSEError as error:
@@ -179,7 +176,7 @@ class ServerConnection:
 
 
 class Client(ServerConnection):
-    """Jobs and layer sets of the server at `url` (None: `SWIFTOPT_SERVER_URL`); implements `core.requests.JobBoard`.
+    """Jobs and layer sets of the server at `url` (None: `SWIFTOPT_SERVER_URL`); of jobs all that `JobBoard` describes.
 
     `api_key` None takes `SWIFTOPT_API_KEY`; `timeout` is in seconds, for one request. Requests that may be repeated
     are, a few times, while nothing answers; threads may share a client.
@@ -253,21 +250,17 @@ class Client(ServerConnection):
         return self._read(Job, self._parsed(response)), response.status_code == 202
 
     def get(self, job: str) -> Job:
-        """Return one job as it is now."""
         return self._read(Job, self._get(_path(job)))
 
     def latest(self, state: JobState | None = None, limit: int = 100) -> list[Job]:
-        """Return the newest jobs first."""
         found = self._get("/v1/jobs", state=state, limit=limit)
         return list(self._read(JobList, found).jobs)
 
     def act(self, job: str, verb: Verb) -> Job:
-        """Pause, resume, stop, cancel or retry; returns the job as it is then."""
         # a repeated `retry` would meet the job that the first one queued, and be refused
         return self._read(Job, self._json("POST", _path(job, verb), again=verb != "retry"))
 
     def events(self, job: str, after: int = 0, limit: int = 1000) -> list[JobEvent]:
-        """Return what the job reported behind event number `after`, oldest first."""
         found = self._get(_path(job, "events"), after=after, limit=limit, format="json")
         return list(self._read(EventPage, found).events)
 

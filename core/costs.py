@@ -27,7 +27,6 @@ class FormatCosts(Record):
     wider: Annotated[Mapping[int, float], BY_NUMBER] = field(default_factory=dict)
 
     def scaled(self, by: float) -> FormatCosts:
-        """All seconds times `by`."""
         return FormatCosts(self.attn_s * by, self.mlp_s * by, self.head_s * by, self.fixed_s * by, self.wider)
 
 

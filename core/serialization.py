@@ -85,7 +85,6 @@ class Record:
 
     @classmethod
     def _read(cls, values: Any) -> Any:
-        """Return an object with the keys of the fields."""
         if not isinstance(values, Mapping):
             return values
         values = cls.adapt(values)
@@ -99,7 +98,6 @@ class Record:
 
     @classmethod
     def _write(cls, record: Record, fields: Callable[[Record], dict[str, Any]]) -> dict[str, Any]:
-        """Return the JSON object from that of the fields."""
         values: dict[str, Any] = {"schema": cls.SCHEMA} if cls.SCHEMA else {}
         for name, value in fields(record).items():
             values.update(value if name == cls.FLAT else {name: value})
@@ -187,7 +185,6 @@ def _range_words(bounds: Mapping[str, Any]) -> str:
 
 @cache
 def _choices(kind: type[Any]) -> dict[str, tuple[Any, ...]]:
-    """Return the words of each field that is a `Literal`."""
     hints = get_type_hints(kind)
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
@@ -237,7 +234,6 @@ BY_NUMBER = Form(_with_text_keys, dict[str, Any], _with_number_keys)  # keys are
 
 @cache
 def adapter(kind: Any) -> TypeAdapter[Any]:
-    """Return pydantic's adapter of a type, built once."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)
@@ -310,7 +306,6 @@ def _dotted(place: Sequence[str | int]) -> str:
 
 
 def _advice(message: str) -> str:
-    """Return what to do about what pydantic found wrong."""
     wanted = message.removeprefix("Input should be ")
     words = f"use {wanted}" if wanted != message else f"{message[:1].lower()}{message[1:]}"
     for pattern, ours in WORDS.items():

@@ -121,7 +121,6 @@ def evidence(session: Session, job: str, task: str) -> tuple[TaskFinished | None
 
 
 def states(session: Session) -> dict[str, int]:
-    """Count the jobs in each state."""
     query = select(JobRow.state, func.count()).group_by(JobRow.state)
     return {state: n for state, n in session.execute(query)}
 
@@ -209,7 +208,6 @@ def storable(text: str) -> str:
 
 
 def report(session: Session, job: str, event: Event) -> EventRow:
-    """Add an event to the job's history."""
     row = EventRow(job_id=job, type=event_type(event), data=event.to_json(), created_at=now())
     session.add(row)
     return row
@@ -379,7 +377,6 @@ def add_counts(session: Session, counts: Iterable[Count]) -> None:
 
 
 def counts(session: Session) -> list[Count]:
-    """Return the counters of the metrics page."""
     columns = [getattr(CounterRow, name) for name in Count._fields]
     return [Count(*row) for row in session.execute(select(*columns).order_by(*columns[:3]))]
 

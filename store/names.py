@@ -18,7 +18,6 @@ BY_NAME = select(ModelRow).join(NameRow).where(NameRow.name == bindparam("name")
 
 
 def find_model(session: Session, model: str) -> ModelRow | None:
-    """Return the model of a name or a fingerprint."""
     return by_name(session, model) or by_fingerprint(session, model)
 
 
@@ -60,7 +59,6 @@ def by_name(session: Session, name: str) -> ModelRow | None:
 
 
 def by_fingerprint(session: Session, fingerprint: str) -> ModelRow | None:
-    """Return the model with that fingerprint."""
     return session.scalar(select(ModelRow).where(ModelRow.fingerprint == fingerprint))
 
 

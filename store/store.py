@@ -117,7 +117,6 @@ class Store(Transactions):
         return self.read(lambda session: SchemaState(shown(self.url), revision(session.connection())))
 
     def close(self) -> None:
-        """Close the connections."""
         self.engine.dispose()
 
     def __enter__(self) -> Store:

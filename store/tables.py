@@ -198,7 +198,6 @@ class Measured:
 
     @property
     def measured_interval(self) -> tuple[float, float] | None:
-        """Return the interval of the measured speedup; None where nothing was measured."""
         low, high = self.measured_low, self.measured_high
         return None if low is None or high is None else (low, high)
 
@@ -417,7 +416,6 @@ def learned_record(row: LearnedRow) -> LearnedRecord:
 
 
 def found_plan(row: PlanRow, alias: str = "", fallback: str | None = None) -> FoundPlan:
-    """Return a look-up's answer."""
     plan = to_record(
         Plan,
         row,

@@ -106,66 +106,74 @@ def move(engine: Engine, old: str, new: str) -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), STEPS)
-def test_rows_of_the_older_schema_survive_the_step(engine: Engine, old: str, new: str) -> None:
+def test_step_keeps_all_rows_and_leaves_the_database_as_it_was_when_it_fails(
+    engine: Engine, old: str, new: str
+) -> None:
     begin(engine, old)
     fill(engine, range(1, 4))
     before = read(engine)
     assert all(len(rows) == 3 for rows in before.values()) and len(before) >= 8
-    move(engine, old, new)
-    assert read(engine, before) == before
-    fill(engine, range(4, 6))
-    assert {name: len(rows) for name, rows in read(engine, before).items()} == dict.fromkeys(before, 5)
-
-
-@pytest.mark.parametrize("state", ["running", "succeeded", "failed", "cancelled"])
-def test_jobs_end_survives_all_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
-    monkeypatch.setitem(VALUES, "state", state)
-    begin(engine, REVISIONS[0])
-    fill(engine, range(1, 2))
-    move(engine, REVISIONS[0], HEAD)
-    (job,) = read(engine)["swiftopt_jobs"]
-    assert (job["state"], job["lease_until"]) == (state, 0 if state == "running" else None)
-    assert (job["kind"], job["attempt"], job["n_checkpoints"]) == ("tune", 1, 0)
-
-
-@pytest.mark.parametrize("new", REVISIONS[1:])
-def test_step_that_fails_leaves_the_database_as_it_was(engine: Engine, new: str) -> None:
-    old = REVISIONS[REVISIONS.index(new) - 1]
-    begin(engine, old)
-    fill(engine, range(1, 3))
-    before = read(engine)
     with pytest.raises(ZeroDivisionError), engine.begin() as connection:
         upgrade(connection, old, new)
         raise ZeroDivisionError
     with engine.connect() as connection:
         assert revision(connection) == old
     assert read(engine) == before
+    move(engine, old, new)
+    assert read(engine, before) == before
+    fill(engine, range(4, 6))
+    assert {name: len(rows) for name, rows in read(engine, before).items()} == dict.fromkeys(before, 5)
+
+
+def test_jobs_end_survives_all_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = ("running", "succeeded", "failed", "cancelled")
+    begin(engine, REVISIONS[0])
+    for number, state in enumerate(states):
+        monkeypatch.setitem(VALUES, "state", state)
+        fill(engine, range(number, number + 1))
+    move(engine, REVISIONS[0], HEAD)
+    jobs = read(engine)["swiftopt_jobs"]
+    ends = {"running": 0, "succeeded": None, "failed": None, "cancelled": None}
+    assert {job["state"]: job["lease_until"] for job in jobs} == ends and len(jobs) == len(states)
+    assert {(job["kind"], job["attempt"], job["n_checkpoints"]) for job in jobs} == {("tune", 1, 0)}
 
 
 def shape(engine: Engine) -> dict[str, dict[str, Any]]:
     """What the database says of each of our tables, in an order of its own."""
     seen = inspect(engine)
-    found = {}
-    for name in [table.name for table in tables(engine)]:
-        parts = {
-            "columns": seen.get_columns(name),
-            "key": [seen.get_pk_constraint(name)],
-            "unique": seen.get_unique_constraints(name),
-            "foreign": seen.get_foreign_keys(name),
-            "indexes": seen.get_indexes(name),
-        }
-        found[name] = {part: sorted(json.dumps(one, default=str) for one in values) for part, values in parts.items()}
-    return found
+    parts: dict[str, Any] = {
+        "columns": seen.get_multi_columns(),
+        "key": {table: [key] for table, key in seen.get_multi_pk_constraint().items()},
+        "unique": seen.get_multi_unique_constraints(),
+        "foreign": seen.get_multi_foreign_keys(),
+        "indexes": seen.get_multi_indexes(),
+    }
+    return {
+        name: {part: sorted(json.dumps(one, default=str) for one in its[schema, name]) for part, its in parts.items()}
+        for schema, name in parts["columns"]
+        if "version" not in name
+    }
+
+
+@pytest.fixture(scope="session")
+def new_shapes() -> dict[str, Any]:
+    """The shape of a new database by its kind, once it is known."""
+    return {}
 
 
 @pytest.mark.parametrize("old", REVISIONS[:-1])
-def test_older_database_becomes_what_a_new_one_is(engine: Engine, empty_database_url: str, old: str) -> None:
+def test_older_database_becomes_what_a_new_one_is(
+    engine: Engine, empty_database_url: str, new_shapes: dict[str, Any], old: str
+) -> None:
     begin(engine, old)
     move(engine, old, HEAD)
     migrated = shape(engine)
-    Base.metadata.drop_all(engine)
-    Store.open(empty_database_url).close()
-    assert shape(engine) == migrated and len(migrated) == len(Base.metadata.tables) - 1  # but the schema's own
+    if engine.dialect.name not in new_shapes:
+        Base.metadata.drop_all(engine)
+        Store.open(empty_database_url).close()
+        new_shapes[engine.dialect.name] = shape(engine)
+    assert new_shapes[engine.dialect.name] == migrated
+    assert len(migrated) == len(Base.metadata.tables) - 1  # but the schema's own
 
 
 BEFORE_PLANS, WITH_PLANS = "0002_queued_jobs", "0003_plans_of_any_method"
