@@ -30,7 +30,7 @@ from ..optimizer.verdict import Timed, hold_out, judge, speed, speed_ratio
 from ..store import Store
 from .evidence import judged
 from .export import SHARED, export
-from .processes import PACKAGES, SERVER, EnginePackage
+from .processes import PACKAGES, SERVER
 from .turns import DTYPES, Question, Row, RowRuns, Turns, TurnsRequest, Weights, questions_of
 
 Drafts = Literal["none", "text", "own-text", "bits", "layers", "model", "shared", "server"]
@@ -65,7 +65,7 @@ RUNNABLE: Mapping[EngineName, RunnableEngine] = {
 
 @dataclass(frozen=True, slots=True)
 class EngineTuneRequest:
-    """Tune `engine` for `model`; `dtype` is that of its target, `threads` None: one per core.
+    """Tune `engine` for `model`; `dtype` is that of its target.
 
     `draft_model` names a smaller model that may draft. `servers` are (name, address) of servers of this engine that run
     already, each started in another way, the plain one first: then these are compared, and nothing is started.
@@ -77,8 +77,6 @@ class EngineTuneRequest:
     max_new_tokens: int = 128
     draft_model: str | None = None
     servers: tuple[tuple[str, str], ...] = ()
-    threads: int | None = None
-    timeout_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,32 +204,26 @@ class EngineTuning:
             best = self._fastest(plain, others, tuning[:STEP_PROMPTS], tried, 1)
             if best is not None and best.length:
                 again = tuning[STEP_PROMPTS : 2 * STEP_PROMPTS] or tuning[:STEP_PROMPTS]
-                lengths = [best, *(best.at(length) for length in OTHER_LENGTHS if length != best.length)]
-                best = self._fastest(plain, lengths, again, tried, 2)
+                best = self._fastest(plain, [best, *map(best.at, OTHER_LENGTHS)], again, tried, 2)
             if best is None:
                 reason = "nothing else ran" if all(each.reason for each in tried if each.name != "plain") else ""
                 verdict = Verdict("plain", reason=reason or "nothing was faster while choosing")
             else:
                 run = self._step([plain, best], held_out, tried, 3).get(best.row.name)
                 verdict = judge(*run, None) if run else Verdict("plain", reason="it failed on the held-out prompts")
-        way = best or plain
+        way, request = best or plain, self.request
+        version = "a server" if request.servers else PACKAGES[RUNNABLE[request.engine].package].title
         plan = Plan(
             way.method,
             None if way.plan is None else way.plan.layer_set,
-            {**way.settings, "engine_version": self._version},
+            {**way.settings, "engine_version": version},
             draft_model=way.draft_model,
             device=device_name(torch.device("cpu")),
-            dtype=DTYPES[stored_type(self._folder)] if self.request.dtype == "auto" else self.request.dtype,
-            engine=self.request.engine,
+            dtype=DTYPES[stored_type(self._folder)] if request.dtype == "auto" else request.dtype,
+            engine=request.engine,
         )
         found = self.store.add_plan(info.fingerprint, task, judged(plan, verdict))
         return EngineTuned(task, way.row.variant, verdict, found, tuple(tried))
-
-    @property
-    def _version(self) -> str:
-        if self.request.servers:
-            return "a server"
-        return PACKAGES[RUNNABLE[self.request.engine].package].title
 
     def _fastest(
         self, plain: Way, ways: Sequence[Way], questions: Sequence[Question], tried: list[TriedWay], step: int
@@ -252,15 +244,13 @@ class EngineTuning:
         The keys are the names of their rows.
         """
         request = self.request
-        threads = request.threads or n_threads()
-        common = TurnsRequest(request.model, self._folder, request.dtype, threads, request.timeout_s)
+        common = TurnsRequest(request.model, self._folder, request.dtype, n_threads())
         found: dict[str, tuple[list[Timed], list[Timed]]] = {}
         for plain, *runs in self.run_turns(common, questions, [way.row for way in ways], self.on_step):
-            if plain.reason or not plain.turns:
-                reason = plain.reason or "it was interrupted"
-                raise EngineUnusable(f"{request.engine} did not decode plainly: {reason}; nothing was stored")
+            if plain.reason:
+                raise EngineUnusable(f"{request.engine} did not decode plainly: {plain.reason}; nothing was stored")
             tried += [_tried(run, plain, step) for run in (plain, *runs)]
-            found |= {run.row.name: (run.timed, plain.timed) for run in runs if not run.reason and run.turns}
+            found |= {run.row.name: (run.timed, plain.timed) for run in runs if not run.reason}
         return found
 
     def _ways(self, task: str, info: ModelInfo, stack: ExitStack) -> list[Way]:
@@ -286,19 +276,16 @@ class EngineTuning:
             ways.append(way("own-text", "own-text", own_text=True))
         bits: Weights | Path | None = runnable.four_bits
         if bits is None:
-            written = self._written(FOUR_BITS, "a draft in 4 bits", stack)
-            bits = _checkpoint(written)
-            ways += _shared("shared-int4", package, written, FOUR_BITS.plan)
+            bits, inside = self._exported(FOUR_BITS, "shared-int4", "a draft in 4 bits", stack)
+            ways += inside
         if bits is not None:
             ways.append(way("int4", "bits", bits))
         if request.draft_model is not None:
             ways.append(way("model", "model", self._draft_model(request.draft_model, runnable)))
-        stored = self._stored(task, info)
-        if stored is not None:
-            written = self._written(stored, "the stored layer set", stack)
-            if (path := _checkpoint(written)) is not None:
-                ways.append(way("layers", "layers", path, stored.plan))
-            ways += _shared("shared", package, written, stored.plan)
+        if (stored := self._stored(task, info)) is not None:
+            path, inside = self._exported(stored, "shared", "the stored layer set", stack)
+            ways += [way("layers", "layers", path, stored.plan)] if path is not None else []
+            ways += inside
         return ways
 
     def _draft_model(self, name: str, runnable: RunnableEngine) -> Path:
@@ -314,34 +301,26 @@ class EngineTuning:
                 return found
         return None
 
-    def _written(self, found: FoundPlan, what: str, stack: ExitStack) -> Path | None:
-        """Return a plan's files for the engine, in a folder that the stack removes; None: it takes none."""
+    def _exported(self, found: FoundPlan, name: str, what: str, stack: ExitStack) -> tuple[Path | None, list[Way]]:
+        """Return a plan's draft that the engine loads, and swiftopt inside the engine as a way called `name`, if any.
+
+        The stack removes the files.
+        """
+        engine = self.request.engine
         out = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swiftopt-engine-"))) / "plan"
         try:
-            export(found, self.request.model, self.request.engine, out, self.store, self.on_step)
+            export(found, self.request.model, engine, out, self.store, self.on_step)
         except SwiftoptError as error:
             self.on_step(f"{what} is not tried: {error}")
-            return None
-        return out
-
-
-def _checkpoint(written: Path | None) -> Path | None:
-    """Return the draft that an engine loads, of what was exported for it."""
-    if written is None:
-        return None
-    return next((written / name for name in ("draft.gguf", "draft") if (written / name).exists()), None)
-
-
-def _shared(name: str, package: EnginePackage, written: Path | None, plan: Plan) -> list[Way]:
-    """Return the way by which swiftopt drafts inside the engine with what was exported, if there is one."""
-    if written is None or not (written / SHARED).exists():
-        return []
-    return [Way(Row(package, name, "folder", {"layer_set": str(written / SHARED)}), "shared", plan=plan)]
+            return None, []
+        draft = next((out / file for file in ("draft.gguf", "draft") if (out / file).exists()), None)
+        row = Row(PACKAGES[RUNNABLE[engine].package], name, "folder", {"layer_set": str(out / SHARED)})
+        return draft, [Way(row, "shared", plan=found.plan)] if (out / SHARED).exists() else []
 
 
 def _tried(run: RowRuns, plain: RowRuns, step: int) -> TriedWay:
-    if run.reason or not run.turns:
-        return TriedWay(run.row.variant, step, reason=run.reason or "it was interrupted")
+    if run.reason:
+        return TriedWay(run.row.variant, step, reason=run.reason)
     equal = sum(own.token_ids == base.token_ids for own, base in zip(run.turns, plain.turns, strict=True))
     ratio = None if run is plain else speed_ratio(run.timed, plain.timed)
     return TriedWay(run.row.variant, step, speed(run.timed), ratio, run.acceptance, equal, len(run.turns))
