@@ -35,7 +35,7 @@ NGRAM_TOKENS = 3  # of the text's end, looked for in the text before it
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written: the folder and its files; `remarks` say in what the engine's draft differs from the plan's."""
+    """What was written: the folder and its files; `remarks` say how the engine's draft differs from the plan's."""
 
     folder: Path
     kind: Kind

@@ -70,9 +70,9 @@ def swiftopt(options: Values) -> Decoder:
         settings = SpdSettings(options["draft_tokens"], options["min_confidence"] or None)
         fixed = build("spd", Resources(runtime, draft_runtime=loaded(options["draft"])), settings)
 
-    def answer(asked: Values) -> Values:
-        method = planner.drafting_for(asked["task"]) if options.get("best") else fixed
-        done = decode(runtime, asked["prompt_ids"], method, session.rule(), session.ending(asked["max_new_tokens"]))
+    def answer(line: Values) -> Values:
+        method = planner.drafting_for(line["task"]) if options.get("best") else fixed
+        done = decode(runtime, line["prompt_ids"], method, session.rule(), session.ending(line["max_new_tokens"]))
         counts = {} if method is PLAIN else {"drafted": done.drafted, "accepted": done.accepted}
         return {"token_ids": list(done.token_ids), "prefill_s": done.prefill_s, "method": done.method, **counts}
 
@@ -100,12 +100,12 @@ def transformers(options: Values) -> Decoder:
     model.register_forward_hook(lambda *pass_: passes.append(perf_counter()))
     counts = _counted(model) if options.get("ngram") or options.get("draft") else {}
 
-    def answer(asked: Values) -> Values:
+    def answer(line: Values) -> Values:
         passes.clear()
         counts.update(dict.fromkeys(counts, 0))
         begun = perf_counter()
-        inputs = torch.tensor([asked["prompt_ids"]])  # (batch 1, seq)
-        given = {"attention_mask": torch.ones_like(inputs), "max_new_tokens": asked["max_new_tokens"], **more}
+        inputs = torch.tensor([line["prompt_ids"]])  # (batch 1, seq)
+        given = {"attention_mask": torch.ones_like(inputs), "max_new_tokens": line["max_new_tokens"], **more}
         with torch.inference_mode():
             if options.get("compiled"):
                 more["past_key_values"].reset()
@@ -191,9 +191,14 @@ def llama_cpp(options: Values) -> Decoder:
     drafts = [kind for kind in params.speculative.types if kind.value]  # 0 is none
     server = xllamacpp.Server(params)
 
-    def answer(asked: Values) -> Values:
+    def answer(line: Values) -> Values:
         request = {
-            **{"prompt": asked["prompt_ids"], "max_tokens": asked["max_new_tokens"], "temperature": 0, "top_k": 1},
+            **{
+                "prompt": line["prompt_ids"],
+                "max_tokens": line["max_new_tokens"],
+                "temperature": 0,
+                "top_k": 1,
+            },
             **{"ignore_eos": True, "cache_prompt": False, "return_tokens": True, "verbose": True},
         }
         done = server.handle_completions(request)
@@ -265,9 +270,9 @@ def openvino(options: Values) -> Decoder:
     config = openvino_genai.GenerationConfig()
     config.update_generation_config(ignore_eos=True, do_sample=False, **options.get("settings", {}))
 
-    def answer(asked: Values) -> Values:
-        config.max_new_tokens = asked["max_new_tokens"]
-        inputs = openvino.Tensor(np.array([asked["prompt_ids"]], dtype=np.int64))  # (batch 1, seq)
+    def answer(line: Values) -> Values:
+        config.max_new_tokens = line["max_new_tokens"]
+        inputs = openvino.Tensor(np.array([line["prompt_ids"]], dtype=np.int64))  # (batch 1, seq)
         done = pipeline.generate(inputs, config)
         answered = {"token_ids": list(done.tokens[0]), "prefill_s": done.perf_metrics.get_ttft().mean / 1000}
         counts = done.extended_perf_metrics  # None of plain decoding and, alas, of prompt lookup
@@ -328,10 +333,10 @@ def vllm(options: Values) -> Decoder:
         found = {metric.name: metric.value for metric in engine.get_metrics() if metric.name in VLLM_COUNTERS}
         return {word: int(found.get(name, 0)) for name, word in VLLM_COUNTERS.items()}
 
-    def answer(asked: Values) -> Values:
-        rule = SamplingParams(temperature=0, max_tokens=asked["max_new_tokens"], ignore_eos=True, detokenize=False)
+    def answer(line: Values) -> Values:
+        rule = SamplingParams(temperature=0, max_tokens=line["max_new_tokens"], ignore_eos=True, detokenize=False)
         before = counts()
-        (done,) = engine.generate({"prompt_token_ids": asked["prompt_ids"]}, rule, use_tqdm=False)
+        (done,) = engine.generate({"prompt_token_ids": line["prompt_ids"]}, rule, use_tqdm=False)
         return {
             "token_ids": list(done.outputs[0].token_ids),
             "prefill_s": getattr(done.metrics, "first_token_latency", None),
@@ -357,17 +362,17 @@ def server(options: Values) -> Decoder:
     """
     url = options["url"].rstrip("/").removesuffix("/v1")
     try:
-        model = _asked(f"{url}/v1/models")["data"][0]["id"]
+        model = _fetched(f"{url}/v1/models")["data"][0]["id"]
     except (KeyError, IndexError, TypeError) as error:
         raise RuntimeError(f"{url}/v1/models lists no model: it is no server with OpenAI's API") from error
 
-    def answer(asked: Values) -> Values:
+    def answer(line: Values) -> Values:
         body = {
-            **{"model": model, "prompt": asked["prompt_ids"], "max_tokens": asked["max_new_tokens"]},
+            **{"model": model, "prompt": line["prompt_ids"], "max_tokens": line["max_new_tokens"]},
             **{"temperature": 0, "ignore_eos": True, "cache_prompt": False},
             **{"return_token_ids": True, "return_tokens": True, "verbose": True},
         }
-        done = _asked(f"{url}/v1/completions", body)
+        done = _fetched(f"{url}/v1/completions", body)
         choice = (done.get("choices") or [{}])[0]
         token_ids = choice.get("token_ids") or (done.get("__verbose") or {}).get("tokens")
         if not token_ids:
@@ -381,7 +386,7 @@ def server(options: Values) -> Decoder:
     return answer
 
 
-def _asked(url: str, body: Mapping[str, Any] | None = None) -> Values:
+def _fetched(url: str, body: Mapping[str, Any] | None = None) -> Values:
     headers = {"Content-Type": "application/json"}
     if os.environ.get(KEY):
         headers["Authorization"] = f"Bearer {os.environ[KEY]}"
@@ -414,22 +419,22 @@ def main(program: str, options: Values) -> int:
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
 
-        def say(answer: Values) -> None:
+        def send(answer: Values) -> None:
             answers.write(json.dumps(answer) + "\n")
             answers.flush()
 
         try:
             load = PROGRAMS.get(program) or runpy.run_path(program)["load"]
             decode = load(options)
-            say({"ready": True})
+            send({"ready": True})
             for line in sys.stdin:
-                asked = json.loads(line)
+                values = json.loads(line)
                 begun = perf_counter()
-                answer = decode(asked)
-                say({**answer, "seconds": perf_counter() - begun})
+                answer = decode(values)
+                send({**answer, "seconds": perf_counter() - begun})
         except Exception as error:  # an engine can raise anything: the parent makes a row of it
             words = " ".join(str(error).split()) or "no message"
-            say({"error": f"{type(error).__name__}: {words[:MESSAGE]}"})
+            send({"error": f"{type(error).__name__}: {words[:MESSAGE]}"})
             raise
     return 0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -192,7 +191,6 @@ class Turns:
         self.runs = [RowRuns(row, _weights_word(row, stored)) for row in rows]
         self._launches: dict[str, Launch | EngineFailed] = {}
         self._children: dict[str, Child] = {}  # the one used last at the end
-        self._needs: dict[str, float] = {}
         self._logs = cache_root() / "peers" / "logs"
         self.interrupted = False
         self._n_ctx = -(-max(len(q.token_ids) + q.max_new_tokens + 2 * DRAFT_TOKENS for q in questions) // 256) * 256
@@ -213,24 +211,25 @@ class Turns:
         What is interrupted keeps the prompts that all rows have answered. Raises: KeyboardInterrupt: there is none.
         """
         self._logs.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as stack:
-            stack.callback(self._close_all)
+        try:
             for runs in self.runs:  # installations and weights before the first clock starts
                 self._attempt(runs, lambda runs: self._options(runs.row, self._launch(runs.row)))
-            try:
-                for number, question in enumerate(self.questions):
-                    turn = number % len(self.runs)
-                    for runs in [*self.runs[turn:], *self.runs[:turn]]:
-                        if not runs.reason:
-                            self._attempt(runs, partial(self._turn, question))
-            except KeyboardInterrupt:
-                self.interrupted = True
-                n_done = min((len(runs.turns) for runs in self.runs if not runs.reason), default=0)
-                self.questions = self.questions[:n_done]
-                for runs in self.runs:
-                    del runs.turns[n_done:]
-                if not n_done:
-                    raise
+            for number, question in enumerate(self.questions):
+                turn = number % len(self.runs)
+                for runs in [*self.runs[turn:], *self.runs[:turn]]:
+                    if not runs.reason:
+                        self._attempt(runs, partial(self._turn, question))
+        except KeyboardInterrupt:
+            self.interrupted = True
+            n_done = min((len(runs.turns) for runs in self.runs if not runs.reason), default=0)
+            self.questions = self.questions[:n_done]
+            for runs in self.runs:
+                del runs.turns[n_done:]
+            if not n_done:
+                raise
+        finally:
+            while self._children:
+                self._children.popitem()[1].close()
 
     def _attempt(self, runs: RowRuns, act: Callable[[RowRuns], object]) -> None:
         try:
@@ -271,20 +270,19 @@ class Turns:
     def _note_memory(self, runs: RowRuns, child: Child) -> None:
         if peak := child.memory().peak:
             runs.peak_bytes = max(peak, runs.peak_bytes or 0)
-            self._needs[runs.row.name] = runs.peak_bytes
 
     def _child(self, runs: RowRuns) -> Child:
         """Return the row's process, warm; for want of memory others end, the one used last first: it is needed last."""
         name = runs.row.name
         child = self._children.pop(name, None)
         if child is not None:
-            if child.memory().resident > STILL_THERE * self._needs.get(name, 0.0):
+            if child.memory().resident > STILL_THERE * (runs.peak_bytes or 0):
                 self._children[name] = child
                 return child
             child.close()  # its weights were dropped from memory, and would be read from the disk while it is timed
         launch = self._launch(runs.row)
         options = self._options(runs.row, launch)
-        needed = self._needs.get(name) or self._guessed_bytes(options)
+        needed = runs.peak_bytes or self._guessed_bytes(options)
         # What others have mapped from files counts as free for the system, which would drop it.
         while self._children and not self._has_room(needed + sum(o.memory().mapped for o in self._children.values())):
             self._children.popitem()[1].close()
@@ -356,7 +354,7 @@ class Turns:
         try:
             return self._guessed_bytes(self._options(row, self._launch(row)))
         except (EngineFailed, SwiftoptError):
-            return 0.0  # running it says why it cannot
+            return 0.0  # its run reports why
 
     def _guessed_bytes(self, options: Mapping[str, Any]) -> float:
         """Estimate the memory of a process that has not run yet: half as much again for copies, and its libraries."""
@@ -367,10 +365,6 @@ class Turns:
         own = {"OMP_NUM_THREADS": str(self.request.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         # How OpenMP waits is swiftopt's own choice, not the other engines'.
         return {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | own
-
-    def _close_all(self) -> None:
-        while self._children:
-            self._children.popitem()[1].close()
 
 
 def _size(path: Path) -> int:

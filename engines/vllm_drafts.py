@@ -1,7 +1,7 @@
 """Drafts from earlier text inside vLLM, whose speculative_config names `TextProposer` as its `custom_class`.
 
-vLLM's own n-grams always draft as many tokens as they are told. Here a match is followed only as far as it is likely to
-be right, by the rates of `decoding.text_matches`, against what a row costs: both are learnt while vLLM runs.
+vLLM's own n-grams always draft a fixed number of tokens. Here a match is followed only as far as it is likely to
+be right, by the rates of `decoding.text_matches`, against what a row costs: both are estimated while vLLM runs.
 """
 
 from __future__ import annotations

@@ -12,7 +12,11 @@ from swiftopt.bench import gpu, gpu_all
 from swiftopt.core.types import LayerSet
 
 
-def test_tiny_shape_on_a_cpu_reports_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tiny_shape_on_a_cpu_reports_every_figure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("REPEATS", "PASS_REPEATS", "LOAD_REPEATS"):
+        monkeypatch.setattr(gpu, name, 1)
     gpu.main(["--shape", "tiny", "--device", "cpu", "--tokens", "32"])
     *table, line = capsys.readouterr().out.strip().splitlines()
     report = json.loads(line)

@@ -143,16 +143,24 @@ def started(rival: EnginePackage, tmp_path: Path, **options: Any) -> Iterator[Ch
         child.close(at_once=True)
 
 
-def test_child_gives_as_many_tokens_as_asked_and_stands_still_between_its_turns(folder: Path, tmp_path: Path) -> None:
-    with started(PACKAGES["transformers"], tmp_path, model=str(folder), dtype="float32", threads=1) as child:
-        first, again = child.ask(ASKED, 60), child.ask(ASKED, 60)
-        assert len(first["token_ids"]) == 6 and first["token_ids"] == again["token_ids"]
-        assert 0 < again["prefill_s"] < again["seconds"]
-        assert child.memory().peak >= child.memory().resident > child.memory().mapped > 0
-        assert child.memory().peak > 50e6
-        until = monotonic() + 10
-        while psutil.Process(child.pid).status() != psutil.STATUS_STOPPED:
-            assert monotonic() < until, "it goes on"
+@pytest.fixture(scope="module")
+def plain_child(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
+    """transformers on the tiny model: its start takes seconds."""
+    options = {"model": str(folder), "dtype": "float32", "threads": 1}
+    with started(PACKAGES["transformers"], tmp_path_factory.mktemp("child"), **options) as child:
+        yield child
+
+
+def test_child_gives_as_many_tokens_as_asked_and_stands_still_between_its_turns(plain_child: Child) -> None:
+    child = plain_child
+    first, again = child.ask(ASKED, 60), child.ask(ASKED, 60)
+    assert len(first["token_ids"]) == 6 and first["token_ids"] == again["token_ids"]
+    assert 0 < again["prefill_s"] < again["seconds"]
+    assert child.memory().peak >= child.memory().resident > child.memory().mapped > 0
+    assert child.memory().peak > 50e6
+    until = monotonic() + 10
+    while psutil.Process(child.pid).status() != psutil.STATUS_STOPPED:
+        assert monotonic() < until, "it goes on"
 
 
 @pytest.mark.parametrize("name", ["transformers", "swiftopt"])
@@ -170,12 +178,13 @@ def test_draft_that_is_the_target_is_accepted_whole_at_a_constant_length(
         assert first["drafted"] == first["accepted"] == again["drafted"] and 6 <= first["drafted"] <= 7
 
 
-def test_swiftopt_inside_transformers_gives_its_tokens_and_tells_its_counts(folder: Path, tmp_path: Path) -> None:
+def test_swiftopt_inside_transformers_gives_its_tokens_and_tells_its_counts(
+    folder: Path, tmp_path: Path, plain_child: Child
+) -> None:
     record = LayerSetRecord("tiny", "code", LayerSet(4, frozenset({1}), frozenset({2})))
     (tmp_path / "layer_set.json").write_text(json.dumps(record.to_json()))
     options = {"model": str(folder), "dtype": "float32", "threads": 1}
-    with started(PACKAGES["transformers"], tmp_path, **options) as child:
-        plain = child.ask({**ASKED, "max_new_tokens": 10}, 60)
+    plain = plain_child.ask({**ASKED, "max_new_tokens": 10}, 60)
     with started(PACKAGES["transformers"], tmp_path, **options, layer_set=str(tmp_path / "layer_set.json")) as child:
         ours = child.ask({**ASKED, "max_new_tokens": 10}, 60)
     assert ours["token_ids"] == plain["token_ids"] and "drafted" not in plain
