@@ -39,7 +39,7 @@ def run_methods(
 ) -> dict[str, Any]:
     """Decode every prompt with every method, the order rotating from prompt to prompt, after one warm-up each.
 
-    `best` is what the stored plan of the prompt's task says; `draft` drafts for `hf-assisted`. `swift` drafts with the
+    `best` is the stored plan of the prompt's task; `draft` drafts for `hf-assisted`. `swift` drafts with the
     request's layer set or the stored one; with neither it searches while it decodes, and that time counts. Chats are
     cut to their first turn. With `ignore_eos` stop tokens end nothing.
 

@@ -2,7 +2,7 @@
 
 Tunes a layer set on every other prompt of a stream, exports it to every engine that runs here, and decodes the other
 prompts there, by turns: plain, with the engine's own n-grams, and with the export. swiftopt decodes them with the same
-checkpoint as a draft model of its own, which the engines' acceptance is held against. One engine runs at a time.
+checkpoint as a draft model of its own, with which the engines' acceptance is compared. One engine runs at a time.
 """
 
 from __future__ import annotations
@@ -75,26 +75,26 @@ class EngineChecks:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run it; returns 1 where an engine that is installed did not load its export."""
-    asked = _parser().parse_args(words)
+    args = _parser().parse_args(words)
     with tempfile.TemporaryDirectory(prefix="swiftopt-engines-") as temporary:
         work = Path(temporary)
-        tuned, held_out = _parted(Path(asked.stream), asked.limit, work)
+        tuned, held_out = _parted(Path(args.stream), args.limit, work)
         db = str(work / "plans.db")
-        common = ("--model", asked.model, "--db", db)
+        common = ("--model", args.model, "--db", db)
         how = ("--task", TASK, "--method", "swift", "--draft-format", "stored", "--max-new-tokens", TUNED_TOKENS)
         tune = ["tune", *common, "--stream", str(tuned), *how, "--out", str(work / "out.jsonl")]
-        given = ["layers", "import", str(asked.layer_set), *common, "--task", TASK]
-        if code := swiftopt(given if asked.layer_set else tune):
+        given = ["layers", "import", str(args.layer_set), *common, "--task", TASK]
+        if code := swiftopt(given if args.layer_set else tune):
             return code
         folders = {}
-        for engine in dict.fromkeys((REFERENCE, *asked.engines.split(","))):
+        for engine in dict.fromkeys((REFERENCE, *args.engines.split(","))):
             folders[engine] = work / engine
-            export = ["export", f"{asked.model}/{TASK}", "--to", engine, "--out", str(folders[engine])]
+            export = ["export", f"{args.model}/{TASK}", "--to", engine, "--out", str(folders[engine])]
             if code := swiftopt([*export, "--db", db]):
                 return code
-        found = _measured(asked, folders, held_out)
+        found = _measured(args, folders, held_out)
     headings = ("accepted / drafted", "acceptance", "swiftopt's", "÷ swiftopt's", "own n-grams")
-    title = f"{asked.model}: exported drafts in their engines"
+    title = f"{args.model}: exported drafts in their engines"
     columns = [folding("engine"), *map(numeric, headings), folding("equal to its own plain")]
     show(table(columns, [each.cells for each in found], title=title, title_justify="left"))
     return int(any(each.failed for each in found))
@@ -125,11 +125,11 @@ def _parted(stream: Path, limit: int | None, work: Path) -> tuple[Path, Path]:
     return paths
 
 
-def _measured(asked: argparse.Namespace, folders: Mapping[str, Path], stream: Path) -> list[EngineChecks]:
+def _measured(args: argparse.Namespace, folders: Mapping[str, Path], stream: Path) -> list[EngineChecks]:
     """Run every engine, one after another; swiftopt's rows first, one for each rule that a draft ends by."""
-    folder = local_folder(resolve(asked.model), note)
-    questions = questions_of(folder, read_stream(str(stream)), asked.max_new_tokens)
-    common = TurnsRequest(asked.model, folder, asked.dtype, asked.threads)
+    folder = local_folder(resolve(args.model), note)
+    questions = questions_of(folder, read_stream(str(stream)), args.max_new_tokens)
+    common = TurnsRequest(args.model, folder, args.dtype, args.threads)
 
     def run(*rows: Row) -> list[dict[str, Any]]:
         turns = Turns(common, questions, rows, note)
@@ -141,13 +141,13 @@ def _measured(asked: argparse.Namespace, folders: Mapping[str, Path], stream: Pa
     known = {row.name: row for row in all_rows()}
     own: dict[tuple[int, float], dict[str, Any]] = {}
     found = []
-    for engine in asked.engines.split(","):
+    for engine in args.engines.split(","):
         exported = folders[engine]
         row = exported_rows([exported])[0]  # a checkpoint, for every engine
         about = json.loads((exported / SUMMARY).read_text(encoding="utf-8"))
-        rule = (asked.draft_tokens or about["draft_tokens"], 0.0)
-        if asked.draft_tokens and row.draft is not None:
-            row = replace(row, options={"draft_tokens": asked.draft_tokens})
+        rule = (args.draft_tokens or about["draft_tokens"], 0.0)
+        if args.draft_tokens and row.draft is not None:
+            row = replace(row, options={"draft_tokens": args.draft_tokens})
         elif engine == REFERENCE:
             rule = (rule[0], about["settings"].get("assistant_confidence_threshold", TRANSFORMERS_CONFIDENCE))
         if row.draft is not None and rule not in own:
@@ -158,8 +158,8 @@ def _measured(asked: argparse.Namespace, folders: Mapping[str, Path], stream: Pa
         package = row.engine.name
         plain, ngram, theirs = run(known[f"{package}/plain"], known[f"{package}/ngram"], row)
         found.append(EngineChecks(engine, plain, ngram, theirs, own.get(rule, {})))
-        if asked.json:  # what is interrupted keeps the engines before
-            asked.json.write_text(json.dumps([each.report for each in found], indent=1) + "\n", encoding="utf-8")
+        if args.json:  # what is interrupted keeps the engines before
+            args.json.write_text(json.dumps([each.report for each in found], indent=1) + "\n", encoding="utf-8")
     return found
 
 

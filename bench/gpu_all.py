@@ -1,4 +1,4 @@
-"""All that a GPU machine is asked, most valuable first: the `gpu` tests, then `bench.gpu` by speed and shape.
+"""All measurements for a machine with a GPU, most valuable first: the `gpu` tests, then `bench.gpu` by speed and shape.
 
     python -m swiftopt.bench.gpu_all [--out FOLDER] [--device cuda]
 

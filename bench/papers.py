@@ -197,8 +197,8 @@ def command_of(entry: Repeated, model: str, stream: str | None, limit: int | Non
 def run(entry: Repeated, model: str, stream: str | None, limit: int | None, commit: str) -> bool:
     """Run an entry's command and keep its result; return whether it ended well."""
     words = command_of(entry, model, stream, limit)
-    said = f"{'' if entry.module == 'swiftopt' else 'python -m '}{entry.module} {shlex.join(words)}"
-    print(f"{entry.paper}, {entry.where}: {said}", flush=True)
+    shown = f"{'' if entry.module == 'swiftopt' else 'python -m '}{entry.module} {shlex.join(words)}"
+    print(f"{entry.paper}, {entry.where}: {shown}", flush=True)
     folder = None if stream else ROOT  # which the examples' names are relative to
     if entry.first:
         lines = (ROOT / (stream or entry.example)).read_text(encoding="utf-8").splitlines(keepends=True)
@@ -212,7 +212,7 @@ def run(entry: Repeated, model: str, stream: str | None, limit: int | None, comm
     if done.returncode:
         return False
     report = {key: value for key, value in json.loads(done.stdout).items() if key not in UNKEPT}
-    found = {"date": now()[:10], "commit": commit, "command": said, "note": entry.where, "report": report}
+    found = {"date": now()[:10], "commit": commit, "command": shown, "note": entry.where, "report": report}
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / f"{entry.key}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return True

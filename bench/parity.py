@@ -36,11 +36,11 @@ from ..models.rows import Rows
 from ..models.runtime import Runtime
 
 SKIP_RATIOS = (0.2, 0.45, 0.7)  # of the random sets, in turn
-MARGIN_ROWS = 8  # rows of the wide pass that the one-row logits are held against
+MARGIN_ROWS = 8  # rows of the wide pass that the one-row logits are compared with
 
 
 def random_sets(n_layers: int, count: int) -> dict[str, LayerSet]:
-    """`count` layer sets drawn with fixed seeds, at rising skip ratios."""
+    """Return `count` layer sets drawn with fixed seeds, at rising skip ratios."""
     sets = {}
     for seed in range(count):
         ratio = SKIP_RATIOS[seed % len(SKIP_RATIOS)]
@@ -51,8 +51,8 @@ def random_sets(n_layers: int, count: int) -> dict[str, LayerSet]:
 
 @torch.inference_mode()
 def margin_and_noise(runtime: Runtime, ids: Sequence[int]) -> tuple[float, float]:
-    """At the end of `ids`: the target's top-2 margin, and the largest logit difference between a pass over one row
-    and one over several, over the two best tokens."""
+    """Return the target's top-2 margin at the end of `ids`, and how far the logits of these two tokens differ there
+    between a pass over one row and one over several."""
     buffer = runtime.new_buffer(len(ids) + MARGIN_ROWS)
     if len(ids) > 1:
         runtime.prefill(ids[:-1], buffer)
@@ -64,7 +64,7 @@ def margin_and_noise(runtime: Runtime, ids: Sequence[int]) -> tuple[float, float
 
 
 def adaptive_drafts(runtime: Runtime, formats: Sequence[str]) -> dict[str, Method]:
-    """Adaptive drafting in each format, by costs that are measured here."""
+    """Return adaptive drafting in each format, by costs that are measured here."""
     costs = with_formats(runtime, measure_costs(runtime, SMALLEST_BUCKET), formats)
     parts = Resources(runtime, costs=costs)
     return {
@@ -76,7 +76,7 @@ def adaptive_drafts(runtime: Runtime, formats: Sequence[str]) -> dict[str, Metho
 def compare(
     runtime: Runtime, prompts: Sequence[Prompt], methods: dict[str, Method], max_new_tokens: int, against: str
 ) -> dict[str, Any]:
-    """Counts of identical prompts per method, and every first divergence with its margin; each turn is a prompt.
+    """Return the identical prompts per method, and every first divergence with its margin; each turn is a prompt.
 
     Args: against: "plain", our own plain decoding, or "transformers".
     """
@@ -88,13 +88,12 @@ def compare(
         n_prompts += 1
         n_tokens += len(expected)
         for name, method in methods.items():
-            done = next(iter(session.run(prompt, method)))[1]
-            if list(done.token_ids) == expected:
+            token_ids = session.run(prompt, method)[0].completion.token_ids
+            if token_ids == expected:
                 same[name] += 1
                 continue
-            at = next(
-                (i for i, (a, b) in enumerate(zip(done.token_ids, expected, strict=False)) if a != b), len(expected)
-            )
+            differ = (i for i, (a, b) in enumerate(zip(token_ids, expected, strict=False)) if a != b)
+            at = next(differ, len(expected))
             margin, noise = margin_and_noise(runtime, [*ids, *expected[:at]])
             divergences.append({"prompt": prompt.id, "set": name, "token": at, "margin": margin, "noise": noise})
         print(f"{prompt.id}: {json.dumps(same)}", file=sys.stderr, flush=True)
@@ -112,8 +111,8 @@ def compare(
 
 def _references(
     session: Session, prompts: Sequence[Prompt], against: str
-) -> Iterator[tuple[Prompt, list[int], list[int]]]:
-    """Every turn as a prompt of its own, with its token ids and the completion to equal, which later turns see."""
+) -> Iterator[tuple[Prompt, list[int], tuple[int, ...]]]:
+    """Yield every turn as a prompt of its own, its token ids and the completion to equal, which later turns see."""
     for prompt in prompts:
         history = prompt.messages
         for number in range(n_turns(prompt)):
@@ -123,12 +122,12 @@ def _references(
                 turn = replace(turn, turns=(), messages=history)
             ids = session.encode(turn)
             if against == "plain":
-                expected = list(next(iter(session.run(turn, PLAIN)))[1].token_ids)
+                expected = session.run(turn, PLAIN)[0].completion.token_ids
             else:
-                expected = list(hf_generate(session, ids, session.max_new_tokens))
+                expected = hf_generate(session, ids, session.max_new_tokens)
             yield turn, ids, expected
-            said = session.ending(session.max_new_tokens).text(expected)
-            history = (*history, {"role": "assistant", "content": said})
+            answer = session.ending(session.max_new_tokens).text(expected)
+            history = (*history, {"role": "assistant", "content": answer})
 
 
 def main() -> None:

@@ -133,19 +133,19 @@ class Bench:
         value, played = self._worth(layer_set, self.n_windows)
         return value, played.draft_steps, played.tokens - self.window * self.n_windows
 
-    def race(self, layer_sets: Sequence[LayerSet], held: LayerSet) -> dict[LayerSet, float]:
-        """Return the ratio of each one's objective to that of `held`, on the windows that it was judged on.
+    def race(self, layer_sets: Sequence[LayerSet], current: LayerSet) -> dict[LayerSet, float]:
+        """Return the ratio of each one's objective to that of `current`, on the windows that it was judged on.
 
         One that is well behind after some of the windows drops out; a ratio above 1 is over all of them.
         """
-        self._see([held], self.n_windows)
+        self._see([current], self.n_windows)
         ratios = {}
         for first in range(0, len(layer_sets), AT_ONCE):
             running = list(layer_sets[first : first + AT_ONCE])
             for n in (*range(LAP, self.n_windows, LAP), self.n_windows):
                 self._see(running, n)
                 for own in running:
-                    ratios[own] = self._worth(own, n)[0] / self._worth(held, n)[0]
+                    ratios[own] = self._worth(own, n)[0] / self._worth(current, n)[0]
                 running = [own for own in running if ratios[own] > 1 - BEHIND]
         return ratios
 
@@ -187,7 +187,7 @@ def run_strategy(bench: Bench, strategy: str, n_passes: int, on_gain: OnGain) ->
     settings = replace(bench.settings, strategy=strategy)
     ratio = settings.start_skip_ratio(bench.runtime.info.n_parameters)
     search = Search("", bench.runtime.n_layers, settings, ratio, bench.costs)
-    seconds, held, curve = 0.0, None, []
+    seconds, current, curve = 0.0, None, []
     try:
         for prompt_id, context in bench.contexts(search.scratch_rows):
             clock = perf_counter()
@@ -195,8 +195,8 @@ def run_strategy(bench: Bench, strategy: str, n_passes: int, on_gain: OnGain) ->
             seconds += perf_counter() - clock
             passes = search.rows_run / bench.window
             value, n_steps, n_accepted = bench.judge(search.layer_set)
-            if search.layer_set != held:
-                held = search.layer_set
+            if search.layer_set != current:
+                current = search.layer_set
                 curve.append([round(passes, 2), round(seconds, 3), round(value, 5)])
                 on_gain(strategy, passes, value)
             if passes >= n_passes or not search.optimising:
@@ -275,7 +275,7 @@ class LongSearch:
 
     def __init__(self, bench: Bench, start: LayerSet, most: int, on_gain: OnGain) -> None:
         self.bench, self.most, self.on_gain = bench, most, on_gain
-        self.held = self.best = start
+        self.current = self.best = start
         self.n_judged, self.n_peaks = 0, 0
         self._draws = random.Random(bench.settings.seed)
 
@@ -284,7 +284,7 @@ class LongSearch:
         while self.n_judged < self.most and self.best.n_searched:
             self._climb()
             n = self.best.n_searched
-            self.held = self._flipped(self.best, self._draws.sample(range(n), min(KICK, n)))
+            self.current = self._flipped(self.best, self._draws.sample(range(n), min(KICK, n)))
         return {
             "sets": self.n_judged,
             "peaks": self.n_peaks,
@@ -294,19 +294,19 @@ class LongSearch:
         }
 
     def _climb(self) -> None:
-        """Go up from the set held until no flip of one or two sub-layers helps, or enough sets were judged."""
+        """Go up from the current set until no flip of one or two sub-layers helps, or enough sets were judged."""
         while self.n_judged < self.most:
-            singles = {(unit,): self._flipped(self.held, [unit]) for unit in range(self.held.n_searched)}
+            singles = {(unit,): self._flipped(self.current, [unit]) for unit in range(self.current.n_searched)}
             ratios = self._race(list(singles.values()))
             by_move = {move: ratios[own] for move, own in singles.items() if own in ratios}
             best_first = sorted(by_move, key=by_move.__getitem__, reverse=True)
             helping = [move for move in best_first if by_move[move] > 1]
             if helping:
-                self._hold(singles[helping[0]])
+                self._take(singles[helping[0]])
                 for move in helping[1:]:  # those that go on helping together
-                    moved = self._flipped(self.held, move)
+                    moved = self._flipped(self.current, move)
                     if self._race([moved]).get(moved, 0.0) > 1:
-                        self._hold(moved)
+                        self._take(moved)
             elif not self._doubled(by_move):
                 self.n_peaks += self.n_judged < self.most
                 return
@@ -315,20 +315,20 @@ class LongSearch:
         """Make the best of the first few pairs of moves among which one helps; tell whether there was one."""
         pairs = sorted(combinations(by_move, 2), key=lambda two: by_move[two[0]] + by_move[two[1]], reverse=True)
         for first in range(0, min(PAIRS, len(pairs)), AT_ONCE):
-            ratios = self._race([self._flipped(self.held, [*a, *b]) for a, b in pairs[first : first + AT_ONCE]])
+            ratios = self._race([self._flipped(self.current, [*a, *b]) for a, b in pairs[first : first + AT_ONCE]])
             if ratios and max(ratios.values()) > 1:
-                self._hold(max(ratios, key=ratios.__getitem__))
+                self._take(max(ratios, key=ratios.__getitem__))
                 return True
         return False
 
     def _race(self, layer_sets: Sequence[LayerSet]) -> dict[LayerSet, float]:
-        """Compare as many as may still be judged with the set held."""
+        """Compare as many as may still be judged with the current set."""
         layer_sets = layer_sets[: max(0, self.most - self.n_judged)]
         self.n_judged += len(layer_sets)
-        return self.bench.race(layer_sets, self.held)
+        return self.bench.race(layer_sets, self.current)
 
-    def _hold(self, layer_set: LayerSet) -> None:
-        self.held = layer_set
+    def _take(self, layer_set: LayerSet) -> None:
+        self.current = layer_set
         if (value := self._value(layer_set)) > self._value(self.best):
             self.best = layer_set
             self.on_gain("long search", self.n_judged, value)

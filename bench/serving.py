@@ -1,4 +1,4 @@
-"""A served stream: each block of requests learning and plainly, by turns, asked of a real server over HTTP."""
+"""A served stream: blocks of requests, learning and plainly by turns, sent to a real server over HTTP."""
 
 from __future__ import annotations
 
