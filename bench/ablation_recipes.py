@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..core.errors import LearnedNotFound
 from ..core.settings import PAPER_BRANCHING, PRESETS, SwiftSettings
-from ..core.types import Prompt, Sampling
+from ..core.types import Sampling
 from ..decoding.draft import Draft, Drafter, DraftTree, Outcome, tree_rows
 from ..decoding.engine import PassGenerator
 from ..decoding.methods import Method, Resources, build, method_info
@@ -138,12 +138,25 @@ class AblationRecipes(MakingRecipes):
         self.on_step(f"make: whole heads, by {HEADS_S:.0f} s of training")
         return cast(Heads, train(self.runtime, self.prompts, settings, budget_s=HEADS_S).model)
 
+    @torch.no_grad()
     def hop_heads(self) -> list[Heads]:
         """Train heads of every hop at the last layer and at the deeper two of the task's heads, as long as those."""
         depths = (*self.heads().depths[-2:], self.runtime.n_layers)
-        self.on_step(f"make: heads that predict {HOPS} tokens ahead, by {HOPS * HEADS_S:.0f} s of training")
+        budget_s = HOPS * HEADS_S
+        self.on_step(f"make: heads that predict {HOPS} tokens ahead, by {budget_s:.0f} s of training")
         session = greedy_session(self.runtime, max(LEAST_TOKENS, self.session.max_new_tokens))
-        return train_hops(session, self.prompts, depths, HOPS * HEADS_S, HeadSettings(epochs=BRIEF_EPOCHS))
+        began, texts, found = monotonic(), list[Features](), list[Heads]()
+        for prompt in self.prompts:
+            if not texts or monotonic() - began < budget_s / 2:
+                texts.append(features_of(session, prompt, depths))
+        for hop in range(1, HOPS + 1):
+            states = Features.joined([ahead(text, hop) for text in texts])
+            objective = HeadObjective(self.runtime, states, depths, full=False)
+            left_s = (budget_s - (monotonic() - began)) / (HOPS + 1 - hop)
+            trainer = Trainer(objective, HeadSettings(epochs=BRIEF_EPOCHS), max(1.0, left_s))
+            trainer.run(ignore)
+            found.append(objective.model(trainer.weights))
+        return found
 
 
 class HopDrafter(Drafter):
@@ -211,26 +224,6 @@ class HopDrafter(Drafter):
             hidden = torch.cat((hidden, *below))
         rest = (depth, n_layers)
         return (yield Pass(runtime, rows, context.buffer, None, {n_layers: self._states}, hidden=hidden, layers=rest))
-
-
-@torch.no_grad()
-def train_hops(
-    session: Session, prompts: Sequence[Prompt], depths: Sequence[int], budget_s: float, settings: HeadSettings
-) -> list[Heads]:
-    """Train the heads of every hop at `depths` on the model's completions, for `budget_s` seconds altogether."""
-    began, found = monotonic(), list[Heads]()
-    texts = list[Features]()
-    for prompt in prompts:
-        if not texts or monotonic() - began < budget_s / 2:
-            texts.append(features_of(session, prompt, depths))
-    for hop in range(1, HOPS + 1):
-        states = Features.joined([ahead(text, hop) for text in texts])
-        objective = HeadObjective(session.runtime, states, depths, full=False)
-        left_s = (budget_s - (monotonic() - began)) / (HOPS + 1 - hop)
-        trainer = Trainer(objective, settings, max(1.0, left_s))
-        trainer.run(ignore)
-        found.append(objective.model(trainer.weights))
-    return found
 
 
 def ahead(text: Features, hop: int) -> Features:

@@ -235,7 +235,7 @@ class DraftChoice:
         return EngineDraft(found=self.found, name=self.name, target=self.target, kind=kind, n_tokens=n_tokens, **more)
 
     def _without_checkpoint(self, layer_set: LayerSet) -> EngineDraft:
-        """Return the draft as it is where swiftopt runs inside the engine."""
+        """Return what swiftopt drafts with inside the engine, if it runs there; no checkpoint, and a guessed length."""
         plan, record, engine = self.found.plan, self.found.plan.layer_set, self.engine
         settings = SwiftSettings.from_json(record.settings) if record is not None else SwiftSettings(method="adaptive")
         confidence, shared = engine.confidence, None

@@ -26,33 +26,29 @@ LONG_STEP = 4.0  # times the mean: a step that compiled or waited for something
 
 @dataclass(slots=True)
 class StepTimes:
-    """A line through the engine's steps, seconds by rows, and the tokens that they gave; old steps fade."""
+    """A line through the engine's steps, seconds by rows, and the tokens that they gave; old steps fade.
 
-    n: float = 0.0
-    rows: float = 0.0
-    squares: float = 0.0
-    seconds: float = 0.0
-    products: float = 0.0
-    tokens: float = 0.0
+    `sums`: of 1, rows, rows², seconds, rows · seconds and tokens.
+    """
+
+    sums: tuple[float, ...] = (0.0,) * 6
 
     def add(self, rows: int, seconds: float, tokens: int) -> None:
-        if self.n and seconds > LONG_STEP * self.seconds / self.n:
+        n, _, _, before, *_ = self.sums
+        if n and seconds > LONG_STEP * before / n:
             return
-        self.n = FADING * self.n + 1
-        self.rows = FADING * self.rows + rows
-        self.squares = FADING * self.squares + rows * rows
-        self.seconds = FADING * self.seconds + seconds
-        self.products = FADING * self.products + rows * seconds
-        self.tokens = FADING * self.tokens + tokens
+        step = (1, rows, rows * rows, seconds, rows * seconds, tokens)
+        self.sums = tuple(FADING * old + new for old, new in zip(self.sums, step, strict=True))
 
     @property
     def row_worth(self) -> float:
         """Tokens that the engine gives in the time that one more row takes: what a draft token must be worth."""
-        spread = self.squares - self.rows * self.rows / self.n if self.n else 0.0
+        n, rows, squares, seconds, products, tokens = self.sums
+        spread = squares - rows * rows / n if n else 0.0
         if spread < LEAST_SPREAD:
             return FIRST_WORTH
-        slope = (self.products - self.rows * self.seconds / self.n) / spread
-        return max(0.0, slope) * self.tokens / self.seconds
+        slope = (products - rows * seconds / n) / spread
+        return max(0.0, slope) * tokens / seconds
 
 
 @dataclass(slots=True, eq=False)
