@@ -23,18 +23,17 @@ from ..core.errors import SettingsError
 from ..core.requests import JobBoard, ServedModel
 from ..store import Store
 from ..worker.queue import JobService, Reconciler, RedisQueue
-from .dashboard import jobs, overview, plans, playground, searches
+from .dashboard import jobs, plans, searches, served
 from .dashboard import router as dashboard
 from .engines import Engines
-from .lookups import Answers, find_plan
-from .middleware import Gate, RateLimit
+from .lookups import LookupCache, find_plan
+from .middleware import AccessMiddleware, RateLimit, State
 from .openapi import bare_app
 from .settings import ServerSettings
-from .state import State
 
 BACKLOG = 1024
-SWITCH_S = 0.001  # that another thread may keep the event loop waiting; Python's 5 ms are half of a look-up's limit
-DRAIN_S = 5  # seconds that requests in progress get at the end; event streams are ended at once
+SWITCH_S = 0.001  # after which another thread yields to the event loop; Python's 5 ms are half of a look-up's limit
+DRAIN_S = 5  # seconds for requests in progress at shutdown; event streams are ended at once
 
 
 def create_app(
@@ -44,15 +43,15 @@ def create_app(
     queue: RedisQueue | None = None,
     engines: Engines | None = None,
 ) -> FastAPI:
-    """Return an app over the store; `queue` None: no Redis, so jobs only wait; `engines` live as long as the app."""
+    """Return an app over the store; `queue` None: no Redis, so jobs only wait. The app runs and ends `engines`."""
     settings, engines = settings or ServerSettings(), engines or Engines()
     app = bare_app()
-    for router in (dashboard, overview.router, plans.router, searches.router, jobs.router, playground.router):
+    for router in (dashboard, served.router, plans.router, searches.router, jobs.router):
         app.include_router(router)
     app.state.swiftopt = State(store, board, queue, settings, engines, RateLimit(settings.tokens_per_min, counted=True))
-    app.state.answers = Answers(partial(find_plan, store))
+    app.state.lookups = LookupCache(partial(find_plan, store))
     app.router.lifespan_context = engines.running
-    app.add_middleware(Gate, settings=settings)
+    app.add_middleware(AccessMiddleware, settings=settings)
     return app
 
 
@@ -96,7 +95,7 @@ def serve(
 ) -> None:
     """Answer requests until SIGTERM or SIGINT; with models, requests in progress then get `settings.drain_s` to end.
 
-    Raises: SettingsError: the Redis URL is none.
+    Raises: SettingsError: the Redis URL cannot be used.
     """
     queue = RedisQueue(redis_url) if redis_url else None
     app = create_app(store, JobService(store, queue), settings, queue, Engines(served, settings.max_waiting))
@@ -110,7 +109,7 @@ def serve(
     )
     sys.setswitchinterval(SWITCH_S)
     gc.collect()
-    gc.freeze()  # what is there now stays: without this a full collection walks it all, for 80 ms, and a look-up waits
+    gc.freeze()  # else a full collection walks all objects, for 80 ms, and a look-up waits
     with _reconciling(store, queue), _quiet_end():
         on_ready()
         uvicorn.Server(config).run(sockets=[bound])
@@ -118,7 +117,7 @@ def serve(
 
 @contextmanager
 def _reconciling(store: Store, queue: RedisQueue | None) -> Iterator[None]:
-    """Run the reconciler where there is a Redis to reconcile with, whose connections are closed at the end."""
+    """Run the reconciler, where there is a Redis, and close its connections at the end."""
     if queue is None:
         yield
         return

@@ -1,19 +1,190 @@
-"""One completion of an answer as it grows: text, thought and calls, its tokens' names and places, its statistics."""
+"""One completion of an answer as it grows: text, thought and calls of tools, its tokens' names and places, statistics.
+
+Calls are `<tool_call>{…}</tool_call>` (Qwen, Hermes), or a completion that begins with a JSON object (Llama 3) or with
+a list of them (Mistral, Phi-4), after the family's tag where the tokenizer shows it. A thought is `<think>…</think>`.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+import secrets
 import time
 from codecs import utf_8_decode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core.requests import Piece
+from ..core.requests import THINK, THOUGHT, Piece
 from ..core.types import Completion
 from .engines import Reply
-from .tools import ThoughtText, ToolText
 
-Told = list[Any]  # a token's piece, its log probability (None: it has none), and both of its alternatives
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+TAGS = ("<|python_tag|>", "[TOOL_CALLS]", "<|tool_call|>", "functools")  # Llama's, Mistral's, and Phi-4's two
+LAST_TAG = "<|/tool_call|>"  # ends Phi-4's
+_BLOCK = re.compile(f"{OPEN}(.*?){CLOSE}", re.DOTALL)
+_CUT_CALL = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(.*)', re.DOTALL)
+_JSON = json.JSONDecoder()
+
+TokenLogprobs = list[Any]  # a token's piece, its log probability (None: it has none), and both of its alternatives
+
+
+class ToolParser:
+    """Splits a growing completion into text for the reader and calls of tools.
+
+    `is_forced`: it has to be a call; then a call that is cut off counts as well, as far as it goes. Text after the last
+    of `most_calls` (None: any number) is dropped.
+    """
+
+    def __init__(self, names: Sequence[str], is_forced: bool = False, most_calls: int | None = None) -> None:
+        self._names, self._is_forced, self._most_calls = names, is_forced, most_calls
+        self._held = ""
+        self._after_call = self._has_text = False
+        self.calls: list[dict[str, Any]] = []
+        self.is_cut = False
+
+    def add(self, text: str) -> str:
+        """Take more of the completion; return what can be shown: no call begins in it."""
+        if self._is_full():
+            return ""
+        self._held += text
+        shown = ""
+        while not self._is_full() and (block := _BLOCK.search(self._held)) is not None and self._take(block[1]):
+            before = self._held[: block.start()]
+            shown += before.lstrip("\n") if self._after_call else before
+            self._held, self._after_call = self._held[block.end() :], True
+        is_open = self._may_be_calls("}" in text or "]" in text)
+        if self._is_full():
+            self._held = ""
+        if is_open:
+            return shown
+        if self._after_call:  # line breaks between calls are dropped
+            self._held = self._held.lstrip("\n").removeprefix(LAST_TAG)
+            if LAST_TAG.startswith(self._held):
+                return shown
+            self._after_call = False
+        cut = _begun(self._held, OPEN)
+        shown, self._held = shown + self._held[:cut], self._held[cut:]
+        self._has_text = self._has_text or bool(shown.strip())
+        return shown
+
+    def end(self) -> str:
+        """Take the end; return the rest that is no call."""
+        rest, self._held = self._held, ""
+        if not self._is_forced or self.calls:
+            return rest
+        self.is_cut = True
+        if (cut := _CUT_CALL.match(rest)) is not None:
+            self._add(json.loads(cut[1]), cut[2])
+        return ""
+
+    def _is_full(self) -> bool:
+        return self._most_calls is not None and len(self.calls) >= self._most_calls
+
+    def _may_be_calls(self, is_closed: bool) -> bool:
+        """Take the calls at the beginning of the completion; return whether they are not complete yet.
+
+        `is_closed`: a bracket was closed since the last call.
+        """
+        start = self._held.lstrip()
+        if self._has_text or self.calls or not start:
+            return False
+        tag = next((tag for tag in TAGS if start.startswith(tag)), "")
+        if not tag and any(tag.startswith(start) for tag in TAGS):
+            return True
+        body = start.removeprefix(tag).lstrip()
+        within = body[1:].lstrip()
+        if not body:
+            return True
+        if body[0] not in "[{" or (body[0] == "[" and within and within[0] != "{"):
+            return False
+        if not is_closed:
+            return True
+        try:
+            found, end = _JSON.raw_decode(body)
+        except json.JSONDecodeError:
+            return True
+        if self._take_all(found if isinstance(found, list) else [found]):
+            self._held, self._after_call = body[end:], True
+        return False
+
+    def _take(self, text: str) -> bool:
+        """Add the call in a text; False where it is no call of a known tool."""
+        try:
+            return self._take_all([json.loads(text)])
+        except json.JSONDecodeError:
+            return False
+
+    def _take_all(self, found: Sequence[Any]) -> bool:
+        """Add all calls, or none and return False where one of them is not of a known tool."""
+        if not all(isinstance(each, Mapping) and each.get("name") in self._names for each in found):
+            return False
+        for each in found:
+            arguments = each.get("arguments", each.get("parameters", {}))
+            self._add(
+                each["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            )
+        return bool(found)
+
+    def _add(self, name: str, arguments: str) -> None:
+        function = {"name": name, "arguments": arguments}
+        if not self._is_full():
+            self.calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
+
+
+class ThoughtParser:
+    """Splits a growing completion into the thought that it may begin with, and the answer.
+
+    `is_open`: the prompt has begun the thought. Line breaks beside the tags are dropped.
+    """
+
+    def __init__(self, is_open: bool) -> None:
+        self.is_open, self._is_undecided = is_open, not is_open
+        self.has_begun = is_open
+        self._held, self._strips = "", True
+
+    def add(self, text: str) -> tuple[str, str]:
+        """Take more of the completion; return more of the thought, and of the answer."""
+        self._held += text
+        if self._is_undecided:
+            start = self._held.lstrip()
+            if start != THINK and THINK.startswith(start):
+                return "", ""
+            self._is_undecided, self.is_open = False, start.startswith(THINK)
+            self._strips = self.has_begun = self.is_open
+            self._held = start.removeprefix(THINK) if self.is_open else self._held
+        thought = ""
+        if self.is_open:
+            self._strip()
+            cut = _begun(self._held, THOUGHT)
+            thought = self._held[:cut].rstrip("\n")
+            if not self._held.startswith(THOUGHT, cut):
+                self._held = self._held[len(thought) :]
+                return thought, ""
+            self._held = self._held[cut + len(THOUGHT) :]
+            self.is_open, self._strips = False, True
+        self._strip()
+        answer, self._held = self._held, ""
+        return thought, answer
+
+    def end(self) -> tuple[str, str]:
+        """Take the end; return the rest of both."""
+        rest, self._held = self._held, ""
+        return (rest, "") if self.is_open else ("", rest)
+
+    def _strip(self) -> None:
+        if self._strips:
+            self._held = self._held.lstrip("\n")
+            self._strips = not self._held
+
+
+def _begun(text: str, mark: str) -> int:
+    """Return the place of `mark` in the text, or of its beginning at the text's end; else the text's length."""
+    if (at := text.find(mark)) >= 0:
+        return at
+    return next(
+        (len(text) - n for n in range(min(len(mark), len(text)), 0, -1) if mark.startswith(text[-n:])), len(text)
+    )
 
 
 @dataclass(slots=True)
@@ -26,45 +197,45 @@ class Choice:
     is_forced: bool = False  # to call one
     most_calls: int | None = None  # None: any number
     prefix: str = ""  # the prompt, where it is echoed
-    first: Piece | None = None  # its first token, which has no log probability, until it is told
+    first: Piece | None = None  # its first token, which has no log probability, until that is sent
     text: str = ""
     n_tokens: int = 0
     first_text_s: float = 0.0  # that its client has waited for its first text
     done: Mapping[str, Any] | None = None  # the engine's last event
-    completion: Completion = field(default_factory=lambda: Completion((), "", "length", ""))  # what it came to, then
+    completion: Completion = field(default_factory=lambda: Completion((), "", "length", ""))  # once it is done
     n_prompt: int = 0  # tokens, once they are known
-    n_told_calls: int = 0
+    n_sent_calls: int = 0
     thought: str = ""
-    n_told_thought: int = 0  # characters of it that were handed on
+    n_sent_thought: int = 0  # characters of it
     n_thought: int = 0  # tokens
-    tools: ToolText | None = field(init=False)
-    splitter: ThoughtText | None = None  # of a model that may think first
+    tools: ToolParser | None = field(init=False)
+    splitter: ThoughtParser | None = None  # of a model that may think first
     end_of_thought: int = -1  # the token
-    prompt_logprobs: list[Told] = field(default_factory=list)  # where the prompt is echoed
-    logprobs: list[Told] = field(default_factory=list)  # of the tokens whose text was not handed on yet
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # where the prompt is echoed
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the tokens whose text was not sent yet
     n_characters: int = 0  # of the tokens that were, for their offsets
     half: bytes = b""  # of a character that the last of these have begun
 
     def __post_init__(self) -> None:
-        self.tools = ToolText(self.names, self.is_forced, self.most_calls) if self.names else None
+        self.tools = ToolParser(self.names, self.is_forced, self.most_calls) if self.names else None
 
     def again(self) -> Choice:
-        """Return the choice as it began: the engine died, and another one is asked."""
+        """Return the choice as it began: the engine died, and its successor decodes it again."""
         return Choice(self.index, self.reply, self.names, self.is_forced, self.most_calls)
 
     def begin(self, event: Mapping[str, Any], may_think: bool) -> None:
-        """Take in what the engine says of the prompt."""
+        """Take the engine's event about the prompt."""
         self.n_prompt, self.prefix, self.first = event["n_tokens"], event.get("text", ""), event.get("first")
         if may_think and "end_of_thought" in event:
-            self.end_of_thought, self.splitter = event["end_of_thought"], ThoughtText(event["in_thought"])
+            self.end_of_thought, self.splitter = event["end_of_thought"], ThoughtParser(event["in_thought"])
 
     @property
     def waited_s(self) -> float:
-        """Return the seconds since it was asked for."""
-        return time.perf_counter() - self.reply.asked_at
+        """The seconds since the request."""
+        return time.perf_counter() - self.reply.sent_at
 
     def add(self, event: Mapping[str, Any]) -> str:
-        """Take a piece of text or the end in; return what of it can be shown."""
+        """Take an event with text, or the last one; return the text to show."""
         if not self.n_tokens:  # with the end as well: then it has no text
             self.first_text_s = self.waited_s
         if event["event"] == "text":
@@ -82,7 +253,7 @@ class Choice:
         return text
 
     def _split(self, text: str) -> str:
-        """Return what of a piece of text is shown, and is neither a thought nor a call."""
+        """Return the part of a text to show, which is neither a thought nor a call."""
         if self.splitter is not None:
             thought, text = self.splitter.add(text)
             self.thought += thought
@@ -90,7 +261,7 @@ class Choice:
         return text if self.tools is None else self.tools.add(text)
 
     def _rest(self) -> str:
-        """Return what is shown at the end; count the tokens of the thought."""
+        """Return the rest of the text to show; count the tokens of the thought."""
         rest = ""
         if self.splitter is not None:
             thought, rest = self.splitter.end()
@@ -101,7 +272,7 @@ class Choice:
         return rest if self.tools is None else self.tools.add(rest) + self.tools.end()
 
     def offset(self, piece: Piece, whole: str) -> int:
-        """Return where in the whole text the next token begins; what is not shown in it has no width."""
+        """Return where the next token begins in the whole text; a token that is not shown in it has no width."""
         at = self.n_characters
         if isinstance(piece, list):
             text, n_read = utf_8_decode(self.half + bytes(piece), "replace", False)
@@ -116,19 +287,19 @@ class Choice:
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """Return the calls of tools that it makes."""
+        """The calls of tools that it makes."""
         return [] if self.tools is None else self.tools.calls
 
     @property
     def finish_reason(self) -> str:
-        """Return why it has ended, in OpenAI's words."""
+        """Why it has ended, in OpenAI's words."""
         if self.calls and not (self.tools is not None and self.tools.is_cut):
             return "tool_calls"
         return "length" if self.completion.finish_reason == "length" else "stop"
 
 
 def named(piece: Piece) -> tuple[str, list[int]]:
-    """Return a token's name and bytes; what is no text by itself is named by its bytes."""
+    """Return a token's name and bytes; one that is no text by itself is named by its bytes."""
     if isinstance(piece, str):
         return piece, list(piece.encode())
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece), piece

@@ -1,7 +1,7 @@
 """OpenAI's routes: chats and completions, whole or as streams, and the tokens of a text.
 
 Every choice is a request of its own to the model's engine. An exchange turns the engine's events into pieces of text,
-and a subclass per form says how pieces, ends and errors are told. Errors have OpenAI's form here. The header
+and a subclass per form turns these into answers, streams and errors, which have OpenAI's form here. The header
 `x-swiftopt-ignored` names the fields that nobody knows.
 """
 
@@ -20,89 +20,91 @@ from fastapi import APIRouter, Request
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.responses import JSONResponse, Response
 
-from ..core.errors import EngineGone, ServiceUnreachable, SwiftoptError
+from ..core.errors import EngineGone, InvalidInput, ServiceUnreachable, SwiftoptError
 from ..core.requests import CompletionRequest, Piece
-from .asked import AskedChat, AskedDetokenized, AskedText, AskedTokens, functions_of, plain_messages
-from .choices import Choice, Told, by_name, named, speculative
+from .choices import Choice, TokenLogprobs, by_name, named, speculative
 from .engines import Events, next_event
-from .middleware import too_many
-from .problems import UnusableField, openai_error, status_of
-from .state import Shared, State, sse
+from .middleware import Shared, State, openai_error, sse, status_of
+from .schemas import AskedChat, AskedDetokenized, AskedText, AskedTokens, functions_of, plain_messages
 
 PING_S = 15
 DONE = ServerSentEvent("[DONE]")
-GONE = 499  # the client has closed the connection: nobody reads it
+GONE = 499  # the client has closed the connection: nobody reads the answer
 
 T = TypeVar("T")
+Pieces = AsyncGenerator[tuple[Choice, str]]  # text of a choice; a choice whose text is over is `done`
 
 router = APIRouter(tags=["completions"])
 
 
-Pieces = AsyncGenerator[tuple[Choice, str]]  # text of a choice; a choice whose text is over is `done`
-
-
 class Exchange(ABC):
-    """A request of a client and what becomes of it; made, it has asked the engine for all choices.
+    """A client's request and its answer; building it sends all choices to the engine.
 
-    Raises: UnusableField: a field cannot be used. Refused: its caller has had its tokens of this minute. ModelNotFound,
+    Raises: InvalidInput: a field cannot be used. Refused: its caller has used its tokens of this minute. ModelNotFound,
             EngineGone, Busy: as the engines raise it.
     """
 
     WORD: ClassVar[str]  # with which ids begin
-    SPLITS_THOUGHTS: ClassVar[bool] = False  # from what is said
+    SPLITS_THOUGHTS: ClassVar[bool] = False  # from the answer
 
-    def __init__(self, app: State, request: Request, asked: AskedChat | AskedText) -> None:
-        asked.check()
+    def __init__(self, app: State, request: Request, body: AskedChat | AskedText) -> None:
+        body.check()
         caller = request.scope["state"]
-        if wait_s := app.tokens.wait_s(caller["caller"]):
-            raise too_many(f"{app.settings.tokens_per_min} tokens", wait_s)
-        task = app.settings.keys.task(caller["key_owner"])
+        app.tokens.check(caller["caller"], "tokens")
+        key = app.settings.keys.find(caller["key_owner"])
         requests = [
-            replace(each, task=each.task or task)
-            for each in asked.requests(caller["key_owner"] or "")  # prefixes are shared within a key
+            replace(each, task=each.task or (key and key.task))
+            for each in body.requests(caller["key_owner"] or "")  # prefixes are shared within a key
         ]
-        self.asked, self._request, self._app, self._caller = asked, request, app, caller["caller"]
-        self.engine, self._metrics = app.engines.find(asked.model), app.engines.metrics
-        asked.check_places(len(requests), self.engine.n_places)
-        self.ignored = asked.ignored
+        self.body, self._request, self._app, self._caller = body, request, app, caller["caller"]
+        self.engine, self._metrics = app.engines.find(body.model), app.engines.metrics
+        self._check_places(len(requests))
+        self.ignored = body.ignored
         self.id, self.created = f"{self.WORD}-{secrets.token_hex(12)}", int(time.time())
         self._until, self._events = time.monotonic() + app.settings.timeout_s, Events()
         self.choices: list[Choice] = []
-        is_forced = isinstance(asked, AskedChat) and asked.tool_choice not in (None, "none", "auto")
+        must_call, most_calls = (body.must_call, body.most_calls) if isinstance(body, AskedChat) else (False, None)
         try:
-            for i, own in enumerate(one for each in requests for one in _seeded(each, asked.n or 1)):
+            for i, own in enumerate(one for each in requests for one in _seeded(each, body.n or 1)):
                 reply = self.engine.ask("decode", self._events, request=own.to_json())
                 names = [function["name"] for function in functions_of(own.tools)]
-                self.choices.append(Choice(i, reply, names, is_forced, asked.most_calls))
+                self.choices.append(Choice(i, reply, names, must_call, most_calls))
         except SwiftoptError:
             self._close()
             raise
+
+    def _check_places(self, n_prompts: int) -> None:
+        """Refuse more completions than the engine could ever run at once."""
+        n, n_choices = n_prompts * (self.body.n or 1), self.body.n or 1
+        if n > self.engine.n_places:
+            words = f"{n} completions are asked for, but this server takes {self.engine.n_places} at a time"
+            raise InvalidInput(f"{words}: ask for fewer", "n" if n_choices > 1 else "prompt")
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
         """Return the answer as one object, once all choices are done."""
 
     @abstractmethod
-    def told(self, pieces: Pieces) -> AsyncGenerator[ServerSentEvent]:
+    def stream(self, pieces: Pieces) -> AsyncGenerator[ServerSentEvent]:
         """Yield the events of a stream."""
 
     @abstractmethod
     def failed(self, error: dict[str, Any]) -> list[ServerSentEvent]:
-        """Return the events that a stream ends with where the exchange fails."""
+        """Return the last events of a stream that fails."""
 
     async def answer(self) -> Response:
         """Answer with one object, or with a stream, whose status is that of its first event."""
         headers = {"x-request-id": self.id}
         if self.ignored:
             headers["x-swiftopt-ignored"] = ", ".join(self.ignored)[:500]
-        if not self.asked.stream:
+        if not self.body.stream:
             found = await _unless_gone(self._request, self._collected())
             return Response(status_code=GONE) if found is None else JSONResponse(found, headers=headers)
-        events = self._streamed()
+        events = self._events_of_stream()
         first = await _unless_gone(self._request, anext(events))
         if first is None:
             return Response(status_code=GONE)
-        return EventSourceResponse(_behind(first, events), headers=headers, ping=PING_S, sep="\n")
+        return EventSourceResponse(_chained(first, events), headers=headers, ping=PING_S, sep="\n")
 
     async def _collected(self) -> dict[str, Any]:
         try:
@@ -112,11 +114,11 @@ class Exchange(ABC):
         finally:
             self._close()
 
-    async def _streamed(self) -> AsyncGenerator[ServerSentEvent]:
-        """Yield the events of a stream; an error before the first of them is raised, a later one is told."""
+    async def _events_of_stream(self) -> AsyncGenerator[ServerSentEvent]:
+        """Yield the events of a stream; an error before the first of them is raised, a later one ends the stream."""
         is_begun = False
         try:
-            async with aclosing(self._pieces()) as pieces, aclosing(self.told(pieces)) as events:
+            async with aclosing(self._pieces()) as pieces, aclosing(self.stream(pieces)) as events:
                 async for event in events:
                     is_begun = True
                     for choice in self.choices:
@@ -145,7 +147,7 @@ class Exchange(ABC):
                 raise ServiceUnreachable(words) from None
             choice = self.choices[places[reply]]
             if event["event"] == "restarted":
-                if reply.is_shown:  # by what was on its way when the engine died
+                if reply.is_shown:  # by events that were on their way when the engine died
                     raise EngineGone(f"the engine of {self.engine.served.name} died: ask again")
                 self.choices[places[reply]] = choice.again()
                 continue
@@ -155,7 +157,7 @@ class Exchange(ABC):
             text = choice.add(event)
             if choice.done is not None:
                 task = str(choice.done["task"])
-                self._metrics.add(self.asked.model, task, choice.completion, choice.first_text_s, choice.waited_s)
+                self._metrics.add(self.body.model, task, choice.completion, choice.first_text_s, choice.waited_s)
             yield choice, text
 
     def _close(self) -> None:
@@ -166,7 +168,7 @@ class Exchange(ABC):
     def usage(self) -> dict[str, Any]:
         """Count the tokens so far; a prompt of several choices counts once."""
         done = [choice.completion for choice in self.choices if choice.done is not None]
-        n_prompt = sum(choice.n_prompt for choice in self.choices[:: self.asked.n or 1])
+        n_prompt = sum(choice.n_prompt for choice in self.choices[:: self.body.n or 1])
         n_tokens = sum(choice.n_tokens for choice in self.choices)
         return {
             "prompt_tokens": n_prompt,
@@ -189,7 +191,7 @@ def _seeded(request: CompletionRequest, n: int) -> Iterator[CompletionRequest]:
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T | None:
-    """Return what the work gives; None, and the work is given up, where the client goes away meanwhile."""
+    """Return the result of the work; None, and the work is cancelled, where the client disconnects first."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -204,7 +206,7 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T | None:
         leaving.cancel()
 
 
-async def _behind(first: T, rest: AsyncGenerator[T]) -> AsyncGenerator[T]:
+async def _chained(first: T, rest: AsyncGenerator[T]) -> AsyncGenerator[T]:
     async with aclosing(rest):
         yield first
         async for each in rest:
@@ -219,27 +221,25 @@ class ChatExchange(Exchange):
     OBJECTS = ("chat.completion", "chat.completion.chunk")  # a whole answer, and a chunk
 
     def whole(self) -> dict[str, Any]:
-        choices = [self._choice(choice, self._said(choice), choice.finish_reason) for choice in self.choices]
-        if self.asked.return_token_ids:
-            choices = [
-                {**own, "token_ids": list(choice.completion.token_ids)}
-                for own, choice in zip(choices, self.choices, strict=True)
-            ]
+        choices = [self._choice(choice, self._content(choice), choice.finish_reason) for choice in self.choices]
+        if self.body.return_token_ids:
+            for own, choice in zip(choices, self.choices, strict=True):
+                own["token_ids"] = list(choice.completion.token_ids)
         found = {**self._head(self.OBJECTS[0]), "choices": choices, "usage": self.usage(), **self._statistics()}
         return {**found, "system_fingerprint": (self.engine.about or {}).get("fingerprint")}
 
-    async def told(self, pieces: Pieces) -> AsyncGenerator[ServerSentEvent]:
+    async def stream(self, pieces: Pieces) -> AsyncGenerator[ServerSentEvent]:
         opened: set[int] = set()
         async for choice, text in pieces:
             if choice.index not in opened:
                 opened.add(choice.index)
                 for own in self._opening(choice):
                     yield self._chunk(own)
-            for said in self._pieces_of(choice, text):
-                yield self._chunk(self._choice(choice, said))
+            for content in self._deltas(choice, text):
+                yield self._chunk(self._choice(choice, content))
             if choice.done is not None:
                 yield self._chunk(self._choice(choice, self._last(), choice.finish_reason))
-        options = self.asked.stream_options
+        options = self.body.stream_options
         if options is not None and options.include_usage:
             yield sse({**self._head(self.OBJECTS[1]), "choices": [], "usage": self.usage(), **self._statistics()})
         yield DONE
@@ -248,24 +248,24 @@ class ChatExchange(Exchange):
         return [sse(error), DONE]
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.asked.model}
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.body.model}
 
-    def _choice(self, choice: Choice, said: Mapping[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-        """Return a choice, or a piece of it, with the log probabilities that were not handed on yet, if wanted."""
+    def _choice(self, choice: Choice, content: Mapping[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+        """Return a choice, or a delta of it, with the log probabilities that were not sent yet, if wanted."""
         logprobs = None
-        if self.asked.n_logprobs is not None:
-            told, choice.prompt_logprobs, choice.logprobs = choice.prompt_logprobs + choice.logprobs, [], []
-            logprobs = self._logprobs(choice, told)
-        return {"index": choice.index, **said, "finish_reason": finish_reason, "logprobs": logprobs}
+        if self.body.n_logprobs is not None:
+            logprobs = self._logprobs(choice, choice.prompt_logprobs + choice.logprobs)
+            choice.prompt_logprobs, choice.logprobs = [], []
+        return {"index": choice.index, **content, "finish_reason": finish_reason, "logprobs": logprobs}
 
     def _chunk(self, choice: Mapping[str, Any]) -> ServerSentEvent:
-        options, usage = self.asked.stream_options, {}
+        options, usage = self.body.stream_options, {}
         if options is not None and options.include_usage:
             usage = {"usage": self.usage() if options.continuous_usage_stats else None}
         return sse({**self._head(self.OBJECTS[1]), "choices": [choice], **usage})
 
-    def _said(self, choice: Choice) -> dict[str, Any]:
-        """Return what a whole choice says."""
+    def _content(self, choice: Choice) -> dict[str, Any]:
+        """Return the message of a whole choice."""
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
         if choice.thought:
             message |= {"reasoning_content": choice.thought}
@@ -276,42 +276,42 @@ class ChatExchange(Exchange):
         return {"message": message}
 
     def _opening(self, choice: Choice) -> Iterator[dict[str, Any]]:
-        """Yield the piece that a choice begins with, if it has one."""
+        """Yield the first delta of a choice, if it has one."""
         delta = {"role": "assistant", "content": ""}
         yield {"index": choice.index, "delta": delta, "finish_reason": None, "logprobs": None}
 
-    def _pieces_of(self, choice: Choice, text: str) -> Iterator[dict[str, Any]]:
+    def _deltas(self, choice: Choice, text: str) -> Iterator[dict[str, Any]]:
         """Yield what is new of a choice: its thought, its text, and each call's name and arguments."""
-        if thought := choice.thought[choice.n_told_thought :]:
-            choice.n_told_thought += len(thought)
+        if thought := choice.thought[choice.n_sent_thought :]:
+            choice.n_sent_thought += len(thought)
             yield {"delta": {"reasoning_content": thought}}
         if text:
             yield {"delta": {"content": text}}
-        for i, call in enumerate(choice.calls[choice.n_told_calls :], start=choice.n_told_calls):
+        for i, call in enumerate(choice.calls[choice.n_sent_calls :], start=choice.n_sent_calls):
             name = {**call["function"], "arguments": ""}
             yield {"delta": {"tool_calls": [{"index": i, **call, "function": name}]}}
             arguments = {"arguments": call["function"]["arguments"]}
             yield {"delta": {"tool_calls": [{"index": i, "function": arguments}]}}
-        choice.n_told_calls = len(choice.calls)
+        choice.n_sent_calls = len(choice.calls)
 
     def _last(self) -> dict[str, Any]:
-        """Return what the last piece of a choice says."""
+        """Return the content of a choice's last delta."""
         return {"delta": {}}
 
-    def _logprobs(self, choice: Choice, told: Sequence[Told]) -> dict[str, Any]:
-        """Return the tokens' log probabilities in the form's words."""
+    def _logprobs(self, choice: Choice, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """Return the tokens' log probabilities in the form of the route."""
 
         def of(piece: Piece, value: float) -> dict[str, Any]:
             token, own = named(piece)
             return {"token": token, "logprob": value, "bytes": own}
 
-        content = [{**of(token, value), "top_logprobs": [of(*each) for each in top]} for token, value, top in told]
+        content = [{**of(token, value), "top_logprobs": [of(*each) for each in top]} for token, value, top in tokens]
         return {"content": content, "refusal": None}
 
     def _statistics(self) -> dict[str, Any]:
         """Return statistics in vLLM's form, where they are wanted; null, as there, for several choices."""
         choice = self.choices[0]
-        if not self.asked.return_metrics:
+        if not self.body.return_metrics:
             return {}
         if len(self.choices) != 1 or choice.done is None:
             return {"metrics": None}
@@ -336,7 +336,7 @@ class TextExchange(ChatExchange):
     WORD = "cmpl"
     OBJECTS = ("text_completion", "text_completion")
 
-    def _said(self, choice: Choice) -> dict[str, Any]:
+    def _content(self, choice: Choice) -> dict[str, Any]:
         return {"text": choice.prefix + choice.text}
 
     def _opening(self, choice: Choice) -> Iterator[dict[str, Any]]:
@@ -345,52 +345,52 @@ class TextExchange(ChatExchange):
             yield self._choice(choice, {"text": choice.prefix})
             choice.logprobs = own
 
-    def _pieces_of(self, choice: Choice, text: str) -> Iterator[dict[str, Any]]:
+    def _deltas(self, choice: Choice, text: str) -> Iterator[dict[str, Any]]:
         if text:
             yield {"text": text}
 
     def _last(self) -> dict[str, Any]:
         return {"text": ""}
 
-    def _logprobs(self, choice: Choice, told: Sequence[Told]) -> dict[str, Any]:
+    def _logprobs(self, choice: Choice, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
         whole = choice.prefix + choice.text
         return {
-            "tokens": [named(piece)[0] for piece, _, _ in told],
-            "token_logprobs": [value for _, value, _ in told],
-            "top_logprobs": [None if value is None else by_name(top) for _, value, top in told],
-            "text_offset": [choice.offset(piece, whole) for piece, _, _ in told],
+            "tokens": [named(piece)[0] for piece, _, _ in tokens],
+            "token_logprobs": [value for _, value, _ in tokens],
+            "top_logprobs": [None if value is None else by_name(top) for _, value, top in tokens],
+            "text_offset": [choice.offset(piece, whole) for piece, _, _ in tokens],
         }
 
 
 @router.post("/v1/chat/completions", operation_id="chat_completion", response_class=Response)
-async def chat_completions(app: Shared, request: Request, asked: AskedChat) -> Response:
+async def chat_completions(app: Shared, request: Request, body: AskedChat) -> Response:
     """Answer a chat, in OpenAI's form."""
-    with asked.naming():
-        return await ChatExchange(app, request, asked).answer()
+    with body.naming():
+        return await ChatExchange(app, request, body).answer()
 
 
 @router.post("/v1/completions", operation_id="completion", response_class=Response)
-async def completions(app: Shared, request: Request, asked: AskedText) -> Response:
+async def completions(app: Shared, request: Request, body: AskedText) -> Response:
     """Complete texts, in OpenAI's form."""
-    with asked.naming():
-        return await TextExchange(app, request, asked).answer()
+    with body.naming():
+        return await TextExchange(app, request, body).answer()
 
 
 @router.post("/tokenize", operation_id="tokenize", response_class=Response)
-async def tokenize(app: Shared, asked: AskedTokens) -> Response:
+async def tokenize(app: Shared, body: AskedTokens) -> Response:
     """The token ids of a prompt, as the model gets it."""
-    if (asked.prompt is None) == (asked.messages is None):
-        raise UnusableField("prompt", "give exactly one of prompt and messages")
-    messages = plain_messages(asked.messages or ())
-    request = CompletionRequest(text=asked.prompt or "", messages=messages, max_new_tokens=1)
-    engine = app.engines.find(asked.model)
-    ids = (await engine.tell("tokenize", request=request.to_json()))["token_ids"]
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidInput("give exactly one of prompt and messages", "prompt")
+    messages = plain_messages(body.messages or ())
+    request = CompletionRequest(text=body.prompt or "", messages=messages, max_new_tokens=1)
+    engine = app.engines.find(body.model)
+    ids = (await engine.call("tokenize", request=request.to_json()))["token_ids"]
     assert engine.about is not None
     return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": engine.about["max_positions"]})
 
 
 @router.post("/detokenize", operation_id="detokenize", response_class=Response)
-async def detokenize(app: Shared, asked: AskedDetokenized) -> Response:
+async def detokenize(app: Shared, body: AskedDetokenized) -> Response:
     """The text of token ids."""
-    event = await app.engines.find(asked.model).tell("detokenize", token_ids=asked.tokens)
+    event = await app.engines.find(body.model).call("detokenize", token_ids=body.tokens)
     return JSONResponse({"prompt": event["text"]})

@@ -1,6 +1,6 @@
 """The engines behind the server: a process per model, restarted when it dies; requests in, events out.
 
-The HTTP process never computes. What no client has seen anything of when an engine dies is asked of the next one again.
+The HTTP process never computes. When an engine dies, the next one gets the requests whose clients have seen nothing.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from itertools import count, zip_longest
@@ -31,27 +31,23 @@ from ..core.types import Completion, Timings
 LONGEST_LINE = 1 << 28  # bytes of one event
 BACKOFF_S = (0.5, 30.0)  # after the first death, and at most
 ANSWER_S = 30.0  # to a question that needs no decoding
-TUNING_S = 0.5  # that a scrape of the metrics waits for what engines say of their tuning
-MOST_RESTARTS = 2  # of a request that engines have died with: it may be what they die of
-ENDS = ("done", "failed")  # events that nothing comes behind
-SAY_S = 1.0  # between two lines about a model that is loaded
-END_S = 5.0  # that a process gets to end
-STEADY_S = 60.0  # a process that lived so long begins with the shortest wait again
+TUNING_S = 0.5  # that a scrape of the metrics waits for the engines' tuning
+MOST_RESTARTS = 2  # of a request in flight when engines died: it may be the cause
+ENDS = ("done", "failed")  # the last events of a request
+LOG_S = 1.0  # between two log lines about a model that is being loaded
+END_S = 5.0  # for a process to end by itself
+STEADY_S = 60.0  # after a process that lived so long, the wait is the shortest again
 
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 WAITS = (
     ("time_to_first_token_seconds", "From a request to its first text."),
-    ("inter_token_latency_seconds", "Per token behind the first text."),
+    ("inter_token_latency_seconds", "Per token after the first text."),
     ("e2e_request_latency_seconds", "From a request to its end."),
 )
-COUNTERS: tuple[tuple[str, str, Callable[[Completion], int]], ...] = (  # and what a request adds at its end
+COUNTERS: tuple[tuple[str, str, Callable[[Completion], int]], ...] = (  # and what a finished request adds
     ("prompt_tokens", "Tokens of prompts.", lambda done: done.n_prompt_tokens),
     ("generation_tokens", "Tokens of completions.", lambda done: done.n_tokens),
-    (
-        "prefix_cache_queries",
-        "Tokens of prompts that were looked for in what was read before.",
-        lambda done: done.n_prompt_tokens,
-    ),
+    ("prefix_cache_queries", "Tokens of prompts looked up in what was read before.", lambda done: done.n_prompt_tokens),
     ("prefix_cache_hits", "Tokens of prompts that were found there.", lambda done: done.n_cached),
     ("spec_decode_num_drafts", "Rounds that drafted.", lambda done: sum(map(sum, done.by_draft_length.values()))),
     ("spec_decode_num_draft_tokens", "Draft steps.", lambda done: done.drafted),
@@ -84,16 +80,16 @@ logger = logging.getLogger(__name__)
 class Reply:
     """A request in flight; its events go to a queue, which several replies may share.
 
-    The event "restarted" takes back all before it: the engine died, and the next one is asked.
+    The event "restarted" cancels all before it: the engine died, and its successor decodes the request.
     """
 
     number: int
     request: Mapping[str, Any]  # as it goes over the wire
     events: Events
-    has_sent: bool = False  # the engine, since it was asked
+    has_sent: bool = False  # the engine has sent an event
     n_restarts: int = 0
-    is_shown: bool = False  # its client has seen something of it, which nothing can take back
-    asked_at: float = field(default_factory=time.perf_counter)
+    is_shown: bool = False  # its client has seen something of it
+    sent_at: float = field(default_factory=time.perf_counter)
 
     def put(self, event: dict[str, Any]) -> None:
         """Take an event in."""
@@ -124,15 +120,15 @@ class EngineProcess:
         self.reason = "it is loading the model"  # why it cannot serve
         self.n_starts, self.created = 0, int(time.time())
         self._replies: dict[int, Reply] = {}
-        self._steered: dict[Any, Mapping[str, Any]] = {}  # what was asked of its learning, for the next process
+        self._verbs: dict[Any, Mapping[str, Any]] = {}  # verbs about its tuning, for the next process
         self._numbers = count(1)
-        self.tuning = ModelTuning()  # as it was told last
+        self.tuning = ModelTuning()  # as of the last answer
         self._stdin: asyncio.StreamWriter | None = None
-        self._said_at = -SAY_S
+        self._logged_at = -LOG_S
 
     @property
     def state(self) -> str:
-        """Return "ok", or why it takes no requests."""
+        """Why it takes no requests, or "ok"."""
         return self.reason if self.about is None else "ok"
 
     def card(self) -> dict[str, Any]:
@@ -150,35 +146,34 @@ class EngineProcess:
 
     @property
     def n_places(self) -> int:
-        """Return the most requests that may run and wait."""
+        """The most requests that may run and wait."""
         return self.served.concurrency + self.most_waiting
 
     @property
     def n_requests(self) -> int:
-        """Count the requests that run or wait."""
+        """The requests that run or wait."""
         return sum(reply.request["op"] == "decode" for reply in self._replies.values())
 
     def ask(self, op: str, events: Events | None = None, **values: Any) -> Reply:
-        """Send a request, whose events come to the queue (None: to one of its own).
+        """Send a request, whose events come to the queue (None: to a queue of its own).
 
         Raises: EngineGone: the process is not there. Busy: too many requests to decode wait.
         """
         if self.about is None:
             raise EngineGone(f"the engine of {self.served.name} cannot serve now ({self.reason}): try again soon")
         if op == "decode" and self.n_requests >= self.n_places:
-            raise Busy(
-                f"{self.n_requests} requests run or wait already for {self.served.name}: try again in a few seconds"
-            )
+            words = f"{self.n_requests} requests run or wait already for {self.served.name}: try again in a few seconds"
+            raise Busy(words)
         number = next(self._numbers)
         reply = Reply(number, {"op": op, "id": number, **values}, asyncio.Queue() if events is None else events)
         self._replies[number] = reply
         self._write(reply.request)
         return reply
 
-    async def tell(self, op: str, within_s: float = ANSWER_S, **values: Any) -> dict[str, Any]:
-        """Ask what has a single event as its reply.
+    async def call(self, op: str, within_s: float = ANSWER_S, **values: Any) -> dict[str, Any]:
+        """Return the single event that answers a request.
 
-        Raises: as `ask`, and what the engine refuses it with; EngineGone: it does not answer in time.
+        Raises: as `ask`; the engine's own error; EngineGone: it does not answer in time.
         """
         reply = self.ask(op, **values)
         try:
@@ -189,17 +184,20 @@ class EngineProcess:
             self.drop(reply)
 
     async def ask_tuning(self, within_s: float = ANSWER_S) -> ModelTuning:
-        """Return what the engine says of its tuning, which is kept as `tuning`; raises as `tell`."""
-        self.tuning = ModelTuning.from_json(await self.tell("tuning", within_s))
+        """Return its tuning, which is kept as `tuning`; `unavailable` says why it does not answer."""
+        try:
+            self.tuning = ModelTuning.from_json(await self.call("tuning", within_s))
+        except SwiftoptError as error:
+            return ModelTuning(unavailable=str(error))
         return self.tuning
 
     async def steer(self, **values: Any) -> None:
-        """Pause, resume or pin what it learns, in this process and those after it; raises as `tell`."""
-        await self.tell("tuning", **values)
-        self._steered[values["task"] if values["verb"] == "pin" else None] = values
+        """Pause, resume or pin its tuning, in this process and those after it; raises as `call`."""
+        await self.call("tuning", **values)
+        self._verbs[values["task"] if values["verb"] == "pin" else None] = values
 
     def drop(self, reply: Reply) -> None:
-        """Forget a request that has ended, or give it up."""
+        """Forget a request that has ended, or cancel it."""
         if self._replies.pop(reply.number, None) is not None:
             self._write({"op": "cancel", "id": reply.number})
 
@@ -213,18 +211,18 @@ class EngineProcess:
         while True:
             began = time.monotonic()
             try:
-                await self._live()
+                await self._run_once()
             except OSError as error:
                 self.reason = str(error)
             self.about, self.tuning = None, ModelTuning()
             logger.warning("engine=ended model=%s reason=%r", self.served.name, self.reason)
-            self._lose()
+            self._fail_replies()
             wait_s = BACKOFF_S[0] if time.monotonic() - began > STEADY_S else wait_s
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, BACKOFF_S[1])
 
-    async def _live(self) -> None:
-        """Run one process to its end."""
+    async def _run_once(self) -> None:
+        """Run one process until it ends."""
         self.n_starts += 1
         command = (sys.executable, "-m", "swiftopt.worker.serving", json.dumps(self.served.to_json()))
         process = await asyncio.create_subprocess_exec(
@@ -236,17 +234,17 @@ class EngineProcess:
         )
         assert process.stdout is not None
         self._stdin, self.reason = process.stdin, "it is loading the model"
-        self._say("starting its process")
+        self._log_loading("starting its process")
         try:
             async for line in process.stdout:
-                self._hear(json.loads(line))
+                self._receive(json.loads(line))
             code = await process.wait()
         finally:
             await _end(process)
         if self.about is not None or "loading" in self.reason:
             self.reason = f"its process ended by signal {-code}" if code < 0 else f"its process ended with code {code}"
 
-    def _hear(self, event: dict[str, Any]) -> None:
+    def _receive(self, event: dict[str, Any]) -> None:
         number = event["id"]
         if number is not None:
             if (reply := self._replies.get(number)) is not None:
@@ -257,7 +255,7 @@ class EngineProcess:
         elif event["event"] == "ready":
             self.about = event
             logger.info("engine=ready model=%s", self.served.name)
-            for values in self._steered.values():
+            for values in self._verbs.values():
                 self._write({"op": "tuning", "id": 0, **values})
             for reply in self._replies.values():  # those that an earlier process had not begun to reply
                 self._write(reply.request)
@@ -265,16 +263,16 @@ class EngineProcess:
             self.reason = event["message"]
         else:
             self.reason = f"it is loading the model: {event['step']}"
-            self._say(event["step"])
+            self._log_loading(event["step"])
 
-    def _say(self, step: str) -> None:
-        """Log a step of the loading, unless the last line is too near."""
-        if time.monotonic() - self._said_at >= SAY_S:
-            self._said_at = time.monotonic()
+    def _log_loading(self, step: str) -> None:
+        """Log a step of the loading, at most one per LOG_S."""
+        if time.monotonic() - self._logged_at >= LOG_S:
+            self._logged_at = time.monotonic()
             logger.info("engine=loading model=%s step=%r", self.served.name, step)
 
-    def _lose(self) -> None:
-        """Fail the requests whose clients have seen something, and those begun too often; others wait for the next."""
+    def _fail_replies(self) -> None:
+        """Fail the requests of which clients have seen a part, and those restarted too often; others wait."""
         for reply in list(self._replies.values()):
             if reply.has_sent and not reply.is_shown and reply.n_restarts < MOST_RESTARTS:
                 reply.has_sent, reply.n_restarts = False, reply.n_restarts + 1
@@ -286,7 +284,7 @@ class EngineProcess:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """End a process that has not ended by itself; what it still does is given up."""
+    """End a process that still runs."""
     if process.returncode is None:
         process.terminate()
         try:
@@ -298,7 +296,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 @dataclass(slots=True)
 class Period:
-    """Sums over what ended within one period of a task's traffic, `at` its beginning in seconds since 1970."""
+    """Sums over the requests of a task that ended within one period, which begins `at` seconds since 1970."""
 
     at: int
     requests: int = 0
@@ -314,21 +312,21 @@ class Period:
     accepted_per_position: list[int] = field(default_factory=list)
 
     def __add__(self, other: Period) -> Period:
-        """Return both together, from this one's beginning."""
+        """Return the sums of both, from the beginning of this one."""
         sums = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)[1:-1]}
         both = zip_longest(self.accepted_per_position, other.accepted_per_position, fillvalue=0)
         return Period(self.at, **sums, accepted_per_position=[a + b for a, b in both])
 
 
 class History:
-    """The latest traffic by model and task, in periods of PERIOD_S, for as long as the server lives."""
+    """The latest traffic by model and task, in periods of PERIOD_S."""
 
     def __init__(self) -> None:
         self._periods: dict[tuple[str, str], deque[Period]] = {}
 
     @property
     def tasks(self) -> list[tuple[str, str]]:
-        """Return the models and tasks of which something ended."""
+        """The models and tasks of which a request ended."""
         return list(self._periods)
 
     def add(self, model: str, task: str, done: Completion, first_token_s: float, whole_s: float) -> None:
@@ -359,48 +357,54 @@ class History:
         return found
 
     def now(self, model: str) -> Period:
-        """Return what ended of a model in the last NOW_S seconds, up to a period fewer: the newest has just begun."""
+        """Return the traffic of a model in the last NOW_S seconds, up to a period fewer: the newest has just begun."""
         first, *rest = self.last(NOW_S, NOW_S // PERIOD_S, model)
         return sum(rest, first)
 
 
+def metric(
+    kind: type[CounterMetricFamily | GaugeMetricFamily],
+    name: str,
+    words: str,
+    labels: Sequence[str],
+    values: Iterable[tuple[Sequence[str], float]],
+) -> Metric:
+    """Return a metric from its values, each with those of its labels."""
+    found = kind(name, words, labels=labels)
+    for of, value in values:
+        found.add_metric(of, value)
+    return found
+
+
 class EngineMetrics(Collector):
-    """What engines do, under vLLM's names; and their latest `history`."""
+    """The engines' metrics, under vLLM's names; and their latest `history`."""
 
     def __init__(self, engines: Mapping[str, EngineProcess]) -> None:
         self._engines, self._counted, self.history = engines, CollectorRegistry(), History()
-        metric: dict[str, Any] = {"labelnames": ["model_name"], "registry": self._counted}
-        self._waits = {name: Histogram(f"vllm:{name}", words, **metric, buckets=BUCKETS_S) for name, words in WAITS}
-        self._counters = {name: Counter(f"vllm:{name}", words, **metric) for name, words, _ in COUNTERS}
-        metric["labelnames"] = ["model_name", "finished_reason"]
-        self._succeeded = Counter(SUCCESS, "Requests that ended.", **metric)
-        metric["labelnames"] = ["model_name", "position"]
-        self._per_position = Counter(PER_POSITION, "Accepted tokens by position in the draft, from 0.", **metric)
+        given: dict[str, Any] = {"labelnames": ["model_name"], "registry": self._counted}
+        self._waits = {name: Histogram(f"vllm:{name}", words, **given, buckets=BUCKETS_S) for name, words in WAITS}
+        self._counters = {name: Counter(f"vllm:{name}", words, **given) for name, words, _ in COUNTERS}
+        given["labelnames"] = ["model_name", "finished_reason"]
+        self._succeeded = Counter(SUCCESS, "Requests that ended.", **given)
+        given["labelnames"] = ["model_name", "position"]
+        self._per_position = Counter(PER_POSITION, "Accepted tokens by position in the draft, from 0.", **given)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics as they are now."""
-        running = GaugeMetricFamily("vllm:num_requests_running", "Requests that are decoded.", labels=["model_name"])
-        waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Requests that wait.", labels=["model_name"])
-        starts = CounterMetricFamily("swiftopt_engine_starts", "Starts of an engine.", labels=["model_name"])
-        for name, engine in self._engines.items():
-            n, most = engine.n_requests, engine.served.concurrency
-            running.add_metric([name], min(n, most))
-            waiting.add_metric([name], max(0, n - most))
-            starts.add_metric([name], engine.n_starts)
-        yield from (running, waiting, starts)
-        yield from self._of_tasks()
-        yield from self._counted.collect()
-
-    def _of_tasks(self) -> Iterator[Metric]:
-        """Yield what is in use by model and task, as engines told it last."""
-        tasks = [(name, task) for name, engine in self._engines.items() for task in engine.tuning.tasks]
+        label, engines = ["model_name"], self._engines.items()
+        running = [([name], min(each.n_requests, each.served.concurrency)) for name, each in engines]
+        waiting = [([name], max(0, each.n_requests - each.served.concurrency)) for name, each in engines]
+        starts = [([name], each.n_starts) for name, each in engines]
+        yield metric(GaugeMetricFamily, "vllm:num_requests_running", "Requests that are decoded.", label, running)
+        yield metric(GaugeMetricFamily, "vllm:num_requests_waiting", "Requests that wait.", label, waiting)
+        yield metric(CounterMetricFamily, "swiftopt_engine_starts", "Starts of an engine.", label, starts)
+        tasks = [(name, task) for name, engine in engines for task in engine.tuning.tasks]  # as of the last answers
         for kind, figures in ((GaugeMetricFamily, OF_TASK), (CounterMetricFamily, SINCE_START)):
             for own, words, value_of in figures:
-                family = kind(f"swiftopt_serving_{own}", words, labels=["model_name", "task"])
-                for name, task in tasks:
-                    if (value := value_of(task)) is not None:
-                        family.add_metric([name, task.task], float(value))
-                yield family
+                found = [([name, task.task], value_of(task)) for name, task in tasks]
+                known = [(labels, float(value)) for labels, value in found if value is not None]
+                yield metric(kind, f"swiftopt_serving_{own}", words, ["model_name", "task"], known)
+        yield from self._counted.collect()
 
     def add(self, model: str, task: str, done: Completion, first_token_s: float, whole_s: float) -> None:
         """Count a request that has ended; seconds are those that its client waited."""
@@ -445,18 +449,14 @@ class Engines:
             raise ModelNotFound(f"no model {name!r} is served here: did you mean {likely!r}?", "model")
         return self.of[name]
 
-    async def ask_tuning(self) -> None:
-        """Have every engine that answers at once say what its tuning is, for the metrics."""
-
-        async def ask(engine: EngineProcess) -> None:
-            with suppress(SwiftoptError):
-                await engine.ask_tuning(TUNING_S)
-
-        await asyncio.gather(*map(ask, self.of.values()))
+    async def ask_tuning(self, within_s: float = ANSWER_S) -> dict[str, ModelTuning]:
+        """Return the tuning of every engine, by the name of its model."""
+        found = await asyncio.gather(*(engine.ask_tuning(within_s) for engine in self.of.values()))
+        return dict(zip(self.of, found, strict=True))
 
     @asynccontextmanager
     async def running(self, app: object) -> AsyncIterator[None]:
-        """Keep the processes alive for as long as the app is served."""
+        """Keep the processes alive while the app is served."""
         tasks = [asyncio.create_task(engine.keep(), name=f"engine {name}") for name, engine in self.of.items()]
         try:
             yield

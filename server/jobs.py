@@ -34,8 +34,9 @@ from ..core.streams import encodable, output_line, parse_stream, stream_lines, s
 from ..core.types import DEFAULT_TASK, Prompt, Sampling
 from ..models.sources import DTYPES
 from ..optimizer.strategies import STRATEGIES
+from .middleware import Shared, State, sse
+from .schemas import Depth, Strict, Task, Word
 from .settings import MIB
-from .state import Depth, Shared, State, Strict, Task, Word, sse
 
 OPENED = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe without a writer must not block
 POLL_S = 0.5  # between two looks at the database
@@ -110,13 +111,13 @@ class JobSubmission(Strict):
         return self
 
     def tune_request(self, stream: str, task: str) -> TuneRequest:
-        """Return the request that a worker gets; the prompts travel apart."""
+        """Return the request for a worker; the prompts are stored apart."""
         own = {name: value for name, value in self if name not in ("queue", "preset")}
         return TuneRequest(**{**own, "stream": stream, "task": task})
 
 
 def _check_storable(value: Any) -> None:
-    """Raise ValueError where a text or number in it is none that every database stores as JSON."""
+    """Raise ValueError where a text or number in it cannot be stored as JSON by every database."""
     encodable(value)
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value} is no finite number")
@@ -164,7 +165,13 @@ def prompts_of(app: State, body: JobSubmission) -> tuple[list[Prompt], str, str]
     """
     source = body.stream
     if source.upload:
-        return _uploaded(app, body), f"upload {source.upload[:12]}", DEFAULT_TASK
+        if body.task is not None:
+            raise SettingsError("an uploaded stream has its tasks already: name them with POST /v1/streams?task=…")
+        stored = app.store.jobs.stream(source.upload)
+        if stored is None:
+            raise NotFound(f"no stream {source.upload} was uploaded: send it to POST /v1/streams first")
+        prompts = parse_stream(io.BytesIO(stored.encode()), "the upload", DEFAULT_TASK, body.limit)
+        return prompts, f"upload {source.upload[:12]}", DEFAULT_TASK
     if source.name:
         task = body.task or PurePosixPath(source.name).stem
         data = read_named(app.settings.stream_folders, source.name, app.settings.max_body_bytes)
@@ -172,15 +179,6 @@ def prompts_of(app: State, body: JobSubmission) -> tuple[list[Prompt], str, str]
     task = body.task or DEFAULT_TASK
     lines = (json.dumps(line).encode() + b"\n" for line in source.prompts)
     return parse_stream(lines, "stream.prompts", task, body.limit), "prompts", task
-
-
-def _uploaded(app: State, body: JobSubmission) -> list[Prompt]:
-    if body.task is not None:
-        raise SettingsError("an uploaded stream has its tasks already: name them with POST /v1/streams?task=…")
-    lines = app.store.jobs.stream(body.stream.upload)
-    if lines is None:
-        raise NotFound(f"no stream {body.stream.upload} was uploaded: send it to POST /v1/streams first")
-    return parse_stream(io.BytesIO(lines.encode()), "the upload", DEFAULT_TASK, body.limit)
 
 
 def read_named(folders: Sequence[Path], name: str, max_bytes: int) -> bytes:
@@ -201,7 +199,9 @@ def read_named(folders: Sequence[Path], name: str, max_bytes: int) -> bytes:
             continue
         except OSError as error:  # too long a name, a loop of links, no permission
             raise SettingsError(f"stream {name!r} cannot be read ({error.strerror}): name another file") from error
-    raise StreamNotFound(f"there is no stream {name!r} in the server's stream folders{_nearest(folders, name)}")
+    near = difflib.get_close_matches(name, stream_names(folders), n=1, cutoff=0.3)
+    advice = f"did you mean {near[0]!r}?" if near else "check the name, or upload it"
+    raise StreamNotFound(f"there is no stream {name!r} in the server's stream folders: {advice}")
 
 
 def _read(folder: Path, name: str, max_bytes: int) -> bytes:
@@ -209,7 +209,7 @@ def _read(folder: Path, name: str, max_bytes: int) -> bytes:
     real = Path(os.path.realpath(folder / name, strict=True))
     if not real.is_relative_to(folder):
         raise SettingsError(f"stream {name!r} leads out of the server's stream folder: name a file inside it")
-    # What was looked at may have been swapped since: go down again, following no link.
+    # The path may have been replaced since: open it part by part, following no link.
     at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     for part in real.relative_to(folder).parts:
         try:
@@ -227,10 +227,9 @@ def _read(folder: Path, name: str, max_bytes: int) -> bytes:
     return data
 
 
-def _nearest(folders: Sequence[Path], name: str) -> str:
-    known = sorted(str(path.relative_to(folder)) for folder in folders for path in folder.glob("*.jsonl"))
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.3)
-    return f": did you mean {near[0]!r}?" if near else ": check the name, or upload it"
+def stream_names(folders: Sequence[Path]) -> list[str]:
+    """Return the names of the streams in the folders."""
+    return sorted({str(path.relative_to(folder)) for folder in folders for path in folder.glob("*.jsonl")})
 
 
 @streams.post(

@@ -1,7 +1,7 @@
 """Layer sets over HTTP: one look-up, many at once, lists.
 
-The single look-up is the path that must be fast: answers are encoded once and kept for two seconds at most, and equal
-questions that meet are one query.
+Single look-ups must be fast: answers are encoded once and kept for two seconds at most, and equal queries at the same
+time are one.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ..core.errors import NotFound
 from ..core.records import FoundPlan, LayerSetList, ModelList
 from ..core.settings import EngineName
 from ..store import Store
-from .problems import MEDIA_TYPE, Problem, as_problem, kind_of
-from .state import Depth, Shared, Strict, Word
+from .middleware import MEDIA_TYPE, Problem, Shared, as_problem, kind_of
+from .schemas import Depth, Strict, Word
 
-FRESH_S = 0.5  # after which a question also asks the database again
+FRESH_S = 0.5  # after which a look-up also asks the database again
 LONGEST_S = 2.0  # after which it waits for that
 MAX_ANSWERS = 10_000
 MAX_QUERIES = 1000
@@ -90,7 +90,7 @@ def find_plan(store: Store, query: LookupQuery) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CachedAnswer:
     """The body for a query, or the problem; good until `until` on the monotonic clock."""
 
     status: int
@@ -100,64 +100,64 @@ class Answer:
     until: float
 
 
-class Answers:
-    """`find` is called in a thread, once for equal queries that meet; its NotFound is an answer, too.
+class LookupCache:
+    """Calls `find` in a thread, once for equal queries at the same time; its NotFound is an answer, too.
 
-    Raises: SwiftoptError: what `find` raises else; it is not kept.
+    Raises: SwiftoptError: any other error of `find`; it is not kept.
     """
 
     def __init__(self, find: Callable[[LookupQuery], dict[str, Any]]) -> None:
         self._find = find
-        self._known: dict[LookupQuery, Answer] = {}
-        self._asked: dict[LookupQuery, asyncio.Task[Answer]] = {}
+        self._known: dict[LookupQuery, CachedAnswer] = {}
+        self._loading: dict[LookupQuery, asyncio.Task[CachedAnswer]] = {}
         self._threads: CapacityLimiter | None = None
         self.times = Histogram(
             "swiftopt_lookup_seconds", "Seconds per single look-up.", registry=None, buckets=BUCKETS_S
         )
 
-    async def get(self, query: LookupQuery) -> Answer:
+    async def get(self, query: LookupQuery) -> CachedAnswer:
         """Return the answer, at most `LONGEST_S` old; after `FRESH_S` a new one is fetched meanwhile."""
         known = self._known.get(query)
         left_s = known.until - time.monotonic() if known is not None else 0.0
         if known is not None and left_s > LONGEST_S - FRESH_S:
             return known
-        task = self._asked.get(query)
+        task = self._loading.get(query)
         if task is None:
-            task = self._asked[query] = asyncio.create_task(self._load(query))
+            task = self._loading[query] = asyncio.create_task(self._load(query))
             task.add_done_callback(lambda done: self._done(query, done))
         if known is not None and left_s > 0:
             return known
-        return await asyncio.shield(task)  # one caller that hangs up must not end it for the others
+        return await asyncio.shield(task)  # a caller that disconnects must not cancel it for the others
 
-    async def _load(self, query: LookupQuery) -> Answer:
+    async def _load(self, query: LookupQuery) -> CachedAnswer:
         self._threads = self._threads or CapacityLimiter(THREADS)  # needs a running loop
-        asked_at = time.monotonic()  # an answer ages from the moment of the question
-        answer = await to_thread.run_sync(self._answer, query, asked_at + LONGEST_S, limiter=self._threads)
+        began = time.monotonic()  # an answer ages from then on
+        answer = await to_thread.run_sync(self._answer, query, began + LONGEST_S, limiter=self._threads)
         self._known.pop(query, None)
         self._known[query] = answer
         while len(self._known) > MAX_ANSWERS:
             del self._known[next(iter(self._known))]  # the oldest
         return answer
 
-    def _answer(self, query: LookupQuery, until: float) -> Answer:
+    def _answer(self, query: LookupQuery, until: float) -> CachedAnswer:
         try:
             status, media_type, values = 200, "application/json", self._find(query)
         except NotFound as error:
             status, media_type, values = 404, MEDIA_TYPE, as_problem(404, kind_of(error), str(error))
         body = json.dumps(values).encode()
-        return Answer(status, media_type, body, f'"{hashlib.sha256(body).hexdigest()[:32]}"', until)
+        return CachedAnswer(status, media_type, body, f'"{hashlib.sha256(body).hexdigest()[:32]}"', until)
 
-    def _done(self, query: LookupQuery, task: asyncio.Task[Answer]) -> None:
-        self._asked.pop(query, None)
+    def _done(self, query: LookupQuery, task: asyncio.Task[CachedAnswer]) -> None:
+        self._loading.pop(query, None)
         if not task.cancelled():
-            task.exception()  # fetched here in case every caller has hung up
+            task.exception()  # retrieved here in case every caller has disconnected
 
 
-async def _answers_of(request: Request) -> Answers:
-    return cast(Answers, request.app.state.answers)
+async def _cache_of(request: Request) -> LookupCache:
+    return cast(LookupCache, request.app.state.lookups)
 
 
-Known = Annotated[Answers, Depends(_answers_of)]
+Cache = Annotated[LookupCache, Depends(_cache_of)]
 
 
 @router.get(
@@ -170,7 +170,7 @@ Known = Annotated[Answers, Depends(_answers_of)]
     },
 )
 async def layer_set(
-    known: Known,
+    cache: Cache,
     model: Annotated[Word, Path(description="Name or fingerprint, percent-encoded.")],
     task: Annotated[Word, Path(description="The task; it has no '/'.")],
     alias: Annotated[Word, Query(description="The name of the choice.")] = "best",
@@ -187,8 +187,8 @@ async def layer_set(
     """
     query = LookupQuery(model=model, task=task, alias=alias, engine=engine, device=device, dtype=dtype, version=version)
     began = time.perf_counter()
-    answer = await known.get(query)
-    known.times.observe(time.perf_counter() - began)
+    answer = await cache.get(query)
+    cache.times.observe(time.perf_counter() - began)
     if answer.status != 200:
         return Response(answer.body, answer.status, media_type=answer.media_type)
     headers = {"ETag": answer.etag, "Cache-Control": CACHE_CONTROL}
@@ -199,9 +199,9 @@ async def layer_set(
 
 
 @router.post("/layer-sets:lookup", operation_id="lookup", response_model=LookupAnswers)
-async def lookup(known: Known, body: Batch) -> Response:
+async def lookup(cache: Cache, body: Batch) -> Response:
     """Up to 1000 look-ups at once; each gets its plan or its own problem object, in the same order."""
-    answers = await asyncio.gather(*map(known.get, body.queries))
+    answers = await asyncio.gather(*map(cache.get, body.queries))
     joined = b",".join(answer.body for answer in answers)
     return Response(b'{"schema": "swiftopt.lookup/1", "answers": [' + joined + b"]}", media_type="application/json")
 

@@ -2,8 +2,7 @@
 
     python -m swiftopt.server.openapi
 
-writes document and page; a test compares them with what the app says, so that no change goes unnoticed. What stands in
-the page before the first operation is written by hand.
+writes document and page; a test compares them with the app. The page before its first operation is written by hand.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from fastapi.openapi.utils import get_openapi
 from .. import __version__
 from ..optimizer.strategies import STRATEGIES
 from . import completions, jobs, lookups, operation, responses
-from .middleware import GUARDED
-from .problems import MEDIA_TYPE, OpenAIError, Problem, has_openai_errors, install
+from .middleware import GUARDED, MEDIA_TYPE, OpenAIError, Problem, has_openai_errors, install
 
 DOCS = Path(__file__).parent.parent / "docs"
 SNAPSHOT, PAGE = DOCS / "openapi.json", DOCS / "api.md"
@@ -40,12 +38,12 @@ ROUTERS = (
 
 
 def bare_app() -> FastAPI:
-    """Return the routes without anything behind them: enough for the OpenAPI document."""
+    """Return an app of the routes without a state: enough for the OpenAPI document."""
     app = FastAPI(
         title="swiftopt",
         version=__version__,
         description="Layer sets to decode with, and the jobs that find them.",
-        docs_url=None,  # they load scripts from elsewhere
+        docs_url=None,  # they load scripts from other hosts
         redoc_url=None,
     )
     for router in ROUTERS:
@@ -56,7 +54,7 @@ def bare_app() -> FastAPI:
 
 
 def document(app: FastAPI) -> dict[str, Any]:
-    """Return FastAPI's document with problems as errors, bearer keys, and the bodies as they are sent."""
+    """Return FastAPI's document with our errors and bearer keys."""
     if app.openapi_schema is None:
         found = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         for path, operations in found["paths"].items():
@@ -77,7 +75,7 @@ def document(app: FastAPI) -> dict[str, Any]:
 
 
 def page(found: dict[str, Any]) -> str:
-    """Return the document as a page for people, behind the words at its head."""
+    """Return the document as a page of Markdown, after the introduction that is written by hand."""
     parts = [PAGE.read_text(encoding="utf-8").partition("\n\n## ")[0]]
     for path, operations in found["paths"].items():
         for method, described in operations.items():

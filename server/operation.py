@@ -1,15 +1,15 @@
-"""What an operator sees and steers: whether the server lives and can serve, its metrics, and what served models learn.
+"""Routes for operators: health, metrics, and the tuning of served models.
 
-Health and metrics need no key. The metrics are made from SQL and Redis when they are asked for: what counts lives no
-longer than a job. The `spec_decode` names are those of vLLM: drafts are rounds, and 1 + accepted / drafts is tokens per
-target pass.
+Health and metrics need no key. A scrape reads the metrics from SQL and Redis: the processes that count live no longer
+than a job. The `spec_decode` names are those of vLLM: drafts are rounds, and 1 + accepted / drafts is tokens per target
+pass.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal
 
@@ -20,14 +20,15 @@ from prometheus_client.registry import Collector
 from pydantic import BaseModel, Field
 from starlette.responses import JSONResponse, Response
 
-from ..core.errors import EngineGone, InvalidInput, ServiceUnreachable, StoreError
-from ..core.events import ModelTuning, Tuning, TuningVerb, Way
+from ..core.errors import InvalidInput, ServiceUnreachable, StoreError
+from ..core.events import Tuning, TuningVerb, Way
 from ..core.requests import DEFAULT_QUEUE, STATES
 from ..store import Store
 from ..worker.queue import RedisQueue
-from .engines import EngineProcess
-from .lookups import Known
-from .state import Shared, Strict, Task, Word
+from .engines import TUNING_S, metric
+from .lookups import Cache
+from .middleware import Shared
+from .schemas import Strict, Task, Word
 
 router = APIRouter(tags=["operation"])
 tuning_router = APIRouter(prefix="/v1", tags=["tuning"])
@@ -113,12 +114,12 @@ def _redis(queue: RedisQueue | None) -> str:
     response_class=Response,
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
 )
-async def metrics(app: Shared, known: Known) -> Response:
+async def metrics(app: Shared, cache: Cache) -> Response:
     """Prometheus metrics."""
-    await app.engines.ask_tuning()
-    parts = [known.times, ServiceCollector(app.store, app.queue), *([app.engines.metrics] if app.engines.of else [])]
-    told = await asyncio.to_thread(lambda: b"".join(map(generate_latest, parts)))  # the database may be slow
-    return Response(told, media_type=CONTENT_TYPE_LATEST)
+    await app.engines.ask_tuning(TUNING_S)
+    parts = [cache.times, ServiceCollector(app.store, app.queue), *([app.engines.metrics] if app.engines.of else [])]
+    text = await asyncio.to_thread(lambda: b"".join(map(generate_latest, parts)))  # the database may be slow
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 class ServiceCollector(Collector):
@@ -142,31 +143,24 @@ class ServiceCollector(Collector):
                 found[count.name].add_metric([own.get(label, count.label) for label in labels], count.value)
         states = self._store.jobs.states()
         n_jobs = [([state], states.get(state, 0)) for state in STATES]
-        return [*found.values(), _gauge("swiftopt_jobs", "Jobs by state.", ["state"], n_jobs)]
+        return [*found.values(), metric(GaugeMetricFamily, "swiftopt_jobs", "Jobs by state.", ["state"], n_jobs)]
 
     def _of_queue(self, queue: RedisQueue) -> list[Metric]:
         workers = Counter((worker.queue, worker.state) for worker in queue.workers())
         depths = [([name], queue.depth(name)) for name in sorted({DEFAULT_QUEUE, *(name for name, _ in workers)})]
-        return [
-            _gauge("swiftopt_workers", "Registered workers.", ["queue", "state"], sorted(workers.items())),
-            _gauge("swiftopt_queue_depth", "Attempts that wait for a worker.", ["queue"], depths),
-        ]
+        found = (
+            ("swiftopt_workers", "Registered workers.", ["queue", "state"], sorted(workers.items())),
+            ("swiftopt_queue_depth", "Attempts that wait for a worker.", ["queue"], depths),
+        )
+        return [metric(GaugeMetricFamily, *each) for each in found]
 
 
 def _with_up(name: str, words: str, read: Callable[[], list[Metric]]) -> list[Metric]:
     """Return the metrics of a service, and whether it answers."""
     try:
-        return [*read(), _gauge(name, words, [], [([], 1.0)])]
+        return [*read(), metric(GaugeMetricFamily, name, words, [], [([], 1.0)])]
     except (StoreError, ServiceUnreachable):
-        return [_gauge(name, words, [], [([], 0.0)])]
-
-
-def _gauge(name: str, words: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]) -> Metric:
-    """Return a gauge, each of whose values comes behind those of its labels."""
-    found = GaugeMetricFamily(name, words, labels=labels)
-    for of, value in values:
-        found.add_metric(of, value)
-    return found
+        return [metric(GaugeMetricFamily, name, words, [], [([], 0.0)])]
 
 
 class Steering(Strict):
@@ -180,10 +174,8 @@ class Steering(Strict):
 @tuning_router.get("/tuning", operation_id="tuning", response_model=Tuning)
 async def tuning(app: Shared) -> Response:
     """By model and task: what is in use, what is being tried, what that costs, and what it has brought."""
-    engines = app.engines.all()
-    found = await asyncio.gather(*map(_told, engines))
-    models = {engine.served.name: told for engine, told in zip(engines, found, strict=True)}
-    return JSONResponse(Tuning(models).to_json())
+    app.engines.all()  # raises where there is none
+    return JSONResponse(Tuning(await app.engines.ask_tuning()).to_json())
 
 
 @tuning_router.post("/tuning:{verb}", operation_id="steer_tuning", response_model=Tuning)
@@ -195,10 +187,3 @@ async def steer(app: Shared, verb: TuningVerb, body: Steering) -> Response:
     for engine in [app.engines.find(body.model)] if body.model else engines:
         await engine.steer(verb=verb, task=body.task, way=body.way)
     return await tuning(app)
-
-
-async def _told(engine: EngineProcess) -> ModelTuning:
-    try:
-        return await engine.ask_tuning()
-    except EngineGone as error:
-        return ModelTuning(unavailable=str(error))

@@ -13,21 +13,17 @@ from pydantic import Field, ValidationError
 from sse_starlette import ServerSentEvent
 from starlette.responses import Response
 
+from ..core.errors import InvalidInput
 from ..core.serialization import LARGEST, explained_body
-from .asked import AskedChat, AskedModel, Lenient, call_arguments
 from .completions import Exchange, Pieces
-from .problems import UnusableField
-from .state import Shared, State, sse
+from .middleware import Shared, State, sse
+from .schemas import AskedChat, CommonFields, Lenient, call_arguments
 
 router = APIRouter(prefix="/v1", tags=["completions"])
 
 NOT_HERE = ("previous_response_id", "reasoning", "max_tool_calls", "safety_identifier", "prompt_cache_key")
-FIXED = {  # what there is no choice about
-    **{"truncation": "disabled", "store": False, "background": False, "service_tier": "default", "top_logprobs": 0},
-}
-STORED = ("previous_response_id", "conversation", "background", "prompt")  # what would need stored responses
-
-
+FIXED = {"truncation": "disabled", "store": False, "background": False, "service_tier": "default", "top_logprobs": 0}
+STORED = ("previous_response_id", "conversation", "background", "prompt")  # fields that need stored responses
 NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}  # by those of chats
 
 
@@ -37,7 +33,7 @@ class TextOptions(Lenient):
     format: dict[str, Any] | None = None
 
 
-class AskedResponse(AskedModel):
+class AskedResponse(CommonFields):
     """A request in the form of Responses."""
 
     UNSUPPORTED: ClassVar = {
@@ -56,12 +52,12 @@ class AskedResponse(AskedModel):
     def check(self) -> None:
         super().check()
         for name in STORED:
-            if (self.model_extra or {}).get(name):
+            if self.extra.get(name):
                 words = f"{name} is not supported, for no response is stored here: send the whole input"
-                raise UnusableField(name, words)
+                raise InvalidInput(words, name)
         for name in ("return_metrics", "return_token_ids"):
             if getattr(self, name):
-                raise UnusableField(name, f"{name} is not supported in Responses: ask /v1/chat/completions for it")
+                raise InvalidInput(f"{name} is not supported in Responses: ask /v1/chat/completions for it", name)
 
     def name_of(self, field: str) -> str:
         if field == "json_schema" and self.tool_choice not in (None, "none", "auto"):
@@ -70,7 +66,7 @@ class AskedResponse(AskedModel):
         return NAMES.get(re.split(r"[.\[]", name)[0], name)
 
     def repeated(self) -> dict[str, Any]:
-        """Return what a response repeats of its request, with the defaults of what it did not say."""
+        """Return the fields of the request that its response repeats, with their defaults."""
         blank = {"description": None, "parameters": None, "strict": None}
         return {
             **dict.fromkeys(NOT_HERE),
@@ -83,14 +79,14 @@ class AskedResponse(AskedModel):
             "tool_choice": self.tool_choice or "auto",
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "text": {"format": (self.text and self.text.format) or {"type": "text"}},
-            "metadata": (self.model_extra or {}).get("metadata") or {},
+            "metadata": self.extra.get("metadata") or {},
             **FIXED,
         }
 
     def chat(self) -> AskedChat:
         """Return the chat that it asks for.
 
-        Raises: UnusableField: a part of it cannot be asked for here.
+        Raises: InvalidInput: a part of it cannot be asked for here.
         """
         messages: list[dict[str, Any]] = [{"role": "system", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
@@ -98,12 +94,12 @@ class AskedResponse(AskedModel):
         else:
             messages += [_message(item, f"input[{i}]") for i, item in enumerate(self.input)]
         if not messages:
-            raise UnusableField("input", "input is an empty list: send at least one item")
+            raise InvalidInput("input is an empty list: send at least one item", "input")
         choice: Any = self.tool_choice
         if isinstance(choice, dict):
             choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
         values = {
-            **self.model_dump(include={*AskedModel.model_fields, "parallel_tool_calls"}),
+            **self.model_dump(include={*CommonFields.model_fields, "parallel_tool_calls"}),
             **{"messages": messages, "max_tokens": self.max_output_tokens, "response_format": self._format()},
             **{"tools": [_tool(each) for each in self.tools or ()] or None, "tool_choice": choice},
         }
@@ -111,7 +107,7 @@ class AskedResponse(AskedModel):
             return AskedChat.model_validate(values)
         except ValidationError as error:
             words, place = explained_body(error.errors(include_url=False), values)
-            raise UnusableField(place, f"as a chat: {words}") from error
+            raise InvalidInput(f"as a chat: {words}", place) from error
 
     def _format(self) -> dict[str, Any] | None:
         """Return the form of the text as chats have it."""
@@ -130,7 +126,7 @@ def _message(item: Mapping[str, Any], place: str) -> dict[str, Any]:
             texts = [part.get("text") for part in content if isinstance(part, Mapping)]
             words = [text for text in texts if isinstance(text, str)]
             if len(words) < len(content):
-                raise UnusableField(place, f"{place}: only parts of text are supported here")
+                raise InvalidInput(f"{place}: only parts of text are supported here", place)
             content = "".join(words)
         role = item.get("role")
         return {"role": "system" if role == "developer" else role, "content": content}
@@ -140,7 +136,7 @@ def _message(item: Mapping[str, Any], place: str) -> dict[str, Any]:
         return {"role": "assistant", "content": "", "tool_calls": [call]}
     if kind == "function_call_output":
         return {"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")}
-    raise UnusableField(place, f"{place}: items of type {kind!r} are not supported here")
+    raise InvalidInput(f"{place}: items of type {kind!r} are not supported here", place)
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,10 +148,10 @@ class ResponseExchange(Exchange):
 
     WORD = "resp"
 
-    def __init__(self, app: State, request: Request, asked: AskedResponse) -> None:
-        asked.check()
-        super().__init__(app, request, asked.chat())
-        self.ignored, self._repeated, self._numbers = asked.ignored, asked.repeated(), count()
+    def __init__(self, app: State, request: Request, body: AskedResponse) -> None:
+        body.check()
+        super().__init__(app, request, body.chat())
+        self.ignored, self._repeated, self._numbers = body.ignored, body.repeated(), count()
         self._item = {"id": f"msg_{self.id.removeprefix('resp-')}", "type": "message", "role": "assistant"}
 
     def whole(self) -> dict[str, Any]:
@@ -176,7 +172,7 @@ class ResponseExchange(Exchange):
             },
         }
 
-    async def told(self, pieces: Pieces) -> AsyncGenerator[ServerSentEvent]:
+    async def stream(self, pieces: Pieces) -> AsyncGenerator[ServerSentEvent]:
         choice, at = self.choices[0], {"output_index": 0}
         part = {**at, "item_id": self._item["id"], "content_index": 0}
         is_begun = False
@@ -217,10 +213,10 @@ class ResponseExchange(Exchange):
         return sse({"type": name, "sequence_number": next(self._numbers), **values}, name)
 
     def _head(self, status: str) -> dict[str, Any]:
-        """Return the response before anything is known of it, beside what the request said."""
+        """Return a response without output, and with the fields of its request."""
         return {
             **{"id": self.id, "object": "response", "created_at": self.created, "status": status},
-            **{"model": self.asked.model, "output": [], "incomplete_details": None, "error": None},
+            **{"model": self.body.model, "output": [], "incomplete_details": None, "error": None},
             **{"completed_at": None, **self._repeated, "usage": None},
         }
 
@@ -240,7 +236,7 @@ def _call_item(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @router.post("/responses", operation_id="response", response_class=Response)
-async def responses(app: Shared, request: Request, asked: AskedResponse) -> Response:
+async def responses(app: Shared, request: Request, body: AskedResponse) -> Response:
     """Answer in the form of Responses."""
-    with asked.naming():
-        return await ResponseExchange(app, request, asked).answer()
+    with body.naming():
+        return await ResponseExchange(app, request, body).answer()

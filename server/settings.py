@@ -1,6 +1,6 @@
-"""What a server is told when it starts: API keys, folders of streams, limits.
+"""Settings of a server: API keys, stream folders, limits.
 
-Of keys only the hashes are known here; several are valid at a time, and their file is read again when it changes.
+Only the hashes of keys are known here; several keys are valid at a time, and their file is read again when it changes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ..core.errors import SettingsError
 
 VARIABLE = "SWIFTOPT_API_KEYS"
 FILE_VARIABLE = "SWIFTOPT_API_KEYS_FILE"
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_HASH = re.compile(r"[0-9a-f]{64}")
 FOLDERS_VARIABLE = "SWIFTOPT_STREAM_FOLDERS"
 MIB = 1024 * 1024
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_HASH = re.compile(r"[0-9a-f]{64}")
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 def new_key(name: str) -> tuple[str, str]:
     """Return a fresh key, and the entry `name:sha256hex` that lets it in.
 
-    Raises: SettingsError: the name is none.
+    Raises: SettingsError: the name cannot be used.
     """
     if not _NAME.fullmatch(name):
         raise SettingsError(f"the key name {name!r} is no name: use up to 64 letters, digits and -_.")
@@ -40,8 +40,9 @@ def new_key(name: str) -> tuple[str, str]:
 
 
 class Key(NamedTuple):
-    """An entry: the hash of a key, and the task of its completions where a request names none."""
+    """An entry: a name, the hash of its key, and the task of its completions where a request names none."""
 
+    name: str
     hashed: str
     task: str | None
 
@@ -54,64 +55,54 @@ class KeyRing:
 
     def __init__(self, entries: str = "", file: Path | None = None) -> None:
         self._fixed, self._file = _parse(entries.split(","), VARIABLE), file
-        self._stamp, self._filed = ((0, 0, 0), {}) if file is None else _read(file)
+        self._stamp, self._filed = ((0, 0, 0), []) if file is None else _read(file)
 
     @classmethod
     def from_environment(cls) -> KeyRing:
-        """Return the keys that the two variables name."""
+        """Return the keys of the two environment variables."""
         file = os.environ.get(FILE_VARIABLE)
         return cls(os.environ.get(VARIABLE, ""), Path(file) if file else None)
 
     @property
     def required(self) -> bool:
-        """Return whether requests need a key; an empty key file lets nobody in."""
+        """Whether requests need a key; an empty key file lets nobody in."""
         return self._file is not None or bool(self._fixed)
 
     @property
     def empty(self) -> bool:
-        """Return whether there is no key at all."""
+        """Whether there is no key at all."""
         return not self._fixed and not self._filed
 
     def owner(self, key: str) -> str | None:
         """Return the name of the key's entry, None for a wrong key, after the same time in either case."""
-        self._refresh()
         given, found = _hash(key), None
-        for name, entry in [*self._fixed.items(), *self._filed.items()]:
+        for entry in self._entries():
             if hmac.compare_digest(entry.hashed, given):
-                found = name
+                found = entry.name
         return found
 
-    def hashed(self, name: str | None) -> str | None:
-        """Return the hash of an entry's key, None where there is no such entry."""
-        self._refresh()
-        known = {**self._fixed, **self._filed}.get(name or "")
-        return None if known is None else known.hashed
+    def find(self, name: str | None) -> Key | None:
+        """Return the entry of a name; of several the last one."""
+        return next((entry for entry in reversed(self._entries()) if entry.name == name), None)
 
-    def task(self, name: str | None) -> str | None:
-        """Return the task of the completions that an entry's key asks for, if it has one."""
-        known = {**self._fixed, **self._filed}.get(name or "")
-        return None if known is None else known.task
-
-    def _refresh(self) -> None:
-        """Read the file again if it changed; one that cannot be read leaves the last good entries in force."""
-        if self._file is None:
-            return
+    def _entries(self) -> list[Key]:
+        """Return all entries; a changed file is read again, and one that cannot be leaves its last entries in force."""
         try:
-            if _stamp(self._file) != self._stamp:
+            if self._file is not None and _stamp(self._file) != self._stamp:
                 self._stamp, self._filed = _read(self._file)
                 logger.info("keys=read file=%s n=%d", self._file, len(self._filed))
         except (OSError, SettingsError) as error:
             logger.warning("keys=kept reason=%r", str(error))
+        return self._fixed + self._filed
 
 
-def _read(file: Path) -> tuple[tuple[int, int, int], dict[str, Key]]:
+def _read(file: Path) -> tuple[tuple[int, int, int], list[Key]]:
     try:
         stamp, text = _stamp(file), file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise SettingsError(
-            f"the key file {file} cannot be read ({reason}): check {FILE_VARIABLE} and permissions"
-        ) from error
+        words = f"the key file {file} cannot be read ({reason}): check {FILE_VARIABLE} and permissions"
+        raise SettingsError(words) from error
     return stamp, _parse((line.partition("#")[0] for line in text.splitlines()), str(file))
 
 
@@ -120,7 +111,7 @@ def _stamp(file: Path) -> tuple[int, int, int]:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-def _parse(entries: Iterable[str], where: str) -> dict[str, Key]:
+def _parse(entries: Iterable[str], where: str) -> list[Key]:
     found: dict[str, Key] = {}
     for number, entry in enumerate(entries, start=1):
         if not entry.strip():
@@ -131,8 +122,8 @@ def _parse(entries: Iterable[str], where: str) -> dict[str, Key]:
                 f"entry {number} of {where} is no name:sha256hex or name:sha256hex:task: make one with"
                 " `swiftopt serve --new-key NAME`"
             )
-        found[name] = Key(hashed.lower(), task or None)
-    return found
+        found[name] = Key(name, hashed.lower(), task or None)
+    return list(found.values())
 
 
 def _hash(key: str) -> str:
@@ -141,20 +132,15 @@ def _hash(key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """`stream_folders` hold the streams that a job may name; `requests_per_min` and `tokens_per_min`, of prompts
-    and completions, hold for each caller, 0 means no limit; `max_waiting` completions may wait per model, beside those
-    that run; at its end the server waits `drain_s` seconds for them.
-
-    Look-ups of single layer sets, health and metrics are not counted against the limit.
-    """
+    """Look-ups of single layer sets, health and metrics do not count against `requests_per_min`."""
 
     keys: KeyRing = field(default_factory=KeyRing)
-    stream_folders: tuple[Path, ...] = ()
+    stream_folders: tuple[Path, ...] = ()  # of the streams that a job may name
     max_body_bytes: int = 32 * MIB
-    requests_per_min: int = 600
-    tokens_per_min: int = 0
-    max_waiting: int = 64
-    drain_s: int = 30
+    requests_per_min: int = 600  # of each caller; 0: no limit
+    tokens_per_min: int = 0  # of the prompts and completions of each caller; 0: no limit
+    max_waiting: int = 64  # completions per model, besides those that run
+    drain_s: int = 30  # for completions in progress at the end
     timeout_s: float = 600.0  # of a completion, waiting included
 
 

@@ -1,37 +1,37 @@
-"""The dashboard: pages made on the server, which work without scripts; their live parts come as HTML over events.
+"""The dashboard: pages rendered on the server, which work without scripts; their live parts are sent as HTML events.
 
-A page is a route of `pages()` that ends with `page`; its live part is a template of its own, which the page includes
-and `live` sends again whenever it has changed. Nothing is loaded from another host. Where API keys are set, a page
-wants one of them once: a signed cookie remembers whose it was, as long as that key is one of the server's.
+`live_page` makes a page and its live part of one function; other pages are routes of `pages()` that end with `page`.
+Nothing is loaded from another host. Where API keys are set, a page asks for one of them once: a signed cookie remembers
+whose it was, for as long as the server has that key.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import hmac
 import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
+from inspect import iscoroutinefunction, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 from urllib.parse import quote
 
 from fastapi import APIRouter, Depends, Form, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from itsdangerous import BadSignature, URLSafeTimedSerializer
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from sse_starlette import EventSourceResponse, ServerSentEvent
-from starlette.exceptions import HTTPException
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 
 from ...core.errors import SwiftoptError
-from ..middleware import is_foreign, too_many
-from ..problems import Refused, refused_by
+from ..middleware import Refused, Shared, is_foreign, refused_by, state_of
 from ..settings import KeyRing
-from ..state import LOGINS_PER_MIN, Shared, state_of
 
 HERE = Path(__file__).parent
 STATIC = {path.name: path for path in (HERE / "static").iterdir()}
@@ -44,8 +44,8 @@ PAGES = (
     ("/playground", "Playground"),
 )
 COOKIE = "swiftopt_session"
-SESSION_S = 12 * 3600  # that a log-in holds
-LIVE_S = 2.0  # between two looks at what a page shows
+SESSION_S = 12 * 3600  # lifetime of a log-in
+LIVE_S = 2.0  # between two updates of a live part
 KEEP_ALIVE_S = 15
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
@@ -65,79 +65,75 @@ templates = Environment(
 _secret = secrets.token_hex(32)  # signs where no keys are set: such a server answers its own machine only
 
 
-# --- who looks
+# --- sessions
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
-    """Who looks at a page: the name of the key that was logged in with, None where no keys are set.
+class DashboardSession:
+    """A log-in: the name of its key, None where no keys are set; its forms carry `token`.
 
-    Forms of the page carry `token`, which signs the session's `nonce`; its `cookie` is set with the next page where it
-    is not None.
+    A `cookie` that is not None is set with the next page.
     """
 
     owner: str | None
-    nonce: str
     token: str
     cookie: str | None = None
 
 
-def _signer(keys: KeyRing, owner: str | None, purpose: str) -> URLSafeTimedSerializer:
-    """Return what signs for a key's owner: with the key's hash, so that a key that is withdrawn ends its sessions."""
-    return URLSafeTimedSerializer(keys.hashed(owner) or _secret, salt=f"swiftopt {purpose}")
+def _session(keys: KeyRing, owner: str | None, signed: str | None = None) -> DashboardSession:
+    """Return the session whose cookie has the signed nonce; None: a new one.
+
+    It is signed with the hash of the owner's key, so that a key that is withdrawn ends its sessions.
+
+    Raises: BadSignature: the nonce is signed with another key, or too long ago.
+    """
+    key = keys.find(owner)
+    secret = _secret if key is None else key.hashed
+    signer = URLSafeTimedSerializer(secret, salt="swiftopt session")
+    nonce = secrets.token_urlsafe(16) if signed is None else str(signer.loads(signed, max_age=SESSION_S))
+    token = hmac.new(secret.encode(), f"swiftopt form {nonce}".encode(), "sha256").hexdigest()
+    return DashboardSession(owner, token, f"{owner or ''}:{signer.dumps(nonce)}" if signed is None else None)
 
 
-def _begun(keys: KeyRing, owner: str | None) -> Visit:
-    """Begin a session."""
-    nonce = secrets.token_urlsafe(16)
-    cookie = f"{owner or ''}:{_signer(keys, owner, 'session').dumps(nonce)}"
-    return Visit(owner, nonce, _signer(keys, owner, "form").dumps(nonce), cookie)
-
-
-def _going_on(request: Request, keys: KeyRing) -> Visit | None:
-    """Return the session that a request belongs to, if there is one and it holds."""
+def _known_session(request: Request, keys: KeyRing) -> DashboardSession | None:
+    """Return the session of the request's cookie, if it is valid."""
     name, _, signed = request.cookies.get(COOKIE, "").partition(":")
-    owner = name or None
-    if (keys.hashed(owner) is None) == keys.required:
+    if (keys.find(name) is None) == keys.required:
         return None
     try:
-        nonce = str(_signer(keys, owner, "session").loads(signed, max_age=SESSION_S))
+        return _session(keys, name or None, signed)
     except BadSignature:
         return None
-    return Visit(owner, nonce, _signer(keys, owner, "form").dumps(nonce))
 
 
-def visit_of(request: Request, app: Shared) -> Visit:
-    """Return who looks at a page.
+def session_of(request: Request, app: Shared) -> DashboardSession:
+    """Return the session of a request; a new one where no keys are set.
 
     Raises: Refused: 401, where keys are set and nobody has logged in.
     """
     keys = app.settings.keys
-    if (visit := _going_on(request, keys)) is not None:
-        return visit
+    if (session := _known_session(request, keys)) is not None:
+        return session
     if keys.required:
         raise Refused(401, "unauthorised", "log in with one of this server's keys")
-    return _begun(keys, None)
+    return _session(keys, None)
 
 
-def check_form(request: Request, app: Shared, token: Annotated[str, Form()] = "") -> Visit:
-    """Return who sent a form.
+def check_form(request: Request, app: Shared, token: Annotated[str, Form()] = "") -> DashboardSession:
+    """Return the session that sent a form.
 
-    Raises: Refused: 401 as `visit_of`; 403: a page of another site, or of an earlier session, has sent it.
+    Raises: Refused: 401 as `session_of`; 403: a page of another site, or of an earlier session, has sent it.
     """
-    keys, visit = app.settings.keys, visit_of(request, app)
-    try:
-        nonce = _signer(keys, visit.owner, "form").loads(token, max_age=SESSION_S)
-    except BadSignature:
-        nonce = None
-    if is_foreign(request.headers) or nonce != visit.nonce:
+    session = session_of(request, app)
+    is_own = hmac.compare_digest(token.encode(errors="replace"), session.token.encode())
+    if is_foreign(request.headers) or not is_own:
         words = "this form is not of your present session: load the page again, then send it"
         raise Refused(403, "foreign-form", words)
-    return visit
+    return session
 
 
-Visiting = Annotated[Visit, Depends(visit_of)]
-Sent = Annotated[Visit, Depends(check_form)]
+CurrentSession = Annotated[DashboardSession, Depends(session_of)]
+FormSession = Annotated[DashboardSession, Depends(check_form)]
 
 
 # --- pages
@@ -147,17 +143,17 @@ class PageRoute(APIRoute):
     """A route whose errors are pages, and whose responses may show nothing of other hosts."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return FastAPI's handler, with that around it."""
+        """Return FastAPI's handler with these two added."""
         handle = super().get_route_handler()
 
         async def guarded(request: Request) -> Response:
             try:
                 response = await handle(request)
-            except (SwiftoptError, RequestValidationError, HTTPException) as error:
-                response = await _refusing(request, refused_by(error))
             except Exception as error:
-                logger.exception("page=failed path=%s", request.url.path)
-                response = await _refusing(request, refused_by(error))
+                refused = refused_by(error)
+                if refused.kind == "internal":
+                    logger.exception("page=failed path=%s", request.url.path)
+                response = await _error_page(request, refused)
             for name, value in HEADERS.items():
                 response.headers.setdefault(name, value)
             return response
@@ -165,13 +161,12 @@ class PageRoute(APIRoute):
         return guarded
 
 
-async def _refusing(request: Request, refused: Refused) -> Response:
+async def _error_page(request: Request, refused: Refused) -> Response:
     if refused.status_code == 401 and request.method == "GET" and not request.url.path.startswith("/live/"):
-        asked = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-        return RedirectResponse(f"/login?next={quote(asked)}", 303)
-    app = await state_of(request)
-    visit = _going_on(request, app.settings.keys)
-    return page(request, visit, "problem.html", refused.status_code, title="Not possible", detail=refused.detail)
+        wanted = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        return RedirectResponse(f"/login?next={quote(wanted)}", 303)
+    session = _known_session(request, (await state_of(request)).settings.keys)
+    return page(request, session, "problem.html", refused.status_code, title="Not possible", detail=refused.detail)
 
 
 def pages() -> APIRouter:
@@ -179,12 +174,11 @@ def pages() -> APIRouter:
     return APIRouter(route_class=PageRoute, include_in_schema=False, default_response_class=HTMLResponse)
 
 
-def page(request: Request, visit: Visit | None, name: str, status: int = 200, **values: Any) -> Response:
-    """Return a page made of a template."""
-    html = render(name, path=request.url.path, pages=PAGES, visit=visit, **values)
+def page(request: Request, session: DashboardSession | None, name: str, status: int = 200, **values: Any) -> Response:
+    """Return a page rendered from a template."""
+    html = render(name, path=request.url.path, pages=PAGES, session=session, **values)
     response = HTMLResponse(html, status)
-    if visit is not None and visit.cookie is not None:
-        remember(request, response, visit.cookie)
+    _set_cookie(request, response, session)
     return response
 
 
@@ -193,18 +187,18 @@ def render(name: str, **values: Any) -> str:
     return templates.get_template(name).render(values)
 
 
-def remember(request: Request, response: Response, cookie: str) -> None:
-    """Set a session's cookie."""
-    secure = request.url.scheme == "https"
-    response.set_cookie(COOKIE, cookie, SESSION_S, httponly=True, samesite="strict", secure=secure)
+def _set_cookie(request: Request, response: Response, session: DashboardSession | None) -> None:
+    if session is not None and session.cookie is not None:
+        secure = request.url.scheme == "https"
+        response.set_cookie(COOKIE, session.cookie, SESSION_S, httponly=True, samesite="strict", secure=secure)
 
 
 def live(
     part: Callable[[], Awaitable[str]], period_s: float = LIVE_S, is_over: Callable[[], bool] = lambda: False
 ) -> Response:
-    """Send a page's live part whenever it has changed; what keeps it from being made is said in its place.
+    """Send a page's live part whenever it has changed, or the error that keeps it from being rendered.
 
-    Once `is_over`, the part is sent a last time, and the event "over" behind it.
+    Once `is_over`, the part is sent a last time, followed by the event "over".
     """
 
     async def events() -> AsyncIterator[ServerSentEvent]:
@@ -226,11 +220,48 @@ def live(
     return EventSourceResponse(events(), ping=KEEP_ALIVE_S)
 
 
-# --- words of the templates
+Values = Callable[[], Awaitable[dict[str, Any]]]
+ValuesOf = TypeVar("ValuesOf", bound=Callable[..., Any])
+
+
+def live_page(
+    router: APIRouter, path: str, name: str, period_s: float = LIVE_S, live_path: str = ""
+) -> Callable[[ValuesOf], ValuesOf]:
+    """Add a page of the template `name`, and its live part `name`_part at `/live` + path, to a router.
+
+    The function below returns what both show. Its parameters are those of the two routes, as FastAPI reads them; it is
+    called for every update, in a thread unless it is async.
+    """
+
+    def add(values_of: ValuesOf) -> ValuesOf:
+        async def bound(**given: Any) -> Values:
+            call: Any = values_of if iscoroutinefunction(values_of) else partial(run_in_threadpool, values_of)
+            return partial(call, **given)
+
+        bound.__signature__ = signature(values_of, eval_str=True)  # type: ignore[attr-defined]
+        dependency = Depends(bound)
+
+        @router.get(path)
+        async def whole(request: Request, session: CurrentSession, values: Values = dependency) -> Response:
+            return page(request, session, f"{name}.html", **await values())
+
+        @router.get(live_path or f"/live{path}")
+        async def updates(session: CurrentSession, values: Values = dependency) -> Response:
+            async def part() -> str:
+                return render(f"{name}_part.html", session=session, **await values())
+
+            return live(part, period_s)
+
+        return values_of
+
+    return add
+
+
+# --- filters and globals of the templates
 
 
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:
-    """Return a figure with so many digits behind the point; a dash for none."""
+    """Return a figure with so many decimals; a dash for None."""
     return "–" if value is None else f"{value:,.{digits}f}{unit}"
 
 
@@ -245,26 +276,23 @@ def seconds(value: float | None) -> str:
 
 
 def ago(at: float) -> str:
-    """Return how long ago a moment (seconds since 1970) was."""
+    """Return how long ago a time (seconds since 1970) was."""
     return f"{seconds(max(0.0, time.time() - at))} ago"
 
 
 def moment(at: float) -> str:
-    """Return a moment (seconds since 1970) of the server's clock, with its day where that is not today."""
+    """Return a time (seconds since 1970) by the server's clock, with its date where that is not today."""
     then, now = time.localtime(at), time.localtime()
     return time.strftime("%H:%M" if then[:3] == now[:3] else "%Y-%m-%d %H:%M", then)
 
 
-def static(name: str) -> str:
-    """Return the address of a file, which changes with the file."""
-    return f"/static/{name}?{hashlib.sha256(STATIC[name].read_bytes()).hexdigest()[:12]}"
-
-
 templates.filters |= {"number": number, "seconds": seconds, "ago": ago, "moment": moment}
-templates.globals["static"] = {name: static(name) for name in STATIC}.__getitem__
+templates.globals["static"] = {  # addresses, which change with their files
+    name: f"/static/{name}?{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}" for name, path in STATIC.items()
+}.__getitem__
 
 
-# --- what every page needs
+# --- files, log-in and log-out
 
 router = pages()
 
@@ -282,7 +310,7 @@ async def login(request: Request, app: Shared, next: str = "/") -> Response:
     """The form that asks for a key."""
     if not app.settings.keys.required:
         return RedirectResponse("/", 303)
-    return page(request, None, "login.html", next=_own(next), wrong=False)
+    return page(request, None, "login.html", next=_local(next), wrong=False)
 
 
 @router.post("/login")
@@ -291,29 +319,26 @@ async def log_in(
 ) -> Response:
     """Begin a session with a key."""
     caller = request.client.host if request.client else "local"
-    if wait_s := app.logins.wait_s(caller):
-        raise too_many(f"{LOGINS_PER_MIN} log-ins", wait_s)
+    app.logins.check(caller, "log-ins")
     app.logins.spend(caller)
     if is_foreign(request.headers):
         raise Refused(403, "foreign-origin", "a page of another site may not log you in: open this server's own")
     owner = app.settings.keys.owner(key.strip())
     if owner is None:
-        return page(request, None, "login.html", 401, next=_own(next), wrong=True)
-    response = RedirectResponse(_own(next), 303)
-    cookie = _begun(app.settings.keys, owner).cookie
-    assert cookie is not None
-    remember(request, response, cookie)
+        return page(request, None, "login.html", 401, next=_local(next), wrong=True)
+    response = RedirectResponse(_local(next), 303)
+    _set_cookie(request, response, _session(app.settings.keys, owner))
     return response
 
 
 @router.post("/logout")
-async def log_out(visit: Sent) -> Response:
+async def log_out(session: FormSession) -> Response:
     """End the session."""
     response = RedirectResponse("/login", 303)
     response.delete_cookie(COOKIE)
     return response
 
 
-def _own(path: str) -> str:
+def _local(path: str) -> str:
     """Return a path of this server, "/" in place of anything else."""
     return path if path.startswith("/") and not path.startswith(("//", "/\\")) and path.isprintable() else "/"

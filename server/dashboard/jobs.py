@@ -1,4 +1,4 @@
-"""The jobs: which there are and who works on them, one with what it reports, its verbs, and a form for a new one."""
+"""The pages of jobs: the list and its workers, one job with its events and verbs, and a form for a new one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from datetime import datetime
 from pathlib import PurePosixPath
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from fastapi import Query, Request
 from pydantic import ValidationError
@@ -39,8 +39,8 @@ from ...optimizer.strategies import STRATEGIES
 from ...store.jobs import JobStanding
 from .. import jobs as api
 from ..jobs import JobId, JobSubmission, StreamSource
-from ..state import Shared, State
-from . import Sent, Visiting, live, number, page, pages, render, seconds, templates
+from ..middleware import Shared, State
+from . import CurrentSession, FormSession, live_page, number, page, pages, seconds, templates
 
 PER_PAGE = 50
 LAST_PAGE = 1_000_000
@@ -59,7 +59,7 @@ ABOUT: dict[Verb, str] = {
     "cancel": "end it without a result; finished completions are kept",
     "retry": "queue it again, from its last checkpoint",
 }
-LABELS = {  # where a field's name in words would not say enough
+LABELS = {  # of fields whose names do not say enough
     "limit": "Take only the first prompts",
     "max_new_tokens": "Tokens per completion",
     "concurrency": "Prompts decoded at once",
@@ -84,7 +84,7 @@ LABELS = {  # where a field's name in words would not say enough
 router = pages()
 
 
-# --- what is shown
+# --- jobs in words
 
 
 def since(at: str | None) -> float | None:
@@ -96,33 +96,32 @@ def since(at: str | None) -> float | None:
 
 
 def label(name: str) -> str:
-    """Return what people call a field: its last name in words, unless it has a label of its own."""
+    """Return a field's label: one of its own, or its last name in words."""
     words = name.rpartition(".")[2].replace("_", " ")
     return LABELS.get(name, words[:1].upper() + words[1:])
 
 
 def state_shown(job: Job) -> str:
-    """Return the job's state, and what it was asked to do."""
+    """Return the job's state, and what it will do next on request."""
     return WANTED.get(job.wanted or "", job.state) if job.state == "running" else job.state
 
 
 def place_shown(job: Job, standing: JobStanding | None) -> str:
-    """Return how long the attempt may go on without a sign of life, or what it waits for."""
+    """Return how long the lease of the attempt lasts, or what it waits for."""
     if standing is None:
         return "–"
     if job.state == "running" and standing.lease_s is not None:
         if standing.lease_s < 0:
             return f"lease ran out {seconds(-standing.lease_s)} ago: its worker is lost"
         return f"lease for {seconds(standing.lease_s)} more"
-    if job.state == "queued":
-        if standing.due_s is not None and standing.due_s > 0:
-            return f"next attempt in {seconds(standing.due_s)}"
-        return "waits for a worker"
-    return "–"
+    if job.state != "queued":
+        return "–"
+    waits = standing.due_s is not None and standing.due_s > 0
+    return f"next attempt in {seconds(standing.due_s)}" if waits else "waits for a worker"
 
 
 def verbs_of(job: Job, standing: JobStanding | None) -> list[Verb]:
-    """Return what can be done with a job in its state, as `store.transitions` has it."""
+    """Return the verbs that `store.transitions` allows in the job's state."""
     runs, queued = job.state == "running", job.state == "queued"
     saved = standing is not None and standing.n_checkpoints > 0
     kept = job.kind != "tune" or job.queue is not None or job.stream is not None  # its prompts
@@ -136,9 +135,8 @@ def verbs_of(job: Job, standing: JobStanding | None) -> list[Verb]:
     return [verb for verb, can in allowed.items() if can]
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSeen:
-    """A worker of a queue, or a served model's engine; `doing` is a job's id or a word, `sign` its sign of life."""
+class WorkerSeen(NamedTuple):
+    """A worker of a queue, or a served model's engine; `doing` is its state in words, `sign` its last sign of life."""
 
     name: str
     queue: str
@@ -148,11 +146,11 @@ class WorkerSeen:
 
 
 def workers_of(app: State) -> tuple[list[WorkerSeen], str]:
-    """Return who works, and in a sentence why it cannot all be seen (empty: it can).
+    """Return the workers, and in a sentence why they are not all known (empty: they are).
 
     Raises: StoreError: the database is away.
     """
-    found, why = _listening(app)
+    found, why = _registered(app)
     known = {worker.name for worker in found}
     running = [job for job in app.store.jobs.latest("running", WORKERS_SHOWN) if job.worker]
     standings = app.store.jobs.standings([job.id for job in running])
@@ -165,7 +163,7 @@ def workers_of(app: State) -> tuple[list[WorkerSeen], str]:
     return found, why
 
 
-def _listening(app: State) -> tuple[list[WorkerSeen], str]:
+def _registered(app: State) -> tuple[list[WorkerSeen], str]:
     if app.queue is None:
         return [], "No Redis was named, so there are no workers to see; jobs of served models run in their engines."
     try:
@@ -181,7 +179,7 @@ def _listening(app: State) -> tuple[list[WorkerSeen], str]:
     return found, ""
 
 
-def words_of(event: JobEvent, n_prompts: int) -> str:
+def event_words(event: JobEvent, n_prompts: int) -> str:
     """Return an event in words; one that cannot be read is named."""
     try:
         found = event_from_json(event.type, event.data)
@@ -189,10 +187,8 @@ def words_of(event: JobEvent, n_prompts: int) -> str:
         return f"{event.type}: changed by hand, or of a newer swiftopt"
     match found:
         case TrialsDone():
-            best = max((trial.matchness for trial in found.trials), default=None)
-            n = len(found.trials)
-            scored = f"{n} candidate{'' if n == 1 else 's'} scored"
-            return f"{found.task}: {scored}, best matchness {number(best)}"
+            n, best = len(found.trials), max((trial.matchness for trial in found.trials), default=None)
+            return f"{found.task}: {n} candidate{'' if n == 1 else 's'} scored, best matchness {number(best)}"
         case Adopted():
             return f"{found.task}: drafts use candidate {found.step} (matchness {number(found.matchness)})"
         case PromptStarted():
@@ -219,13 +215,12 @@ def figures_of(job: Job) -> list[tuple[str, str]]:
     if job.progress is None or job.is_finished:
         return []
     try:
-        now = event_from_json("progress", {key: value for key, value in job.progress.items() if key != "type"})
+        now = Progress.from_json({key: value for key, value in job.progress.items() if key != "type"})
     except StoreError:
         return []
-    assert isinstance(now, Progress)
     return [
-        ("Task", now.task),
-        ("Phase", now.phase),
+        ("Task", now.task[:60]),
+        ("Phase", now.phase[:60]),
         ("Tokens per second", number(now.tok_s, 1)),
         ("Tokens", number(now.tokens, 0)),
         ("Candidates", number(now.n_trials, 0)),
@@ -244,16 +239,14 @@ def _flat(request: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def asked_words(request: Mapping[str, Any]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Return what a job was asked for in words: what was chosen, and what is at its default."""
+def request_words(request: Mapping[str, Any]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Return a job's request in words: the values that were chosen, and those at their defaults."""
     usual = dict(_flat(TuneRequest("", "").to_json()))
-    chosen: list[tuple[str, str]] = []
-    rest: list[tuple[str, str]] = []
+    found: tuple[list[tuple[str, str]], list[tuple[str, str]]] = ([], [])
     for name, value in _flat(request):
         if name != "out":
-            kept = rest if name in usual and usual[name] == value else chosen
-            kept.append((label(name), _value_words(value)))
-    return chosen, rest
+            found[name in usual and usual[name] == value].append((label(name), _value_words(value)))
+    return found
 
 
 def _value_words(value: Any) -> str:
@@ -262,58 +255,6 @@ def _value_words(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return value if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else json.dumps(value)
-
-
-def list_values(app: State, state: JobState | None, at: int) -> dict[str, Any]:
-    """Return what a page of the list shows; `at` counts pages from 1.
-
-    Raises: StoreError: the database is away.
-    """
-    found = app.store.jobs.latest(state, PER_PAGE + 1, (at - 1) * PER_PAGE)
-    shown, states = found[:PER_PAGE], app.store.jobs.states()
-    standings = app.store.jobs.standings([job.id for job in shown])
-    workers, why = workers_of(app)
-    n = sum(states.values()) if state is None else states.get(state, 0)
-    return {
-        "rows": [(job, standings.get(job.id)) for job in shown],
-        "filters": [(None, sum(states.values())), *((each, states.get(each, 0)) for each in STATES)],
-        "state": state,
-        "at": at,
-        "n_pages": max(1, -(-n // PER_PAGE)),
-        "more": len(found) > PER_PAGE,
-        "workers": workers,
-        "why": why,
-        "engines": [engine.served.name for engine in app.engines.of.values() if engine.served.tune],
-    }
-
-
-def job_values(app: State, name: str) -> dict[str, Any]:
-    """Return what a job's page shows.
-
-    Raises: NotFound: no such job. StoreError: the database is away.
-    """
-    job, jobs = app.board.get(name), app.store.jobs
-    standing = jobs.standings([job.id]).get(job.id)
-    outputs: list[PromptFinished] = []
-    problem = ""
-    try:
-        outputs = jobs.outputs(job.id, OUTPUTS_SHOWN)
-    except StoreUnavailable:
-        raise
-    except StoreError as error:
-        problem = str(error)
-    events = jobs.newest_events(job.id, EVENTS_SHOWN)
-    return {
-        "job": job,
-        "standing": standing,
-        "verbs": verbs_of(job, standing),
-        "figures": figures_of(job),
-        "attempts": attempts_of(jobs.newest_events(job.id, ATTEMPTS_SHOWN, "state_changed")),
-        "events": [(event.id, event.created_at, words_of(event, job.n_prompts)) for event in events],
-        "outputs": outputs,
-        "outputs_problem": problem,
-        "why": _listening(app)[1] if job.state == "queued" and app.queue is not None else "",
-    }
 
 
 templates.globals |= {
@@ -340,11 +281,11 @@ class Option:
 
     @property
     def label(self) -> str:
-        """Return what people call it."""
+        """Its label in the form."""
         return label(self.name)
 
     def read(self, text: str) -> Any:
-        """Return what a text of the form means; what is no number stays as it is, for validation to say so."""
+        """Return the value of a text; one that should be a number and is not stays a text, which validation refuses."""
         if self.choices == ("yes", "no"):
             return text == "yes"
         if self.kind == "number":
@@ -356,7 +297,7 @@ class Option:
 
 
 def options_of(kind: type, prefix: str) -> list[Option]:
-    """Return a field for each setting of a record that is a single value."""
+    """Return an option for each setting of a record that is a single value."""
     choices = {"strategy": tuple(STRATEGIES), "draft_format": (AUTO, STORED, *FORMATS)}
     hints, found = get_type_hints(kind), []
     for each in fields(kind):
@@ -395,8 +336,8 @@ def _text(form: FormData, name: str) -> str:
     return value.strip() if isinstance(value, str) else ""
 
 
-def asked_values(form: FormData, stream: str) -> dict[str, Any]:
-    """Return a form as values of a `JobSubmission`; what is at its default is left out."""
+def submitted_values(form: FormData, stream: str) -> dict[str, Any]:
+    """Return the form as values of a `JobSubmission`, without those at their defaults."""
     values: dict[str, Any] = {"model": _text(form, "model"), "stream": {"name": stream}}
     if task := _text(form, "task"):
         values["task"] = task
@@ -413,7 +354,7 @@ def submit_form(app: State, form: FormData, data: bytes, file: str) -> tuple[Job
 
     Raises: ValidationError: a value cannot be used. SwiftoptError: the stream cannot, or the database is away.
     """
-    body = JobSubmission.model_validate(asked_values(form, file or _text(form, "stream")))
+    body = JobSubmission.model_validate(submitted_values(form, file or _text(form, "stream")))
     if file:
         sha256, _ = api.keep_upload(app, data, body.task or PurePosixPath(file).stem)
         body = body.model_copy(update={"task": None, "stream": StreamSource(upload=sha256)})
@@ -421,8 +362,8 @@ def submit_form(app: State, form: FormData, data: bytes, file: str) -> tuple[Job
     return app.board.submit(body.tune_request(stream, task), prompts, body.queue)
 
 
-def wrong_with(error: ValidationError | SwiftoptError) -> list[tuple[str, str]]:
-    """Return what is wrong with a form as (name of the field, sentence)."""
+def form_errors(error: ValidationError | SwiftoptError) -> list[tuple[str, str]]:
+    """Return the errors of a form as (name of the field, sentence)."""
     if isinstance(error, SwiftoptError):
         return [("stream", str(error))]
     found = []
@@ -434,12 +375,11 @@ def wrong_with(error: ValidationError | SwiftoptError) -> list[tuple[str, str]]:
 
 
 def form_values(app: State, form: FormData, wrong: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Return what the form shows: what was typed, what was wrong with it, and names that are known."""
+    """Return the values of the form: its texts, its errors, and suggestions of names."""
     known = dict.fromkeys(engine.served.path for engine in app.engines.of.values())
     with suppress(StoreError):  # names are a help only
         known |= dict.fromkeys(app.store.model_names())
     folders = app.settings.stream_folders
-    streams = sorted({str(path.relative_to(folder)) for folder in folders for path in folder.glob("*.jsonl")})
     return {
         "typed": {name: _text(form, name) for name in ("model", "task", "stream", *OPTIONS)},
         "wrong": wrong,
@@ -448,7 +388,7 @@ def form_values(app: State, form: FormData, wrong: Sequence[tuple[str, str]]) ->
         "rest": REST,
         "opened": any(name not in ("", "model", "task", "stream", *(each.name for each in FIRST)) for name, _ in wrong),
         "models": list(known)[:NAMES_OFFERED],
-        "streams": streams[:NAMES_OFFERED],
+        "streams": api.stream_names(folders)[:NAMES_OFFERED],
         "has_folders": bool(folders),
     }
 
@@ -458,43 +398,40 @@ def form_values(app: State, form: FormData, wrong: Sequence[tuple[str, str]]) ->
 PageNumber = Annotated[int, Query(alias="page", ge=1, le=LAST_PAGE)]
 
 
-@router.get("/jobs")
-async def jobs(
-    request: Request,
-    app: Shared,
-    visit: Visiting,
-    state: JobState | None = None,
-    at: PageNumber = 1,
-) -> Response:
-    """The jobs, the newest first, and the workers."""
-    return page(request, visit, "jobs.html", **await run_in_threadpool(list_values, app, state, at))
+@live_page(router, "/jobs", "jobs")
+def jobs(app: Shared, state: JobState | None = None, at: PageNumber = 1) -> dict[str, Any]:
+    """Return the jobs of a page (from 1), the newest first, and the workers.
 
-
-@router.get("/live/jobs")
-async def jobs_live(
-    app: Shared,
-    visit: Visiting,
-    state: JobState | None = None,
-    at: PageNumber = 1,
-) -> Response:
-    """The same, as it changes."""
-
-    async def part() -> str:
-        return render("jobs_part.html", **await run_in_threadpool(list_values, app, state, at))
-
-    return live(part)
+    Raises: StoreError: the database is away.
+    """
+    found = app.store.jobs.latest(state, PER_PAGE + 1, (at - 1) * PER_PAGE)
+    shown, states = found[:PER_PAGE], app.store.jobs.states()
+    standings = app.store.jobs.standings([job.id for job in shown])
+    workers, why = workers_of(app)
+    n = sum(states.values()) if state is None else states.get(state, 0)
+    return {
+        "rows": [(job, standings.get(job.id)) for job in shown],
+        "filters": [(None, sum(states.values())), *((each, states.get(each, 0)) for each in STATES)],
+        "state": state,
+        "at": at,
+        "n_pages": max(1, -(-n // PER_PAGE)),
+        "more": len(found) > PER_PAGE,
+        "workers": workers,
+        "why": why,
+        "engines": [engine.served.name for engine in app.engines.of.values() if engine.served.tune],
+    }
 
 
 @router.get("/jobs/new")
-async def new(request: Request, app: Shared, visit: Visiting) -> Response:
+async def new(request: Request, app: Shared, session: CurrentSession) -> Response:
     """The form for a new job; a query such as `?model=…&task=…` fills it."""
     typed = FormData(dict(request.query_params))
-    return page(request, visit, "job_new.html", **await run_in_threadpool(form_values, app, typed, ()))
+    return page(request, session, "job_new.html", **await run_in_threadpool(form_values, app, typed, ()))
 
 
 @router.post("/jobs/new")
-async def submit(request: Request, app: Shared, visit: Sent) -> Response:
-    """Submit a job; the form again, with what is wrong, if it cannot be."""
+async def submit(request: Request, app: Shared, session: FormSession) -> Response:
+    """Submit a job; if that fails, the form again, with its errors."""
     form = await request.form()  # which was read for its token already
     sent = form.get("file")
     file, data = (sent.filename or "", await sent.read()) if isinstance(sent, UploadFile) else ("", b"")
@@ -503,43 +440,55 @@ async def submit(request: Request, app: Shared, visit: Sent) -> Response:
     except StoreUnavailable:
         raise
     except (ValidationError, SwiftoptError) as error:
-        values = await run_in_threadpool(form_values, app, form, wrong_with(error))
-        return page(request, visit, "job_new.html", 422, **values)
+        values = await run_in_threadpool(form_values, app, form, form_errors(error))
+        return page(request, session, "job_new.html", 422, **values)
     return RedirectResponse(f"/jobs/{job.id}" + ("" if is_new else "?known=1"), 303)
 
 
-@router.get("/jobs/{job}")
-async def show(request: Request, app: Shared, visit: Visiting, job: JobId, known: bool = False) -> Response:
-    """One job; `known`: it was submitted again."""
-    values = await run_in_threadpool(job_values, app, job)
-    chosen, rest = asked_words(values["job"].request)
-    return page(request, visit, "job.html", **values, chosen=chosen, defaults=rest, known=known)
+@live_page(router, "/jobs/{job}", "job")
+def show(app: Shared, job: JobId, known: bool = False) -> dict[str, Any]:
+    """Return one job; `known`: it was submitted again.
 
-
-@router.get("/live/jobs/{job}")
-async def show_live(app: Shared, visit: Visiting, job: JobId) -> Response:
-    """What of it changes."""
-
-    async def part() -> str:
-        return render("job_part.html", visit=visit, **await run_in_threadpool(job_values, app, job))
-
-    return live(part)
+    Raises: NotFound: no such job. StoreError: the database is away.
+    """
+    found, jobs = app.board.get(job), app.store.jobs
+    standing = jobs.standings([found.id]).get(found.id)
+    outputs: list[PromptFinished] = []
+    problem = ""
+    try:
+        outputs = jobs.outputs(found.id, OUTPUTS_SHOWN)
+    except StoreUnavailable:
+        raise
+    except StoreError as error:
+        problem = str(error)
+    events = jobs.newest_events(found.id, EVENTS_SHOWN)
+    chosen, defaults = request_words(found.request)
+    return {
+        **{"job": found, "known": known, "standing": standing, "chosen": chosen, "defaults": defaults},
+        "verbs": verbs_of(found, standing),
+        "figures": figures_of(found),
+        "attempts": attempts_of(jobs.newest_events(found.id, ATTEMPTS_SHOWN, "state_changed")),
+        "events": [(event.id, event.created_at, event_words(event, found.n_prompts)) for event in events],
+        "outputs": outputs,
+        "outputs_problem": problem,
+        "why": _registered(app)[1] if found.state == "queued" and app.queue is not None else "",
+    }
 
 
 @router.get("/jobs/{job}/outputs")
-def outputs(app: Shared, visit: Visiting, job: JobId) -> Response:
+def outputs(app: Shared, session: CurrentSession, job: JobId) -> Response:
     """The finished completions as a file: those of `GET /v1/jobs/ID/outputs`."""
     return api.outputs(app, job)
 
 
 @router.get("/jobs/{job}/cancel")
-async def ask_cancel(request: Request, app: Shared, visit: Visiting, job: JobId) -> Response:
+async def ask_cancel(request: Request, app: Shared, session: CurrentSession, job: JobId) -> Response:
     """Ask whether a job is to be cancelled."""
-    return page(request, visit, "job_cancel.html", job=await run_in_threadpool(app.board.get, job))
+    return page(request, session, "job_cancel.html", job=await run_in_threadpool(app.board.get, job))
 
 
 @router.post("/jobs/{job}/{verb}")
-async def act(app: Shared, visit: Sent, job: JobId, verb: Verb) -> Response:
+async def act(app: Shared, session: FormSession, job: JobId, verb: Verb) -> Response:
     """Pause, resume, stop, cancel or retry a job."""
     found = await run_in_threadpool(app.board.act, job, verb)
     return RedirectResponse(f"/jobs/{found.id}", 303)

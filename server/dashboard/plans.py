@@ -9,35 +9,81 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 from urllib.parse import urlencode
 
-from fastapi import Form, Query, Request
+from fastapi import Form, Request
 from markupsafe import Markup, escape
 from pydantic import StringConstraints
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import RedirectResponse, Response
 
-from ...core.errors import EngineGone, StoreError
+from ...core.errors import StoreError
 from ...core.events import TaskFinished, TaskTuning, Way
 from ...core.records import AliasMove, PlanVersion
 from ...core.types import LayerSet, SubLayer
 from ...store import Store
 from ..engines import EngineProcess
-from ..problems import Refused
-from ..state import Depth, Shared, State
-from . import Sent, Visiting, live, number, page, pages, render, templates
+from ..middleware import Refused, Shared, State
+from ..schemas import Depth
+from . import CurrentSession, FormSession, live_page, number, page, pages, templates
 
 Name = Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\x00-\x1f\x7f]+$")]
+NameField = Annotated[Name, Form()]
 
-SELDOM_S = 10.0  # between two looks at a table that changes seldom
+SELDOM_S = 10.0  # between two updates of a table that changes seldom
 CELL, LABEL, ROW, RULER = 20, 68, 24, 16  # of a layer map, in its own units
 PER_BLOCK = 32  # layers side by side
 KINDS: tuple[tuple[Literal["attn", "mlp"], str], ...] = (("attn", "attention"), ("mlp", "MLP"))
 MARKS = {"int8": "M{x} {m}h10", "int4": "M{x} {a}h10M{x} {b}h10", "skipped": "M{x} {t}l10 10m0 -10l-10 10"}  # in cells
 STATES = ("kept", "int8", "int4", "skipped")  # of a sub-layer, as the style sheet and the legend name them
-
-SAID = {"promoted": "This version is the best one now.", "rolled-back": "The last choice was taken back."}
-PINNED = {"plain": "Plain decoding is pinned.", "best": "Drafts are pinned.", "judged": "Its requests judge it again."}
+NOTICES = {
+    "promoted": "This version is the best one now.",
+    "rolled-back": "The last choice was taken back.",
+    "plain": "Plain decoding is pinned.",
+    "best": "Drafts are pinned.",
+    "judged": "Its requests judge it again.",
+}
 
 router = pages()
+
+
+# --- SVG
+
+
+def svg(kind: str, size: tuple[int, int], title: str, description: str, *parts: str, left: int = 0) -> Markup:
+    """Return an SVG of a width and height; `left` is the x of its left edge."""
+    width, height = size
+    return Markup(
+        f'<svg class="{kind}" role="img" viewBox="{left} 0 {width} {height}" width="{width}" height="{height}">'
+        f"<title>{escape(title)}</title><desc>{escape(description)}</desc>{''.join(parts)}</svg>"
+    )
+
+
+def path(kind: str, parts: Iterable[str]) -> str:
+    """Return the parts as one path; nothing where there are none."""
+    drawn = "".join(parts)
+    return f'<path class="{kind}" d="{drawn}"/>' if drawn else ""
+
+
+class LayerGrid:
+    """The cells of a map: a row per kind of sub-layer, of height `row`, in blocks of PER_BLOCK layers side by side.
+
+    `labels` number the layers and name the rows, whose text stands `baseline` below their tops.
+    """
+
+    def __init__(self, n_layers: int, row: int, baseline: int) -> None:
+        self._row, self._block = row, RULER + row * len(KINDS) + 4
+        self.width = max(LABEL + CELL * min(n_layers, PER_BLOCK) + 2, 512)
+        self.height = self._block * -(-n_layers // PER_BLOCK)
+        self.labels = ""
+        for i in range(n_layers):
+            x, y = self.at(0, i)
+            if i % 5 == 0 or n_layers <= 12:
+                self.labels += f'<text x="{x + 9}" y="{y - 5}" text-anchor="middle">{i}</text>'
+            for place, (_, name) in enumerate(KINDS if i % PER_BLOCK == 0 else ()):
+                self.labels += f'<text x="0" y="{y + row * place + baseline}">{name}</text>'
+
+    def at(self, row: int, layer: int) -> tuple[int, int]:
+        """Return the upper left corner of a cell."""
+        return LABEL + CELL * (layer % PER_BLOCK), self._block * (layer // PER_BLOCK) + RULER + self._row * row
 
 
 # --- layer maps
@@ -90,55 +136,36 @@ def layer_map(layer_set: LayerSet, title: str, marked: Collection[SubLayer] = ()
 
     The cells of a state are one path, so that a map is a few elements whatever the depth. `marked` ones get a frame.
     """
-    layers, n_layers = range(layer_set.n_layers), layer_set.n_layers
-    width = max(LABEL + CELL * min(n_layers, PER_BLOCK) + 2, 512)
-    block = RULER + ROW * len(KINDS) + 4
-    n_blocks = -(-n_layers // PER_BLOCK)
-    cells: dict[str, list[str]] = {state: [] for state in STATES}
-    marks: dict[str, list[str]] = {state: [] for state in MARKS}
-    frames, texts = [], []
-    for i in layers:
-        x, top = LABEL + CELL * (i % PER_BLOCK), block * (i // PER_BLOCK)
-        if i % 5 == 0 or n_layers <= 12:
-            texts.append(f'<text x="{x + 9}" y="{top + 11}" text-anchor="middle">{i}</text>')
-        for row, (kind, name) in enumerate(KINDS):
-            y = top + RULER + ROW * row
-            state = state_of_part(layer_set, kind, i).partition("-")[0]
-            cells[state].append(f"M{x} {y}h18v20h-18z")
-            marks.get(state, []).append(_mark(state, x, y))
+    grid = LayerGrid(layer_set.n_layers, ROW, 14)
+    cells: dict[str, list[tuple[int, int]]] = {state: [] for state in STATES}
+    frames = []
+    for row, (kind, _) in enumerate(KINDS):
+        for i in range(layer_set.n_layers):
+            x, y = grid.at(row, i)
+            cells[state_of_part(layer_set, kind, i).partition("-")[0]].append((x, y))
             if (kind, i) in marked:
                 frames.append(f"M{x - 1} {y - 1}h20v22h-20z")
-            if i % PER_BLOCK == 0:
-                texts.append(f'<text x="0" y="{y + 14}">{name}</text>')
-    key_y, key_x = block * n_blocks + 6, LABEL
-    for state in STATES:
-        if cells[state]:
-            cells[state].append(f"M{key_x} {key_y}h18v20h-18z")
-            marks.get(state, []).append(_mark(state, key_x, key_y))
-            texts.append(f'<text x="{key_x + 24}" y="{key_y + 14}">{state}</text>')
+    key_x, key_y, legend = LABEL, grid.height + 6, ""
+    for state, corners in cells.items():
+        if corners:
+            corners.append((key_x, key_y))
+            legend += f'<text x="{key_x + 24}" y="{key_y + 14}">{state}</text>'
             key_x += 84
-    drawn = "".join(f'<path class="{state}" d="{"".join(paths)}"/>' for state, paths in cells.items() if paths)
-    drawn += "".join(f'<path class="mark on-{state}" d="{"".join(paths)}"/>' for state, paths in marks.items() if paths)
-    drawn += "".join(texts)
-    if frames:
-        drawn += f'<path class="differs" d="{"".join(frames)}"/>'
-    height = key_y + 22
-    return Markup(
-        f'<svg class="map" role="img" viewBox="-1 0 {width} {height}" width="{width}" height="{height}">'
-        f"<title>{escape(title)}</title><desc>{escape(map_words(layer_set))}</desc>{drawn}</svg>"
-    )
+    drawn = [path(state, (f"M{x} {y}h18v20h-18z" for x, y in corners)) for state, corners in cells.items()]
+    drawn += [
+        path(f"mark on-{state}", (mark.format(x=x + 4, t=y + 5, m=y + 10, a=y + 7, b=y + 13) for x, y in cells[state]))
+        for state, mark in MARKS.items()
+    ]
+    size, words = (grid.width, key_y + 22), map_words(layer_set)
+    return svg("map", size, title, words, *drawn, grid.labels, legend, path("differs", frames), left=-1)
 
 
-def _mark(state: str, x: int, y: int) -> str:
-    return MARKS.get(state, "").format(x=x + 4, t=y + 5, m=y + 10, a=y + 7, b=y + 13)
-
-
-# --- what the pages show
+# --- versions and their evidence
 
 
 @dataclass(frozen=True, slots=True)
 class JudgedText:
-    """A text that a verdict is made of: tokens and seconds plainly and with drafts, None where they are not stored."""
+    """A text of a verdict: (tokens, seconds) of plain decoding and with drafts; None: not stored."""
 
     name: str
     plain: tuple[int, float]
@@ -147,7 +174,7 @@ class JudgedText:
 
     @property
     def ratio(self) -> float | None:
-        """Return seconds per token plainly / with drafts."""
+        """Seconds per token, plain / with drafts."""
         if self.drafted is None:
             return None
         spent = self.plain[0] * self.drafted[1]
@@ -168,10 +195,11 @@ class Evidence:
 
 
 def evidence_of(store: Store, found: PlanVersion) -> Evidence:
-    """Return what a version was judged on."""
+    """Return the evidence of a version."""
     own = found.own_set
     if own is None:
         return _compared(store, found)
+    pairs: list[tuple[tuple[int, float], tuple[int, float] | None]]
     pairs = [((n, plain_s), (m, drafted_s)) for n, plain_s, m, drafted_s in own.evidence]
     if own.job is None:
         words = "Served requests: plain and drafted rounds of each." if pairs else "No pairs of timings are stored."
@@ -180,12 +208,10 @@ def evidence_of(store: Store, found: PlanVersion) -> Evidence:
     reason = "no verdict is stored" if finished is None else finished.verdict.reason or "no reason is stored"
     texts = [(event.prompt.id, event.completion.text) for event in held_out]
     if not pairs:  # of a version before they were stored; the plain halves are the job's output
-        runs = [(event.completion.n_tokens, event.completion.timings.total_s) for event in held_out]
-        judged = [JudgedText(name, run, None, text) for run, (name, text) in zip(runs, texts, strict=True)]
-    elif len(texts) == len(pairs):
-        judged = [JudgedText(name, *pair, text) for pair, (name, text) in zip(pairs, texts, strict=True)]
-    else:
-        judged = [JudgedText(f"text {i}", *pair) for i, pair in enumerate(pairs, 1)]
+        pairs = [((event.completion.n_tokens, event.completion.timings.total_s), None) for event in held_out]
+    if len(texts) != len(pairs):
+        texts = [(f"text {i}", "") for i in range(1, len(pairs) + 1)]
+    judged = [JudgedText(name, *pair, text) for pair, (name, text) in zip(pairs, texts, strict=True)]
     return Evidence(f"Job {own.job}, on held-out prompts: {reason}.", judged, finished)
 
 
@@ -200,9 +226,9 @@ def _compared(store: Store, found: PlanVersion) -> Evidence:
 
 
 def next_best(moves: Sequence[AliasMove]) -> AliasMove | None:
-    """Return the choice that a rollback would go back to; None where there is none before the last."""
-    standing = [move for move in moves if not (move.is_rollback or move.taken_back)]
-    return standing[1] if len(standing) > 1 else None
+    """Return the choice that a rollback would restore, if there is one."""
+    valid = [move for move in moves if not (move.is_rollback or move.taken_back)]
+    return valid[1] if len(valid) > 1 else None
 
 
 def overview_of(versions: Sequence[PlanVersion]) -> list[tuple[PlanVersion, int]]:
@@ -239,9 +265,10 @@ def figures_of(found: PlanVersion) -> list[tuple[str, str]]:
     plan, own = found.plan, found.plan.layer_set
     low, high = plan.measured_interval or (None, None)
     interval = "" if low is None else f" ({number(low)}–{number(high)})"
-    rows = [
+    heads = plan.learned
+    rows: list[tuple[str, str | None]] = [
         ("Method", plan.method),
-        *([("Engine", plan.engine)] if plan.engine else []),
+        ("Engine", plan.engine),
         ("Verdict", plan.verdict),
         ("Ratio to plain", number(plan.measured_speedup, 2, "x") + interval),
     ]
@@ -253,16 +280,14 @@ def figures_of(found: PlanVersion) -> list[tuple[str, str]]:
             ("Matchness", number(own.matchness)),
             ("r, share skipped", number(own.skip_ratio)),
         ]
-    if plan.learned is not None:
-        rows.append((plan.learned.kind.capitalize(), f"version {plan.learned.version} of {plan.learned.task}"))
-    if plan.draft_model is not None:
-        rows.append(("Draft model", plan.draft_model))
-    return [
-        *rows,
+    rows += [
+        (heads.kind.capitalize() if heads else "", f"version {heads.version} of {heads.task}" if heads else None),
+        ("Draft model", plan.draft_model),
         ("Device", plan.device or "–"),
         ("dtype", plan.dtype or "–"),
         ("Stored", (found.created_at or "–")[:16].replace("T", " ")),
     ]
+    return [(name, value) for name, value in rows if value is not None]
 
 
 def settings_of(found: PlanVersion) -> dict[str, str]:
@@ -272,34 +297,40 @@ def settings_of(found: PlanVersion) -> dict[str, str]:
     return {key: json.dumps(value, ensure_ascii=False) for key, value in merged.items() if value is not None}
 
 
-async def served_of(app: State, found: PlanVersion) -> list[tuple[EngineProcess, TaskTuning | EngineGone]]:
-    """Return the engines that serve the model, and what each says of the task, or why it does not answer."""
-    told: list[tuple[EngineProcess, TaskTuning | EngineGone]] = []
+async def engines_serving(app: State, found: PlanVersion) -> list[tuple[EngineProcess, TaskTuning | str]]:
+    """Return the engines that serve the model, each with the tuning of the task, or why it does not answer."""
+    serving: list[tuple[EngineProcess, TaskTuning | str]] = []
     for engine in app.engines.of.values():
         if engine.served.name in found.names or (found.fingerprint or "") == engine.card()["fingerprint"]:
-            try:
-                tasks = (await engine.ask_tuning()).tasks
-                told += [(engine, task) for task in tasks if task.task == found.task]
-            except EngineGone as error:
-                told.append((engine, error))
-    return told
+            tuning = await engine.ask_tuning()
+            tasks = [task for task in tuning.tasks if task.task == found.task]
+            serving += [(engine, each) for each in ([tuning.unavailable] if tuning.unavailable else tasks)]
+    return serving
 
 
 def _map(found: PlanVersion, marked: Collection[SubLayer] = ()) -> Markup | None:
     record = found.plan.layer_set
-    if record is None:
-        return None
-    return layer_map(record.layer_set, f"Layer map of version {found.version}", marked)
+    title = f"Layer map of version {found.version}"
+    return None if record is None else layer_map(record.layer_set, title, marked)
 
 
-def task_values(store: Store, model: str, task: str, number: int | None) -> dict[str, Any]:
-    """Return what the page of a model's task shows.
+def versions_of(store: Store, model: str, task: str) -> list[PlanVersion]:
+    """Return the versions of a model's task.
 
-    Raises: LayerSetNotFound: nothing is stored for it; Refused: 404, there is no such version.
+    Raises: LayerSetNotFound: there are none.
     """
     versions = store.plan_versions(model, task)
     if not versions:
-        store.plan(model, task, number or 1)  # its error names the nearest
+        store.plan(model, task, 1)  # its error names the nearest
+    return versions
+
+
+def task_values(store: Store, model: str, task: str, number: int | None) -> dict[str, Any]:
+    """Return the values of the page of a model's task.
+
+    Raises: LayerSetNotFound: nothing is stored for it; Refused: 404, there is no such version.
+    """
+    versions = versions_of(store, model, task)
     found, moves = chosen(versions, number), store.alias_moves(model, task)
     others = sorted((each for each in versions if each is not found), key=lambda each: not each.best_for)
     record = found.plan.layer_set
@@ -324,13 +355,11 @@ def task_values(store: Store, model: str, task: str, number: int | None) -> dict
 
 
 def compare_values(store: Store, model: str, task: str, left: int, right: int) -> dict[str, Any]:
-    """Return what two versions have side by side: figures and settings, each with whether they differ, and the maps.
+    """Return the figures, settings and maps of two versions side by side.
 
     Raises: as `task_values`.
     """
-    versions = store.plan_versions(model, task)
-    if not versions:
-        store.plan(model, task, left)
+    versions = versions_of(store, model, task)
     pair = [chosen(versions, left), chosen(versions, right)]
     sets = [each.plan.layer_set.layer_set for each in pair if each.plan.layer_set is not None]
     marked = differing(*sets) if len(sets) == 2 else []
@@ -361,66 +390,39 @@ templates.globals["plan_address"] = address
 # --- routes
 
 
-@router.get("/plans")
-async def plans(request: Request, app: Shared, visit: Visiting) -> Response:
-    """Per model and task, the plan that is in use."""
-    return page(request, visit, "plans.html", **await _list_values(app))
-
-
-@router.get("/live/plans")
-async def plans_live(app: Shared, visit: Visiting) -> Response:
-    """The same, as it changes."""
-
-    async def part() -> str:
-        return render("plans_part.html", **await _list_values(app))
-
-    return live(part, SELDOM_S)
-
-
-async def _list_values(app: State) -> dict[str, Any]:
-    return {"rows": overview_of(await run_in_threadpool(app.store.plan_versions))}
+@live_page(router, "/plans", "plans", SELDOM_S)
+def plans(app: Shared) -> dict[str, Any]:
+    """Return per model and task the plan that is in use."""
+    return {"rows": overview_of(app.store.plan_versions())}
 
 
 @router.get("/plans/task")
 async def task_plans(
     request: Request,
     app: Shared,
-    visit: Visiting,
-    model: Annotated[Name, Query()],
-    task: Annotated[Name, Query()],
-    version: Annotated[Depth | None, Query()] = None,
+    session: CurrentSession,
+    model: Name,
+    task: Name,
+    version: Depth | None = None,
     said: str = "",
 ) -> Response:
     """The versions of a model's task, and one of them whole."""
     values = await run_in_threadpool(task_values, app.store, model, task, version)
-    served = await served_of(app, values["found"])
-    words = {**SAID, **PINNED}.get(said)
-    return page(request, visit, "plan.html", **values, served=served, said=words)
+    served = await engines_serving(app, values["found"])
+    return page(request, session, "plan.html", **values, served=served, notice=NOTICES.get(said))
 
 
 @router.get("/plans/compare")
 async def compare(
-    request: Request,
-    app: Shared,
-    visit: Visiting,
-    model: Annotated[Name, Query()],
-    task: Annotated[Name, Query()],
-    left: Annotated[Depth, Query()],
-    right: Annotated[Depth, Query()],
+    request: Request, app: Shared, session: CurrentSession, model: Name, task: Name, left: Depth, right: Depth
 ) -> Response:
     """Two versions side by side."""
     values = await run_in_threadpool(compare_values, app.store, model, task, left, right)
-    return page(request, visit, "plan_compare.html", **values)
+    return page(request, session, "plan_compare.html", **values)
 
 
 @router.get("/plans/export")
-async def export(
-    app: Shared,
-    visit: Visiting,
-    model: Annotated[Name, Query()],
-    task: Annotated[Name, Query()],
-    version: Annotated[Depth, Query()],
-) -> Response:
+async def export(app: Shared, session: CurrentSession, model: Name, task: Name, version: Depth) -> Response:
     """A version's layer set, the file that `swiftopt layers export` writes."""
     record = await run_in_threadpool(app.store.layer_set, model, task, version)
     headers = {"Content-Disposition": f'attachment; filename="layer-set-v{version}.json"'}
@@ -429,22 +431,16 @@ async def export(
 
 @router.post("/plans/promote")
 async def promote(
-    app: Shared,
-    visit: Sent,
-    model: Annotated[Name, Form()],
-    task: Annotated[Name, Form()],
-    version: Annotated[Depth, Form()],
+    app: Shared, session: FormSession, model: NameField, task: NameField, version: Annotated[Depth, Form()]
 ) -> Response:
-    """Let `best` mean a version."""
+    """Make a version the best one."""
     await run_in_threadpool(app.store.promote, model, task, version)
     return RedirectResponse(address(model, task, version=version, said="promoted"), 303)
 
 
 @router.post("/plans/rollback")
-async def roll_back(
-    app: Shared, visit: Sent, model: Annotated[Name, Form()], task: Annotated[Name, Form()]
-) -> Response:
-    """Take back what `best` was last made to mean."""
+async def roll_back(app: Shared, session: FormSession, model: NameField, task: NameField) -> Response:
+    """Undo the last choice of the best version."""
     found = await run_in_threadpool(app.store.rollback, model, task)
     return RedirectResponse(address(model, task, version=found.version, said="rolled-back"), 303)
 
@@ -452,10 +448,10 @@ async def roll_back(
 @router.post("/plans/pin")
 async def pin(
     app: Shared,
-    visit: Sent,
-    served: Annotated[Name, Form()],
-    model: Annotated[Name, Form()],
-    task: Annotated[Name, Form()],
+    session: FormSession,
+    served: NameField,
+    model: NameField,
+    task: NameField,
     way: Annotated[Way | Literal["judged"], Form()],
 ) -> Response:
     """Pin a served task to plain decoding or to its drafts, or let it be judged again."""

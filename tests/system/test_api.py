@@ -18,7 +18,7 @@ from swiftopt.core.errors import StoreUnavailable
 from swiftopt.core.events import PhaseChanged, PromptFinished
 from swiftopt.core.requests import Lease
 from swiftopt.core.types import Completion, Prompt
-from swiftopt.server.lookups import Answers, LookupQuery
+from swiftopt.server.lookups import LookupCache, LookupQuery
 from swiftopt.store import Store
 from swiftopt.worker.queue import RedisQueue
 
@@ -302,7 +302,7 @@ def test_equal_lookups_at_once_are_one_query(store: Store) -> None:
         return {"model": query.model}
 
     async def many() -> None:
-        answers = Answers(find)
+        answers = LookupCache(find)
         found = await asyncio.gather(*(answers.get(LookupQuery(model="m", task="t")) for _ in range(50)))
         assert len({id(answer) for answer in found}) == 1 and len(asked) == 1
         for _ in range(2):  # an outage is not kept

@@ -16,8 +16,7 @@ from swiftopt.core.requests import ServedModel
 from swiftopt.core.types import Completion, Timings
 from swiftopt.server.app import create_app
 from swiftopt.server.dashboard import COOKIE, PAGES, STATIC
-from swiftopt.server.dashboard.overview import ServedNow, by_position, charts
-from swiftopt.server.dashboard.playground import Side, Try, request_of
+from swiftopt.server.dashboard.served import ServedNow, Side, Try, by_position, charts, request_of
 from swiftopt.server.engines import KEPT_S, EngineProcess, Engines, History
 from swiftopt.server.settings import KeyRing, ServerSettings, new_key
 from swiftopt.store import Store
@@ -227,7 +226,7 @@ def test_playground_asks_for_what_was_typed_and_learns_nothing() -> None:
 def test_halves_of_a_character_are_shown_as_one() -> None:
     euro = list("€".encode())
     told = [("a", "target", []), (euro[:2], "draft", [euro[:1]]), (euro[2:], "text", ["b"]), ([255], "text", [])]
-    side = Side("Plain", request_of(TYPED, None), told=told)  # type: ignore[arg-type]
+    side = Side("Plain", request_of(TYPED, None), traced=told)  # type: ignore[arg-type]
     assert [text for text, _, _ in side.tokens] == ["a", "", "€", "\ufffd"]
     assert [rejected for _, _, rejected in side.tokens] == ["", "\ufffd", "b", ""]
     assert side.by_source == [("the model itself", 1), ("its draft", 1), ("earlier text", 2)]
@@ -247,7 +246,7 @@ def test_try_of_another_key_is_not_shown(store: Store, keys: tuple[str, Path]) -
     client, (key, _) = guarded(store, keys[1]), keys
     client.post("/login", data={"key": key})
     tries = client.app.state.swiftopt.tries  # type: ignore[attr-defined]
-    side = Side("The plan", request_of(TYPED, None), told=[("<script>", "draft", ["<b>"])])
+    side = Side("The plan", request_of(TYPED, None), traced=[("<script>", "draft", ["<b>"])])
     for owner in ("ann", "bob"):
         tries[owner] = Try(owner, owner, {**TYPED, "model": "m", "after": ""}, (side, side))
     mine, theirs = client.get("/playground/ann"), client.get("/playground/bob")

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from swiftopt.core.errors import InvalidInput
 from swiftopt.core.types import Completion, LayerSet, Timings
-from swiftopt.server.asked import AskedChat, Message, call_arguments, plain_messages
-from swiftopt.server.problems import UnusableField
 from swiftopt.server.responses import AskedResponse
+from swiftopt.server.schemas import AskedChat, Message, call_arguments, plain_messages
 
 COUNT = st.integers(0, 10**6)
 SECONDS = st.floats(0, 1e6)
@@ -66,7 +65,7 @@ def test_arguments_of_calls_are_objects_for_templates(sent: Any, read: dict[str,
 
 @pytest.mark.parametrize("sent", ["{", "[1]", "5", 5, [1], "[" * 100_000])
 def test_arguments_that_are_no_object_are_refused(sent: Any) -> None:
-    with pytest.raises(UnusableField, match="the arguments are no JSON") as error:
+    with pytest.raises(InvalidInput, match="the arguments are no JSON") as error:
         call_arguments(sent, "messages[2]")
     assert error.value.param == "messages[2]"
 

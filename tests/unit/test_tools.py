@@ -14,7 +14,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from swiftopt.core.requests import Piece
-from swiftopt.server.tools import ThoughtText, ToolText
+from swiftopt.server.choices import ThoughtParser, ToolParser
 from swiftopt.worker.serving import Tokens
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -50,10 +50,10 @@ def pieces_of(text: str, cuts: Sequence[int]) -> Iterator[str]:
 
 @given(st.lists(st.integers(0, 200)))
 def test_behind_the_only_call_that_is_wanted_nothing_counts(cuts: list[int]) -> None:
-    tools = ToolText(["add"], most_calls=1)
+    tools = ToolParser(["add"], most_calls=1)
     shown = "".join(map(tools.add, pieces_of(f"One.{CALL}\nTwo.{CALL} Three.", cuts))) + tools.end()
     assert (shown, len(tools.calls)) == ("One.", 1)
-    both = ToolText(["add"], most_calls=1)
+    both = ToolParser(["add"], most_calls=1)
     one = '{"name": "add", "arguments": {"a": 1}}'
     assert "".join(map(both.add, pieces_of(f"[TOOL_CALLS] [{one}, {one}] Two.", cuts))) + both.end() == ""
     assert len(both.calls) == 1
@@ -61,7 +61,7 @@ def test_behind_the_only_call_that_is_wanted_nothing_counts(cuts: list[int]) -> 
 
 @given(st.sampled_from(sorted(WHOLE)), st.lists(st.integers(0, 90)))
 def test_text_and_calls_do_not_depend_on_the_pieces(text: str, cuts: list[int]) -> None:
-    tools, shown = ToolText(["add"]), ""
+    tools, shown = ToolParser(["add"]), ""
     for piece in pieces_of(text, cuts):
         shown += tools.add(piece)
         assert WHOLE[text][0].startswith(shown)
@@ -73,7 +73,7 @@ def test_text_and_calls_do_not_depend_on_the_pieces(text: str, cuts: list[int]) 
 
 @pytest.mark.parametrize("text", [CALL, LLAMA, MISTRAL])
 def test_call_is_known_as_soon_as_it_is_complete(text: str) -> None:
-    tools = ToolText(["add"])
+    tools = ToolParser(["add"])
     assert tools.add(text[:-1]) == "" and not tools.calls
     assert tools.add(text[-1]) == "" and tools.calls
 
@@ -87,11 +87,11 @@ def test_call_is_known_as_soon_as_it_is_complete(text: str) -> None:
     ],
 )
 def test_forced_call_that_is_cut_is_a_call_as_far_as_it_goes(text: str, arguments: str | None) -> None:
-    tools = ToolText(["add"], is_forced=True)
+    tools = ToolParser(["add"], is_forced=True)
     assert tools.add(text) + tools.end() == "" and tools.is_cut
     told = [(call["function"]["name"], call["function"]["arguments"]) for call in tools.calls]
     assert told == ([] if arguments is None else [("add", arguments)])
-    free = ToolText(["add"])
+    free = ToolParser(["add"])
     assert free.add(text) + free.end() == text and not free.calls
 
 
@@ -110,7 +110,7 @@ THOUGHTS = {
 @given(st.sampled_from(sorted(THOUGHTS)), st.lists(st.integers(0, 40)))
 def test_thought_does_not_depend_on_the_pieces(case: tuple[bool, str], cuts: list[int]) -> None:
     is_open, text = case
-    splitter = ThoughtText(is_open)
+    splitter = ThoughtParser(is_open)
     told = [*map(splitter.add, pieces_of(text, cuts)), splitter.end()]
     thoughts, said = zip(*told, strict=True)
     assert ("".join(thoughts), "".join(said)) == THOUGHTS[case]

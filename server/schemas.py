@@ -1,7 +1,7 @@
-"""What chats and completions ask: OpenAI's fields, vLLM's and our own, checked and made requests of the engine.
+"""Schemas of requests: the kinds of fields that routes share, and chats and completions, which become engine requests.
 
-Fields that nobody knows are ignored; those that are known and cannot be obeyed are refused, unless they say what is the
-case anyway. null means the default.
+Chats and completions have OpenAI's fields, vLLM's and our own. Fields that nobody knows are ignored; those that are
+known and cannot be obeyed are refused, unless their value is what the server does anyway. null means the default.
 """
 
 from __future__ import annotations
@@ -11,34 +11,33 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from ..core.errors import SwiftoptError
+from ..core.errors import InvalidInput, SwiftoptError
 from ..core.requests import CompletionRequest
 from ..core.serialization import LARGEST
 from ..core.types import Sampling
-from .problems import UnusableField
-from .state import Depth, Strict, Task
+
+# no control characters: PostgreSQL stores no NUL, and a name has no line break
+Word = Annotated[str, StringConstraints(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f]+$")]
+Task = Annotated[str, StringConstraints(min_length=1, max_length=512, pattern=r"^[^/\x00-\x1f\x7f]+$")]
+Depth = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 MOST_CHOICES = 128
 MOST_LOGPROBS = 20
-TEXT_TOKENS = 16  # of a completion of text whose length nobody names
+TEXT_TOKENS = 16  # of a completion of text without a length
 RESERVED = frozenset(  # arguments of the tokenizer, which are not the template's
     [
         *("conversation", "tools", "documents", "chat_template", "tokenize", "return_dict", "return_tensors"),
         *("return_assistant_tokens_mask", "padding", "truncation", "max_length", "tokenizer_kwargs"),
     ]
 )
-NAMES = {  # what clients call the fields of the engine's requests, where that is something else
+NAMES = {  # of fields of the engine's requests, what clients call them
     **{"text": "prompt", "token_ids": "prompt", "json_schema": "response_format", "method": "swiftopt.method"},
-    **{
-        "max_new_tokens": "max_tokens",
-        "min_new_tokens": "min_tokens",
-        "task": "swiftopt.task",
-        "version": "swiftopt.plan",
-    },
+    **{"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"},
+    **{"task": "swiftopt.task", "version": "swiftopt.plan"},
 }
 INSTEAD = {  # of fields that are not supported
     **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice"), "response_format"),
@@ -47,6 +46,18 @@ INSTEAD = {  # of fields that are not supported
     "prompt_logprobs": "echo with logprobs at /v1/completions",
 }
 SAMPLED = {each.name for each in fields(Sampling)}  # fields of the same names
+
+
+class Strict(BaseModel):
+    """Unknown keys and values of another type are refused."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class Lenient(BaseModel):
+    """Unknown keys are kept as they are."""
+
+    model_config = ConfigDict(extra="allow")
 
 
 class Options(Strict):
@@ -65,12 +76,6 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class Lenient(BaseModel):
-    """Unknown keys are kept as they are."""
-
-    model_config = ConfigDict(extra="allow")
-
-
 class JsonSchema(Lenient):
     """A schema by name, as OpenAI wraps it."""
 
@@ -85,9 +90,9 @@ class ResponseFormat(BaseModel):
     json_schema: JsonSchema | None = None
 
     def schema_of_text(self) -> dict[str, Any] | None:
-        """Return the JSON schema that the text keeps to.
+        """Return the JSON schema of the text, if it has one.
 
-        Raises: UnusableField: it is missing.
+        Raises: InvalidInput: it is missing.
         """
         if self.type == "text":
             return None
@@ -95,7 +100,7 @@ class ResponseFormat(BaseModel):
             return {"type": "object"}
         if self.json_schema is None or self.json_schema.schema_ is None:
             place = "response_format.json_schema.schema"
-            raise UnusableField(place, f"{place} is missing: give the schema")
+            raise InvalidInput(f"{place} is missing: give the schema", place)
         return self.json_schema.schema_
 
 
@@ -106,10 +111,10 @@ class Prediction(BaseModel):
     content: str | list[dict[str, Any]]
 
 
-class AskedModel(Lenient):
-    """The fields that every form has."""
+class CommonFields(Lenient):
+    """The fields of chats, completions and responses."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {  # and values that say what is the case anyway
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {  # and values that mean what the server does anyway
         **dict.fromkeys(("audio", "web_search_options", "structured_outputs", "guided_json", "guided_regex"), ()),
         **dict.fromkeys(("guided_choice", "guided_grammar", "prompt_logprobs", "truncate_prompt_tokens"), ()),
         **{"best_of": (1,), "suffix": ("",), "modalities": (["text"],), "allowed_token_ids": (), "bad_words": ([],)},
@@ -141,20 +146,25 @@ class AskedModel(Lenient):
     return_token_ids: bool | None = None
 
     def check(self) -> None:
-        """Refuse what cannot be obeyed.
+        """Check what the fields' types do not.
 
-        Raises: UnusableField: a field cannot, by itself or beside another.
+        Raises: InvalidInput: a field cannot be obeyed, by itself or beside another.
         """
         for name, usual in self.UNSUPPORTED.items():
-            value = (self.model_extra or {}).get(name)
+            value = self.extra.get(name)
             if value is not None and not any(type(value) is type(each) and value == each for each in usual):
                 advice = f"use {INSTEAD[name]}" if name in INSTEAD else "leave it out"
-                raise UnusableField(name, f"{name} is not supported here: {advice}")
+                raise InvalidInput(f"{name} is not supported here: {advice}", name)
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """The fields beside those above."""
+        return self.model_extra or {}
 
     @property
     def ignored(self) -> list[str]:
-        """Return the fields that were given and that nobody knows, in ASCII, as a header has them."""
-        more = {name for name, value in (self.model_extra or {}).items() if value is not None}
+        """The fields that were given and that nobody knows, in ASCII for a header."""
+        more = {name for name, value in self.extra.items() if value is not None}
         return [json.dumps(name)[1:-1] for name in sorted(more - set(self.UNSUPPORTED))]
 
     @contextmanager
@@ -172,7 +182,7 @@ class AskedModel(Lenient):
         return NAMES.get(field, field)
 
 
-class Asked(AskedModel):
+class GenerationFields(CommonFields):
     """The fields that chats and completions share."""
 
     max_tokens: int | None = Field(default=None, ge=1, le=LARGEST)
@@ -183,60 +193,39 @@ class Asked(AskedModel):
     def check(self) -> None:
         super().check()
         if self.stream_options is not None and not self.stream:
-            raise UnusableField("stream_options", "stream_options needs stream: set stream to true, or leave it out")
+            raise InvalidInput("stream_options needs stream: set stream to true, or leave it out", "stream_options")
         if self.return_token_ids and self.stream:
-            raise UnusableField("return_token_ids", "return_token_ids is for whole answers: leave out stream, or it")
+            raise InvalidInput("return_token_ids is for whole answers: leave out stream, or it", "return_token_ids")
         own = self.swiftopt or Options()
         if own.plan not in (None, "best") and own.method not in (None, own.plan):
             words = f"swiftopt.plan {own.plan!r} and swiftopt.method {own.method!r} exclude each other: choose one"
-            raise UnusableField("swiftopt.method", words)
+            raise InvalidInput(words, "swiftopt.method")
         if self.min_tokens and self.most_tokens is not None and self.min_tokens > self.most_tokens:
-            words = (
-                f"min_tokens {self.min_tokens} is more than the {self.most_tokens} tokens that a completion may have"
-            )
-            raise UnusableField("min_tokens", f"{words}: lower it, or ask for more")
-
-    def check_places(self, n_prompts: int, n_places: int) -> None:
-        """Refuse what a server could never run at once.
-
-        Raises: UnusableField: it has fewer places than completions are asked for.
-        """
-        n_choices = self.n or 1
-        if n_prompts * n_choices > n_places:
-            words = f"{n_prompts * n_choices} completions are asked for, but this server takes {n_places} at a time"
-            raise UnusableField("n" if n_choices > 1 else "prompt", f"{words}: ask for fewer")
+            words = f"min_tokens {self.min_tokens} is more than the {self.most_tokens} tokens of a completion"
+            raise InvalidInput(f"{words}: lower it, or ask for more", "min_tokens")
 
     @property
     def most_tokens(self) -> int | None:
-        """Return the most tokens of a completion; None: as many as there is room for."""
+        """The most tokens of a completion; None: as many as there is room for."""
         return self.max_tokens
 
     @property
-    def most_calls(self) -> int | None:
-        """Return the most calls of tools in an answer; None: any number."""
-        return None
-
-    @property
     def n_logprobs(self) -> int | None:
-        """Return how many alternatives of each token are wanted with log probabilities; None: no log probabilities."""
+        """The number of alternatives to each token that come with log probabilities; None: no log probabilities."""
         return None
-
-    def sampling(self) -> Sampling:
-        """Return how tokens are drawn; OpenAI's default is the distribution itself, with a seed that nobody chose."""
-        told = self.model_dump(include=SAMPLED, exclude_none=True)
-        own = {"top_k": max(0, self.top_k or 0), "logit_bias": tuple((self.logit_bias or {}).items())}
-        return Sampling(**{"temperature": 1.0, "seed": secrets.randbits(62), **told, **own})
 
     def common(self, salt: str) -> CompletionRequest:
-        """Return the request without its prompt."""
+        """Return the request without its prompt; OpenAI's default is to sample, with a random seed."""
         own = self.swiftopt or Options()
+        given = self.model_dump(include=SAMPLED, exclude_none=True)
+        given |= {"top_k": max(0, self.top_k or 0), "logit_bias": tuple((self.logit_bias or {}).items())}
         return CompletionRequest(
             task=own.task,
             method="plain" if own.plan == "plain" else own.method,
             version=own.plan if isinstance(own.plan, int) else None,
             learn=own.tune is not False,
             max_new_tokens=self.most_tokens,
-            sampling=self.sampling(),
+            sampling=Sampling(**{"temperature": 1.0, "seed": secrets.randbits(62), **given}),
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             min_new_tokens=self.min_tokens or 0,
@@ -251,13 +240,13 @@ class Asked(AskedModel):
 def joined(content: str | Sequence[Mapping[str, Any]], place: str) -> str:
     """Return the text of a content.
 
-    Raises: UnusableField: a part of it is no text.
+    Raises: InvalidInput: a part of it is no text.
     """
     if isinstance(content, str):
         return content
     for part in content:
         if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise UnusableField(place, f"{place}: only parts of type text are supported here")
+            raise InvalidInput(f"{place}: only parts of type text are supported here", place)
     return "".join(part["text"] for part in content)
 
 
@@ -272,7 +261,7 @@ class Message(Lenient):
 def plain_messages(messages: Iterable[Message]) -> tuple[dict[str, Any], ...]:
     """Return the messages as templates read them.
 
-    Raises: UnusableField: a part of one is no text, or the arguments of a call are no object.
+    Raises: InvalidInput: a part of one is no text, or the arguments of a call are no object.
     """
     found = []
     for i, each in enumerate(messages):
@@ -286,13 +275,9 @@ def plain_messages(messages: Iterable[Message]) -> tuple[dict[str, Any], ...]:
 
 
 def _plain_call(call: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Return an earlier call as templates read it.
-
-    Raises: UnusableField: it is none of a function, or its arguments are no object.
-    """
     function = call.get("function")
     if not isinstance(function, Mapping):
-        raise UnusableField(place, f"{place} has no function: send the call as it was answered")
+        raise InvalidInput(f"{place} has no function: send the call as it was answered", place)
     arguments = call_arguments(function.get("arguments"), f"{place}.function.arguments")
     return {**call, "function": {**function, "arguments": arguments}}
 
@@ -300,14 +285,14 @@ def _plain_call(call: Mapping[str, Any], place: str) -> dict[str, Any]:
 def call_arguments(arguments: Any, place: str) -> Mapping[str, Any]:
     """Return the arguments of an earlier call, which clients send as JSON, as templates read them.
 
-    Raises: UnusableField: they are no object.
+    Raises: InvalidInput: they are no object.
     """
     try:
         found = arguments if isinstance(arguments, Mapping) else json.loads(arguments or "{}")
     except (TypeError, ValueError, RecursionError):
-        raise UnusableField(place, f"{place}: the arguments are no JSON: send them as the call had them") from None
+        raise InvalidInput(f"{place}: the arguments are no JSON: send them as the call had them", place) from None
     if not isinstance(found, Mapping):
-        raise UnusableField(place, f"{place}: the arguments are no JSON object: send them as the call had them")
+        raise InvalidInput(f"{place}: the arguments are no JSON object: send them as the call had them", place)
     return found
 
 
@@ -323,11 +308,11 @@ class NamedTool(BaseModel):
     function: Function
 
 
-class AskedChat(Asked):
+class AskedChat(GenerationFields):
     """A chat."""
 
     UNSUPPORTED: ClassVar = {
-        **Asked.UNSUPPORTED,
+        **GenerationFields.UNSUPPORTED,
         **{"functions": (), "function_call": (), "chat_template": (), "documents": ([],)},
         **{"echo": (False,), "add_special_tokens": (False,)},
     }
@@ -346,11 +331,11 @@ class AskedChat(Asked):
     def check(self) -> None:
         super().check()
         if self.top_logprobs and not self.logprobs:
-            raise UnusableField("top_logprobs", "top_logprobs needs logprobs: set logprobs to true, or leave it out")
+            raise InvalidInput("top_logprobs needs logprobs: set logprobs to true, or leave it out", "top_logprobs")
         lengths = (self.max_tokens, self.max_completion_tokens)
         if None not in lengths and lengths[0] != lengths[1]:
             words = f"max_tokens {lengths[0]} and max_completion_tokens {lengths[1]} exclude each other: leave one out"
-            raise UnusableField("max_tokens", words)
+            raise InvalidInput(words, "max_tokens")
         for i, tool in enumerate(self.tools or ()):
             check_tool(tool, f"tools[{i}]")
 
@@ -360,25 +345,24 @@ class AskedChat(Asked):
 
     @property
     def most_calls(self) -> int | None:
+        """The most calls of tools in an answer; None: any number."""
         return 1 if self.parallel_tool_calls is False else None
 
     def name_of(self, field: str) -> str:
-        return "tools" if field == "json_schema" and self._must_call else super().name_of(field)
+        return "tools" if field == "json_schema" and self.must_call else super().name_of(field)
 
     @property
     def n_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def requests(self, salt: str) -> list[CompletionRequest]:
-        """The one prompt.
+        """Return the one request.
 
-        Raises: UnusableField: a field cannot be used beside another, or at all.
+        Raises: InvalidInput: a field cannot be used beside another, or at all.
         """
-        template = self._template()
-        schema = self._forced_call()
-        if schema is not None and self.response_format is not None and self.response_format.type != "text":
-            raise UnusableField("tool_choice", "tool_choice that forces a call and response_format exclude each other")
-        common = self.common(salt)
+        template, common, schema = self._template(), self.common(salt), self._forced_call()
+        if schema is not None and common.json_schema is not None:
+            raise InvalidInput("tool_choice that forces a call and response_format exclude each other", "tool_choice")
         request = replace(
             common,
             json_schema=schema or common.json_schema,
@@ -393,46 +377,44 @@ class AskedChat(Asked):
         own = self.chat_template_kwargs or {}
         if self.continue_final_message and self.add_generation_prompt:
             words = "continue_final_message and add_generation_prompt exclude each other: choose one"
-            raise UnusableField("continue_final_message", words)
+            raise InvalidInput(words, "continue_final_message")
         for name in sorted(RESERVED & set(own)):
             place = f"chat_template_kwargs.{name}"
-            raise UnusableField(place, f"{place} is no value of a template: leave it out")
+            raise InvalidInput(f"{place} is no value of a template: leave it out", place)
         if self.continue_final_message:
             return {**own, "continue_final_message": True, "add_generation_prompt": False}
         return {**own, "add_generation_prompt": False} if self.add_generation_prompt is False else own
 
     @property
-    def _must_call(self) -> bool:
+    def must_call(self) -> bool:
+        """Whether the answer has to call a tool."""
         return self.tool_choice not in (None, "none", "auto")
 
     def _forced_call(self) -> dict[str, Any] | None:
-        """Return the schema of the call that must be made; None: none must be.
-
-        Raises: UnusableField: there is no such tool.
-        """
-        if not self._must_call:
+        """Return the JSON schema of the call that must be made; None: none must be."""
+        if not self.must_call:
             return None
         wanted = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
         functions = functions_of(self.tools or ())
         calls = [_call_schema(each) for each in functions if wanted is None or each["name"] == wanted]
         if not calls:
             words = "a tool is to be called, but none is given" if wanted is None else f"there is no tool {wanted!r}"
-            raise UnusableField("tool_choice", f"{words}: add it to tools, or leave tool_choice out")
+            raise InvalidInput(f"{words}: add it to tools, or leave tool_choice out", "tool_choice")
         return {"anyOf": calls}
 
 
 def check_tool(tool: Mapping[str, Any], place: str) -> None:
-    """Refuse what is no function with a name.
+    """Check that a tool is a function with a name.
 
-    Raises: UnusableField: it is none.
+    Raises: InvalidInput: it is none.
     """
     if tool.get("type") != "function":
-        raise UnusableField(place, f"{place} is of type {tool.get('type')!r}: only functions are supported here")
+        raise InvalidInput(f"{place} is of type {tool.get('type')!r}: only functions are supported here", place)
     function = tool.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise UnusableField(place, f"{place} has no function with a name: give it one")
+        raise InvalidInput(f"{place} has no function with a name: give it one", place)
     if not isinstance(function.get("parameters") or {}, Mapping):
-        raise UnusableField(place, f"{place}: its parameters are no object: give their JSON schema")
+        raise InvalidInput(f"{place}: its parameters are no object: give their JSON schema", place)
 
 
 def functions_of(tools: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -442,7 +424,6 @@ def functions_of(tools: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON schema of a call of a function."""
     arguments = function.get("parameters") or {"type": "object"}
     return {
         "type": "object",
@@ -452,10 +433,10 @@ def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-class AskedText(Asked):
+class AskedText(GenerationFields):
     """A completion of texts, or of token ids."""
 
-    UNSUPPORTED: ClassVar = {**Asked.UNSUPPORTED, "add_special_tokens": (True,)}
+    UNSUPPORTED: ClassVar = {**GenerationFields.UNSUPPORTED, "add_special_tokens": (True,)}
 
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: int | None = Field(default=None, ge=0, le=LARGEST)
@@ -465,7 +446,7 @@ class AskedText(Asked):
     def check(self) -> None:
         super().check()
         if self.max_tokens == 0 and not self.echo:
-            raise UnusableField("max_tokens", "max_tokens 0 needs echo: set echo to true, or ask for tokens")
+            raise InvalidInput("max_tokens 0 needs echo: set echo to true, or ask for tokens", "max_tokens")
 
     @property
     def n_logprobs(self) -> int | None:
@@ -476,14 +457,14 @@ class AskedText(Asked):
         return TEXT_TOKENS if self.max_tokens is None else self.max_tokens
 
     def requests(self, salt: str) -> list[CompletionRequest]:
-        """A request per prompt.
+        """Return a request per prompt.
 
-        Raises: UnusableField: there is none.
+        Raises: InvalidInput: there is none.
         """
         is_one = isinstance(self.prompt, str) or (bool(self.prompt) and isinstance(self.prompt[0], int))
         prompts: Any = [self.prompt] if is_one else self.prompt
         if not prompts:
-            raise UnusableField("prompt", "prompt is an empty list: give at least one prompt")
+            raise InvalidInput("prompt is an empty list: give at least one prompt", "prompt")
         common = replace(self.common(salt), echo=bool(self.echo))
         return [
             replace(common, text=each) if isinstance(each, str) else replace(common, token_ids=tuple(each))

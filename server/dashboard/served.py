@@ -1,0 +1,434 @@
+"""The pages of served models: the overview of what is decoded now, the traffic, and the playground.
+
+The playground decodes one prompt by a plan and plainly, and shows each token with its source. Both completions are
+requests to the model's engine, one after the other, so that their timings are apart; each reads the prompt anew.
+Nothing is learnt from them, and the traffic's figures leave them out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from codecs import getincrementaldecoder
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, get_args
+
+from fastapi import Query, Request
+from pydantic import StringConstraints, TypeAdapter, ValidationError
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import RedirectResponse, Response
+
+from ...core.errors import InvalidInput, StoreError, SwiftoptError
+from ...core.events import ModelTuning
+from ...core.requests import CompletionRequest, Piece
+from ...core.types import Completion, Sampling, TokenSource, seconds_by_part
+from ..engines import EngineProcess, Period, Reply, next_event
+from ..middleware import Refused, Shared, State, refused_by
+from ..schemas import Task, Word
+from . import CurrentSession, DashboardSession, FormSession, live, live_page, page, pages, render
+
+SPANS = {"10 minutes": 600, "1 hour": 3600, "6 hours": 21_600}
+POINTS = 60  # of a chart
+POSITIONS = 8  # of a draft, whose acceptance is shown
+MOST_TRIES = 32  # in memory
+MOST_TOKENS = 1024  # of a completion
+PERIOD_S = 0.2  # between two updates
+FIRST = {"form": "chat", "tokens": "128", "temperature": "0"}  # defaults of the form
+PLANS = ("adaptive", "prompt-lookup", "swift")  # suggested methods, besides stored versions
+SOURCES: Mapping[TokenSource, str] = {
+    "target": "the model itself",
+    "draft": "its draft",
+    "text": "earlier text",
+    "prediction": "the prediction",
+    "grammar": "the grammar",
+}
+assert set(SOURCES) == set(get_args(TokenSource))
+TaskName: TypeAdapter[str] = TypeAdapter(Annotated[Task, StringConstraints(strip_whitespace=True)])
+
+TracedToken = tuple[Piece, TokenSource, list[Piece]]  # a token, its source, and the draft that was rejected for it
+
+router = pages()
+
+
+# --- overview
+
+
+@dataclass(frozen=True, slots=True)
+class ServedNow:
+    """An engine, its tuning, and its traffic that ended in the last minute."""
+
+    engine: EngineProcess
+    tuning: ModelTuning
+    lately: Period
+
+    @property
+    def tok_s(self) -> float:
+        """Tokens per second of the last minute."""
+        return self.lately.tokens / (time.time() - self.lately.at)
+
+
+async def served_now(app: State) -> list[ServedNow]:
+    """Return what every engine does now."""
+    tunings, history = await app.engines.ask_tuning(), app.engines.metrics.history
+    return [ServedNow(engine, tunings[name], history.now(name)) for name, engine in app.engines.of.items()]
+
+
+def alarms(served: list[ServedNow], store_error: str) -> list[str]:
+    """Return what needs attention, a sentence each."""
+    found = [f"{one.engine.served.name} does not serve: {one.engine.state}" for one in served if one.tuning.unavailable]
+    if store_error:
+        found.append(f"The database is away: {store_error}")
+    for one in served:
+        for task in one.tuning.tasks:
+            if task.in_use == "plain" and task.pinned is None and task.requests:
+                measured = "drafts were slower" if task.ratio is None else f"drafts were measured at {task.ratio:.2f}x"
+                why = task.shifts.latest or measured
+                since = time.strftime("%H:%M", time.localtime(task.since))
+                found.append(f"Drafting is off for {one.engine.served.name}/{task.task} since {since}: {why}")
+    return found
+
+
+@live_page(router, "/", "overview", live_path="/live/overview")
+async def overview(app: Shared) -> dict[str, Any]:
+    """Return what is decoded now."""
+    served = await served_now(app)
+    jobs: dict[str, int] = {}
+    error = ""
+    try:
+        jobs = await run_in_threadpool(app.store.jobs.states)
+    except StoreError as failure:
+        error = str(failure)
+    tasks = [task for one in served for task in one.tuning.tasks]
+    drafted, accepted = (sum(getattr(one.lately, name) for one in served) for name in ("drafted", "accepted"))
+    return {
+        "served": served,
+        "alarms": alarms(served, error),
+        "jobs": jobs,
+        "saved_s": sum(task.saved_s for task in tasks),
+        "tokens": sum(task.tokens for task in tasks),
+        "tok_s": sum(one.tok_s for one in served),
+        "acceptance": accepted / drafted if drafted else None,
+        "n_running": sum(min(one.engine.n_requests, one.engine.served.concurrency) for one in served),
+        "n_requests": sum(one.engine.n_requests for one in served),
+    }
+
+
+# --- traffic
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A chart that is a table too: lines by name, a value for each period (None: nothing ended then)."""
+
+    title: str
+    unit: str
+    lines: dict[str, list[float | None]]
+
+
+def charts(periods: list[Period], length_s: float) -> list[Chart]:
+    """Return the charts of a task's traffic."""
+
+    def ratio(above: str, below: str) -> list[float | None]:
+        pairs = [(getattr(period, above), getattr(period, below)) for period in periods]
+        return [round(a / b, 4) if b else None for a, b in pairs]
+
+    tok_s = [round(period.tokens / length_s, 4) if period.requests else None for period in periods]
+    parts = [seconds_by_part(period.spent) for period in periods]
+    return [
+        Chart("Tokens per second", "", {"completions": tok_s}),
+        Chart("Time to first token", "s", {"mean": ratio("first_token_s", "requests")}),
+        Chart("Time per token", "s", {"mean": ratio("between_tokens_s", "requests")}),
+        Chart("Acceptance", "", {"accepted / drafted": ratio("accepted", "drafted")}),
+        Chart("Prompt tokens read before", "", {"cached / prompt": ratio("cached_tokens", "prompt_tokens")}),
+        Chart("Where time went", "s", {name: [round(own[name], 4) for own in parts] for name in parts[0]}),
+    ]
+
+
+def by_position(periods: list[Period]) -> list[tuple[int, float]]:
+    """Return the share of rounds in which each position of the draft was accepted, from 1."""
+    whole = sum(periods[1:], periods[0])
+    shown = whole.accepted_per_position[:POSITIONS]
+    return [(place, n / whole.rounds) for place, n in enumerate(shown, 1)] if whole.rounds else []
+
+
+Named = Annotated[Word | None, Query()]
+
+
+@live_page(router, "/traffic", "traffic")
+async def traffic(
+    request: Request,
+    app: Shared,
+    span: Annotated[str, Query(max_length=20)] = "1 hour",
+    model: Named = None,
+    task: Named = None,
+) -> dict[str, Any]:
+    """Return the traffic of the last minutes or hours, of one model and task or of all."""
+    span = span if span in SPANS else "1 hour"
+    history = app.engines.metrics.history
+    periods = history.last(SPANS[span], POINTS, model, task)
+    return {
+        **{"span": span, "spans": list(SPANS), "model": model, "task": task, "tasks": history.tasks},
+        "query": request.url.query,
+        "charts": charts(periods, SPANS[span] // POINTS),
+        "moments": [period.at for period in periods],
+        "clock": [time.strftime("%H:%M:%S", time.localtime(period.at)) for period in periods],
+        "by_position": by_position(periods),
+        "requests": sum(period.requests for period in periods),
+        "tokens": sum(period.tokens for period in periods),
+    }
+
+
+# --- playground
+
+
+@dataclass(slots=True, eq=False)
+class Side:
+    """One of the two completions, as it grows."""
+
+    name: str
+    request: CompletionRequest
+    traced: list[TracedToken] = field(default_factory=list)
+    sent_at: float | None = None
+    first_at: float | None = None
+    completion: Completion | None = None
+    decoded_with: str = ""
+    problem: str = ""
+
+    async def run(self, engine: EngineProcess, within_s: float) -> None:
+        """Have the engine decode it; an error is kept as `problem`."""
+        until, self.sent_at = time.monotonic() + within_s, time.perf_counter()
+        reply: Reply | None = None
+        try:
+            reply = engine.ask("decode", request=self.request.to_json())
+            while self.completion is None:
+                self._take((await next_event(reply.events, until - time.monotonic()))[1])
+        except TimeoutError:
+            self.problem = f"it has taken longer than {within_s:g} s: ask for fewer tokens, or raise --timeout"
+        except SwiftoptError as error:
+            self.problem = str(error)
+        except asyncio.CancelledError:
+            self.problem = "it was stopped"
+            raise
+        finally:
+            if reply is not None:
+                engine.drop(reply)
+
+    def _take(self, event: Mapping[str, Any]) -> None:
+        match event["event"]:
+            case "text":
+                self.first_at = self.first_at or time.perf_counter()
+                self.traced += event["trace"]
+            case "restarted":
+                self.traced, self.first_at = [], None
+            case "done":
+                version = event["version"]
+                self.decoded_with = event["decoded_with"] + (f", version {version}" if version else "")
+                self.completion = Completion.from_json(event["completion"])
+
+    @property
+    def tok_s(self) -> float | None:
+        """Tokens per second after the first, as the engine measured them, or so far."""
+        if (done := self.completion) is not None:
+            spent = done.timings.total_s - done.prefill_s
+            return (done.n_tokens - done.first_tokens) / spent if spent and done.n_tokens > 1 else None
+        if self.first_at is None or len(self.traced) < 2:
+            return None
+        return (len(self.traced) - 1) / (time.perf_counter() - self.first_at)
+
+    @property
+    def first_s(self) -> float | None:
+        """Seconds until its first text."""
+        return None if self.first_at is None or self.sent_at is None else self.first_at - self.sent_at
+
+    @property
+    def tokens(self) -> Iterator[tuple[str, TokenSource, str]]:
+        """Each token's text, its source, and the rejected draft in its place."""
+        decoder = getincrementaldecoder("utf-8")("replace")  # a character may take several tokens
+        for piece, source, rejected in self.traced:
+            yield decoder.decode(_bytes(piece)), source, b"".join(map(_bytes, rejected)).decode("utf-8", "replace")
+
+    @property
+    def by_source(self) -> list[tuple[str, int]]:
+        """The number of tokens by source, in words."""
+        counted = Counter(source for _, source, _ in self.traced)
+        return [(words, counted[source]) for source, words in SOURCES.items() if counted[source]]
+
+
+@dataclass(slots=True, eq=False)
+class Try:
+    """A prompt and its two completions."""
+
+    id: str
+    owner: str | None
+    typed: dict[str, str]
+    sides: tuple[Side, Side]
+    work: asyncio.Task[None] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more comes."""
+        return self.work is None or self.work.done()
+
+    @property
+    def messages(self) -> tuple[Mapping[str, Any], ...]:
+        """The chat; empty where the prompt is a text."""
+        return self.sides[0].request.messages
+
+    @property
+    def unlike(self) -> int | None:
+        """The first token, counted from 1, in which the completions differ; None: they are the same."""
+        one, other = (side.completion.token_ids if side.completion else () for side in self.sides)
+        if one == other:
+            return None
+        same = (i for i, pair in enumerate(zip(one, other, strict=False), 1) if pair[0] != pair[1])
+        return next(same, min(len(one), len(other)) + 1)
+
+    async def run(self, engine: EngineProcess, within_s: float) -> None:
+        """Decode both, one after the other."""
+        for side in self.sides:
+            await side.run(engine, within_s)
+
+
+def _bytes(piece: Piece) -> bytes:
+    return piece.encode() if isinstance(piece, str) else bytes(piece)
+
+
+def request_of(typed: Mapping[str, str], earlier: Try | None) -> CompletionRequest:
+    """Return the request of a form; a chat goes on where the earlier one ended.
+
+    Raises: InvalidInput: a field cannot be used.
+    """
+    if not typed["prompt"].strip():
+        raise InvalidInput("the prompt is empty: write something to go on with", "prompt")
+    plan, task = typed["plan"].strip(), None
+    try:
+        task = TaskName.validate_python(typed["task"]) if typed["task"].strip() else None
+    except ValidationError:
+        raise InvalidInput("the task is no name of one: leave out slashes, and keep it short", "task") from None
+    version = int(plan) if plan.isascii() and plan.isdecimal() and len(plan) < 10 else None
+    method = None if plan in ("", "best") or version is not None else plan
+    tokens, temperature = _number(typed, "tokens", 1, MOST_TOKENS), _number(typed, "temperature", 0, 10)
+    request = CompletionRequest(
+        task=task,
+        method=method,
+        version=version,
+        learn=False,
+        trace=True,
+        max_new_tokens=int(tokens),
+        sampling=Sampling(temperature=temperature),
+    )
+    if typed["form"] == "text":
+        return replace(request, text=typed["prompt"])
+    messages: tuple[Mapping[str, Any], ...] = ()
+    if earlier is not None and (answered := earlier.sides[0].completion) is not None and earlier.messages:
+        messages = (*earlier.messages, {"role": "assistant", "content": answered.text})
+    return replace(request, messages=(*messages, {"role": "user", "content": typed["prompt"]}))
+
+
+def _number(typed: Mapping[str, str], name: str, least: int, most: int) -> float:
+    try:
+        found = float(typed[name])
+    except ValueError:
+        found = least - 1
+    if not least <= found <= most:
+        raise InvalidInput(f"{name} is {typed[name]!r}: give a number from {least} to {most}", name)
+    return found
+
+
+async def form_values(app: State, typed: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values of the form: its texts, and suggestions."""
+    tasks = {task.task for engine in app.engines.of.values() for task in engine.tuning.tasks}
+    engine = app.engines.of.get(typed["model"])
+    versions: list[int] = []
+    if engine is not None and engine.about is not None and typed["task"]:
+        fingerprint = engine.about["fingerprint"]
+        try:
+            found = await run_in_threadpool(app.store.plan_versions, fingerprint, typed["task"])
+            versions = [each.version for each in found]
+        except (StoreError, InvalidInput):  # suggestions only
+            pass
+    return {"typed": typed, "models": list(app.engines.of), "tasks": sorted(tasks), "plans": [*versions, *PLANS]}
+
+
+def _typed(values: Mapping[str, Any], app: State) -> dict[str, str]:
+    """Return the form's fields as they were typed; those that were not have their defaults."""
+    model = next(iter(app.engines.of), "")
+    names = ("model", "task", "plan", "prompt", "form", "tokens", "temperature", "after")
+    first = {**dict.fromkeys(names, ""), **FIRST, "model": model}
+    if "form" not in values and (engine := app.engines.of.get(str(values.get("model", model)))) is not None:
+        first["form"] = "chat" if (engine.about or {}).get("chats") else "text"
+    return first | {name: str(values[name]) for name in names if name in values}
+
+
+def _try_of(app: State, session: DashboardSession, number: str) -> Try:
+    """Raises: Refused: 404, there is none, or it is another's."""
+    found: Try | None = app.tries.get(number)
+    if found is None or found.owner != session.owner:
+        raise Refused(404, "no-such-try", "this try is no longer remembered: start another one at /playground")
+    return found
+
+
+@router.get("/playground")
+async def new(request: Request, app: Shared, session: CurrentSession) -> Response:
+    """The form; a query such as `?model=…&task=…&plan=…` fills it."""
+    typed = _typed(request.query_params, app)
+    return page(request, session, "playground.html", **await form_values(app, typed), tried=None, wrong="")
+
+
+@router.post("/playground")
+async def start(request: Request, app: Shared, session: FormSession) -> Response:
+    """Decode a prompt both ways."""
+    typed = _typed(await request.form(), app)
+    earlier: Try | None = app.tries.get(typed["after"])
+    if earlier is not None and earlier.owner != session.owner:
+        earlier = None
+    try:
+        asked, engine = request_of(typed, earlier), app.engines.find(typed["model"])
+    except SwiftoptError as error:
+        refused = refused_by(error)
+        values = await form_values(app, typed)
+        return page(request, session, "playground.html", refused.status_code, **values, tried=earlier, wrong=str(error))
+    number = secrets.token_hex(6)
+    plain = replace(asked, method="plain", version=None)
+    sides = [Side(name, replace(own, salt=f"{number}-{name}")) for name, own in (("The plan", asked), ("Plain", plain))]
+    tried = Try(number, session.owner, typed, (sides[0], sides[1]))
+    tried.work = asyncio.create_task(tried.run(engine, app.settings.timeout_s))
+    while len(app.tries) >= MOST_TRIES:
+        _stop(app.tries.pop(next(iter(app.tries))))
+    app.tries[number] = tried
+    return RedirectResponse(f"/playground/{number}", 303)
+
+
+@router.get("/playground/{number}")
+async def show(request: Request, app: Shared, session: CurrentSession, number: str) -> Response:
+    """A prompt's completions as they come, and a form to continue."""
+    tried = _try_of(app, session, number)
+    typed = {**tried.typed, "prompt": "" if tried.messages else tried.typed["prompt"], "after": number}
+    values = await form_values(app, typed)
+    return page(request, session, "playground.html", **values, tried=tried, sources=SOURCES, wrong="")
+
+
+@router.get("/live/playground/{number}")
+async def show_live(app: Shared, session: CurrentSession, number: str) -> Response:
+    """The completions as they grow."""
+    tried = _try_of(app, session, number)
+
+    async def part() -> str:
+        return render("playground_part.html", tried=tried, session=session)
+
+    return live(part, PERIOD_S, lambda: tried.is_over)
+
+
+@router.post("/playground/{number}/stop")
+async def stop(app: Shared, session: FormSession, number: str) -> Response:
+    """Stop the decoding."""
+    _stop(_try_of(app, session, number))
+    return RedirectResponse(f"/playground/{number}", 303)
+
+
+def _stop(tried: Try) -> None:
+    if tried.work is not None:
+        tried.work.cancel()
