@@ -346,24 +346,31 @@ def test_snapshot_does_not_grow_with_trials_or_prompts() -> None:
 # stopping
 
 
-def stopped_at(name: str, stop_at: int) -> tuple[list[Event], Tuner]:
-    """A run that is closed at that event, those of progress not counted: how many there are is up to the clock."""
-    seen: list[Event] = []
-    tuner = CASES[name].tuner()
-    with closing(tuner.run(CASES[name].prompts)) as events:
+def n_without_progress(events: Sequence[Event]) -> int:
+    """How many events of progress there are is up to the clock."""
+    return sum(not isinstance(event, Progress) for event in events)
+
+
+def stopped_at(name: str, stop_at: int, start: str = "null", before: Sequence[Event] = ()) -> tuple[list[Event], Tuner]:
+    """A run closed at that event, those of progress not counted; `start` is the snapshot behind the events `before`."""
+    seen, tuner = list(before), CASES[name].tuner()
+    trials = Ledger(CASES[name], seen).trials()
+    with closing(tuner.run(CASES[name].prompts, json.loads(start), trials)) as events:
         for event in events:
             seen.append(event)
-            n_seen = sum(not isinstance(each, Progress) for each in seen)
-            if n_seen >= stop_at and not isinstance(event, MID_STEP):
+            if n_without_progress(seen) >= stop_at and not isinstance(event, MID_STEP):
                 break
     return seen, tuner
 
 
 @pytest.mark.parametrize("name", ["batches", "two-tasks", "chats"])
 def test_stopped_run_leaves_what_was_tried(name: str) -> None:
-    n_events = sum(not isinstance(event, Progress) for event in whole(name).events)
+    reference = whole(name)
+    n_events = n_without_progress(reference.events)
+    kept = [(0, "null", 0), *((n, start, n_without_progress(reference.events[:n])) for n, start in reference.history)]
     for stop_at in range(1, n_events, 1 + n_events // 24):
-        events, tuner = stopped_at(name, stop_at)
+        n, start, _ = max((each for each in kept if each[2] < stop_at), key=lambda each: each[0])
+        events, tuner = stopped_at(name, stop_at, start, reference.events[:n])
         tried = {event.task for event in events if isinstance(event, TrialsDone)}
         done = {event.task for event in events if isinstance(event, TaskFinished)}
         left = list(tuner.unfinished())
@@ -381,10 +388,10 @@ def test_prompts_that_were_tuned_on_side_by_side_go_on_where_they_were() -> None
     finished = {
         event.prompt.id: event.completion.token_ids for event in full.events if isinstance(event, PromptFinished)
     }
-    n_events = len(full.events)
-    for cut_at in range(1, n_events, 1 + n_events // 12):
-        ledger = Ledger(case)
-        assert not ledger.live(cut_at) and ledger.live()
+    assert len(full.history) > 12
+    for n_events, start in full.history[:: 1 + len(full.history) // 12]:
+        ledger = Ledger(case, full.events[:n_events], start)
+        assert ledger.live()
         again = [event for event in ledger.events if isinstance(event, PromptFinished)]
         assert {event.prompt.id: event.completion.token_ids for event in again} == finished
         assert len(again) == len(finished)

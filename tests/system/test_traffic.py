@@ -155,6 +155,12 @@ def test_a_set_whose_gain_is_not_sure_is_not_stored(model: swiftopt.Model) -> No
     assert task.word == "use" and task.verdict.word == "plain" and task.verdict.ratio is not None
 
 
+def costs_of(runtime: Runtime) -> CostProfile:
+    """Drafts are believed to be cheap, so that there are many."""
+    cheap = FormatCosts(1e-3, 1e-3, 1e-3)
+    return CostProfile("", "cpu", "float32", 256, runtime.n_layers, 0.1, 0.1, 0.1, 0.1, {1: 1.0}, {"int4": cheap})
+
+
 class Clock:
     """Time that passes with the model's passes alone: so much for one of drafts, and for one of the target.
 
@@ -181,11 +187,7 @@ def test_what_is_said_of_drafts_is_what_requests_take_with_and_without_them(
 ) -> None:
     """Also where several run at once: a plain round that waits for others' drafts would be no measure of plain ones."""
     monkeypatch.setattr("swiftopt.tasks.served_task.SEARCH_SHARE", 0.0)
-    cheap = FormatCosts(1e-3, 1e-3, 1e-3)  # as drafts are believed to be, so that there are many
-    costs = CostProfile(
-        "", "cpu", "float32", 256, model.runtime.n_layers, 0.1, 0.1, 0.1, 0.1, {1: 1.0}, {"int4": cheap}
-    )
-    monkeypatch.setattr("swiftopt.tasks.traffic.stored_costs", lambda *_: costs)
+    monkeypatch.setattr("swiftopt.tasks.traffic.stored_costs", lambda *_: costs_of(model.runtime))
     clock = Clock(monkeypatch, model.runtime, draft_s, target_s=1.0)
     took: dict[Way, float] = {}
     for way in ("plain", "best"):
@@ -379,8 +381,11 @@ def test_no_round_waits_for_the_database(
 
 
 @pytest.mark.model
-def test_change_from_code_to_summaries_is_noticed_and_shown(caplog: pytest.LogCaptureFixture) -> None:
+def test_change_from_code_to_summaries_is_noticed_and_shown(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runtime = swiftopt.load("smollm2-135m", dtype="float32").runtime
+    monkeypatch.setattr("swiftopt.tasks.traffic.stored_costs", lambda *_: costs_of(runtime))
     traffic = Traffic("smollm2-135m", runtime, None)
     session = Session(runtime, Sampling(), 8, ignore_eos=True)
     kinds = {kind: [own for own in read_stream(str(EXAMPLES)) if own.task == kind][:10] for kind in ("code", "summary")}
