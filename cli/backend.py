@@ -1,8 +1,7 @@
-"""Where jobs are kept, as the options say, and how a job is followed to its end."""
+"""Where jobs are kept, as the options say; how a job is followed to its end, and how progress is shown."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import shlex
@@ -14,7 +13,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.text import Text
 
+from ..core import events
 from ..core.errors import (
     InvalidInput,
     JobCancelled,
@@ -24,12 +28,21 @@ from ..core.errors import (
     StoreUnavailable,
     safe_url,
 )
-from ..core.events import Event, StateChanged, TaskFinished, TrialsDone, event_from_json
+from ..core.events import (
+    Event,
+    Progress,
+    TaskFinished,
+    TrialsDone,
+    event_from_json,
+    event_line,
+    event_task,
+    state_words,
+)
 from ..core.requests import Job, JobBoard, JobEvent
 from . import options
-from .options import on_command_line, open_store, together
+from .options import on_command_line
 from .output import INTERRUPTED, console, note
-from .progress import TuneProgress
+from .render import number, sparkline
 
 if TYPE_CHECKING:
     from ..client import Client
@@ -42,6 +55,9 @@ PAGE = 1000  # events per look
 PATIENCE_S = 5.0  # how long a job may wait before we say why
 AWAY_S = 120.0  # how long the database may be away while a job is followed
 RETRY_S = 1.0  # between two tries to reach it
+REFRESH_PER_S = 4  # redraws of the live display
+LIVE_PHASES = ("load", "profile", "accumulate", "optimise")  # which the display shows well enough while they last
+KEPT_VALUES = 4000  # matchness values that the live curve shows at most
 
 
 class JobClient:
@@ -51,7 +67,7 @@ class JobClient:
         self.jobs, self.database = jobs, database
 
     def updates(self, job: str, after: int = 0) -> Iterator[JobEvent | Job]:
-        """Yield a job's events behind number `after`, and now and then the job itself, which comes last at its end."""
+        """Yield a job's events after number `after`, and the job itself after each look; a finished job comes last."""
         progress = None
         while True:
             seen = self.jobs.get(job)  # before its events, so that those of its end are there when it has ended
@@ -97,8 +113,6 @@ class QueueClient(JobClient):
 
 
 class ServerClient(JobClient):
-    """Access to jobs behind a server."""
-
     def __init__(self, client: Client) -> None:
         super().__init__(client, safe_url(client.url))
         self._client = client
@@ -146,9 +160,9 @@ class Backend:
             with Client(self.server) as client:
                 yield ServerClient(client)
             return
-        with open_store(self.db) as store:
+        with options.open_store(self.db) as store:
             if self.redis is None:
-                with suppress(StoreError):  # where no service runs, nobody else ends the runs whose process was killed
+                with suppress(StoreError):  # without a service, nothing else ends runs whose process was killed
                     store.jobs.expire()
                 yield QueueClient(store, None)
                 return
@@ -164,14 +178,13 @@ class Backend:
         return f"`{shlex.join(['swiftopt', *words, *(part for option in given for part in option)])}`"
 
 
-def backend_options(command: Any) -> Any:
-    """Add --redis, --server and --db to a command, which gets the `Backend` that they choose as `backend`."""
+@options.adapted
+def _as_backend(redis: str | None, server: str | None, db: str | None, **values: Any) -> dict[str, Any]:
+    return {**values, "backend": Backend.chosen(server, redis, db)}
 
-    @functools.wraps(command)
-    def call(*args: Any, redis: str | None, server: str | None, db: str | None, **values: Any) -> Any:
-        return command(*args, backend=Backend.chosen(server, redis, db), **values)
 
-    return together(options.redis, options.server, options.db)(call)
+# --redis, --server and --db, of which a command gets the `backend` that they choose
+backend_options = options.together(options.redis, options.server, options.db, _as_backend)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +196,7 @@ class Ended:
 
 
 def result_of(backend: Backend, client: JobClient, job: Job) -> Ended:
-    """Return a job's results, after following it to its end; says where its completions are if there are none.
+    """Follow a job to its end and return its results; where it has none, print where its completions are.
 
     Raises: JobFailed, JobCancelled: it ended without a result. Exit: Ctrl-C, after which the job goes on.
     """
@@ -222,7 +235,7 @@ def follow(client: JobClient, job: Job, progress: TuneProgress) -> Ended:
                         said_why = True
             elif (event := event_of(update)) is not None:
                 progress(event)
-                if isinstance(event, StateChanged):
+                if isinstance(event, events.StateChanged):
                     waiting_since = time.monotonic()
                 elif isinstance(event, TrialsDone | TaskFinished):
                     found.append(event)
@@ -272,3 +285,118 @@ def _patient_updates(client: JobClient, job: str, progress: TuneProgress) -> Ite
             if time.monotonic() - away_since > AWAY_S:
                 raise
             time.sleep(RETRY_S)
+
+
+# --- progress
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """What the display shows; each event gives the next one."""
+
+    task: str = ""
+    phase: str = "load"
+    detail: str = ""
+    prompt_id: str = ""
+    index: int = 0
+    n_prompts: int = 0
+    progress: Progress | None = None
+    matchness: tuple[float, ...] = ()
+
+    def after(self, event: Event) -> RunState:
+        """Return the state once `event` has happened."""
+        state = self if event_task(event) in ("", self.task) else RunState(task=event_task(event))
+        match event:
+            case events.StateChanged():
+                return RunState(phase=state_words(event), matchness=self.matchness)
+            case events.PhaseChanged():
+                return replace(state, phase=event.phase, detail=event.detail)
+            case events.PromptStarted():
+                return replace(state, prompt_id=event.prompt_id, index=event.index, n_prompts=event.n_prompts)
+            case Progress():
+                best = max((m for m in (*state.matchness, event.best_matchness) if m is not None), default=None)
+                return replace(state, phase=event.phase, progress=replace(event, best_matchness=best))
+            case events.TrialsDone():
+                values = (*state.matchness, *(trial.matchness for trial in event.trials))
+                return replace(state, matchness=values[-KEPT_VALUES:])
+            case _:
+                return state
+
+
+def live_view(state: RunState, width: int) -> RenderableType:
+    """Show where the run is, its figures, and the curve of matchness so far, in at most four lines."""
+    place = f"prompt {state.index + 1} of {state.n_prompts}" if state.n_prompts else ""
+    head = Text(" · ".join(filter(None, (state.task, state.phase, place, state.detail or state.prompt_id))))
+    head.truncate(width - 2, overflow="ellipsis")
+    lines: list[RenderableType] = []
+    if state.n_prompts:
+        columns = min(40, width - 2)
+        done = round(columns * min(1.0, state.index / state.n_prompts))
+        lines.append(Text.assemble("  ", ("━" * done, "cyan"), ("━" * (columns - done), "dim")))
+    if state.progress is not None:
+        figures = Text("  " + progress_words(state.progress))
+        figures.truncate(width, overflow="ellipsis")
+        lines.append(figures)
+    if state.matchness:
+        lines.append(Text("  " + sparkline(state.matchness, min(60, width - 2)), style="green"))
+    return Group(head, *lines)
+
+
+def progress_words(progress: Progress) -> str:
+    """Return the figures of a round on one line of 80 columns."""
+    return (
+        f"{progress.tok_s:.1f} tok/s  matchness {number(progress.matchness)} (best {number(progress.best_matchness)})"
+        f"  {progress.n_trials} trials  α {number(progress.acceptance_rate)}"
+        f"  M {number(progress.mean_generated_length, 1)}  r {progress.skip_ratio:.2f}"
+    )
+
+
+class TuneProgress:
+    """Shows the events of a run while it is open as a context manager."""
+
+    def __init__(self, console: Console) -> None:
+        self.state = RunState()
+        self.n_finished = 0  # completions that are on disk
+        self._console = console
+        self._spinner = Spinner("dots")
+        self._live: Live | None = None
+        self._shown: set[tuple[str, str, str]] = set()
+
+    def __enter__(self) -> TuneProgress:
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            how: dict[str, Any] = {"refresh_per_second": REFRESH_PER_S, "transient": True, "redirect_stdout": False}
+            self._spinner.update(text=live_view(self.state, self._console.width - 2))
+            self._live = Live(self._spinner, console=self._console, **how)
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def __call__(self, event: Event) -> None:
+        self.state = self.state.after(event)
+        if self._live is not None:
+            self._spinner.update(text=live_view(self.state, self._console.width - 2))
+        self.n_finished += isinstance(event, events.PromptFinished)
+        line = event_line(event, self.state.n_prompts)
+        if line is not None and self._is_news(event):
+            self.say(line)
+
+    def say(self, line: str) -> None:
+        """Print a line that stays."""
+        if self._live is None:
+            self._console.print(line, soft_wrap=True)
+        else:
+            self._console.print(line, no_wrap=True, overflow="ellipsis")  # a wrapped line would tear the display
+
+    def _is_news(self, event: Event) -> bool:
+        """Return whether an event deserves a line that stays: phases come and go with every prompt."""
+        if isinstance(event, events.StateChanged):
+            self._shown.clear()  # another worker reports its phases anew
+        if isinstance(event, events.PhaseChanged):
+            key = (event.task, event.phase, "" if event.phase == "profile" else event.detail)
+            is_new = key not in self._shown
+            self._shown.add(key)
+            return is_new and (self._live is None or event.phase not in LIVE_PHASES)
+        return self._live is None or not isinstance(event, events.PromptFinished)

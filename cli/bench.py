@@ -1,37 +1,38 @@
-"""`swiftopt bench`: measure decoding on this machine; what measures searches is in `bench_search`."""
+"""`swiftopt bench`: measure decoding here; what compares searches is in `layers`, other engines in `engines`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import RenderableType
 from rich.table import Column, Table
-from rich.text import Text
 
 from ..bench.ablations import ABLATIONS
+from ..core.costs import CostProfile
 from ..core.errors import SettingsError
+from ..core.events import event_line
 from ..core.requests import EARLIER_NAMES, PEERS, GenerateRequest, ServedModel
-from ..core.streams import StreamForm, read_stream, read_with_others
+from ..core.settings import SwiftSettings, TuningSettings
+from ..core.streams import read_stream
 from ..decoding.methods import METHODS
+from ..optimizer.strategies import STRATEGIES
 from . import options
-from .bench_search import search, stream_shift
-from .charts import Pictures, draw_ablation, draw_decoding, draw_peers, draw_serving, draw_throughput
-from .options import ConfiguredGroup, check_model, check_words, database_url, decoding_request, open_store, positive
+from .charts import Pictures, draw_ablation, draw_decoding, draw_serving, draw_stream_shift, draw_throughput
+from .engines import peers
+from .layers import search_strategies
+from .options import PROMPTS, decoding_request, load, measurement, open_store, option, pick, positive
 from .output import Result, note, note_load, note_run, show
-from .render import folding, heading, interval, lined_table, number, numeric, table
+from .render import fixed, folding, heading, interval, number, numbers, numeric, table
 
 if TYPE_CHECKING:
     from ..core.types import Prompt
     from ..decoding.methods import Method
-    from ..models.runtime import Runtime
 
-DTYPES = ("auto", "bfloat16", "float16", "float32")
 COMPARED = ("plain", "swift", "hf-plain", "hf-lookup")
 HEADINGS = {
     "mean_generated_length": "M",
@@ -49,48 +50,33 @@ HEADINGS = {
 }
 
 
-@click.group(cls=ConfiguredGroup, short_help="Measure decoding on this machine.")
+@click.group(cls=options.ConfiguredGroup, short_help="Measure decoding on this machine.")
 @options.example("bench decode --model smollm2-135m --stream prompts.jsonl --methods plain,swift,hf-plain")
 def bench() -> None:
     """Measure decoding on this machine."""
 
 
+# --- methods
+
+
 @bench.command(short_help="Methods side by side on the same prompts.")
-@options.model
-@options.stream
-@options.group(
-    options.PROMPTS, click.option("--task", help="Whose stored layer set to use.  [default: each prompt's own task]")
-)
+@options.model_and_stream
+@option(PROMPTS, "--task", help="Whose stored layer set to use.  [default: each prompt's own task]")
 @options.layer_set
-@options.group(options.MEASUREMENT, click.option("--methods", default=",".join(COMPARED), help="What to compare."))
-@options.group(
-    options.MEASUREMENT,
-    click.option(
-        "--assistant",
-        metavar="MODEL",
-        shell_complete=options.models,
-        help="The smaller model that drafts for hf-assisted.",
-    ),
-)
+@measurement("--methods", default=",".join(COMPARED), help="What to compare.")
+@measurement("--assistant", metavar="MODEL", type=options.MODEL, help="The smaller model that drafts for hf-assisted.")
 @options.limit
-@options.group(
-    options.MEASUREMENT,
-    click.option(
-        "--ignore-eos", is_flag=True, help="Go on behind stop tokens, so that every completion has full length."
-    ),
-)
+@measurement("--ignore-eos", is_flag=True, help="Go on behind stop tokens, so that every completion has full length.")
 @options.form
 @options.machine(GenerateRequest, "max_new_tokens", "speed")
 @options.pictures("Draw the ratios as a bar chart.")
-@options.db
-@options.json
+@options.db_and_json
 @options.example("bench decode --model smollm2-135m --stream prompts.jsonl --limit 8 --max-new-tokens 64 --json")
+@options.read
 def decode(
-    stream: str,
-    form: StreamForm,
+    prompts: Sequence[Prompt],
     methods: str,
     assistant: str | None,
-    limit: int | None,
     ignore_eos: bool,
     pictures: Pictures,
     db: str | None,
@@ -103,9 +89,8 @@ def decode(
     is stored for them. `hf-plain`, `hf-lookup` and `hf-assisted` are transformers' own generate: alone, with prompt
     lookup, with --assistant drafting.
     """
-    prompts = read_stream(stream, values["task"], limit, form)
     chosen = [EARLIER_NAMES.get(word.strip(), word.strip()) for word in methods.split(",")]
-    check_words("method", chosen, (*METHODS, "best", *PEERS))
+    options.check_words("method", chosen, (*METHODS, "best", *PEERS))
     if "hf-assisted" in chosen and assistant is None:
         raise SettingsError("hf-assisted drafts with a smaller model: name one with --assistant")
     request = decoding_request(values)
@@ -113,15 +98,14 @@ def decode(
     from ..bench.decode import run_methods
     from ..tasks.generate import Planner
 
-    runtime = _loaded(request, request.model)
+    runtime = load(request)
     if request.layer_set is not None:  # a set of another model must not cost the plain runs
         Planner(request, runtime, None).plan_for(request.layer_set.task)
     with open_store(db) as store:
         store.remember_model(runtime.info)
-        drafting = None if assistant is None else _loaded(request, assistant)
+        drafting = None if assistant is None else load(replace(request, model=assistant))
         report = run_methods(runtime, prompts, chosen, request, store, note_run, drafting, ignore_eos)
-    if pictures:
-        draw_decoding(report, pictures)
+    pictures.draw(draw_decoding, report)
     title = f"{report['model']}, {report['dtype']}, {report['device']}, {report['prompts']} prompts"
     headings = ("tok/s", f"ratio to {report['base']}", "95 % interval", "α", "M", "identical")
     rows = []
@@ -129,36 +113,25 @@ def decode(
         figures = (number(row["tok_s"], 1), number(row["ratio"], unit="x"), interval(row["ratio_interval"]))
         means = (number(row[key]) for key in ("acceptance_rate", "mean_generated_length"))
         rows.append((row["method"], *figures, *means, f"{row['identical']}/{row['of']}"))
-    return Result(report, [lined_table(Column("method"), headings, rows, title)])
-
-
-def _loaded(request: GenerateRequest, model: str) -> Runtime:
-    from ..models.loading import load
-
-    return load(model, request.dtype, request.device, note_load, request.speed)
+    return Result(report, [table([Column("method"), *numbers(*headings)], rows, lined=True, title=title)])
 
 
 @bench.command(short_help="The papers' ablations, on this machine and model.")
 @click.argument("name")
-@options.model
-@options.stream
-@options.group(
-    options.PROMPTS,
-    click.option("--task", help="Whose stored layer set, heads and probe to use.  [default: the stream's task]"),
-)
+@options.model_and_stream
+@option(PROMPTS, "--task", help="Whose stored layer set, heads and probe to use.  [default: the stream's task]")
 @options.draft_model
 @options.limit
 @options.form
 @options.machine(GenerateRequest, "max_new_tokens")
 @options.pictures("Draw the ratios as a bar chart.")
-@options.db
-@options.json
+@options.db_and_json
 @options.example("bench ablate swift-parts --model smollm2-135m --stream prompts.jsonl --limit 8")
+@options.read_more
 def ablate(
     name: str,
-    stream: str,
-    form: StreamForm,
-    limit: int | None,
+    prompts: Sequence[Prompt],
+    others: Sequence[Prompt],
     draft_model: str | None,
     pictures: Pictures,
     db: str | None,
@@ -171,18 +144,16 @@ def ablate(
     mtad-threshold, mtad-beams, mtad-warp, adaspeed or adaspeed-exit. What is not stored for the task is made briefly
     and not kept, on prompts behind --limit where there are any.
     """
-    check_words("ablation", [name], ABLATIONS)
-    prompts, others = read_with_others(stream, values["task"], limit, form)
+    options.check_words("ablation", [name], ABLATIONS)
     request = decoding_request(values)
     if draft_model is not None:
-        check_model(replace(request, model=draft_model))
+        options.check_model(replace(request, model=draft_model))
 
     from ..bench.ablate import ablate as run
 
     with open_store(db) as store:
         report = run(name, request, draft_model, prompts, store, others, note, note_run)
-    if pictures:
-        draw_ablation(report, pictures)
+    pictures.draw(draw_ablation, report)
     return Result(report, _ablation_view(report), interrupted=report["interrupted"])
 
 
@@ -202,50 +173,37 @@ def _ablation_view(report: Mapping[str, Any]) -> list[RenderableType]:
 
 
 def _cell(key: str, value: float | None) -> str:
-    if value is None:
-        return "–"
-    if key.endswith("_share"):
+    if value is not None and key.endswith("_share"):
         return f"{100 * value:.1f}"
-    if key == "extra_parameters":
+    if value is not None and key == "extra_parameters":
         return f"{value:,}"
-    return f"{value:.2f}x" if key == "ratio" else f"{value:.2f}"
+    return number(value, unit="x" if key == "ratio" else "")
+
+
+# --- several requests at once
 
 
 @bench.command(short_help="Several requests at once: drafting beside plain batching.")
-@options.model
-@options.stream
+@options.model_and_stream
 @options.limit
-@options.group(
-    options.PROMPTS,
-    options.from_field(GenerateRequest, "task", "Whose stored plan drafts.  [default: each prompt's own task]"),
-)
-@options.group(
+@options.from_field(PROMPTS, GenerateRequest, "task", "Whose stored plan drafts.  [default: each prompt's own task]")
+@options.from_field(
     options.DRAFTING,
-    options.from_field(
-        GenerateRequest, "method", "What drafts.  [default: the stored plan, or adaptive where there is none]"
-    ),
+    GenerateRequest,
+    "method",
+    "What drafts.  [default: the stored plan, or adaptive where there is none]",
 )
-@options.group(
-    options.MEASUREMENT,
-    click.option("--concurrency", "words", default="1,2,4,8", help="Requests at a time, several runs."),
-)
-@options.group(
-    options.MEASUREMENT,
-    click.option("--rate", type=float, help="Requests that arrive per second.  [default: all at once]"),
-)
-@options.group(
-    options.MEASUREMENT, click.option("--rounds", type=positive, default=2, help="Times that both take their turn.")
-)
+@measurement("--concurrency", "words", default="1,2,4,8", help="Requests at a time, several runs.")
+@measurement("--rate", type=float, help="Requests that arrive per second.  [default: all at once]")
+@measurement("--rounds", type=positive, default=2, help="Times that both take their turn.")
 @options.form
 @options.machine(GenerateRequest, "max_new_tokens", "speed")
 @options.pictures("Draw the speed and the time per token by requests at once.")
-@options.db
-@options.json
+@options.db_and_json
 @options.example("bench throughput --model smollm2-135m --stream prompts.jsonl --limit 8 --concurrency 1,4,8")
+@options.read
 def throughput(
-    stream: str,
-    form: StreamForm,
-    limit: int | None,
+    prompts: Sequence[Prompt],
     words: str,
     rate: float | None,
     rounds: int,
@@ -261,14 +219,13 @@ def throughput(
     concurrencies = _numbers(words)
     if rate is not None and rate <= 0:
         raise SettingsError(f"--rate {rate:g} lets no request arrive: use a number above 0")
-    prompts = read_stream(stream, values["task"], limit, form)
     request = decoding_request(values)
 
     from ..bench.throughput import measure
     from ..decoding.session import Session
     from ..tasks.generate import Planner
 
-    runtime = _loaded(request, request.model)
+    runtime = load(request)
     session = Session(runtime, request.sampling, request.max_new_tokens, ignore_eos=True)
     for prompt in prompts:
         session.check(prompt)
@@ -280,8 +237,7 @@ def throughput(
 
         report = measure(session, prompts, drafting, concurrencies, rate, rounds, note)
     report = {"model": request.model, **report}
-    if pictures:
-        draw_throughput(report, pictures)
+    pictures.draw(draw_throughput, report)
     return Result(report, [_throughput_table(report)])
 
 
@@ -295,56 +251,40 @@ def _numbers(words: str) -> list[int]:
     return found
 
 
-def _throughput_table(report: dict[str, Any]) -> Table:
-    """Return a table with a row for each way of decoding at each number of requests."""
+def _throughput_table(report: Mapping[str, Any]) -> Table:
     title = f"{report['model']}, {report['device']}, {report['prompts']} prompts of {report['max_new_tokens']} tokens"
     headings = ("tok/s", "ratio", "first token p50", "p95", "ms/token p50", "p95", "p99", "equal")
-    columns = [Column("at once", justify="right"), Column(""), *(Column(name, justify="right") for name in headings)]
+    columns = [*numbers("at once"), Column(""), *numbers(*headings)]
     rows = []
     for result in report["results"]:
-        for way in ("plain", "drafting"):
-            own, drafts = result[way], way == "drafting"
-            first, each = own["first_token_s"], own["per_token_s"]
-            cells = (
-                "" if drafts else str(result["concurrency"]),
-                way,
-                f"{own['tok_s']:.1f}",
-                f"{result['ratio']:.2f}x" if drafts else "",
-                f"{first['p50']:.2f} s",
-                f"{first['p95']:.2f} s",
-                *(f"{1000 * each[p]:.0f}" for p in ("p50", "p95", "p99")),
-                f"{result['equal']} of {result['compared']}" if drafts else "",
-            )
-            rows.append(cells)
-    return table(columns, rows, title=title, title_justify="left")
+        compared = f"{result['ratio']:.2f}x", f"{result['equal']} of {result['compared']}"
+        for way, at_once, ratio, equal in (
+            ("plain", str(result["concurrency"]), "", ""),
+            ("drafting", "", *compared),
+        ):
+            speed, first, each = (result[way][key] for key in ("tok_s", "first_token_s", "per_token_s"))
+            times = (f"{first['p50']:.2f} s", f"{first['p95']:.2f} s")
+            per_token = (f"{1000 * each[p]:.0f}" for p in ("p50", "p95", "p99"))
+            rows.append((at_once, way, f"{speed:.1f}", ratio, *times, *per_token, equal))
+    return table(columns, rows, title=title)
 
 
 @bench.command(short_help="A served stream: a server that learns beside plain decoding.")
-@options.model
-@options.stream
+@options.model_and_stream
 @options.limit
-@options.group(options.PROMPTS, click.option("--task", help="Task of all lines.  [default: each prompt's own]"))
-@options.group(
-    options.MEASUREMENT,
-    click.option("--concurrency", type=positive, default=1, help="Clients that ask at once."),
-    click.option("--window", type=positive, default=10, show_default=True, help="Requests that a ratio is of."),
-)
+@option(PROMPTS, "--task", help="Task of all lines.  [default: each prompt's own]")
+@measurement("--concurrency", type=positive, default=1, help="Clients that ask at once.")
+@measurement("--window", type=positive, default=10, show_default=True, help="Requests that a ratio is of.")
 @options.shared(GenerateRequest, "max_new_tokens")
 @options.form
 @options.machine(ServedModel, "speed")
 @options.pictures("Draw the speed by request.")
-@options.group(
-    options.SERVICES,
-    click.option("--stay", is_flag=True, help="Serve on until Ctrl-C, for the dashboard; not with --json."),
-)
-@options.db
-@options.json
+@option(options.SERVICES, "--stay", is_flag=True, help="Serve on until Ctrl-C, for the dashboard; not with --json.")
+@options.db_and_json
 @options.example("bench serve --model smollm2-135m --stream prompts.jsonl --limit 40 --db new.db --png speed.png")
+@options.read
 def serve(
-    stream: str,
-    form: StreamForm,
-    limit: int | None,
-    task: str | None,
+    prompts: Sequence[Prompt],
     concurrency: int,
     window: int,
     pictures: Pictures,
@@ -359,7 +299,6 @@ def serve(
     """
     if stay and click.get_current_context().params["as_json"]:
         raise click.UsageError("--stay is for looking at the dashboard, and --json for programs: choose one")
-    prompts = read_stream(stream, task, limit, form)
     request = decoding_request(values)
 
     from ..bench.serving import measure, served
@@ -368,8 +307,7 @@ def serve(
     more = ["--concurrency", str(concurrency), *(["--db", db] if db else [])]
     with served(request.model, [*given, *more], note) as client:
         report = {"model": request.model, **measure(client, prompts, request.max_new_tokens, concurrency, window, note)}
-        if pictures:
-            draw_serving(report, pictures)
+        pictures.draw(draw_serving, report)
         if stay:
             show(_serving_table(report))
             show(f"Its dashboard: {client.base_url} (Ctrl-C ends the server)")
@@ -378,192 +316,87 @@ def serve(
     return Result(report, () if stay else [_serving_table(report)])
 
 
-def _serving_table(report: dict[str, Any]) -> Table:
-    """Return a row for each window."""
+def _serving_table(report: Mapping[str, Any]) -> Table:
     from ..bench.serving import shift_line
 
     what = f"{report['prompts']} requests of {report['max_new_tokens']} tokens, {report['concurrency']} at once"
-    title = f"{report['model']}, {what}"
     rows, most = [], max(report["windows"])
     for first, ratio in zip(range(1, report["prompts"] + 1, report["window"]), report["windows"], strict=False):
         last = min(first + report["window"] - 1, report["prompts"])
         rows.append((f"{first}-{last}", f"{ratio:.2f}x", "█" * round(30 * ratio / most)))
-    columns = [Column("requests", justify="right"), Column("to plain", justify="right"), Column("")]
     equal = f"equal to plain decoding: {report['equal']} of {report['prompts']}"
     caption = "\n".join([*map(shift_line, report["shifts"]), equal])
-    return table(columns, rows, title=title, title_justify="left", caption=caption)
+    columns = [*numbers("requests", "to plain"), Column("")]
+    return table(columns, rows, title=f"{report['model']}, {what}", caption=caption)
 
 
-@bench.command(short_help="swiftopt and other engines on the same prompts.")
-@options.model
-@options.stream
-@options.group(
-    options.PROMPTS,
-    click.option("--task", help="Whose stored plan swiftopt/best uses.  [default: each prompt's own task]"),
-)
-@options.limit
-@options.form
-@options.group(
-    options.MEASUREMENT,
-    click.option("--peers", "words", default="all", help="Engines, or rows such as llama-cpp/plain."),
-)
-@options.group(
-    options.MEASUREMENT,
-    click.option(
-        "--gguf",
-        "ggufs",
-        multiple=True,
-        type=Path,
-        metavar="FILE",
-        shell_complete=options.files,
-        help="Another file of this model, for llama.cpp; repeatable.",
-    ),
-)
-@options.group(
-    options.MEASUREMENT,
-    click.option(
-        "--assistant",
-        metavar="MODEL",
-        shell_complete=options.models,
-        help="The smaller model that drafts for transformers/assisted.",
-    ),
-)
-@options.group(
-    options.MEASUREMENT,
-    click.option(
-        "--exported",
-        multiple=True,
-        type=Path,
-        metavar="FOLDER",
-        shell_complete=options.folders,
-        help="What `swiftopt export` wrote, a row of its engine; repeatable.",
-    ),
-)
-@options.group(
-    options.MEASUREMENT,
-    click.option("--base", metavar="ROW", help="Row of the ratios.  [default: llama.cpp's faster plain one]"),
-)
-@options.group(
-    options.MEASUREMENT,
-    click.option(
-        "--threads", type=positive, help="Threads of each engine.  [default: as many as the machine has cores]"
-    ),
-)
-@options.group(
-    options.MEASUREMENT, click.option("--timeout", type=positive, default=600, help="Seconds for one answer.")
-)
-@options.group(
-    options.MACHINE,
-    options.from_field(
-        GenerateRequest,
-        "dtype",
-        "auto (as stored) or one of the others, for those that take it.",
-        type=click.Choice(DTYPES),
-    ),
-)
-@options.shared(GenerateRequest, "max_new_tokens", "speed")
-@options.pictures("Draw the ratios as a bar chart.")
-@options.db
-@options.json
-@options.example("bench peers --model smollm2-135m --stream prompts.jsonl --limit 6 --peers swiftopt,llama-cpp")
-def peers(
-    stream: str,
-    form: StreamForm,
-    limit: int | None,
-    words: str,
-    ggufs: tuple[Path, ...],
-    assistant: str | None,
-    exported: tuple[Path, ...],
-    base: str | None,
-    threads: int | None,
-    timeout: int,
-    pictures: Pictures,
-    db: str | None,
-    **values: Any,
-) -> Result:
-    """Decode every prompt with swiftopt and other engines, by turns, each row in a process of its own, greedily.
-
-    The engines are installed once in the user's cache, and GGUF files made there of the model's own weights. What
-    cannot be installed or fails is a row that says why. All rows get the same token ids, threads and number of new
-    tokens; stop tokens end nothing. `equal to` counts the prompts on which a row that drafts gives its own engine's
-    plain tokens, and other rows those of swiftopt/plain. `swiftopt/best` is the stored plan; where there is none,
-    adaptive drafts. Ctrl-C shows the prompts that all rows have answered.
-    """
-    prompts = read_stream(stream, values["task"], limit, form)
-    names = words.split(",")
-
-    from ..bench.peers import all_rows, chosen_rows
-
-    known = all_rows(ggufs, Path(assistant) if assistant else None, exported)
-    chosen = [row.name for row in chosen_rows(names, known)]
-    if base is not None:
-        check_words("row", [base], chosen)
-    request = decoding_request({**values, "device": "cpu"})
-    if assistant is not None:
-        check_model(replace(request, model=assistant))
-
-    import torch
-
-    from ..bench.peers import report_of
-    from ..engines.turns import Turns, TurnsRequest, questions_of
-    from ..models.costs import device_name
-    from ..models.sources import local_folder, resolve
-
-    folder = local_folder(resolve(request.model), note_load)
-    drafting = local_folder(resolve(assistant), note_load) if assistant else None
-    given = {"threads": threads} if threads else {}
-    common = TurnsRequest(
-        request.model,
-        folder,
-        request.dtype,
-        timeout_s=timeout,
-        speed=request.speed,
-        db=database_url(db) if db else None,
-        **given,
-    )
-    questions = questions_of(folder, prompts, request.max_new_tokens)
-    bench = Turns(common, questions, chosen_rows(names, all_rows(ggufs, drafting, exported)), note)
-    bench.run()
-    report = report_of(common, bench.runs, bench.questions, device_name(torch.device("cpu")), base, bench.interrupted)
-    if pictures:
-        draw_peers(report, pictures)
-    return Result(report, peers_view(report), interrupted=bench.interrupted)
-
-
-def peers_view(report: dict[str, Any]) -> list[RenderableType]:
-    """Return the table of the rows, and under it why others have no numbers."""
-    from ..bench.peers import equal_to
-
-    title = f"{report['model']}, {report['device']}, {report['prompts']} prompts of {report['max_new_tokens']} tokens"
-    caption = (
-        f"decode: tok/s after the first token; ratio: to {report['base']}; accepted: of the drafted tokens;"
-        " equal to: whose tokens on how many prompts."
-        " Engines round differently; rows of other weights are another model's answers."
-    )
-    columns = [
-        folding("row"),
-        *map(numeric, ("tok/s", "decode", "ratio", "95 %", "accepted", "memory")),
-        folding("equal to"),
-    ]
-    rows = []
-    failed: dict[str, list[str]] = {}  # by the reason why they have no numbers
-    for result in report["results"]:
-        if result["tok_s"] is None:
-            failed.setdefault(result["reason"], []).append(result["row"])
-            rows.append((result["row"], *"––––––", f"not run ({list(failed).index(result['reason']) + 1})"))
-            continue
-        figures = (
-            number(result["tok_s"], 1),
-            number(result["decode_tok_s"], 1),
-            number(result["ratio"], unit="x"),
-            interval(result["ratio_interval"]),
-            number(result.get("acceptance")),
-            "–" if result["peak_bytes"] is None else f"{result['peak_bytes'] / 1e9:.1f} GB",
-        )
-        rows.append((result["row"], *figures, equal_to(result)))
-    footnotes = [f"({n}) {', '.join(names)}: {reason}" for n, (reason, names) in enumerate(failed.items(), start=1)]
-    return [table(columns, rows, title=title, title_justify="left"), *map(Text, (caption, *footnotes))]
-
-
-for command in (search, stream_shift):
+for command in (peers, search_strategies):  # in the order of help, before the last one
     bench.add_command(command)
+
+
+# --- a stream that changes its task
+
+
+@bench.command("stream-shift", short_help="A stream that changes its task, and how acceptance follows.")
+@options.model
+@click.option("--stream", required=True, type=options.FILE, help="Prompts that come task by task; - is standard input.")
+@measurement("--prompts", type=positive, default=16, help="Prompts of each task.")
+@options.pictures("Draw acceptance along the stream.")
+@options.machine(GenerateRequest, "max_new_tokens", "speed")
+@options.settings
+@options.shared(TuningSettings, "seed")
+@options.json
+@options.example(
+    "bench stream-shift --model smollm2-135m --stream five-tasks.jsonl --max-new-tokens 64 --png shift.png"
+)
+def stream_shift(stream: str, prompts: int, pictures: Pictures, **values: Any) -> Result:
+    """Decode several tasks as one stream that does not name them, and see how soon the layer set follows.
+
+    Three runs on the same prompts: each task with the set that a search on it alone ends with; all tasks with the
+    first one's set; and all as one stream, where a shift must be noticed from acceptance and hidden states. After ten
+    prompts of a task, acceptance should be within 5 points of that of its own set; the speedups are expected ones, by
+    measured costs.
+    """
+    lines = read_stream(stream, None, None)
+    settings: SwiftSettings = pick(TuningSettings, values)
+    options.check_words("strategy", [settings.strategy], STRATEGIES)
+    options.warn_idle(settings, "max_steps")  # no stream's length ends these searches
+    request = decoding_request({**values, "settings": settings})
+
+    from ..bench.stream_shift import StreamShift
+    from ..decoding.engine import exhaust
+    from ..decoding.session import Session
+    from ..models.costs import with_formats
+    from ..optimizer.drafting import prepared
+    from ..tasks.recipes import stored_costs
+
+    runtime = load(request)
+    session = Session(runtime, request.sampling, request.max_new_tokens)
+    n_positions = max(session.check(prompt) for prompt in lines)
+    plain = stored_costs(runtime, None, n_positions, note)
+
+    def measured(*formats: str) -> CostProfile:
+        return with_formats(runtime, plain, formats, note)
+
+    settings, costs = exhaust(prepared(session, lines, settings, measured), lambda event: note(event_line(event) or ""))
+    shift = StreamShift(runtime, lines, prompts, settings, request.max_new_tokens, costs, note)
+    report = {"model": request.model, **shift.run()}
+    pictures.draw(draw_stream_shift, report)
+    return Result(report, [_shift_table(report)])
+
+
+def _shift_table(report: Mapping[str, Any]) -> Table:
+    noticed = ", ".join(str(shift["prompt"] + 1) for shift in report["shifts"]) or "never"
+    caption = (
+        f"α and expected speedup after the first {report['settled_after']} prompts of each task:"
+        " with its own set, with the first task's, and in one stream that adapts"
+    )
+    title = f"{report['model']}, {report['dtype']}, {report['device']}; shifts noticed after prompts {noticed}"
+    columns = [fixed("task"), *numbers("left out", "α own", "α first", "α one", "missing", "x own", "x one")]
+    rows = []
+    for result in report["results"]:
+        rates = (number(result[run]["settled"], 3) for run in ("own", "kept", "adapted"))
+        gap = "–" if result["gap"] is None else f"{result['gap']:+.3f}"
+        speeds = (number(result[run]["expected"], unit="x") for run in ("own", "adapted"))
+        rows.append((result["task"], str(result["n_skipped"]), *rates, gap, *speeds))
+    return table(columns, rows, lined=True, title=title, caption=caption)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..core.errors import OutputError
 from ..core.events import TaskFinished
 from ..core.records import LayerSetRecord, LearnedRecord
-from ..core.types import LayerSet, Trial, seconds_by_part
+from ..core.types import Trial, seconds_by_part
 from .output import note, writing
 from .render import device_words, map_caption, number, ratio
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 Report = Mapping[str, Any]  # a benchmark's, as `--json` prints it
 Kind = Literal["attn", "mlp"]
-Panel = tuple[float, Callable[[Any], None]]  # its height in inches, and what draws it
 
 # the light theme of server/dashboard/static/style.css
 BLUE, ORANGE, MID_BLUE, PALE_BLUE, KEPT = "#0b5c94", "#b54708", "#2f78ad", "#7fb0d6", "#d7e3ee"
@@ -45,7 +44,7 @@ STYLE: dict[Any, Any] = {
     "axes.titlelocation": "left",
     "axes.titlesize": 10,
     "axes.titlecolor": GREY,
-    "axes.grid": True,  # lines behind the data instead of a frame around it
+    "axes.grid": True,  # a grid behind the data instead of a frame around it
     "axes.grid.axis": "y",
     "axes.axisbelow": True,
     "axes.spines.top": False,
@@ -77,6 +76,8 @@ SHIFT_RUNS = (
     ("adapted", "one stream, adapting", ORANGE),
 )
 MEAN_OF = 4  # prompts behind each point of a line of acceptance
+BESIDE: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9}  # words beside a point
+LOSSY: tuple[str, Callable[[Report], bool]] = ("lossy", lambda row: bool(row["lossy"]))
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,6 @@ class Pictures:
 
     @property
     def files(self) -> dict[str, Path]:
-        """The files by their format."""
         return {name: path for name, path in (("png", self.png), ("svg", self.svg)) if path is not None}
 
     def to_json(self) -> dict[str, str | None]:
@@ -116,6 +116,11 @@ class Pictures:
                     target.open("ab").close()
                 if is_new:
                     target.unlink()
+
+    def draw(self, draw: Callable[..., None], found: Any) -> None:
+        """Call a `draw_...` with what was found, where there are files to write."""
+        if self:
+            draw(found, self)
 
     def raise_failed(self) -> None:
         """Raises: OutputError: a picture was not written."""
@@ -155,7 +160,7 @@ def picture(
 
 
 def _legend(*every: Axes) -> None:
-    """Name what all axes show, once each, below them: nothing of the data is behind it."""
+    """Draw one legend of all axes below them, each label once."""
     found: dict[str, Any] = {}
     for axes in every:
         handles, labels = axes.get_legend_handles_labels()
@@ -170,8 +175,22 @@ def _name(model: str) -> str:
 
 
 def _conditions(report: Report, *more: str) -> str:
-    """Return what a benchmark ran on, and `more`."""
     return " · ".join([*(report[key] for key in ("dtype", "device") if report.get(key)), *more])
+
+
+def _moving_means(values: Sequence[float | None]) -> list[float]:
+    """Return means over the latest prompts up to each; prompts without a draft (None) are left out."""
+    means = []
+    for end in range(1, len(values) + 1):
+        known = [value for value in values[max(0, end - MEAN_OF) : end] if value is not None]
+        means.append(sum(known) / len(known) if known else float("nan"))
+    return means
+
+
+def _draw_speeds(axes: Axes, x: Sequence[int], speeds: Sequence[float], colour: str, label: str) -> None:
+    """Draw tokens per second as points, and their moving means as a line."""
+    axes.plot(x, speeds, color=colour, lw=0, marker="o", ms=3, alpha=0.4)
+    axes.plot(x, _moving_means(speeds), color=colour, label=label)
 
 
 # --- layer sets and trainings
@@ -179,31 +198,29 @@ def _conditions(report: Report, *more: str) -> str:
 
 def draw_layer_sets(found: Sequence[tuple[LayerSetRecord, Sequence[Trial]]], pictures: Pictures) -> None:
     """Draw the map of each layer set, and the trials of its search where there are any; all are of one model."""
-    records = [record for record, _ in found]
-    _draw_panels(records, [panel for record, trials in found for panel in _panels(record, trials, records)], pictures)
+    _draw_sets([(record, trials, None) for record, trials in found], pictures)
 
 
 def draw_tuning(tasks: Sequence[TaskFinished], pictures: Pictures) -> None:
     """Draw each task's layer set and search, the speed along its stream and where the time went (SWIFT Figure 6)."""
-    records, panels = [task.record for task in tasks], list[Panel]()
-    for task in tasks:
-        panels += _panels(task.record, task.trials, records)
-        if task.paces:
-            panels += [(PACES_IN, partial(_draw_paces, task=task)), (PARTS_IN, partial(_draw_parts, task=task))]
-    _draw_panels(records, panels, pictures)
+    _draw_sets([(task.record, task.trials, task) for task in tasks], pictures)
 
 
-def _panels(record: LayerSetRecord, trials: Sequence[Trial], records: Sequence[LayerSetRecord]) -> list[Panel]:
-    name = f"{record.task} · " if len(records) > 1 else ""
-    search: list[Panel] = [(TRIALS_IN, partial(_draw_trials, record=record, trials=trials))] if trials else []
-    return [(MAP_IN, partial(_draw_map, record=record, name=name)), *search]
-
-
-def _draw_panels(records: Sequence[LayerSetRecord], panels: Sequence[Panel], pictures: Pictures) -> None:
+def _draw_sets(
+    found: Sequence[tuple[LayerSetRecord, Sequence[Trial], TaskFinished | None]], pictures: Pictures
+) -> None:
     """Draw panels below each other, with the model's name above them and one legend below."""
-    first = records[0]
+    panels: list[tuple[float, Callable[[Any], None]]] = []  # the height of each in inches, and what draws it
+    for record, trials, task in found:
+        name = f"{record.task} · " if len(found) > 1 else ""
+        panels.append((MAP_IN, partial(_draw_map, record=record, name=name)))
+        if trials:
+            panels.append((TRIALS_IN, partial(_draw_trials, record=record, trials=trials)))
+        if task is not None and task.paces:
+            panels += [(PACES_IN, partial(_draw_paces, task=task)), (PARTS_IN, partial(_draw_parts, task=task))]
+    first = found[0][0]
     version = f" · version {first.version}" if first.version is not None else ""
-    title = _name(first.model) if len(records) > 1 else f"{_name(first.model)} / {first.task}{version}"
+    title = _name(first.model) if len(found) > 1 else f"{_name(first.model)} / {first.task}{version}"
     heights = [height for height, _ in panels]
     rows = {"nrows": len(heights), "height_ratios": heights, "squeeze": False}
     with picture(pictures, 0.8 + sum(heights), title, h_pad=0.12, **rows) as grid:
@@ -213,32 +230,25 @@ def _draw_panels(records: Sequence[LayerSetRecord], panels: Sequence[Panel], pic
         _legend(*drawn)
 
 
-def _part(layer_set: LayerSet, kind: Kind, layer: int) -> str:
-    """Return how the draft runs a sub-layer, as `PARTS` names it."""
-    return "left out" if layer_set.skips(kind, layer) else (layer_set.format_of(kind, layer) or "kept").split("-")[0]
-
-
 def _draw_map(axes: Axes, record: LayerSetRecord, name: str) -> None:
     from matplotlib.patches import FancyBboxPatch
 
-    layer_set = record.layer_set
-    shown = set()
+    layer_set, shown = record.layer_set, set()
     for row, kind in enumerate(KINDS):
         for layer in range(layer_set.n_layers):
-            part = _part(layer_set, kind, layer)
-            pattern: dict[str, Any] = {"hatch": "///", "ec": "white"} if part == "left out" else {"ec": "none"}
-            corner = (layer - 0.39, row - 0.36)
-            style = "round,pad=0,rounding_size=0.12"
-            label = None if part in shown else part
+            skipped = layer_set.skips(kind, layer)
+            part = "left out" if skipped else (layer_set.format_of(kind, layer) or "kept").split("-")[0]
+            pattern: dict[str, Any] = {"hatch": "///", "ec": "white"} if skipped else {"ec": "none"}
+            pattern["label"] = None if part in shown else part
             shown.add(part)
-            box = FancyBboxPatch(corner, 0.78, 0.72, boxstyle=style, fc=PARTS[part], lw=0, label=label, **pattern)
-            axes.add_patch(box)
-    axes.set(xlim=(-0.7, layer_set.n_layers - 0.3), ylim=(1.55, -0.55))
+            style = "round,pad=0,rounding_size=0.12"
+            corner = (layer - 0.39, row - 0.36)
+            axes.add_patch(FancyBboxPatch(corner, 0.78, 0.72, boxstyle=style, fc=PARTS[part], lw=0, **pattern))
+    axes.set(xlim=(-0.7, layer_set.n_layers - 0.3), ylim=(1.55, -0.55), title=f"{name}{map_caption(layer_set)}")
     axes.set_xticks(range(0, layer_set.n_layers, 5 if layer_set.n_layers > 16 else 1))
     axes.set_yticks([0, 1], list(KINDS.values()))
     axes.grid(False)
     axes.spines[:].set_visible(False)
-    axes.set_title(f"{name}{map_caption(layer_set)}")
     axes.set_xlabel("layer", color=GREY)
 
 
@@ -247,12 +257,9 @@ def _draw_trials(axes: Axes, record: LayerSetRecord, trials: Sequence[Trial]) ->
     steps, values = [trial.step for trial in trials], [trial.score for trial in trials]
     axes.scatter(steps, values, s=12, color=GREY, alpha=0.55, linewidths=0, label="a trial")
     axes.step(steps, list(accumulate(values, max)), where="post", color=BLUE, label="best so far")
-    adopted = [trial for trial in trials if trial.adopted]
-    if adopted:
-        at = ([trial.step for trial in adopted], [trial.score for trial in adopted])
-        axes.scatter(*at, s=48, marker="D", color=ORANGE, edgecolors="white", zorder=3, label="adopted")
-    axes.set(xlabel="trial", ylabel=OBJECTIVES.get(str(record.settings.get("objective")), "score"))
-    axes.margins(y=0.12)
+    if adopted := [(trial.step, trial.score) for trial in trials if trial.adopted]:
+        x, y = zip(*adopted, strict=True)
+        axes.scatter(x, y, s=48, marker="D", color=ORANGE, edgecolors="white", zorder=3, label="adopted")
     figures = (
         f"α {number(record.acceptance_rate)}",
         f"M {number(record.mean_generated_length)}",
@@ -261,22 +268,20 @@ def _draw_trials(axes: Axes, record: LayerSetRecord, trials: Sequence[Trial]) ->
         f"verdict {record.verdict}",
         device_words(record),
     )
-    axes.set_title(" · ".join(filter(None, figures)))
+    objective = OBJECTIVES.get(str(record.settings.get("objective")), "score")
+    axes.set(xlabel="trial", ylabel=objective, title=" · ".join(filter(None, figures)))
+    axes.margins(y=0.12)
 
 
 def _draw_paces(axes: Axes, task: TaskFinished) -> None:
     """Draw tokens per second by prompt, against plain decoding's."""
-    prompts = range(1, len(task.paces) + 1)
-    axes.plot(prompts, task.paces, color=BLUE, lw=0, marker="o", ms=3, alpha=0.5)
-    axes.plot(prompts, _moving_means(task.paces), color=BLUE, label=f"tok/s, mean of {MEAN_OF} prompts")
+    _draw_speeds(axes, range(1, len(task.paces) + 1), task.paces, BLUE, f"tok/s, mean of {MEAN_OF} prompts")
     if task.plain_tok_s is not None:
         axes.axhline(task.plain_tok_s, color=INK, lw=1, ls=DASHED, label="plain decoding")
-    axes.set(xlabel="prompt of the stream, searching meanwhile", ylabel="tokens per second")
-    axes.set_ylim(bottom=0)
+    axes.set(xlabel="prompt of the stream, searching meanwhile", ylabel="tokens per second", ylim=(0, None))
 
 
 def _draw_parts(axes: Axes, task: TaskFinished) -> None:
-    """Draw where the seconds of a token went."""
     total, left = task.timings.total_s or 1.0, 0.0
     parts = seconds_by_part(task.timings)
     for colour, (part, seconds) in zip((ORANGE, BLUE, PALE_BLUE, LINE), parts.items(), strict=True):
@@ -288,13 +293,11 @@ def _draw_parts(axes: Axes, task: TaskFinished) -> None:
 
 
 def draw_loss(record: LearnedRecord, pictures: Pictures) -> None:
-    """Draw the loss of a training."""
     layers = ", ".join(map(str, record.depths))
     title = f"{_name(record.model)} / {record.task} · {record.kind} after layer {layers}"
     with picture(pictures, 4.2, title) as axes:
         axes.plot([step for step, _ in record.curve], [loss for _, loss in record.curve], color=BLUE)
-        axes.set(xlabel="step", ylabel=LOSSES[record.kind])
-        axes.set_ylim(bottom=0)
+        axes.set(xlabel="step", ylabel=LOSSES[record.kind], ylim=(0, None))
 
 
 # --- benchmarks
@@ -302,74 +305,66 @@ def draw_loss(record: LearnedRecord, pictures: Pictures) -> None:
 
 def draw_comparison(report: Report, pictures: Pictures) -> None:
     """Draw the methods' speed ratios of `compare`; lossy ones are hatched."""
-    marked = [row["method"] for row in report["results"] if row["lossy"]]
-    title = f"{_name(report['model'])} / {report['task']}"
-    _draw_ratios(title, report, _fastest_last(report["results"]), "method", pictures, ("lossy", marked))
+    _draw_ratios(report, pictures, f" / {report['task']}", hatched=LOSSY)
 
 
 def draw_decoding(report: Report, pictures: Pictures) -> None:
     """Draw the methods' speed ratios of `bench decode`."""
-    _draw_ratios(_name(report["model"]), report, _fastest_last(report["results"]), "method", pictures)
+    _draw_ratios(report, pictures)
 
 
 def draw_ablation(report: Report, pictures: Pictures) -> None:
     """Draw the variants' speed ratios of `bench ablate`, in its order; lossy ones are hatched."""
-    marked = [row["label"] for row in report["rows"] if row["lossy"]]
-    title = f"{_name(report['model'])} · {report['title']}"
-    _draw_ratios(title, report, report["rows"][::-1], "label", pictures, ("lossy", marked))
+    _draw_ratios(report, pictures, f" · {report['title']}", report["rows"][::-1], "label", LOSSY)
 
 
 def draw_peers(report: Report, pictures: Pictures) -> None:
     """Draw the engines' speed ratios of `bench peers`; those with other weights are hatched."""
-    marked = [row["row"] for row in report["results"] if not row["same_weights"]]
-    rows = _fastest_last(report["results"])
-    _draw_ratios(_name(report["model"]), report, rows, "row", pictures, ("other weights", marked))
-
-
-def _fastest_last(rows: Iterable[Report]) -> list[Report]:
-    return sorted(rows, key=lambda row: row.get("ratio") or 0.0)
+    _draw_ratios(report, pictures, name="row", hatched=("other weights", lambda row: not row["same_weights"]))
 
 
 def _draw_ratios(
-    title: str,
     report: Report,
-    rows: Sequence[Report],
-    name: str,
     pictures: Pictures,
-    hatched: tuple[str, Sequence[str]] = ("", ()),
+    subtitle: str = "",
+    rows: Sequence[Report] | None = None,
+    name: str = "method",
+    hatched: tuple[str, Callable[[Report], bool]] = ("", lambda row: False),
 ) -> None:
-    """Draw ratios with their intervals as bars, the last row on top; `hatched` says of which rows, and why.
+    """Draw ratios with their intervals as bars, the last row on top; `hatched` says why and which.
 
-    Rows that were not run have no bar. `name` is the rows' key of the bar's name.
+    Args: subtitle: follows the model's name. rows: None stands for the report's results, the fastest last; those
+        that were not run have no bar. name: the rows' key of the bar's name.
     """
+    rows = sorted(report["results"], key=lambda row: row.get("ratio") or 0.0) if rows is None else rows
+    why, is_hatched = hatched
+    any_hatched = any(map(is_hatched, rows))
     rows = [row for row in rows if row.get("ratio") is not None]
-    why, marked = hatched
-    with picture(pictures, AROUND_BARS_IN + BAR_IN * len(rows), title) as axes:
-        highs = [_draw_bar(axes, place, row, row[name] in marked) for place, row in enumerate(rows)]
+    with picture(pictures, AROUND_BARS_IN + BAR_IN * len(rows), f"{_name(report['model'])}{subtitle}") as axes:
+        highs = [_draw_bar(axes, place, row, is_hatched(row)) for place, row in enumerate(rows)]
         axes.axvline(1.0, color=INK, lw=1, ls=DASHED)
-        axes.set(xlim=(0, 1.32 * max([1.0, *highs])), ylim=(-0.6, len(rows) - 0.4))
+        tokens = f" of {report['max_new_tokens']} tokens" if "max_new_tokens" in report else ""
+        title = _conditions(report, f"{report['prompts']} prompts{tokens}")
+        axes.set(xlim=(0, 1.32 * max([1.0, *highs])), ylim=(-0.6, len(rows) - 0.4), title=title)
         axes.set_yticks(range(len(rows)), [row[name] for row in rows])
         axes.grid(False)
         axes.grid(True, axis="x")
-        tokens = f" of {report['max_new_tokens']} tokens" if "max_new_tokens" in report else ""
-        axes.set_title(_conditions(report, f"{report['prompts']} prompts{tokens}"))
+        hint = f"; hatched: {why}" if any_hatched else ""
         base = report.get("base", "the variant's base")
-        hint = f"; hatched: {why}" if marked else ""
         axes.set_xlabel(f"ratio to {base}, with its 95 % interval{hint}", fontsize=10)
 
 
 def _draw_bar(axes: Axes, place: int, row: Report, hatched: bool) -> float:
     """Draw a row's bar; return the upper end of its interval."""
     low, high = row["ratio_interval"] or (row["ratio"], row["ratio"])
-    colour = BLUE if low > 1 else PALE_BLUE  # dark where it is surely faster than what it is compared with
+    colour = BLUE if low > 1 else PALE_BLUE  # dark where the whole interval is above the base
     pattern: dict[str, Any] = {"hatch": "////", "edgecolor": "white"} if hatched else {}
     axes.barh(place, row["ratio"], height=0.72, color=colour, linewidth=0, **pattern)
     axes.plot([low, high], [place, place], color=INK, lw=1.2, solid_capstyle="butt")
     axes.plot([low, high], [place, place], color=INK, lw=0, marker="|", ms=6)
     label = f"{number(row['ratio'], unit='x')} · {number(row['tok_s'], 1)} tok/s"
-    beside: dict[str, Any] = {"textcoords": "offset points", "xytext": (6, 0), "va": "center", "fontsize": 9}
     under = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 0.8}
-    axes.annotate(label, (max(high, row["ratio"]), place), bbox=under, **beside)
+    axes.annotate(label, (max(high, row["ratio"]), place), bbox=under, xytext=(6, 0), va="center", **BESIDE)
     return float(high)
 
 
@@ -416,11 +411,9 @@ def draw_serving(report: Report, pictures: Pictures) -> None:
         ends = list(accumulate(result["requests"] for result in report["results"]))
         for key, label, colour in (("served_s", "as served, learning", BLUE), ("plain_s", "plain decoding", GREY)):
             speeds = [result["tokens"] / result[key] for result in report["results"]]
-            axes.plot(ends, speeds, color=colour, lw=0, marker="o", ms=3, alpha=0.4)
-            axes.plot(ends, _moving_means(speeds), color=colour, label=label)
+            _draw_speeds(axes, ends, speeds, colour, label)
         equal = f"{report['equal']} of {report['prompts']} equal to plain decoding"
-        axes.set(xlabel="request", ylabel=f"tokens per second, mean of {MEAN_OF}")
-        axes.set_ylim(bottom=0)
+        axes.set(xlabel="request", ylabel=f"tokens per second, mean of {MEAN_OF}", ylim=(0, None))
         axes.set_title(_conditions(report, f"{report['concurrency']} at a time", equal))
         _legend(axes)
 
@@ -437,14 +430,7 @@ def draw_throughput(report: Report, pictures: Pictures) -> None:
             right.plot(places, [1000 * one["p50"] for one in each], color=colour, marker="o")
         for place, result in zip(places, results, strict=True):
             at = (place, max(result[way]["tok_s"] for way in ("plain", "drafting")))
-            words: dict[str, Any] = {
-                "textcoords": "offset points",
-                "xytext": (0, 8),
-                "ha": "center",
-                "fontsize": 9,
-                "color": BLUE,
-            }
-            left.annotate(f"{result['ratio']:.2f}x", at, **words)
+            left.annotate(f"{result['ratio']:.2f}x", at, xytext=(0, 8), ha="center", color=BLUE, **BESIDE)
         left.set_title(_conditions(report))
         for axes, label in ((left, "tokens per second, all requests"), (right, "ms per token, median")):
             axes.set_xticks(places, [str(result["concurrency"]) for result in results])
@@ -452,12 +438,3 @@ def draw_throughput(report: Report, pictures: Pictures) -> None:
             axes.margins(x=0.12)
             axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
         _legend(left)
-
-
-def _moving_means(values: Sequence[float | None]) -> list[float]:
-    """Return means over the latest prompts up to each; prompts without a draft (None) are left out."""
-    means = []
-    for end in range(1, len(values) + 1):
-        known = [value for value in values[max(0, end - MEAN_OF) : end] if value is not None]
-        means.append(sum(known) / len(known) if known else float("nan"))
-    return means

@@ -15,12 +15,11 @@ from rich.text import Text
 from ..core.errors import SettingsError
 from ..core.requests import BASE, PEERS, CompareRequest, GenerateRequest
 from ..core.settings import PRESETS, preset_of
-from ..core.streams import StreamForm, read_with_others
-from ..core.types import Prompt, Sampling
+from ..core.types import Prompt
 from ..decoding.methods import METHODS, method_info
 from . import options
 from .charts import Pictures, draw_comparison
-from .options import check_model, open_store, pick, positive, together
+from .options import DRAFTING, PROMPTS, check_model, open_store, option, pick, positive
 from .output import Result, console, note, note_run
 from .render import fixed, heading, interval, number, numeric, percent, ratio, size, table
 
@@ -34,38 +33,6 @@ def _names(lossy: bool) -> str:
     return ", ".join(name for name, info in METHODS.items() if info.lossy is lossy)
 
 
-method_options = together(
-    options.group(
-        options.DRAFTING, click.option("--methods", default="all", help="all, or names from the list below, by commas.")
-    ),
-    options.group(
-        options.DRAFTING,
-        click.option(
-            "--preset",
-            "presets",
-            metavar="NAME",
-            multiple=True,
-            type=click.Choice([*PRESETS]),
-            help=f"A paper's method with each of its numbers, in place of all; repeatable: {', '.join(PRESETS)}.",
-        ),
-    ),
-    options.draft_model,
-    options.group(
-        options.DRAFTING,
-        click.option("--lossless", is_flag=True, help="Only methods that keep the model's own output."),
-    ),
-    options.group(
-        options.DRAFTING,
-        click.option(
-            "--set",
-            "assignments",
-            multiple=True,
-            metavar="METHOD.KEY=VALUE",
-            help="A method's setting; may be repeated.",
-        ),
-    ),
-)
-
 HELP = f"""Run decoding methods by turns on the same prompts; the best lossless one becomes the task's plan.
 
 What a method needs and the database lacks (a layer set, heads, a probe) is made first, within about a minute and
@@ -74,31 +41,43 @@ lossy {_names(lossy=True)}. {", ".join(PEERS)} are transformers' own."""
 
 
 @options.command(short_help="All decoding methods side by side; the best becomes the plan.")
-@options.model
-@options.stream
+@options.model_and_stream
 @click.option("--task", help="Whose plan this makes.  [default: the stream's task; default, if it holds several]")
-@options.group(
-    options.PROMPTS, click.option("--limit", type=positive, help="Compare on the first prompts of the stream only.")
+@option(PROMPTS, "--limit", type=positive, help="Compare on the first prompts of the stream only.")
+@option(DRAFTING, "--methods", default="all", help="all, or names from the list below, by commas.")
+@option(
+    DRAFTING,
+    "--preset",
+    "presets",
+    metavar="NAME",
+    multiple=True,
+    type=click.Choice([*PRESETS]),
+    help=f"A paper's method with each of its numbers, in place of all; repeatable: {', '.join(PRESETS)}.",
 )
-@method_options
+@options.draft_model
+@option(DRAFTING, "--lossless", is_flag=True, help="Only methods that keep the model's own output.")
+@option(
+    DRAFTING,
+    "--set",
+    "assignments",
+    multiple=True,
+    metavar="METHOD.KEY=VALUE",
+    help="A method's setting; may be repeated.",
+)
 @options.pictures("Draw the ratios as a bar chart.")
-@options.group(
-    options.PROMPTS,
-    options.from_field(CompareRequest, "samples", "Completions of each prompt, as pass@k needs.", type=positive),
-)
+@options.from_field(PROMPTS, CompareRequest, "samples", "Completions of each prompt, as pass@k needs.", type=positive)
 @click.option("--no-store", is_flag=True, help="Store neither the report, nor the plan, nor what had to be made.")
 @options.form
 @options.machine(GenerateRequest, "max_new_tokens", "speed")
 @options.sampling
-@options.db
-@options.json
+@options.db_and_json
 @options.example(
     "compare --model smollm2-135m --stream prompts.jsonl --limit 8 --max-new-tokens 64 --png ratios.png", words=HELP
 )
+@options.read_more
 def compare(
-    stream: str,
-    form: StreamForm,
-    limit: int | None,
+    prompts: Sequence[Prompt],
+    others: Sequence[Prompt],
     methods: str,
     presets: tuple[str, ...],
     lossless: bool,
@@ -112,8 +91,7 @@ def compare(
         methods = BASE
     chosen = chosen_methods(",".join([methods, *(preset_of(name).method for name in presets)]), lossless)
     given = {"methods": chosen, "settings": parse_settings(assignments, chosen), "keep": not no_store}
-    request = pick(CompareRequest, {**values, **given, "presets": presets, "sampling": pick(Sampling, values)})
-    prompts, others = read_with_others(stream, values["task"], limit, form)
+    request = pick(CompareRequest, {**values, **given, "presets": presets})
     return comparison(request, prompts, others, pictures, db)
 
 
@@ -128,8 +106,7 @@ def comparison(
 
     with open_store(db) as store:
         report = Comparison(request, prompts, store, others, note, note_run).run()
-    if pictures:
-        draw_comparison(report, pictures)
+    pictures.draw(draw_comparison, report)
     return Result(report, [comparison_view(report, console().width)], interrupted=report["interrupted"])
 
 
@@ -223,17 +200,17 @@ def comparison_view(report: Row, width: int) -> RenderableType:
 
 def _table(rows: Sequence[Row], width: int, hidden: Collection[str]) -> Table:
     """Return the methods by ratio, lossy ones below a line; `width` decides which columns are shown."""
-    columns = [column for column in COLUMNS if width >= column[2] and column[0] not in hidden]
-    made = table([(numeric if at else fixed)(name) for at, (name, _, _) in enumerate(columns)], [])
-    lossless, lossy = [row for row in rows if not row["lossy"]], [row for row in rows if row["lossy"]]
+    shown = {name: cell for name, cell, least in COLUMNS if width >= least and name not in hidden}
+    made = table([(numeric if at else fixed)(name) for at, name in enumerate(shown)], [])
+    lossless, lossy = ([row for row in rows if bool(row["lossy"]) is which] for which in (False, True))
     for row in lossless:
-        style = "bold green" if row["ratio_interval"] and row["ratio_interval"][0] > 1 else None
-        made.add_row(*(cell(row) for _, cell, _ in columns), style=style)
+        is_faster = row["ratio_interval"] and row["ratio_interval"][0] > 1
+        made.add_row(*(cell(row) for cell in shown.values()), style="bold green" if is_faster else None)
     if lossy and lossless:
-        widths = [max(len(name), *(len(cell(row)) for row in rows)) for name, cell, _ in columns]
+        widths = [max(len(name), *(len(cell(row)) for row in rows)) for name, cell in shown.items()]
         made.add_row(*(Text("─" * widest, style="dim") for widest in widths))
     for row in lossy:
-        made.add_row(*(cell(row) for _, cell, _ in columns))
+        made.add_row(*(cell(row) for cell in shown.values()))
     return made
 
 

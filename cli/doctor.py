@@ -1,4 +1,4 @@
-"""`swiftopt doctor`: checks of this machine and of the services that it is told to use; none changes anything."""
+"""`swiftopt doctor`: checks of this machine and of the configured services; none changes anything."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from rich.text import Text
 from ..core.errors import SwiftoptError, safe_url
 from ..core.settings import n_threads, usable_cores
 from . import options
-from .options import database_url
 from .output import Result
 from .render import fixed, folding, table
-from .services import FRESH_S
+from .services import FRESH_S, schema_problem
 
 GIB = 1 << 30
 LOW_MEMORY = 2 * GIB  # below it even small models of the alias table do not fit in bfloat16 with room to work
@@ -46,7 +45,7 @@ class Check:
 
 
 @options.command(short_help="Check versions, devices, memory and database.")
-@click.option("--model", shell_complete=options.models, help="Check that this model can be found as well.")
+@click.option("--model", type=options.MODEL, help="Check that this model can be found as well.")
 @options.db
 @options.redis
 @options.server
@@ -66,7 +65,6 @@ def doctor(model: str | None, db: str | None, redis: str | None, server: str | N
 
 
 def checks_table(checks: Sequence[Check]) -> Table:
-    """List checks: status, name, words."""
     rows = [(Text(check.status, style=STYLES[check.status]), check.name, check.text) for check in checks]
     return table([fixed(""), fixed(""), folding("")], rows, gap=2, show_header=False, pad_edge=False)
 
@@ -77,18 +75,16 @@ def examine(model: str | None) -> Iterator[Check]:
     for package in ("torch", "transformers"):
         yield run_check(package, check_package, package)
     yield from check_devices()
-    yield run_check("cores", check_cores)
-    yield run_check("kernels", check_kernels)
-    yield run_check("speed", check_speed)
-    yield run_check("memory", check_memory)
-    yield run_check("cache", check_cache)
+    machine = {"cores": check_cores, "kernels": check_kernels, "speed": check_speed, "memory": check_memory}
+    for name, check in {**machine, "cache": check_cache}.items():
+        yield run_check(name, check)
     if model is not None:
         yield run_check("model", check_model, model)
 
 
 def examine_services(db: str | None, redis: str | None, server: str | None, queue: str) -> Iterator[Check]:
-    """Check what runs elsewhere."""
-    url = database_url(db)
+    """Check the database and, where they are named, Redis with its workers and the server."""
+    url = options.database_url(db)
     yield (found := run_check("database", check_database, url))
     if found.status != "fail":
         yield run_check("clock", check_clock, url)
@@ -101,9 +97,10 @@ def examine_services(db: str | None, redis: str | None, server: str | None, queu
 
 
 def run_check(name: str, check: Callable[..., Finding], *args: str) -> Check:
-    """Run a check; an error becomes its result."""
     try:
         return Check(name, *check(*args))
+    except ImportError as error:
+        return Check(name, "fail", f"a package cannot be imported: {error}")
     except (SwiftoptError, OSError) as error:
         return Check(name, "fail", str(error))
 
@@ -112,7 +109,6 @@ def run_check(name: str, check: Callable[..., Finding], *args: str) -> Check:
 
 
 def check_package(name: str) -> Finding:
-    """Check that a package that decoding needs is installed."""
     try:
         return "ok", version(name)
     except PackageNotFoundError:
@@ -120,7 +116,7 @@ def check_package(name: str) -> Finding:
 
 
 def check_devices() -> Iterator[Check]:
-    """Check CUDA devices and their free memory; torch is asked, for it is what must see them."""
+    """Check the CUDA devices that torch sees, and their free memory."""
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -128,7 +124,6 @@ def check_devices() -> Iterator[Check]:
         return
     if not torch.cuda.is_available():
         yield Check("devices", "warn", "no CUDA device, models run on the CPU")
-        return
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         text = f"{torch.cuda.get_device_name(index)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
@@ -146,13 +141,11 @@ def check_cores() -> Finding:
 
 def check_kernels() -> Finding:
     """Check the CPU kernels that passes will use, compiled if need be, and how fast they read weights."""
-    try:
-        import torch
+    import torch
 
-        from ..models.kernels.build import ROWS, at_rows, kernels
-        from ..models.kernels.measure import READ, measured
-    except (ImportError, OSError):
-        return "fail", "torch cannot be imported"
+    from ..models.kernels.build import ROWS, at_rows, kernels
+    from ..models.kernels.measure import READ, measured
+
     found = kernels()
     if isinstance(found, str):
         return "warn", f"torch's own, drafts may change last bits: {found}"
@@ -165,27 +158,22 @@ def check_kernels() -> Finding:
 
 
 def check_speed() -> Finding:
-    """Say what `--speed auto` comes to here."""
-    try:
-        import torch
+    """Report what `--speed auto` selects here."""
+    import torch
 
-        from ..models.kernels.build import kernels
-        from ..models.kernels.device import are_there
-    except (ImportError, OSError):
-        return "fail", "torch cannot be imported"
+    from ..models.kernels.build import kernels
+    from ..models.kernels.device import are_there
+
     if torch.cuda.is_available():
         exact = "by Triton kernels" if are_there() else "wants Triton: pip install triton"
-        return (
-            "ok",
-            f"auto is CUDA graphs, or eager where a model's passes are faster so when it is loaded; exact {exact}",
-        )
+        auto = "auto is CUDA graphs, or eager where a model's passes are faster so when it is loaded"
+        return "ok", f"{auto}; exact {exact}"
     if isinstance(kernels(), str):
         return "warn", "auto is eager, and exact is not possible: see kernels"
     return "ok", "auto is native, which is exact: drafting changes no bit"
 
 
 def check_memory() -> Finding:
-    """Check the main memory that programs may still take."""
     try:
         lines = dict(line.split(":", 1) for line in MEMINFO.read_text(encoding="ascii").splitlines())
         free, total = (int(lines[key].split()[0]) * 1024 for key in ("MemAvailable", "MemTotal"))
@@ -196,7 +184,6 @@ def check_memory() -> Finding:
 
 
 def check_cache() -> Finding:
-    """Check that converted models have a folder, and room in it."""
     import platformdirs
 
     named = os.environ.get("SWIFTOPT_CACHE_DIR") or platformdirs.user_cache_dir("swiftopt", appauthor=False)
@@ -228,19 +215,16 @@ def check_model(name: str) -> Finding:
 
 
 def check_database(url: str) -> Finding:
-    """Check that the database opens and has the newest schema."""
     from ..store import Store
     from ..store.migrations import look
 
     state = look(url)
-    if state.newer:
-        advice = "install that version, or choose another database with --db"
-        return "fail", f"{state.database}, schema {state.revision} of a newer swiftopt: {advice}"
     if state.revision is None:
         return "ok", f"{state.database}, empty: the first command that needs it creates it"
+    if state.newer:
+        return "fail", schema_problem(state)
     if not state.ok:
-        old = f"{state.database}, schema {state.revision} is behind {state.head}"
-        return "warn", f"{old}: run `swiftopt db upgrade`, or let the next command do it"
+        return "warn", f"{schema_problem(state)}, or let the next command do it"
     with Store.open(url) as store:
         n_sets, states = len(store.layer_sets()), store.jobs.states()
     jobs = ", ".join(f"{n} {word}" for word, n in states.items()) or "none"
@@ -283,7 +267,6 @@ def check_redis(url: str) -> Finding:
 
 
 def check_workers(url: str, queue: str) -> Finding:
-    """Check that a worker listens on the queue."""
     from ..worker.queue import RedisQueue
 
     with closing(RedisQueue(url)) as redis:
@@ -299,7 +282,6 @@ def check_workers(url: str, queue: str) -> Finding:
 
 
 def check_server(url: str) -> Finding:
-    """Check that the server is ready and accepts our key."""
     from ..client import Client
 
     with Client(url) as client:

@@ -1,9 +1,10 @@
-"""Other engines: `swiftopt tune --engine`, and `swiftopt import` of what an engine's own benchmark measured."""
+"""Other engines: `swiftopt export` to them, `tune --engine` in them, `import` of what they measured, `bench peers`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,15 +12,19 @@ from urllib.parse import urlsplit
 
 import click
 from rich.console import RenderableType
+from rich.text import Text
 
-from ..core.errors import InvalidInput
-from ..core.records import Plan
+from ..core.errors import InvalidInput, LayerSetNotFound
+from ..core.records import FoundPlan, Plan
+from ..core.requests import GenerateRequest
 from ..core.settings import ENGINES
 from ..core.streams import read_stream
+from ..core.types import Prompt, Verdict
 from ..models.sources import check_names
 from . import options
-from .options import ModelTask, on_command_line, open_store
-from .output import Result, note
+from .charts import Pictures, draw_peers
+from .options import PATH, ModelTask, measurement, positive
+from .output import Result, note, note_load
 from .render import folding, interval, number, numeric, table
 
 if TYPE_CHECKING:
@@ -32,6 +37,60 @@ USED = (
     *("engine", "engine_urls", "draft_model"),
 )
 STEPS = {1: "kinds", 2: "lengths", 3: "held out"}
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+# --- export
+
+
+@options.command(short_help="Write a plan as the files of another engine.")
+@options.model_task
+@click.option("--to", "engine", type=click.Choice(ENGINES), required=True, help="The engine.")
+@click.option("--out", type=options.FOLDER, required=True, help="A new folder to write to.")
+@options.version
+@click.option(
+    "--stream",
+    type=options.FILE,
+    help="Prompts on which the draft's acceptance with keys and values of its own is measured; it then decides.",
+)
+@click.option("--limit", type=positive, default=8, show_default=True, help="Prompts of it to take.")
+@options.store_and_json
+@options.example("export smollm2-135m/notes --to vllm --out notes-draft --stream prompts.jsonl")
+def export(
+    name: ModelTask, engine: str, out: str, version: int | None, stream: str | None, limit: int, store: Store
+) -> Result:
+    """Write the plan of MODEL/TASK as what another engine loads: a draft checkpoint, its settings, and a README.
+
+    A set whose rest does not alternate attention and MLP is exported as the nearest one that does; for vLLM as it is,
+    where the model is a Llama, Mistral or Qwen2.
+    """
+    from ..engines.export import SCHEMA, refuse_existing
+    from ..engines.export import export as export_plan
+
+    refuse_existing(Path(out))
+    found = _to_export(store, name, engine) if version is None else store.plan(name.model, name.task, version)
+    if found.fallback:
+        note(f"note: {found.fallback}")
+    prompts = [] if stream is None else read_stream(stream, name.task, limit)
+    made = export_plan(found, name.model, engine, Path(out), store, note_load, prompts)
+    layer_set = None if made.layer_set is None else made.layer_set.to_json()
+    figures = {"kind": made.kind, "draft_tokens": made.n_draft_tokens, "layer_set": layer_set}
+    value = {"schema": SCHEMA, "engine": engine, "out": out, **figures, "files": list(made.files)}
+    text = f"{out}: {len(made.files)} files for {engine}; {Path(out) / 'README.md'} says how to run them"
+    return Result({**value, "remarks": list(made.remarks)}, [text], [f"note: {each}" for each in made.remarks])
+
+
+def _to_export(store: Store, name: ModelTask, engine: str) -> FoundPlan:
+    """Return the plan that was tuned in the engine, or else the best one."""
+    with suppress(LayerSetNotFound):
+        found = store.lookup(name.model, name.task, alias=engine)
+        if found.plan.method != "plain":
+            return found
+        note(f"note: in {engine} nothing was faster than plain decoding (version {found.version})")
+    return store.lookup(name.model, name.task)
+
+
+# --- tune in an engine
 
 
 def server_of(text: str) -> tuple[str, str]:
@@ -60,10 +119,10 @@ def tune_engine(values: Mapping[str, Any]) -> Result:
         )
     if servers and values["draft_model"]:
         raise InvalidInput("--draft-model is for engines that swiftopt starts: leave it out with --engine-url")
-    flags = {param.name: param.opts[0] for param in click.get_current_context().command.params}
-    for name in flags:
-        if name not in USED and on_command_line(name or ""):
-            note(f"warning: {flags[name]} has no effect with --engine, which runs {values['engine']} itself, greedily")
+    for param in click.get_current_context().command.params:
+        if param.name not in USED and options.on_command_line(param.name or ""):
+            flag, engine = param.opts[0], values["engine"]
+            note(f"warning: {flag} has no effect with --engine, which runs {engine} itself, greedily")
     prompts = read_stream(values["stream"], values["task"], values["limit"], values["form"])
     check_names(values["model"], values["dtype"], "cpu")
 
@@ -77,7 +136,7 @@ def tune_engine(values: Mapping[str, Any]) -> Result:
         values["draft_model"],
         servers,
     )
-    with open_store(values["db"]) as store:
+    with options.open_store(values["db"]) as store:
         tuned = EngineTuning(request, store, note).run(prompts)
     tasks = [{**asdict(each), "found": each.found.to_json()} for each in tuned]
     value = {"schema": "swiftopt.tune-engine/1", "model": request.model, "engine": request.engine, "tasks": tasks}
@@ -86,74 +145,49 @@ def tune_engine(values: Mapping[str, Any]) -> Result:
 
 
 def tuned_view(model: str, engine: str, tuned: EngineTuned) -> list[RenderableType]:
-    """Return the table of what was tried, the verdict, and what to do with it."""
     columns = [folding("way"), folding("step"), *map(numeric, ("tok/s", "ratio", "acceptance")), folding("equal")]
-    rows, failed = [], []
+    rows = []
     for each in tuned.tried:
-        if each.tok_s is None:
-            rows.append((each.name, STEPS[each.step], "–", "–", "–", "not run"))
-            failed.append(f"{each.name}: {each.reason}")
-            continue
-        equal = f"{each.equal}/{each.n_prompts}"
         figures = (number(each.tok_s, 1), number(each.ratio, unit="x"), number(each.acceptance))
+        equal = "not run" if each.tok_s is None else f"{each.equal}/{each.n_prompts}"
         rows.append((each.name, STEPS[each.step], *figures, equal))
+    failed = [f"{each.name}: {each.reason}" for each in tuned.tried if each.tok_s is None]
     verdict, found = tuned.verdict, tuned.found
-    ratio = "" if verdict.ratio is None else f", {verdict.ratio:.2f}x plain ({interval(verdict.interval)})"
     chosen = tuned.way if verdict.word == "use" else "plain"
     lines = [
-        f"{engine}, task {tuned.task}: decode with {chosen}{ratio}; {verdict.reason}",
+        f"{engine}, task {tuned.task}: decode with {chosen}{_beside_plain(verdict)}; {verdict.reason}",
         f"Stored as version {found.version}.",
     ]
     if verdict.word == "use" and found.plan.settings.get("drafts") is not None:
         place = f"{model}/{tuned.task}"
         lines.append(f"Its files: swiftopt export {place} --to {engine} --version {found.version} --out FOLDER")
     title = f"{model} in {engine}, task {tuned.task}"
-    return [table(columns, rows, title=title, title_justify="left"), *failed, *lines]
+    return [table(columns, rows, title=title), *failed, *lines]
+
+
+def _beside_plain(verdict: Verdict) -> str:
+    return "" if verdict.ratio is None else f", {verdict.ratio:.2f}x plain ({interval(verdict.interval)})"
+
+
+# --- import
 
 
 @options.command("import", short_help="Store what an engine's own benchmark measured.")
 @options.model_task
-@click.option(
-    "--plain",
-    type=Path,
-    metavar="FILE",
-    shell_complete=options.files,
-    required=True,
-    help="The benchmark of plain decoding.",
-)
-@click.option(
-    "--drafted",
-    type=Path,
-    metavar="FILE",
-    shell_complete=options.files,
-    required=True,
-    help="The same requests with the plan.",
-)
-@click.option(
-    "--exported",
-    type=Path,
-    metavar="FOLDER",
-    shell_complete=options.folders,
-    help="What was run: a folder that `export` wrote.",
-)
+@click.option("--plain", type=PATH, required=True, help="The benchmark of plain decoding.")
+@click.option("--drafted", type=PATH, required=True, help="The same requests with the plan.")
+@click.option("--exported", type=options.FOLDER, help="What was run: a folder that `export` wrote.")
 @click.option("--engine", type=click.Choice(ENGINES), help="The engine, where what was run is no exported plan.")
-@click.option(
-    "--settings",
-    type=Path,
-    metavar="FILE",
-    shell_complete=options.files,
-    help="The engine's settings then, as a JSON object.",
-)
+@click.option("--settings", type=PATH, help="The engine's settings then, as a JSON object.")
 @click.option("--device", "device_name", help="The machine of the benchmark, for example 'NVIDIA H200'.")
 @click.option("--dtype", "run_dtype", help="What the engine computed in, for example bfloat16.")
-@options.store
-@options.json
+@options.store_and_json
 @options.example("import smollm2-135m/notes --exported notes-vllm --plain plain.json --drafted drafted.json")
 def import_(
     name: ModelTask,
     plain: Path,
     drafted: Path,
-    exported: Path | None,
+    exported: str | None,
     engine: str | None,
     settings: Path | None,
     device_name: str | None,
@@ -173,13 +207,13 @@ def import_(
     found, verdict, run = import_evidence(store, name.model, name.task, plan, plain, drafted)
     acceptance = None if run.acceptance is None else round(run.acceptance, 4)
     value = {"schema": "swiftopt.import/1", "engine": plan.engine, "requests": len(run.timed), "acceptance": acceptance}
-    ratio = "" if verdict.ratio is None else f", {verdict.ratio:.2f}x plain ({interval(verdict.interval)})"
-    text = f"{name} version {found.version}, for {plan.engine}: {verdict.word}{ratio} on {len(run.timed)} requests"
+    what = f"{verdict.word}{_beside_plain(verdict)}"
+    text = f"{name} version {found.version}, for {plan.engine}: {what} on {len(run.timed)} requests"
     return Result({**value, "verdict": asdict(verdict), "found": found.to_json()}, [text])
 
 
 def _plan_that_ran(
-    store: Store, name: ModelTask, exported: Path | None, engine: str | None, settings: Path | None
+    store: Store, name: ModelTask, exported: str | None, engine: str | None, settings: Path | None
 ) -> Plan:
     """Return the plan that a benchmark ran with, of an exported folder or of an engine's settings.
 
@@ -193,11 +227,10 @@ def _plan_that_ran(
         return Plan("prompt-lookup" if text else "spd", settings=own, engine=engine)
     if settings is not None:
         raise InvalidInput("--exported has the settings in it: leave out --settings")
-    about = _object(exported / "export.json")
+    about_file = Path(exported) / "export.json"
+    about = _object(about_file)
     if about.get("schema") != "swiftopt.export/1" or about.get("engine") not in ENGINES:
-        raise InvalidInput(
-            f"{exported / 'export.json'} is no exported plan: name a folder that `swiftopt export` wrote"
-        )
+        raise InvalidInput(f"{about_file} is no exported plan: name a folder that `swiftopt export` wrote")
     record = None
     if about.get("kind") == "draft":
         record = store.plan(name.model, name.task, int(about.get("version") or 0)).plan.layer_set
@@ -215,3 +248,134 @@ def _object(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise InvalidInput(f"{path} holds no JSON object: give one")
     return found
+
+
+# --- benchmark
+
+
+@options.command(short_help="swiftopt and other engines on the same prompts.")
+@options.model_and_stream
+@options.option(
+    options.PROMPTS, "--task", help="Whose stored plan swiftopt/best uses.  [default: each prompt's own task]"
+)
+@options.limit
+@options.form
+@measurement("--peers", "words", default="all", help="Engines, or rows such as llama-cpp/plain.")
+@measurement("--gguf", "ggufs", multiple=True, type=PATH, help="Another file of this model, for llama.cpp; repeatable.")
+@measurement(
+    "--assistant",
+    metavar="MODEL",
+    type=options.MODEL,
+    help="The smaller model that drafts for transformers/assisted.",
+)
+@measurement(
+    "--exported",
+    multiple=True,
+    type=options.FOLDER,
+    help="What `swiftopt export` wrote, a row of its engine; repeatable.",
+)
+@measurement("--base", metavar="ROW", help="Row of the ratios.  [default: llama.cpp's faster plain one]")
+@measurement("--threads", type=positive, help="Threads of each engine.  [default: as many as the machine has cores]")
+@measurement("--timeout", type=positive, default=600, help="Seconds for one answer.")
+@options.from_field(
+    options.MACHINE,
+    GenerateRequest,
+    "dtype",
+    "auto (as stored) or one of the others, for those that take it.",
+    type=click.Choice(DTYPES),
+)
+@options.shared(GenerateRequest, "max_new_tokens", "speed")
+@options.pictures("Draw the ratios as a bar chart.")
+@options.db_and_json
+@options.example("bench peers --model smollm2-135m --stream prompts.jsonl --limit 6 --peers swiftopt,llama-cpp")
+@options.read
+def peers(
+    prompts: Sequence[Prompt],
+    words: str,
+    ggufs: tuple[Path, ...],
+    assistant: str | None,
+    exported: tuple[str, ...],
+    base: str | None,
+    threads: int | None,
+    timeout: int,
+    pictures: Pictures,
+    db: str | None,
+    **values: Any,
+) -> Result:
+    """Decode every prompt with swiftopt and other engines, by turns, each row in a process of its own, greedily.
+
+    The engines are installed once in the user's cache, and GGUF files made there of the model's own weights. What
+    cannot be installed or fails is a row that says why. All rows get the same token ids, threads and number of new
+    tokens; stop tokens end nothing. `equal to` counts the prompts on which a row that drafts gives its own engine's
+    plain tokens, and other rows those of swiftopt/plain. `swiftopt/best` is the stored plan; where there is none,
+    adaptive drafts. Ctrl-C shows the prompts that all rows have answered.
+    """
+    names = words.split(",")
+
+    from ..bench.peers import all_rows, chosen_rows
+
+    folders = tuple(map(Path, exported))
+    chosen = chosen_rows(names, all_rows(ggufs, Path(assistant) if assistant else None, folders))
+    if base is not None:
+        options.check_words("row", [base], [row.name for row in chosen])
+    request = options.decoding_request({**values, "device": "cpu"})
+    if assistant is not None:
+        options.check_model(replace(request, model=assistant))
+
+    import torch
+
+    from ..bench.peers import report_of
+    from ..engines.turns import Turns, TurnsRequest, questions_of
+    from ..models.costs import device_name
+    from ..models.sources import local_folder, resolve
+
+    folder = local_folder(resolve(request.model), note_load)
+    drafting = local_folder(resolve(assistant), note_load) if assistant else None
+    given = {"threads": threads} if threads else {}
+    common = TurnsRequest(
+        request.model,
+        folder,
+        request.dtype,
+        timeout_s=timeout,
+        speed=request.speed,
+        db=options.database_url(db) if db else None,
+        **given,
+    )
+    questions = questions_of(folder, prompts, request.max_new_tokens)
+    bench = Turns(common, questions, chosen_rows(names, all_rows(ggufs, drafting, folders)), note)
+    bench.run()
+    report = report_of(common, bench.runs, bench.questions, device_name(torch.device("cpu")), base, bench.interrupted)
+    pictures.draw(draw_peers, report)
+    return Result(report, peers_view(report), interrupted=bench.interrupted)
+
+
+def peers_view(report: Mapping[str, Any]) -> list[RenderableType]:
+    """Return the table of the rows, and under it why others have no numbers."""
+    from ..bench.peers import equal_to
+
+    title = f"{report['model']}, {report['device']}, {report['prompts']} prompts of {report['max_new_tokens']} tokens"
+    caption = (
+        f"decode: tok/s after the first token; ratio: to {report['base']}; accepted: of the drafted tokens;"
+        " equal to: whose tokens on how many prompts."
+        " Engines round differently; rows of other weights are another model's answers."
+    )
+    rows = []
+    failed: dict[str, list[str]] = {}  # by the reason why they have no numbers
+    for result in report["results"]:
+        memory = result.get("peak_bytes")
+        figures = (
+            number(result["tok_s"], 1),
+            number(result.get("decode_tok_s"), 1),
+            number(result.get("ratio"), unit="x"),
+            interval(result.get("ratio_interval")),
+            number(result.get("acceptance")),
+            number(memory and memory / 1e9, 1, " GB"),
+        )
+        if result["tok_s"] is None:
+            failed.setdefault(result["reason"], []).append(result["row"])
+        equal = equal_to(result) if result["tok_s"] else f"not run ({list(failed).index(result['reason']) + 1})"
+        rows.append((result["row"], *figures, equal))
+    footnotes = [f"({n}) {', '.join(names)}: {reason}" for n, (reason, names) in enumerate(failed.items(), start=1)]
+    headings = ("tok/s", "decode", "ratio", "95 %", "accepted", "memory")
+    columns = [folding("row"), *map(numeric, headings), folding("equal to")]
+    return [table(columns, rows, title=title), *map(Text, (caption, *footnotes))]

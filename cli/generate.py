@@ -1,88 +1,68 @@
-"""`swiftopt generate`."""
+"""`swiftopt generate` and `swiftopt chat`: decode here with what was tuned, or chat with a server."""
 
 from __future__ import annotations
 
 import json
 import sys
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..core.errors import StreamError
+from ..core.errors import InvalidInput, StreamError, SwiftoptError
 from ..core.requests import GenerateRequest
 from ..core.streams import LineWriter, raw_prompt, read_stream
-from ..core.types import DEFAULT_TASK, Completion, Prompt, Sampling
+from ..core.types import DEFAULT_TASK, Completion, Prompt, Sampling, check_task
 from . import options
-from .options import decoding_request, open_store, positive, together
+from .backend import Backend
+from .options import FILE, MODEL, OTHER, PROMPTS, decoding_request, from_field, on_command_line, option, pick, positive
 from .output import emit_json, note, note_load
 from .render import number
 
 if TYPE_CHECKING:
+    from ..client.chat import Answered
     from ..tasks.generate import GenerateInfo
 
-source_options = together(
-    options.group(options.PROMPTS, click.option("--prompt", help="Raw text to continue.")),
-    options.group(
-        options.PROMPTS,
-        click.option(
-            "--stream",
-            metavar="FILE",
-            shell_complete=options.files,
-            help="Prompts, one JSON object per line; - is standard input.",
-        ),
-    ),
-    options.limit,
-    options.group(
-        options.PROMPTS,
-        click.option(
-            "-o",
-            "--out",
-            metavar="FILE",
-            shell_complete=options.files,
-            help="Write one JSON object per prompt to a file as well.",
-        ),
-    ),
-)
-method_options = together(
-    options.method,
-    options.group(
-        options.DRAFTING,
-        click.option(
-            "--draft-model",
-            metavar="NAME",
-            shell_complete=options.models,
-            help="Smaller model that drafts, for methods that draft with one.",
-        ),
-    ),
-    options.layer_set,
-    options.group(
-        options.PROMPTS,
-        click.option("--stop", multiple=True, metavar="STR", help="End before this text; may be repeated."),
-    ),
-    options.group(
-        options.SAMPLING,
-        options.from_field(Sampling, "repetition_penalty", "Above 1 repeats less.  [default: the model's own]"),
-    ),
-)
+Message = Mapping[str, str]
+
+ANSWER_TOKENS = 512  # of one answer at most, unless the caller says otherwise
+COMMANDS = """\
+/system TEXT  say how to answer from now on; without TEXT, take that back
+/clear        forget what was said until now
+/help         show this
+/quit         end the chat, as Ctrl-D does"""
 
 
 @options.command(short_help="Decode with what was tuned for a task.")
 @options.model
-@options.from_field(
-    GenerateRequest, "task", "Whose stored layer set to use.  [default: the prompt's own task, or default]"
+@from_field(
+    OTHER, GenerateRequest, "task", "Whose stored layer set to use.  [default: the prompt's own task, or default]"
 )
-@source_options
-@method_options
-@options.group(
-    options.PROMPTS,
-    options.from_field(
-        GenerateRequest,
-        "concurrency",
-        "How many prompts of a stream are decoded at once; each is shown when it is done.",
-        type=positive,
-    ),
+@option(PROMPTS, "--prompt", help="Raw text to continue.")
+@option(PROMPTS, "--stream", type=FILE, help=options.STREAM_HELP)
+@options.limit
+@option(PROMPTS, "-o", "--out", type=FILE, help="Write one JSON object per prompt to a file as well.")
+@options.method
+@option(
+    options.DRAFTING,
+    "--draft-model",
+    metavar="NAME",
+    type=MODEL,
+    help="Smaller model that drafts, for methods that draft with one.",
+)
+@options.layer_set
+@options.stop
+@from_field(options.SAMPLING, Sampling, "repetition_penalty", "Above 1 repeats less.  [default: the model's own]")
+@from_field(
+    PROMPTS,
+    GenerateRequest,
+    "concurrency",
+    "How many prompts of a stream are decoded at once; each is shown when it is done.",
+    type=positive,
 )
 @options.machine(GenerateRequest, "max_new_tokens", "speed")
 @options.sampling
@@ -111,7 +91,7 @@ def generate(
     grows = stream is None and not as_json  # the text is shown as it grows
     noted: set[str] = set()
     with ExitStack() as stack:
-        store = stack.enter_context(open_store(db))
+        store = stack.enter_context(options.open_store(db))
         lines = stack.enter_context(LineWriter(Path(out), append=False)) if out is not None else None
         for event in decode(request, prompts, store, note_load):
             if not isinstance(event, Generated):
@@ -137,13 +117,17 @@ def _prompts(prompt: str | None, stream: str | None, limit: int | None, task: st
         return read_stream(stream, task, limit)
     if prompt is None and sys.stdin.isatty():
         raise click.UsageError("there is no prompt: give --prompt TEXT or --stream FILE, or pipe text in")
-    try:
-        text = sys.stdin.buffer.read().decode("utf-8") if prompt is None else prompt
-    except UnicodeDecodeError as error:
-        raise StreamError("standard input is not UTF-8 text: pipe text in, or give --stream FILE") from error
+    text = _decoded(sys.stdin.buffer.read(), "or give --stream FILE") if prompt is None else prompt
     if not text.strip():
         raise click.UsageError("the prompt is empty: give --prompt TEXT or --stream FILE, or pipe text in")
     return [raw_prompt(text, task or DEFAULT_TASK, "standard input" if prompt is None else "--prompt")]
+
+
+def _decoded(piped: bytes, advice: str) -> str:
+    try:
+        return piped.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise StreamError(f"standard input is not UTF-8 text: pipe text in, {advice}") from error
 
 
 def completion_json(model: str, prompt: Prompt, completion: Completion, info: GenerateInfo) -> dict[str, Any]:
@@ -162,7 +146,7 @@ def completion_json(model: str, prompt: Prompt, completion: Completion, info: Ge
 
 
 def note_remarks(completion: Completion, info: GenerateInfo, noted: set[str]) -> None:
-    """Print what a person should know of how the plan was chosen, but for what is in `noted`; add it there."""
+    """Print remarks on how the plan was chosen, except those in `noted`, and add them there."""
     found = [info.note] if info.note else []
     if info.fallback:
         found.append(f"this is not quite what was asked for: {info.fallback}")
@@ -179,10 +163,276 @@ def note_remarks(completion: Completion, info: GenerateInfo, noted: set[str]) ->
 
 
 def completion_words(completion: Completion, info: GenerateInfo) -> str:
-    """Return a completion's figures on one line."""
     total_s = completion.timings.total_s
     speed = number(completion.n_tokens / total_s if total_s else None, 1)
     drafted = f", α {number(completion.acceptance_rate)}, M {number(completion.mean_generated_length)}"
     version = f" version {info.version}" if info.version is not None and completion.method != "plain" else ""
     figures = f"{completion.n_tokens} tokens, {speed} tok/s{drafted if completion.drafted else ''}"
     return f"[{completion.method}{version}: {figures}]"
+
+
+# --- chat
+
+
+@options.command(short_help="Chat in the terminal, with a server or a model of your own.")
+@click.option(
+    "--model",
+    type=MODEL,
+    help="Model to load here; with --server, which of its models.  [default: its only one]",
+)
+@click.option(
+    "--server",
+    metavar="URL",
+    help="Server to chat with, ours or another of OpenAI's protocol; its key: SWIFTOPT_API_KEY."
+    "  [env: SWIFTOPT_SERVER_URL]",
+)
+@from_field(OTHER, GenerateRequest, "task", "Whose stored plan to use.  [default: default]")
+@options.method
+@option(PROMPTS, "--system", metavar="TEXT", help="Message that says how to answer.")
+@option(PROMPTS, "--message", metavar="TEXT", help="Ask this one question, and end.")
+@option(PROMPTS, "--max-new-tokens", default=ANSWER_TOKENS, type=positive, help="Most tokens of an answer.")
+@options.machine(GenerateRequest, "speed")
+@options.sampling
+@options.db
+@options.as_json
+@options.example("chat --model smollm2-135m", 'chat --server http://127.0.0.1:8000 --message "Why is the sky blue?"')
+def chat(
+    server: str | None, db: str | None, system: str | None, message: str | None, as_json: bool, **values: Any
+) -> None:
+    """Chat with a model: of a server that speaks OpenAI's protocol, or one that is loaded here.
+
+    Each line of standard input is a question; /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends the chat.
+    With --json there is one object per answer, each on a line.
+    """
+    values["sampling"] = pick(Sampling, values)
+    chosen = Backend.chosen(server, None, db)
+    if values["task"] is not None:
+        check_task(values["task"], "--task")
+    instruction = None if system is None else _checked(system, "--system")
+    question = None if message is None else _checked(message, "--message")
+    opened = served_partner(chosen.server, values) if chosen.server else loaded_partner(chosen.db, values)
+    with opened as partner:
+        conversation = Conversation(partner, instruction, as_json)
+        if question is not None:
+            conversation.ask(question)
+        elif sys.stdin.isatty():
+            _at_terminal(conversation)
+        else:
+            for line in sys.stdin.buffer:
+                if not conversation.take(_decoded(line, "one question per line")):
+                    return
+
+
+def _checked(text: str, where: str) -> str:
+    """Return a text that a model can read.
+
+    Raises: StreamError: it is empty, or no text.
+    """
+    return raw_prompt(text, DEFAULT_TASK, where).text or ""
+
+
+# who answers
+
+
+@dataclass(frozen=True, slots=True)
+class Partner:
+    """The model's name, and a function that yields the answer to messages as it grows, with its figures at the end."""
+
+    name: str
+    answer: Callable[[Sequence[Message]], Iterator[str | Answered]]
+
+
+@contextmanager
+def served_partner(url: str, values: Mapping[str, Any]) -> Iterator[Partner]:
+    """Give access to a model of the server at `url`; `values` are the command's options.
+
+    Raises: InvalidInput: the server has no model, or several of which none is named. UsageError: an option is only for
+        models that are loaded here. ServiceUnreachable: the server does not answer.
+    """
+    from ..client.chat import ChatClient
+
+    for name in options.PLACEMENT:
+        if on_command_line(name):
+            raise click.UsageError(f"--{name} is for a model that is loaded here: leave it out, or --server")
+    with ChatClient(url) as client:
+        served = client.models()
+        fields = _fields(values)
+        if served.is_swiftopt:  # others may refuse what is not OpenAI's
+            fields["return_metrics"] = True
+        name = values["model"] or _only(served.names)
+        yield Partner(name, partial(client.answer, name, **fields))
+
+
+def _only(names: Sequence[str]) -> str:
+    if not names:
+        raise InvalidInput("the server decodes with no model: start it with `swiftopt serve --model NAME`")
+    if len(names) > 1:
+        raise InvalidInput(f"the server has {len(names)} models: choose one with --model ({', '.join(names)})")
+    return names[0]
+
+
+def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options as fields of a request; those beyond OpenAI's only where they are used."""
+    sampling = values["sampling"].to_json()
+    fields = {"max_tokens": values["max_new_tokens"]}
+    fields |= {name: sampling[name] for name in ("temperature", "top_p", "seed")}
+    beyond = ("top_k", "min_p", "presence_penalty", "frequency_penalty", "logit_bias")
+    fields |= {name: sampling[name] for name in beyond if sampling[name]}
+    own = {name: values[name] for name in ("task", "method") if values[name] is not None}
+    return {**fields, "swiftopt": own} if own else fields
+
+
+@contextmanager
+def loaded_partner(db: str | None, values: Mapping[str, Any]) -> Iterator[Partner]:
+    """Load a model and start its engine, which keeps the cache of the chat: each turn continues the last one.
+
+    Raises: UsageError: no model is named. InvalidInput: it has no chat template. SwiftoptError: it cannot be loaded.
+    """
+    if not values["model"]:
+        raise click.UsageError("no model is named: name one with --model, or a server with --server")
+    options.check_model(pick(GenerateRequest, dict(values)))
+    from ..client.chat import Answered
+    from ..tasks.model import load
+
+    noted: set[str] = set()
+
+    def answer(messages: Sequence[Message]) -> Iterator[str | Answered]:
+        prompt = Prompt("chat", values["task"] or DEFAULT_TASK, messages=tuple(messages))
+        given = {name: values[name] for name in ("method", "max_new_tokens", "sampling")}
+        ticket = engine.submit(prompt, **given)
+        try:
+            yield from ticket
+        finally:
+            ticket.cancel()
+        _, done, info = ticket.generated[-1]
+        note_remarks(done, info, noted)
+        speed = done.n_tokens / done.timings.total_s if done.timings.total_s else None
+        yield Answered(done.finish_reason, done.n_tokens, speed, done.acceptance_rate)
+
+    model = load(values["model"], values["dtype"], values["device"], note_load, values["speed"], db)
+    with model.store or nullcontext():
+        if getattr(model.runtime.tokenizer, "chat_template", None) is None:
+            raise InvalidInput(f"{model.name} has no chat template: use an instruct model, or `swiftopt generate`")
+        with model.engine(concurrency=1) as engine:
+            yield Partner(model.name, answer)
+
+
+# what is said
+
+
+class Conversation:
+    """The turns so far; answers are printed on stdout as they grow, thoughts, figures and remarks on stderr."""
+
+    def __init__(self, partner: Partner, system: str | None, as_json: bool) -> None:
+        self.partner, self.system = partner, system
+        self._as_json = as_json
+        self._turns: list[Message] = []
+
+    def take(self, line: str) -> bool:
+        """Run a command or answer a question; return False at the chat's end.
+
+        Raises: SwiftoptError: the question cannot be answered.
+        """
+        if not line.strip():
+            return True
+        if not line.startswith("/"):
+            self.ask(_checked(line.strip(), "the question"))
+            return True
+        command, _, text = line.strip().partition(" ")
+        match command:
+            case "/quit":
+                return False
+            case "/clear":
+                self._turns.clear()
+                note("what was said is forgotten")
+            case "/system":
+                self.system = _checked(text, command) if text.strip() else None
+                note("answers follow that from now on" if self.system else "there is no system message any more")
+            case "/help":
+                note(COMMANDS)
+            case _:
+                note(f"there is no command {command}: /help lists them; a question may begin with a blank")
+        return True
+
+    def ask(self, question: str) -> None:
+        """Show the answer; a question without any answer is not kept.
+
+        Raises: SwiftoptError: there is no answer, or it broke off.
+        """
+        from ..client.chat import Thought
+
+        asked, said, thought = {"role": "user", "content": question}, list[str](), list[str]()
+        before = [{"role": "system", "content": self.system}] if self.system else []
+        answer: Any = self.partner.answer([*before, *self._turns, asked])
+        try:
+            with closing(answer):  # ends the generation where we stop reading
+                for event in answer:
+                    if isinstance(event, Thought):
+                        thought.append(event)
+                        self._show(event, thought=True)
+                    elif isinstance(event, str):
+                        if thought and not said:
+                            self._show("\n", thought=True)
+                        said.append(event)
+                        self._show(event)
+                    else:
+                        self._show_end("".join(said), "".join(thought), event)
+        except BaseException:
+            if said:
+                self._show("\n")
+            raise
+        finally:
+            if said:
+                self._turns += [asked, {"role": "assistant", "content": "".join(said)}]
+
+    def _show(self, text: str, thought: bool = False) -> None:
+        if not self._as_json:
+            click.echo(click.style(text, dim=True) if thought else text, nl=False, err=thought)
+
+    def _show_end(self, text: str, thought: str, answered: Answered) -> None:
+        if self._as_json:
+            texts = {"text": text, "reasoning_content": thought} if thought else {"text": text}
+            emit_json({"schema": "swiftopt.chat/1", "model": self.partner.name, **texts, **asdict(answered)})
+        else:
+            click.echo()
+            parts = [] if answered.n_tokens is None else [f"{answered.n_tokens} tokens"]
+            parts.append(f"{number(answered.tokens_per_second, 1)} tok/s")
+            if answered.acceptance_rate is not None:
+                parts.append(f"α {number(answered.acceptance_rate)}")
+            if answered.finish_reason == "length":
+                parts.append("cut off: raise --max-new-tokens")
+            note(click.style(f"[{', '.join(parts)}]", dim=True))
+
+
+# where lines come from
+
+
+def _at_terminal(conversation: Conversation) -> None:
+    """Read lines from the terminal until Ctrl-D or /quit; an error or Ctrl-C ends an answer, not the chat."""
+    with suppress(ImportError):
+        import readline  # noqa: F401  input() has editing and a history with it
+
+    note(f"{conversation.partner.name}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the chat")
+    while True:
+        try:
+            line = _typed_line()
+        except EOFError:
+            note("")
+            return
+        except KeyboardInterrupt:
+            note("\nCtrl-D or /quit ends the chat")
+            continue
+        try:
+            if not conversation.take(line):
+                return
+        except KeyboardInterrupt:
+            note("(stopped)")
+        except SwiftoptError as error:
+            note(f"error: {error}")
+
+
+def _typed_line() -> str:
+    if sys.stdout.isatty():
+        return input("> ")
+    click.echo("> ", nl=False, err=True)  # stdout leads to a file, which is for answers
+    return input()

@@ -19,57 +19,47 @@ from rich.text import Text
 from ..core.errors import InvalidInput, safe_url
 from ..core.events import JobState, Progress, TaskFinished
 from ..core.requests import BASE, CompareRequest, Job, JobEvent, JobList, TuneRequest, Verb
-from ..core.settings import ENGINES, TuningSettings, preset_of
+from ..core.settings import ENGINES, preset_of
 from ..core.streams import STDIN, LineWriter, default_output, output_line, read_stream
-from ..core.types import Prompt, Sampling, seconds_by_part
+from ..core.types import Prompt, seconds_by_part
 from ..optimizer.strategies import STRATEGIES
 from . import options
-from .backend import Backend, JobClient, backend_options, event_of, result_of
+from .backend import Backend, JobClient, TuneProgress, backend_options, event_of, progress_words, result_of
 from .charts import Pictures, draw_tuning
 from .compare import comparison
 from .engines import server_of, tune_engine
 from .options import (
+    FILE,
+    OTHER,
+    PROMPTS,
+    SERVICES,
     ConfiguredGroup,
-    check_model,
-    check_words,
-    default_of,
+    from_field,
     on_command_line,
-    open_store,
+    option,
     pick,
     positive,
-    together,
-    warn_idle,
 )
-from .output import Result, console, note, write_text
-from .progress import TuneProgress, progress_words
+from .output import Result, console, listed, note, write_text
 from .render import ROOMY, Columns, figures_table, fixed, folding, heading, listing, numeric, ratio, tune_summary
 
 STDOUT = "-"
+
 JOB_STYLES: dict[JobState, str] = {
     "queued": "yellow", "running": "cyan", "paused": "yellow",
     "succeeded": "green", "failed": "bold red", "cancelled": "dim",
 }  # fmt: skip
 JOB_WANTED = {"pause": "pausing", "stop": "stopping"}
 
-on_job = together(click.argument("job", metavar="ID"), backend_options, options.json)
+on_job = options.together(click.argument("job", metavar="ID"), backend_options, options.json)
 
 
 @options.command(short_help="Find the layer set that decodes a stream fastest.")
-@options.model
-@options.stream
-@options.from_field(TuneRequest, "task", "Task of lines that name none.  [default: the file's stem]")
-@options.group(
-    options.PROMPTS,
-    options.from_field(
-        TuneRequest,
-        "out",
-        "File for the completions.  [default: in your data folder]",
-        metavar="FILE",
-        shell_complete=options.files,
-    ),
-    options.from_field(TuneRequest, "limit", "Take only the first prompts.", type=positive),
-    options.from_field(TuneRequest, "concurrency", "How many prompts are decoded at once.", type=positive),
-)
+@options.model_and_stream
+@from_field(OTHER, TuneRequest, "task", "Task of lines that name none.  [default: the file's stem]")
+@from_field(PROMPTS, TuneRequest, "out", "File for the completions.  [default: in your data folder]", type=FILE)
+@from_field(PROMPTS, TuneRequest, "limit", "Take only the first prompts.", type=positive)
+@from_field(PROMPTS, TuneRequest, "concurrency", "How many prompts are decoded at once.", type=positive)
 @options.form
 @options.machine(TuneRequest, "max_new_tokens", "speed")
 @options.sampling
@@ -77,34 +67,30 @@ on_job = together(click.argument("job", metavar="ID"), backend_options, options.
 @options.redis
 @options.server
 @options.queue
-@options.group(
-    options.SERVICES,
-    click.option("--detach", is_flag=True, help="Submit the job and return at once."),
-    click.option("--local", is_flag=True, help="Run in this process, although a Redis or server is configured."),
-)
-@options.group(
+@option(SERVICES, "--detach", is_flag=True, help="Submit the job and return at once.")
+@option(SERVICES, "--local", is_flag=True, help="Run in this process, although a Redis or server is configured.")
+@option(
     options.ENGINES,
-    click.option(
-        "--engine",
-        type=click.Choice(ENGINES),
-        help="Tune another engine instead: what it can draft with is tried there.",
-    ),
-    click.option(
-        "--engine-url",
-        "engine_urls",
-        type=options.Parsed("NAME=URL", server_of),
-        multiple=True,
-        help="Its server at an address, plain=URL first; repeatable.  [default: it is installed and started]",
-    ),
-    click.option(
-        "--draft-model",
-        shell_complete=options.models,
-        help="A smaller model that may draft in that engine, or with --preset mtad.",
-    ),
+    "--engine",
+    type=click.Choice(ENGINES),
+    help="Tune another engine instead: what it can draft with is tried there.",
+)
+@option(
+    options.ENGINES,
+    "--engine-url",
+    "engine_urls",
+    type=options.Parsed("NAME=URL", server_of),
+    multiple=True,
+    help="Its server at an address, plain=URL first; repeatable.  [default: it is installed and started]",
+)
+@option(
+    options.ENGINES,
+    "--draft-model",
+    type=options.MODEL,
+    help="A smaller model that may draft in that engine, or with --preset mtad.",
 )
 @options.pictures("Draw the layer map and the search of each task.")
-@options.db
-@options.json
+@options.db_and_json
 @options.example(
     "tune --model smollm2-135m --stream prompts.jsonl --task notes --max-new-tokens 128",
     "tune --model smollm2-135m --stream prompts.jsonl --redis redis://127.0.0.1:6379 --detach",
@@ -131,9 +117,7 @@ def tune(pictures: Pictures, **values: Any) -> Result:
         return _tune_preset(pictures, values)
     if values["engine_urls"] or values["draft_model"]:
         raise InvalidInput("--engine-url and --draft-model are for another engine: name it with --engine")
-    request = pick(
-        TuneRequest, {**values, "sampling": pick(Sampling, values), "settings": pick(TuningSettings, values)}
-    )
+    request = pick(TuneRequest, values)
     backend = Backend() if values["local"] else Backend.chosen(values["server"], values["redis"], values["db"])
     queued = bool(backend.server or backend.redis)
     if values["detach"] and not queued:
@@ -149,8 +133,8 @@ def tune(pictures: Pictures, **values: Any) -> Result:
     read_twice = request.stream != STDIN and not (file.is_fifo() or file.is_char_device())  # <(command) gives text once
     if queued or read_twice:  # a bad line must not cost the loading of torch
         prompts = read_stream(request.stream, request.task, request.limit, request.form)
-    check_words("strategy", [request.settings.strategy], STRATEGIES)
-    warn_idle(request.settings)
+    options.check_words("strategy", [request.settings.strategy], STRATEGIES)
+    options.warn_idle(request.settings)
     if queued:
         return _tune_through_queue(request, prompts, backend, values["queue"], values["detach"], pictures)
     return _tune_here(request, values["db"], pictures)
@@ -165,9 +149,8 @@ def _tune_preset(pictures: Pictures, values: dict[str, Any]) -> Result:
         raise InvalidInput(
             f"--preset {name} runs here, for jobs search layer sets only: leave --redis and --server out"
         )
-    sampling = pick(Sampling, values)
     methods = (BASE, preset_of(name).method)
-    request = pick(CompareRequest, {**values, "methods": methods, "presets": (name,), "sampling": sampling})
+    request = pick(CompareRequest, {**values, "methods": methods, "presets": (name,)})
     made_on, compared = hold_out(read_stream(values["stream"], values["task"], values["limit"], values["form"]))
     if not compared:
         raise InvalidInput(f"{values['stream']} has too few prompts to hold some out: give 4 or more")
@@ -175,14 +158,13 @@ def _tune_preset(pictures: Pictures, values: dict[str, Any]) -> Result:
 
 
 def _tune_here(request: TuneRequest, db: str | None, pictures: Pictures) -> Result:
-    """Tune in this process."""
-    check_model(request)
+    options.check_model(request)
     if request.out is None:  # decided here, so that a run cut short can tell where its completions are
         request = replace(request, out=str(default_output(request.stream)))
 
     from ..tasks.tune import run_tuning
 
-    with open_store(db) as store:
+    with options.open_store(db) as store:
         progress = TuneProgress(console(stderr=True))
         try:
             with progress:
@@ -192,22 +174,24 @@ def _tune_here(request: TuneRequest, db: str | None, pictures: Pictures) -> Resu
                 note(f"{progress.n_finished} completions are in {request.out}")
             raise
         database = safe_url(store.url)
+    if result.tasks:
+        pictures.draw(draw_tuning, result.tasks)
     # the configuration applies to the command that is printed as they did to this one
-    given = [name for name in ("dtype", "device", "speed") if on_command_line(name)]
+    given = [name for name in options.PLACEMENT if on_command_line(name)]
     backend, out = Backend(db=db), str(result.out)
-    return tune_result(request, result.job, result.tasks, database, backend, given, out, pictures=pictures)
+    return tune_result(request, result.job, result.tasks, database, backend, given, out)
 
 
 def _tune_through_queue(
     request: TuneRequest, prompts: Sequence[Prompt], backend: Backend, queue: str, detach: bool, pictures: Pictures
 ) -> Result:
-    """Submit the job, and follow it to its end unless it is to be left alone."""
+    """Submit the job, and follow it to its end unless it is detached."""
     out = Path(request.out) if request.out is not None else default_output(request.stream)
     if request.out is not None:
         with LineWriter(out):  # a file that cannot be written is reported before the job begins
             pass
     if not os.path.isabs(request.model) or os.path.exists(request.model):  # else it may be on the workers only
-        check_model(request)
+        options.check_model(request)
     path = os.path.expanduser(request.model)
     name = os.path.abspath(path) if os.path.exists(path) else request.model  # for workers with other working folders
     sent = replace(request, model=name, out=None)
@@ -224,12 +208,13 @@ def _tune_through_queue(
         with LineWriter(out) as writer:
             for event in completions:
                 writer.write_completion(event.prompt, event.completion)
-        given, database = changed(sent), client.database
-        return tune_result(sent, job.id, ended.tasks, database, backend, given, str(out), pictures=pictures)
+        if ended.tasks:
+            pictures.draw(draw_tuning, ended.tasks)
+        return tune_result(sent, job.id, ended.tasks, client.database, backend, changed(sent), str(out))
 
 
 def _submitted(client: JobClient, backend: Backend, job_id: str, is_new: bool) -> Result:
-    """Return what became of a job that nobody follows; `is_new` is false where an unfinished one does the same."""
+    """Return the result of a detached submission; `is_new` is false where an unfinished job does the same."""
     job = client.jobs.get(job_id)
     if reason := client.why_waiting(job):
         note(f"note: {reason}")
@@ -240,7 +225,7 @@ def _submitted(client: JobClient, backend: Backend, job_id: str, is_new: bool) -
 
 def changed(request: TuneRequest) -> list[str]:
     """Return the options for where and how the model runs that are not at their defaults."""
-    return [name for name in ("dtype", "device", "speed") if getattr(request, name) != default_of(TuneRequest, name)]
+    return [name for name in options.PLACEMENT if getattr(request, name) != options.default_of(TuneRequest, name)]
 
 
 def tune_result(
@@ -252,15 +237,12 @@ def tune_result(
     repeated: Sequence[str],
     out: str | None,
     fetch: str = "–",
-    pictures: Pictures = Pictures(),  # noqa: B008  (it is frozen)
 ) -> Result:
     """Return the result of a tuning run: what it found for each task, and the command line that uses it.
 
     `repeated` are the options that these command lines repeat. `out` is the file of the completions; where there is
-    none, `fetch` says how to get them. `pictures` are drawn of the searches.
+    none, `fetch` says how to get them.
     """
-    if pictures and tasks:
-        draw_tuning(tasks, pictures)
     found, shown = [], []
     for task in tasks:
         command = _use(request, task, backend, repeated)
@@ -275,7 +257,7 @@ def tune_result(
 
 
 def _use(request: TuneRequest, task: TaskFinished, backend: Backend, repeated: Sequence[str]) -> list[str]:
-    """Return the command line that decodes with what was found; a server's layer sets are asked for with curl."""
+    """Return the command line that decodes with what was found; a server's layer sets are fetched with curl."""
     if backend.server is not None:
         place = "/".join(quote(name, safe="") for name in (task.record.model, task.task))
         return ["curl", f"{safe_url(backend.server).rstrip('/')}/v1/layer-sets/{place}"]
@@ -307,8 +289,7 @@ def list_(state: JobState | None, limit: int, backend: Backend) -> Result:
     with backend.open() as client:
         found = client.jobs.latest(state, limit)
     none = f"no job is {state}" if state else "there is no job yet: submit one with `swiftopt tune --redis URL …`"
-    table = [jobs_table(found, console().width)] if found else []
-    return Result(JobList(tuple(found)).to_json(), table, [] if found else [none])
+    return listed(JobList(tuple(found)).to_json(), found, jobs_table, none)
 
 
 @jobs.command("show", short_help="Show a job.")
@@ -343,7 +324,7 @@ def _why_waiting(client: JobClient, job: Job) -> list[str]:
     return [f"note: {reason}"] if reason else []
 
 
-VERBS: dict[Verb, tuple[str, str]] = {
+VERBS: dict[Verb, tuple[str, str]] = {  # with the short help of each and its help
     "pause": (
         "Let a job rest.",
         "Let a job rest: a running one saves where it is and frees its device at its next step.",
@@ -353,10 +334,7 @@ VERBS: dict[Verb, tuple[str, str]] = {
         "End a job with the best found so far.",
         "End a job at its next step; it succeeds, with the best layer sets found so far.",
     ),
-    "cancel": (
-        "End a job without a result.",
-        "End a job without a result; the completions it has finished are kept.",
-    ),
+    "cancel": ("End a job without a result.", "End a job without a result; the completions it has finished are kept."),
     "retry": (
         "Queue a failed or cancelled job again.",
         "Queue a failed or cancelled job again; it goes on from its last checkpoint.",
@@ -365,8 +343,6 @@ VERBS: dict[Verb, tuple[str, str]] = {
 
 
 def _add_verb(verb: Verb, short: str, words: str) -> None:
-    """Add the command of a verb to the group."""
-
     @jobs.command(verb, short_help=short)
     @on_job
     @options.example(f"jobs {verb} 3f2a9c81d04e", words=words)
@@ -374,8 +350,7 @@ def _add_verb(verb: Verb, short: str, words: str) -> None:
         with backend.open() as client:
             found = client.jobs.act(job, verb)
             wanted = f", and will {found.wanted} at its next step" if found.wanted else ""
-            text = f"job {found.id} is {found.state}{wanted}"
-            return Result(found.to_json(), [text], _why_waiting(client, found))
+            return Result(found.to_json(), [f"job {found.id} is {found.state}{wanted}"], _why_waiting(client, found))
 
 
 for verb, (short, words) in VERBS.items():
@@ -384,14 +359,7 @@ for verb, (short, words) in VERBS.items():
 
 @jobs.command(short_help="Write a job's completions as JSON Lines.")
 @click.argument("job", metavar="ID")
-@click.option(
-    "-o",
-    "--out",
-    metavar="FILE",
-    shell_complete=options.files,
-    default=STDOUT,
-    help="File to write; - is standard output.",
-)
+@click.option("-o", "--out", type=FILE, default=STDOUT, help="File to write; - is standard output.")
 @backend_options
 @options.as_json
 @options.example("jobs outputs 3f2a9c81d04e --out completions.jsonl")
@@ -437,7 +405,6 @@ def jobs_table(jobs: Sequence[Job], width: int) -> Table:
 
 
 def job_view(job: Job) -> RenderableType:
-    """Show everything about a job, in two columns."""
     wanted = f", to {job.wanted} at its next step" if job.wanted else ""
     found = []
     for record in job.layer_sets:

@@ -1,4 +1,4 @@
-"""`swiftopt layers`, `export` and `models`: look at what is stored, search a layer set offline, choose, move it."""
+"""`swiftopt layers`, `models` and `bench search`: look at what is stored, search layer sets, choose, move them."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ import click
 from rich.console import RenderableType
 from rich.table import Table
 
-from ..core.errors import InvalidInput, LayerSetNotFound
+from ..core.errors import InvalidInput, LayerSetNotFound, NotFound
 from ..core.records import FoundPlan, LayerSetRecord, ModelInfo
 from ..core.requests import GenerateRequest
-from ..core.settings import ENGINES
-from ..core.streams import StreamForm, read_stream
-from ..core.types import Sampling, check_task
+from ..core.settings import SwiftSettings
+from ..core.streams import read_stream
+from ..core.types import Prompt, Sampling, check_task
 from ..models.sources import ALIASES, find_alias
+from ..optimizer.strategies import SIZE_CHOOSING, STRATEGIES
 from . import options
-from .charts import Pictures, draw_layer_sets
-from .options import ConfiguredGroup, ModelTask, decoding_request, open_store, positive
-from .output import Result, console, note, note_load, write_text
-from .render import fixed, folding, layer_map, numeric, record_view, records_table, size, table
+from .charts import Pictures, draw_layer_sets, draw_search
+from .options import ConfiguredGroup, ModelTask, decoding_request, measurement, open_store, positive
+from .output import Result, console, listed, note, note_load, write_text, writing
+from .render import fixed, folding, layer_map, number, numbers, numeric, record_view, records_table, size, table
 
 if TYPE_CHECKING:
     from ..store import Store
 
 TRIAL_FIGURES = ("step", "origin", "matchness", "score", "adopted")  # of a trial, in --json
-
-version_option = click.option("--version", type=positive, help="A version.  [default: the best one]")
+SEARCHES = ("swift", "random", *SIZE_CHOOSING)  # that are compared by default
+SPENT = {"passes": 0, "seconds": 1}  # what a search takes, with the digits that are shown of it
 
 
 @click.group(cls=ConfiguredGroup, short_help="Show, choose, export and import layer sets.")
@@ -41,22 +42,17 @@ def layers() -> None:
 
 
 @layers.command("list", short_help="List the stored layer sets.")
-@click.option("--model", "of_model", shell_complete=options.models, help="Only this model's.")
-@click.option("--task", "of_task", help="Only this task's.")
-@options.store
-@options.json
+@options.of_model
+@options.of_task
+@options.store_and_json
 @options.example("layers list --model smollm2-135m")
 def list_(of_model: str | None, of_task: str | None, store: Store) -> Result:
     """List the stored layer sets, newest first; * marks the best of its model, task, device and dtype."""
     records = [(record, _is_best(store, record)) for record in store.layer_sets(of_model, of_task)]
     sets = [{**record.to_json(), "best": best} for record, best in records]
-    return Result(
-        {"schema": "swiftopt.layers-list/1", "layer_sets": sets},
-        [records_table(records, console().width)] if records else [],
-        []
-        if records
-        else ["no layer set is stored yet: find one with `swiftopt tune --model M --stream FILE --task T`"],
-    )
+    value = {"schema": "swiftopt.layers-list/1", "layer_sets": sets}
+    none = "no layer set is stored yet: find one with `swiftopt tune --model M --stream FILE --task T`"
+    return listed(value, records, records_table, none)
 
 
 @layers.command(short_help="Show the best layer set of a task.")
@@ -64,8 +60,7 @@ def list_(of_model: str | None, of_task: str | None, store: Store) -> Result:
 @click.option("--device", "device_name", help="As tuned on, for example 'NVIDIA H200'.  [default: any]")
 @click.option("--dtype", "tuned_dtype", help="As tuned with, for example bfloat16.  [default: any]")
 @options.alias
-@options.store
-@options.json
+@options.store_and_json
 @options.example("layers best smollm2-135m/notes --json")
 def best(name: ModelTask, device_name: str | None, tuned_dtype: str | None, alias: str, store: Store) -> Result:
     """Show the best layer set of MODEL/TASK; with --json exactly the object that export writes."""
@@ -76,17 +71,15 @@ def best(name: ModelTask, device_name: str | None, tuned_dtype: str | None, alia
 
 @layers.command("show", short_help="Show a layer set, its map and its search.")
 @options.model_task
-@version_option
+@options.version
 @options.pictures("Draw the layer map and the search to a file as well.")
-@options.store
-@options.json
+@options.store_and_json
 @options.example("layers show smollm2-135m/notes --version 2 --png notes.png")
 def show_(name: ModelTask, version: int | None, pictures: Pictures, store: Store) -> Result:
     """Show a layer set of MODEL/TASK with its map, its figures and the curve of the search that found it."""
     record = _find(store, name, version)
     trials = store.trials(record.job, record.task) if record.job else []
-    if pictures:
-        draw_layer_sets([(record, trials)], pictures)
+    pictures.draw(draw_layer_sets, [(record, trials)])
     tried = []
     for trial in trials:
         parts = {"skip_attn": sorted(trial.layer_set.skip_attn), "skip_mlp": sorted(trial.layer_set.skip_mlp)}
@@ -96,35 +89,26 @@ def show_(name: ModelTask, version: int | None, pictures: Pictures, store: Store
 
 
 @layers.command(short_help="Self-SD's offline search for a layer set.")
-@options.model
-@options.stream
+@options.model_and_stream
 @click.option("--task", help="Task to store the set under.  [default: the first prompt's own]")
-@options.group(
-    options.PROMPTS, click.option("--limit", type=positive, default=4, help="Prompts that each candidate decodes.")
-)
-@options.group(
-    options.SEARCH, click.option("--max-steps", type=positive, default=200, help="Candidates to try at most.")
-)
-@options.group(
-    options.SEARCH,
-    click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="Begin no candidate after this time."),
+@options.option(options.PROMPTS, "--limit", type=positive, default=4, help="Prompts that each candidate decodes.")
+@options.option(options.SEARCH, "--max-steps", type=positive, default=200, help="Candidates to try at most.")
+@options.option(
+    options.SEARCH, "--minutes", type=click.FloatRange(min=0, min_open=True), help="Begin no candidate after this time."
 )
 @options.form
 @options.machine(GenerateRequest, "max_new_tokens")
 @options.shared(Sampling, "seed")
-@options.db
-@options.json
+@options.db_and_json
 @options.example(
     "layers search --model smollm2-135m --stream prompts.jsonl --task notes --minutes 10 --max-new-tokens 32"
 )
-def search(
-    stream: str, form: StreamForm, limit: int, max_steps: int, minutes: float | None, db: str | None, **values: Any
-) -> Result:
+@options.read
+def search(prompts: Sequence[Prompt], max_steps: int, minutes: float | None, db: str | None, **values: Any) -> Result:
     """Bayesian optimisation over all sub-layers, each candidate by the tokens per second that Self-SD makes with it.
 
     The set is stored for the method self-sd; the best plan stays what it is until `swiftopt compare` finds it faster.
     """
-    prompts = read_stream(stream, values["task"], limit, form)
     request = decoding_request(values)
 
     from ..tasks.recipes import search_offline
@@ -137,7 +121,6 @@ def search(
     with open_store(db) as store:
         record, found = search_offline(request, prompts, store, max_steps, max_s, note_load, show_candidate)
     ratio, median, n_tried = found.best.ratio, found.typical_ratio, len(found.candidates)
-
     figures = {"candidates": n_tried, "ratio": ratio, "median_ratio": median}
     text = (
         f"{record.model}/{record.task} version {record.version}: {ratio:.2f}x plain decoding on the search's"
@@ -151,8 +134,8 @@ def search(
 
 @layers.command("export", short_help="Write a layer set as JSON.")
 @options.model_task
-@version_option
-@click.option("-o", "--out", metavar="FILE", shell_complete=options.files, help="Write to a file instead of stdout.")
+@options.version
+@click.option("-o", "--out", type=options.FILE, help="Write to a file instead of stdout.")
 @options.store
 @options.as_json
 @options.example("layers export smollm2-135m/notes -o notes.json")
@@ -171,14 +154,11 @@ def export_json(name: ModelTask, version: int | None, out: str | None, store: St
 
 
 @layers.command("import", short_help="Store layer sets from a file.")
-@click.argument("file", metavar="FILE", shell_complete=options.files)
-@click.option(
-    "--model", "as_model", shell_complete=options.models, help="Store it under this model; for a file with one set."
-)
+@click.argument("file", type=options.FILE)
+@click.option("--model", "as_model", type=options.MODEL, help="Store it under this model; for a file with one set.")
 @click.option("--task", "as_task", help="Store it under this task; for a file with one set.")
 @click.option("--n-layers", type=positive, help="Depth of a model that swiftopt does not know.")
-@options.store
-@options.json
+@options.store_and_json
 @options.example("layers import skip_layers.json")
 def import_(file: str, as_model: str | None, as_task: str | None, n_layers: int | None, store: Store) -> Result:
     """Store the layer sets of FILE: an exported one, or the skip_layers.json that SWIFT's authors published.
@@ -199,8 +179,7 @@ def import_(file: str, as_model: str | None, as_task: str | None, n_layers: int 
 @options.model_task
 @click.option("--version", type=positive, required=True, help="The version to choose.")
 @options.alias
-@options.store
-@options.json
+@options.store_and_json
 @options.example("layers promote smollm2-135m/notes --version 2")
 def promote(name: ModelTask, version: int, alias: str, store: Store) -> Result:
     """Choose a version of MODEL/TASK as the best one, for the device and dtype it was tuned or compared on."""
@@ -210,8 +189,7 @@ def promote(name: ModelTask, version: int, alias: str, store: Store) -> Result:
 @layers.command(short_help="Take back the last choice.")
 @options.model_task
 @options.alias
-@options.store
-@options.json
+@options.store_and_json
 @options.example("layers rollback smollm2-135m/notes")
 def rollback(name: ModelTask, alias: str, store: Store) -> Result:
     """Take back the last choice for MODEL/TASK."""
@@ -228,7 +206,7 @@ def _find(store: Store, name: ModelTask, version: int | None) -> LayerSetRecord:
 
 
 def _layer_set_of(found: FoundPlan, name: ModelTask) -> LayerSetRecord:
-    """Return the layer set of a plan, with a remark where it is not quite what was asked for."""
+    """Return the layer set of a plan, with a remark where it is only the nearest match."""
     if found.fallback:
         note(f"note: {found.fallback}")
     if found.plan.layer_set is None:
@@ -270,80 +248,118 @@ def _imported(
 
 
 def _add(store: Store, record: LayerSetRecord) -> tuple[LayerSetRecord, bool]:
-    try:
+    """Store a layer set, and return with it whether it was promoted, as the first of its model and task."""
+    promote = True
+    with suppress(LayerSetNotFound):
         promote = store.lookup(record.model, record.task).fallback is not None
-    except LayerSetNotFound:
-        promote = True
     return store.add_layer_set(record, promote=promote), promote
 
 
 def _moved(command: str, name: ModelTask, found: FoundPlan) -> Result:
-    """Return what an alias means after it was moved."""
     where = {**name._asdict(), "alias": found.alias, "version": found.version}
     text = f"{found.alias} of {name} is now version {found.version} ({found.plan.method})"
     return Result({"schema": f"swiftopt.layers-{command}/1", **where, **found.plan.to_json()}, [text])
 
 
-# --- other engines
+# --- search strategies
 
 
-@options.command(short_help="Write a plan as the files of another engine.")
-@options.model_task
-@click.option("--to", "engine", type=click.Choice(ENGINES), required=True, help="The engine.")
-@click.option(
-    "--out", metavar="FOLDER", shell_complete=options.folders, required=True, help="A new folder to write to."
+@options.command("search", short_help="Search strategies side by side on recorded text.")
+@options.model
+@click.option("--stream", type=options.FILE, help="Prompts to record, one JSON object per line; - is standard input.")
+@click.option("--limit", type=positive, default=8, help="Prompts that are recorded.")
+@measurement("--record", type=options.PATH, help="Recorded texts and costs: read where the file is, else written.")
+@measurement("--strategies", default=",".join(SEARCHES), help="What to compare, by commas.")
+@measurement("--passes", type=positive, default=300, help="Candidate passes of each strategy.")
+@measurement(
+    "--window",
+    type=positive,
+    default=options.default_of(SwiftSettings, "context_window"),
+    help="γ, generated tokens that score a candidate.",
 )
-@version_option
-@click.option(
-    "--stream",
-    metavar="FILE",
-    shell_complete=options.files,
-    help="Prompts on which the draft's acceptance with keys and values of its own is measured; it then decides.",
+@measurement("--stride", type=positive, default=4, help="Tokens between two steps of a search.")
+@options.shared(SwiftSettings, "seed")
+@measurement(
+    "--long-search", type=options.natural, default=0, metavar="N", help="Judge N sets more, up from the best one."
 )
-@click.option("--limit", type=positive, default=8, show_default=True, help="Prompts of it to take.")
-@options.store
+@options.pictures("Draw the best objective against candidate passes and seconds.")
+@options.machine(GenerateRequest, "max_new_tokens")
 @options.json
-@options.example("export smollm2-135m/notes --to vllm --out notes-draft --stream prompts.jsonl")
-def export(
-    name: ModelTask, engine: str, out: str, version: int | None, stream: str | None, limit: int, store: Store
+@options.example("bench search --model smollm2-135m --stream prompts.jsonl --record texts.json --png search.png")
+def search_strategies(
+    stream: str | None,
+    limit: int,
+    record: Path | None,
+    strategies: str,
+    passes: int,
+    window: int,
+    stride: int,
+    seed: int,
+    long_search: int,
+    pictures: Pictures,
+    **values: Any,
 ) -> Result:
-    """Write the plan of MODEL/TASK as what another engine loads: a draft checkpoint, its settings, and a README.
+    """Run search strategies on the same recorded windows and show how soon each finds a good layer set.
 
-    A set whose rest does not alternate attention and MLP is exported as the nearest one that does; for vLLM as it is,
-    where the model is a Llama, Mistral or Qwen2.
+    The prompts are completed once by plain decoding. Every strategy then sees the completions grow, and each set it
+    takes into use is judged on all of them, outside the timing. The objective is the expected speedup of measured
+    costs. A pass is one candidate on one window; studies of the model count by the rows that they run. A long search
+    says how far they end from the best there is: it climbs on from the best set, every step judged on all windows.
     """
-    from ..engines.export import SCHEMA, refuse_existing
-    from ..engines.export import export as export_plan
+    chosen = [word.strip() for word in strategies.split(",")]
+    options.check_words("strategy", chosen, STRATEGIES)
+    recorded_before = record is not None and record.exists()
+    if stream is None and not recorded_before:
+        raise NotFound("there is nothing to search on: give --stream, or a --record that was written before")
+    prompts = [] if stream is None else read_stream(stream, None, limit)
+    request = decoding_request(values)
 
-    refuse_existing(Path(out))
-    found = _to_export(store, name, engine) if version is None else store.plan(name.model, name.task, version)
-    if found.fallback:
-        note(f"note: {found.fallback}")
-    prompts = [] if stream is None else read_stream(stream, name.task, limit)
-    made = export_plan(found, name.model, engine, Path(out), store, note_load, prompts)
-    layer_set = None if made.layer_set is None else made.layer_set.to_json()
-    figures = {"kind": made.kind, "draft_tokens": made.n_draft_tokens, "layer_set": layer_set}
-    value = {"schema": SCHEMA, "engine": engine, "out": out, **figures, "files": list(made.files)}
-    text = f"{out}: {len(made.files)} files for {engine}; {Path(out) / 'README.md'} says how to run them"
-    return Result({**value, "remarks": list(made.remarks)}, [text], [f"note: {each}" for each in made.remarks])
+    from ..bench import search as bench
+
+    runtime = options.load(request)
+    if record is not None and recorded_before:
+        texts = bench.TextRecord.read(record, runtime)
+    else:
+        texts = bench.record(runtime, prompts, request.max_new_tokens, note)
+        if record is not None:
+            with writing(record):
+                texts.write(record)
+    # No search may stop before its passes are used up, for what each finds in them is compared.
+    settings = SwiftSettings(
+        context_window=window, seed=seed, max_steps=10**6, patience=10**6, target_matchness=1.0, deterministic=True
+    )
+    run = bench.Bench(runtime, texts, settings, stride)
+    report = {"model": request.model, **bench.compare_strategies(run, chosen, passes, _note_gain)}
+    if long_search:
+        report = bench.with_long_search(run, report, long_search, _note_gain)
+    pictures.draw(draw_search, report)
+    return Result(report, [_search_table(report)])
 
 
-def _to_export(store: Store, name: ModelTask, engine: str) -> FoundPlan:
-    """Return the plan that was tuned in the engine, or else the best one."""
-    with suppress(LayerSetNotFound):
-        found = store.lookup(name.model, name.task, alias=engine)
-        if found.plan.method != "plain":
-            return found
-        note(f"note: in {engine} nothing was faster than plain decoding (version {found.version})")
-    return store.lookup(name.model, name.task)
+def _note_gain(strategy: str, passes: float, value: float) -> None:
+    note(f"{strategy}, {passes:.0f} passes: {value:.3f}x")
+
+
+def _search_table(report: Mapping[str, Any]) -> Table:
+    goal = f"to {report['goal']:.3f}x"
+    headings = numbers("objective", "left out", "passes", "seconds", f"passes {goal}", f"seconds {goal}")
+    rows = []
+    for result in report["results"]:
+        reached = result["to_goal"] or {"passes": None, "seconds": None}
+        spent = [number(figures[key], digits) for figures in (result, reached) for key, digits in SPENT.items()]
+        rows.append((result["strategy"], f"{result['final']:.3f}x", str(result["n_skipped"]), *spent))
+    caption = None
+    if found := report.get("long_search"):
+        caption = f"a long search over {found['sets']} sets: {found['best']:.3f}x, {found['n_skipped']} left out"
+    title = f"{report['model']}, {report['dtype']}, {report['device']}, {report['windows']} windows"
+    return table([fixed("strategy"), *headings], rows, lined=True, title=title, caption=caption)
 
 
 # --- models
 
 
 @options.command(short_help="List model names, and what was tuned here.")
-@options.store
-@options.json
+@options.store_and_json
 @options.example("models")
 def models(store: Store) -> Result:
     """List the short names of models, and what was loaded and tuned here.
@@ -379,5 +395,5 @@ def stored_table(stored: Sequence[ModelInfo], tasks: Mapping[str, Sequence[str]]
         tuned = sorted({task for name in info.names for task in tasks.get(name, ())})
         names = "\n".join(sorted(info.names, key=len))
         rows.append((names, info.architecture, str(info.n_layers), size(info.n_parameters), ", ".join(tuned)))
-    titled = {"title": "loaded here", "title_justify": "left", "title_style": "bold", "header_style": "table.header"}
+    titled: dict[str, Any] = {"title": "loaded here", "title_style": "bold", "header_style": "table.header"}
     return table([*columns, folding("tuned tasks")], rows, gap=2, **titled)

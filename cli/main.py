@@ -1,19 +1,26 @@
-"""The program `swiftopt`: imports a command when it is called, and turns errors into one sentence and a code."""
+"""The program `swiftopt`: reads the configuration, imports a command when it is called, and maps errors to exit codes.
+
+Values of options come from the command line, `SWIFTOPT_*` in the environment, ./swiftopt.toml, and their defaults.
+"""
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 import sys
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from keyword import iskeyword
 from typing import Any, NoReturn
 
 import click
+from pydantic import AliasChoices, Field, ValidationError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 from .. import __version__
-from ..core.errors import SwiftoptError
+from ..core.errors import SettingsError, SwiftoptError
 from . import options
 from .options import ConfiguredGroup
 from .output import INTERRUPTED, note, silence
@@ -21,10 +28,10 @@ from .output import INTERRUPTED, note, silence
 MODULES = {  # of the commands, in the order in which help lists them
     "tune": "jobs",
     "generate": "generate",
-    "chat": "chat",
+    "chat": "generate",
     "compare": "compare",
     "layers": "layers",
-    "export": "layers",
+    "export": "engines",
     "import": "engines",
     "heads": "training_commands",
     "probe": "training_commands",
@@ -38,10 +45,107 @@ MODULES = {  # of the commands, in the order in which help lists them
     "completion": "reference",
 }
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # errors of what stdout leads to
+TOML_FILE = "swiftopt.toml"
+PREFIX = "SWIFTOPT_"
+# Variables that are read where they are used, and so are no fields below.
+OTHERS = ("API_KEY", "API_KEYS", "API_KEYS_FILE", "CACHE_DIR", "STREAM_FOLDERS", "DATABASE_URL_FILE", "REDIS_URL_FILE")
+LIKE = 0.8  # similarity from which on an unknown variable is taken for a misspelt one
+LONG_NAMES = {"db": "SWIFTOPT_DATABASE_URL", "redis": "SWIFTOPT_REDIS_URL", "server": "SWIFTOPT_SERVER_URL"}
+
+
+# --- the configuration
+
+
+def _named(long: str, short: str) -> Any:
+    """Make a value with two names; other programs use the long one as well."""
+    names = (f"{PREFIX}{long.upper()}", f"{PREFIX}{short.upper()}", long, short)
+    return Field(default=None, validation_alias=AliasChoices(*names))
+
+
+class ProgramSettings(BaseSettings):
+    """What the environment or the file may set: the defaults of the options of the same names.
+
+    None means not set; ranges are checked by the values that are built from them.
+    """
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, toml_file=TOML_FILE, extra="forbid", populate_by_name=True)
+
+    db: str | None = _named("database_url", "db")
+    redis: str | None = _named("redis_url", "redis")
+    server: str | None = _named("server_url", "server")
+    queue: str | None = None
+    model: str | None = None
+    dtype: str | None = None
+    device: str | None = None
+    max_new_tokens: int | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    strategy: str | None = None
+    objective: str | None = None
+    skip_ratio: float | None = None
+    context_window: int | None = None
+    max_steps: int | None = None
+    stop_threshold: float | None = None
+    max_draft_length: int | None = None
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], *sources: PydanticBaseSettingsSource, **named: PydanticBaseSettingsSource
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Read the environment before the file, and nothing else."""
+        return named["env_settings"], TomlConfigSettingsSource(settings_cls)
+
+
+def load_settings() -> dict[str, Any]:
+    """Return the configured values by option name, without those that are not set.
+
+    Raises: SettingsError: the file is broken or has an unknown key, or a value is of the wrong type.
+    """
+    try:
+        return ProgramSettings().model_dump(exclude_none=True)
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{TOML_FILE} is not UTF-8 text; correct or remove it") from error
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{TOML_FILE} is no valid TOML: {error}; correct or remove it") from error
+    except OSError as error:
+        raise SettingsError(f"{TOML_FILE} cannot be read: {error.strerror}; correct its permissions") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise SettingsError(_sentence(str(first["loc"][0]), first["type"], first["msg"], first["input"])) from error
+
+
+def misspelt(environment: Iterable[str]) -> Iterator[str]:
+    """Yield a sentence for each variable whose name is nearly one of ours, for its value would go unused."""
+    known = [*(name.removeprefix(PREFIX) for name in LONG_NAMES.values()), *OTHERS]
+    known += [name.upper() for name in ProgramSettings.model_fields]
+    for name in sorted(environment):
+        short = name.removeprefix(PREFIX)
+        if short == name or short in known or short.startswith("TEST_"):
+            continue
+        near = difflib.get_close_matches(short, known, n=1, cutoff=LIKE)
+        if near:
+            yield f"the variable {name} is not read: did you mean {PREFIX}{near[0]}?"
+
+
+def _sentence(key: str, kind: str, message: str, value: object) -> str:
+    if kind == "extra_forbidden":
+        known = sorted(ProgramSettings.model_fields)
+        near = difflib.get_close_matches(key, known, n=1)
+        advice = f"did you mean {near[0]!r}" if near else f"known are {', '.join(known)}"
+        return f"{TOML_FILE} has the unknown key {key!r}: {advice}"
+    variable = key if key.startswith(PREFIX) else PREFIX + key.upper()
+    where = variable if variable in os.environ else f"{key} in {TOML_FILE}"
+    return f"{where} is {value!r}, which cannot be used: {message[0].lower()}{message[1:]}"
+
+
+# --- the program
 
 
 class LazyGroup(ConfiguredGroup):
-    """Imports a command's module when the command, or the help that lists it, is asked for."""
+    """Imports a command's module when the command, or the help that lists it, is needed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(MODULES)
@@ -62,8 +166,6 @@ class LazyGroup(ConfiguredGroup):
             raise click.exceptions.NoSuchCommand(error.command_name, possibilities=list(MODULES), ctx=ctx) from None
 
     def invoke(self, ctx: click.Context) -> Any:
-        from .config import load_settings, misspelt
-
         ctx.default_map = load_settings()
         for remark in misspelt(os.environ):
             note(f"note: {remark}")

@@ -1,16 +1,16 @@
-"""Options that several commands share, and what is checked of them before torch is loaded.
+"""Options that several commands share, and checks of them that need no torch.
 
 Every default is read from the dataclass that has it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
@@ -24,20 +24,24 @@ from ..core.errors import LayerSetError, SettingsError, SwiftoptError
 from ..core.records import LayerSetRecord
 from ..core.requests import DEFAULT_QUEUE, GenerateRequest, ModelRequest
 from ..core.settings import AUTO, FORMATS, PRESETS, STORED, THREADS, Branching, SwiftSettings, TuningSettings, preset_of
-from ..core.streams import StreamForm
+from ..core.streams import StreamForm, read_stream, read_with_others
 from ..core.templates import TEMPLATES
 from ..core.types import Sampling
 from ..optimizer.strategies import MOST, SIZE_CHOOSING, STRATEGIES, strategy_info
 from .charts import Pictures
-from .output import Result, note
+from .output import Result, note, note_load
 
 if TYPE_CHECKING:
+    from ..models.runtime import Runtime
     from ..store import Store
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Decorator = Callable[[Command], Command]
 Parameter = TypeVar("Parameter")
+Completer = Callable[[str], list[CompletionItem[str]]]  # what a shell offers for a value that is begun
 
+
+# --- commands and their help
 
 # headings of help, where a command has many options
 MAIN, PROMPTS, MACHINE = "Main options", "Prompts and completions", "Model and machine"
@@ -46,7 +50,15 @@ MEASUREMENT, ENGINES = "Measurement", "Other engines"
 OTHER = "Other options"
 MANY = 12  # options from which on they have headings
 N_MAIN = 3  # that come first: those that a command declares first
-HEADINGS: dict[click.Parameter, str] = {}
+PLACEMENT = ("dtype", "device", "speed")  # options for where and how a model runs
+
+
+class HeadedOption(click.Option):
+    """An option with the heading under which help lists it, where its command has many."""
+
+    def __init__(self, *names: Any, heading: str = OTHER, **more: Any) -> None:
+        super().__init__(*names, **more)
+        self.heading = heading
 
 
 class GroupedCommand(click.Command):
@@ -59,7 +71,7 @@ class GroupedCommand(click.Command):
             return super().format_options(ctx, formatter)
         sections: dict[str, list[click.Option]] = {MAIN: shown[:N_MAIN]}
         for param in shown[N_MAIN:]:
-            sections.setdefault(HEADINGS.get(param, OTHER), []).append(param)
+            sections.setdefault(getattr(param, "heading", OTHER), []).append(param)
         others = sections.pop(OTHER)  # --help at least
         for heading, params in [*sections.items(), (OTHER, others)]:
             with formatter.section(heading):
@@ -87,26 +99,50 @@ def command(name: str | None = None, **more: Any) -> Callable[[Callable[..., Any
 
 def together(*options: Decorator[Any]) -> Decorator[Any]:
     """Join decorators to one; help lists their options in the order given."""
+    return lambda command: functools.reduce(lambda made, option: option(made), reversed(options), command)
 
-    def decorate(command: Any) -> Any:
-        for option in reversed(options):
-            command = option(command)
+
+def example(*lines: str, words: str | None = None) -> Decorator[Any]:
+    """Add command lines, each without `swiftopt`, to a command's help, which is `words` or else its docstring."""
+    text = "".join(f"\n  swiftopt {line}" for line in lines)
+
+    def add(command: Any) -> Any:
+        command.__doc__ = f"{words or inspect.cleandoc(command.__doc__)}\n\n\b\nExample:{text}"
         return command
 
-    return decorate
+    return add
 
 
-def group(heading: str, *options: Decorator[Any]) -> Decorator[Any]:
-    """Join decorators to one; help lists their options under that heading, where a command has many."""
+def option(heading: str, *names: str, **more: Any) -> Decorator[Any]:
+    """Make an option that help lists under `heading`; `more` goes to `click.option`."""
+    return click.option(*names, cls=HeadedOption, heading=heading, **more)
 
-    def decorate(command: Any) -> Any:
-        n_before = len(getattr(command, "__click_params__", ()))  # where click keeps them until there is a command
-        command = together(*options)(command)
-        for param in command.__click_params__[n_before:]:
-            HEADINGS[param] = heading
-        return command
 
-    return decorate
+measurement = functools.partial(option, MEASUREMENT)
+
+
+def default_of(values: type[Any], name: str) -> Any:
+    return next(field.default for field in fields(values) if field.name == name)
+
+
+def from_field(heading: str, values: type[Any], name: str, help: str, **more: Any) -> Decorator[Any]:
+    """Make an option for a dataclass's field, with its type and default.
+
+    A Literal of words becomes a choice, a truth value a flag: `--no-NAME` where it is on by default. `more` goes to
+    `click.option`.
+    """
+    hint, default = get_type_hints(values)[name], default_of(values, name)
+    flag, kinds = name.replace("_", "-"), get_args(hint) or (hint,)
+    if hint is bool:
+        flag = f"no-{flag}" if default else flag
+        more |= {"flag_value": not default, "show_default": False}
+    elif "type" not in more:
+        words = all(isinstance(kind, str) for kind in kinds)
+        more["type"] = click.Choice(kinds) if words else next(kind for kind in kinds if kind is not NoneType)
+    return option(heading, f"--{flag}", name, default=default, help=help, **more)
+
+
+# --- types of values, with what a shell completes them to
 
 
 class ModelTask(NamedTuple):
@@ -120,10 +156,13 @@ class ModelTask(NamedTuple):
 
 
 class Parsed(click.ParamType[Parameter]):
-    """Reads an option with a function, whose ValueError says what is wrong; errors of ours pass through."""
+    """Reads a value with a function, whose ValueError says what is wrong; errors of ours pass through.
 
-    def __init__(self, name: str, parse: Callable[[str], Parameter]) -> None:
-        self.name, self._parse = name, parse
+    `complete` returns what a shell offers for a value that is not complete.
+    """
+
+    def __init__(self, name: str, parse: Callable[[str], Parameter], complete: Completer | None = None) -> None:
+        self.name, self._parse, self._complete = name, parse, complete
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Parameter:
         try:
@@ -133,41 +172,39 @@ class Parsed(click.ParamType[Parameter]):
         except ValueError as error:
             self.fail(str(error), param, ctx)
 
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+        return self._complete(incomplete) if self._complete else []
 
-# --- completion in a shell
 
-
-def files(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
-    """Complete the name of a file, which the shell does itself."""
+def _files(incomplete: str) -> list[CompletionItem[str]]:
+    """Leave the name of a file to the shell."""
     return [CompletionItem(incomplete, type="file")]
 
 
-def folders(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
-    """Complete the name of a folder, which the shell does itself."""
+def _folders(incomplete: str) -> list[CompletionItem[str]]:
     return [CompletionItem(incomplete, type="dir")]
 
 
-def models(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+def _beginning(incomplete: str, known: Mapping[str, str]) -> list[CompletionItem[str]]:
+    """Complete one of the known names, each with its help."""
+    return [CompletionItem(name, help=words) for name, words in known.items() if name.startswith(incomplete)]
+
+
+def _models(incomplete: str) -> list[CompletionItem[str]]:
     """Complete a model's alias, else the name of a folder or a GGUF file."""
     from ..models.sources import ALIASES
 
-    found = [CompletionItem(name, help=known.hub_id) for name, known in ALIASES.items() if name.startswith(incomplete)]
-    return found or files(context, parameter, incomplete)
+    return _beginning(incomplete, {name: each.hub_id for name, each in ALIASES.items()}) or _files(incomplete)
 
 
-def methods(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
-    """Complete the name of a decoding method."""
+def _methods(incomplete: str) -> list[CompletionItem[str]]:
     from ..decoding.methods import METHODS
 
-    return [CompletionItem(name, help=each.title) for name, each in METHODS.items() if name.startswith(incomplete)]
+    return _beginning(incomplete, {name: each.title for name, each in METHODS.items()})
 
 
-def strategies(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
-    """Complete the name of a search strategy."""
-    return [CompletionItem(name, help=each.help) for name, each in STRATEGIES.items() if name.startswith(incomplete)]
-
-
-# --- options and arguments
+def _strategies(incomplete: str) -> list[CompletionItem[str]]:
+    return _beginning(incomplete, {name: each.help for name, each in STRATEGIES.items()})
 
 
 def _model_task(text: str) -> ModelTask:
@@ -211,27 +248,48 @@ def _token_bias(text: str) -> tuple[int, float]:
         raise ValueError(f"{text!r} is no bias: give a token id and a number, for example 50=-2.5") from None
 
 
-positive = click.IntRange(min=1)
-model_task = click.argument("name", type=Parsed("MODEL/TASK", _model_task), metavar="MODEL/TASK")
-model = group(
-    MACHINE,
-    click.option(
-        "--model",
-        required=True,
-        shell_complete=models,
-        help="Alias, hub id, folder or GGUF file; `swiftopt models` lists aliases.",
-    ),
-)
+def _branching(text: str) -> Branching:
+    try:
+        pairs = [pair.split(":") for pair in text.split(",")]
+        return tuple((float(bound), int(k)) for bound, k in pairs)
+    except ValueError:
+        raise ValueError(f"{text!r} is no branching: give CONFIDENCE:CANDIDATES pairs like 0.5:10,0.8:5,1:1") from None
 
 
-def _with_form(command: Any) -> Any:
-    """Hand the options of a stream's form on as one value."""
+positive, natural = click.IntRange(min=1), click.IntRange(min=0)
+MODEL = Parsed("TEXT", str, _models)
+FILE, PATH = Parsed("FILE", str, _files), Parsed("FILE", Path, _files)
+FOLDER = Parsed("FOLDER", str, _folders)
 
-    @functools.wraps(command)
-    def call(*args: Any, template: str | None, shots: int | None, stop: tuple[str, ...], **values: Any) -> Any:
-        return command(*args, form=StreamForm(template, shots, stop), **values)
 
-    return call
+# --- options and arguments
+
+
+def adapted(change: Callable[..., dict[str, Any]]) -> Decorator[Any]:
+    """Make a decorator of a function: a command gets what the function returns for the values of its options."""
+
+    def decorate(command: Any) -> Any:
+        return functools.wraps(command)(lambda **values: command(**change(**values)))
+
+    return decorate
+
+
+@adapted
+def _with_form(template: str | None, shots: int | None, stop: tuple[str, ...], **values: Any) -> dict[str, Any]:
+    return {**values, "form": StreamForm(template, shots, stop)}
+
+
+@adapted
+def read(stream: str, limit: int | None, form: StreamForm, **values: Any) -> dict[str, Any]:
+    """Read the stream that --stream, --task, --limit and `form` say, as `prompts`."""
+    return {**values, "prompts": read_stream(stream, values["task"], limit, form)}
+
+
+@adapted
+def read_more(stream: str, limit: int | None, form: StreamForm, **values: Any) -> dict[str, Any]:
+    """Read the stream as `read` does, and the prompts after --limit as `others`."""
+    prompts, others = read_with_others(stream, values["task"], limit, form)
+    return {**values, "prompts": prompts, "others": others}
 
 
 def _use_template(context: click.Context, parameter: click.Parameter, name: str | None) -> str | None:
@@ -242,9 +300,29 @@ def _use_template(context: click.Context, parameter: click.Parameter, name: str 
     return name
 
 
-form = group(
-    PROMPTS,
-    click.option(
+def _use_preset(context: click.Context, parameter: click.Parameter, name: str | None) -> str | None:
+    """Make a preset's values the defaults of the command's options; those of its command line win."""
+    if name is not None and (preset := preset_of(name)).is_tuned:
+        context.default_map = {**(context.default_map or {}), **preset.tuning}
+    return name
+
+
+def _set_threads(context: click.Context, parameter: click.Parameter, value: int | None) -> None:
+    if value is not None:
+        os.environ[THREADS] = str(value)
+
+
+model_task = click.argument("name", type=Parsed("MODEL/TASK", _model_task), metavar="MODEL/TASK")
+MODEL_HELP = "Alias, hub id, folder or GGUF file; `swiftopt models` lists aliases."
+model = option(MACHINE, "--model", required=True, type=MODEL, help=MODEL_HELP)
+STREAM_HELP = "Prompts, one JSON object per line; - is standard input."
+stream = option(PROMPTS, "--stream", required=True, type=FILE, help=STREAM_HELP)
+model_and_stream = together(model, stream)
+limit = option(PROMPTS, "--limit", type=positive, help="Take only the first prompts of the stream.")
+stop = option(PROMPTS, "--stop", multiple=True, metavar="STR", help="End before this text; may be repeated.")
+form = together(
+    option(
+        PROMPTS,
         "--template",
         metavar="NAME",
         is_eager=True,
@@ -252,79 +330,80 @@ form = group(
         type=click.Choice([*TEMPLATES]),
         help=f"The file holds rows of a data set, asked, ended and judged as usual: {', '.join(TEMPLATES)}.",
     ),
-    click.option("--shots", type=click.IntRange(min=0), help="Its first rows that are examples.  [default: as usual]"),
-    click.option("--stop", multiple=True, metavar="STR", help="End before this text; may be repeated."),
+    option(PROMPTS, "--shots", type=natural, help="Its first rows that are examples.  [default: as usual]"),
+    stop,
     _with_form,
 )
-stream = group(
-    PROMPTS,
-    click.option(
-        "--stream",
-        required=True,
-        metavar="FILE",
-        shell_complete=files,
-        help="Prompts, one JSON object per line; - is standard input.",
-    ),
-)
-method = group(
+method = option(
     DRAFTING,
-    click.option(
-        "--method",
-        type=Parsed("NAME", _method_name),
-        shell_complete=methods,
-        help="Overrule the stored plan; docs/methods.md lists the methods.",
-    ),
+    "--method",
+    type=Parsed("NAME", _method_name, _methods),
+    help="Overrule the stored plan; docs/methods.md lists the methods.",
 )
-draft_model = group(
+draft_model = option(
     DRAFTING,
-    click.option(
-        "--draft-model",
-        metavar="MODEL",
-        shell_complete=models,
-        help="A smaller model with the same tokenizer, for drafts.",
-    ),
+    "--draft-model",
+    metavar="MODEL",
+    type=MODEL,
+    help="A smaller model with the same tokenizer, for drafts.",
 )
-layer_set = group(
-    DRAFTING,
-    click.option(
-        "--layer-set",
-        type=Parsed("FILE", _layer_set),
-        shell_complete=files,
-        help="Draft with this exported layer set.",
-    ),
+layer_set = option(
+    DRAFTING, "--layer-set", type=Parsed("FILE", _layer_set, _files), help="Draft with this exported layer set."
 )
-limit = group(PROMPTS, click.option("--limit", type=positive, help="Take only the first prompts of the stream."))
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-db = group(
+db = option(
     SERVICES,
-    click.option(
-        "--db",
-        metavar="URL|FILE",
-        shell_complete=files,
-        help="Database of layer sets: a file or an SQLAlchemy URL.  [default: in your data folder]",
-    ),
+    "--db",
+    metavar="URL|FILE",
+    type=FILE,
+    help="Database of layer sets: a file or an SQLAlchemy URL.  [default: in your data folder]",
 )
-redis = group(
-    SERVICES, click.option("--redis", metavar="URL", help="Redis that delivers jobs.  [env: SWIFTOPT_REDIS_URL]")
-)
-server = group(
+redis = option(SERVICES, "--redis", metavar="URL", help="Redis that delivers jobs.  [env: SWIFTOPT_REDIS_URL]")
+server = option(
     SERVICES,
-    click.option(
-        "--server",
-        metavar="URL",
-        help="Server of jobs and layer sets; its key: SWIFTOPT_API_KEY.  [env: SWIFTOPT_SERVER_URL]",
-    ),
+    "--server",
+    metavar="URL",
+    help="Server of jobs and layer sets; its key: SWIFTOPT_API_KEY.  [env: SWIFTOPT_SERVER_URL]",
 )
-queue = group(
+queue = option(
     SERVICES,
-    click.option(
-        "--queue",
-        type=Parsed("NAME", _queue_name),
-        default=DEFAULT_QUEUE,
-        show_default=False,
-        help="Queue of the workers.  [env: SWIFTOPT_QUEUE; default: default]",
-    ),
+    "--queue",
+    type=Parsed("NAME", _queue_name),
+    default=DEFAULT_QUEUE,
+    show_default=False,
+    help="Queue of the workers.  [env: SWIFTOPT_QUEUE; default: default]",
 )
+alias = click.option("--alias", default="best", help="Name of the choice.")
+version = click.option("--version", type=positive, help="A version.  [default: the best one]")
+of_model = click.option("--model", "of_model", type=MODEL, help="Only this model's.")
+of_task = click.option("--task", "of_task", help="Only this task's.")
+threads = option(
+    MACHINE,
+    "--threads",
+    type=click.IntRange(1, 255),
+    expose_value=False,
+    callback=_set_threads,
+    help="Threads to compute with in this process.  [default: one per usable core]",
+)
+SHARED: dict[str, tuple[str, str]] = {  # heading and help of fields that several dataclasses have
+    "dtype": (MACHINE, "auto (as stored), float32, bfloat16 or float16."),
+    "device": (MACHINE, "auto, cpu, cuda, cuda:N, or auto-map for several GPUs."),
+    "speed": (MACHINE, "auto is native (our CPU kernels) where they work, else eager; the others are torch's."),
+    "max_new_tokens": (PROMPTS, "Tokens per completion, where the stream's line says nothing."),
+    "seed": (SAMPLING, "Seed of every random choice."),
+}
+
+
+def shared(values: type[Any], *names: str) -> Decorator[Any]:
+    """Make options for fields that several dataclasses have; `values` has the defaults."""
+    types = {"max_new_tokens": {"type": positive}}
+    rows = ((name, *SHARED[name]) for name in names)
+    return together(*(from_field(heading, values, name, help, **types.get(name, {})) for name, heading, help in rows))
+
+
+def machine(values: type[Any], *more: str) -> Decorator[Any]:
+    """Make the options for where a model runs, and `more` that are shared; `values` has the defaults."""
+    return together(threads, shared(values, "dtype", "device", *more))
 
 
 def pictures(help: str) -> Decorator[Any]:
@@ -346,103 +425,20 @@ def pictures(help: str) -> Decorator[Any]:
 
         return call
 
-    def option(flag: str, help: str) -> Decorator[Any]:
-        return click.option(flag, type=Path, metavar="FILE", shell_complete=files, help=help)
-
-    return together(option("--png", help), option("--svg", "The same picture, as SVG."), decorate)
+    svg = click.option("--svg", type=PATH, help="The same picture, as SVG.")
+    return together(click.option("--png", type=PATH, help=help), svg, decorate)
 
 
-alias = click.option("--alias", default="best", help="Name of the choice.")
-
-
-def default_of(values: type[Any], name: str) -> Any:
-    """Return the default of a dataclass's field."""
-    return next(field.default for field in dataclasses.fields(values) if field.name == name)
-
-
-def from_field(values: type[Any], name: str, help: str, **more: Any) -> Decorator[Any]:
-    """Make an option for a dataclass's field, with its type and default.
-
-    A Literal of words becomes a choice, a truth value a flag: `--no-NAME` where it is on by default. `more` goes to
-    `click.option`.
-    """
-    hint, default = get_type_hints(values)[name], default_of(values, name)
-    flag, kinds = name.replace("_", "-"), get_args(hint) or (hint,)
-    if hint is bool:
-        return click.option(
-            f"--no-{flag}" if default else f"--{flag}",
-            name,
-            flag_value=not default,
-            default=default,
-            show_default=False,
-            help=help,
-        )
-    if "type" not in more and all(isinstance(kind, str) for kind in kinds):
-        more["type"] = click.Choice(kinds)
-    more.setdefault("type", next(kind for kind in kinds if kind is not NoneType))
-    return click.option(f"--{flag}", name, default=default, help=help, **more)
-
-
-def example(*lines: str, words: str | None = None) -> Decorator[Any]:
-    """Add command lines, each without `swiftopt`, to a command's help, which is `words` or else its docstring."""
-    text = "".join(f"\n  swiftopt {line}" for line in lines)
-
-    def add(command: Any) -> Any:
-        command.__doc__ = f"{words or inspect.cleandoc(command.__doc__)}\n\n\b\nExample:{text}"
-        return command
-
-    return add
-
-
-def _set_threads(context: click.Context, parameter: click.Parameter, value: int | None) -> None:
-    if value is not None:
-        os.environ[THREADS] = str(value)
-
-
-threads = click.option(
-    "--threads",
-    type=click.IntRange(1, 255),
-    expose_value=False,
-    callback=_set_threads,
-    help="Threads to compute with in this process.  [default: one per usable core]",
-)
-SHARED: dict[str, dict[str, Any]] = {  # what `from_field` is told of fields that several dataclasses have
-    "dtype": {"help": "auto (as stored), float32, bfloat16 or float16."},
-    "device": {"help": "auto, cpu, cuda, cuda:N, or auto-map for several GPUs."},
-    "max_new_tokens": {"help": "Tokens per completion, where the stream's line says nothing.", "type": positive},
-    "speed": {"help": "auto is native (our CPU kernels) where they work, else eager; the others are torch's."},
-    "seed": {"help": "Seed of every random choice."},
-}
-
-
-SHARED_HEADINGS = {
-    "dtype": MACHINE,
-    "device": MACHINE,
-    "speed": MACHINE,
-    "max_new_tokens": PROMPTS,
-    "seed": SAMPLING,
-}
-
-
-def shared(values: type[Any], *names: str) -> Decorator[Any]:
-    """Make options for fields that several dataclasses have; `values` has the defaults."""
-    return together(*(group(SHARED_HEADINGS[name], from_field(values, name, **SHARED[name])) for name in names))
-
-
-def machine(values: type[Any], *more: str) -> Decorator[Any]:
-    """Make the options for where a model runs, and `more` that are shared; `values` has the defaults."""
-    return together(group(MACHINE, threads), shared(values, "dtype", "device", *more))
-
-
-sampling = group(
-    SAMPLING,
-    from_field(Sampling, "temperature", "0 takes the most probable token."),
-    from_field(Sampling, "top_p", "Draw from the most probable tokens that reach this mass."),
-    from_field(Sampling, "top_k", "Draw from the k most probable tokens; 0 is off."),
-    from_field(Sampling, "min_p", "Draw from tokens of at least this share of the most probable one's chance."),
-    from_field(Sampling, "presence_penalty", "Taken off the logit of every token generated before; -2 to 2."),
-    from_field(Sampling, "frequency_penalty", "Likewise, for each time that it was generated; -2 to 2."),
-    click.option(
+_draw = functools.partial(from_field, SAMPLING, Sampling)
+sampling = together(
+    _draw("temperature", "0 takes the most probable token."),
+    _draw("top_p", "Draw from the most probable tokens that reach this mass."),
+    _draw("top_k", "Draw from the k most probable tokens; 0 is off."),
+    _draw("min_p", "Draw from tokens of at least this share of the most probable one's chance."),
+    _draw("presence_penalty", "Taken off the logit of every token generated before; -2 to 2."),
+    _draw("frequency_penalty", "Likewise, for each time that it was generated; -2 to 2."),
+    option(
+        SAMPLING,
         "--logit-bias",
         multiple=True,
         type=Parsed("ID=BIAS", _token_bias),
@@ -451,54 +447,15 @@ sampling = group(
     shared(Sampling, "seed"),
 )
 
-_setting = functools.partial(from_field, TuningSettings)
-searching = group(
-    SEARCH,
-    _setting("method", "What the layer set is to draft for; adaptive decides by measured time."),
-    _setting(
-        "draft_format",
-        "Weights of what a draft keeps; auto: those that pay most here.",
-        type=click.Choice([AUTO, *FORMATS, STORED]),
-    ),
-    _setting(
-        "strategy",
-        f"Who proposes layer sets: {'; '.join(f'{name} ({recipe.help})' for name, recipe in STRATEGIES.items())}.",
-        shell_complete=strategies,
-    ),
-    _setting("objective", "What a layer set is scored by."),
-    _setting("exportable", "Keep to sets that `swiftopt export` writes for other engines as they are."),
-    _setting(
-        "skip_ratio", "r, from 0 to 1, where the strategy leaves the size to it.  [default: 0.45, 0.5 from 34B on]"
-    ),
-    _setting("context_window", "γ, generated tokens that score a layer set."),
-    _setting("max_steps", f"S, candidates to try at most; {', '.join(SIZE_CHOOSING)} stop at {MOST} for themselves."),
-    _setting(
-        "optimise",
-        "Keep what a search starts from: nothing left out of quantised drafts, else evenly spaced sub-layers.",
-    ),
-    _setting("deterministic", "Wait for late suggestions: the same seed then gives the same trials."),
-)
 
+# --- settings of a search
 
-def _branching(text: str) -> Branching:
-    """Read confidences and candidates such as 0.5:10,0.8:5,1:1."""
-    try:
-        pairs = [pair.split(":") for pair in text.split(",")]
-        return tuple((float(bound), int(k)) for bound, k in pairs)
-    except ValueError:
-        raise ValueError(f"{text!r} is no branching: give CONFIDENCE:CANDIDATES pairs like 0.5:10,0.8:5,1:1") from None
-
-
-def _use_preset(context: click.Context, parameter: click.Parameter, name: str | None) -> str | None:
-    """Make a preset's values the defaults of the command's options; those of its command line win."""
-    if name is not None and (preset := preset_of(name)).is_tuned:
-        context.default_map = {**(context.default_map or {}), **preset.tuning}
-    return name
-
-
-preset = group(
-    SEARCH,
-    click.option(
+_search = functools.partial(from_field, SEARCH, TuningSettings)
+_swift = functools.partial(from_field, "SWIFT's drafts, with --method swift", TuningSettings)
+_published = functools.partial(from_field, "SWIFT's search, as --preset swift sets it", TuningSettings)
+settings = together(
+    option(
+        SEARCH,
         "--preset",
         metavar="NAME",
         type=click.Choice([*PRESETS]),
@@ -506,84 +463,93 @@ preset = group(
         callback=_use_preset,
         help=f"A paper's method with each of its numbers, but for options beside it: {', '.join(PRESETS)}.",
     ),
-)
-swift_drafts = group(
-    "SWIFT's drafts, with --method swift",
-    _setting("stop_threshold", "ε, confidence below which a draft stops."),
-    _setting("max_draft_length", "N_D, steps of a draft."),
-    _setting("early_stop", "Drafts always have N_D tokens."),
-    _setting("dynamic_verification", "Drafts are chains, not trees."),
-    _setting(
+    _search("method", "What the layer set is to draft for; adaptive decides by measured time."),
+    _search(
+        "draft_format",
+        "Weights of what a draft keeps; auto: those that pay most here.",
+        type=click.Choice([AUTO, *FORMATS, STORED]),
+    ),
+    _search(
+        "strategy",
+        f"Who proposes layer sets: {'; '.join(f'{name} ({recipe.help})' for name, recipe in STRATEGIES.items())}.",
+        type=Parsed("TEXT", str, _strategies),
+    ),
+    _search("objective", "What a layer set is scored by."),
+    _search("exportable", "Keep to sets that `swiftopt export` writes for other engines as they are."),
+    _search(
+        "skip_ratio", "r, from 0 to 1, where the strategy leaves the size to it.  [default: 0.45, 0.5 from 34B on]"
+    ),
+    _search("context_window", "γ, generated tokens that score a layer set."),
+    _search("max_steps", f"S, candidates to try at most; {', '.join(SIZE_CHOOSING)} stop at {MOST} for themselves."),
+    _search(
+        "optimise",
+        "Keep what a search starts from: nothing left out of quantised drafts, else evenly spaced sub-layers.",
+    ),
+    _search("deterministic", "Wait for late suggestions: the same seed then gives the same trials."),
+    _swift("stop_threshold", "ε, confidence below which a draft stops."),
+    _swift("max_draft_length", "N_D, steps of a draft."),
+    _swift("early_stop", "Drafts always have N_D tokens."),
+    _swift("dynamic_verification", "Drafts are chains, not trees."),
+    _swift(
         "branching",
         "k: candidates that a position offers up to each confidence.  [default: 0.5:10,0.8:5,0.95:3,1:1]",
         type=Parsed("CONFIDENCE:K,...", _branching),
         show_default=False,
     ),
-    _setting("sampled", "With --temperature: draw drafts and weigh them, instead of their most probable tokens."),
-    _setting("search_drafting", "Keep ε, N_D and k as given, instead of choosing them by time."),
+    _swift("sampled", "With --temperature: draw drafts and weigh them, instead of their most probable tokens."),
+    _swift("search_drafting", "Keep ε, N_D and k as given, instead of choosing them by time."),
+    _published("bayes_interval", "β, candidates from one suggestion of the Gaussian process to the next."),
+    _published("patience", "Candidates without a better one that end the search."),
+    _published("target_matchness", "Matchness above which the search ends, where the strategy keeps to r."),
+    _published("adoption", "What makes a set the one in use: several windows, or the highest score so far."),
+    _published("window_at", "Which γ tokens of a completion score a set."),
+    _published("optimise_interval", "Rounds from one pass of candidates to the next."),
+    _published("candidates", "Candidates of one pass.  [default: as many as measured costs make cheap]", type=positive),
+    _published("min_acceptance", "α below which r is lowered."),
+    _published("min_acceptance_rounds", "Rounds that α must stay below it."),
+    _published("skip_ratio_step", "What r is lowered by."),
 )
-published = group(
-    "SWIFT's search, as --preset swift sets it",
-    _setting("bayes_interval", "β, candidates from one suggestion of the Gaussian process to the next."),
-    _setting("patience", "Candidates without a better one that end the search."),
-    _setting("target_matchness", "Matchness above which the search ends, where the strategy keeps to r."),
-    _setting("adoption", "What makes a set the one in use: several windows, or the highest score so far."),
-    _setting("window_at", "Which γ tokens of a completion score a set."),
-    _setting("optimise_interval", "Rounds from one pass of candidates to the next."),
-    _setting("candidates", "Candidates of one pass.  [default: as many as measured costs make cheap]", type=positive),
-    _setting("min_acceptance", "α below which r is lowered."),
-    _setting("min_acceptance_rounds", "Rounds that α must stay below it."),
-    _setting("skip_ratio_step", "What r is lowered by."),
-)
-settings = together(preset, searching, swift_drafts, published)
 
 
-class Idle(NamedTuple):
-    """A setting that has no effect with settings of which `when` is true; `words` say so, with settings' values."""
-
-    name: str
-    when: Callable[[SwiftSettings], bool]
-    words: str
-
-
-def _chooses_size(own: SwiftSettings) -> bool:
-    return own.strategy in SIZE_CHOOSING and own.objective == "expected_speedup"
-
-
-_ADAPTIVE = "has no effect with --method adaptive, whose drafts end by measured time: it is for --method swift"
-_NO_SEARCH = "has no effect with --no-optimise, which searches for no layer set"
-IDLE = (
-    *(
-        Idle(name, lambda own: own.method == "adaptive", _ADAPTIVE)
-        for name in ("stop_threshold", "max_draft_length", "early_stop", "dynamic_verification", "search_drafting")
+# settings that have no effect, with which others that is so, and what is said of it
+IDLE: tuple[tuple[tuple[str, ...], Callable[[SwiftSettings], bool], str], ...] = (
+    (
+        ("stop_threshold", "max_draft_length", "early_stop", "dynamic_verification", "search_drafting"),
+        lambda own: own.method == "adaptive",
+        "has no effect with --method adaptive, whose drafts end by measured time: it is for --method swift",
     ),
-    Idle(
-        "stop_threshold",
+    (
+        ("stop_threshold",),
         lambda own: not own.early_stop,
         "has no effect with --no-early-stop, with which every draft has its full length: leave one of them out",
     ),
-    Idle(
-        "search_drafting",
+    (
+        ("search_drafting",),
         lambda own: own.objective == "matchness",
         "has no effect with --objective matchness, with which ε, N_D and k are kept anyway",
     ),
-    *(
-        Idle(name, lambda own: not own.optimise, _NO_SEARCH)
-        for name in ("max_steps", "deterministic", "search_drafting")
+    (
+        ("max_steps", "deterministic", "search_drafting"),
+        lambda own: not own.optimise,
+        "has no effect with --no-optimise, which searches for no layer set",
     ),
     # without a search the set that it would start from is used, whose size is the ratio's where it is not quantised
-    Idle(
-        "skip_ratio",
-        lambda own: _chooses_size(own) and (own.optimise or own.draft_format in FORMATS),
+    (
+        ("skip_ratio",),
+        lambda own: (
+            own.strategy in SIZE_CHOOSING
+            and own.objective == "expected_speedup"
+            and (own.optimise or own.draft_format in FORMATS)
+        ),
         "does not set the size with --strategy {strategy}, which measures what pays: --strategy swift takes it",
     ),
-    Idle(
-        "max_steps",
+    (
+        ("max_steps",),
         lambda own: own.strategy in SIZE_CHOOSING and own.max_steps > MOST,
         f"has no effect above {MOST} with --strategy {{strategy}}, which ends there: --strategy swift goes on",
     ),
-    Idle(
-        "deterministic",
+    (
+        ("deterministic",),
         lambda own: own.strategy in STRATEGIES and not strategy_info(own.strategy).suggests,
         "has no effect with --strategy {strategy}, which waits for no suggestions",
     ),
@@ -599,23 +565,27 @@ def on_command_line(name: str) -> bool:
 def warn_idle(settings: SwiftSettings, *used: str) -> None:
     """Say of each option of the command line that it has no effect with the other settings; others pass silently.
 
-    Args: used: settings that the running command uses all the same.
+    Args: used: settings that the running command uses nevertheless.
     """
-    flags = {param.name: param.opts[0] for param in click.get_current_context().command.params}
-    warned = set(used)
-    for name, when, words in IDLE:
+    flags, warned = {param.name: param.opts[0] for param in click.get_current_context().command.params}, set(used)
+    for name, when, words in ((name, when, words) for names, when, words in IDLE for name in names):
         if name not in warned and on_command_line(name) and when(settings):
             warned.add(name)
             note(f"warning: {flags[name]} {words.format(strategy=settings.strategy)}")
 
 
+# --- what commands do with the values
+
+
 def pick(values: type[Any], options: dict[str, Any]) -> Any:
-    """Make a dataclass from those options that are its fields.
+    """Make a dataclass from the options that are its fields; a field that is a dataclass is made of them likewise.
 
     Raises: SettingsError: a value is out of its range.
     """
-    names = {field.name for field in dataclasses.fields(values)}
-    return values(**{name: value for name, value in options.items() if name in names})
+    hints = {field.name: get_type_hints(values)[field.name] for field in fields(values)}
+    nested = {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
+    made = {name: pick(hint, options) for name, hint in nested.items() if name not in options}
+    return values(**{name: value for name, value in {**made, **options}.items() if name in hints})
 
 
 def decoding_request(values: dict[str, Any]) -> GenerateRequest:
@@ -624,7 +594,7 @@ def decoding_request(values: dict[str, Any]) -> GenerateRequest:
     Raises: SwiftoptError: a value is out of its range, the name of model, dtype or device is unknown, or the model's
         architecture is not supported.
     """
-    request: GenerateRequest = pick(GenerateRequest, {**values, "sampling": pick(Sampling, values)})
+    request: GenerateRequest = pick(GenerateRequest, values)
     check_model(request)
     return request
 
@@ -637,6 +607,16 @@ def check_model(request: ModelRequest) -> None:
     from ..models.sources import check_names
 
     check_names(request.model, request.dtype, request.device)
+
+
+def load(request: ModelRequest) -> Runtime:
+    """Load the model of a request, with remarks on how far that is.
+
+    Raises: SwiftoptError: it cannot be loaded.
+    """
+    from ..models.loading import load
+
+    return load(request.model, request.dtype, request.device, note_load, request.speed)
 
 
 def check_words(what: str, words: Iterable[str], known: Iterable[str]) -> None:
@@ -686,3 +666,6 @@ def json(command: Any) -> Any:
         return result.print(as_json)
 
     return as_json(call)
+
+
+store_and_json, db_and_json = together(store, json), together(db, json)

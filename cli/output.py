@@ -6,16 +6,18 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import click
 from rich.console import Console, RenderableType
 
 from ..core.errors import OutputError
+
+Found = TypeVar("Found")
 
 INTERRUPTED = 130  # the exit code after Ctrl-C, as shells report it
 
@@ -42,7 +44,7 @@ class Result:
     interrupted: bool = False
 
     def print(self, as_json: bool) -> int:
-        """Print it, and return the exit code.
+        """Print the result and return the exit code.
 
         Raises: KeyboardInterrupt: it is of an interrupted run.
         """
@@ -56,6 +58,13 @@ class Result:
         if self.interrupted:
             raise KeyboardInterrupt
         return self.code
+
+
+def listed(
+    value: Mapping[str, Any], found: Sequence[Found], table: Callable[[Sequence[Found], int], RenderableType], none: str
+) -> Result:
+    """Return the result of a list, with the table of what was found in the console's width; `none` is for nothing."""
+    return Result(value, [table(found, console().width)] if found else [], [] if found else [none])
 
 
 def show(part: RenderableType) -> None:
@@ -82,7 +91,6 @@ def note(text: str) -> None:
 
 
 def note_load(step: str) -> None:
-    """Print how far the loading of a model is."""
     note(f"load: {step}")
 
 

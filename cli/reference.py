@@ -11,8 +11,7 @@ import click
 from click.shell_completion import get_completion_class
 
 from . import options
-from .config import LONG_NAMES, PREFIX, TOML_FILE, ProgramSettings
-from .main import swiftopt
+from .main import LONG_NAMES, PREFIX, TOML_FILE, ProgramSettings, swiftopt
 from .output import INTERRUPTED, Result
 
 WIDTH = 80  # columns, whatever the terminal has

@@ -7,7 +7,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from rich.console import Group, RenderableType
 from rich.rule import Rule
@@ -25,7 +25,7 @@ SKIPPED, KEPT = "■", "·"
 BARS = "▁▂▃▄▅▆▇█"
 LABEL = 6  # columns of the words left of a layer map or sparkline
 ROOMY = 110  # columns of a terminal from which on lists show where things come from as well
-STYLES = {"attn": "cyan", "mlp": "magenta"}
+STYLES: dict[Literal["attn", "mlp"], str] = {"attn": "cyan", "mlp": "magenta"}
 VERDICT_STYLES = {"use": "bold green", "plain": "bold yellow", "unmeasured": "bold"}
 
 
@@ -87,37 +87,31 @@ def fixed(header: str, **more: Any) -> Column:
 
 
 def numeric(header: str) -> Column:
-    """Make a column of numbers."""
     return Column(header, justify="right", no_wrap=True)
 
 
-def table(columns: Iterable[Column], rows: Iterable[Sequence[RenderableType]], gap: int = 1, **more: Any) -> Table:
-    """Make a table without lines, its columns `gap` apart; `more` goes to `Table`."""
-    made = Table(*columns, **{"box": None, "padding": (0, gap, 0, 0), "header_style": "dim", **more})
+def numbers(*headers: str) -> list[Column]:
+    """Make columns of numbers, whose headers may fold."""
+    return [Column(header, justify="right") for header in headers]
+
+
+def table(
+    columns: Iterable[Column], rows: Iterable[Sequence[RenderableType]], gap: int = 1, lined: bool = False, **more: Any
+) -> Table:
+    """Make a table, its columns between lines or else `gap` apart; `more` goes to `Table`."""
+    plain: dict[str, Any] = {} if lined else {"box": None, "padding": (0, gap, 0, 0), "header_style": "dim"}
+    made = Table(*columns, **{"title_justify": "left", **plain, **more})
     for row in rows:
         made.add_row(*row)
     return made
 
 
 def listing(values: Iterable[Value], columns: Columns[Value], **more: Any) -> Table:
-    """Make a table with a row for each of the values."""
     rows = ([cell(value) for _, cell in columns] for value in values)
     return table([column for column, _ in columns], rows, **more)
 
 
-def lined_table(
-    first: Column, headings: Iterable[str], rows: Iterable[Sequence[str]], title: str, caption: str | None = None
-) -> Table:
-    """Make a table with lines: a first column, and others of numbers under `headings`."""
-    columns = [first, *(Column(heading, justify="right") for heading in headings)]
-    made = Table(*columns, title=title, title_justify="left", caption=caption)
-    for row in rows:
-        made.add_row(*row)
-    return made
-
-
 def figures_table(rows: Iterable[tuple[str, str]]) -> Table:
-    """Make two columns of names and values."""
     return table([fixed("", style="dim"), folding("")], rows, gap=2, show_header=False, pad_edge=False)
 
 
@@ -138,11 +132,11 @@ def layer_map(layer_set: LayerSet, width: int) -> Text:
     for start in range(0, n_layers, per_block):
         layers = range(start, min(start + per_block, n_layers))
         text.append(" " * LABEL + _ruler(layers, cell, width - LABEL) + "\n", style="dim")
-        for kind in ("attn", "mlp"):
+        for kind, style in STYLES.items():
             text.append(f"{kind:<{LABEL}}")
             for layer in layers:
                 skipped = layer_set.skips(kind, layer)
-                text.append((SKIPPED if skipped else KEPT).ljust(cell), style=STYLES[kind] if skipped else "dim")
+                text.append((SKIPPED if skipped else KEPT).ljust(cell), style=style if skipped else "dim")
             text.append("\n")
     text.append(f"{' ' * LABEL}{SKIPPED} {map_caption(layer_set)}", style="dim")
     return text
@@ -175,15 +169,13 @@ def _ruler(layers: range, cell: int, room: int) -> str:
 
 def weights_words(layer_set: LayerSet) -> str:
     """Return the formats of a draft's weights, with how many of its parts have each."""
-    formats = [layer_set.format_of("head")]
-    formats += [layer_set.format_of("attn", i) for i in range(layer_set.n_layers) if i not in layer_set.skip_attn]
-    formats += [layer_set.format_of("mlp", i) for i in range(layer_set.n_layers) if i not in layer_set.skip_mlp]
-    counts = Counter("the model's own" if found is None else found for found in formats)
+    kept = [(kind, i) for kind in STYLES for i in range(layer_set.n_layers) if not layer_set.skips(kind, i)]
+    formats = [layer_set.format_of("head"), *(layer_set.format_of(*part) for part in kept)]
+    counts = Counter(found or "the model's own" for found in formats)
     return ", ".join(found if len(counts) == 1 else f"{found} ({n} parts)" for found, n in counts.most_common())
 
 
 def verdict_words(verdict: Verdict) -> str:
-    """Return the verdict as a sentence."""
     if verdict.word == "use":
         on = f" on {verdict.n_prompts} held-out prompts" if verdict.n_prompts else ""
         return f"use: {ratio(verdict.ratio)} of plain decoding's speed{on}"
@@ -260,15 +252,11 @@ def records_table(records: Sequence[tuple[LayerSetRecord, bool]], width: int) ->
         (numeric("M"), lambda row: number(row[0].mean_generated_length, 1)),
         (numeric("expected"), lambda row: ratio(row[0].expected_speedup)),
         (numeric("measured"), lambda row: ratio(row[0].measured_speedup)),
-        (fixed("verdict"), lambda row: _short_verdict(row[0])),
+        (fixed("verdict"), lambda row: Text(row[0].verdict.replace("unmeasured", "–"), VERDICT_STYLES[row[0].verdict])),
         (folding("tuned on", min_width=6), lambda row: device_words(row[0])),
         (fixed("stored"), lambda row: row[0].created_at[:10]),
     ]
     return listing(records, columns, width=width) if width >= ROOMY else listing(records, columns[:-2])
-
-
-def _short_verdict(record: LayerSetRecord) -> Text:
-    return Text({"unmeasured": "–"}.get(record.verdict, record.verdict), style=VERDICT_STYLES[record.verdict])
 
 
 # --- results of tuning
@@ -279,22 +267,24 @@ def matchness_line(trials: Sequence[Trial], width: int) -> Text:
     values = [trial.matchness for trial in trials]
     if not values:
         return Text("no trials were recorded", style="dim")
-    line = sparkline(values, width - LABEL)
-    caption = f"matchness of {len(values)} trials, {min(values):.2f} to {max(values):.2f}"
-    return Text.assemble(" " * LABEL, (line, "green"), "\n", " " * LABEL, (caption, "dim"), no_wrap=True)
+    return _curve(values, width, f"matchness of {len(values)} trials, {min(values):.2f} to {max(values):.2f}")
 
 
 def paces_line(paces: Sequence[float], width: int) -> Text:
     """Draw the tokens per second of each prompt along the stream as a sparkline (SWIFT Figure 6)."""
-    line = sparkline(paces, width - LABEL)
-    caption = f"tok/s of {len(paces)} prompts, searching meanwhile, {min(paces):.1f} to {max(paces):.1f}"
-    return Text.assemble(" " * LABEL, (line, "green"), "\n", " " * LABEL, (caption, "dim"), no_wrap=True)
+    between = f"{min(paces):.1f} to {max(paces):.1f}"
+    return _curve(paces, width, f"tok/s of {len(paces)} prompts, searching meanwhile, {between}")
+
+
+def _curve(values: Sequence[float], width: int, caption: str) -> Text:
+    line, indent = sparkline(values, width - LABEL), " " * LABEL
+    return Text.assemble(indent, (line, "green"), "\n", indent, (caption, "dim"), no_wrap=True)
 
 
 def timings_table(timings: Timings, n_tokens: int) -> Table:
     """Show where the time of a token went (SWIFT Figure 6)."""
     total, n_tokens = timings.total_s or 1.0, max(1, n_tokens)
-    columns = [Column("part"), *(Column(header, justify="right") for header in ("ms/token", "%")), Column("")]
+    columns = [Column("part"), *numbers("ms/token", "%"), Column("")]
     made = table(columns, [], gap=2)
     for part, seconds in seconds_by_part(timings).items():
         share = seconds / total

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ import click
 from ..core.errors import SettingsError, SwiftoptError
 from ..core.requests import ServedModel
 from . import options
-from .options import ConfiguredGroup, database_url, open_store, pick, positive
+from .options import ConfiguredGroup, database_url, natural, open_store, option, pick, positive
 from .output import Result, emit_json, note
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ except SwiftoptError as error:
 
 # --- the HTTP server
 
-REQUESTS, LEARNING, ACCESS = "Requests", "Learning", "Keys and limits"  # headings of its help
+requests, learning, access = (partial(option, heading) for heading in ("Requests", "Learning", "Keys and limits"))
 
 
 @options.command(short_help="Serve models and look-ups over HTTP, and take jobs.")
@@ -51,61 +52,49 @@ REQUESTS, LEARNING, ACCESS = "Requests", "Learning", "Keys and limits"  # headin
     "models",
     multiple=True,
     metavar="[NAME=]MODEL",
-    shell_complete=options.models,
+    type=options.MODEL,
     help="A model to decode with: alias, hub id, folder or GGUF file; may be repeated. NAME is what clients call it.",
 )
 @click.option(
     "--host", default="127.0.0.1", help="Address to listen on; others than this machine's own need an API key."
 )
 @click.option("--port", default=8000, type=click.IntRange(0, 65535), help="0 takes a free one.")
-@options.group(
-    REQUESTS,
-    click.option("--concurrency", default=8, type=positive, help="Completions at once, per model."),
-    click.option("--max-waiting", default=64, type=click.IntRange(min=0), help="Completions that may wait."),
-    click.option(
-        "--memory-gb", type=click.FloatRange(min=0.01), help="For keys and values.  [default: half of what is free]"
-    ),
-    click.option("--timeout", default=600, type=positive, help="Seconds for one completion."),
-    click.option("--drain", default=30, type=positive, help="Seconds for completions at the end."),
+@requests("--concurrency", default=8, type=positive, help="Completions at once, per model.")
+@requests("--max-waiting", default=64, type=natural, help="Completions that may wait.")
+@requests("--memory-gb", type=click.FloatRange(min=0.01), help="For keys and values.  [default: half of what is free]")
+@requests("--timeout", "timeout_s", default=600, type=positive, help="Seconds for one completion.")
+@requests("--drain", "drain_s", default=30, type=positive, help="Seconds for completions at the end.")
+@learning("--tune/--no-tune", default=True, help="Learn from the requests that are served.")
+@learning(
+    "--keep-prompts",
+    type=options.FILE,
+    help="Append prompts to this file, a stream for `swiftopt tune`.  [default: they are kept in memory only]",
 )
-@options.group(
-    LEARNING,
-    click.option("--tune/--no-tune", default=True, help="Learn from the requests that are served."),
-    click.option(
-        "--keep-prompts",
-        metavar="FILE",
-        shell_complete=options.files,
-        help="Append prompts to this file, a stream for `swiftopt tune`.  [default: they are kept in memory only]",
-    ),
+@access("--new-key", metavar="NAME", help="Print a new API key and its entry, and do nothing else.")
+@access(
+    "--rate",
+    "requests_per_min",
+    default=600,
+    type=natural,
+    help="Requests a minute per key, or address where there are no keys; 0 is no limit.",
 )
-@options.group(
-    ACCESS,
-    click.option("--new-key", metavar="NAME", help="Print a new API key and its entry, and do nothing else."),
-    click.option(
-        "--rate",
-        default=600,
-        type=click.IntRange(min=0),
-        help="Requests a minute per key, or address where there are no keys; 0 is no limit.",
-    ),
-    click.option(
-        "--token-rate",
-        default=0,
-        type=click.IntRange(min=0),
-        help="Tokens of prompts and completions a minute, likewise; 0 is no limit.",
-    ),
-    click.option("--max-body-mb", default=32, type=click.IntRange(1, 4096), help="Largest body, in MiB."),
+@access(
+    "--token-rate",
+    "tokens_per_min",
+    default=0,
+    type=natural,
+    help="Tokens of prompts and completions a minute, likewise; 0 is no limit.",
 )
+@access("--max-body-mb", default=32, type=click.IntRange(1, 4096), help="Largest body, in MiB.")
 @options.machine(ServedModel, "speed")
-@options.group(
+@option(
     options.SERVICES,
-    click.option(
-        "--stream-folder",
-        "folders",
-        multiple=True,
-        metavar="DIR",
-        shell_complete=options.folders,
-        help="Folder whose streams jobs may name; may be repeated.  [env: SWIFTOPT_STREAM_FOLDERS]",
-    ),
+    "--stream-folder",
+    "folders",
+    multiple=True,
+    metavar="DIR",
+    type=options.FOLDER,
+    help="Folder whose streams jobs may name; may be repeated.  [env: SWIFTOPT_STREAM_FOLDERS]",
 )
 @options.redis
 @options.db
@@ -127,16 +116,8 @@ def serve(new_key: str | None, as_json: bool, models: tuple[str, ...], **values:
     from ..server.app import serve as run
     from ..server.settings import MIB, KeyRing, ServerSettings, stream_folders
 
-    settings = ServerSettings(
-        keys=KeyRing.from_environment(),
-        stream_folders=stream_folders(values["folders"]),
-        max_body_bytes=values["max_body_mb"] * MIB,
-        requests_per_min=values["rate"],
-        tokens_per_min=values["token_rate"],
-        max_waiting=values["max_waiting"],
-        drain_s=values["drain"],
-        timeout_s=values["timeout"],
-    )
+    own = {"keys": KeyRing.from_environment(), "stream_folders": stream_folders(values["folders"])}
+    settings = pick(ServerSettings, {**values, **own, "max_body_bytes": values["max_body_mb"] * MIB})
     served = _served(models, values)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     for noisy in ("uvicorn.error", "alembic", "sse_starlette", "python_multipart"):
@@ -196,8 +177,7 @@ def _new_key(name: str) -> Result:
 @click.option("--name", help="Name of this worker, its own in the whole service.  [default: host, process, letters]")
 @click.option("--check", is_flag=True, help="Only check that a worker could run, and that one does on this machine.")
 @options.redis
-@options.db
-@options.json
+@options.db_and_json
 @options.example("worker --redis redis://127.0.0.1:6379 --device cuda:0", "worker --check")
 def worker(
     queue: str, device: str, burst: bool, name: str | None, check: bool, redis: str | None, db: str | None
@@ -265,7 +245,6 @@ class OneLineErrors(logging.Filter):
 
 
 def start_log() -> None:
-    """Send the log to stderr."""
     handler = logging.StreamHandler()
     handler.addFilter(OneLineErrors())
     log_format = "%(asctime)s %(levelname)s %(name)s %(message)s"
@@ -286,35 +265,30 @@ def check_start(working: WorkerContext) -> None:
     with closing(RedisQueue(working.redis)) as queue:
         queue.ping()
         open_store(working.database).close()
-        check_device_is_here(working.device)
-        check_name(working.name, queue)
+        if working.device.startswith("cuda"):
+            _check_cuda(working.device)
+        _check_name(working.name, queue)
 
 
-def check_device_is_here(device: str) -> None:
-    """Check that this machine has a CUDA device; jobs would fail on it for good.
-
-    Raises: SettingsError: it has not.
-    """
-    if not device.startswith("cuda"):
-        return
+def _check_cuda(device: str) -> None:
+    """Check that this machine has a CUDA device; without it all jobs would fail."""
     asked = subprocess.run([sys.executable, "-c", ASK_TORCH, device], capture_output=True, text=True)
     if asked.returncode:
         reason = asked.stderr.strip().split("\n")[-1] or f"torch ended with {asked.returncode}"
         raise SettingsError(f"a worker for {device} cannot run on this machine: {reason}")
 
 
-def check_name(name: str, queue: RedisQueue) -> None:
-    """Check that no other worker has the name: the first of them to end would take it off both.
+def _check_name(name: str, queue: RedisQueue) -> None:
+    """Check that no other worker has the name: the first of them to end would remove it for both.
 
-    Raises: SettingsError: one of this machine has it; for another machine's there is a remark.
+    A worker of another machine, whose process cannot be looked at, is a remark only.
     """
     for found in queue.workers():
         if found.name != name or found.heartbeat_age_s > BEATS_S:
             continue
         if found.hostname != socket.gethostname():
-            note(
-                f"note: a worker named {name} lives on {found.hostname}: if it still runs, give this one another --name"
-            )
+            where = f"a worker named {name} lives on {found.hostname}"
+            note(f"note: {where}: if it still runs, give this one another --name")
         elif found.pid != os.getpid() and _is_running(found.pid):
             raise SettingsError(f"a worker named {name} runs here already (process {found.pid}): choose another --name")
 
@@ -324,7 +298,7 @@ def _is_running(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # somebody else's
+    except PermissionError:  # another user's process
         pass
     return True
 
@@ -339,8 +313,7 @@ def db() -> None:
 
 
 @db.command(short_help="Bring the database to the newest schema.")
-@options.db
-@options.json
+@options.db_and_json
 @options.example("db upgrade --db postgresql://swiftopt@db.example/swiftopt")
 def upgrade(db: str | None) -> Result:
     """Bring the database to the newest schema; a new one is created. Rows stay."""
@@ -352,8 +325,7 @@ def upgrade(db: str | None) -> Result:
 
 
 @db.command(short_help="Print the schema that the database has.")
-@options.db
-@options.json
+@options.db_and_json
 @options.example("db current")
 def current(db: str | None) -> Result:
     """Print the revision of the database's schema, or `empty`; nothing is changed or created."""
@@ -364,8 +336,7 @@ def current(db: str | None) -> Result:
 
 
 @db.command(short_help="End with 0 if the schema is the newest, else with 1.")
-@options.db
-@options.json
+@options.db_and_json
 @options.example("db check && swiftopt serve")
 def check(db: str | None) -> Result:
     """End with 0 if the database has the newest schema, else say what it has and end with 1; nothing is changed."""

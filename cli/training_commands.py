@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Group, RenderableType
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from ..core.errors import InvalidInput, SettingsError, safe_url
@@ -19,9 +20,9 @@ from ..core.streams import read_stream
 from ..training.settings import HeadSettings, ProbeSettings, TrainingStep
 from . import options
 from .charts import Pictures, draw_loss
-from .options import ConfiguredGroup, Decorator, ModelTask, Parsed, open_store, pick, positive, together
-from .output import Result, console, note, note_load, writing
-from .render import ROOMY, Columns, fixed, folding, listing, number, percent, sparkline, table
+from .options import Decorator, ModelTask, from_field, open_store, option, pick, positive
+from .output import Result, listed, note, note_load, writing
+from .render import ROOMY, Columns, fixed, folding, listing, number, numbers, percent, sparkline, table
 
 if TYPE_CHECKING:
     from ..store import Store
@@ -32,13 +33,13 @@ SHOWN_THRESHOLDS = ("0.5", "0.6", "0.75", "0.85", "0.95")  # in the table; all a
 CURVE_COLUMNS = 60
 
 
-@click.group(cls=ConfiguredGroup, short_help="Train heads that predict tokens early.")
+@click.group(cls=options.ConfiguredGroup, short_help="Train heads that predict tokens early.")
 @options.example("heads train --model smollm2-135m --stream prompts.jsonl --task code", "heads list")
 def heads() -> None:
     """Light heads at intermediate layers, which `adadecode` and `paradecode` predict tokens with."""
 
 
-@click.group(cls=ConfiguredGroup, short_help="Train a probe that predicts acceptance.")
+@click.group(cls=options.ConfiguredGroup, short_help="Train a probe that predicts acceptance.")
 @options.example("probe train --model smollm2-135m --stream prompts.jsonl --task code", "probe list")
 def probe() -> None:
     """A linear probe at an early exit, which `adaspeed-probe` decides with when to stop drafting."""
@@ -48,7 +49,6 @@ def probe() -> None:
 
 
 def _layers(text: str) -> tuple[int, ...]:
-    """Read whole numbers with commas between them."""
     try:
         return tuple(int(word) for word in text.split(","))
     except ValueError as error:
@@ -60,49 +60,39 @@ TRAINING = "Training"  # a heading of help
 
 def training_options(settings: type[HeadSettings] | type[ProbeSettings]) -> Decorator[Any]:
     """Make the options of both `train` commands, with the defaults of `settings`."""
-    return together(
+    field = partial(from_field, TRAINING, settings)
+    return options.together(
         options.model,
         click.option(
             "--stream",
             "streams",
             required=True,
             multiple=True,
-            metavar="FILE",
-            shell_complete=options.files,
+            type=options.FILE,
             help="Prompts, one JSON object per line; - is standard input; may be repeated.",
         ),
         click.option("--task", help="What to store it under.  [default: the prompts' own task, or mixed]"),
-        options.group(
-            options.PROMPTS, click.option("--limit", type=positive, help="Take only the first prompts of each stream.")
-        ),
-        options.group(TRAINING, options.from_field(settings, "epochs", "Passes over all positions.")),
-        options.group(
-            TRAINING,
-            options.from_field(settings, "minutes", "End training after so long; completing the prompts is extra."),
-        ),
-        options.group(TRAINING, options.from_field(settings, "learning_rate", "Adam's, at its highest.")),
-        options.group(TRAINING, options.from_field(settings, "seed", "Seed of the order and of every draw.")),
+        option(options.PROMPTS, "--limit", type=positive, help="Take only the first prompts of each stream."),
+        field("epochs", "Passes over all positions."),
+        field("minutes", "End training after so long; completing the prompts is extra."),
+        field("learning_rate", "Adam's, at its highest."),
+        field("seed", "Seed of the order and of every draw."),
         options.machine(TuneRequest, "max_new_tokens"),
         options.pictures("Draw the loss curve to a file."),
-        options.db,
-        options.json,
+        options.db_and_json,
     )
 
 
 @heads.command("train", short_help="Train heads on a model's own completions.")
 @training_options(HeadSettings)
-@options.group(
+@from_field(
     TRAINING,
-    options.from_field(
-        HeadSettings,
-        "layers",
-        "Layers run before each head.  [default: 0.6, 0.73 and 0.87 of the depth]",
-        type=Parsed("N,N,…", _layers),
-    ),
+    HeadSettings,
+    "layers",
+    "Layers run before each head.  [default: 0.6, 0.73 and 0.87 of the depth]",
+    type=options.Parsed("N,N,…", _layers),
 )
-@options.group(
-    TRAINING, click.option("--full", is_flag=True, help="Train whole heads, not transforms before the model's own.")
-)
+@option(TRAINING, "--full", is_flag=True, help="Train whole heads, not transforms before the model's own.")
 @options.example("heads train --model smollm2-135m --stream prompts.jsonl --task code --minutes 10")
 def train_heads(pictures: Pictures, **values: Any) -> Result:
     """Train heads that say after some layers what the last one will say, on the model's own greedy completions.
@@ -116,14 +106,8 @@ def train_heads(pictures: Pictures, **values: Any) -> Result:
 
 @probe.command("train", short_help="Train a probe on a model's own completions.")
 @training_options(ProbeSettings)
-@options.group(
-    TRAINING,
-    options.from_field(ProbeSettings, "layer", "Layers run before the exit.  [default: a quarter of the depth]"),
-)
-@options.group(
-    TRAINING,
-    options.from_field(ProbeSettings, "sampling", "How the exit's token is chosen, and what counts as accepted."),
-)
+@from_field(TRAINING, ProbeSettings, "layer", "Layers run before the exit.  [default: a quarter of the depth]")
+@from_field(TRAINING, ProbeSettings, "sampling", "How the exit's token is chosen, and what counts as accepted.")
 @options.example("probe train --model smollm2-135m --stream prompts.jsonl --task code --sampling top-p")
 def train_probe(pictures: Pictures, **values: Any) -> Result:
     """Train a probe that predicts from an early state whether the token read there will be accepted.
@@ -137,7 +121,6 @@ def train_probe(pictures: Pictures, **values: Any) -> Result:
 def _trained(
     kind: LearnedKind, settings: HeadSettings | ProbeSettings, pictures: Pictures, values: dict[str, Any]
 ) -> Result:
-    """Train and store what the options say."""
     prompts = [p for path in values["streams"] for p in read_stream(path, values["task"], values["limit"])]
     tasks = {prompt.task for prompt in prompts}
     task = values["task"] or (tasks.pop() if len(tasks) == 1 else MIXED)
@@ -154,8 +137,7 @@ def _trained(
     with open_store(values["db"]) as store:
         record = train_and_store(request, settings, prompts, store, StepPrinter(), note_load)
         database = safe_url(store.url)
-    if pictures:
-        draw_loss(record, pictures)
+    pictures.draw(draw_loss, record)
     trained = {kind: record.to_json(), "database": database, **pictures.to_json()}
     return Result({"schema": f"swiftopt.{kind}-train/1", **trained}, [trained_view(record)])
 
@@ -168,7 +150,6 @@ class StepPrinter:
         self._phase = ""
 
     def __call__(self, step: TrainingStep) -> None:
-        """Print a step, if it is time."""
         now = time.monotonic()
         if step.note:
             note(step.note)
@@ -184,50 +165,40 @@ class StepPrinter:
 # --- what is stored
 
 
-version_option = click.option("--version", type=positive, help="A version.  [default: the newest]")
+newest_version = click.option("--version", type=positive, help="A version.  [default: the newest]")
 
 
 def _add_commands(group: click.Group, kind: LearnedKind) -> None:
-    """Add the commands for what is stored of a kind."""
-
     @group.command("list", short_help=f"List the stored {kind}.")
-    @click.option("--model", "of_model", shell_complete=options.models, help="Only this model's.")
-    @click.option("--task", "of_task", help="Only this task's.")
-    @options.store
-    @options.json
+    @options.of_model
+    @options.of_task
+    @options.store_and_json
     @options.example(f"{kind} list", words=f"List the stored {kind}, newest first.")
     def list_(of_model: str | None, of_task: str | None, store: Store) -> Result:
         records = store.learned_list(of_model, of_task, kind)
-        return Result(
-            {"schema": f"swiftopt.{kind}-list/1", kind: [record.to_json() for record in records]},
-            [trained_table(records, console().width)] if records else [],
-            [] if records else [f"no {kind} stored yet: run `swiftopt {kind} train --model M --stream FILE --task T`"],
-        )
+        value = {"schema": f"swiftopt.{kind}-list/1", kind: [record.to_json() for record in records]}
+        none = f"no {kind} stored yet: run `swiftopt {kind} train --model M --stream FILE --task T`"
+        return listed(value, records, trained_table, none)
 
     @group.command("show", short_help=f"Show the figures of stored {kind}.")
     @options.model_task
-    @version_option
+    @newest_version
     @options.pictures("Draw the loss curve to a file as well.")
-    @options.store
-    @options.json
+    @options.store_and_json
     @options.example(
         f"{kind} show smollm2-135m/code", words=f"Show the figures of stored {kind}, and the curve of the loss."
     )
     def show_(name: ModelTask, version: int | None, pictures: Pictures, store: Store) -> Result:
         record = store.learned(name.model, name.task, kind, version)
-        if pictures:
-            draw_loss(record, pictures)
+        pictures.draw(draw_loss, record)
         value = {**record.to_json(), "curve": [list(point) for point in record.curve], **pictures.to_json()}
         return Result(value, [trained_view(record)])
 
     @group.command("export", short_help=f"Write stored {kind} to a file.")
     @options.model_task
-    @version_option
-    @click.option(
-        "-o", "--out", required=True, metavar="FILE", shell_complete=options.files, help="Where to write them."
-    )
-    @options.store
-    @options.json
+    @newest_version
+    @click.option("-o", "--out", required=True, type=options.FILE, help="Where to write them.")
+    @options.store_and_json
     @options.example(
         f"{kind} export smollm2-135m/code -o {kind}.safetensors",
         words=f"Write stored {kind} to a safetensors file, which names the model that it was trained on.",
@@ -290,8 +261,8 @@ def _figures_tables(record: LearnedRecord) -> list[Table]:
     figures = record.figures
     if record.kind == "probe":
         found = [number(figures.get(name)) for name in ("accuracy", "auc", "base_rate")]
-        headings = ("after layer", "accuracy", "AUC", "accepted (base rate)")
-        return [_right_aligned(headings, [(str(record.depths[0]), *found)])]
+        columns = numbers("after layer", "accuracy", "AUC", "accepted (base rate)")
+        return [table(columns, [(str(record.depths[0]), *found)], gap=2)]
     by_layer, by_threshold = [], []
     for depth in record.depths:
         kl, agreement, identity = (figures.get(f"{name}@{depth}") for name in ("kl", "agreement", "identity"))
@@ -300,10 +271,6 @@ def _figures_tables(record: LearnedRecord) -> list[Table]:
         early, rejected = (figures.get(f"{name}@{threshold}") for name in ("early", "rejected"))
         by_threshold.append((threshold, percent(early), percent(rejected if early else None)))
     return [
-        _right_aligned(("after layer", "KL", "agrees with the last layer", "untrained"), by_layer),
-        _right_aligned(("threshold", "predicted early", "rejected of these"), by_threshold),
+        table(numbers("after layer", "KL", "agrees with the last layer", "untrained"), by_layer, gap=2),
+        table(numbers("threshold", "predicted early", "rejected of these"), by_threshold, gap=2),
     ]
-
-
-def _right_aligned(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    return table([Column(heading, justify="right") for heading in headings], rows, gap=2)

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from swiftopt.cli.backend import TuneProgress
 from swiftopt.cli.main import run
-from swiftopt.cli.progress import TuneProgress
 from swiftopt.core.events import PhaseChanged, Progress, PromptStarted, TrialsDone
 from swiftopt.core.records import LayerSetRecord
 from swiftopt.core.types import LayerSet, Trial

@@ -15,8 +15,7 @@ from rq import Queue
 from rq.worker import Worker as RqWorker
 from sqlalchemy import create_engine, text
 
-from swiftopt.cli.config import misspelt
-from swiftopt.cli.main import run
+from swiftopt.cli.main import misspelt, run
 from swiftopt.cli.services import OneLineErrors
 from swiftopt.core.errors import ModelNotFound
 from swiftopt.core.requests import Job, JobSpec, TuneRequest

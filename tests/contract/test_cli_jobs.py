@@ -16,10 +16,9 @@ from rich.console import Console, RenderableType
 from serving import serving
 
 from swiftopt.cli import backend
-from swiftopt.cli.backend import Backend, JobClient, QueueClient, finished_tasks, follow
+from swiftopt.cli.backend import Backend, JobClient, QueueClient, RunState, TuneProgress, finished_tasks, follow
 from swiftopt.cli.jobs import duration, job_view, jobs_table
 from swiftopt.cli.main import run
-from swiftopt.cli.progress import RunState, TuneProgress
 from swiftopt.core.errors import JobCancelled, JobFailed, StoreUnavailable, safe_url
 from swiftopt.core.events import (
     PhaseChanged,

@@ -18,7 +18,7 @@ SCRIPT = shutil.which("swiftopt", path=str(Path(sys.executable).parent)) or "swi
 # What bash does at Tab: it sets the words and calls the function that `complete -F` named. Outside of a real completion
 # `compopt` fails, so what it is asked for is printed instead.
 AT_TAB = """
-source <({script} completion bash) || exit 9
+source {completer} || exit 9
 compopt() {{ echo compopt "$@"; }}
 [[ $(complete -p swiftopt) == *"-F _swiftopt_completion "* ]] || exit 8
 COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
@@ -27,9 +27,17 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
 """
 
 
-def offered(words: str, folder: Path) -> list[str]:
+@pytest.fixture(scope="module")
+def completer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The script for bash, as the program prints it."""
+    path = tmp_path_factory.mktemp("completer") / "swiftopt.bash"
+    path.write_text(subprocess.run([SCRIPT, "completion", "bash"], capture_output=True, text=True, check=True).stdout)
+    return path
+
+
+def offered(words: str, folder: Path, completer: Path) -> list[str]:
     """Return what bash offers for the last of the words, in a folder without configuration."""
-    bash = ["bash", "--norc", "-c", AT_TAB.format(script=SCRIPT, words=words)]
+    bash = ["bash", "--norc", "-c", AT_TAB.format(script=SCRIPT, completer=completer, words=words)]
     done = subprocess.run(bash, capture_output=True, text=True, timeout=60, cwd=folder, env=dict(os.environ))
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.split("\n")[:-1]
@@ -54,8 +62,8 @@ def offered(words: str, folder: Path) -> list[str]:
         ("swiftopt nonsense --x", []),
     ],
 )
-def test_bash_offers(words: str, wanted: list[str], tmp_path: Path, unconfigured: None) -> None:
-    assert [word for word in offered(words, tmp_path) if word] == wanted
+def test_bash_offers(words: str, wanted: list[str], completer: Path, tmp_path: Path, unconfigured: None) -> None:
+    assert [word for word in offered(words, tmp_path, completer) if word] == wanted
 
 
 def test_completing_neither_reads_nor_makes_a_database(tmp_path: Path, unconfigured: None) -> None:

@@ -16,7 +16,7 @@ from rq import Queue
 from rq.registry import StartedJobRegistry
 
 import swiftopt
-from swiftopt.cli.config import LONG_NAMES, OTHERS, PREFIX, ProgramSettings, misspelt
+from swiftopt.cli.main import LONG_NAMES, OTHERS, PREFIX, ProgramSettings, misspelt
 from swiftopt.cli.main import swiftopt as program
 from swiftopt.client.chat import SESSION
 from swiftopt.core.errors import SettingsError

@@ -11,9 +11,9 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
+from swiftopt.cli.backend import RunState, TuneProgress, live_view
 from swiftopt.cli.doctor import Check, checks_table
 from swiftopt.cli.layers import aliases_table, stored_table
-from swiftopt.cli.progress import RunState, TuneProgress, live_view
 from swiftopt.cli.render import (
     KEPT,
     SKIPPED,
