@@ -23,7 +23,7 @@ from ..core.types import Prompt, Verdict
 from ..models.sources import check_names
 from . import options
 from .charts import Pictures, draw_peers
-from .options import PATH, ModelTask, measurement, positive
+from .options import PATH, ModelTask, measurement, pick, positive
 from .output import Result, note, note_load
 from .render import folding, interval, number, numeric, table
 
@@ -128,14 +128,7 @@ def tune_engine(values: Mapping[str, Any]) -> Result:
 
     from ..engines.tuning import EngineTuneRequest, EngineTuning
 
-    request = EngineTuneRequest(
-        values["model"],
-        values["engine"],
-        values["dtype"],
-        values["max_new_tokens"],
-        values["draft_model"],
-        servers,
-    )
+    request = pick(EngineTuneRequest, {**values, "servers": servers})
     with options.open_store(values["db"]) as store:
         tuned = EngineTuning(request, store, note).run(prompts)
     tasks = [{**asdict(each), "found": each.found.to_json()} for each in tuned]
@@ -276,7 +269,7 @@ def _object(path: Path) -> dict[str, Any]:
 )
 @measurement("--base", metavar="ROW", help="Row of the ratios.  [default: llama.cpp's faster plain one]")
 @measurement("--threads", type=positive, help="Threads of each engine.  [default: as many as the machine has cores]")
-@measurement("--timeout", type=positive, default=600, help="Seconds for one answer.")
+@measurement("--timeout", "timeout_s", type=positive, default=600, help="Seconds for one answer.")
 @options.from_field(
     options.MACHINE,
     GenerateRequest,
@@ -297,7 +290,6 @@ def peers(
     exported: tuple[str, ...],
     base: str | None,
     threads: int | None,
-    timeout: int,
     pictures: Pictures,
     db: str | None,
     **values: Any,
@@ -331,16 +323,12 @@ def peers(
 
     folder = local_folder(resolve(request.model), note_load)
     drafting = local_folder(resolve(assistant), note_load) if assistant else None
-    given = {"threads": threads} if threads else {}
-    common = TurnsRequest(
-        request.model,
-        folder,
-        request.dtype,
-        timeout_s=timeout,
-        speed=request.speed,
-        db=options.database_url(db) if db else None,
-        **given,
-    )
+    own = {
+        "folder": folder,
+        "db": options.database_url(db) if db else None,
+        **({"threads": threads} if threads else {}),
+    }
+    common = pick(TurnsRequest, {**values, **own})
     questions = questions_of(folder, prompts, request.max_new_tokens)
     bench = Turns(common, questions, chosen_rows(names, all_rows(ggufs, drafting, folders)), note)
     bench.run()

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 TRIAL_FIGURES = ("step", "origin", "matchness", "score", "adopted")  # of a trial, in --json
 SEARCHES = ("swift", "random", *SIZE_CHOOSING)  # that are compared by default
+# with which no search stops before its passes are used up, for what each finds in them is compared
+ENDLESS = {"max_steps": 10**6, "patience": 10**6, "target_matchness": 1.0, "deterministic": True}
 SPENT = {"passes": 0, "seconds": 1}  # what a search takes, with the digits that are shown of it
 
 
@@ -273,6 +275,7 @@ def _moved(command: str, name: ModelTask, found: FoundPlan) -> Result:
 @measurement("--passes", type=positive, default=300, help="Candidate passes of each strategy.")
 @measurement(
     "--window",
+    "context_window",
     type=positive,
     default=options.default_of(SwiftSettings, "context_window"),
     help="γ, generated tokens that score a candidate.",
@@ -292,9 +295,7 @@ def search_strategies(
     record: Path | None,
     strategies: str,
     passes: int,
-    window: int,
     stride: int,
-    seed: int,
     long_search: int,
     pictures: Pictures,
     **values: Any,
@@ -324,11 +325,7 @@ def search_strategies(
         if record is not None:
             with writing(record):
                 texts.write(record)
-    # No search may stop before its passes are used up, for what each finds in them is compared.
-    settings = SwiftSettings(
-        context_window=window, seed=seed, max_steps=10**6, patience=10**6, target_matchness=1.0, deterministic=True
-    )
-    run = bench.Bench(runtime, texts, settings, stride)
+    run = bench.Bench(runtime, texts, options.pick(SwiftSettings, {**values, **ENDLESS}), stride)
     report = {"model": request.model, **bench.compare_strategies(run, chosen, passes, _note_gain)}
     if long_search:
         report = bench.with_long_search(run, report, long_search, _note_gain)
