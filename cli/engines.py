@@ -323,12 +323,8 @@ def peers(
 
     folder = local_folder(resolve(request.model), note_load)
     drafting = local_folder(resolve(assistant), note_load) if assistant else None
-    own = {
-        "folder": folder,
-        "db": options.database_url(db) if db else None,
-        **({"threads": threads} if threads else {}),
-    }
-    common = pick(TurnsRequest, {**values, **own})
+    given = {"threads": threads} if threads else {}
+    common = pick(TurnsRequest, {**values, **given, "folder": folder, "db": options.database_url(db) if db else None})
     questions = questions_of(folder, prompts, request.max_new_tokens)
     bench = Turns(common, questions, chosen_rows(names, all_rows(ggufs, drafting, folders)), note)
     bench.run()
