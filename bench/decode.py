@@ -54,22 +54,12 @@ def run_methods(
     n_positions = max(session.check(prompt) for prompt in prompts)
     costs = stored_costs(runtime, store, n_positions) if store is not None and "swift" in methods else None
     base = BASE if BASE in methods else methods[0]
-    swift: dict[str, Method | Search] = {}  # by task: a search goes on from prompt to prompt
 
     def decoder_of(name: str) -> Decode:
         if name in PEERS:
             return peer(name, session, draft)
         planner = Planner(replace(request, method=None if name == "best" else name), runtime, store)
-
-        def run(prompt: Prompt) -> Decoded:
-            task = request.task or prompt.task
-            if name != "swift":
-                return decoder(session, planner.plan_for(task)[0])(prompt)
-            if task not in swift:
-                swift[task] = _swift_or_search(planner, task, costs)
-            return decoder(session, swift[task])(prompt)
-
-        return run
+        return _decoder_by_task(session, planner, costs)
 
     decoders = {name: decoder_of(name) for name in (base, *methods)}
     interleaved = Interleaved(decoders, prompts, on_run=on_run, complete=True)
@@ -134,11 +124,24 @@ def _against_expected(
     return speeds[0] / speeds[1], expected
 
 
-def _swift_or_search(planner: Planner, task: str, costs: CostProfile | None) -> Method | Search:
-    """Return what drafts with the stored or given layer set of a task; without one, a search."""
-    try:
-        return planner.plan_for(task)[0]
-    except LayerSetNotFound:
-        settings = planner.request.settings or SwiftSettings()
-        ratio = settings.start_skip_ratio(planner.runtime.info.n_parameters)
-        return Search(task, planner.runtime.n_layers, settings, ratio, costs)
+def _decoder_by_task(session: Session, planner: Planner, costs: CostProfile | None) -> Decode:
+    """Decode with the method of a prompt's task; `swift` without a layer set searches on from prompt to prompt."""
+    by_task: dict[str, Decode] = {}
+
+    def method(task: str) -> Method | Search:
+        try:
+            return planner.plan_for(task)[0]
+        except LayerSetNotFound:
+            if planner.request.method != "swift":
+                raise
+            settings = planner.request.settings or SwiftSettings()
+            ratio = settings.start_skip_ratio(planner.runtime.info.n_parameters)
+            return Search(task, planner.runtime.n_layers, settings, ratio, costs)
+
+    def run(prompt: Prompt) -> Decoded:
+        task = planner.request.task or prompt.task
+        if task not in by_task:
+            by_task[task] = decoder(session, method(task))
+        return by_task[task](prompt)
+
+    return run
