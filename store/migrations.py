@@ -5,6 +5,8 @@ Each step is named after the schema that it leads to.
 A new database is made from `tables` alone, and a step takes from there what it adds. So where a later step changes a
 table or column that an earlier one adds, the earlier one must then spell out what it adds. Tests hold every older
 database, brought here, against a new one.
+
+Raises, in what opens a database: SchemaTooNew: a newer swiftopt has written it. StoreError: it cannot be opened.
 """
 
 from __future__ import annotations
@@ -155,10 +157,7 @@ class SchemaState:
 
 
 def look(url: str) -> SchemaState:
-    """Return the database's schema, without changing or creating it.
-
-    Raises: StoreError: it cannot be opened.
-    """
+    """Return the database's schema, without changing or creating it."""
     if not exists(url):
         return SchemaState(shown(url), None)
     with connected(url) as connection:
@@ -166,20 +165,14 @@ def look(url: str) -> SchemaState:
 
 
 def bring_to_head(url: str) -> tuple[SchemaState, SchemaState]:
-    """Create or migrate the database as opening a store does; return its schema before and after.
-
-    Raises: SchemaTooNew: a newer swiftopt has written it. StoreError: it cannot be opened.
-    """
+    """Create or migrate the database as opening a store does; return its schema before and after."""
     before = look(url)
     connect_at_head(url).dispose()
     return before, look(url)
 
 
 def connect_at_head(url: str) -> Engine:
-    """Return an engine for the database, created and migrated to the newest schema as needed.
-
-    Raises: SchemaTooNew: a newer swiftopt has migrated it. StoreError: it cannot be opened.
-    """
+    """Return an engine for the database, created and migrated to the newest schema as needed."""
     engine = connect(url)
     try:
         with store_errors(url):

@@ -1,6 +1,7 @@
 """Plans: one sequence of versions per model and task, layer sets among them, and which version an alias means.
 
-Alias moves are only ever added, so that each can be undone.
+Alias moves are only ever added, so that each can be undone. Where a plan, version or alias is not there,
+LayerSetNotFound is raised: it names what is stored instead, or the command that tunes.
 """
 
 from __future__ import annotations
@@ -97,10 +98,7 @@ def add_version(session: Session, record: LayerSetRecord, method: str) -> tuple[
 
 
 def layer_set_of(session: Session, model: str, task: str, version: int) -> LayerSetRecord:
-    """Return the layer set that a version was stored with or, where a comparison made it, decodes with.
-
-    Raises: LayerSetNotFound: there is no such version (it names those that exist), or its method needs no layer set.
-    """
+    """Return the layer set that a version was stored with or, where a comparison made it, decodes with."""
     plan = plan_of(session, model, task, version)
     if plan.layer_set is not None:
         return layer_set_record(plan.layer_set)
@@ -149,18 +147,12 @@ def add_plan(session: Session, model: str, task: str, plan: Plan, promote: bool 
 
 
 def get_plan(session: Session, model: str, task: str, version: int) -> FoundPlan:
-    """Return the plan of one version, whatever alias means it; its `alias` is "".
-
-    Raises: LayerSetNotFound: it names the versions that exist.
-    """
+    """Return the plan of one version, whatever alias means it; its `alias` is ""."""
     return found_plan(plan_of(session, model, task, version))
 
 
 def plan_of(session: Session, model: str, task: str, version: int) -> PlanRow:
-    """Return the plan of one version.
-
-    Raises: LayerSetNotFound: it names the versions that are stored, or else the nearest model and task.
-    """
+    """Return the plan of one version."""
     row = find_model(session, model)
     plan = session.scalar(select(PlanRow).where(of(PlanRow, row, task), PlanRow.version == version))
     if plan is not None:
@@ -233,7 +225,7 @@ def promote(session: Session, model: str, task: str, version: int, alias: str = 
 
     With a plan for another engine, `best` means that engine's own alias.
 
-    Raises: LayerSetNotFound: it names the versions that exist. InvalidInput: the alias is an engine's, the plan is not.
+    Raises: InvalidInput: the alias is an engine's, the plan is not.
     """
     plan = plan_of(session, model, task, version)
     if alias in ENGINES and plan.engine != alias:
@@ -244,10 +236,7 @@ def promote(session: Session, model: str, task: str, version: int, alias: str = 
 
 
 def rollback(session: Session, model: str, task: str, alias: str = "best") -> FoundPlan:
-    """Take back the alias's last move, whatever device and dtype it was for, and return the plan of the one before.
-
-    Raises: LayerSetNotFound: no plan was there before it.
-    """
+    """Take back the alias's last move, whatever device and dtype it was for, and return the plan of the one before."""
     row = find_model(session, model)
     if row is not None:
         lock(session, row)

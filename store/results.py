@@ -31,7 +31,7 @@ from .tables import (
 COMPARISON = ("id", "model", "task", "device", "dtype", "created_at", "report")
 
 
-# --- heads and probes ---
+# --- heads and probes; what is not stored raises LearnedNotFound, which names what is, and the command that trains ---
 
 
 def add_learned(session: Session, record: LearnedRecord, weights: bytes) -> LearnedRecord:
@@ -57,8 +57,6 @@ def find_learned(
 ) -> LearnedRecord:
     """Return the newest heads or probe for a model (name or fingerprint) and task, or else the task "default"; or
     exactly that version.
-
-    Raises: LearnedNotFound: it names what is stored, and the command that trains it.
     """
     for candidate in (task, DEFAULT_TASK) if version is None else (task,):
         query = newest(session, LearnedRow, model, candidate).where(LearnedRow.kind == kind)
@@ -78,10 +76,7 @@ def list_learned(
 
 
 def find_row(session: Session, record: LearnedRecord) -> LearnedRow:
-    """Return the stored row of a record, by fingerprint, task, kind and version.
-
-    Raises: LearnedNotFound: it is not stored.
-    """
+    """Return the stored row of a record, by fingerprint, task, kind and version."""
     its = of(LearnedRow, by_fingerprint(session, record.fingerprint), record.task)
     version = (LearnedRow.kind == record.kind, LearnedRow.version == record.version)
     found = session.scalar(select(LearnedRow).where(its, *version))
@@ -91,10 +86,7 @@ def find_row(session: Session, record: LearnedRecord) -> LearnedRow:
 
 
 def weights_of(session: Session, record: LearnedRecord) -> bytes:
-    """Return the bytes that were stored with a record.
-
-    Raises: LearnedNotFound: the record is not stored.
-    """
+    """Return the bytes that were stored with a record."""
     return session.scalars(
         select(WeightsRow.weights).where(WeightsRow.learned_id == find_row(session, record).id)
     ).one()
