@@ -86,7 +86,7 @@ def memory_for_texts(runtime: Runtime) -> int:
 
 
 def as_planned(session: Session, planner: Planner, prompt: Prompt, **options: Any) -> Work[None]:
-    """Decode one prompt as its task's plan says; yields `TextAdded` and, per turn, `Generated`."""
+    """Decode one prompt by its task's plan; yields `TextAdded` and, per turn, `Generated`."""
     method, info = planner.plan_for(planner.request.task or prompt.task)
     text = GrowingText(session, prompt)
 

@@ -20,7 +20,7 @@ from ..store import Jobs
 PEEK_S = 1.0  # between two reads of the job's verb
 RENEW_S = 5.0  # between two renewals
 GRACE_S = 0.5  # for the work to notice that its lease is lost, before the process ends
-PATIENCE_S = 600.0  # after which the attempt ends with the error; its job goes on elsewhere from its last checkpoint
+PATIENCE_S = 600.0  # after which the attempt ends with the error; its job continues elsewhere from its last checkpoint
 LONGEST_WAIT_S = 5.0
 
 T = TypeVar("T")

@@ -1,7 +1,7 @@
-"""Run a program that a model wrote, given on standard input: `python -I judged_program.py WORD SECONDS`.
+"""Run a program that a model wrote, given on standard input: `python -I judged_program.py MARK SECONDS`.
 
-Prints the word behind everything else if the program ends without an error. It may do little, as far as the system
-grants it: no network, no file written or removed, a GiB of memory, some seconds of processor time.
+Prints the mark last if the program ends without an error. The program is confined as far as the system allows: no
+network, no file written or removed, a GiB of memory, some seconds of processor time.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ CHANGES = 0b1111111110010  # its rights to write, remove and make files, of its 
 
 
 def confine(seconds: int) -> None:
-    """Give up what a program of functions and assertions does not need."""
+    """Give up every right that a program of functions and assertions does not need."""
     libc = ctypes.CDLL(None, use_errno=True)
     if os.getuid() == 0:
         libc.unshare(NEW_NETWORK | NEW_IPC)
@@ -42,12 +42,11 @@ def confine(seconds: int) -> None:
 
 
 def main() -> None:
-    """Read, confine, run."""
-    word, seconds, program = sys.argv[1], int(sys.argv[2]), sys.stdin.read()
+    mark, seconds, program = sys.argv[1], int(sys.argv[2]), sys.stdin.read()
     sys.argv[1:] = []
     confine(seconds)
     exec(compile(program, "the answer", "exec"), {"__name__": "answer"})
-    sys.stdout.write(f"\n{word}\n")
+    sys.stdout.write(f"\n{mark}\n")
 
 
 if __name__ == "__main__":

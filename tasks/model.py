@@ -1,4 +1,4 @@
-"""swiftopt in Python: load a model, decode as its stored plans say, and tune it.
+"""swiftopt in Python: load a model, decode by its stored plans, and tune it.
 
 swiftopt.tune("smollm2-135m", "prompts.jsonl", task="notes")
 model = swiftopt.load("smollm2-135m")
@@ -71,7 +71,7 @@ def tune(
 
 
 class Model:
-    """A loaded model that decodes as its stored plans say."""
+    """A loaded model that decodes by its stored plans."""
 
     def __init__(self, name: str, runtime: Runtime, store: Store | None) -> None:
         self.name, self.runtime, self.store = name, runtime, store

@@ -46,7 +46,7 @@ TYPICAL_POSITIONS = 512  # of a request, at which costs are measured where no st
 SWIFT_S, SELF_SD_S, HEADS_S, PROBE_S = 10.0, 15.0, 22.0, 8.0
 BRIEF_EPOCHS = 1000  # more than fit in the time, which is what ends a brief training
 LEAST_TOKENS = 48  # per completion that is learned from: shorter ones would leave too few positions
-SWIFT_STEPS = 100  # tells a brief search's set by its stored settings
+SWIFT_STEPS = 100  # marks a set of a brief search in its stored settings
 SELF_SD_TOKENS, SELF_SD_PROMPTS = 24, 2  # per candidate: several candidates fit in the time only if each is short
 
 
@@ -249,14 +249,13 @@ class MakingRecipes(Recipes):
 
     def _swift_set(self, preset: Preset | None) -> LayerSetRecord:
         """Run SWIFT's search while decoding; evenly spaced sub-layers where the completions are too short for it."""
-        most_s = SWIFT_S if preset is None else math.inf
-        self.on_step(f"make: a layer set, by {f'{most_s:.0f} s of ' if preset is None else ''}SWIFT's search")
-        clock, settings = perf_counter(), SwiftSettings(max_steps=SWIFT_STEPS)
-        if preset is not None:
-            settings = SwiftSettings(**preset.tuning)
+        budget_s = SWIFT_S if preset is None else math.inf
+        self.on_step(f"make: a layer set, by {f'{budget_s:.0f} s of ' if preset is None else ''}SWIFT's search")
+        clock = perf_counter()
+        settings = SwiftSettings(max_steps=SWIFT_STEPS) if preset is None else SwiftSettings(**preset.tuning)
         window = min(settings.context_window, max(1, self.session.max_new_tokens // 2))  # short texts count too
         settings = replace(settings, context_window=window)
-        search = searched(self.session, self.prompts, settings, most_s)
+        search = searched(self.session, self.prompts, settings, budget_s)
         n_tried = len(search.trials)
         how = f"{n_tried} candidates" if n_tried else "evenly spaced, for the completions are too short to search on"
         self._note("layer set", how, perf_counter() - clock)
@@ -267,10 +266,10 @@ class MakingRecipes(Recipes):
         how = f"{SELF_SD_S:.0f} s of its search" if preset is None else f"{own['max_steps']} candidates of its search"
         self.on_step(f"make: Self-SD's layer set, by {how}")
         n_tokens, n_prompts = self.session.max_new_tokens, own.pop("n_prompts", SELF_SD_PROMPTS)
-        session, most_s = self.session, math.inf
+        session, budget_s = self.session, math.inf
         if preset is None:
-            session, most_s = Session(self.runtime, session.sampling, min(SELF_SD_TOKENS, n_tokens)), SELF_SD_S
-        found = self_sd.search(session, self.prompts[:n_prompts], budget_s=most_s, **own)
+            session, budget_s = Session(self.runtime, session.sampling, min(SELF_SD_TOKENS, n_tokens)), SELF_SD_S
+        found = self_sd.search(session, self.prompts[:n_prompts], budget_s=budget_s, **own)
         self._note("Self-SD's layer set", f"{len(found.candidates)} candidates", found.seconds)
         return self._kept("self-sd", found.best.layer_set)
 
@@ -312,7 +311,7 @@ def opened(
 
 
 def stamped(record: LayerSetRecord, **known: Any) -> LayerSetRecord:
-    """Return the record with this version of swiftopt and the time; `known` are further fields."""
+    """Return the record with swiftopt's version and the time; `known` are further fields."""
     return replace(record, swiftopt_version=__version__, created_at=now(), **known)
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 MOST_IN_A_ROW = 100  # attempts of one child
 LOOK_S = 1.0  # between two looks for jobs of an engine's model
 HOLD_S = 30.0  # that these are kept from the workers of this machine, unless renewed
-HAND_BACK_S = 5.0  # after SIGTERM, until the next checkpoint; without one the job goes on from its last
+HAND_BACK_S = 5.0  # after SIGTERM, until the next checkpoint; without one the job continues from its last
 NOOP_STEP_S = 0.05
 
 Turn = Callable[[], AbstractContextManager[None]]

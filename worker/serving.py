@@ -140,7 +140,7 @@ class Tokens:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        # A decoder's state, which is JSON, is all that says what the decoder consists of.
+        # Only a decoder's state, which is JSON, shows the parts of the decoder.
         state = b"" if backend is None or backend.decoder is None else backend.decoder.__getstate__()
         self._has_bytes, self._has_marks = b"ByteLevel" in state, "▁".encode() in state
         self._added = set(getattr(tokenizer, "added_tokens_decoder", ()))

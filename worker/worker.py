@@ -44,7 +44,7 @@ RESTART_S = 1.0  # after rq gave up on Redis, before the next try
 TIDY_S = 600.0  # between two clean-ups of rq's own records
 ENDING = (signal.SIGTERM, signal.SIGINT)
 PR_SET_PDEATHSIG = 1  # of prctl(2)
-POLL_S = 0.02  # between two looks at a child, where the system cannot tell that it ended
+POLL_S = 0.02  # between two looks at a child, where the system does not report its end
 
 T = TypeVar("T")
 
@@ -248,7 +248,7 @@ def die_with(parent_pid: int) -> None:
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before the kernel was told
+    if os.getppid() != parent_pid:  # it died before the call
         os._exit(1)
 
 
