@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..core.serialization import Record
-from ..core.types import LayerSet, SubLayer, Trial, n_skipped_for
+from ..core.types import LayerSet, SubLayer, Trial
 from ..decoding.loop import Round
 
 FINALISTS = 4  # challengers that are kept
@@ -128,15 +128,6 @@ class Contest(Record):
         """Tell whether at least half of that window is text that the latest pass did not see."""
         return self.looked is None or place.is_new_after(self.looked, window)
 
-    def take_first(self, n: int) -> list[LayerSet]:
-        """Remove and return at most `n` of the sets to be scored first."""
-        taken, self.first = self.first[:n], self.first[n:]
-        return taken
-
-    def admit(self, place: WindowStart, trials: Sequence[Trial]) -> None:
-        """Keep as challengers the sets that scored more than the one in use did on average."""
-        self.finals.enter({trial.layer_set: trial.score for trial in trials}, place, self.incumbent.score)
-
     def take_highest(self, trials: Sequence[Trial]) -> Trial | None:
         """Use the set with the highest score so far (SWIFT 4.1); return its trial, if it was not in use before."""
         best, before = max(trials, key=lambda trial: trial.score), self.incumbent
@@ -179,14 +170,6 @@ class Contest(Record):
             self.incumbent.add(trial)
         self.n_at_gain = decided.step + 1
         return replace(decided, adopted=True)
-
-
-def lowered_ratio(n_layers: int, skip_ratio: float, n_skipped: int, step: float) -> float:
-    """Return `skip_ratio` less one `step`, or as many steps as it takes to keep one more sub-layer."""
-    lowered = skip_ratio - step
-    while 0 < n_skipped <= n_skipped_for(n_layers, lowered):
-        lowered -= step
-    return lowered
 
 
 def trimmed(layer_set: LayerSet, n_skipped: int) -> LayerSet:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ..core.costs import CostProfile
 from ..core.errors import SettingsError
@@ -39,6 +39,7 @@ WORTH_IT = 1.05  # below this expected speedup copies are not worth their memory
 N_PROMPTS, N_WINDOWS = 2, 2  # texts that a format is tried on, and windows of each
 
 Trying = FormatTried | PhaseChanged  # a window that a format was tried on
+MeasureFormats = Callable[..., CostProfile]  # (*formats): the costs here with theirs; their copies are then made
 
 
 def drafting_with(draft: SkippedTarget, settings: SwiftSettings, costs: CostProfile | None) -> Method:
@@ -92,12 +93,6 @@ def _settings_of(trial: BaseTrial, settings: SwiftSettings, longest: int) -> Swi
         max_draft_length=trial.suggest_int("max_draft_length", 1, longest),
         branching=branching_of(int(trial.suggest_categorical("widest", WIDTHS) or 1)),
     )
-
-
-class MeasureFormats(Protocol):
-    """Gives the cost profile of the model here with what the named formats cost, whose copies are then made."""
-
-    def __call__(self, *formats: str) -> CostProfile: ...
 
 
 def choose_format(

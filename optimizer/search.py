@@ -20,7 +20,7 @@ from ..decoding.engine import Work, intercept
 from ..decoding.loop import Prefilled, Round
 from ..decoding.session import Session, Turn
 from ..models.restacked import nearest
-from .challengers import FINALISTS, Contest, Finals, Incumbent, WindowStart, lowered_ratio, trimmed
+from .challengers import FINALISTS, Contest, Finals, Incumbent, WindowStart, trimmed
 from .drafting import FEWEST_WINDOWS, MOST_WINDOWS, drafting_with, search_drafting, starting_set
 from .evaluation import WindowScore, affordable, candidates_per_pass, objective, score_window
 from .proposer import Proposer, chooses_size
@@ -169,7 +169,9 @@ class Search:
         acceptance = self._contest.incumbent.acceptance_after(round_, settings.min_acceptance_rounds)
         if acceptance is None or acceptance >= settings.min_acceptance:
             return
-        lowered = lowered_ratio(self.n_layers, self.skip_ratio, n_now, settings.skip_ratio_step)
+        lowered = self.skip_ratio - settings.skip_ratio_step
+        while 0 < n_now <= n_skipped_for(self.n_layers, lowered):  # one step may keep no further sub-layer
+            lowered -= settings.skip_ratio_step
         n_skipped = n_skipped_for(self.n_layers, lowered)
         if 0 < n_skipped < n_now:
             self.skip_ratio = lowered
@@ -300,7 +302,7 @@ class Search:
             due, sets = [], []
         room -= len(sets)
         n = min(self._proposer.n_beside(len(due), self.batch, len(sets)), room)
-        stored = contest.take_first(n)
+        stored, contest.first = contest.first[:n], contest.first[n:]
         sets += [Proposal(own, "uniform" if own == self._start else "stored") for own in stored]
         return sets + self._proposer.proposed(context, place.prompt_id, n - len(stored))
 
@@ -344,7 +346,7 @@ class Search:
         self.trials += trials
         fresh = [trial for trial in trials if trial.origin != "final" and trial.layer_set != self.layer_set]
         if by_finals and fresh and not self._spent(n_before):
-            contest.admit(place, fresh)
+            contest.finals.enter({trial.layer_set: trial.score for trial in fresh}, place, contest.incumbent.score)
         self._check_end()
         return [*events, TrialsDone(self.task, tuple(trials))]
 

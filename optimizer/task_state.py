@@ -217,7 +217,7 @@ class TaskState(TunedTask):
 
 
 @dataclass(slots=True)
-class Flight:
+class PromptInProgress:
     """A prompt that is being decoded: the answers of its finished turns, and the position in the next turn.
 
     `resume_from` is where an earlier process left that turn, `context` the turn in progress.
@@ -239,7 +239,7 @@ class Flight:
         return {"answers": self.answers[:], "begun": written}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any], prompt: Prompt) -> Flight:
+    def from_json(cls, values: Mapping[str, Any], prompt: Prompt) -> PromptInProgress:
         """Restore the state in which an earlier process of this run left `prompt`."""
         answers, point = list(values["answers"]), adapter(ResumePoint | None).validate_python(values["begun"])
         if len(answers) >= n_turns(prompt):

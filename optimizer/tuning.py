@@ -26,7 +26,7 @@ from ..decoding.engine import Work, intercept, side_by_side
 from ..decoding.loop import Prefilled, Round
 from ..decoding.session import Session, Turn, n_turns
 from .drafting import drafting_with
-from .task_state import VERSION, Flight, TaskState, check, reading
+from .task_state import VERSION, PromptInProgress, TaskState, check, reading
 from .verdict import Pair, faster, hold_out, in_pairs, is_open, judge, timed_pairs, turns_done
 
 BEAT_S = 0.5  # seconds between two reports of progress while held-out prompts are timed
@@ -58,7 +58,7 @@ class Tuner:
         self._concluded: list[str] = []
         self._prompts: Sequence[Prompt] = ()
         self._next = 0  # place in the stream of the first prompt that was not begun
-        self._flights: dict[int, Flight] = {}  # by their places, of the prompts that were begun and are not done
+        self._in_progress: dict[int, PromptInProgress] = {}  # by their places in the stream
         self._next_beat = 0.0
         self._pairs: list[Pair] = []  # of all verdicts
 
@@ -115,7 +115,7 @@ class Tuner:
             "draft_format": self.settings.draft_format,  # chosen once, where the request leaves it open
             "costs": self.costs.to_json(),  # the stored ones may have been refined meanwhile
             "next": self._next,
-            "flights": {str(index): flight.to_json() for index, flight in self._flights.items()},
+            "flights": {str(index): current.to_json() for index, current in self._in_progress.items()},
             "tasks": {name: task.to_json() for name, task in self._running.items()},
             "concluded": list(self._concluded),
         }
@@ -138,8 +138,8 @@ class Tuner:
         with reading():
             check(start, self.runtime.n_layers, len(self._prompts), self._running)
             self._next, self._concluded = int(start["next"]), list(start["concluded"])
-            for place, flight in start["flights"].items():
-                self._flights[int(place)] = Flight.from_json(flight, self._prompts[int(place)])
+            for place, current in start["flights"].items():
+                self._in_progress[int(place)] = PromptInProgress.from_json(current, self._prompts[int(place)])
             for name in self._concluded:
                 del self._running[name]
             for name, task in self._running.items():
@@ -166,7 +166,7 @@ class Tuner:
 
     def _serve_all(self, held: Collection[int] = ()) -> Iterator[Event]:
         """Decode all prompts but those held out, from the current position, and end the searches."""
-        places = [*self._flights, *range(self._next, len(self._prompts))]
+        places = [*self._in_progress, *range(self._next, len(self._prompts))]
         wanted = [at for at in places if at not in held and self._prompts[at].task in self._running]
         yield from side_by_side(map(self._serve, wanted), self.concurrency)
         for task in self._running.values():
@@ -178,21 +178,21 @@ class Tuner:
         prompt = self._prompts[index]
         task = self._running[prompt.task]
         search = task.search
-        if index not in self._flights:
+        if index not in self._in_progress:
             yield from search.choose_drafting()
-        flight = self._flights.setdefault(index, Flight())
+        current = self._in_progress.setdefault(index, PromptInProgress())
         self._next = max(self._next, index + 1)
         yield PromptStarted(task.name, prompt.id, index, len(self._prompts))
-        request = search.request(self.session, prompt, flight.answers, flight.resume_from, with_state=True)
+        request = search.request(self.session, prompt, current.answers, current.resume_from, with_state=True)
 
         def handle(event: Any) -> Iterator[Event]:
             if isinstance(event, Prefilled):
-                flight.context = event.context
-                task.add_prompt(event, goes_on=bool(flight.answers))
+                current.context = event.context
+                task.add_prompt(event, goes_on=bool(current.answers))
             elif isinstance(event, Round):
                 yield from self._after_round(task, event)
             elif isinstance(event, Turn):
-                yield from self._after_turn(task, index, flight, event)
+                yield from self._after_turn(task, index, current, event)
             else:
                 if isinstance(event, TrialsDone):
                     task.seconds += sum(trial.seconds for trial in event.trials)
@@ -200,13 +200,13 @@ class Tuner:
 
         yield from intercept(request, handle)
 
-    def _after_turn(self, task: TaskState, index: int, flight: Flight, turn: Turn) -> Iterator[Event]:
+    def _after_turn(self, task: TaskState, index: int, current: PromptInProgress, turn: Turn) -> Iterator[Event]:
         """Count a completion, and restart the search after a shift."""
         task.count_completion(turn.completion)
         shifted = task.shifted_by(turn.completion)
-        flight.answered(turn.completion.text)
-        if len(flight.answers) == n_turns(self._prompts[index]):
-            del self._flights[index]
+        current.answered(turn.completion.text)
+        if len(current.answers) == n_turns(self._prompts[index]):
+            del self._in_progress[index]
         if shifted is not None:
             yield shifted
         yield PromptFinished(turn.prompt, index, turn.completion)
@@ -227,7 +227,7 @@ class Tuner:
         if task.held_out:
             yield PhaseChanged(task.name, "verdict", f"{len(task.held_out)} held-out prompts, plain and tuned")
         n_turns_held = sum(n_turns(prompt) for _, prompt in task.held_out)
-        yield from self._look(task, 0)
+        yield from self._measure_pairs(task, 0)
         first = task.pairs[:n_turns_held]
         slow, fast = timed_pairs(first)
         tuned = [pair.tuned for pair in first]
@@ -235,14 +235,14 @@ class Tuner:
         verdict = judge(fast, slow, expected)
         if is_open(verdict):
             # One slow moment of the machine in four prompts can hide a gain: repeat, and keep the faster runs.
-            yield from self._look(task, n_turns_held)
+            yield from self._measure_pairs(task, n_turns_held)
             again = timed_pairs(task.pairs[n_turns_held:])
             slow, fast = (faster(runs, more) for runs, more in zip((slow, fast), again, strict=True))
             verdict = judge(fast, slow, expected)
         self._pairs += task.pairs
         return task.result(self.model, self.runtime, self.costs, verdict, tuned, slow, fast)
 
-    def _look(self, task: TaskState, n_before: int) -> Iterator[Event]:
+    def _measure_pairs(self, task: TaskState, n_before: int) -> Iterator[Event]:
         """Make the pairs after the first `n_before`: all held-out prompts, plain and tuned first in turn.
 
         Plain decoding's completions are the output; those of a second look equal the first's, and are not yielded.
