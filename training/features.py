@@ -108,7 +108,7 @@ class Checkpoint:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """Read the last state of training, if there is one that can be read."""
-        found = _read(self._state) if self._state.exists() else None
+        found = _read(self._state)
         return None if found is None else (found[0], json.loads(found[1]["values"]))
 
     def remove(self) -> None:

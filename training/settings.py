@@ -10,7 +10,6 @@ from ..core.errors import SettingsError
 from ..core.records import LearnedKind
 from ..core.serialization import Settings, count, ranged
 
-DEFAULT_SHARES = (0.6, 0.73, 0.87)  # of the depth, where heads sit: 18, 22 and 26 of 30 layers
 ProbeSampling = Literal["greedy", "top-p"]
 
 
@@ -23,7 +22,7 @@ class TrainingSettings(Settings):
 
     epochs: int = count(5)
     minutes: float | None = ranged(None, gt=0)
-    learning_rate: float = ranged(5e-3, gt=0, le=1)
+    learning_rate: float = ranged(1e-3, gt=0, le=1)
     batch: int = count(128)  # positions
     warm_up: float = 0.03  # share of the steps
     max_new_tokens: int = count(128, least=2)
@@ -43,9 +42,8 @@ class HeadSettings(TrainingSettings):
 
     KIND: ClassVar[LearnedKind] = "heads"
 
-    learning_rate: float = ranged(1e-3, gt=0, le=1)
     layers: tuple[int, ...] | None = None  # layers run before each head; None: by `shares`
-    shares: tuple[float, ...] = DEFAULT_SHARES  # of the depth, where no layers are named
+    shares: tuple[float, ...] = (0.6, 0.73, 0.87)  # of the depth, where no layers are named: 18, 22, 26 of 30
     full: bool = False  # whole heads instead of a transform before the model's own (Table 3)
 
     def depths(self, n_layers: int) -> tuple[int, ...]:
@@ -64,7 +62,6 @@ class ProbeSettings(TrainingSettings):
     KIND: ClassVar[LearnedKind] = "probe"
 
     epochs: int = count(20)
-    learning_rate: float = ranged(1e-3, gt=0, le=1)
     layer: int | None = None  # layers run; None: a quarter of the depth
     sampling: ProbeSampling = "greedy"
     top_p: float = 0.9  # for "top-p" (AdaSPEED III)

@@ -17,7 +17,7 @@ from swiftopt.decoding.session import Session
 from swiftopt.models.early_exit import Heads, learned_from_bytes, learned_to_bytes
 from swiftopt.models.runtime import Runtime
 from swiftopt.training.features import Checkpoint, Features, features_of, greedy_session
-from swiftopt.training.settings import HeadSettings, ProbeSettings, TrainingStep
+from swiftopt.training.settings import HeadSettings, ProbeSettings, Trained, TrainingStep
 from swiftopt.training.trainer import acceptances, train
 
 SETTINGS = HeadSettings(epochs=12, batch=16, max_new_tokens=24, learning_rate=1e-2)
@@ -27,6 +27,12 @@ PROMPTS = [Prompt(id=str(i), task="t", text=f"w{i + 5} w{3 * i} w{7 * i + 1}") f
 @pytest.fixture(scope="module")
 def runtime() -> Runtime:
     return worded_runtime()
+
+
+@pytest.fixture(scope="module")
+def whole(runtime: Runtime) -> Trained:
+    """What training without a cut gives."""
+    return train(runtime, PROMPTS, SETTINGS)
 
 
 def a_record(runtime: Runtime, **changes: object) -> LearnedRecord:
@@ -68,8 +74,9 @@ def test_untrained_heads_are_the_models_own_head_read_early(runtime: Runtime) ->
 
 
 @pytest.mark.parametrize("cut_at", [("collect", 4), ("train", 1), ("train", 9), ("measure", 0)], ids=str)
-def test_training_that_was_cut_ends_as_if_it_was_not(runtime: Runtime, tmp_path: Path, cut_at: tuple[str, int]) -> None:
-    whole = train(runtime, PROMPTS, SETTINGS)
+def test_training_that_was_cut_ends_as_if_it_was_not(
+    runtime: Runtime, whole: Trained, tmp_path: Path, cut_at: tuple[str, int]
+) -> None:
     notes: list[str] = []
 
     def cut(step: TrainingStep) -> None:
@@ -88,8 +95,7 @@ def test_training_that_was_cut_ends_as_if_it_was_not(runtime: Runtime, tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_damaged_checkpoint_costs_work_but_no_result(runtime: Runtime, tmp_path: Path) -> None:
-    whole = train(runtime, PROMPTS, SETTINGS)
+def test_damaged_checkpoint_costs_work_but_no_result(runtime: Runtime, whole: Trained, tmp_path: Path) -> None:
     kept = Checkpoint(tmp_path, {}, {})
     train(runtime, PROMPTS, SETTINGS, kept=kept)
     for path in kept.folder.glob("*.safetensors"):
