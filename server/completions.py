@@ -97,13 +97,13 @@ class Exchange(ABC):
         headers = {"x-request-id": self.id}
         if self.ignored:
             headers["x-swiftopt-ignored"] = ", ".join(self.ignored)[:500]
-        if not self.body.stream:
-            found = await _unless_gone(self._request, self._collected())
-            return Response(status_code=GONE) if found is None else JSONResponse(found, headers=headers)
         events = self._events_of_stream()
-        first = await _unless_gone(self._request, anext(events))
+        work: Awaitable[Any] = anext(events) if self.body.stream else self._collected()
+        first = await _unless_gone(self._request, work)
         if first is None:
             return Response(status_code=GONE)
+        if not self.body.stream:
+            return JSONResponse(first, headers=headers)
         return EventSourceResponse(_chained(first, events), headers=headers, ping=PING_S, sep="\n")
 
     async def _collected(self) -> dict[str, Any]:

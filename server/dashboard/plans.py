@@ -218,8 +218,7 @@ def evidence_of(store: Store, found: PlanVersion) -> Evidence:
 def _compared(store: Store, found: PlanVersion) -> Evidence:
     """Return the comparison that made a version."""
     for row in store.comparisons(found.model, found.task, 100):
-        plan = row["report"].get("plan") or {}
-        if plan.get("version") == found.version:
+        if (row["report"].get("plan") or {}).get("version") == found.version:
             words = f"A comparison of methods on {row['device']}, {row['created_at']}."
             return Evidence(words, compared=row["report"]["results"])
     return Evidence("Nothing that it was judged on is stored.")
