@@ -14,13 +14,13 @@ from rich.table import Column, Table
 
 from ..bench.ablations import ABLATIONS
 from ..core.costs import CostProfile
-from ..core.errors import SettingsError
+from ..core.errors import SettingsError, look_up
 from ..core.events import event_line
 from ..core.requests import EARLIER_NAMES, PEERS, GenerateRequest, ServedModel
 from ..core.settings import SwiftSettings, TuningSettings
 from ..core.streams import read_stream
 from ..decoding.methods import METHODS
-from ..optimizer.strategies import STRATEGIES
+from ..optimizer.strategies import strategy_info
 from . import options
 from .charts import Pictures, draw_ablation, draw_decoding, draw_serving, draw_stream_shift, draw_throughput
 from .engines import peers
@@ -90,7 +90,8 @@ def decode(
     lookup, with --assistant drafting.
     """
     chosen = [EARLIER_NAMES.get(word.strip(), word.strip()) for word in methods.split(",")]
-    options.check_words("method", chosen, (*METHODS, "best", *PEERS))
+    for word in chosen:
+        look_up("method", word, dict.fromkeys((*METHODS, "best", *PEERS)))
     if "hf-assisted" in chosen and assistant is None:
         raise SettingsError("hf-assisted drafts with a smaller model: name one with --assistant")
     request = decoding_request(values)
@@ -144,7 +145,7 @@ def ablate(
     mtad-threshold, mtad-beams, mtad-warp, adaspeed or adaspeed-exit. What is not stored for the task is made briefly
     and not kept, on prompts behind --limit where there are any.
     """
-    options.check_words("ablation", [name], ABLATIONS)
+    look_up("ablation", name, ABLATIONS)
     request = decoding_request(values)
     if draft_model is not None:
         options.check_model(replace(request, model=draft_model))
@@ -359,7 +360,7 @@ def stream_shift(stream: str, prompts: int, pictures: Pictures, **values: Any) -
     """
     lines = read_stream(stream, None, None)
     settings: SwiftSettings = pick(TuningSettings, values)
-    options.check_words("strategy", [settings.strategy], STRATEGIES)
+    strategy_info(settings.strategy)  # an unknown one is refused
     options.warn_idle(settings, "max_steps")  # no stream's length ends these searches
     request = decoding_request({**values, "settings": settings})
 

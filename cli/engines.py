@@ -14,7 +14,7 @@ import click
 from rich.console import RenderableType
 from rich.text import Text
 
-from ..core.errors import InvalidInput, LayerSetNotFound
+from ..core.errors import InvalidInput, LayerSetNotFound, look_up
 from ..core.records import FoundPlan, Plan
 from ..core.requests import GenerateRequest
 from ..core.settings import ENGINES
@@ -309,7 +309,7 @@ def peers(
     folders = tuple(map(Path, exported))
     chosen = chosen_rows(names, all_rows(ggufs, Path(assistant) if assistant else None, folders))
     if base is not None:
-        options.check_words("row", [base], [row.name for row in chosen])
+        look_up("row", base, {row.name: row for row in chosen})
     request = options.decoding_request({**values, "device": "cpu"})
     if assistant is not None:
         options.check_model(replace(request, model=assistant))

@@ -22,7 +22,7 @@ from ..core.requests import BASE, CompareRequest, Job, JobEvent, JobList, TuneRe
 from ..core.settings import ENGINES, preset_of
 from ..core.streams import STDIN, LineWriter, default_output, output_line, read_stream
 from ..core.types import Prompt, seconds_by_part
-from ..optimizer.strategies import STRATEGIES
+from ..optimizer.strategies import strategy_info
 from . import options
 from .backend import Backend, JobClient, TuneProgress, backend_options, event_of, progress_words, result_of
 from .charts import Pictures, draw_tuning
@@ -133,7 +133,7 @@ def tune(pictures: Pictures, **values: Any) -> Result:
     read_twice = request.stream != STDIN and not (file.is_fifo() or file.is_char_device())  # <(command) gives text once
     if queued or read_twice:  # a bad line must not cost the loading of torch
         prompts = read_stream(request.stream, request.task, request.limit, request.form)
-    options.check_words("strategy", [request.settings.strategy], STRATEGIES)
+    strategy_info(request.settings.strategy)  # an unknown one is refused
     options.warn_idle(request.settings)
     if queued:
         return _tune_through_queue(request, prompts, backend, values["queue"], values["detach"], pictures)

@@ -20,7 +20,7 @@ from ..core.settings import SwiftSettings
 from ..core.streams import read_stream
 from ..core.types import Prompt, Sampling, check_task
 from ..models.sources import ALIASES, find_alias
-from ..optimizer.strategies import SIZE_CHOOSING, STRATEGIES
+from ..optimizer.strategies import SIZE_CHOOSING, strategy_info
 from . import options
 from .charts import Pictures, draw_layer_sets, draw_search
 from .options import ConfiguredGroup, ModelTask, decoding_request, measurement, open_store, positive
@@ -308,7 +308,8 @@ def search_strategies(
     says how far they end from the best there is: it climbs on from the best set, every step judged on all windows.
     """
     chosen = [word.strip() for word in strategies.split(",")]
-    options.check_words("strategy", chosen, STRATEGIES)
+    for name in chosen:
+        strategy_info(name)
     recorded_before = record is not None and record.exists()
     if stream is None and not recorded_before:
         raise NotFound("there is nothing to search on: give --stream, or a --record that was written before")

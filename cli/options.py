@@ -9,9 +9,8 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_hints
@@ -20,7 +19,7 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from ..core.errors import LayerSetError, SettingsError, SwiftoptError
+from ..core.errors import LayerSetError, SwiftoptError
 from ..core.records import LayerSetRecord
 from ..core.requests import DEFAULT_QUEUE, GenerateRequest, ModelRequest
 from ..core.settings import AUTO, FORMATS, PRESETS, STORED, THREADS, Branching, SwiftSettings, TuningSettings, preset_of
@@ -617,19 +616,6 @@ def load(request: ModelRequest) -> Runtime:
     from ..models.loading import load
 
     return load(request.model, request.dtype, request.device, note_load, request.speed)
-
-
-def check_words(what: str, words: Iterable[str], known: Iterable[str]) -> None:
-    """Check that all words are known; the error names the nearest known one.
-
-    Raises: SettingsError: one is not.
-    """
-    known = tuple(known)
-    for word in words:
-        if word not in known:
-            near = get_close_matches(word, known, n=1)
-            nearest = f" (nearest: {near[0]})" if near else ""
-            raise SettingsError(f"{what} {word!r} is unknown: use {', '.join(known)}{nearest}")
 
 
 def database_url(db: str | None) -> str:

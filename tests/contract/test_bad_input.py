@@ -101,7 +101,7 @@ SLIPS: list[tuple[list[str], int, str]] = [
     ([*TUNE, "missing.jsonl"], 3, "no stream missing.jsonl: check the path"),
     ([*TUNE, "god.jsonl"], 3, "did you mean good.jsonl?"),
     ([*TUNE, "good.jsonl", "--max-new-tokens", "0"], 2, "'--max-new-tokens': 0 is not in the range x>=1 (see `"),
-    ([*TUNE, "good.jsonl", "--strategy", "swfit"], 2, "strategy 'swfit' is unknown: use random, bayes"),
+    ([*TUNE, "good.jsonl", "--strategy", "swfit"], 2, "strategy 'swfit' is unknown: use one of random, bayes"),
     ([*TUNE, "good.jsonl", "--strategy", "swfit"], 2, "nearest: swift"),
     (["tune", "--model", "bert", "--stream", "good.jsonl"], 2, "'bert', which is not supported"),
     (["bench", "decode", "--model", "gpt2", "--stream", "good.jsonl", "--methods", "plain,swfit"], 2, "nearest: swift"),
