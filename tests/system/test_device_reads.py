@@ -101,10 +101,9 @@ def test_a_round_waits_for_the_device_once(
     name: str, sampling: Sampling, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = without_data(monkeypatch, graphs)
-    method = {"plain": lambda: PLAIN, "chains": lambda: CHAINS, "adaptive": lambda: adaptive(runtime, lookup=False)}[
-        name
-    ]()
-    work = decoding(runtime, PROMPT, method, TokenRule.of(sampling, None), Ending(120))
+    methods = {"plain": (PLAIN, 20), "chains": (CHAINS, 40), "adaptive": (adaptive(runtime, lookup=False), 120)}
+    method, n_new = methods[name]
+    work = decoding(runtime, PROMPT, method, TokenRule.of(sampling, None), Ending(n_new))
     rounds, drafted, waits = 0, 0, Waits()
     with waits:
         for event in side_by_side([work]):
