@@ -155,9 +155,10 @@ def questions_of(folder: Path, prompts: Sequence[Prompt], max_new_tokens: int) -
 
     with quiet():
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True) if has_tokenizer(folder) else None
-        most = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config().max_position_embeddings
-    encoder = cast(Runtime, SimpleNamespace(tokenizer=tokenizer, hf_model=None))  # all that encoding reads of one
-    session = Session(encoder, Sampling(), max_new_tokens, ignore_eos=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+    most = config.max_position_embeddings
+    read = {"tokenizer": tokenizer, "hf_model": None, "vocab_size": config.vocab_size}  # by what encodes
+    session = Session(cast(Runtime, SimpleNamespace(**read)), Sampling(), max_new_tokens, ignore_eos=True)
     found = [Question(each.id, each.task, tuple(session.encode(each)), session.room(each)) for each in prompts]
     for question in found:
         needed = len(question.token_ids) + question.max_new_tokens
