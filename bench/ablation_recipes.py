@@ -33,9 +33,8 @@ from ..decoding.methods.early_exit import (
 from ..decoding.methods.guesses import merged
 from ..decoding.session import Session
 from ..decoding.verify import ChainRatio, Rollback, SeveralRatio, TargetWalk
-from ..models.early_exit import Heads, StagedPass
+from ..models.early_exit import Heads, StackedLayers, StagedPass
 from ..models.rows import Pass
-from ..models.stacked import StackedLayers
 from ..optimizer import self_sd
 from ..optimizer.search import Search
 from ..tasks.recipes import (

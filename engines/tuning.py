@@ -23,7 +23,7 @@ from ..core.settings import EngineName, n_threads
 from ..core.types import Prompt, Verdict
 from ..models.costs import device_name
 from ..models.fingerprint import fingerprint
-from ..models.gguf_weights import gguf_of, stored_type
+from ..models.gguf_files import gguf_of, stored_type
 from ..models.saved import OnStep, no_step, quiet, supported_config
 from ..models.sources import Source, local_folder, resolve
 from ..optimizer.verdict import Timed, hold_out, judge, speed, speed_ratio

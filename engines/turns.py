@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 from ..core.errors import ContextOverflow, SwiftoptError
 from ..core.types import Prompt, Sampling
 from ..decoding.session import Session
-from ..models.gguf_weights import Rounding, gguf_of, stored_type
+from ..models.gguf_files import Rounding, gguf_of, stored_type
 from ..models.restacked import has_no_ops, takes_no_ops
 from ..models.runtime import Runtime
 from ..models.saved import OnStep, cache_root, has_tokenizer, no_step, quiet, supported_type

@@ -2,7 +2,7 @@
 
 A graph has fixed shapes and addresses. So a pass is rounded up, its rows to one of `WIDTHS` and the slots they see to a
 context bucket; everything else about its rows, where their buffers lie as well, is a number in a table that the kernels
-read (`models.row_table`). Rows of several sequences share a pass; rows that only fill it up are written nowhere. A
+read (`models.rows`). Rows of several sequences share a pass; rows that only fill it up are written nowhere. A
 layer set is part of what is captured: a sub-layer that it skips is not in the graph.
 """
 
@@ -22,8 +22,7 @@ from ..core.errors import SettingsError
 from ..core.types import LayerSet
 from .costs import context_bucket
 from .kernels import device as kernels
-from .row_table import RowTable, TableFullError, TablePlan
-from .rows import Pass, PassPlan, Rows, uploaded
+from .rows import Pass, PassPlan, Rows, RowTable, TableFullError, TablePlan, uploaded
 from .runtime import Runtime
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # rows

@@ -25,11 +25,11 @@ from .buffer import free_bytes
 from .coded import CodedLinear
 from .fingerprint import fingerprint
 from .graphs import GraphPasses, are_faster
-from .library_maps import check_library, is_by_library, take_maps
-from .packed_weights import load_packed
+from .quantised_checkpoints import check_library, is_by_library, load_packed, take_maps
 from .runtime import Runtime
 from .saved import (
     OnStep,
+    Scheme,
     first_line,
     has_tokenizer,
     no_step,
@@ -40,7 +40,6 @@ from .saved import (
     telling,
     weight_files,
 )
-from .schemes import Scheme
 from .sources import check_names, local_folder
 
 logger = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from .blocks import LINEAR, Block, LayerModules, PackedLinear
 from .buffer import free_bytes
 from .coded import CHUNK, ROWS, CodedLinear, pack
 from .kernels.device import coded_linear
-from .library_maps import is_by_library
+from .quantised_checkpoints import is_by_library
 from .saved import cache_root, replacing
 
 LEVELS = 15  # steps of a 4-bit code

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from ..core.errors import LayerSetError, UnsupportedModel
 from ..core.types import LayerSet, SubLayer
-from .compressed import PackedForm, packed_form
+from .coded import PackedForm, packed_form
 from .families import FAMILIES, Family
-from .saved import StoredTensors, supported_config, supported_type
+from .saved import StoredTensors, stored_tensors, supported_config, supported_type
 
 Pair = tuple[int | None, int | None]  # the layers that a new layer's attention and its MLP come from; None: it has none
 MOST_NEAREST = 16  # sets at equal distance that are listed
@@ -174,7 +174,7 @@ def write_restacked(folder: Path, pairs: Sequence[Pair], out: Path, formats: Lay
     """Write a saved model's checkpoint of those layers: config, weights in safetensors, and the tokenizer's files.
 
     The tensors are the model's own, bit by bit, in the stored type, unless a sub-layer has fewer bits in `formats`: its
-    linear maps are then written as compressed-tensors (`models/compressed.py`), embeddings and head as they are stored.
+    linear maps are then written as compressed-tensors (`models/coded.py`), embeddings and head as they are stored.
 
     Args:    folder: of a saved model. pairs: of `pairs_of`, with a half that is None only where `takes_no_ops`.
              out: an empty folder.
@@ -193,7 +193,7 @@ def write_restacked(folder: Path, pairs: Sequence[Pair], out: Path, formats: Lay
         changed = _with_no_ops(config, pairs)
     else:
         changed = _shortened(stored, len(pairs))
-    with StoredTensors(folder) as tensors:
+    with stored_tensors(folder) as tensors:
         shapes = tensors.shapes()
         placed = _placed(shapes, FAMILIES[config.model_type], pairs, folder)
         maps = [one for one in placed if one.sub and one.new.endswith(".weight") and len(shapes[one.stored]) == 2]

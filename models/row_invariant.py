@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from .coded import GROUPS, CodedLinear
 from .kernels import device, layout
 from .kernels.native import Unsupported, norm_kind, refuse_hooks
-from .library_maps import is_by_library
+from .quantised_checkpoints import is_by_library
 from .runtime import Runtime
 
 

@@ -19,8 +19,19 @@ from .blocks import Block, RotaryTables, submodule
 from .buffer import KVBuffer
 from .families import context_limit, family_of, windows_of
 from .quantised import QuantisedCopies
-from .row_table import TablePlan
-from .rows import KINDS, BufferPlan, Kind, Load, Member, Pass, PassPlan, Rows, SharedRows, uploaded
+from .rows import (
+    KINDS,
+    BufferPlan,
+    Kind,
+    Load,
+    Member,
+    Pass,
+    PassPlan,
+    Rows,
+    SharedRows,
+    TablePlan,
+    uploaded,
+)
 
 PREFILL_ROWS = 512  # rows per prefill pass, so that its mask stays small
 PREFILL_ROWS_BESIDE = 128  # where other sequences wait for the pass to end

@@ -1,40 +1,52 @@
-"""Folders of saved models: whether one is complete and supported, reading it in silence, and the cache for them.
+"""Folders of saved models: whether one is complete, supported and quantised; reading it in silence; the cache for them.
 
-A GGUF file becomes such a folder: converted once, kept in the user's cache. Codes of Q8_0 and Q4_0 stay as they are,
-all else becomes bfloat16.
+Nothing here needs torch before tensors are read.
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import logging
 import os
-import re
 import shutil
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
-from ..core.errors import ModelNotFound, OutputError, SwiftoptError, UnsupportedModel
+from ..core.errors import ModelNotFound, UnsupportedModel
 from .families import FAMILIES, family_of
-from .schemes import Scheme, scheme_in
 
 OnStep = Callable[[str], None]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
 STALE_S = 24 * 3600  # age from which what a process left unfinished in the cache is removed
 PART = ".part"  # of a file's name, while it is being written
 TOLD_S = 1.0  # between two reports of how much of the weights is read
-CONVERSION = "2"  # part of every converted folder's name; raise it when the conversion changes
-N_SAMPLES = 9  # places of a GGUF file that its key covers
-SAMPLE_BYTES = 1 << 20  # at each of them
 _LOUD = ("transformers", "huggingface_hub", "accelerate")
+
+CheckpointFormat = Literal["gptq", "awq", "pack-quantized", "int-quantized", "float-quantized", "fp8", "bitsandbytes"]
+SCHEME_BITS: dict[str, tuple[int, ...]] = {
+    "gptq": (4, 8),
+    "awq": (4,),
+    "pack-quantized": (4, 8),
+    "int-quantized": (8,),
+    "float-quantized": (8,),
+    "fp8": (8,),
+    "bitsandbytes": (4, 8),
+}
+COMPRESSED = {"pack-quantized": "int", "int-quantized": "int", "float-quantized": "float"}  # and its type of weights
+SUPPORTED = (
+    "use GPTQ (4 or 8 bits), AWQ (gemm, 4 bits), compressed-tensors (pack-quantized, int-quantized or float-quantized"
+    " weights), fp8, bitsandbytes, a GGUF file, or the model as it was before"
+)
+CONFIG_KEYS = ("quantization_config", "compression_config")  # the second is compressed-tensors' old one
+EIGHT = 8  # groups come in multiples of it
 
 
 @contextmanager
@@ -154,33 +166,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 class StoredTensors:
-    """The tensors of a folder's safetensors files, read one at a time; to be used as a context manager.
+    """The tensors of a folder's safetensors files, by name."""
 
-    Raises: ModelNotFound: on entering, where the folder holds no such files, or a damaged one.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._open = ExitStack()
-        self._files: dict[str, Any] = {}
-
-    def __enter__(self) -> StoredTensors:
-        from safetensors import SafetensorError, safe_open
-
-        paths = weight_files(self._folder)
-        if not paths or any(path.suffix != ".safetensors" for path in paths):
-            raise ModelNotFound(f"{self._folder} holds no safetensors files: save the model again with transformers")
-        try:
-            for path in paths:
-                file = self._open.enter_context(safe_open(path, framework="pt"))
-                self._files.update(dict.fromkeys(file.keys(), file))
-        except (OSError, SafetensorError) as error:
-            self._open.close()
-            raise ModelNotFound(f"{self._folder} cannot be read ({first_line(error)}): copy it again") from error
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self._open.close()
+    def __init__(self, files: Mapping[str, Any]) -> None:
+        self._files = files
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor, in the files' order."""
@@ -189,6 +178,26 @@ class StoredTensors:
     def read(self, name: str) -> Any:
         """Return one tensor as it is stored, on the CPU."""
         return self._files[name].get_tensor(name)
+
+
+@contextmanager
+def stored_tensors(folder: Path) -> Iterator[StoredTensors]:
+    """Open a folder's safetensors files, to read their tensors one at a time.
+
+    Raises: ModelNotFound: the folder holds no such files, or a damaged one.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    paths = weight_files(folder)
+    if not paths or any(path.suffix != ".safetensors" for path in paths):
+        raise ModelNotFound(f"{folder} holds no safetensors files: save the model again with transformers")
+    with ExitStack() as opened:
+        try:
+            files = [opened.enter_context(safe_open(path, framework="pt")) for path in paths]
+            tensors = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ModelNotFound(f"{folder} cannot be read ({first_line(error)}): copy it again") from error
+        yield StoredTensors(tensors)
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -253,143 +262,146 @@ def no_step(words: str) -> None:
     """Report a step to nobody."""
 
 
-def converted(gguf: Path, on_step: OnStep) -> Path:
-    """Return the folder of the file's weights and tokenizer, converting them where that was not yet done.
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How linear maps are stored. `group`: inputs that share a scale, None for all of a row.
 
-    It appears under its name only when it is complete, so that processes may convert at the same time.
-
-    Raises: ModelNotFound: no readable GGUF file. UnsupportedModel: its architecture, or rotary scaling that would be
-        lost. OutputError: the cache cannot be written.
+    `symmetric`: compressed-tensors then stores no zeros. `minus_one`: GPTQ's first format stores zeros less one.
+    `rows`: outputs that share a scale in 8-bit floats, None for all. `kind`: of bitsandbytes' codes, which know their
+    scales themselves.
     """
-    folder = cache_root() / "gguf" / _key(gguf)
-    if is_complete(folder):
-        return folder
-    on_step(f"converting {gguf.name}, only once")
+
+    format: CheckpointFormat
+    bits: int
+    group: int | None
+    symmetric: bool = False
+    minus_one: bool = False
+    rows: int | None = 1
+    kind: Literal["int8", "nf4", "fp4"] | None = None
+
+    @property
+    def words(self) -> str:
+        """What the config says, for a sentence."""
+        if self.kind is not None:
+            return f"{self.format}, {self.kind}"
+        if self.rows != 1:
+            shared = "a scale" if self.rows is None else f"blocks of {self.rows} x {self.group}"
+        else:
+            shared = f"groups of {self.group}" if self.group else "a scale per row"
+        return f"{self.format}, {self.bits} bits, {shared}"
+
+
+def scheme_in(config: Mapping[str, Any], path: Path) -> Scheme | None:
+    """Return how a config's linear maps are quantised; None where they are not.
+
+    Raises: UnsupportedModel: in a way that is not read here. `path`: of the config, for its sentence.
+    """
+    found = next((config[key] for key in CONFIG_KEYS if config.get(key) is not None), None)
+    if found is None:
+        return None
+    method = found.get("quant_method", "(none)") if isinstance(found, Mapping) else "(unreadable)"
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        remove_stale(folder.parent.glob(".*"))
-        with tempfile.TemporaryDirectory(
-            prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True
-        ) as unfinished:
-            with _parsed_once():
-                _check(gguf)
-                model, tokenizer, coded = _read(gguf)
-            on_step("writing the converted model to the cache")
-            model.save_pretrained(unfinished, state_dict=None if coded is None else coded[0])
-            if coded is not None:
-                path = Path(unfinished) / "config.json"
-                path.write_text(json.dumps({**json.loads(path.read_text()), **coded[1]}, indent=2) + "\n")
-            tokenizer.save_pretrained(unfinished)
-            _publish(unfinished, folder)
-    except SwiftoptError:
-        raise
-    except Exception as error:  # safetensors wraps a full disk in an error of its own
-        raise OutputError(
-            f"the cache {folder.parent} cannot be written ({first_line(error)}): make room there or set"
-            " SWIFTOPT_CACHE_DIR"
-        ) from error
-    return folder
-
-
-def _key(gguf: Path) -> str:
-    """Name a conversion by the file's name, its size and samples over its whole length."""
-    try:
-        size = gguf.stat().st_size
-        digest = hashlib.sha256(f"{CONVERSION} {gguf.name} {size}".encode())
-        with gguf.open("rb") as file:
-            for i in range(N_SAMPLES):
-                file.seek(max(0, size - SAMPLE_BYTES) * i // (N_SAMPLES - 1))
-                digest.update(file.read(SAMPLE_BYTES))
-    except OSError as error:
-        raise ModelNotFound(f"{gguf} cannot be read ({error.strerror}): check its permissions") from error
-    return f"{re.sub(r'[^a-z0-9.]+', '-', gguf.stem.lower())[:60]}-{digest.hexdigest()[:16]}"
-
-
-def _check(gguf: Path) -> None:
-    """Refuse files that transformers would fail on with a traceback, or read wrongly in silence."""
-    import gguf as gguf_library
-
-    with gguf.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise ModelNotFound(f"{gguf} is no GGUF file: give a file that llama.cpp reads, or a model's folder")
-    try:
-        reader = gguf_library.GGUFReader(str(gguf))
-        scaling = [field.contents() for key, field in reader.fields.items() if key.endswith(".rope.scaling.type")]
-        factors = [tensor.data for tensor in reader.tensors if tensor.name.startswith("rope_f")]
-    except Exception as error:  # the reader has no error of its own: a damaged file can raise almost anything
-        raise ModelNotFound(f"{gguf} is damaged or cut short ({first_line(error)}): download it again") from error
-    if any(kind not in ("none", "") for kind in scaling) or any(bool((values != 1).any()) for values in factors):
+        if method not in _SCHEME_READERS:
+            raise _Refused(f"quant_method {method!r}")
+        scheme = _SCHEME_READERS[method](found)
+        if scheme.bits not in SCHEME_BITS[scheme.format]:
+            raise _Refused(f"{scheme.bits} bits in {scheme.format}")
+        for size in (scheme.group, scheme.rows if scheme.rows != 1 else None):
+            if size is not None and (size <= 0 or size % EIGHT):
+                raise _Refused(f"groups of {size}")
+    except _Refused as refused:
+        raise UnsupportedModel(f"{path} asks for {refused}, which is not supported: {SUPPORTED}") from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UnsupportedModel(
-            f"{gguf} scales its rotary positions, which transformers drops when it reads GGUF: use the model's hub id"
-        )
+            f"{path} has a quantization_config for {method} that cannot be read"
+            f" ({type(error).__name__}: {error}): {SUPPORTED}"
+        ) from error
+    return scheme
 
 
-def _read(gguf: Path) -> tuple[Any, Any, tuple[dict[str, Any], dict[str, Any]] | None]:
-    """Read the model, in bfloat16, its tokenizer, and `coded_checkpoint`'s part; tied weights stay tied."""
-    import gguf as gguf_library
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    from .gguf_codes import coded_checkpoint
-
-    auto: Any = AutoModelForCausalLM
-    where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    try:
-        config = AutoConfig.from_pretrained(**where)
-        family_of(config)
-        tokenizer = AutoTokenizer.from_pretrained(**where)
-        model, found = auto.from_pretrained(**where, dtype=torch.float32, output_loading_info=True)
-    except UnsupportedModel:
-        raise
-    except Exception as error:  # as in _check
-        if "is not supported" in str(error):
-            known = ", ".join(sorted(FAMILIES))
-            raise UnsupportedModel(f"{gguf} is of an architecture that is not supported: use one of {known}") from error
-        raise ModelNotFound(f"{gguf} cannot be converted ({first_line(error)}): download it again") from error
-    refuse_missing(found["missing_keys"], gguf)
-    coded = coded_checkpoint(gguf_library.GGUFReader(str(gguf)), model)
-    if coded is not None:
-        state = {name: v.to(torch.bfloat16) if v.dtype == torch.float32 else v for name, v in coded[0].items()}
-        coded = state, coded[1]
-    return _plain(model.to(torch.bfloat16)), tokenizer, coded
+class _Refused(Exception):
+    """What is not supported."""
 
 
-def _plain(model: Any) -> Any:
-    """Return the same weights in a model without GGUF settings: transformers refuses to save the one it read."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    auto: Any = AutoModelForCausalLM
-    config = model.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with torch.device("meta"):
-        plain = auto.from_config(config, dtype=torch.bfloat16)
-    plain.load_state_dict(model.state_dict(), assign=True)
-    plain.tie_weights()
-    plain.generation_config = model.generation_config
-    return plain
+def _group(size: Any) -> int | None:
+    return None if size is None or int(size) == -1 else int(size)
 
 
-@contextmanager
-def _parsed_once() -> Iterator[None]:
-    """Let transformers, which parses the file anew for config, tokenizer and weights, get one reader for all."""
-    import gguf as gguf_library
-
-    library: Any = gguf_library
-    reader = library.GGUFReader
-    try:
-        library.GGUFReader = cache(reader)
-        yield
-    finally:
-        library.GGUFReader = reader
+def _gptq(found: Mapping[str, Any]) -> Scheme:
+    stored = found.get("checkpoint_format") or found.get("format") or "gptq"
+    if stored not in ("gptq", "gptq_v2"):
+        raise _Refused(f"the GPTQ format {stored!r}")
+    if found.get("pack_dtype", "int32") != "int32":
+        raise _Refused(f"GPTQ codes packed in {found['pack_dtype']}")
+    return Scheme("gptq", int(found["bits"]), _group(found["group_size"]), minus_one=stored == "gptq")
 
 
-def _publish(unfinished: str, folder: Path) -> None:
-    try:
-        os.replace(unfinished, folder)
-    except OSError:
-        if is_complete(folder):  # another process was faster, with the same result
-            return
-        shutil.rmtree(folder, ignore_errors=True)  # remains that somebody has tampered with
-        os.replace(unfinished, folder)
+def _awq(found: Mapping[str, Any]) -> Scheme:
+    version = str(found.get("version") or found.get("checkpoint_format") or found.get("format") or "gemm").lower()
+    if version != "gemm":
+        raise _Refused(f"the AWQ version {version!r}")
+    bits = found["bits"] if "bits" in found else found["w_bit"]
+    return Scheme("awq", int(bits), _group(found["group_size"] if "group_size" in found else found["q_group_size"]))
+
+
+def _compressed_tensors(found: Mapping[str, Any]) -> Scheme:
+    groups = list(found["config_groups"].values())
+    ways = [group["weights"] for group in groups]
+    if not ways or any(way != ways[0] for way in ways):
+        raise _Refused(f"{len(ways)} ways to quantise weights")
+    activations = next((group["input_activations"] for group in groups if group.get("input_activations")), None)
+    stored, weights = str(groups[0].get("format") or found.get("format")), ways[0]
+    # DEVIATION: activations that a float-quantized checkpoint rounds to 8 bits as they come stay in the model's dtype.
+    if activations and not (stored == "float-quantized" and activations.get("dynamic") is True):
+        raise _Refused(f"activations of {activations.get('num_bits')} bits in compressed-tensors")
+    if found.get("sparsity_config"):
+        raise _Refused("sparse weights in compressed-tensors")
+    kind, symmetric = weights.get("type", "int"), bool(weights.get("symmetric", True))
+    if COMPRESSED.get(stored) != kind or (kind == "float" and not symmetric):
+        raise _Refused(f"the compressed-tensors format {stored!r} of {kind} weights")
+    strategy = weights.get("strategy")
+    if strategy not in ("group", "channel", "tensor") and (strategy, kind) != ("block", "float"):
+        raise _Refused(f"the compressed-tensors strategy {strategy!r}")
+    group = _group(weights["group_size"]) if strategy == "group" else None
+    rows: int | None = 1
+    if kind == "float" and strategy == "tensor":
+        rows = None
+    elif strategy == "block":
+        rows, group = _block(weights["block_structure"])
+    return Scheme(cast(CheckpointFormat, stored), int(weights["num_bits"]), group, symmetric, rows=rows)
+
+
+def _block(sizes: Any) -> tuple[int, int]:
+    """Outputs and inputs that share a scale; compressed-tensors also writes "128x128"."""
+    rows, columns = sizes.split("x") if isinstance(sizes, str) else sizes
+    return int(rows), int(columns)
+
+
+def _fp8(found: Mapping[str, Any]) -> Scheme:
+    # DEVIATION: the format rounds activations to 8 bits as they come; here they stay in the model's dtype.
+    for key, known in (("activation_scheme", "dynamic"), ("fmt", "e4m3"), ("scale_fmt", "float")):
+        if (found.get(key) or known) != known:
+            raise _Refused(f"the {key} {found[key]!r} of fp8")
+    sizes = found.get("weight_block_size", (128, 128))
+    rows, group = (None, None) if sizes is None else _block(sizes)
+    return Scheme("fp8", 8, group, symmetric=True, rows=rows)
+
+
+def _bitsandbytes(found: Mapping[str, Any]) -> Scheme:
+    if found.get("load_in_8bit"):
+        return Scheme("bitsandbytes", 8, None, kind="int8")
+    if not found.get("load_in_4bit"):
+        raise _Refused("neither 4 nor 8 bits in bitsandbytes")
+    kind = found.get("bnb_4bit_quant_type", "fp4")
+    if kind not in ("nf4", "fp4"):
+        raise _Refused(f"the bnb_4bit_quant_type {kind!r} of bitsandbytes")
+    return Scheme("bitsandbytes", 4, None, kind=kind)
+
+
+_SCHEME_READERS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+    "bitsandbytes": _bitsandbytes,
+}

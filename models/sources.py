@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..core.errors import DeviceMissing, ModelNotFound, SettingsError, UnsupportedModel
-from .saved import OnStep, converted, first_line, has_tokenizer, is_complete, no_step, supported_config, supported_type
+from .saved import OnStep, first_line, has_tokenizer, is_complete, no_step, supported_config, supported_type
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda", "cuda:N", "auto-map")
@@ -165,6 +165,8 @@ def local_folder(source: Source, on_step: OnStep = no_step) -> Path:
     if source.kind == "folder":
         return Path(source.location)
     if source.kind == "gguf":
+        from .gguf_files import converted  # needs torch
+
         return converted(Path(source.location), on_step)
     alias = find_alias(source.name)
     wheel = alias.gguf_wheel if alias is not None else None

@@ -25,8 +25,7 @@ from .chains import AdaptiveThreshold, ChainDrafter, StopRule
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ...models.early_exit import Heads, StagedPass
-    from ...models.stacked import StackedLayers
+    from ...models.early_exit import Heads, StackedLayers, StagedPass
     from ..draft_models import EarlyExit
     from ..engine import PassGenerator
 
@@ -93,7 +92,7 @@ def _adadecode(resources: Resources, settings: AdaDecodeSettings) -> tuple[Draft
 
 @method("paradecode", "ParaDecode", "ParaDecode, section 2.2", ParaDecodeSettings, ["heads"])
 def _paradecode(resources: Resources, settings: ParaDecodeSettings) -> tuple[Drafter, Verifier]:
-    from ...models.stacked import StackedLayers
+    from ...models.early_exit import StackedLayers
 
     heads = _trained(resources.heads, "heads", "swiftopt heads train")
     return PipelineDrafter(heads, settings.early_threshold, StackedLayers(resources.runtime)), TargetWalk()

@@ -34,7 +34,7 @@ from swiftopt.engines.drafts import Speculation
 from swiftopt.engines.export import ENGINES
 from swiftopt.engines.processes import PACKAGES, PROGRAM, Child, EngineFailed, EnginePackage, Launch, prepared
 from swiftopt.engines.turns import Question, Row, Turns, TurnsRequest, questions_of
-from swiftopt.models.gguf_weights import gguf_of, write_gguf
+from swiftopt.models.gguf_files import gguf_of, write_gguf
 from swiftopt.models.restacked import write_restacked
 from swiftopt.models.sources import local_folder, resolve
 

@@ -20,10 +20,9 @@ from swiftopt.decoding.methods import PLAIN, Method
 from swiftopt.decoding.methods.chains import ChainDrafter, StopRule
 from swiftopt.decoding.methods.early_exit import EarlyDrafter, PipelineDrafter
 from swiftopt.decoding.verify import TargetWalk
-from swiftopt.models.early_exit import Heads, StagedPass
+from swiftopt.models.early_exit import Heads, StackedLayers, StagedPass
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
-from swiftopt.models.stacked import StackedLayers
 
 N_NEW = 40
 

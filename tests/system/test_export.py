@@ -38,7 +38,7 @@ from swiftopt.decoding.session import Session
 from swiftopt.engines.drafts import alternating, lengths_by_load, own_acceptance
 from swiftopt.engines.export import ENGINES, export
 from swiftopt.models import restacked
-from swiftopt.models.compressed import rounded
+from swiftopt.models.coded import rounded
 from swiftopt.models.configuration_no_ops import NoOpsConfig
 from swiftopt.models.loading import load
 from swiftopt.models.restacked import (

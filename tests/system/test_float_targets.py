@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 from swiftopt.core.errors import ModelNotFound, UnsupportedModel
 from swiftopt.models.fingerprint import fingerprint
 from swiftopt.models.loading import load
-from swiftopt.models.packed_weights import load_packed
 from swiftopt.models.quantised import QuantisedLinear
+from swiftopt.models.quantised_checkpoints import load_packed
 from swiftopt.models.saved import no_step, quiet, supported_type
 
 BLOCKS = Packing("fp8", 8, 64, rows=32, scale_dtype=torch.float32)

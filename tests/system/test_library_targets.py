@@ -25,8 +25,8 @@ from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, swift
 from swiftopt.models.fingerprint import fingerprint
-from swiftopt.models.library_maps import is_by_library
 from swiftopt.models.loading import load
+from swiftopt.models.quantised_checkpoints import is_by_library
 from swiftopt.models.restacked import pairs_of, write_restacked
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime

@@ -26,8 +26,8 @@ from swiftopt.decoding.methods import PLAIN, swift
 from swiftopt.models.coded import CodedLinear
 from swiftopt.models.fingerprint import fingerprint
 from swiftopt.models.loading import load
-from swiftopt.models.packed_weights import load_packed
 from swiftopt.models.quantised import QuantisedLinear
+from swiftopt.models.quantised_checkpoints import load_packed
 from swiftopt.models.restacked import pairs_of, write_restacked
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime

@@ -31,12 +31,12 @@ from swiftopt.models import loading
 from swiftopt.models.blocks import EAGER
 from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.costs import device_name
+from swiftopt.models.early_exit import StackedLayers
 from swiftopt.models.graphs import RECORD_AT, Answer, GraphPasses, StaticPass, are_faster
 from swiftopt.models.loading import at_speed, load
 from swiftopt.models.quantised import QuantisedLinear
 from swiftopt.models.rows import Pass, Rows
 from swiftopt.models.runtime import Runtime
-from swiftopt.models.stacked import StackedLayers
 from swiftopt.store import Store
 from swiftopt.tasks.recipes import stored_costs
 

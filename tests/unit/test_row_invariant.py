@@ -26,8 +26,7 @@ from swiftopt.models.kernels.native import Unsupported, norm_kind
 from swiftopt.models.loading import at_speed
 from swiftopt.models.quantised import quantised
 from swiftopt.models.row_invariant import make_row_invariant
-from swiftopt.models.row_table import RowTable
-from swiftopt.models.rows import PassPlan, Rows, uploaded
+from swiftopt.models.rows import PassPlan, Rows, RowTable, uploaded
 from swiftopt.models.runtime import Runtime
 
 pytest.importorskip("triton")
