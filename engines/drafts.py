@@ -22,13 +22,13 @@ from ..core.types import LayerSet, Prompt, Sampling, Trial
 from ..decoding.methods import PLAIN
 from ..decoding.session import Session
 from ..models.costs import context_bucket
+from ..models.families import is_parallel
 from ..models.fingerprint import fingerprint
 from ..models.loading import load
 from ..models.quantised import BITS, STORED_BITS
 from ..models.restacked import (
     check_restackable,
     distance,
-    is_parallel,
     nearest,
     pairs_of,
     takes_fewer_bits,

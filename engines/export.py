@@ -18,9 +18,10 @@ from typing import Any, Literal
 from ..core.errors import InvalidInput, OutputError
 from ..core.records import FoundPlan
 from ..core.types import LayerSet, Prompt
+from ..models.families import is_parallel
 from ..models.gguf_files import stored_type, write_gguf
 from ..models.quantised import BITS
-from ..models.restacked import NO_OPS_CODE, is_parallel, pairs_of, write_restacked
+from ..models.restacked import NO_OPS_CODE, pairs_of, write_restacked
 from ..models.saved import OnStep, first_line, no_step, supported_config
 from ..models.sources import local_folder, resolve
 from ..store import Store

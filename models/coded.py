@@ -7,9 +7,10 @@ row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import wraps
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +21,28 @@ from ..core.types import LayerSet, SubLayer
 
 ROWS = 16  # outputs of a block; missing ones are zeros
 GROUPS = (128, 64, 32)  # inputs that share a scale in our kernels
-CHUNK = 1 << 15  # weights that are quantised at a time
+CHUNK = 1 << 15  # weights that are quantised at a time on a CPU
+DEVICE_CHUNK = 1 << 27  # on a GPU
 DEQUANTISED = 256  # blocks that are de-quantised at a time, so that no float32 copy of a large map is held
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of the scale that reaches the largest weight: tails may cost less
+
+Form = ParamSpec("Form")
+Parts = TypeVar("Parts", bound=tuple[Tensor, ...])
+
+
+def by_rows(quantise: Callable[Concatenate[Tensor, Form], Parts]) -> Callable[Concatenate[Tensor, Form], Parts]:
+    """Quantise a few rows at a time: on a CPU it works in its caches then, several times faster than on all at once.
+
+    A GPU takes a hundred million weights at a time: a piece costs it launches, and scratch of some 30 bytes a weight.
+    """
+
+    @wraps(quantise)
+    def of_all(weight: Tensor, *args: Form.args, **kwargs: Form.kwargs) -> Parts:
+        chunk = CHUNK if weight.device.type == "cpu" else DEVICE_CHUNK
+        parts = [quantise(rows, *args, **kwargs) for rows in torch.split(weight, max(1, chunk // weight.shape[1]))]
+        return cast(Parts, tuple(torch.cat(same) for same in zip(*parts, strict=True)))
+
+    return of_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +84,7 @@ class CodedLinear(nn.Module):
         self.group = next(fitting, GROUPS[-1] if by_row else coded.group)
         width = self.n_in + -self.n_in % self.group
         codes = coded.codes
-        if width != self.n_in or self.n_out % ROWS:
+        if width != self.n_in or self.n_out % ROWS:  # else padding would copy them
             codes = F.pad(codes, (0, width - self.n_in, 0, -self.n_out % ROWS))
         offsets = (1 << (self.bits - 1)) - coded.zeros  # the kernels' codes have their zero in the middle
         scales, zeros = (
@@ -150,7 +170,7 @@ class PackedForm:
 
     @property
     def words(self) -> str:
-        """What a reader is told of it."""
+        """The form in words, for messages."""
         return f"int{self.bits}, {f'groups of {self.group}' if self.group else 'a scale per row'}"
 
     def tensors(self, name: str, weight: Tensor) -> dict[str, Tensor]:
@@ -198,14 +218,9 @@ def packed_form(layer_set: LayerSet, subs: Sequence[SubLayer], widths: Iterable[
     return PackedForm(4, min(group for group in groups if group))
 
 
+@by_rows
 def rounded(weight: Tensor, bits: int, group: int | None) -> tuple[Tensor, Tensor]:
     """Return codes uint8 (out, in) and scales (out, groups) in the weight's dtype, of the least squared error tried."""
-    parts = [_round_rows(rows, bits, group) for rows in torch.split(weight, max(1, CHUNK // weight.shape[1]))]
-    codes, scales = (torch.cat(same) for same in zip(*parts, strict=True))
-    return codes, scales
-
-
-def _round_rows(weight: Tensor, bits: int, group: int | None) -> tuple[Tensor, Tensor]:
     half = 1 << (bits - 1)
     grouped = weight.float().reshape(weight.shape[0], -1, group or weight.shape[1])
     reach = grouped.abs().amax(dim=-1, keepdim=True) / (half - 1)
@@ -226,6 +241,6 @@ def _round_rows(weight: Tensor, bits: int, group: int | None) -> tuple[Tensor, T
 def packed(codes: Tensor, bits: int) -> Tensor:
     """Return codes (out, in) as int32 words (out, ⌈in · bits / 32⌉), the first code in the lowest bits."""
     per_word = 32 // bits
-    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % per_word))
+    padded = F.pad(codes, (0, -codes.shape[1] % per_word))
     lanes = padded.view(codes.shape[0], -1, per_word).to(torch.int64) << (bits * torch.arange(per_word))
     return lanes.sum(dim=-1).to(torch.int32)  # bits above the 31st become the sign

@@ -102,6 +102,12 @@ def family_of(config: Any) -> Family:
     return FAMILIES[model_type]
 
 
+def is_parallel(config: Any) -> bool:
+    """Tell whether attention and MLP of a layer read the same residual."""
+    flag = FAMILIES[config.model_type].parallel_flag
+    return bool(getattr(config, flag, False)) if flag else False
+
+
 def windows_of(config: Any, family: Family, n_layers: int) -> tuple[int | None, ...]:
     """Return per layer the sliding window in tokens, None where a layer sees everything before it."""
     window = getattr(config, "sliding_window", None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any, cast
@@ -22,7 +23,7 @@ from ..core.errors import SettingsError
 from ..core.types import LayerSet
 from .costs import context_bucket
 from .kernels import device as kernels
-from .rows import Pass, PassPlan, Rows, RowTable, TableFullError, TablePlan, uploaded
+from .rows import Pass, PassPlan, Rows, RowTable, TableFullError, TablePlan, plans_of, uploaded
 from .runtime import Runtime
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # rows
@@ -73,10 +74,7 @@ class StaticPass:
 
         Raises: TableFullError: some row sees more than a table can tell.
         """
-        plans: list[PassPlan] = []
-        for each in passes:
-            plans.append(PassPlan(self.runtime, each.rows, each.buffer, plans[-1].first + plans[-1].n if plans else 0))
-        device = self.runtime.device
+        plans, device = plans_of(self.runtime, passes), self.runtime.device
         made = self.table.made([(plan, plan.every) for plan in plans], device)
         self.data.copy_(uploaded(made, device))
         for each, plan in zip(passes, plans, strict=True):
@@ -121,7 +119,7 @@ class GraphPasses:
             )
             raise SettingsError(f"CUDA graphs need kernels of Triton, {reason}: use the eager or the compiled runtime")
         self.runtime = runtime
-        self._record: Record = record or _Capture()
+        self._record: Record = record or partial(_captured, torch.cuda.graph_pool_handle())
         self._uses: Counter[Shape] = Counter()
         self._passes: OrderedDict[Shape, tuple[StaticPass, Callable[[], Answer]]] = OrderedDict()
 
@@ -222,25 +220,20 @@ def are_faster(runtime: Runtime, graphs: GraphPasses) -> bool:
     return seconds[1] < seconds[0]
 
 
-class _Capture:
-    """Captures passes on the current CUDA device; their scratch memory is shared, for one runs at a time."""
+def _captured(pool: Any, static: StaticPass) -> Callable[[], Answer]:
+    """Capture a pass on the current CUDA device; all of a `pool` share scratch memory, for one runs at a time."""
+    device = static.runtime.device
+    aside = cast(Any, torch.cuda.Stream)(device)
+    aside.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(aside):
+        static.run()  # kernels are chosen and quantised copies made before, and never while, it is captured
+    torch.cuda.current_stream(device).wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(device), torch.cuda.graph(graph, pool=pool):
+        answer = static.run()
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+    def replay() -> Answer:
+        graph.replay()
+        return answer
 
-    def __call__(self, static: StaticPass) -> Callable[[], Answer]:
-        device = static.runtime.device
-        aside = cast(Any, torch.cuda.Stream)(device)
-        aside.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(aside):
-            static.run()  # kernels are chosen and quantised copies made before, and never while, it is captured
-        torch.cuda.current_stream(device).wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(device), torch.cuda.graph(graph, pool=self._pool):
-            answer = static.run()
-
-        def replay() -> Answer:
-            graph.replay()
-            return answer
-
-        return replay
+    return replay

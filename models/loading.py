@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FunctionType
@@ -46,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 PLANNED_TOKENS = 2048  # whose keys and values must fit beside the weights
 WORKSPACE = 1 << 30  # of a CUDA device: its context, and scratch of its libraries
-COPIES = 0.3  # what int4 copies need / what the weights do
+COPIES = 0.3  # what int4 copies for drafts need on top / what the weights need
 WARM_ROWS = (1, 2)  # widths compiled first; the second shows the compiler that their number changes
 
 
@@ -73,7 +74,6 @@ def load(
     with quiet():
         folder = local_folder(source, step)
         scheme = supported_type(folder)[1]
-        supported_config(folder)
         placement = _placement(device, folder, dtype)
         step(f"loading {source.name}")
         with telling(step, f"loading {source.name}"):
@@ -117,7 +117,7 @@ def _placement(device: str, folder: Path, dtype: str) -> str:
         index = torch.device(device).index or 0
         plan.check(f"cuda:{index}", free[index])
         return f"cuda:{index}"
-    for wanted in (plan.needed + plan.copies, plan.needed):  # with room for drafts, if there is such a GPU
+    for wanted in (plan.needed + COPIES * plan.weights, plan.needed):  # with room for drafts, if there is such a GPU
         for i, n_bytes in enumerate(free):
             if n_bytes >= wanted:
                 return f"cuda:{i}"
@@ -136,13 +136,7 @@ class MemoryPlan:
 
     @property
     def needed(self) -> float:
-        """All of it."""
         return self.weights + self.context + self.workspace
-
-    @property
-    def copies(self) -> float:
-        """What int4 copies for drafts need on top."""
-        return COPIES * self.weights
 
     def check(self, where: str, free: int) -> None:
         """Raises: SettingsError: less is free there."""
@@ -159,41 +153,42 @@ class MemoryPlan:
 
 def memory_plan(folder: Path, dtype: str, on_cpu: bool) -> MemoryPlan:
     """Read from a model's files what it will need in memory; see `load`."""
-    config = supported_config(folder)
+    config, scheme = supported_config(folder), supported_type(folder)[1]
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     stored = getattr(config, "dtype", None) or torch.float32
     itemsize = (stored if dtype == "auto" else getattr(torch, dtype)).itemsize
     context = 2 * config.num_hidden_layers * kv_heads * width * itemsize * PLANNED_TOKENS
-    return MemoryPlan(folder, _weight_bytes(folder, dtype, on_cpu), context, 0 if on_cpu else WORKSPACE)
+    weights = float(sum(path.stat().st_size for path in weight_files(folder) if path.is_file()))
+    if scheme is None:
+        weights *= itemsize / stored.itemsize
+    elif scheme.kind is None and not on_cpu:  # its codes are de-quantised on a GPU
+        weights *= 8 * itemsize / scheme.bits
+    return MemoryPlan(folder, weights, context, 0 if on_cpu else WORKSPACE)
 
 
-def _weight_bytes(folder: Path, dtype: str, on_cpu: bool) -> float:
-    n_stored = sum(path.stat().st_size for path in weight_files(folder) if path.is_file())
-    stored = getattr(supported_config(folder), "dtype", None) or torch.float32
-    target = stored if dtype == "auto" else getattr(torch, dtype)
-    scheme = supported_type(folder)[1]
-    if scheme is not None and (scheme.kind is not None or on_cpu):
-        return float(n_stored)
-    # What else is quantised is de-quantised on a GPU.
-    return float(
-        n_stored * target.itemsize / stored.itemsize * (1 if scheme is None else 8 * stored.itemsize / scheme.bits)
-    )
+@contextmanager
+def _reading(what: str, folder: Path, placement: str) -> Iterator[None]:
+    """Say what cannot be loaded where a reader fails, each of which has errors of its own."""
+    try:
+        yield
+    except SwiftoptError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise SettingsError(f"{folder} does not fit the memory of {placement}: use another --device") from error
+    except Exception as error:
+        raise ModelNotFound(f"{what} cannot be loaded ({first_line(error)}): copy or download it again") from error
 
 
 def _load_weights(folder: Path, dtype: str, placement: str, scheme: Scheme | None) -> Any:
     auto: Any = AutoModelForCausalLM
     on_cpu = None if scheme is None else {"": "cpu"}  # where a library would take a GPU
     device_map = {"cpu": on_cpu, "auto-map": "auto"}.get(placement, {"": placement})
-    try:
+    with _reading(str(folder), folder, placement):
         model, found = auto.from_pretrained(
             folder, dtype=dtype, device_map=device_map, local_files_only=True, output_loading_info=True
         )
-    except torch.OutOfMemoryError as error:
-        raise SettingsError(f"{folder} does not fit the memory of {placement}: use another --device") from error
-    except Exception as error:  # a damaged file: each format's reader has errors of its own
-        raise ModelNotFound(f"{folder} cannot be loaded ({first_line(error)}): copy or download it again") from error
     refuse_missing(found["missing_keys"], folder)
     return model.eval().requires_grad_(False)
 
@@ -203,26 +198,16 @@ def _load_packed(folder: Path, scheme: Scheme, dtype: str, placement: str, doing
         raise SettingsError(
             f"{folder} is quantised ({scheme.words}), and such a model lies on one device: use --device cpu or cuda:N"
         )
-    try:
+    with _reading(str(folder), folder, placement):
         model, n_parameters = load_packed(folder, scheme, dtype, doing, step)
         return model.to(placement), n_parameters
-    except torch.OutOfMemoryError as error:
-        raise SettingsError(f"{folder} does not fit the memory of {placement}: use another --device") from error
-    except SwiftoptError:
-        raise
-    except Exception as error:  # as in _load_weights
-        raise ModelNotFound(f"{folder} cannot be loaded ({first_line(error)}): copy or download it again") from error
 
 
 def _load_tokenizer(folder: Path) -> Any:
     if not has_tokenizer(folder):
         return None
-    try:
+    with _reading(f"the tokenizer in {folder}", folder, "cpu"):
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # as in _load_weights
-        raise ModelNotFound(
-            f"the tokenizer in {folder} cannot be loaded ({first_line(error)}): copy it again"
-        ) from error
 
 
 def at_speed(runtime: Runtime, speed: Speed, lay_out: bool = True) -> None:
@@ -268,7 +253,7 @@ def at_speed(runtime: Runtime, speed: Speed, lay_out: bool = True) -> None:
 
 
 def _by_native(runtime: Runtime, lay_out: bool) -> str | None:
-    """Let our kernels compute the passes; return why they cannot, or None."""
+    """Return why our kernels cannot compute the passes; None: they do from now on."""
     if runtime.device.type != "cpu":
         return f"they are for a CPU, and the model lies on {runtime.device}"
     from .kernels.build import kernels
@@ -338,7 +323,6 @@ def de_quantise(runtime: Runtime) -> None:
 
 
 def _put(runtime: Runtime, name: str, module: nn.Module, made: nn.Module) -> None:
-    """Put a module in place of a linear map."""
     cast(Any, runtime.hf_model).set_submodule(name, made)
     for block in runtime.blocks:
         if any(one is module for one in (*block.parts.qkv, block.parts.out)):

@@ -13,10 +13,10 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ from ..core.settings import FORMATS, group_size
 from ..core.types import LayerSet
 from .blocks import LINEAR, Block, LayerModules, PackedLinear
 from .buffer import free_bytes
-from .coded import CHUNK, ROWS, CodedLinear, pack
+from .coded import ROWS, CodedLinear, by_rows, pack
 from .kernels.device import coded_linear
 from .quantised_checkpoints import is_by_library
 from .saved import cache_root, replacing
@@ -39,7 +39,6 @@ LEVELS = 15  # steps of a 4-bit code
 SMALLEST_GROUP = 32  # inputs of packed weights come in multiples of it
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)  # of a group's range that are tried: the tails may cost less than coarser steps
 BITS = {name: 8 if name == "int8" else 4 for name in FORMATS}
-DEVICE_CHUNK = 1 << 27  # weights that are quantised at a time on a GPU
 STORED_BITS = 16  # at least, of weights that are not quantised
 
 HASH = re.compile(r"v\d+:[0-9a-f]{16}")  # what `models.fingerprint` gives; made-up names of tests are none
@@ -54,24 +53,28 @@ aten = torch.ops.aten
 class QuantisedLinear(nn.Module):
     """Linear maps of the same input, one behind the other, with quantised weights; their biases are added as they are.
 
-    Args: weights: (out, in) each. biases: (out,) or None each. name: a format of `core.settings`.
-          made: codes and scales of the same maps, from an earlier time. packed: for our kernels alone.
+    Args: modules: linear maps. name: a format of `core.settings`. made: codes and scales of the same maps, from an
+          earlier time. packed: for our kernels alone.
     """
 
     def __init__(
         self,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
+        modules: Sequence[nn.Module],
         name: str,
         made: tuple[Tensor, Tensor] | None = None,
         packed: bool = False,
     ) -> None:
         super().__init__()
+        weights = [weight_of(module) for module in modules]
         self.n_out, self.n_in = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
         self.packed, self.bits = packed, BITS[name]
         width = self.n_in + (-self.n_in % SMALLEST_GROUP if packed else 0)
         self.group = group_size("int4" if packed and name == "int8" else name, width)
-        self.bias = _joined(weights, biases)
+        biases = [cast("Tensor | None", getattr(module, "bias", None)) for module in modules]
+        self.bias: Tensor | None = None
+        if any(bias is not None for bias in biases):
+            same = zip(weights, biases, strict=True)
+            self.bias = torch.cat([w.new_zeros(w.shape[0]) if b is None else b for w, b in same])
         # The kernels take no float64; a model in it runs its drafts in float32.
         self._dtype = weights[0].dtype if weights[0].dtype != torch.float64 else torch.float32
         self.codes, self.scales = made or self._quantised(weights)
@@ -94,8 +97,7 @@ class QuantisedLinear(nn.Module):
     @property
     def n_bytes(self) -> int:
         """Memory that the copy holds."""
-        kept = [self.codes, self.scales] + ([] if self.bias is None else [self.bias])
-        return sum(tensor.numel() * tensor.element_size() for tensor in kept)
+        return sum(kept.nbytes for kept in (self.codes, self.scales, self.bias) if kept is not None)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (rows, in) to (rows, out)."""
@@ -122,25 +124,9 @@ def quantise_int8(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return codes, scales.to(dtype)
 
 
-def _by_rows(
-    quantise: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]], weight: Tensor, group: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise a few rows at a time: on a CPU it works in its caches then, several times faster than on all at once.
-
-    A GPU takes a hundred million weights at a time: a piece costs it launches, and scratch of some 30 bytes a weight.
-    """
-    chunk = CHUNK if weight.device.type == "cpu" else DEVICE_CHUNK
-    parts = [quantise(rows, group) for rows in torch.split(weight, max(1, chunk // weight.shape[1]))]
-    codes, scales, zeros = (torch.cat(same) for same in zip(*parts, strict=True))
-    return codes, scales, zeros
-
-
+@by_rows
 def quantise_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes 1 … 255, uint8 (out, in), scales and zeros (out, in / group): w ≈ (codes - 128) · scale + zero."""
-    return _by_rows(_round_groups, weight, group)
-
-
-def _round_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     grouped = weight.float().reshape(weight.shape[0], -1, group)
     least = torch.finfo(torch.bfloat16).tiny
     # Rounded first: an error of the scale counts as often as the code is large.
@@ -149,15 +135,12 @@ def _round_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     return codes.flatten(1), scale[..., 0], torch.zeros_like(scale[..., 0])
 
 
+@by_rows
 def quantise_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes 0 … 15, int32 (out, in), scales and zeros (out, in / group): weight ≈ (codes - 8) · scale + zero.
 
     Of some shrunk ranges each group takes the one with the least squared error.
     """
-    return _by_rows(_round_to_levels, weight, group)
-
-
-def _round_to_levels(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     grouped = weight.float().reshape(weight.shape[0], -1, group)
     low, high = grouped.amin(dim=-1, keepdim=True), grouped.amax(dim=-1, keepdim=True)
     middle, reach = (high + low) / 2, (high - low) / 2
@@ -187,12 +170,6 @@ def cuda_tiles(width: int) -> int:
     return next(n for n in (8, 4, 2) if width % (16 * n) == 0)
 
 
-def _joined(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor | None:
-    if all(bias is None for bias in biases):
-        return None
-    return torch.cat([w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)])
-
-
 def replaced(modules: Sequence[nn.Module], make: Callable[[Sequence[nn.Module]], nn.Module]) -> nn.Module:
     """Copy a module with `make`'s in place of its linear maps, each made of those of all the like `modules`."""
     if isinstance(modules[0], LINEAR):
@@ -210,22 +187,17 @@ def has_linears(module: nn.Module) -> bool:
     return any(isinstance(part, LINEAR) for part in module.modules())
 
 
-def quantised(
-    modules: Sequence[nn.Module], name: str, made: tuple[Tensor, Tensor] | None = None, packed: bool = False
-) -> QuantisedLinear:
-    """Make one quantised map of linear maps of the same input; `made`: its codes and scales, where they are at hand."""
-    weights = [cast(Tensor, m.weight).data for m in modules]
-    oriented = [w.t() if isinstance(m, Conv1D) else w for m, w in zip(modules, weights, strict=True)]
-    biases = [cast("Tensor | None", getattr(m, "bias", None)) for m in modules]
-    return QuantisedLinear(oriented, biases, name, made, packed)
+def weight_of(module: nn.Module) -> Tensor:
+    """Return the weight (out, in) of a linear map."""
+    weight = cast(Tensor, module.weight).data
+    return weight.t() if isinstance(module, Conv1D) else weight
 
 
-@dataclass(frozen=True, slots=True)
-class _Copy:
+class _Copy(NamedTuple):
     """The modules of a layer with a sub-layer's linear maps quantised, or the quantised head; and those maps."""
 
     modules: Any
-    maps: Sequence[QuantisedLinear]
+    maps: Sequence[QuantisedLinear] = ()
 
     @property
     def n_bytes(self) -> int:
@@ -290,9 +262,8 @@ class QuantisedCopies:
         """Make or read copies of one part in one format."""
         part, _, name = keys[0]
         path, devices = self._file(part, name), {self._device(key) for key in keys}
-        own = (
-            devices.pop() if len(devices) == 1 else torch.device("cpu")
-        )  # of a model over several, parts go on from there
+        # Parts of a model over several devices are read on the CPU, and go on from there.
+        own = devices.pop() if len(devices) == 1 else torch.device("cpu")
         kept = None if path is None else read_copy(path, own, self.packed)
         if kept is None:
             self._check_room(keys, own)
@@ -337,11 +308,11 @@ class QuantisedCopies:
         part, _, name = key
         modules = self._modules(key)
         if self._is_own(key):
-            return _Copy(modules, ())
+            return _Copy(modules)
         maps: list[QuantisedLinear] = []
 
         def one(modules: Sequence[nn.Module]) -> QuantisedLinear:
-            maps.append(quantised(modules, name, next(kept, None), self.packed))
+            maps.append(QuantisedLinear(modules, name, next(kept, None), self.packed))
             return maps[-1]
 
         if part == "head":

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from ..core.errors import LayerSetError, UnsupportedModel
 from ..core.types import LayerSet, SubLayer
 from .coded import PackedForm, packed_form
 from .families import FAMILIES, Family
+from .rows import KINDS
 from .saved import StoredTensors, stored_tensors, supported_config, supported_type
 
 Pair = tuple[int | None, int | None]  # the layers that a new layer's attention and its MLP come from; None: it has none
@@ -57,8 +58,13 @@ def pairs_of(layer_set: LayerSet, parallel: bool = False, no_ops: bool = False) 
             )
     left = [sub for sub in _sub_layers(layer_set.n_layers) if not layer_set.skips(*sub)]
     for place, (kind, layer) in enumerate(left[:1] if no_ops else left):
-        if kind != ("attn", "mlp")[place % 2]:
-            raise LayerSetError(_not_alternating(layer, kind, left[place - 1] if place else None))
+        if kind != KINDS[place % 2]:
+            words = {"attn": "attention", "mlp": "MLP"}
+            behind = f"follows the {words[left[place - 1][0]]} of layer {left[place - 1][1]}" if place else "begins"
+            raise LayerSetError(
+                f"what the layer set leaves does not alternate attention and MLP: the {words[kind]} of layer {layer}"
+                f" {behind}; take the nearest set that does"
+            )
     if len(left) % 2 and not no_ops:
         raise LayerSetError(
             f"the layer set ends with the attention of layer {left[-1][1]}, and a decoder layer ends with an MLP: take"
@@ -121,12 +127,6 @@ def nearest(layer_set: LayerSet, parallel: bool = False, most: int = MOST_NEARES
 def distance(one: LayerSet, other: LayerSet) -> int:
     """Return the number of sub-layers that one set leaves out and the other does not."""
     return len(one.skip_attn ^ other.skip_attn) + len(one.skip_mlp ^ other.skip_mlp)
-
-
-def is_parallel(config: Any) -> bool:
-    """Return whether attention and MLP of a layer read the same residual, by a transformers config."""
-    flag = FAMILIES[config.model_type].parallel_flag
-    return bool(getattr(config, flag, False)) if flag else False
 
 
 def check_restackable(config: Any) -> None:
@@ -199,7 +199,7 @@ def write_restacked(folder: Path, pairs: Sequence[Pair], out: Path, formats: Lay
         maps = [one for one in placed if one.sub and one.new.endswith(".weight") and len(shapes[one.stored]) == 2]
         form = None
         if formats is not None and takes_fewer_bits(folder):
-            subs = [sub for pair in pairs for sub in zip(("attn", "mlp"), pair, strict=True) if sub[1] is not None]
+            subs = [sub for pair in pairs for sub in zip(KINDS, pair, strict=True) if sub[1] is not None]
             form = packed_form(formats, cast("list[SubLayer]", subs), {shapes[one.stored][1] for one in maps})
         few = set[str]()
         if form is not None and formats is not None:
@@ -219,17 +219,7 @@ def takes_fewer_bits(folder: Path) -> bool:
 
 def _sub_layers(n_layers: int) -> list[SubLayer]:
     """Return all sub-layers in the order in which they run."""
-    kinds: tuple[Literal["attn", "mlp"], ...] = ("attn", "mlp")
-    return [(kind, layer) for layer in range(n_layers) for kind in kinds]
-
-
-def _not_alternating(layer: int, kind: str, before: SubLayer | None) -> str:
-    words = {"attn": "attention", "mlp": "MLP"}
-    behind = "begins" if before is None else f"follows the {words[before[0]]} of layer {before[1]}"
-    return (
-        f"what the layer set leaves does not alternate attention and MLP: the {words[kind]} of layer {layer} {behind};"
-        " take the nearest set that does"
-    )
+    return [(kind, layer) for layer in range(n_layers) for kind in KINDS]
 
 
 def _shortened(config: Mapping[str, Any], n_layers: int) -> dict[str, Any]:
@@ -278,7 +268,6 @@ def _placed(names: Mapping[str, object], family: Family, pairs: Sequence[Pair], 
     """Return every tensor of the new checkpoint, layer by layer."""
     inner = family.layers.partition(".")[2]  # files of a bare decoder lack the first word
     layered = re.compile(rf"((?:{re.escape(family.layers)}|{re.escape(inner)})\.)(\d+)\.(.+)")
-    kinds: tuple[Literal["attn", "mlp"], ...] = ("attn", "mlp")
     parts = {
         "attn": (family.attn, family.attn_norm, family.attn_post_norm),
         "mlp": (family.mlp, family.mlp_norm, family.mlp_post_norm),
@@ -291,7 +280,7 @@ def _placed(names: Mapping[str, object], family: Family, pairs: Sequence[Pair], 
             found.append(_Placed(name, name, None))
             continue
         stem, layer, rest = match[1], int(match[2]), match[3]
-        kind = next((k for k in kinds if any(m and rest.startswith(f"{m}.") for m in parts[k])), None)
+        kind = next((k for k in KINDS if any(m and rest.startswith(f"{m}.") for m in parts[k])), None)
         if kind is None:
             raise UnsupportedModel(
                 f"{folder} has a tensor {name!r} that belongs neither to attention nor to the MLP of its layer: its"

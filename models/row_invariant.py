@@ -12,9 +12,9 @@ from typing import Any, cast
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from .coded import GROUPS, CodedLinear
+from .coded import CodedLinear
 from .kernels import device, layout
-from .kernels.native import Unsupported, norm_kind, refuse_hooks
+from .kernels.native import Unsupported, norm_kind, refuse_group, refuse_hooks
 from .quantised_checkpoints import is_by_library
 from .runtime import Runtime
 
@@ -59,8 +59,7 @@ def _unless_trained(compute: Callable[[Tensor], Tensor], otherwise: Callable[[Te
 
 def _map(module: nn.Linear | Conv1D | CodedLinear) -> Callable[[Tensor], Tensor]:
     if isinstance(module, CodedLinear):
-        if module.group not in GROUPS:
-            raise Unsupported(f"groups of {module.group} weights are computed by torch")
+        refuse_group(module)
         return partial(_coded, module)
     return partial(_linear, module, turned=isinstance(module, Conv1D))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Literal, Protocol, cast
 
 import numpy as np
@@ -216,6 +216,12 @@ class PassPlan:
             visible = visible & (slots[None] > own[:, None] - window)
         mask = torch.zeros(visible.shape, dtype=self.runtime.dtype, device=device)
         return mask.masked_fill_(~visible, torch.finfo(self.runtime.dtype).min)
+
+
+def plans_of(runtime: PassRunner, passes: Sequence[Pass]) -> list[PassPlan]:
+    """Return the plan of each pass; its rows lie behind those of the passes before it."""
+    firsts = accumulate((len(each.rows.token_ids) for each in passes), initial=0)
+    return [PassPlan(runtime, each.rows, each.buffer, first) for each, first in zip(passes, firsts, strict=False)]
 
 
 Member = tuple[PassPlan, frozenset[int]]  # a pass, and those of its variants that run a sub-layer

@@ -17,7 +17,7 @@ from ..core.records import ModelInfo
 from ..core.types import LayerSet
 from .blocks import Block, RotaryTables, submodule
 from .buffer import KVBuffer
-from .families import context_limit, family_of, windows_of
+from .families import context_limit, family_of, is_parallel, windows_of
 from .quantised import QuantisedCopies
 from .rows import (
     KINDS,
@@ -30,6 +30,7 @@ from .rows import (
     Rows,
     SharedRows,
     TablePlan,
+    plans_of,
     uploaded,
 )
 
@@ -81,7 +82,7 @@ class Runtime:
         self.tokenizer = tokenizer
         self.info = info
         self.n_layers = len(layers)
-        self.parallel = bool(getattr(config, family.parallel_flag, False)) if family.parallel_flag else False
+        self.parallel = is_parallel(config)
         self.windows = windows_of(config, family, self.n_layers)
         self.blocks = [Block(layer, i, config, family, self.windows[i]) for i, layer in enumerate(layers)]
         self.max_positions = context_limit(config)
@@ -134,7 +135,6 @@ class Runtime:
                 passes.forget()
 
     def drop_copies(self, name: str) -> None:
-        """Give back the memory of all quantised copies in a format."""
         self.copies.drop(name)
         self.weights_moved()
 
@@ -241,10 +241,7 @@ class Runtime:
     def _computed(self, passes: Sequence[Pass]) -> list[Tensor]:
         # Made before the layers run: on a GPU, a transfer waits for what was asked of it before.
         wanted = [self._wanted(each) for each in passes]
-        plans: list[PassPlan] = []
-        for each in passes:
-            first = plans[-1].first + plans[-1].n if plans else 0
-            plans.append(PassPlan(self, each.rows, each.buffer, first))
+        plans = plans_of(self, passes)
         formats = [name for _, names in wanted for name in names]
         rows = [plan.first + row for plan, (own, _) in zip(plans, wanted, strict=True) for row in own]
         of_all = rows == list(range(plans[-1].first + plans[-1].n))
@@ -343,7 +340,6 @@ class Runtime:
         return self.head(self.normed(hidden if index is None else hidden[index]), name)
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """The final norm alone, on its device."""
         return cast(Tensor, self.final_norm(hidden if self.one_device else hidden.to(self.final_norm.weight.device)))
 
     def take_head(self, head: nn.Module) -> None:

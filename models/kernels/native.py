@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from ...core.settings import THREADS
 from ...core.types import LayerSet
 from ..blocks import Block, LayerModules
 from ..coded import GROUPS, ROWS, CodedLinear
-from ..quantised import QuantisedLinear
+from ..quantised import QuantisedLinear, weight_of
 from ..rows import KINDS, Kind, Pass, keepers
 from . import layout
 from .build import Kernels
@@ -203,13 +203,11 @@ class NativePasses:
             return map_of(module, bias)
         refuse_hooks(module)
         if isinstance(module, CodedLinear):
-            if module.group not in GROUPS:
-                raise Unsupported(f"groups of {module.group} weights are computed by torch")
+            refuse_group(module)
             return map_of(module, bias)
         if type(module) not in (nn.Linear, Conv1D):
             raise Unsupported(f"a linear map such as {type(module).__name__} is computed by torch")
-        weight = cast(Tensor, module.weight)
-        weight = weight.t() if isinstance(module, Conv1D) else weight
+        weight = weight_of(module)
         if weight.dtype != self.runtime.dtype or (weight.shape[1] > 1 and weight.stride(1) != 1):
             raise Unsupported("weights of such a layout are computed by torch")
         return map_of(weight, bias)
@@ -325,16 +323,13 @@ class NativePasses:
 def map_of(weight: Tensor | QuantisedLinear | CodedLinear, bias: Tensor | None = None) -> layout.Map:
     """A linear map by weights (n_out, n_in), whose rows lie together, or by codes of them."""
     bias_at = None if bias is None else bias.data_ptr()
-    if isinstance(weight, CodedLinear):
-        codes, scales = weight.codes.data_ptr(), weight.scales.data_ptr()
-        order = None if weight.order is None else weight.order.data_ptr()
+    if isinstance(weight, CodedLinear | QuantisedLinear):
+        assert weight.group is not None  # packed
+        own = getattr(weight, "order", None)
+        order = None if own is None else own.data_ptr()
+        zeros = ZEROS_AS_CODES[weight.scales.dtype] if isinstance(weight, CodedLinear) else layout.ZERO_VALUES
         shape = weight.n_in, weight.n_out, weight.bits, weight.group
-        return layout.Map(codes, bias_at, scales, order, 0, *shape, ZEROS_AS_CODES[weight.scales.dtype])
-    if isinstance(weight, QuantisedLinear):
-        codes, scales = weight.codes.data_ptr(), weight.scales.data_ptr()
-        assert weight.packed and weight.group is not None
-        shape = weight.n_in, weight.n_out, weight.bits, weight.group
-        return layout.Map(codes, bias_at, scales, None, 0, *shape, layout.ZERO_VALUES)
+        return layout.Map(weight.codes.data_ptr(), bias_at, weight.scales.data_ptr(), order, 0, *shape, zeros)
     n_out, n_in = weight.shape
     return layout.Map(weight.data_ptr(), bias_at, None, None, weight.stride(0), n_in, n_out, 0, 0, 0)
 
@@ -382,6 +377,12 @@ def run(
         raise MemoryError(f"a pass over {n} rows needs more memory than there is")
     if failed:
         raise SettingsError(f"no thread could be started beside this one: lower {THREADS}")
+
+
+def refuse_group(module: CodedLinear) -> None:
+    """Raises: Unsupported: the kernels know no groups of that size."""
+    if module.group not in GROUPS:
+        raise Unsupported(f"groups of {module.group} weights are computed by torch")
 
 
 def refuse_hooks(module: nn.Module) -> None:

@@ -20,6 +20,7 @@ from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, swift
 from swiftopt.models import quantised
+from swiftopt.models.coded import plain_linear
 from swiftopt.models.quantised import QuantisedLinear, cuda_tiles, quantise_groups, quantise_int4
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
@@ -36,7 +37,7 @@ def linear_weight(n_out: int = 40, width: int = WIDTH) -> torch.Tensor:
 @pytest.mark.parametrize(("name", "steps"), [("int8", 254), ("int4", 15), ("int4-64", 15), ("int4-32", 15)])
 def test_quantised_weight_is_within_half_a_step_of_each_groups_range(name: str, steps: int, dtype: torch.dtype) -> None:
     weight = linear_weight().to(dtype)
-    copy = QuantisedLinear([weight], [None], name)
+    copy = QuantisedLinear([plain_linear(weight, None)], name)
     seen = copy(torch.eye(WIDTH, dtype=dtype)).T.float()  # what the kernel makes of each weight
     grouped = weight.float().unflatten(1, (-1, copy.group or WIDTH))
     reach = (
@@ -61,7 +62,7 @@ def test_pieces_of_any_size_have_the_codes_of_the_whole(
 def test_finer_groups_are_never_worse() -> None:
     weight = linear_weight()
     errors = [
-        (QuantisedLinear([weight], [None], name)(torch.eye(WIDTH)).T - weight).norm()
+        (QuantisedLinear([plain_linear(weight, None)], name)(torch.eye(WIDTH)).T - weight).norm()
         for name in ("int4", "int4-64", "int4-32", "int8")
     ]
     assert errors == sorted(errors, reverse=True) and errors[-1] > 0
@@ -71,13 +72,13 @@ def test_maps_of_one_input_are_one_product_with_their_own_biases() -> None:
     first, second = linear_weight(24), linear_weight(9)
     bias = torch.arange(9.0)
     x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(4))
-    joined = QuantisedLinear([first, second], [None, bias], "int4")(x)
-    torch.testing.assert_close(joined[:, :24], QuantisedLinear([first], [None], "int4")(x))
-    torch.testing.assert_close(joined[:, 24:], QuantisedLinear([second], [bias], "int4")(x))
+    joined = QuantisedLinear([plain_linear(first, None), plain_linear(second, bias)], "int4")(x)
+    torch.testing.assert_close(joined[:, :24], QuantisedLinear([plain_linear(first, None)], "int4")(x))
+    torch.testing.assert_close(joined[:, 24:], QuantisedLinear([plain_linear(second, bias)], "int4")(x))
 
 
 def test_width_that_no_group_divides_is_int8() -> None:
-    copy = QuantisedLinear([linear_weight(8, 48)], [None], "int4")
+    copy = QuantisedLinear([plain_linear(linear_weight(8, 48), None)], "int4")
     assert copy.group is None and copy.codes.dtype == torch.int8
 
 
@@ -115,7 +116,8 @@ def test_draft_of_quantised_parts_is_the_model_with_those_weights(family: str) -
                 if isinstance(weight, nn.Parameter) and weight.dim() == 2:
                     is_conv = type(module).__name__ == "Conv1D"
                     stored = weight.data.T if is_conv else weight.data
-                    seen = QuantisedLinear([stored], [None], dict(formats)[kind])(torch.eye(stored.shape[1]).double())
+                    copy = QuantisedLinear([plain_linear(stored, None)], dict(formats)[kind])
+                    seen = copy(torch.eye(stored.shape[1]).double())
                     weight.data = seen if is_conv else seen.T.contiguous()
     rows = [3, 1, 4, 1, 5]
     variant = LayerSet(4, formats=formats)

@@ -26,7 +26,7 @@ from swiftopt.models.coded import CodedLinear, Codes
 from swiftopt.models.kernels import build
 from swiftopt.models.kernels.build import Kernels
 from swiftopt.models.loading import at_speed, load
-from swiftopt.models.quantised import QuantisedLinear, quantised
+from swiftopt.models.quantised import QuantisedLinear
 
 DTYPES = [torch.float32, torch.bfloat16]
 FORMATS = ["int8", "int4", "int4-64", "int4-32"]
@@ -156,7 +156,7 @@ def packed(weight: Tensor, name: str, bias: Tensor | None = None) -> QuantisedLi
     module.weight.data = weight.contiguous()
     if bias is not None:
         module.bias.data = bias
-    return quantised([module], name, packed=True)
+    return QuantisedLinear([module], name, packed=True)
 
 
 def unpacked(copy: QuantisedLinear) -> Tensor:

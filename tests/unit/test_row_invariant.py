@@ -24,7 +24,7 @@ from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.coded import CodedLinear, Codes, unpack
 from swiftopt.models.kernels.native import Unsupported, norm_kind
 from swiftopt.models.loading import at_speed
-from swiftopt.models.quantised import quantised
+from swiftopt.models.quantised import QuantisedLinear
 from swiftopt.models.row_invariant import make_row_invariant
 from swiftopt.models.rows import PassPlan, Rows, RowTable, uploaded
 from swiftopt.models.runtime import Runtime
@@ -67,7 +67,7 @@ def test_a_linear_map_is_torchs_and_no_row_depends_on_others(dtype: torch.dtype,
 @pytest.mark.parametrize("name", ["int8", "int4-32", "int4-64"])
 def test_a_packed_copy_is_read_as_it_was_packed(name: str) -> None:
     plain = nn.Linear(100, 37)
-    made = quantised([plain], name, packed=True)
+    made = QuantisedLinear([plain], name, packed=True)
     made.codes, made.scales = made.codes.to(PLACE), made.scales.to(PLACE)
     assert made.group is not None
     width = made.scales.shape[1] * made.group
