@@ -17,7 +17,6 @@ from .families import Family
 
 
 def submodule(root: nn.Module, dotted: str | None) -> Any:
-    """Return the module at a dotted name, None for no name."""
     return None if dotted is None else root.get_submodule(dotted)
 
 
@@ -43,11 +42,9 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """(outputs, inputs)."""
         return self.packed.to_dense()
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, outputs) of (…, inputs)."""
         return onednn_linear(x, self.packed, self.bias)
 
 
@@ -71,7 +68,6 @@ class RowGroup:
 
     @property
     def n_rows(self) -> int:
-        """Number of rows."""
         return sum(length for _, _, length in self.spans)
 
 
@@ -88,8 +84,6 @@ class LayerRows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerModules:
-    """The modules of one decoder layer."""
-
     attn_norm: Any
     qkv: tuple[Any, ...]
     q_norm: Any
@@ -136,7 +130,6 @@ def attention_out(parts: LayerModules, mixed: Tensor) -> Tensor:
 
 
 def mlp_out(parts: LayerModules, hidden: Tensor) -> Tensor:
-    """Return what the MLP adds to `hidden` (rows, hidden_size)."""
     out = cast(Tensor, parts.mlp(parts.mlp_norm(hidden)))
     return out if parts.mlp_post is None else cast(Tensor, parts.mlp_post(out))
 
@@ -190,7 +183,6 @@ class Block:
         return self.functions.leave(parts, rows.attend(self, query, key, value))
 
     def mlp(self, hidden: Tensor, parts: LayerModules | None = None) -> Tensor:
-        """Return what the MLP adds to `hidden` (rows, hidden_size)."""
         return self.functions.mlp(parts or self.parts, hidden)
 
 
@@ -216,7 +208,6 @@ def _joined(parts: Iterable[Tensor | None]) -> Tensor | None:
 
 
 def _attended(block: Block, query: Tensor, key: Tensor, value: Tensor, group: RowGroup, buffer: KVBuffer) -> Tensor:
-    """Return what one sequence's rows read, (rows, heads * width), after writing their keys and values."""
     for row, slot, length in group.spans:
         whole = length == key.shape[0]
         keys, values = buffer.between(slot, slot + length)

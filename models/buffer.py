@@ -73,7 +73,6 @@ class KVBuffer:
         return views
 
     def address(self, device: torch.device) -> int:
-        """Return where the block of a device begins."""
         return self._blocks[device].data_ptr()
 
     @cached_property
@@ -83,7 +82,6 @@ class KVBuffer:
         return pointers(*(part.data_ptr() for part in self.keys)), pointers(*(part.data_ptr() for part in self.values))
 
     def copy_from(self, other: KVBuffer, n: int) -> None:
-        """Copy the first `n` slots of a buffer of the same model."""
         for device, block in self._blocks.items():
             block[:, :, :, :n] = other._blocks[device][:, :, :, :n]
 

@@ -37,7 +37,7 @@ def by_rows(quantise: Callable[Concatenate[Tensor, Form], Parts]) -> Callable[Co
     """
 
     @wraps(quantise)
-    def of_all(weight: Tensor, *args: Form.args, **kwargs: Form.kwargs) -> Parts:
+    def of_all(weight: Tensor, /, *args: Form.args, **kwargs: Form.kwargs) -> Parts:
         chunk = CHUNK if weight.device.type == "cpu" else DEVICE_CHUNK
         parts = [quantise(rows, *args, **kwargs) for rows in torch.split(weight, max(1, chunk // weight.shape[1]))]
         return cast(Parts, tuple(torch.cat(same) for same in zip(*parts, strict=True)))
@@ -152,7 +152,6 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> tuple[Tenso
 
 
 def unpack(blocks: Tensor, pairs: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and zeros that `pack` laid out."""
     quads = blocks.view(len(blocks), -1, ROWS, 4)
     if bits == 4:
         quads = torch.stack((quads & 15, quads >> 4), dim=2).flatten(1, 2)

@@ -54,7 +54,6 @@ class Heads:
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Depths with a head, shallowest first."""
         return tuple(sorted(self.transforms))
 
     def logits(self, runtime: Runtime, depth: int, hidden: Tensor) -> Tensor:
@@ -82,7 +81,6 @@ class Probe:
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """The one depth."""
         return (self.depth,)
 
     def acceptance(self, hidden: Tensor) -> float:
@@ -112,7 +110,6 @@ class StagedPass:
 
     @property
     def n_rows(self) -> int:
-        """Rows added so far."""
         return len(self.depths)
 
     @property
@@ -121,7 +118,6 @@ class StagedPass:
         return self._hidden[-1]
 
     def add(self, token_id: int) -> None:
-        """Append a row of which no layer has run."""
         self._hidden.append(self.runtime.embed([token_id], self.first_slot + self.n_rows))
         self.depths.append(0)
 
@@ -147,7 +143,6 @@ class StagedPass:
     def _run(
         self, first: int, until: int, wanted: Sequence[int] | None, drafts: bool
     ) -> Generator[Pass, Tensor, Tensor]:
-        """Bring the rows from `first` on, which stand alike, to `until` layers."""
         hidden = self._hidden[first] if first == self.n_rows - 1 else torch.cat(self._hidden[first:])
         states: list[Tensor] = []
         rows = Rows([0] * hidden.shape[0], self.first_slot + first)
@@ -159,7 +154,6 @@ class StagedPass:
 
 
 def n_parameters(learned: Heads | Probe) -> int:
-    """Return the number of parameters in addition to the model's."""
     return sum(tensor.numel() for tensor in learned.tensors().values())
 
 
@@ -282,7 +276,6 @@ class _Linear(nn.Module):
         self.chosen = chosen
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (rows, in) to (rows, out)."""
         weight = self.stack[self.chosen.layers]
         bias = None if self.bias_stack is None else self.bias_stack[self.chosen.layers]
         if x.shape[0] == 1 or (x.device.type == "cpu" and x.dtype != torch.float32):
@@ -322,7 +315,6 @@ def _stacked(modules: Sequence[Any], chosen: _Chosen) -> Callable[[Tensor], Tens
 
 
 def _join(modules: Sequence[nn.Module]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Stack parameters and buffers of like modules; the parameters become views of their stack."""
     params: dict[str, Tensor] = {}
     for name, _ in modules[0].named_parameters():
         own = [module.get_parameter(name) for module in modules]

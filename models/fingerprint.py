@@ -109,24 +109,21 @@ def plain_name(name: str) -> str:
     return _HEAD if name == "embed_out.weight" else name  # GPT-NeoX files
 
 
-def _runs(n_values: int) -> list[tuple[int, int]]:
-    """Return the half-open ranges of flat positions to sample: all of a small tensor, else evenly spaced runs."""
-    if n_values <= N_RUNS * RUN_LENGTH:
-        return [(0, n_values)]
-    starts = [i * (n_values - RUN_LENGTH) // (N_RUNS - 1) for i in range(N_RUNS)]
-    return [(start, start + RUN_LENGTH) for start in starts]
-
-
 def _sample(name: str, tensor: Tensor) -> Tensor:
-    """Return float32 values of a tensor on the CPU, shape (≤ 64,); of one in a file no more than these is read."""
+    """Return float32 values on the CPU, shape (≤ 64,): all of a small tensor, else evenly spaced runs.
+
+    Of a tensor in a file no more than these is read.
+    """
     if tensor.is_meta:
         raise InvalidInput(f"weight {name} is on the meta device: load the model with all its weights in memory")
     flat = tensor.detach().reshape(-1)
-    return torch.cat([flat[start:stop] for start, stop in _runs(flat.numel())]).to("cpu").to(torch.float32)
+    if len(flat) > N_RUNS * RUN_LENGTH:
+        starts = [i * (len(flat) - RUN_LENGTH) // (N_RUNS - 1) for i in range(N_RUNS)]
+        flat = torch.cat([flat[start : start + RUN_LENGTH] for start in starts])
+    return flat.to("cpu").to(torch.float32)
 
 
 def _in_file(path: Path) -> dict[str, Tensor]:
-    """Map the tensors of a file into memory."""
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:

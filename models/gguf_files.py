@@ -107,7 +107,6 @@ def converted(gguf: Path, on_step: OnStep) -> Path:
 
 
 def _key(gguf: Path) -> str:
-    """Name a conversion by the file's name, its size and samples over its whole length."""
     try:
         size = gguf.stat().st_size
         digest = hashlib.sha256(f"{CONVERSION} {gguf.name} {size}".encode())
@@ -147,8 +146,7 @@ def _read(gguf: Path) -> tuple[Any, Any, tuple[dict[str, Any], dict[str, Any]] |
     auto: Any = AutoModelForCausalLM
     where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     try:
-        config = AutoConfig.from_pretrained(**where)
-        family_of(config)
+        family_of(AutoConfig.from_pretrained(**where))
         tokenizer = AutoTokenizer.from_pretrained(**where)
         model, found = auto.from_pretrained(**where, dtype=torch.float32, output_loading_info=True)
     except UnsupportedModel:
@@ -160,9 +158,6 @@ def _read(gguf: Path) -> tuple[Any, Any, tuple[dict[str, Any], dict[str, Any]] |
         raise ModelNotFound(f"{gguf} cannot be converted ({first_line(error)}): download it again") from error
     refuse_missing(found["missing_keys"], gguf)
     coded = coded_checkpoint(gguf_library.GGUFReader(str(gguf)), model)
-    if coded is not None:
-        state = {name: v.to(torch.bfloat16) if v.dtype == torch.float32 else v for name, v in coded[0].items()}
-        coded = state, coded[1]
     return _plain(model.to(torch.bfloat16)), tokenizer, coded
 
 
@@ -207,7 +202,7 @@ def _publish(unfinished: str, folder: Path) -> None:
 
 
 def coded_checkpoint(reader: Any, model: Any) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Return a state with the file's codes in place of weights, and what the config has to say then.
+    """Return a state with the file's codes in place of weights, bfloat16 for all else, and the config's fields for it.
 
     The codes are those of linear maps in the type that most of them have; None where that is neither Q8_0 nor Q4_0.
 
@@ -231,6 +226,7 @@ def coded_checkpoint(reader: Any, model: Any) -> tuple[dict[str, Tensor], dict[s
         state |= {f"{name}.{part}": value for part, value in coded.items()}
     tied = bool(model.config.tie_word_embeddings) and HEAD in plain
     config = {**FORMS[kind].config(plain), "ignore": sorted(plain)}  # the head is coded, too, where it can be
+    state = {name: value.to(torch.bfloat16) if value.dtype == torch.float32 else value for name, value in state.items()}
     return state, {"quantization_config": config, "tie_word_embeddings": tied}
 
 
@@ -284,7 +280,7 @@ def _rows_in_order(values: Tensor, weight: Tensor, config: Any) -> Tensor | None
 
 
 def stored_type(folder: Path) -> str:
-    """GGUF's word for the type of the folder's weights: BF16, F16 or F32.
+    """Return GGUF's name for the type of the folder's weights: BF16, F16 or F32.
 
     Raises: UnsupportedModel: they are of another type.
     """
@@ -298,7 +294,7 @@ def stored_type(folder: Path) -> str:
 
 
 def gguf_of(folder: Path, rounding: Rounding, on_step: OnStep = no_step) -> Path:
-    """The folder's weights in one GGUF file in the cache, written where it is not there yet.
+    """Return the GGUF file of the folder's weights in the cache, written where it is not there yet.
 
     "stored" keeps the type of the weights; "F16", "Q8_0" and "Q4_0" round every matrix to it, embeddings included.
     Vectors are in F32. F16 holds bfloat16 values exactly from 2^-17 to 65504, and smaller ones to within 2^-25.
@@ -335,8 +331,8 @@ def write_gguf(folder: Path, path: Path, kind: str) -> None:
     writer = gguf.GGUFWriter(str(path), name)
     _add_settings(writer, config, gguf.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
     _add_tokens(writer, folder, config)
-    placed = []
     with closing(writer), stored_tensors(folder) as tensors:
+        placed = []
         for stored, shape in tensors.shapes().items():
             place = names.get_name(stored, try_suffixes=(".weight", ".bias"))
             if place is None:
@@ -347,18 +343,15 @@ def write_gguf(folder: Path, path: Path, kind: str) -> None:
             block, block_bytes = gguf.GGML_QUANT_SIZES[of_type]
             if shape[-1] % block:
                 raise UnsupportedModel(
-                    f"{stored} in {folder} has rows of {shape[-1]} values, which {kind} does not part by {block}"
+                    f"{stored} in {folder} has rows of {shape[-1]} values, which {kind} does not divide by {block}"
                 )
             n_bytes = math.prod(shape) // block * block_bytes
             writer.add_tensor_info(place, shape, np.dtype(np.float32), n_bytes, of_type)
             placed.append((stored, of_type))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
+        for part in ("header", "kv_data", "ti_data"):
+            getattr(writer, f"write_{part}_to_file")()
         for stored, of_type in placed:
-            values = tensors.read(stored).float().numpy()
-            if name in PAIRED:
-                values = _paired(stored, values, config)
+            values = _paired(stored, tensors.read(stored).float().numpy(), config)
             writer.write_tensor_data(gguf.quants.quantize(values, of_type))
 
 
@@ -415,13 +408,13 @@ def _add_tokens(writer: Any, folder: Path, config: Any) -> None:
 
 
 def _paired(stored: str, values: np.ndarray[Any, Any], config: Any) -> np.ndarray[Any, Any]:
-    """Rows of query and key in llama.cpp's order; other weights as they are.
+    """Return rows of query and key in llama.cpp's order; other weights as they are.
 
     Args: values: float32, shape (heads · head size, hidden) or, for a bias, (heads · head size,).
     """
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     n_heads = heads.get(stored.split(".")[-2])
-    if n_heads is None:
+    if n_heads is None or ARCHITECTURES[config.model_type] not in PAIRED:
         return values
     halves = values.reshape(n_heads, 2, -1, *values.shape[1:])  # (heads, 2, head size / 2, hidden)
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))

@@ -86,7 +86,6 @@ class StaticPass:
 
     @torch.inference_mode()
     def run(self) -> Answer:
-        """Compute the states and, if they are wanted, the logits."""
         runtime, shape = self.runtime, self.shape
         hidden = self.begun
         if hidden is None:
@@ -144,7 +143,6 @@ class GraphPasses:
         return [logits[id(each)] for each in passes]
 
     def _shape(self, passes: Sequence[Pass]) -> Shape | None:
-        """Return the shape of a pass over the rows of several with one layer set; None: there is none."""
         one, n = passes[0], sum(len(each.rows.token_ids) for each in passes)
         first, last = one.layers or (0, self.runtime.n_layers)
         begun = {each.hidden is not None for each in passes}

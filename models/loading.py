@@ -275,7 +275,6 @@ def _by_native(runtime: Runtime, lay_out: bool) -> str | None:
 
 
 def _by_row(runtime: Runtime) -> None:
-    """Let the row-invariant kernels compute the passes, replayed where that is faster."""
     from .row_invariant import make_row_invariant
 
     reason = make_row_invariant(runtime)
@@ -287,7 +286,6 @@ def _by_row(runtime: Runtime) -> None:
 
 
 def _by_graphs(runtime: Runtime) -> None:
-    """Replay CUDA graphs where the model lies on one CUDA device and they are faster there."""
     if runtime.device.type != "cuda" or not runtime.one_device:
         return
     try:

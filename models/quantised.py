@@ -96,11 +96,9 @@ class QuantisedLinear(nn.Module):
 
     @property
     def n_bytes(self) -> int:
-        """Memory that the copy holds."""
         return sum(kept.nbytes for kept in (self.codes, self.scales, self.bias) if kept is not None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (rows, in) to (rows, out)."""
         out = self._product(x.to(self._dtype)).to(x.dtype)
         if out.shape[-1] != self.n_out:
             out = out[:, : self.n_out]
@@ -183,7 +181,6 @@ def replaced(modules: Sequence[nn.Module], make: Callable[[Sequence[nn.Module]],
 
 
 def has_linears(module: nn.Module) -> bool:
-    """Tell whether there is a linear map in a module."""
     return any(isinstance(part, LINEAR) for part in module.modules())
 
 
@@ -222,7 +219,6 @@ class QuantisedCopies:
 
     @property
     def n_bytes(self) -> int:
-        """Memory that all copies hold."""
         return sum(one.n_bytes for one in self._made.values())
 
     def bytes_of(self, layer_set: LayerSet) -> int:
@@ -234,7 +230,6 @@ class QuantisedCopies:
         return cast(LayerModules, self._copy((kind, layer, name)).modules)
 
     def head(self, name: str) -> nn.Module:
-        """Return the quantised head; made at the first call."""
         return cast(nn.Module, self._copy(("head", 0, name)).modules)
 
     def lay_out(self, packed: bool) -> None:
@@ -259,7 +254,6 @@ class QuantisedCopies:
             self._prepare(keys, on_step)
 
     def _prepare(self, keys: Sequence[Key], on_step: Callable[[str], None] | None) -> None:
-        """Make or read copies of one part in one format."""
         part, _, name = keys[0]
         path, devices = self._file(part, name), {self._device(key) for key in keys}
         # Parts of a model over several devices are read on the CPU, and go on from there.
@@ -342,13 +336,11 @@ def _bits_of(part: str, modules: Any) -> int:
 
 
 def _maps_of(part: str, modules: Any) -> list[nn.Module]:
-    """Return the linear maps of a part."""
     own = [modules] if part == "head" else [*modules.qkv, modules.out] if part == "attn" else modules.mlp.modules()
     return [module for module in own if isinstance(module, LINEAR)]
 
 
 def _size(module: nn.Module) -> int:
-    """Return how many weights a linear map has, without making them."""
     if isinstance(module, CodedLinear):
         return module.n_out * module.n_in
     own = module.packed if isinstance(module, PackedLinear) else module.weight
@@ -356,7 +348,6 @@ def _size(module: nn.Module) -> int:
 
 
 def _wanted(layer_set: LayerSet) -> Iterator[Key]:
-    """Yield the copies that a draft runs."""
     for layer in range(layer_set.n_layers):
         for kind in ("attn", "mlp"):
             if not layer_set.skips(kind, layer) and (name := layer_set.format_of(kind, layer)) is not None:
@@ -371,7 +362,6 @@ def _place(key: Key, number: int) -> str:
 
 
 def _pairs(kept: Mapping[str, Tensor], key: Key, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield codes and scales of a part's maps, in their order, on the device."""
     for number in count():
         at = _place(key, number)
         if f"{at}codes" not in kept:

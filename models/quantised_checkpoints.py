@@ -61,7 +61,7 @@ PACKED_ROWS = 32  # outputs that a block of the library's own layout for CPUs ha
 def load_packed(folder: Path, scheme: Scheme, dtype: str, doing: str, on_step: OnStep) -> tuple[Any, int]:
     """Load a quantised checkpoint on the CPU; its quantised maps are `CodedLinear`, of 8-bit floats plain ones.
 
-    Args:    dtype: as `models.loading.load`. doing: what `on_step` is told with the share of the weights that is read.
+    Args:    dtype: as `models.loading.load`. doing: what `on_step` receives, with the share of the weights read.
     Returns: the model, in evaluation mode, and how many parameters it stands for.
     Raises:  ModelNotFound: tensors are missing, or are not what the config says.
     """
@@ -79,10 +79,7 @@ def load_packed(folder: Path, scheme: Scheme, dtype: str, doing: str, on_step: O
         rest = {places[name]: stored for name, stored in own.items() if name in places}
         maps = _quantised_maps(model, scheme, own)
         if not maps:
-            raise ModelNotFound(
-                f"{folder / 'config.json'} says {scheme.words}, but no linear map in its files is stored so: copy the"
-                " model's folder again"
-            )
+            raise _none_stored(folder, scheme)
         told = time.monotonic()
         for number, (name, parts) in enumerate(maps.items()):
             if time.monotonic() - told > TOLD_S:
@@ -111,6 +108,13 @@ def load_packed(folder: Path, scheme: Scheme, dtype: str, doing: str, on_step: O
     return model.eval().requires_grad_(False), n_parameters
 
 
+def _none_stored(folder: Path, scheme: Scheme) -> ModelNotFound:
+    return ModelNotFound(
+        f"{folder / 'config.json'} says {scheme.words}, but no linear map in its files is stored so: copy the model's"
+        " folder again"
+    )
+
+
 def _empty(config: Any, dtype: torch.dtype) -> Any:
     from accelerate import init_empty_weights
 
@@ -132,7 +136,6 @@ def _quantised_maps(model: nn.Module, scheme: Scheme, own: Mapping[str, str]) ->
 
 
 def _take_rest(model: nn.Module, values: Mapping[str, Tensor], dtype: torch.dtype, folder: Path) -> None:
-    """Put what is not quantised into the model, in its dtype."""
     shapes = {name: value.shape for name, value in model.state_dict().items()}
     for name, value in values.items():
         if value.shape != shapes[name] or not value.is_floating_point() or value.itemsize == 1:  # which wants a scale
@@ -163,11 +166,11 @@ def _made(
 ) -> CodedLinear | nn.Linear:
     if scheme.format in ("float-quantized", "fp8"):
         own = None if bias is None else bias.to(dtype)
-        return plain_linear(read_floats(scheme, shape, parts).to(dtype), own)
-    return CodedLinear(read_codes(scheme, shape, parts), bias, dtype)
+        return plain_linear(_read_floats(scheme, shape, parts).to(dtype), own)
+    return CodedLinear(_read_codes(scheme, shape, parts), bias, dtype)
 
 
-def read_floats(scheme: Scheme, shape: tuple[int, ...], parts: Mapping[str, Tensor]) -> Tensor:
+def _read_floats(scheme: Scheme, shape: tuple[int, ...], parts: Mapping[str, Tensor]) -> Tensor:
     """Read a map's weight, float32 (out, in) = `shape`, from 8-bit floats and a scale of each block of them."""
     name, codes = NAMES[scheme.format]
     if codes not in parts:
@@ -187,11 +190,11 @@ def read_floats(scheme: Scheme, shape: tuple[int, ...], parts: Mapping[str, Tens
     return weight.mul_(spread)
 
 
-def read_codes(scheme: Scheme, shape: tuple[int, ...], parts: Mapping[str, Tensor]) -> Codes:
+def _read_codes(scheme: Scheme, shape: tuple[int, ...], parts: Mapping[str, Tensor]) -> Codes:
     """Read a map (out, in) = `shape` from its tensors, by the names of `NAMES`."""
-    missing = [name for name in NAMES[scheme.format] if name not in parts and name not in OPTIONAL]
-    if not scheme.symmetric and scheme.format in ("pack-quantized", "int-quantized"):
-        missing += [] if "weight_zero_point" in parts else ["weight_zero_point"]
+    zeros_needed = not scheme.symmetric and scheme.format in ("pack-quantized", "int-quantized")
+    optional = [name for name in OPTIONAL if name != "weight_zero_point" or not zeros_needed]
+    missing = [name for name in NAMES[scheme.format] if name not in parts and name not in optional]
     if missing:
         raise _Mismatch(f"it lacks {missing[0]}")
     n_out, n_in = shape
@@ -321,10 +324,7 @@ def check_library(folder: Path, scheme: Scheme) -> None:
     logging.getLogger(LIBRARY).setLevel(logging.ERROR)  # it warns of each cast, in every pass
     with stored_tensors(folder) as tensors:
         if not any(name.endswith(MARKS[str(scheme.kind)]) for name in tensors.shapes()):
-            raise ModelNotFound(
-                f"{folder / 'config.json'} says {scheme.words}, but no linear map in its files is stored so: copy the"
-                " model's folder again"
-            )
+            raise _none_stored(folder, scheme)
 
 
 def take_maps(model: Any, scheme: Scheme, dtype: str, folder: Path) -> int:
@@ -376,7 +376,6 @@ def _check(name: str, module: Any, model: Any, scheme: Scheme, folder: Path) -> 
 
 
 def _is_whole(module: Any, scheme: Scheme) -> bool:
-    """Whether a map has codes and scales of its size."""
     shape = (module.out_features, module.in_features)
     if scheme.kind == "int8":
         scales = getattr(module.weight, "SCB", None)

@@ -95,7 +95,6 @@ def nearest(layer_set: LayerSet, parallel: bool = False, most: int = MOST_NEARES
 
     @cache
     def cheapest(step: int, state: str) -> float:
-        """Return the fewest changes from this step on."""
         if step == len(steps):
             return 0.0 if state == "attn next" else float("inf")
         return min(cost + cheapest(step + 1, after) for _, after, cost in choices(step, state))
@@ -218,12 +217,10 @@ def takes_fewer_bits(folder: Path) -> bool:
 
 
 def _sub_layers(n_layers: int) -> list[SubLayer]:
-    """Return all sub-layers in the order in which they run."""
     return [(kind, layer) for layer in range(n_layers) for kind in KINDS]
 
 
 def _shortened(config: Mapping[str, Any], n_layers: int) -> dict[str, Any]:
-    """Return the stored config of a model with that many layers, all of one kind."""
     changed: dict[str, Any] = {key: n_layers for key in ("num_hidden_layers", "n_layer") if key in config}
     if isinstance(config.get("layer_types"), list):
         changed["layer_types"] = config["layer_types"][:n_layers]
@@ -265,7 +262,6 @@ class _Placed(NamedTuple):
 
 
 def _placed(names: Mapping[str, object], family: Family, pairs: Sequence[Pair], folder: Path) -> list[_Placed]:
-    """Return every tensor of the new checkpoint, layer by layer."""
     inner = family.layers.partition(".")[2]  # files of a bare decoder lack the first word
     layered = re.compile(rf"((?:{re.escape(family.layers)}|{re.escape(inner)})\.)(\d+)\.(.+)")
     parts = {
@@ -294,7 +290,6 @@ def _placed(names: Mapping[str, object], family: Family, pairs: Sequence[Pair], 
 def _values(
     tensors: StoredTensors, placed: Sequence[_Placed], few: Collection[str], form: PackedForm | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the new tensors; those named in `few` as the form has them."""
     for one in placed:
         value = tensors.read(one.stored)
         if form is not None and one.new in few:

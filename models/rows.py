@@ -168,13 +168,11 @@ class PassPlan:
         return self._indices[key]
 
     def positions(self, device: torch.device) -> Tensor:
-        """int64, (rows,)."""
         if self.rows.positions is None:
             return torch.arange(self.rows.first_slot, self.end, device=device)
         return uploaded(self.rows.positions, device)
 
     def group(self, block: Block, variants: frozenset[int]) -> RowGroup:
-        """The rows of `variants` as `block` sees them."""
         key = (block.window, block.layer_type, block.device, variants)
         if key not in self._groups:
             self._groups[key] = self._make_group(block, variants)
@@ -273,7 +271,6 @@ class RowTable:
 
     @property
     def n_fields(self) -> int:
-        """Fields of a table."""
         return self.field(len(self.windows))
 
     def made(self, members: Sequence[Member], device: torch.device) -> Table:
@@ -315,7 +312,6 @@ class RowTable:
         return table
 
     def field(self, view: int) -> int:
-        """Return the field that a window's view begins with."""
         return kernels.ROW_FIELDS + view * (kernels.LIST + self.longest)
 
     def _tiles(self, seen: Sequence[Seen], ends: set[int]) -> list[tuple[int, int]]:
@@ -329,8 +325,6 @@ class RowTable:
 
 
 class _Rows:
-    """The chosen rows of one pass, and what they see."""
-
     def __init__(self, plan: PassPlan, chosen: NDArray[np.int64]) -> None:
         assert plan.buffer is not None
         rows, self.buffer, self.chosen, self.first = plan.rows, plan.buffer, chosen, plan.rows.first_slot

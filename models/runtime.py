@@ -124,7 +124,6 @@ class Runtime:
         return 2 * self.n_layers * heads.n_kv_heads * heads.width * self.dtype.itemsize
 
     def new_buffer(self, capacity: int) -> KVBuffer:
-        """An empty buffer of `capacity` slots."""
         heads = self.blocks[0].heads
         return KVBuffer([block.device for block in self.blocks], heads.n_kv_heads, heads.width, capacity, self.dtype)
 
@@ -177,18 +176,9 @@ class Runtime:
             )
 
     @torch.inference_mode()
-    def prefill(
-        self,
-        token_ids: Sequence[int],
-        buffer: KVBuffer,
-        first_slot: int = 0,
-        capture: Mapping[int, list[Tensor]] | None = None,
-    ) -> Tensor:
-        """Run a whole text into slots `first_slot`, …; returns the logits (vocab,) after its last token.
-
-        Args: capture: as in `forward`; a text of several passes appends to it several times.
-        """
-        for each in self.prefill_passes(token_ids, buffer, first_slot, capture):
+    def prefill(self, token_ids: Sequence[int], buffer: KVBuffer, first_slot: int = 0) -> Tensor:
+        """Run a whole text into slots `first_slot`, …; returns the logits (vocab,) after its last token."""
+        for each in self.prefill_passes(token_ids, buffer, first_slot):
             logits = self.forward_together([each])[0]
         return logits[0]
 
@@ -203,7 +193,8 @@ class Runtime:
     ) -> Iterator[Pass]:
         """The passes that `prefill` makes; the last one gives the logits (1, vocab) after the text.
 
-        Args: load: the engine's; None: nobody waits for these passes. every_row: each pass gives all its rows' logits.
+        Args: capture: as in `forward`; a text of several passes appends to it several times.
+              load: the engine's; None: nobody waits for these passes. every_row: each pass gives all its rows' logits.
         """
         start = 0
         while start < len(token_ids):
@@ -277,7 +268,6 @@ class Runtime:
         return wanted, [names[row // (n // len(names))] for row in wanted]
 
     def _index(self, rows: Sequence[int]) -> Tensor:
-        """Row numbers as the head takes them."""
         if self.native is not None:
             return torch.tensor(rows, dtype=torch.int32)
         return uploaded(rows, self.blocks[-1].device)
@@ -343,7 +333,6 @@ class Runtime:
         return cast(Tensor, self.final_norm(hidden if self.one_device else hidden.to(self.final_norm.weight.device)))
 
     def take_head(self, head: nn.Module) -> None:
-        """Compute logits by that map from now on."""
         self._head = self.copies.head_map = head
 
     def head(self, normed: Tensor, name: str | None = None) -> Tensor:
@@ -358,7 +347,6 @@ class Runtime:
         return self._capped(logits)
 
     def head_module(self, name: str | None) -> Any:
-        """The head, or its copy in a format."""
         return self._head if name is None else self.copies.head(name)
 
     def _capped(self, logits: Tensor) -> Tensor:
@@ -383,7 +371,6 @@ class Runtime:
 
 
 def _by_format(plans: Sequence[PassPlan], layer: int, kind: Kind) -> dict[str | None, list[Member]]:
-    """Who runs a layer's attention or MLP, by weight format."""
     found: dict[str | None, list[Member]] = {}
     for plan in plans:
         for name, variants in plan.kept[layer][kind]:

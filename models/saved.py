@@ -140,7 +140,6 @@ def replacing(path: Path, mode: int = 0o644) -> Iterator[Path]:
 
 
 def is_complete(folder: Path) -> bool:
-    """Tell whether config and all weights are there."""
     if not (folder / "config.json").is_file():
         return False
     files = weight_files(folder)
@@ -172,7 +171,6 @@ class StoredTensors:
         self._files = files
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor, in the files' order."""
         return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
 
     def read(self, name: str) -> Any:
@@ -201,7 +199,6 @@ def stored_tensors(folder: Path) -> Iterator[StoredTensors]:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Tell whether some tokenizer was saved with the model."""
     return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
@@ -281,7 +278,6 @@ class Scheme:
 
     @property
     def words(self) -> str:
-        """What the config says, for a sentence."""
         if self.kind is not None:
             return f"{self.format}, {self.kind}"
         if self.rows != 1:

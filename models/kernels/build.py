@@ -113,7 +113,6 @@ def _options(name: str) -> list[str]:
 
 
 def _library(name: str) -> Path:
-    """Where the library lies: under a name that changes with the sources, the machine and how it is compiled."""
     digest = hashlib.sha256("|".join([platform.machine(), platform.system(), *_options(name)]).encode())
     for source in SOURCES:
         digest.update((Path(__file__).parent / source).read_bytes())
@@ -153,7 +152,6 @@ def _compiled(name: str, path: Path) -> Kernels:
 
 
 def _problem_of(command: list[str]) -> str | None:
-    """Run a compiler; return what went wrong, or None."""
     try:
         done = subprocess.run(command, capture_output=True, errors="replace", timeout=COMPILE_S, check=False)
     except subprocess.TimeoutExpired:
@@ -213,7 +211,6 @@ def speeds_file() -> Path:
 
 
 def kept_speeds() -> Speeds:
-    """What was measured here, as far as it can be read."""
     try:
         kept = json.loads(speeds_file().read_text(encoding="utf-8"))
         speeds = {str(name): {str(case): float(speed) for case, speed in cases.items()} for name, cases in kept.items()}

@@ -232,7 +232,6 @@ if importlib.util.find_spec("triton") is not None:
 
 @cache
 def are_there() -> bool:
-    """Tell whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 

@@ -18,8 +18,6 @@ def _fields(kind: type[Any], names: str) -> list[tuple[str, type[Any]]]:
 
 
 class Map(Structure):
-    """A linear map."""
-
     _fields_ = [
         *_fields(c_void_p, "weight bias scales order"),
         *_fields(c_int64, "stride"),
@@ -28,14 +26,10 @@ class Map(Structure):
 
 
 class Norm(Structure):
-    """A norm over the last dimension."""
-
     _fields_ = [*_fields(c_void_p, "weight bias"), ("eps", c_float), ("kind", c_int32)]
 
 
 class Attention(Structure):
-    """An attention sub-layer with its norms."""
-
     _fields_ = [
         *_fields(Norm, "before after query_norm key_norm"),
         ("projections", Map * 3),
@@ -47,8 +41,6 @@ class Attention(Structure):
 
 
 class Mlp(Structure):
-    """An MLP sub-layer with its norms."""
-
     _fields_ = [
         *_fields(Norm, "before after"),
         ("into", Map * 2),
@@ -58,14 +50,10 @@ class Mlp(Structure):
 
 
 class Step(Structure):
-    """One thing that a pass does."""
-
     _fields_ = [("part", c_void_p), *_fields(c_int32, "kind layer window rows rotation from_kept")]
 
 
 class Rotation(Structure):
-    """Tables of a rotary embedding."""
-
     _fields_ = [*_fields(c_void_p, "cos sin"), ("width", c_int64)]
 
 

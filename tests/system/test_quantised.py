@@ -54,7 +54,7 @@ def test_pieces_of_any_size_have_the_codes_of_the_whole(
 ) -> None:
     whole = quantise(linear_weight(), 64)
     for chunk in (1, 3 * WIDTH):
-        monkeypatch.setattr(quantised, "CHUNK", chunk)
+        monkeypatch.setattr("swiftopt.models.coded.CHUNK", chunk)
         for part, own in zip(quantise(linear_weight(), 64), whole, strict=True):
             assert torch.equal(part, own)
 
