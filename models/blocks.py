@@ -48,6 +48,8 @@ class PackedLinear(nn.Module):
         return onednn_linear(x, self.packed, self.bias)
 
 
+# Cosine and sign-folded sine (positions, rotary_dim) by layer type, device and least number of positions.
+RotationTables = Callable[[str, torch.device, int], tuple[Tensor, Tensor] | None]
 LINEAR = nn.Linear | Conv1D | PackedLinear | CodedLinear  # what a quantised copy can be made of
 
 
@@ -239,29 +241,29 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turned * cos + turned.roll(width // 2, -1) * sin, x[..., width:]), dim=-1)
 
 
-class RotaryTables:
-    """Cosines and sines per layer type and device, from a model's own rotary module; None: a model without rotary."""
+def rotation_tables(module: Any, dtype: torch.dtype, max_positions: int) -> RotationTables:
+    """Return the tables of a model's own rotary module, each kept and made anew when it is too short.
 
-    def __init__(self, module: Any, dtype: torch.dtype, max_positions: int) -> None:
-        self._module, self._dtype, self._max_positions = module, dtype, max_positions
-        self._tables: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = {}
+    The module is None for a model without rotary positions, which has no tables.
+    """
+    tables: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = {}
 
-    def of(self, layer_type: str, device: torch.device, n_positions: int) -> tuple[Tensor, Tensor] | None:
-        """Return cosine and sign-folded sine (positions, rotary_dim) of `n_positions` at least; None without rotary."""
-        if self._module is None:
+    def table_of(layer_type: str, device: torch.device, n_positions: int) -> tuple[Tensor, Tensor] | None:
+        if module is None:
             return None
-        table = self._tables.get((layer_type, device))
+        table = tables.get((layer_type, device))
         if table is None or table[0].shape[0] < n_positions:
-            size = min(self._max_positions, max(n_positions, 1024, 2 * (0 if table is None else table[0].shape[0])))
-            probe = torch.empty(0, dtype=self._dtype, device=device)
+            size = min(max_positions, max(n_positions, 1024, 2 * (0 if table is None else table[0].shape[0])))
+            probe = torch.empty(0, dtype=dtype, device=device)
             positions = torch.arange(max(size, n_positions), device=device)[None]
-            cos, sin = self._module(probe, positions, layer_type) if layer_type else self._module(probe, positions)
+            cos, sin = module(probe, positions, layer_type) if layer_type else module(probe, positions)
             half = sin.shape[-1] // 2
             folded = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
             # Dispatched over devices, the rotary module answers on its own, whatever device it was asked for.
-            table = (cos[0].to(device), folded.to(device))
-            self._tables[(layer_type, device)] = table
+            table = tables[layer_type, device] = cos[0].to(device), folded.to(device)
         return table
+
+    return table_of
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float) -> Tensor:

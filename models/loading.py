@@ -117,7 +117,7 @@ def _placement(device: str, folder: Path, dtype: str) -> str:
         index = torch.device(device).index or 0
         plan.check(f"cuda:{index}", free[index])
         return f"cuda:{index}"
-    for wanted in (plan.needed + COPIES * plan.weights, plan.needed):  # with room for drafts, if there is such a GPU
+    for wanted in (plan.needed + plan.copies, plan.needed):  # with room for drafts, if there is such a GPU
         for i, n_bytes in enumerate(free):
             if n_bytes >= wanted:
                 return f"cuda:{i}"
@@ -137,6 +137,11 @@ class MemoryPlan:
     @property
     def needed(self) -> float:
         return self.weights + self.context + self.workspace
+
+    @property
+    def copies(self) -> float:
+        """What int4 copies for drafts need on top."""
+        return COPIES * self.weights
 
     def check(self, where: str, free: int) -> None:
         """Raises: SettingsError: less is free there."""

@@ -9,7 +9,7 @@ buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..core.types import LayerSet
-from .blocks import Block, BufferRows, HeadLayout, RowGroup
+from .blocks import Block, BufferRows, HeadLayout, RotationTables, RowGroup
 from .buffer import KVBuffer
 from .kernels import device as kernels
 
@@ -46,27 +46,15 @@ class Load:
 class PassRunner(Protocol):
     """What passes need of a model; `models.runtime.Runtime` has it."""
 
-    @property
-    def n_layers(self) -> int: ...
-
-    @property
-    def windows(self) -> Sequence[int | None]: ...
-
-    @property
-    def max_positions(self) -> int: ...
-
-    @property
-    def blocks(self) -> Sequence[Block]: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def rotation(self) -> Callable[[str, torch.device, int], tuple[Tensor, Tensor] | None]: ...
+    n_layers: int
+    windows: tuple[int | None, ...]
+    max_positions: int
+    blocks: list[Block]
+    dtype: torch.dtype
+    rotation: RotationTables
 
     def forward_together(self, passes: Sequence[Pass]) -> list[Tensor]:
         """Return the wanted logits (rows, vocab) of each pass."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

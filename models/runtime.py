@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..core.errors import ContextOverflow, InvalidInput, LayerSetError, SettingsError, UnsupportedModel
 from ..core.records import ModelInfo
 from ..core.types import LayerSet
-from .blocks import Block, RotaryTables, submodule
+from .blocks import Block, RotationTables, rotation_tables, submodule
 from .buffer import KVBuffer
 from .families import context_limit, family_of, is_parallel, windows_of
 from .quantised import QuantisedCopies
@@ -49,8 +49,7 @@ class CapturedPasses(Protocol):
 class KernelPasses(Protocol):
     """Passes that our kernels compute; `models.kernels.native`."""
 
-    @property
-    def level(self) -> str: ...
+    level: str
 
     def run_layers(self, hidden: Tensor, passes: Sequence[Pass], first: int, last: int) -> None: ...
 
@@ -100,7 +99,8 @@ class Runtime:
         ends = {self.device, self.final_norm.weight.device, self._head_device}
         self.one_device = len({block.device for block in self.blocks} | ends) == 1
         self.reads_late = self.device.type == "cuda"  # what is computed is waited for when it is read
-        self.rotation = RotaryTables(submodule(hf_model, family.rotary), self.dtype, self.max_positions).of
+        rotary = submodule(hf_model, family.rotary)
+        self.rotation: RotationTables = rotation_tables(rotary, self.dtype, self.max_positions)
         self.speed = "eager"
         self.graphs: CapturedPasses | None = None  # what passes are replayed by, see models.loading.at_speed
         self.native: KernelPasses | None = None  # what passes are computed by in place of torch, likewise
