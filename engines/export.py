@@ -238,7 +238,7 @@ def export(
             prompts: on which the acceptance of the draft as a model by itself is measured, where it is a checkpoint:
             it then decides on set and lengths.
     Raises: InvalidInput: the folder exists, or the engine has no way to draft as the plan does. LayerSetError: the set
-            is another model's. UnsupportedModel: its layers cannot be put together anew. ModelNotFound: the model
+            is another model's. UnsupportedModel: its layers cannot be put together again. ModelNotFound: the model
             cannot be read. OutputError: the folder cannot be written.
     """
     if engine not in ENGINES:

@@ -34,7 +34,7 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 class PackedLinear(nn.Module):
-    """A linear map in oneDNN's order; `weight` gives the plain one, made anew each time."""
+    """A linear map in oneDNN's order; `weight` computes the plain one at each call."""
 
     def __init__(self, plain: nn.Linear) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotation_tables(module: Any, dtype: torch.dtype, max_positions: int) -> RotationTables:
-    """Return the tables of a model's own rotary module, each kept and made anew when it is too short.
+    """Return the tables of a model's own rotary module, each kept, and replaced by a longer one when it is too short.
 
     The module is None for a model without rotary positions, which has no tables.
     """
@@ -259,7 +259,7 @@ def rotation_tables(module: Any, dtype: torch.dtype, max_positions: int) -> Rota
             cos, sin = module(probe, positions, layer_type) if layer_type else module(probe, positions)
             half = sin.shape[-1] // 2
             folded = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
-            # Dispatched over devices, the rotary module answers on its own, whatever device it was asked for.
+            # Dispatched over devices, the rotary module computes on its own device, whatever device is given.
             table = tables[layer_type, device] = cos[0].to(device), folded.to(device)
         return table
 
@@ -269,7 +269,7 @@ def rotation_tables(module: Any, dtype: torch.dtype, max_positions: int) -> Rota
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     """Compute attention of (rows, heads, head_dim) over (kv_heads, slots, head_dim): (rows, heads * head_dim).
 
-    The query heads that share a key head become extra rows of it, so that keys and values are read where they lie and
+    The query heads that share a key head become extra rows of it, so that keys and values are read in place and
     never repeated. `mask` is additive, (groups * rows, slots), see `HeadLayout.of_groups`; None: each row sees all.
     """
     rows, heads, width = query.shape

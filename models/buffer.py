@@ -24,7 +24,7 @@ def free_bytes(device: torch.device) -> int:
         limit, used = (int((CONTAINER / name).read_text(encoding="ascii")) for name in ("memory.max", "memory.current"))
         kept = dict(line.split() for line in (CONTAINER / "memory.stat").read_text(encoding="ascii").splitlines())
         return min(free, max(0, limit - used + int(kept["inactive_file"])))
-    except (OSError, ValueError, KeyError):  # no limit, or none that is told
+    except (OSError, ValueError, KeyError):  # no limit, or none that can be read
         return free
 
 

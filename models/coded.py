@@ -100,7 +100,7 @@ class CodedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The de-quantised weight (out, in) in the model's dtype, made anew each time."""
+        """The de-quantised weight (out, in) in the model's dtype, computed at each call."""
         weight = torch.empty((self.n_out, self.n_in), dtype=self.dtype, device=self.codes.device)
         n_blocks = len(self.codes)
         for first in range(0, n_blocks, DEQUANTISED):

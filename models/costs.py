@@ -25,7 +25,7 @@ CHEAPER = 0.9  # what a row must cost in a pass of twice the rows, or wider ones
 DRAFT_WIDTHS = (1, 2, 4, 8)  # rows of a quantised draft's pass
 BUDGET_S = 4.0  # seconds that the repetitions may take, beyond the least number of them
 REPEATS = (3, 15)  # least and most repetitions of each pass
-DEAR = 2.2  # base passes; what costs more is seldom chosen, and timed twice
+EXPENSIVE = 2.2  # base passes; what costs more is rarely chosen, and is timed only twice
 SMALLEST_BUCKET = 256  # slots
 
 
@@ -88,7 +88,7 @@ def _wider(runtime: Runtime, bucket: int, n_rows: int, seconds: float) -> dict[i
 def measure_format(
     runtime: Runtime, profile: CostProfile, name: str, on_step: Callable[[str], None] | None = None
 ) -> CostProfile:
-    """Add to a profile what attention, MLP and head cost in a format, timed beside the target's own pass.
+    """Add to a profile what attention, MLP and head cost in a format, timed together with the target's own pass.
 
     The copies stay in the runtime's memory, for drafts.
     """
@@ -112,7 +112,7 @@ def with_formats(
 def _measured(
     runtime: Runtime, bucket: int, widths: Sequence[int], layer_set: LayerSet, on_step: Callable[[str], None] | None
 ) -> tuple[int, FormatCosts, float]:
-    """Time passes with a layer set that skips nothing, beside one row's pass of the whole model.
+    """Time passes with a layer set that skips nothing, together with one row's pass of the whole model.
 
     Returns: the context length, the costs, and the seconds of the whole model's pass.
     """
@@ -170,7 +170,7 @@ def _beside(
     bases = [_seconds(runs[base])]
     while repeats < REPEATS[0] or (repeats < REPEATS[1] and perf_counter() - started < BUDGET_S):
         for name, values in ratios.items():
-            if len(values) == 2 and min(values) > DEAR:
+            if len(values) == 2 and min(values) > EXPENSIVE:
                 continue
             seconds = _seconds(runs[name])
             bases.append(_seconds(runs[base]))

@@ -128,7 +128,7 @@ class StagedPass:
         """
         logits = self.newest[:0]
         while self.depths[-1] < depth:
-            # Rows that stand where the newest one stands: a run of rows at the end, which go on together.
+            # Rows that have run as many layers as the newest one: a run of rows at the end, which continue together.
             first = self.depths.index(self.depths[-1])
             until = min(depth, self.depths[first - 1]) if first else depth
             wanted = (self.n_rows - first - 1,) if with_logits and until == depth else ()
@@ -137,7 +137,7 @@ class StagedPass:
 
     def finish(self) -> Generator[Pass, Tensor, Tensor]:
         """Run what is left of every row; returns the logits (rows, vocab) after all layers."""
-        yield from self.advance(self.depths[0], drafts=False)  # where they all stand then
+        yield from self.advance(self.depths[0], drafts=False)  # all rows have run as many layers then
         return (yield from self._run(0, self.runtime.n_layers, None, drafts=False))
 
     def _run(
@@ -190,7 +190,9 @@ def learned_from_bytes(kind: LearnedKind, data: bytes, runtime: Runtime) -> Head
         )
     for depth in depths:
         if not 0 < depth < runtime.n_layers:
-            raise InvalidInput(f"the {kind} sit after layer {depth}, but this model has {runtime.n_layers}: train anew")
+            raise InvalidInput(
+                f"the {kind} sit after layer {depth}, but this model has {runtime.n_layers}: train it again"
+            )
     width = int(runtime.config.get_text_config().hidden_size)
     if kind == "probe":
         direction = _tensor(tensors, "direction", (width,)).float().to(runtime.device)
@@ -237,7 +239,7 @@ class StackedLayers:
 
     @torch.inference_mode()
     def step(self, hidden: Tensor, layers: Sequence[int], slots: Sequence[int], buffer: KVBuffer) -> Tensor:
-        """Run row i of `hidden` (rows, hidden_size), which stands at slot and position slots[i], through layers[i].
+        """Run row i of `hidden` (rows, hidden_size), which is at slot and position slots[i], through layers[i].
 
         Every layer must have the keys and values of all slots before, and no two rows the same layer.
         """

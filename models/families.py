@@ -25,7 +25,7 @@ class Family:
     positions: str | None = None  # learned position embedding, added to the token's
     norm: str = "model.norm"
     rotary: str | None = "model.rotary_emb"
-    rotary_by_type: bool = False  # the rotary module wants the layer type (Gemma 3)
+    rotary_by_type: bool = False  # the rotary module takes the layer type (Gemma 3)
     head: str = "lm_head"
     attn: str = "self_attn"
     attn_norm: str = "input_layernorm"

@@ -69,7 +69,7 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # token types of GGUF
 
 
 def converted(gguf: Path, on_step: OnStep) -> Path:
-    """Return the folder of the file's weights and tokenizer, converting them where that was not yet done.
+    """Return the folder of the file's weights and tokenizer, converting the file the first time.
 
     It appears under its name only when it is complete, so that processes may convert at the same time.
 
@@ -179,7 +179,7 @@ def _plain(model: Any) -> Any:
 
 @contextmanager
 def _parsed_once() -> Iterator[None]:
-    """Let transformers, which parses the file anew for config, tokenizer and weights, get one reader for all."""
+    """Give transformers one reader for config, tokenizer and weights: it would parse the file for each of them."""
     import gguf as gguf_library
 
     library: Any = gguf_library

@@ -64,7 +64,7 @@ class StaticPass:
         size = (shape.width, int(runtime.config.get_text_config().hidden_size))
         self.begun = torch.zeros(size, dtype=runtime.dtype, device=runtime.device) if shape.begun else None
         self._plan = PassPlan(runtime, Rows([0] * shape.width, 0, variants=shape.variants))
-        # Held here, for the runtime drops a table when it makes a longer one, and a graph reads where this one lies.
+        # Held here: the runtime drops a table when it makes a longer one, but a graph keeps the address of this one.
         self._rotations = [
             runtime.rotation(block.layer_type, runtime.device, self.table.n_positions) for block in runtime.blocks
         ]
@@ -72,7 +72,7 @@ class StaticPass:
     def fill(self, passes: Sequence[Pass]) -> None:
         """Take the rows of passes of this shape, one behind the other.
 
-        Raises: TableFullError: some row sees more than a table can tell.
+        Raises: TableFullError: some row sees more slots than a table holds.
         """
         plans, device = plans_of(self.runtime, passes), self.runtime.device
         made = self.table.made([(plan, plan.every) for plan in plans], device)
@@ -155,7 +155,7 @@ class GraphPasses:
         return Shape(width, n_slots, one.rows.variants, first, last, begun.pop(), is_read)
 
     def _is_due(self, shape: Shape) -> bool:
-        """Count a use, and tell whether the shape is captured or to be captured now."""
+        """Count a use; return whether the shape is captured or is to be captured now."""
         if shape in self._passes:
             return True
         if len(self._uses) > 64 * MOST_GRAPHS:

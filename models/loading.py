@@ -36,9 +36,9 @@ from .saved import (
     no_step,
     quiet,
     refuse_missing,
+    reporting_progress,
     supported_config,
     supported_type,
-    telling,
     weight_files,
 )
 from .sources import check_names, local_folder
@@ -59,7 +59,7 @@ def load(
     Args:   dtype: "auto" (as stored; bfloat16 for GGUF), "float32", "bfloat16" or "float16".
             device: "cpu", "cuda", "cuda:N", "auto-map" to spread the model over devices, or "auto": the first GPU that
             has room for it, all of them together where none has, and the CPU where there is none.
-            on_step: told in a few words what is being done.
+            on_step: called with a few words on each step.
             speed: see `at_speed`.
     torch and our kernels then compute with one thread per usable core, or as many as SWIFTOPT_THREADS says.
 
@@ -76,7 +76,7 @@ def load(
         scheme = supported_type(folder)[1]
         placement = _placement(device, folder, dtype)
         step(f"loading {source.name}")
-        with telling(step, f"loading {source.name}"):
+        with reporting_progress(step, f"loading {source.name}"):
             if scheme is None:
                 model = _load_weights(folder, dtype, placement, scheme)
                 n_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -223,26 +223,26 @@ def at_speed(runtime: Runtime, speed: Speed, lay_out: bool = True) -> None:
     Triton on a CUDA device, replayed as graphs where that is faster. "native": by our own kernels (`models.kernels`),
     for a CPU. "eager": torch's own operations one by one, as a runtime begins. "onednn": eager, its linear maps by
     oneDNN over weights in its own order, in place of the plain ones. "compiled": all but attention by `torch.compile`,
-    which wants a C++ compiler on a CPU. "graphs": passes of up to 32 rows replayed as CUDA graphs. "compiled+graphs":
+    which needs a C++ compiler on a CPU. "graphs": passes of up to 32 rows replayed as CUDA graphs. "compiled+graphs":
     both.
 
-    Args:   lay_out: GPT-2's weights may be laid out anew, which other holders of the model see as strides.
+    Args:   lay_out: GPT-2's weights may be transposed in memory, which other users of the model see as strides.
     Raises: SettingsError: there is no such speed, or not on this machine; nothing has changed then.
     """
     if speed not in get_args(Speed):
         raise SettingsError(f"speed {speed!r} does not exist: use {', '.join(get_args(Speed))}")
     if speed == "exact" and runtime.device.type == "cuda":
-        _by_row(runtime)
+        _use_row_invariant(runtime)
         return
     if speed in ("auto", "exact", "native"):
-        reason = _by_native(runtime, lay_out)
+        reason = _use_native(runtime, lay_out)
         if reason is not None and speed == "exact":
             raise SettingsError(f"passes cannot be exact here: {reason}: use another speed")
         if reason is not None and speed == "native":
             raise SettingsError(f"our kernels cannot be used: {reason}")
         if reason is not None:
             de_quantise(runtime)
-            _by_graphs(runtime)
+            _use_graphs(runtime)
         return
     if speed not in ("eager", "onednn") and any(is_by_library(module) for module in runtime.hf_model.modules()):
         raise SettingsError(f"speed {speed!r} is not for maps that a library computes: use auto, eager or onednn")
@@ -257,7 +257,7 @@ def at_speed(runtime: Runtime, speed: Speed, lay_out: bool = True) -> None:
     runtime.copies.lay_out(packed=False)
 
 
-def _by_native(runtime: Runtime, lay_out: bool) -> str | None:
+def _use_native(runtime: Runtime, lay_out: bool) -> str | None:
     """Return why our kernels cannot compute the passes; None: they do from now on."""
     if runtime.device.type != "cpu":
         return f"they are for a CPU, and the model lies on {runtime.device}"
@@ -279,7 +279,7 @@ def _by_native(runtime: Runtime, lay_out: bool) -> str | None:
     return None
 
 
-def _by_row(runtime: Runtime) -> None:
+def _use_row_invariant(runtime: Runtime) -> None:
     from .row_invariant import make_row_invariant
 
     reason = make_row_invariant(runtime)
@@ -287,10 +287,10 @@ def _by_row(runtime: Runtime) -> None:
         raise SettingsError(f"passes cannot be exact here: {reason}: use another speed")
     runtime.speed = "exact"
     runtime.copies.lay_out(packed=True)
-    _by_graphs(runtime)
+    _use_graphs(runtime)
 
 
-def _by_graphs(runtime: Runtime) -> None:
+def _use_graphs(runtime: Runtime) -> None:
     if runtime.device.type != "cuda" or not runtime.one_device:
         return
     try:
@@ -308,7 +308,7 @@ def _by_graphs(runtime: Runtime) -> None:
 def outputs_first(model: nn.Module) -> list[Conv1D]:
     """Lay the weights of GPT-2's maps, which hold an input's weights together, out as all others: by outputs.
 
-    Returns: the maps that were laid out anew.
+    Returns: the maps that were transposed.
     """
     turned = [module for module in model.modules() if isinstance(module, Conv1D) and module.weight.is_contiguous()]
     for module in turned:

@@ -202,7 +202,7 @@ class _Copy(NamedTuple):
 
 
 class QuantisedCopies:
-    """The quantised copies that drafts of one model asked for so far.
+    """The quantised copies that drafts of one model have used so far.
 
     Of a sub-layer, or a head, whose own weights have no more bits than a format, or are for a library alone, the copy
     is the sub-layer itself.
@@ -239,7 +239,7 @@ class QuantisedCopies:
             self._made.clear()
 
     def drop(self, name: str) -> None:
-        """Free all copies in a format unless it is `kept`; one that is asked for again is made, or read, again."""
+        """Free all copies in a format unless it is `kept`; one that is used later is made, or read, again."""
         if name not in self.kept:
             self._made = {key: one for key, one in self._made.items() if key[2] != name}
 
@@ -385,8 +385,8 @@ def read_copy(path: Path, device: torch.device, packed: bool = False) -> dict[st
     """Read a copy; None where there is none that can be read."""
     try:
         found = load_file(path, device=str(device))
-        # In the mapped file tensors begin anywhere. Our kernels read them there; torch's int8 kernel for CPUs dies of
-        # codes that are not aligned, and gets a copy in memory of torch's own.
+        # In the mapped file tensors begin anywhere. Our kernels read them there; torch's int8 kernel for CPUs crashes
+        # on codes that are not aligned, and gets a copy in torch's own memory.
         return found if packed or device.type != "cpu" else {key: found.pop(key).clone() for key in list(found)}
     except (OSError, SafetensorError):
         return None

@@ -27,7 +27,7 @@ from .families import family_of
 from .fingerprint import plain_name
 from .saved import (
     CONFIG_KEYS,
-    TOLD_S,
+    REPORT_S,
     CheckpointFormat,
     OnStep,
     Scheme,
@@ -80,10 +80,10 @@ def load_packed(folder: Path, scheme: Scheme, dtype: str, doing: str, on_step: O
         maps = _quantised_maps(model, scheme, own)
         if not maps:
             raise _none_stored(folder, scheme)
-        told = time.monotonic()
+        reported = time.monotonic()
         for number, (name, parts) in enumerate(maps.items()):
-            if time.monotonic() - told > TOLD_S:
-                told = time.monotonic()
+            if time.monotonic() - reported > REPORT_S:
+                reported = time.monotonic()
                 on_step(f"{doing}, {100 * number // len(maps)} % of the weights")
             rest.pop(f"{name}.bias", None)
             rest.pop(f"{name}.weight", None)
@@ -138,7 +138,7 @@ def _quantised_maps(model: nn.Module, scheme: Scheme, own: Mapping[str, str]) ->
 def _take_rest(model: nn.Module, values: Mapping[str, Tensor], dtype: torch.dtype, folder: Path) -> None:
     shapes = {name: value.shape for name, value in model.state_dict().items()}
     for name, value in values.items():
-        if value.shape != shapes[name] or not value.is_floating_point() or value.itemsize == 1:  # which wants a scale
+        if value.shape != shapes[name] or not value.is_floating_point() or value.itemsize == 1:  # which needs a scale
             raise ModelNotFound(
                 f"{name} in {folder} is {value.dtype} of shape {list(value.shape)}, and a model of its config.json has"
                 f" floating-point numbers of shape {list(shapes[name])} there: download or copy the model again"
@@ -391,8 +391,8 @@ def _is_whole(module: Any, scheme: Scheme) -> bool:
 def _set_compute_dtype(module: Any, dtype: torch.dtype | None) -> None:
     if dtype is not None:
         module.compute_dtype, module.compute_type_is_set = dtype, True
-    # On CPUs with bfloat16 products the library lays weights out anew at the first pass and computes in bfloat16,
-    # whatever the dtype, and dies of outputs that do not fill its blocks.
+    # On CPUs with bfloat16 products the library transposes weights at the first pass and computes in bfloat16,
+    # whatever the dtype, and crashes on outputs that do not fill its blocks.
     fits = module.out_features % PACKED_ROWS == 0
     module.support_avx512bf16_for_cpu &= fits and module.compute_dtype == torch.bfloat16
 
@@ -401,7 +401,7 @@ def _by_row(module: Any, compute: Callable[[Tensor], Tensor], threshold: float, 
     """Map (…, in) to (…, out) by LLM.int8, outliers of a row apart.
 
     DEVIATION: the library takes an input out of the 8-bit product for all rows of a pass as soon as one row has an
-    outlier there. A token would then depend on what is drafted beside it; here each row has what it has alone.
+    outlier there. A token would then depend on the other rows of its pass; here each row is computed as if alone.
     """
     outliers = x.half().abs() >= threshold
     out = compute(x.masked_fill(outliers, 0))

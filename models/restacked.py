@@ -134,11 +134,11 @@ def check_restackable(config: Any) -> None:
     if len(kinds) > 1 or FAMILIES[config.model_type].rotary_by_type:
         raise UnsupportedModel(
             f"this {config.model_type} model has attention types by layer, so its sub-layers cannot be put together"
-            " anew: only models whose layers are all of one kind can be exported as a draft"
+            " again: only models whose layers are all of one kind can be exported as a draft"
         )
     if getattr(config, "scale_attn_by_inverse_layer_idx", False):
         raise UnsupportedModel(
-            "this model scales attention by the layer's index, so its sub-layers cannot be put together anew: only"
+            "this model scales attention by the layer's index, so its sub-layers cannot be put together again: only"
             " models whose layers are all of one kind can be exported as a draft"
         )
 
@@ -280,7 +280,7 @@ def _placed(names: Mapping[str, object], family: Family, pairs: Sequence[Pair], 
         if kind is None:
             raise UnsupportedModel(
                 f"{folder} has a tensor {name!r} that belongs neither to attention nor to the MLP of its layer: its"
-                " layers cannot be put together anew"
+                " layers cannot be put together again"
             )
         new = (f"{stem}{at}.{rest}" for at, source in enumerate(sources[kind]) if source == layer)
         found += [_Placed(each, name, (kind, layer)) for each in new]

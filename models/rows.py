@@ -62,7 +62,7 @@ class Rows:
     """What one pass runs over.
 
     `token_ids`, int64 where they are a tensor, go to slots `first_slot`, `first_slot` + 1, …. Without `visible` the
-    rows are a chain: row i stands at position `first_slot` + i and sees every slot up to its own. With it, `positions`
+    rows are a chain: row i is at position `first_slot` + i and sees every slot up to its own. With it, `positions`
     are given and `visible`, bool (n, newest), says which of the newest slots each row sees; of the slots before these,
     all see the first `n_read` (None: all). `variants` splits the rows into equal consecutive shares, each leaving out
     its own layer set; empty means the full model.
@@ -230,7 +230,7 @@ class BufferPlan:
 
 
 def uploaded(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Return numbers as a tensor on a device, without waiting for what the device was asked to do before."""
+    """Return numbers as a tensor on a device, without waiting for the device's earlier work."""
     tensor = torch.as_tensor(values).to(dtype)
     if device.type == "cpu":
         return tensor
@@ -375,7 +375,7 @@ class TableRows:
 class TablePlan:
     """What the layers of a forward pass share where kernels read a table: for each subset of its rows one table.
 
-    Args: table, data: one made before, that stands for all subsets.
+    Args: table, data: one made before, which is used for all subsets.
     """
 
     def __init__(self, runtime: PassRunner, table: RowTable | None = None, data: Tensor | None = None) -> None:

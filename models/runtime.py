@@ -128,7 +128,7 @@ class Runtime:
         return KVBuffer([block.device for block in self.blocks], heads.n_kv_heads, heads.width, capacity, self.dtype)
 
     def weights_moved(self) -> None:
-        """Some weights lie elsewhere now, or are gone: passes that were captured read where they lay."""
+        """Forget the captured passes, which hold addresses of weights that have moved or are gone."""
         for passes in (self.graphs, self.native):
             if passes is not None:
                 passes.forget()
@@ -194,7 +194,7 @@ class Runtime:
         """The passes that `prefill` makes; the last one gives the logits (1, vocab) after the text.
 
         Args: capture: as in `forward`; a text of several passes appends to it several times.
-              load: the engine's; None: nobody waits for these passes. every_row: each pass gives all its rows' logits.
+              load: the engine's; None: nothing else waits. every_row: each pass gives all its rows' logits.
         """
         start = 0
         while start < len(token_ids):
@@ -230,7 +230,7 @@ class Runtime:
         return self._computed(passes) if replayed is None else replayed
 
     def _computed(self, passes: Sequence[Pass]) -> list[Tensor]:
-        # Made before the layers run: on a GPU, a transfer waits for what was asked of it before.
+        # Made before the layers run: on a GPU, a transfer waits for all earlier work.
         wanted = [self._wanted(each) for each in passes]
         plans = plans_of(self, passes)
         formats = [name for _, names in wanted for name in names]
@@ -353,7 +353,7 @@ class Runtime:
         return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 
     def _layer(self, block: Block, hidden: Tensor, plans: Sequence[PassPlan], shared: SharedRows) -> Tensor:
-        """One decoder layer, each sub-layer for the rows whose layer set keeps it, in the format it wants."""
+        """One decoder layer, each sub-layer for the rows whose layer set keeps it, in the format that it names."""
         source = hidden
         for kind in KINDS:
             if kind == "mlp" and not self.parallel:

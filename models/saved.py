@@ -25,9 +25,9 @@ from .families import FAMILIES, family_of
 
 OnStep = Callable[[str], None]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
-STALE_S = 24 * 3600  # age from which what a process left unfinished in the cache is removed
+STALE_S = 24 * 3600  # age from which unfinished files of other processes in the cache are removed
 PART = ".part"  # of a file's name, while it is being written
-TOLD_S = 1.0  # between two reports of how much of the weights is read
+REPORT_S = 1.0  # between two reports of how much of the weights is read
 _LOUD = ("transformers", "huggingface_hub", "accelerate")
 
 CheckpointFormat = Literal["gptq", "awq", "pack-quantized", "int-quantized", "float-quantized", "fp8", "bitsandbytes"]
@@ -81,22 +81,22 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def telling(step: OnStep, doing: str) -> Iterator[None]:
-    """Tell `step` "`doing`, 40 % of the weights" about every second while transformers loads a model."""
+def reporting_progress(step: OnStep, doing: str) -> Iterator[None]:
+    """Call `step` with "`doing`, 40 % of the weights" about every second while transformers loads a model."""
     from tqdm import tqdm
     from transformers.utils import logging as transformers_logging
 
     class Bar(tqdm):  # type: ignore[misc,type-arg,unused-ignore]  # untyped
-        monitor_interval = 0  # no thread that redraws a bar which stands still
+        monitor_interval = 0  # no thread that redraws a bar that does not move
 
         def display(self, msg: str | None = None, pos: int | None = None) -> None:
-            """Tell the share instead of drawing it; tqdm clears a bar with an empty `msg`."""
+            """Report the share instead of drawing it; tqdm clears a bar with an empty `msg`."""
             if self.total and msg is None:
                 step(f"{doing}, {100 * self.n // self.total} % of the weights")
 
     def bar(_factory: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        ours = {"disable": False, "leave": False, "file": io.StringIO(), "miniters": 1, "mininterval": TOLD_S}
-        return Bar(*args, **options | ours | {"delay": TOLD_S})
+        ours = {"disable": False, "leave": False, "file": io.StringIO(), "miniters": 1, "mininterval": REPORT_S}
+        return Bar(*args, **options | ours | {"delay": REPORT_S})
 
     before = transformers_logging.set_tqdm_hook(bar)
     try:
@@ -113,7 +113,7 @@ def cache_root() -> Path:
 
 
 def remove_stale(leftovers: Iterable[Path]) -> None:
-    """Remove those files and folders that processes left long ago when they died while writing to the cache."""
+    """Remove those files and folders that processes left unfinished in the cache when they crashed long ago."""
     for left in leftovers:
         with suppress(OSError):  # another process has just finished, or removed, it
             if time.time() - left.stat().st_mtime > STALE_S:
@@ -124,7 +124,7 @@ def remove_stale(leftovers: Iterable[Path]) -> None:
 def replacing(path: Path, mode: int = 0o644) -> Iterator[Path]:
     """Yield the path of a new file beside `path`, which takes its name once the block has ended without an error.
 
-    What processes left beside it when they died while writing is removed. `mode`: another user may share the cache.
+    Files that crashed processes left unfinished beside it are removed. `mode`: another user may share the cache.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_stale(path.parent.glob(f"*{PART}"))
@@ -256,7 +256,7 @@ def first_line(error: BaseException) -> str:
 
 
 def no_step(words: str) -> None:
-    """Report a step to nobody."""
+    """Ignore a step."""
 
 
 @dataclass(frozen=True, slots=True)

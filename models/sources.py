@@ -215,7 +215,7 @@ def _distinct(*names: str) -> tuple[str, ...]:
 
 
 def _wheel_gguf(alias: Alias) -> Path | None:
-    """Find the GGUF file of the alias's wheel found in its file list; the wheel's own code is never imported."""
+    """Find the GGUF file of the alias's wheel in its file list; the wheel's own code is never imported."""
     if alias.gguf_wheel is None:
         return None
     try:
@@ -231,7 +231,7 @@ def hub_folder(hub_id: str, otherwise: str, on_step: OnStep) -> Path:
 
     `otherwise` ends the sentence where the hub cannot be reached: another way to get the model, or nothing.
 
-    Raises: ModelNotFound: not here and not to be had. UnsupportedModel: known from its config, before the weights.
+    Raises: ModelNotFound: the hub cannot provide it. UnsupportedModel: known from its config, before the weights.
     """
     cached = _cached(hub_id)
     if cached is not None:

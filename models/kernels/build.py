@@ -1,6 +1,6 @@
 """The library of our kernels: compiled once per machine by the compiler that is there, then loaded from the cache.
 
-It is plain C++ behind a C interface, so that it depends on no version of torch or Python, and wants nothing but a
+It is plain C++ behind a C interface, so that it depends on no version of torch or Python, and needs nothing but a
 compiler that is called c++, g++ or clang++ (or that CXX names).
 """
 
@@ -99,7 +99,7 @@ def processor_flags() -> frozenset[str]:
 
 
 def compiled_levels() -> list[str]:
-    """Levels that this processor can run and whose library lies in the cache, the highest first."""
+    """Levels that this processor can run and whose library is in the cache, the highest first."""
     able = [name for name, level in LEVELS.items() if level.needs <= processor_flags()]
     return [name for name in able if os.path.isfile(_library(name))]
 
@@ -165,12 +165,12 @@ def _problem_of(command: list[str]) -> str | None:
 
 
 def _seal(library: bytes) -> bytes:
-    """What a whole library ends with; to load half a one would end the process."""
+    """Return the last bytes of a complete library: loading part of one would crash the process."""
     return hashlib.sha256(library).digest()
 
 
 def _opened(name: str, path: Path) -> Kernels:
-    if not os.path.isfile(path):  # which answers False where a folder may not be looked into
+    if not os.path.isfile(path):  # which returns False where a folder cannot be read
         raise _NoLibrary(f"{path} is not there")
     try:
         content = path.read_bytes()

@@ -87,7 +87,7 @@ class Program:
 
 
 class NativePasses:
-    """What stands between a runtime and the library.
+    """A runtime's passes, computed by the library.
 
     Raises: Unsupported: the model has something that the kernels do not compute.
     """
@@ -109,7 +109,7 @@ class NativePasses:
         self.forget()
 
     def forget(self) -> None:
-        """Describe the model to the library anew: some weights lie elsewhere now."""
+        """Describe the model to the library again: some weights have moved."""
         self._program = lru_cache(maxsize=MOST_PROGRAMS)(self._made)
         self._parts: dict[tuple[str, int, str | None], ctypes.Structure] = {}
         for block in self.runtime.blocks:

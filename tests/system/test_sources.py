@@ -56,7 +56,7 @@ def test_load_restores_what_it_silenced(tmp_path: Path) -> None:
 
 
 def test_load_tells_how_far_the_weights_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swiftopt.models.saved.TOLD_S", 0.0)
+    monkeypatch.setattr("swiftopt.models.saved.REPORT_S", 0.0)
     folder = save(tmp_path / "m")
     steps: list[str] = []
     load(str(folder), on_step=steps.append)
