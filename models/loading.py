@@ -30,7 +30,6 @@ from .quantised_checkpoints import check_library, is_by_library, load_packed, ta
 from .runtime import Runtime
 from .saved import (
     OnStep,
-    Scheme,
     first_line,
     has_tokenizer,
     no_step,
@@ -73,19 +72,12 @@ def load(
     source = check_names(name, dtype, device, here=True)
     with quiet():
         folder = local_folder(source, step)
-        scheme = supported_type(folder)[1]
+        supported_config(folder)
         placement = _placement(device, folder, dtype)
-        step(f"loading {source.name}")
-        with reporting_progress(step, f"loading {source.name}"):
-            if scheme is None:
-                model = _load_weights(folder, dtype, placement, scheme)
-                n_parameters = sum(parameter.numel() for parameter in model.parameters())
-            elif scheme.kind is not None:
-                check_library(folder, scheme)
-                model = _load_weights(folder, dtype, placement, scheme)
-                n_parameters = take_maps(model, scheme, dtype, folder)
-            else:
-                model, n_parameters = _load_packed(folder, scheme, dtype, placement, f"loading {source.name}", step)
+        doing = f"loading {source.name}"
+        step(doing)
+        with reporting_progress(step, doing):
+            model, n_parameters = _load_model(folder, dtype, placement, doing, step)
         info = ModelInfo(
             fingerprint=fingerprint(folder),
             architecture=str(model.config.model_type),
@@ -186,7 +178,20 @@ def _reading(what: str, folder: Path, placement: str) -> Iterator[None]:
         raise ModelNotFound(f"{what} cannot be loaded ({first_line(error)}): copy or download it again") from error
 
 
-def _load_weights(folder: Path, dtype: str, placement: str, scheme: Scheme | None) -> Any:
+def _load_model(folder: Path, dtype: str, placement: str, doing: str, step: OnStep) -> tuple[Any, int]:
+    """Return the model, in evaluation mode, and how many parameters it stands for."""
+    scheme = supported_type(folder)[1]
+    if scheme is not None and scheme.kind is None:
+        if placement == "auto-map":
+            raise SettingsError(
+                f"{folder} is quantised ({scheme.words}), and such a model lies on one device: use --device cpu or"
+                " cuda:N"
+            )
+        with _reading(str(folder), folder, placement):
+            model, n_parameters = load_packed(folder, scheme, dtype, doing, step)
+            return model.to(placement), n_parameters
+    if scheme is not None:
+        check_library(folder, scheme)
     auto: Any = AutoModelForCausalLM
     on_cpu = None if scheme is None else {"": "cpu"}  # where a library would take a GPU
     device_map = {"cpu": on_cpu, "auto-map": "auto"}.get(placement, {"": placement})
@@ -195,17 +200,10 @@ def _load_weights(folder: Path, dtype: str, placement: str, scheme: Scheme | Non
             folder, dtype=dtype, device_map=device_map, local_files_only=True, output_loading_info=True
         )
     refuse_missing(found["missing_keys"], folder)
-    return model.eval().requires_grad_(False)
-
-
-def _load_packed(folder: Path, scheme: Scheme, dtype: str, placement: str, doing: str, step: OnStep) -> tuple[Any, int]:
-    if placement == "auto-map":
-        raise SettingsError(
-            f"{folder} is quantised ({scheme.words}), and such a model lies on one device: use --device cpu or cuda:N"
-        )
-    with _reading(str(folder), folder, placement):
-        model, n_parameters = load_packed(folder, scheme, dtype, doing, step)
-        return model.to(placement), n_parameters
+    model = model.eval().requires_grad_(False)
+    if scheme is not None:
+        return model, take_maps(model, scheme, dtype, folder)
+    return model, sum(parameter.numel() for parameter in model.parameters())
 
 
 def _load_tokenizer(folder: Path) -> Any:

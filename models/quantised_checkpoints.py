@@ -87,12 +87,9 @@ def load_packed(folder: Path, scheme: Scheme, dtype: str, doing: str, on_step: O
                 on_step(f"{doing}, {100 * number // len(maps)} % of the weights")
             rest.pop(f"{name}.bias", None)
             rest.pop(f"{name}.weight", None)
-            module = model.get_submodule(name)
-            shape = tuple(module.weight.T.shape if isinstance(module, Conv1D) else module.weight.shape)
+            read = {part: tensors.read(stored).contiguous() for part, stored in parts.items()}
             try:
-                read = {part: tensors.read(stored).contiguous() for part, stored in parts.items()}
-                bias = _bias(read, shape[0], needed=module.bias is not None)
-                made = _made(scheme, shape, read, bias, wanted)
+                made = _made(scheme, model.get_submodule(name), read, wanted)
             except _Mismatch as error:
                 raise ModelNotFound(
                     f"{name} in {folder} is not what its config.json says ({scheme.words}): {error}; download or copy"
@@ -161,9 +158,10 @@ class _Mismatch(Exception):
     """What a map's tensors are and should not be."""
 
 
-def _made(
-    scheme: Scheme, shape: tuple[int, ...], parts: Mapping[str, Tensor], bias: Tensor | None, dtype: torch.dtype
-) -> CodedLinear | nn.Linear:
+def _made(scheme: Scheme, module: Any, parts: Mapping[str, Tensor], dtype: torch.dtype) -> CodedLinear | nn.Linear:
+    """Return what computes a map in place of the model's empty `module`."""
+    shape = tuple(module.weight.T.shape if isinstance(module, Conv1D) else module.weight.shape)
+    bias = _bias(parts, shape[0], needed=module.bias is not None)
     if scheme.format in ("float-quantized", "fp8"):
         own = None if bias is None else bias.to(dtype)
         return plain_linear(_read_floats(scheme, shape, parts).to(dtype), own)

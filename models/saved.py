@@ -202,6 +202,10 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
+def _no_config(path: Path, error: Exception) -> ModelNotFound:
+    return ModelNotFound(f"{path} is no model's config ({first_line(error)}): copy the folder again")
+
+
 def supported_type(folder: Path) -> tuple[str, Scheme | None]:
     """Read model type and quantisation, None where there is none, from the folder's config, without transformers.
 
@@ -211,10 +215,10 @@ def supported_type(folder: Path) -> tuple[str, Scheme | None]:
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("it holds no JSON object")
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelNotFound(f"{path} is no model's config ({first_line(error)}): copy the folder again") from error
-    if not isinstance(config, dict):
-        raise ModelNotFound(f"{path} is no model's config (it holds no JSON object): copy the folder again")
+        raise _no_config(path, error) from error
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
         raise UnsupportedModel(
@@ -234,8 +238,7 @@ def supported_config(folder: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # config classes check their values, each with errors of its own
-        path = folder / "config.json"
-        raise ModelNotFound(f"{path} is no model's config ({first_line(error)}): copy the folder again") from error
+        raise _no_config(folder / "config.json", error) from error
     family_of(config)
     return config
 

@@ -2,8 +2,8 @@
 
 Torch's kernels choose how they sum by the number of rows, so that a token that is checked among others may differ
 from the same token alone. These sum each row in one order, which depends only on shapes of weights and on the row's own
-length: products go through tiles of `TILE` rows whatever their number, and attention through `SPLIT` slots at a time, counted
-from the first that the row sees. A pass of several rows then gives the bits of passes of one row.
+length: products go through tiles of `TILE` rows whatever their number, and attention through `SPLIT` slots at a time,
+counted from the first that the row sees. A pass of several rows then gives the bits of passes of one row.
 
 The maps also read codes of 4 and 8 bits as `kernels/quantised.h` lays them out, and never write the weights out.
 """

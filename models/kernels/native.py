@@ -138,10 +138,7 @@ class NativePasses:
         else:
             places = (0, width, heads * width, width, (heads + kv_heads) * width, width)
         return layout.Attention(
-            self._norm_of(parts.attn_norm),
-            self._norm_of(parts.attn_post),
-            self._norm_of(parts.q_norm),
-            self._norm_of(parts.k_norm),
+            *map(self._norm_of, (parts.attn_norm, parts.attn_post, parts.q_norm, parts.k_norm)),
             (layout.Map * 3)(*maps),
             self._map_of(parts.out),
             len(maps),
@@ -165,8 +162,7 @@ class NativePasses:
         if gated and len(maps) == 1 and out.n_in % ROWS:  # its halves would not be whole blocks in a quantised copy
             raise Unsupported(f"a joint gate of width {out.n_in} is computed by torch")
         return layout.Mlp(
-            self._norm_of(parts.mlp_norm),
-            self._norm_of(parts.mlp_post),
+            *map(self._norm_of, (parts.mlp_norm, parts.mlp_post)),
             (layout.Map * 2)(*maps),
             out,
             len(maps),
@@ -240,17 +236,10 @@ class NativePasses:
             positions += range(rows.first_slot, end) if rows.positions is None else rows.positions
             seen = None if seen is None else seen.contiguous()
             visible.append(seen)  # held until the pass has run
-            keys, values = each.buffer.addresses
-            sequences.append(
-                layout.Sequence(
-                    None if seen is None else seen.data_ptr(),
-                    ctypes.addressof(keys),
-                    ctypes.addressof(values),
-                    each.buffer.keys[0].stride(0),
-                    own,
-                    rows.first_slot,
-                )
-            )
+            seen_at = None if seen is None else seen.data_ptr()
+            keys, values = map(ctypes.addressof, each.buffer.addresses)
+            stride = each.buffer.keys[0].stride(0)
+            sequences.append(layout.Sequence(seen_at, keys, values, stride, own, rows.first_slot))
             sets = rows.variants or (self._whole,)
             for i, layer_set in enumerate(sets):
                 share = own // len(sets)
@@ -265,17 +254,20 @@ class NativePasses:
             for some in program.lists
         ]
         at = torch.tensor(positions, dtype=torch.int32)
-        most = max(positions, default=0) + 1
-        rotations = (layout.Rotation * len(self._types))()
-        for i, layer_type in enumerate(self._types):
-            table = self.runtime.rotation(layer_type, self.runtime.device, most)
-            if table is not None:
-                rotations[i] = layout.Rotation(table[0].data_ptr(), table[1].data_ptr(), table[0].shape[1])
+        rotations = self._rotations(max(positions, default=0) + 1)
         call = layout.Call(positions=at.data_ptr(), rotations=rotations, n_sequences=len(sequences))
         call.sequences = (layout.Sequence * len(sequences))(*sequences)
         if self.seconds is not None:
             call.seconds = self.seconds
         run(self.kernels, call, hidden, program.steps, indices)
+
+    def _rotations(self, n_positions: int) -> ctypes.Array[layout.Rotation]:
+        found = (layout.Rotation * len(self._types))()
+        for i, layer_type in enumerate(self._types):
+            table = self.runtime.rotation(layer_type, self.runtime.device, n_positions)
+            if table is not None:
+                found[i] = layout.Rotation(table[0].data_ptr(), table[1].data_ptr(), table[0].shape[1])
+        return found
 
     def logits(
         self, hidden: Tensor, name: str | None = None, index: Tensor | None = None, normed: bool = True
