@@ -18,6 +18,7 @@ from ..core.types import LayerSet
 from .buffer import KVBuffer
 from .rows import Rows
 from .runtime import Runtime
+from .saved import OnStep, no_step
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # rows of the target passes that are measured, where the context has room for them
 MOST_ROWS = 4096  # of the widest pass that is measured, where rows are that cheap: 128 candidates of 32 tokens
@@ -50,7 +51,7 @@ def machine_name(runtime: Runtime) -> str:
     return name if runtime.speed == "eager" else f"{name}, {runtime.speed}"
 
 
-def measure_costs(runtime: Runtime, bucket: int, on_step: Callable[[str], None] | None = None) -> CostProfile:
+def measure_costs(runtime: Runtime, bucket: int, on_step: OnStep = no_step) -> CostProfile:
     """Time passes of several widths and with sub-layers skipped, interleaved; `measure_format` does quantised ones."""
     bucket, costs, one = _measured(runtime, bucket, WIDTHS, LayerSet(runtime.n_layers), on_step)
     pass_s = {n: one * wider for n, wider in costs.wider.items()}
@@ -85,9 +86,7 @@ def _wider(runtime: Runtime, bucket: int, n_rows: int, seconds: float) -> dict[i
     return found
 
 
-def measure_format(
-    runtime: Runtime, profile: CostProfile, name: str, on_step: Callable[[str], None] | None = None
-) -> CostProfile:
+def measure_format(runtime: Runtime, profile: CostProfile, name: str, on_step: OnStep = no_step) -> CostProfile:
     """Add to a profile what attention, MLP and head cost in a format, timed together with the target's own pass.
 
     The copies stay in the runtime's memory, for drafts.
@@ -100,7 +99,7 @@ def measure_format(
 
 
 def with_formats(
-    runtime: Runtime, profile: CostProfile, formats: Iterable[str], on_step: Callable[[str], None] | None = None
+    runtime: Runtime, profile: CostProfile, formats: Iterable[str], on_step: OnStep = no_step
 ) -> CostProfile:
     """Add to a profile the costs of those named formats that it lacks."""
     for name in sorted(set(formats) - {STORED} - set(profile.formats)):
@@ -110,7 +109,7 @@ def with_formats(
 
 @torch.inference_mode()
 def _measured(
-    runtime: Runtime, bucket: int, widths: Sequence[int], layer_set: LayerSet, on_step: Callable[[str], None] | None
+    runtime: Runtime, bucket: int, widths: Sequence[int], layer_set: LayerSet, on_step: OnStep
 ) -> tuple[int, FormatCosts, float]:
     """Time passes with a layer set that skips nothing, together with one row's pass of the whole model.
 
@@ -155,9 +154,7 @@ def _pass(
     return run
 
 
-def _beside(
-    base: str, runs: Mapping[str, Callable[[], None]], on_step: Callable[[str], None] | None
-) -> dict[str, float]:
+def _beside(base: str, runs: Mapping[str, Callable[[], None]], on_step: OnStep) -> dict[str, float]:
     """Return the median seconds per run, each taken as a ratio to the `base` passes right before and after it.
 
     What else the machine does comes and goes within seconds, and slows all of a moment's passes alike; and medians, for
@@ -176,8 +173,7 @@ def _beside(
             bases.append(_seconds(runs[base]))
             values.append(2 * seconds / (bases[-2] + bases[-1]))
         repeats += 1
-        if on_step is not None:
-            on_step(f"measuring costs, round {repeats}")
+        on_step(f"measuring costs, round {repeats}")
     usual = median(bases)
     return {base: usual, **{name: usual * median(values) for name, values in ratios.items()}}
 

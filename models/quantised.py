@@ -33,7 +33,7 @@ from .buffer import free_bytes
 from .coded import ROWS, CodedLinear, by_rows, pack
 from .kernels.device import coded_linear
 from .quantised_checkpoints import is_by_library
-from .saved import cache_root, replacing
+from .saved import OnStep, cache_root, no_step, replacing
 
 LEVELS = 15  # steps of a 4-bit code
 SMALLEST_GROUP = 32  # inputs of packed weights come in multiples of it
@@ -244,7 +244,7 @@ class QuantisedCopies:
             self._made = {key: one for key, one in self._made.items() if key[2] != name}
 
     @torch.inference_mode()
-    def prepare(self, layer_set: LayerSet, on_step: Callable[[str], None] | None = None) -> None:
+    def prepare(self, layer_set: LayerSet, on_step: OnStep = no_step) -> None:
         """Make all that a draft with that set runs, or read it, so that none of it is made while something is timed."""
         missing: dict[tuple[str, str], list[Key]] = {}
         for key in _wanted(layer_set):
@@ -253,7 +253,7 @@ class QuantisedCopies:
         for keys in missing.values():
             self._prepare(keys, on_step)
 
-    def _prepare(self, keys: Sequence[Key], on_step: Callable[[str], None] | None) -> None:
+    def _prepare(self, keys: Sequence[Key], on_step: OnStep) -> None:
         part, _, name = keys[0]
         path, devices = self._file(part, name), {self._device(key) for key in keys}
         # Parts of a model over several devices are read on the CPU, and go on from there.
@@ -262,8 +262,7 @@ class QuantisedCopies:
         if kept is None:
             self._check_room(keys, own)
         for number, key in enumerate(keys):
-            rounds = kept is None and part != "head" and not self._is_own(key)
-            if on_step is not None and rounds and number % 4 == 0:
+            if kept is None and part != "head" and number % 4 == 0 and not self._is_own(key):
                 on_step(f"quantising, {part} {number + 1} of {len(keys)} as {name}")
             self._made[key] = self._make(key, _pairs(kept or {}, key, self._device(key)))
         everything: list[Key] = [(part, layer, name) for layer in range(1 if part == "head" else len(self._blocks))]

@@ -319,7 +319,7 @@ def stored_costs(
     runtime: Runtime,
     store: Store | None,
     n_positions: int,
-    on_step: OnStep | None = None,
+    on_step: OnStep = no_step,
     formats: Iterable[str] = (),
     patience_s: float = PATIENCE_S,
 ) -> CostProfile:
