@@ -12,8 +12,8 @@ import json
 import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cache
 from itertools import islice
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -93,12 +93,6 @@ def nearest(layer_set: LayerSet, parallel: bool = False, most: int = MOST_NEARES
     if parallel:
         steps = [(("attn", layer), ("mlp", layer)) for layer in range(layer_set.n_layers)]
 
-    @cache
-    def cheapest(step: int, state: str) -> float:
-        if step == len(steps):
-            return 0.0 if state == "attn next" else float("inf")
-        return min(cost + cheapest(step + 1, after) for _, after, cost in choices(step, state))
-
     def choices(step: int, state: str) -> Iterator[tuple[bool, str, int]]:
         """Yield whether the step's sub-layers are kept, the state after them, and the changes that makes."""
         here = steps[step]
@@ -109,17 +103,20 @@ def nearest(layer_set: LayerSet, parallel: bool = False, most: int = MOST_NEARES
             yield True, "mlp next" if here[0][0] == "attn" else "attn next", 1 - n_kept
         yield False, state, n_kept
 
+    least: list[dict[str, float]] = [{"attn next": 0.0}]  # the fewest changes from each step on, by state
+    for step in reversed(range(len(steps))):
+        behind = least[0]
+        costs = {s: min(n + behind.get(after, inf) for _, after, n in choices(step, s)) for s in STATES}
+        least.insert(0, costs)
+
     def walk(step: int, state: str, skipped: tuple[SubLayer, ...]) -> Iterator[LayerSet]:
         if step == len(steps):
             yield layer_set.skipping(skipped)
             return
         for kept, after, cost in choices(step, state):
-            if cost + cheapest(step + 1, after) == cheapest(step, state):
+            if cost + least[step + 1].get(after, inf) == least[step][state]:
                 yield from walk(step + 1, after, skipped if kept else skipped + steps[step])
 
-    for step in reversed(range(len(steps))):  # fills the cache from behind: models are deeper than Python's stack
-        for state in STATES:
-            cheapest(step, state)
     return tuple(islice(walk(0, "nothing", ()), most))
 
 
