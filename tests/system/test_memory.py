@@ -37,7 +37,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(
 ) -> None:
     needed = memory_plan(folder, "auto", on_cpu=True).needed
     monkeypatch.setattr(loading, "free_bytes", lambda device: int(needed) - 1)
-    monkeypatch.setattr(loading, "_load_weights", lambda *_: pytest.fail("it was loaded"))
+    monkeypatch.setattr(loading, "_load_model", lambda *_: pytest.fail("it was loaded"))
     with pytest.raises(SettingsError, match=r"needs 0\.0 GB for its weights, .* this machine has 0\.0 GB free: use"):
         load(str(folder), device="cpu")
 
