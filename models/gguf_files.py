@@ -343,7 +343,7 @@ def write_gguf(folder: Path, path: Path, kind: str) -> None:
             block, block_bytes = gguf.GGML_QUANT_SIZES[of_type]
             if shape[-1] % block:
                 raise UnsupportedModel(
-                    f"{stored} in {folder} has rows of {shape[-1]} values, which {kind} does not divide by {block}"
+                    f"{stored} in {folder} has rows of {shape[-1]} values, and {kind} needs a multiple of {block}"
                 )
             n_bytes = math.prod(shape) // block * block_bytes
             writer.add_tensor_info(place, shape, np.dtype(np.float32), n_bytes, of_type)

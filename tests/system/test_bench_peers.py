@@ -102,7 +102,7 @@ def test_file_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_models_that_the_writer_does_not_know_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="is of type gpt2, and GGUF files are written for llama"):
         write_gguf(save(tmp_path / "gpt2", "gpt2"), tmp_path / "weights.gguf", "F32")
-    with pytest.raises(UnsupportedModel, match="rows of 48 values, which Q8_0 does not part by 32"):
+    with pytest.raises(UnsupportedModel, match="rows of 48 values, and Q8_0 needs a multiple of 32"):
         write_gguf(save(tmp_path / "narrow"), tmp_path / "weights.gguf", "Q8_0")
     with pytest.raises(UnsupportedModel, match="sliding window"):
         write_gguf(save(tmp_path / "window", "qwen2-window"), tmp_path / "weights.gguf", "F32")
