@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, Literal, Protocol, cast
 
 import numpy as np
@@ -206,8 +206,11 @@ class PassPlan:
 
 def plans_of(runtime: PassRunner, passes: Sequence[Pass]) -> list[PassPlan]:
     """Return the plan of each pass; its rows lie behind those of the passes before it."""
-    firsts = accumulate((len(each.rows.token_ids) for each in passes), initial=0)
-    return [PassPlan(runtime, each.rows, each.buffer, first) for each, first in zip(passes, firsts, strict=False)]
+    plans: list[PassPlan] = []
+    for each in passes:
+        first = plans[-1].first + plans[-1].n if plans else 0
+        plans.append(PassPlan(runtime, each.rows, each.buffer, first))
+    return plans
 
 
 Member = tuple[PassPlan, frozenset[int]]  # a pass, and those of its variants that run a sub-layer

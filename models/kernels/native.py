@@ -237,9 +237,10 @@ class NativePasses:
             seen = None if seen is None else seen.contiguous()
             visible.append(seen)  # held until the pass has run
             seen_at = None if seen is None else seen.data_ptr()
-            keys, values = map(ctypes.addressof, each.buffer.addresses)
+            keys, values = each.buffer.addresses
+            keys_at, values_at = ctypes.addressof(keys), ctypes.addressof(values)
             stride = each.buffer.keys[0].stride(0)
-            sequences.append(layout.Sequence(seen_at, keys, values, stride, own, rows.first_slot))
+            sequences.append(layout.Sequence(seen_at, keys_at, values_at, stride, own, rows.first_slot))
             sets = rows.variants or (self._whole,)
             for i, layer_set in enumerate(sets):
                 share = own // len(sets)
