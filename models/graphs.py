@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from time import perf_counter
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ LONGEST = 64  # slots that a row of a captured pass sees behind its run: nodes o
 RECORD_AT = 3  # the pass of a shape that is captured: most layer sets of a search are run once and never again
 MOST_GRAPHS = 64
 PROBES, PROBE_SLOTS = 9, 128  # passes that are timed when a model is loaded, and the slots that they read
+PROBED_CALLS = 16  # of a task that is shorter than its launch, in one graph
+
+T = TypeVar("T")
 
 Answer = tuple[Tensor, Tensor | None]  # states (width, hidden_size) after the last layer, and logits (width, vocab)
 
@@ -219,19 +222,39 @@ def are_faster(runtime: Runtime, graphs: GraphPasses) -> bool:
 
 
 def _captured(pool: Any, static: StaticPass) -> Callable[[], Answer]:
-    """Capture a pass on the current CUDA device; all of a `pool` share scratch memory, for one runs at a time."""
-    device = static.runtime.device
+    return captured(static.run, static.runtime.device, pool)
+
+
+def captured(task: Callable[[], T], device: torch.device, pool: Any = None) -> Callable[[], T]:
+    """Return a task's CUDA graph, as a function that replays it and returns what the task returned when captured.
+
+    Args: pool: scratch memory that graphs share, which then run one at a time.
+    """
     aside = cast(Any, torch.cuda.Stream)(device)
     aside.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(aside):
-        static.run()  # kernels are chosen and quantised copies made before, and never while, it is captured
+        task()  # kernels are chosen and quantised copies made before, and never while, it is captured
     torch.cuda.current_stream(device).wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device), torch.cuda.graph(graph, pool=pool):
-        answer = static.run()
+        answer = task()
 
-    def replay() -> Answer:
+    def replay() -> T:
         graph.replay()
         return answer
 
     return replay
+
+
+def replayed_s(device: torch.device, task: Callable[[], object]) -> float:
+    """Return the seconds of a task's kernels on a CUDA device, without what it takes to launch them: a median."""
+    replay, times = captured(lambda: [task() for _ in range(PROBED_CALLS)], device), list[float]()
+    with torch.cuda.device(device):
+        for _ in range(PROBES):
+            start, end = (cast(Any, torch.cuda.Event)(enable_timing=True) for _ in range(2))
+            start.record()
+            replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1000 / PROBED_CALLS)
+    return median(times)

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any, cast, get_args
@@ -25,7 +26,7 @@ from .blocks import EAGER, Block, LayerFunctions, PackedLinear, onednn_linear, o
 from .buffer import free_bytes
 from .coded import CodedLinear
 from .fingerprint import fingerprint
-from .graphs import GraphPasses, are_faster
+from .graphs import GraphPasses, are_faster, replayed_s
 from .quantised_checkpoints import check_library, is_by_library, load_packed, take_maps
 from .runtime import Runtime
 from .saved import (
@@ -252,7 +253,7 @@ def at_speed(runtime: Runtime, speed: Speed, lay_out: bool = True) -> None:
         compile_functions(runtime)
     runtime.graphs, runtime.speed, runtime.native = graphs, speed, None
     runtime.by_table = graphs is not None
-    runtime.copies.lay_out(packed=False)
+    runtime.copies.lay_out(packed=speed == "graphs" and _are_faster_packed(runtime))
 
 
 def _use_native(runtime: Runtime, lay_out: bool) -> str | None:
@@ -300,7 +301,19 @@ def _use_graphs(runtime: Runtime) -> None:
     runtime.by_table = True
     if faster:
         runtime.graphs = graphs
+        runtime.copies.lay_out(packed=runtime.copies.packed or _are_faster_packed(runtime))
         runtime.speed = "graphs" if runtime.speed == "eager" else f"{runtime.speed}+graphs"
+
+
+def _are_faster_packed(runtime: Runtime) -> bool:
+    """Return whether drafts in 4 bits take less time by our kernel than by torch's, both in a graph."""
+    if any(is_by_library(module) for module in runtime.hf_model.modules()):
+        return False
+    try:
+        return runtime.copies.are_faster_packed(partial(replayed_s, runtime.device))
+    except Exception as error:  # as above: torch's kernel is there in any case
+        logger.warning("our kernel for 4-bit drafts is not tried here: %s", first_line(error))
+        return False
 
 
 def outputs_first(model: nn.Module) -> list[Conv1D]:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
@@ -43,6 +44,7 @@ STORED_BITS = 16  # at least, of weights that are not quantised
 
 HASH = re.compile(r"v\d+:[0-9a-f]{16}")  # what `models.fingerprint` gives; made-up names of tests are none
 LAYOUT = "1"  # part of every file's name; raise it when weights are rounded or packed another way
+PROBED_ROWS = (1, 4)  # of the draft passes that choose between kernels
 LEAST_BYTES = 16 << 20  # smaller copies are made faster than read
 
 Key = tuple[Literal["attn", "mlp", "head"], int, str]  # part, layer (0 for the head), format
@@ -237,6 +239,20 @@ class QuantisedCopies:
         if packed != self.packed:
             self.packed = packed
             self._made.clear()
+
+    @torch.inference_mode()
+    def are_faster_packed(self, seconds: Callable[[Callable[[], object]], float]) -> bool:
+        """Return whether our kernel maps rows by int4 codes in less time than torch's: a layer's largest map decides.
+
+        Args: seconds: times a task on the model's device.
+        """
+        module = max(_maps_of("mlp", self._blocks[0].parts), key=_size)
+        weight, spent = weight_of(module), list[float]()
+        for packed in (False, True):
+            copy = QuantisedLinear([module], "int4", packed=packed)
+            rows = [torch.zeros((n, copy.n_in), dtype=weight.dtype, device=weight.device) for n in PROBED_ROWS]
+            spent.append(sum(seconds(partial(copy, each)) for each in rows))
+        return spent[1] < spent[0]
 
     def drop(self, name: str) -> None:
         """Free all copies in a format unless it is `kept`; one that is used later is made, or read, again."""

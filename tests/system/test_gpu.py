@@ -12,6 +12,8 @@ from swiftopt.core.types import LayerSet, Sampling
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, Method, swift
+from swiftopt.models.graphs import replayed_s
+from swiftopt.models.loading import at_speed
 from swiftopt.models.runtime import Runtime
 
 pytestmark = pytest.mark.gpu
@@ -62,3 +64,13 @@ def test_a_model_split_over_devices_decodes_the_same() -> None:
         layer.to("cuda")
     split = Runtime(model, None, ModelInfo("tiny", "llama", 4, 1))
     assert not split.one_device and tokens(split, DRAFTER) == whole
+
+
+def test_a_kernel_for_drafts_is_chosen_by_replayed_time() -> None:
+    """The chosen kernel is torch's or ours; drafting with it gives plain decoding's tokens."""
+    runtime = on_gpu("llama", torch.float32)
+    at_speed(runtime, "graphs")
+    large, small = (torch.ones(n, n, device="cuda") for n in (2048, 64))
+    assert replayed_s(runtime.device, lambda: large @ large) > replayed_s(runtime.device, lambda: small @ small) > 0
+    drafter = swift(LayerSet(4, frozenset({1}), frozenset({2})).filled("int4"), SwiftSettings(max_draft_length=5))
+    assert tokens(runtime, drafter) == tokens(runtime, PLAIN)

@@ -257,6 +257,21 @@ def test_maps_by_codes_are_read_where_they_lie() -> None:
     close(coded.to(PLACE)(x).cpu(), wanted, torch.float32)
 
 
+@pytest.mark.parametrize("ours_takes", [0.5, 2.0])
+def test_drafts_in_4_bits_use_the_kernel_that_takes_less_time(ours_takes: float) -> None:
+    """Both kernels run the same map over the same rows; on a GPU it is their time in a graph that is compared."""
+    runtime, seen = here(tiny_runtime("llama", torch.float32)), list[tuple[bool, int]]()
+
+    def seconds(task: Any) -> float:
+        out = task()
+        seen.append((task.func.packed, len(out)))
+        assert out.shape[1] == task.func.n_out and not out.any()  # of zeros
+        return ours_takes if task.func.packed else 1.0
+
+    assert runtime.copies.are_faster_packed(seconds) == (ours_takes < 1.0)
+    assert seen == [(False, 1), (False, 4), (True, 1), (True, 4)] and not runtime.copies.n_bytes
+
+
 def test_the_exact_speed_is_that_of_our_kernels_on_a_cpu() -> None:
     library()
     runtime = tiny_runtime("llama", torch.float32)
