@@ -196,7 +196,6 @@ class BufferRows:
         self.cos, self.sin = _joined(group.cos for group, _ in groups), _joined(group.sin for group, _ in groups)
 
     def attend(self, block: Block, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return what the rows read, (rows, heads * width), after writing their keys and values."""
         if len(self.groups) == 1:
             return _attended(block, query, key, value, *self.groups[0])
         n_rows = [group.n_rows for group, _ in self.groups]

@@ -65,13 +65,7 @@ def load_packed(folder: Path, scheme: Scheme, dtype: str, doing: str, on_step: O
     Returns: the model, in evaluation mode, and how many parameters it stands for.
     Raises:  ModelNotFound: tensors are missing, or are not what the config says.
     """
-    config = supported_config(folder)
-    for name in CONFIG_KEYS:
-        if hasattr(config, name):
-            delattr(config, name)
-    stored = getattr(config, "dtype", None) or torch.float32
-    wanted = stored if dtype == "auto" else getattr(torch, dtype)
-    model = _empty(config, wanted)
+    model, wanted = _empty(folder, dtype)
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
     places = {plain_name(name): name for name in model.state_dict()}
     with stored_tensors(folder) as tensors:
@@ -112,12 +106,19 @@ def _none_stored(folder: Path, scheme: Scheme) -> ModelNotFound:
     )
 
 
-def _empty(config: Any, dtype: torch.dtype) -> Any:
+def _empty(folder: Path, dtype: str) -> tuple[Any, torch.dtype]:
+    """Return the model without memory, as if it were not quantised, and its dtype."""
     from accelerate import init_empty_weights
 
+    config = supported_config(folder)
+    for name in CONFIG_KEYS:
+        if hasattr(config, name):
+            delattr(config, name)
+    stored = getattr(config, "dtype", None) or torch.float32
+    wanted = stored if dtype == "auto" else getattr(torch, dtype)
     auto: Any = AutoModelForCausalLM
     with init_empty_weights(include_buffers=False):
-        return auto.from_config(config, dtype=dtype)
+        return auto.from_config(config, dtype=wanted), wanted
 
 
 def _quantised_maps(model: nn.Module, scheme: Scheme, own: Mapping[str, str]) -> dict[str, dict[str, str]]:

@@ -365,7 +365,6 @@ class TableRows:
         self.sin = None if rotation is None else rotation[1][positions][:, None]
 
     def attend(self, block: Block, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return what the rows read, (rows, heads * width), after writing their keys and values; of all buffers."""
         table, devices, own = self._table, self._devices, block.device
         layer, n_layers = devices[: block.index].count(own), devices.count(own)
         kernels.store(key, value, self._data, layer, n_layers)

@@ -7,7 +7,7 @@ completion is plain decoding's in bfloat16, too.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -248,12 +248,7 @@ class NativePasses:
             n += own
         program = self._program(tuple(members), first, last)
         shares = list(members.values())
-        indices = [
-            None
-            if len(some) == len(shares)
-            else torch.tensor(sorted(row for i in some for part in shares[i] for row in part), dtype=torch.int32)
-            for some in program.lists
-        ]
+        indices = [None if len(some) == len(shares) else _rows_of([shares[i] for i in some]) for some in program.lists]
         at = torch.tensor(positions, dtype=torch.int32)
         rotations = self._rotations(max(positions, default=0) + 1)
         call = layout.Call(positions=at.data_ptr(), rotations=rotations, n_sequences=len(sequences))
@@ -311,6 +306,10 @@ class NativePasses:
                     add(step, block, self._part(kind, block.index, name), members)
                     steps[-1].from_kept = from_kept and kind == "mlp"
         return Program((layout.Step * len(steps))(*steps), lists, held)
+
+
+def _rows_of(shares: Iterable[Iterable[range]]) -> Tensor:
+    return torch.tensor(sorted(row for share in shares for part in share for row in part), dtype=torch.int32)
 
 
 def map_of(weight: Tensor | QuantisedLinear | CodedLinear, bias: Tensor | None = None) -> layout.Map:
