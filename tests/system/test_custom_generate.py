@@ -145,7 +145,7 @@ def test_set_tuned_for_adaptive_drafts_is_drafted_with_adaptively_and_its_copies
     plain = model.generate(inputs, **options)
     made: list[str] = []
     build = quantised.QuantisedLinear.__init__
-    monkeypatch.setattr(quantised.QuantisedLinear, "__init__", lambda *args: (made.append(args[3]), build(*args))[1])
+    monkeypatch.setattr(quantised.QuantisedLinear, "__init__", lambda *args: (made.append(args[2]), build(*args))[1])
 
     def ours() -> Any:
         return model.generate(inputs, custom_generate=swiftopt.custom_generate, layer_set=record, **options)

@@ -528,7 +528,11 @@ def test_prediction_drafts_and_changes_nothing(client: openai.OpenAI) -> None:
     common: Any = {"model": "tiny", "temperature": 0, "max_tokens": 24, "messages": messages}
     plain = client.chat.completions.create(**common, extra_body={"swiftopt": {"plan": "plain"}})
     text = plain.choices[0].message.content
-    done = client.chat.completions.create(**common, prediction={"type": "content", "content": text or ""})
+    prediction: Any = {"type": "content", "content": text or ""}
+    learning = client.chat.completions.create(**common, prediction=prediction)
+    assert learning.choices[0].message.content == text  # drafted or not: that is decided by measured time
+    always = {"swiftopt": {"method": "prompt-lookup"}}
+    done = client.chat.completions.create(**common, prediction=prediction, extra_body=always)
     assert done.choices[0].message.content == text and done.usage is not None
     details = done.usage.completion_tokens_details
     assert details is not None and details.accepted_prediction_tokens and details.accepted_prediction_tokens > 4

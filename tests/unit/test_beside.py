@@ -6,6 +6,7 @@ from itertools import count
 import pytest
 
 from swiftopt.models import costs
+from swiftopt.models.saved import no_step
 
 SECONDS = {"one": 1.0, "four": 1.2, "part": 0.4}
 
@@ -27,7 +28,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, slowness: Callable[[int], float]) 
     machine = Machine(slowness)
     monkeypatch.setattr(costs, "perf_counter", lambda: machine.now)
     monkeypatch.setattr(costs, "BUDGET_S", 1e9)
-    return costs._beside("one", {name: machine.run(seconds) for name, seconds in SECONDS.items()}, None)
+    return costs._beside("one", {name: machine.run(seconds) for name, seconds in SECONDS.items()}, no_step)
 
 
 def test_a_quiet_machine_is_measured_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
