@@ -21,7 +21,7 @@ from ..core.settings import SwiftSettings, TuningSettings
 from ..core.streams import read_stream
 from ..decoding.methods import METHODS
 from ..optimizer.strategies import strategy_info
-from . import options
+from . import options, tuning_options
 from .charts import Pictures, draw_ablation, draw_decoding, draw_serving, draw_stream_shift, draw_throughput
 from .engines import peers
 from .layers import search_strategies
@@ -344,7 +344,7 @@ for command in (peers, search_strategies):  # in the order of help, before the l
 @measurement("--prompts", type=positive, default=16, help="Prompts of each task.")
 @options.pictures("Draw acceptance along the stream.")
 @options.machine(GenerateRequest, "max_new_tokens", "speed")
-@options.settings
+@tuning_options.settings
 @options.shared(TuningSettings, "seed")
 @options.json
 @options.example(
@@ -361,7 +361,7 @@ def stream_shift(stream: str, prompts: int, pictures: Pictures, **values: Any) -
     lines = read_stream(stream, None, None)
     settings: SwiftSettings = pick(TuningSettings, values)
     strategy_info(settings.strategy)  # an unknown one is refused
-    options.warn_idle(settings, "max_steps")  # no stream's length ends these searches
+    tuning_options.warn_idle(settings, "max_steps")  # no stream's length ends these searches
     request = decoding_request({**values, "settings": settings})
 
     from ..bench.stream_shift import StreamShift

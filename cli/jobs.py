@@ -23,7 +23,7 @@ from ..core.settings import ENGINES, preset_of
 from ..core.streams import STDIN, LineWriter, default_output, output_line, read_stream
 from ..core.types import Prompt, seconds_by_part
 from ..optimizer.strategies import strategy_info
-from . import options
+from . import options, tuning_options
 from .backend import Backend, JobClient, TuneProgress, backend_options, event_of, progress_words, result_of
 from .charts import Pictures, draw_tuning
 from .compare import comparison
@@ -63,7 +63,7 @@ on_job = options.together(click.argument("job", metavar="ID"), backend_options, 
 @options.form
 @options.machine(TuneRequest, "max_new_tokens", "speed")
 @options.sampling
-@options.settings
+@tuning_options.settings
 @options.redis
 @options.server
 @options.queue
@@ -134,7 +134,7 @@ def tune(pictures: Pictures, **values: Any) -> Result:
     if queued or read_twice:  # a bad line must not cost the loading of torch
         prompts = read_stream(request.stream, request.task, request.limit, request.form)
     strategy_info(request.settings.strategy)  # an unknown one is refused
-    options.warn_idle(request.settings)
+    tuning_options.warn_idle(request.settings)
     if queued:
         return _tune_through_queue(request, prompts, backend, values["queue"], values["detach"], pictures)
     return _tune_here(request, values["db"], pictures)

@@ -1,0 +1,151 @@
+"""The options that say how `tune` and the bench of searches search, and which of them have no effect together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import click
+from click.shell_completion import CompletionItem
+
+from ..core.settings import AUTO, FORMATS, PRESETS, STORED, Branching, SwiftSettings, TuningSettings, preset_of
+from ..optimizer.strategies import MOST, SIZE_CHOOSING, STRATEGIES, strategy_info
+from .options import SEARCH, Parsed, beginning, from_field, on_command_line, option, positive, together
+from .output import note
+
+
+def _strategies(incomplete: str) -> list[CompletionItem[str]]:
+    return beginning(incomplete, {name: each.help for name, each in STRATEGIES.items()})
+
+
+def _branching(text: str) -> Branching:
+    try:
+        pairs = [pair.split(":") for pair in text.split(",")]
+        return tuple((float(bound), int(k)) for bound, k in pairs)
+    except ValueError:
+        raise ValueError(f"{text!r} is no branching: give CONFIDENCE:CANDIDATES pairs like 0.5:10,0.8:5,1:1") from None
+
+
+def _use_preset(context: click.Context, parameter: click.Parameter, name: str | None) -> str | None:
+    """Make a preset's values the defaults of the command's options; those of its command line win."""
+    if name is not None and (preset := preset_of(name)).is_tuned:
+        context.default_map = {**(context.default_map or {}), **preset.tuning}
+    return name
+
+
+_search = partial(from_field, SEARCH, TuningSettings)
+_swift = partial(from_field, "SWIFT's drafts, with --method swift", TuningSettings)
+_published = partial(from_field, "SWIFT's search, as --preset swift sets it", TuningSettings)
+settings = together(
+    option(
+        SEARCH,
+        "--preset",
+        metavar="NAME",
+        type=click.Choice([*PRESETS]),
+        is_eager=True,
+        callback=_use_preset,
+        help=f"A paper's method with each of its numbers, but for options beside it: {', '.join(PRESETS)}.",
+    ),
+    _search("method", "What the layer set is to draft for; adaptive decides by measured time."),
+    _search(
+        "draft_format",
+        "Weights of what a draft keeps; auto: those that pay most here.",
+        type=click.Choice([AUTO, *FORMATS, STORED]),
+    ),
+    _search(
+        "strategy",
+        f"Who proposes layer sets: {'; '.join(f'{name} ({recipe.help})' for name, recipe in STRATEGIES.items())}.",
+        type=Parsed("TEXT", str, _strategies),
+    ),
+    _search("objective", "What a layer set is scored by."),
+    _search("exportable", "Keep to sets that `swiftopt export` writes for other engines as they are."),
+    _search(
+        "skip_ratio", "r, from 0 to 1, where the strategy leaves the size to it.  [default: 0.45, 0.5 from 34B on]"
+    ),
+    _search("context_window", "γ, generated tokens that score a layer set."),
+    _search("max_steps", f"S, candidates to try at most; {', '.join(SIZE_CHOOSING)} stop at {MOST} for themselves."),
+    _search(
+        "optimise",
+        "Keep what a search starts from: nothing left out of quantised drafts, else evenly spaced sub-layers.",
+    ),
+    _search("deterministic", "Wait for late suggestions: the same seed then gives the same trials."),
+    _swift("stop_threshold", "ε, confidence below which a draft stops."),
+    _swift("max_draft_length", "N_D, steps of a draft."),
+    _swift("early_stop", "Drafts always have N_D tokens."),
+    _swift("dynamic_verification", "Drafts are chains, not trees."),
+    _swift(
+        "branching",
+        "k: candidates that a position offers up to each confidence.  [default: 0.5:10,0.8:5,0.95:3,1:1]",
+        type=Parsed("CONFIDENCE:K,...", _branching),
+        show_default=False,
+    ),
+    _swift("sampled", "With --temperature: draw drafts and weigh them, instead of their most probable tokens."),
+    _swift("search_drafting", "Keep ε, N_D and k as given, instead of choosing them by time."),
+    _published("bayes_interval", "β, candidates from one suggestion of the Gaussian process to the next."),
+    _published("patience", "Candidates without a better one that end the search."),
+    _published("target_matchness", "Matchness above which the search ends, where the strategy keeps to r."),
+    _published("adoption", "What makes a set the one in use: several windows, or the highest score so far."),
+    _published("window_at", "Which γ tokens of a completion score a set."),
+    _published("optimise_interval", "Rounds from one pass of candidates to the next."),
+    _published("candidates", "Candidates of one pass.  [default: as many as measured costs make cheap]", type=positive),
+    _published("min_acceptance", "α below which r is lowered."),
+    _published("min_acceptance_rounds", "Rounds that α must stay below it."),
+    _published("skip_ratio_step", "What r is lowered by."),
+)
+
+
+# settings that have no effect, with which others that is so, and what is said of it
+IDLE: tuple[tuple[tuple[str, ...], Callable[[SwiftSettings], bool], str], ...] = (
+    (
+        ("stop_threshold", "max_draft_length", "early_stop", "dynamic_verification", "search_drafting"),
+        lambda own: own.method == "adaptive",
+        "has no effect with --method adaptive, whose drafts end by measured time: it is for --method swift",
+    ),
+    (
+        ("stop_threshold",),
+        lambda own: not own.early_stop,
+        "has no effect with --no-early-stop, with which every draft has its full length: leave one of them out",
+    ),
+    (
+        ("search_drafting",),
+        lambda own: own.objective == "matchness",
+        "has no effect with --objective matchness, with which ε, N_D and k are kept anyway",
+    ),
+    (
+        ("max_steps", "deterministic", "search_drafting"),
+        lambda own: not own.optimise,
+        "has no effect with --no-optimise, which searches for no layer set",
+    ),
+    # without a search the set that it would start from is used, whose size is the ratio's where it is not quantised
+    (
+        ("skip_ratio",),
+        lambda own: (
+            own.strategy in SIZE_CHOOSING
+            and own.objective == "expected_speedup"
+            and (own.optimise or own.draft_format in FORMATS)
+        ),
+        "does not set the size with --strategy {strategy}, which measures what pays: --strategy swift takes it",
+    ),
+    (
+        ("max_steps",),
+        lambda own: own.strategy in SIZE_CHOOSING and own.max_steps > MOST,
+        f"has no effect above {MOST} with --strategy {{strategy}}, which ends there: --strategy swift goes on",
+    ),
+    (
+        ("deterministic",),
+        lambda own: own.strategy in STRATEGIES and not strategy_info(own.strategy).suggests,
+        "has no effect with --strategy {strategy}, which waits for no suggestions",
+    ),
+)
+
+
+def warn_idle(settings: SwiftSettings, *used: str) -> None:
+    """Say of each option of the command line that it has no effect with the other settings; others pass silently.
+
+    Args: used: settings that the running command uses nevertheless.
+    """
+    flags, warned = {param.name: param.opts[0] for param in click.get_current_context().command.params}, set(used)
+    for name, when, words in ((name, when, words) for names, when, words in IDLE for name in names):
+        if name not in warned and on_command_line(name) and when(settings):
+            warned.add(name)
+            note(f"warning: {flags[name]} {words.format(strategy=settings.strategy)}")
