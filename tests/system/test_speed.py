@@ -183,8 +183,8 @@ def test_a_row_that_sees_more_than_a_table_tells_is_computed_without_it() -> Non
 def test_decoding_by_static_passes_gives_the_same_tokens(family: str) -> None:
     recorded: list[StaticPass] = []
     runtime, eager = graphed(family, recorded), tiny_runtime(family, torch.float32)
-    for method in (PLAIN, TREES):
-        assert tokens(runtime, method, 10) == tokens(eager, method, 10)
+    for method, n_new in ((PLAIN, 5), (TREES, 8)):
+        assert tokens(runtime, method, n_new) == tokens(eager, method, n_new)
     assert {static.shape.width for static in recorded} >= {1, 16}
 
 

@@ -222,7 +222,7 @@ def test_rows_of_a_tree_have_the_bits_of_a_chain(family: str) -> None:
     runtime, reference = (here(tiny_runtime(family, torch.float32, **width)) for _ in range(2))
     assert make_row_invariant(runtime) is None and runtime.exact
     rng = random.Random(3)
-    prompt, chain = ([rng.randrange(2, VOCAB) for _ in range(n)] for n in (14, 2))
+    prompt, chain = ([rng.randrange(2, VOCAB) for _ in range(n)] for n in (6, 2))
     one = runtime.new_buffer(64)
     runtime.prefill(prompt, one)
     steps = [runtime.forward(Rows([token], len(prompt) + i), one)[0] for i, token in enumerate(chain)]
