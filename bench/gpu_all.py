@@ -34,7 +34,8 @@ class DeviceStep:
 
 
 def steps(device: str) -> list[DeviceStep]:
-    large, deep = ("codellama-13b", "llama-70b-8-layers") if device.startswith("cuda") else ("tiny", "tiny")
+    on_gpu = device.startswith("cuda")
+    large = "codellama-13b" if on_gpu else "tiny"
     tests = [str(ROOT / "tests" / "system" / f"test_{name}.py") for name in ("gpu", "bench_gpu", "speed", "edges")]
 
     def bench(shape: str, speed: str) -> tuple[str, ...]:
@@ -46,12 +47,14 @@ def steps(device: str) -> list[DeviceStep]:
         DeviceStep("tests", (*tested, "-m", "gpu", *tests), 60),
         DeviceStep("kernels", (*tested, str(ROOT / "tests" / "unit" / "test_row_invariant.py")), 60),
         DeviceStep("13b-eager", bench(large, "eager"), 120),
-        DeviceStep("70b-layers", bench(deep, "eager"), 60),
     ]
-    if device.startswith("cuda"):
-        found.insert(4, DeviceStep("13b-graphs", bench(large, "graphs"), 90))
-        found.append(DeviceStep("13b-exact", bench(large, "exact"), 60))
-        found.append(DeviceStep("13b-compiled", bench(large, "compiled+graphs"), 50))
+    if on_gpu:
+        found += [
+            DeviceStep("13b-graphs", bench(large, "graphs"), 90),
+            DeviceStep("70b-layers", bench("llama-70b-8-layers", "eager"), 60),
+            DeviceStep("13b-exact", bench(large, "exact"), 60),
+            DeviceStep("13b-compiled", bench(large, "compiled+graphs"), 50),
+        ]
     return found
 
 
