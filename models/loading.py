@@ -222,7 +222,7 @@ def at_speed(runtime: Runtime, speed: Speed, lay_out: bool = True) -> None:
     Triton on a CUDA device, replayed as graphs where that is faster. "native": by our own kernels (`models.kernels`),
     for a CPU. "eager": torch's own operations one by one, as a runtime begins. "onednn": eager, its linear maps by
     oneDNN over weights in its own order, in place of the plain ones. "compiled": all but attention by `torch.compile`,
-    which needs a C++ compiler on a CPU. "graphs": passes of up to 32 rows replayed as CUDA graphs. "compiled+graphs":
+    which needs a C++ compiler on a CPU. "graphs": passes of up to 128 rows replayed as CUDA graphs. "compiled+graphs":
     both.
 
     Args:   lay_out: GPT-2's weights may be transposed in memory, which other users of the model see as strides.
