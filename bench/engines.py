@@ -23,7 +23,7 @@ from ..cli.output import note, show
 from ..cli.render import folding, number, numeric, table
 from ..core.streams import read_stream
 from ..engines.export import SUMMARY
-from ..engines.processes import PACKAGES
+from ..engines.packages import PACKAGES
 from ..engines.tuning import RUNNABLE
 from ..engines.turns import Row, Turns, TurnsRequest, questions_of
 from ..models.costs import device_name

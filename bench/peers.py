@@ -13,7 +13,7 @@ from typing import Any
 from ..core.errors import SettingsError
 from ..engines.export import SCHEMA as EXPORT_SCHEMA
 from ..engines.export import SUMMARY
-from ..engines.processes import PACKAGES
+from ..engines.packages import PACKAGES
 from ..engines.tuning import RUNNABLE
 from ..engines.turns import Question, Row, RowRuns, TurnsRequest, Weights
 from ..optimizer.verdict import bootstrap_interval, speed, speed_ratio

@@ -30,7 +30,7 @@ from ..optimizer.verdict import Timed, hold_out, judge, speed, speed_ratio
 from ..store import Store
 from .evidence import judged
 from .export import SHARED, export
-from .processes import PACKAGES, SERVER
+from .packages import PACKAGES, SERVER
 from .turns import DTYPES, Question, Row, RowRuns, Turns, TurnsRequest, Weights, questions_of
 
 Drafts = Literal["none", "text", "own-text", "bits", "layers", "model", "shared", "server"]

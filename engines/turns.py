@@ -22,7 +22,8 @@ from ..models.sources import resolve
 from ..optimizer.verdict import Timed, speed
 from .drafts import Speculation
 from .export import ENGINES, NGRAM_TOKENS
-from .processes import Child, EngineFailed, EnginePackage, Launch, prepared, room_for
+from .packages import EngineFailed, EnginePackage, Launch, prepared
+from .processes import Child, room_for
 
 Weights = Literal["folder", "stored", "F16", "Q8_0", "Q4_0", "file"]
 DRAFT_TOKENS = 8  # at most, in one draft

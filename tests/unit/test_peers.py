@@ -14,7 +14,7 @@ from swiftopt.bench.engines import EngineChecks
 from swiftopt.bench.peers import all_rows, chosen_rows, equal_to, report_of
 from swiftopt.cli.engines import peers_view
 from swiftopt.core.errors import SettingsError
-from swiftopt.engines.processes import PACKAGES, SERVER, EngineFailed, EnginePackage, prepared
+from swiftopt.engines.packages import PACKAGES, SERVER, EngineFailed, EnginePackage, prepared
 from swiftopt.engines.program import PROGRAMS
 from swiftopt.engines.turns import Question, Row, RowRuns, TimedAnswer, TurnsRequest
 
