@@ -73,8 +73,9 @@ redis: setup
 bench: setup
 	$(BIN)/swiftopt bench decode --model smollm2-135m --stream examples/stream.jsonl --limit 8 --max-new-tokens 64
 
-# On a machine with an NVIDIA GPU: the tests that need one and the benchmarks, in 9 minutes; results in gpu-results/. The
-# Python must have torch for the GPU, and what swiftopt needs beside it: no environment is made.
+# On a machine with an NVIDIA GPU: the tests that need one, the benchmarks and the engines at hand, in 9 minutes; results
+# in gpu-results/. The Python must have torch for the GPU, and what swiftopt needs beside it: no environment is made but
+# those of the engines.
 gpu:
 	mkdir -p .lint && ln -sfn .. .lint/swiftopt
 	PYTHONPATH="$(abspath .lint):$$PYTHONPATH" $(PYTHON) -m swiftopt.bench.gpu_all $(if $(DEVICE),--device $(DEVICE))

@@ -87,6 +87,7 @@ class ModelShape:
 SHAPES = {
     "codellama-13b": ModelShape(40, 5120, 13824, 40, 32016, 16384, 2048),
     "llama-70b-8-layers": ModelShape(8, 8192, 28672, 64, 32000, 4096, 2048, kv_heads=8),
+    "llama-1b": ModelShape(22, 2048, 5632, 32, 32000, 2048, 512, kv_heads=4),
     "tiny": ModelShape(8, 256, 512, 4, 256, 2048, 16),
 }
 

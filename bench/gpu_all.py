@@ -1,9 +1,11 @@
-"""All measurements for a machine with a GPU, most valuable first: the `gpu` tests, then `bench.gpu` by speed and shape.
+"""All measurements for a machine with a GPU, most valuable first: the `gpu` tests, then `bench.gpu` by speed and shape,
+and last other engines, as far as they are at hand there.
 
     python -m swiftopt.bench.gpu_all [--out FOLDER] [--device cuda]
 
-Each step is a process with a time limit of its own; all of them together take less than 9 minutes. What a step prints
-is shown as it comes; its last line, if that is JSON, and what came of all steps go to FOLDER, by default gpu-results.
+Each step is a process with a time limit of its own, at which it gets Ctrl-C; all of them together take less than 9
+minutes, for the last one gets what the others leave. What a step prints is shown as it comes; its last line, if that is
+JSON, and what came of all steps go to FOLDER, by default gpu-results.
 `--device cpu` tries the script with tiny shapes.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -22,6 +25,9 @@ from time import perf_counter
 from .tables import ROOT
 
 SCHEMA = "swiftopt.gpu-steps/1"
+TOTAL_S = 530.0  # of all steps
+LEAST_S = 20.0  # with less left a step is not begun
+GRACE_S = 10.0  # from Ctrl-C until a step is killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +61,31 @@ def steps(device: str) -> list[DeviceStep]:
             DeviceStep("13b-exact", bench(large, "exact"), 60),
             DeviceStep("13b-compiled", bench(large, "compiled+graphs"), 50),
         ]
-    return found
+    size = ("--shape", "llama-1b") if on_gpu else ("--shape", "tiny", "--tokens", "16")
+    return [*found, DeviceStep("peers", ("-m", "swiftopt.bench.gpu_peers", *size, "--device", device), 180)]
 
 
-def run(step: DeviceStep, folder: Path) -> dict[str, object]:
-    """Run a step, show what it prints, and keep its JSON; return what came of it."""
+def run(step: DeviceStep, folder: Path, left_s: float) -> dict[str, object]:
+    """Run a step for `left_s` at most, show what it prints, and keep its JSON; return what came of it."""
+    if left_s < LEAST_S:
+        print(f"== {step.name}: no time is left for it", flush=True)
+        return {"step": step.name, "exit": None, "seconds": 0.0}
     print(f"== {step.name}: python {' '.join(step.words)}", flush=True)
     clock, last = perf_counter(), ""
     with subprocess.Popen(
         [sys.executable, *step.words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
-        timer = Timer(step.limit_s, process.kill)
-        timer.start()
+        limit_s = min(step.limit_s, left_s)
+        timers = [Timer(limit_s, process.send_signal, (signal.SIGINT,)), Timer(limit_s + GRACE_S, process.kill)]
+        for timer in timers:
+            timer.start()
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
             last = line
         process.wait()
-        timer.cancel()
+        for timer in timers:
+            timer.cancel()
     if last.startswith("{"):
         (folder / f"{step.name}.json").write_text(json.dumps(json.loads(last), indent=1) + "\n", encoding="utf-8")
     return {"step": step.name, "exit": process.returncode, "seconds": round(perf_counter() - clock, 1)}
@@ -86,12 +99,14 @@ def main(args: Sequence[str] | None = None) -> int:
     options = parser.parse_args(args)
     options.out.mkdir(parents=True, exist_ok=True)
     done: list[dict[str, object]] = []
+    clock = perf_counter()
     for step in steps(options.device):
-        done.append(run(step, options.out))
+        done.append(run(step, options.out, TOTAL_S - (perf_counter() - clock)))
         report = {"schema": SCHEMA, "device": options.device, "steps": done}
         (options.out / "steps.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     failed = [str(one["step"]) for one in done if one["exit"]]
-    print(f"{len(done) - len(failed)} of {len(done)} steps ran" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    n_ran = sum(one["exit"] == 0 for one in done)
+    print(f"{n_ran} of {len(done)} steps ran" + (f"; failed: {', '.join(failed)}" if failed else ""))
     return 1 if failed else 0
 
 

@@ -152,6 +152,7 @@ def report_of(
         "schema": SCHEMA,
         "model": request.model,
         "device": machine,
+        "placement": request.device,
         "threads": request.threads,
         "prompts": len(questions),
         "max_new_tokens": max(question.max_new_tokens for question in questions),

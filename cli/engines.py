@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..engines.tuning import EngineTuned
     from ..store import Store
 
-# Options of `tune` that it obeys with --engine, too.
+# Options of `tune` that it obeys with --engine, too; servers are where they are.
 USED = (
     *("model", "stream", "task", "limit", "max_new_tokens", "dtype", "threads", "db", "as_json"),
     *("engine", "engine_urls", "draft_model"),
@@ -119,12 +119,13 @@ def tune_engine(values: Mapping[str, Any]) -> Result:
         )
     if servers and values["draft_model"]:
         raise InvalidInput("--draft-model is for engines that swiftopt starts: leave it out with --engine-url")
+    used = USED if servers else (*USED, "device")
     for param in click.get_current_context().command.params:
-        if param.name not in USED and options.on_command_line(param.name or ""):
+        if param.name not in used and options.on_command_line(param.name or ""):
             flag, engine = param.opts[0], values["engine"]
             note(f"warning: {flag} has no effect with --engine, which runs {engine} itself, greedily")
     prompts = read_stream(values["stream"], values["task"], values["limit"], values["form"])
-    check_names(values["model"], values["dtype"], "cpu")
+    check_names(values["model"], values["dtype"], values["device"])
 
     from ..engines.tuning import EngineTuneRequest, EngineTuning
 
@@ -277,7 +278,7 @@ def _object(path: Path) -> dict[str, Any]:
     "auto (as stored) or one of the others, for those that take it.",
     type=click.Choice(DTYPES),
 )
-@options.shared(GenerateRequest, "max_new_tokens", "speed")
+@options.shared(GenerateRequest, "device", "max_new_tokens", "speed")
 @options.pictures("Draw the ratios as a bar chart.")
 @options.db_and_json
 @options.example("bench peers --model smollm2-135m --stream prompts.jsonl --limit 6 --peers swiftopt,llama-cpp")
@@ -297,7 +298,8 @@ def peers(
     """Decode every prompt with swiftopt and other engines, by turns, each row in a process of its own, greedily.
 
     The engines are installed once in the user's cache, and GGUF files made there of the model's own weights. What
-    cannot be installed or fails is a row that says why. All rows get the same token ids, threads and number of new
+    cannot be installed or fails is a row that says why. All run on one device, by default where swiftopt would load the
+    model; on a GPU it is each engine's build for CUDA. All rows get the same token ids, threads and number of new
     tokens; stop tokens end nothing. `equal to` counts the prompts on which a row that drafts gives its own engine's
     plain tokens, and other rows those of swiftopt/plain. `swiftopt/best` is the stored plan; where there is none,
     adaptive drafts. Ctrl-C shows the prompts that all rows have answered.
@@ -310,13 +312,14 @@ def peers(
     chosen = chosen_rows(names, all_rows(ggufs, Path(assistant) if assistant else None, folders))
     if base is not None:
         look_up("row", base, {row.name: row for row in chosen})
-    request = options.decoding_request({**values, "device": "cpu"})
+    request = options.decoding_request(values)
     if assistant is not None:
         options.check_model(replace(request, model=assistant))
 
     import torch
 
     from ..bench.peers import report_of
+    from ..engines.devices import chosen_device
     from ..engines.turns import Turns, TurnsRequest, questions_of
     from ..models.costs import device_name
     from ..models.sources import local_folder, resolve
@@ -324,11 +327,14 @@ def peers(
     folder = local_folder(resolve(request.model), note_load)
     drafting = local_folder(resolve(assistant), note_load) if assistant else None
     given = {"threads": threads} if threads else {}
-    common = pick(TurnsRequest, {**values, **given, "folder": folder, "db": options.database_url(db) if db else None})
+    own = {"folder": folder, "db": options.database_url(db) if db else None}
+    device = chosen_device(request.device, folder, request.dtype)
+    common = pick(TurnsRequest, {**values, **given, **own, "device": device})
     questions = questions_of(folder, prompts, request.max_new_tokens)
     bench = Turns(common, questions, chosen_rows(names, all_rows(ggufs, drafting, folders)), note)
     bench.run()
-    report = report_of(common, bench.runs, bench.questions, device_name(torch.device("cpu")), base, bench.interrupted)
+    machine = device_name(torch.device(device))
+    report = report_of(common, bench.runs, bench.questions, machine, base, bench.interrupted)
     pictures.draw(draw_peers, report)
     return Result(report, peers_view(report), interrupted=bench.interrupted)
 

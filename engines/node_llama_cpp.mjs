@@ -16,9 +16,15 @@ process.stdout.write = process.stderr.write.bind(process.stderr); // what the li
 try {
     const entry = join(options.package, "node_modules", "node-llama-cpp", "dist", "index.js");
     const {getLlama, DraftSequenceTokenPredictor, InputLookupTokenPredictor} = await import(pathToFileURL(entry));
-    const llama = await getLlama({gpu: false, maxThreads: options.threads, build: "never", progressLogs: false});
+    const gpu = options.device === "cuda" ? "cuda" : false;
+    const settings = {gpu, maxThreads: options.threads, build: "never", progressLogs: false};
+    const llama = await getLlama(settings).catch((error) => {
+        console.error(error);
+        const needed = "it needs NVIDIA's driver, and libcudart and libcublas where the system looks for libraries";
+        throw gpu ? new Error(`llama.cpp's build for CUDA does not load: ${needed}`) : error;
+    });
     const room = {contextSize: options.n_ctx, threads: options.threads, batchSize: options.n_ctx};
-    const load = (modelPath) => llama.loadModel({modelPath, useMmap: false});
+    const load = (modelPath) => llama.loadModel({modelPath, useMmap: false, ...(gpu ? {gpuLayers: "max"} : {})});
     const context = await (await load(options.model)).createContext(room);
     let tokenPredictor;
     if (options.draft) {

@@ -6,10 +6,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ..models.saved import OnStep, cache_root, no_step
 
@@ -17,7 +17,15 @@ PROGRAM = Path(__file__).with_name("program.py")  # runs in an engine's own envi
 INSTALL_S = 1800  # an installation that takes longer is given up
 READY = ".ready"  # written when an environment is complete
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-PIP = ("install", "--quiet", "--no-input", "--disable-pip-version-check")
+LLAMA_CPP_INDEX = "https://xorbitsai.github.io/xllamacpp/whl/cu128"  # PyPI has xllamacpp for CPUs alone
+PIP = ("install", "--quiet", "--no-input", "--disable-pip-version-check")  # obeys PIP_FIND_LINKS and PIP_NO_INDEX
+# Wheels for CPUs, of torch and of xllamacpp, have the names and versions of those for CUDA.
+NO_GPU = "ERROR: it sees no GPU: its wheel of {} is for CPUs or wants a newer driver; let PIP_FIND_LINKS lead to others"
+TORCH_SEES_GPU = f"import torch\nif not torch.cuda.is_available(): raise SystemExit({NO_GPU.format('torch')!r})"
+LLAMA_CPP_SEES_GPU = (
+    "import xllamacpp\nif not any(each['type'].name.endswith('_GPU') for each in xllamacpp.get_device_info()):"
+    f" raise SystemExit({NO_GPU.format('xllamacpp')!r})"
+)
 
 
 class EngineFailed(Exception):
@@ -28,8 +36,9 @@ class EngineFailed(Exception):
 class EnginePackage:
     """An engine: the program of its name in program.py, or a file, decodes with it in an environment made by `steps`.
 
-    Steps are arguments of pip or npm; with `tool` "own" it runs in swiftopt's own environment. `engine` is its name in
-    ENGINES, if it is one of them.
+    Steps are arguments of pip or npm; with `tool` "own" it runs in swiftopt's own environment. What is installed is
+    kept if the Python lines `check` run in it. `engine` is its name in ENGINES, if it is one of them. This is its build
+    for CPUs; `on_gpu` are the fields of the one for CUDA devices, where that is another, or `absent`: why not.
     """
 
     name: str
@@ -40,13 +49,29 @@ class EnginePackage:
     steps: tuple[tuple[str, ...], ...] = ()
     environ: tuple[tuple[str, str], ...] = ()
     preload: tuple[str, ...] = ()  # libraries of its environment that must be loaded first
+    check: str = ""
+    absent: str = ""
     engine: str | None = None
+    on_gpu: Mapping[str, Any] = field(default_factory=dict)
+    device: Literal["cpu", "cuda"] = "cpu"
 
     @property
     def title(self) -> str:
         return f"{self.package} {self.version}".strip()
 
+    @property
+    def folder(self) -> Path:
+        """Where its environment is: builds for other devices have folders of their own."""
+        mark = "" if self.device == "cpu" else f"-{self.device}"
+        return cache_root() / "peers" / f"{self.package}-{self.version}{mark}"
 
+    def built_for(self, device: str) -> EnginePackage:
+        """Return its build for "cpu" or "cuda:N"."""
+        return replace(self, device="cuda", on_gpu={}, **self.on_gpu) if device.startswith("cuda") else self
+
+
+# Without --ignore-scripts it compiles llama.cpp; the optional packages hold every build.
+NPM = ("install", "--omit=optional", "--ignore-scripts", "--no-audit", "--no-fund")
 PACKAGES = {
     package.name: package
     for package in (
@@ -58,6 +83,10 @@ PACKAGES = {
             tool="pip",
             steps=((*PIP, "--no-deps", "xllamacpp==2026.10.11549"),),
             engine="llamacpp",
+            on_gpu={
+                "steps": ((*PIP, "--no-deps", f"--index-url={LLAMA_CPP_INDEX}", "xllamacpp==2026.10.11549"),),
+                "check": LLAMA_CPP_SEES_GPU,
+            },
         ),
         EnginePackage(
             "node-llama-cpp",
@@ -65,13 +94,16 @@ PACKAGES = {
             "3.22.1",
             PROGRAM.with_name("node_llama_cpp.mjs"),
             tool="npm",
-            # Without --ignore-scripts it compiles llama.cpp; the optional packages hold gigabytes of CUDA builds.
-            steps=(
-                (
-                    *("install", "--omit=optional", "--ignore-scripts", "--no-audit", "--no-fund"),
-                    *("node-llama-cpp@3.22.1", "@node-llama-cpp/linux-x64@3.22.1"),
-                ),
-            ),
+            steps=((*NPM, "node-llama-cpp@3.22.1", "@node-llama-cpp/linux-x64@3.22.1"),),
+            # The second holds llama.cpp for older CUDA.
+            on_gpu={
+                "steps": (
+                    (
+                        *(*NPM, "node-llama-cpp@3.22.1", "@node-llama-cpp/linux-x64-cuda@3.22.1"),
+                        "@node-llama-cpp/linux-x64-cuda-ext@3.22.1",
+                    ),
+                )
+            },
         ),
         EnginePackage(
             "openvino",
@@ -80,6 +112,7 @@ PACKAGES = {
             tool="pip",
             steps=((*PIP, "openvino-genai==2026.4.1.0"),),
             engine="openvino",
+            on_gpu={"absent": "openvino-genai computes on no CUDA device: use --device cpu for it"},
         ),
         EnginePackage(
             "vllm",
@@ -101,6 +134,13 @@ PACKAGES = {
             ),
             preload=("lib/libiomp5.so",),
             engine="vllm",
+            on_gpu={
+                "package": "vllm",
+                "steps": ((*PIP, "--only-binary=vllm", "vllm==0.32.0"),),  # from source it takes an hour
+                "environ": (("VLLM_ENABLE_V1_MULTIPROCESSING", "0"), ("VLLM_NO_USAGE_STATS", "1")),
+                "preload": (),
+                "check": TORCH_SEES_GPU,
+            },
         ),
         EnginePackage("transformers", "transformers", engine="transformers"),
     )
@@ -123,12 +163,14 @@ class Launch:
 def prepared(package: EnginePackage, on_step: OnStep = no_step) -> Launch:
     """Return how to start the package's program, after making its environment where it is not there yet.
 
-    Raises: EngineFailed: it cannot be installed.
+    Raises: EngineFailed: it cannot be installed, or there is none for the device.
     """
+    if package.absent:
+        raise EngineFailed(package.absent)
     environ, program = dict(package.environ), (str(PROGRAM), str(package.file or package.name))
     if package.tool == "own":
         return Launch((sys.executable, "-P", *program), environ)
-    folder = cache_root() / "peers" / f"{package.package}-{package.version}"
+    folder = package.folder
     tools = {name: shutil.which(name) for name in (("npm", "node") if package.tool == "npm" else ())}
     missing = [name for name, path in tools.items() if path is None]
     if missing:
@@ -156,6 +198,8 @@ def _make(package: EnginePackage, folder: Path) -> None:
         for step in package.steps:
             pip = (str(folder / "bin" / "python"), "-m", "pip", *step)
             _run(package, pip if package.tool == "pip" else ("npm", "--prefix", str(folder), *step))
+        if package.check:
+            _run(package, (str(folder / "bin" / "python"), "-I", "-c", package.check))
         (folder / READY).touch()
     except OSError as error:
         raise EngineFailed(f"{package.title} cannot be installed in {folder} ({error.strerror})") from error
@@ -172,5 +216,6 @@ def _run(package: EnginePackage, command: Sequence[str]) -> None:
         raise EngineFailed(f"{package.title} was not installed within {INSTALL_S // 60} minutes") from error
     if done.returncode:
         lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if "error" in line.lower()]
+        lines = [line for line in lines if "A complete log of this run" not in line]  # npm's last
         reason = (lines or ["no reason given"])[-1].removeprefix("ERROR: ").removeprefix("npm error ")
         raise EngineFailed(f"{package.title} cannot be installed: {reason}")

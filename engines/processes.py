@@ -17,7 +17,6 @@ import psutil
 
 from .packages import EngineFailed, Launch
 
-SPARE_BYTES = 1 << 30  # of the machine's memory, left to everything else
 END_S = 5  # a process that has been asked to end and does not is killed
 
 
@@ -136,8 +135,3 @@ def _memory_of(pid: int) -> Memory:
         return Memory()
     found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")}
     return Memory(found.get("VmHWM", 0), found.get("VmRSS", 0), found.get("RssFile", 0))
-
-
-def room_for(n_bytes: float) -> bool:
-    """Tell whether the machine has that much memory free, and some to spare."""
-    return bool(psutil.virtual_memory().available >= n_bytes + SPARE_BYTES)

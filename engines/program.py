@@ -9,7 +9,8 @@ out: {"ready": true} once, then for each line {"token_ids": [...], "seconds": s,
 until the first token may be null; or {"error": "..."}, after which the process ends. Whatever a library prints goes to
 standard error.
 
-Options of all programs: `model`, `dtype`, `threads`, `n_ctx`. What drafts is `draft` (a file or folder) or `ngram`
+Options of all programs: `model`, `dtype`, `threads`, `n_ctx`, `device` ("cpu", or "cuda": there is no other GPU to be
+seen). What drafts is `draft` (a file or folder) or `ngram`
 (true), with `settings` by the engine's own names; programs that are no engine of ENGINES read `draft_tokens` in a
 round, `min_confidence` (0: drafts have that length in any case) and `ngram_tokens` instead. A program that drafts also
 answers how many tokens were `drafted`, and `accepted` of them.
@@ -36,10 +37,22 @@ Decoder = Callable[[Values], Values]  # from a line to its answer
 MESSAGE = 300  # characters of a library's message in an answer; all of it is in standard error
 KEY = "SWIFTOPT_ENGINE_API_KEY"  # environment: a server's key, if it wants one
 ANSWER_S = 600.0  # of a server, at most
+ON_GPU: Mapping[str, Values] = {  # what a library is told of a GPU; on a CPU nothing
+    "transformers": {"device_map": "cuda"},
+    "llama-cpp": {"n_gpu_layers": 999},  # all, of any model
+    # By default it takes nearly all memory, and asks for it before it loads. 2 GiB of keys and values are 2,600 tokens
+    # of a 13B model without grouped heads; the share of the memory then is for that question alone.
+    "vllm": {"kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.01},
+}
 VLLM_COUNTERS = {
     "vllm:spec_decode_num_draft_tokens": "drafted",
     "vllm:spec_decode_num_accepted_tokens": "accepted",
 }
+
+
+def for_device(program: str, options: Values) -> Values:
+    """Return the arguments of a program's library by which it computes where the options say."""
+    return ON_GPU[program] if options["device"] == "cuda" else {}
 
 
 def swiftopt(options: Values) -> Decoder:
@@ -58,10 +71,11 @@ def swiftopt(options: Values) -> Decoder:
     from swiftopt.tasks.generate import Planner
 
     def loaded(folder: str) -> Any:
-        return load_runtime(folder, options["dtype"], "cpu", None, options["speed"])
+        return load_runtime(folder, options["dtype"], options["device"], None, options["speed"])
 
     runtime = loaded(options["model"])
-    request = GenerateRequest(options["model"], dtype=options["dtype"], device="cpu", speed=options["speed"])
+    where = {name: options[name] for name in ("dtype", "device", "speed")}
+    request = GenerateRequest(options["model"], **where)
     session = Session(runtime, Sampling(), 1, ignore_eos=True)
     store = Store.open(options["db"]) if options.get("best") else None
     planner = Planner(request, runtime, store)
@@ -97,14 +111,20 @@ def transformers(options: Values) -> Decoder:
         more["on_tokens"] = lambda token_ids: passes.append(perf_counter())
     model.generation_config.eos_token_id = None  # what is not set below comes from there
     config = configuration(do_sample=False, pad_token_id=0, return_dict_in_generate=True)
-    model.register_forward_hook(lambda *pass_: passes.append(perf_counter()))
+
+    def noting(*pass_: Any) -> None:
+        if not passes and options["device"] == "cuda":
+            torch.cuda.synchronize()  # a pass returns before it is computed there
+        passes.append(perf_counter())
+
+    model.register_forward_hook(noting)
     counts = _counted(model) if options.get("ngram") or options.get("draft") else {}
 
     def answer(line: Values) -> Values:
         passes.clear()
         counts.update(dict.fromkeys(counts, 0))
         begun = perf_counter()
-        inputs = torch.tensor([line["prompt_ids"]])  # (batch 1, seq)
+        inputs = torch.tensor([line["prompt_ids"]], device=options["device"])  # (batch 1, seq)
         given = {"attention_mask": torch.ones_like(inputs), "max_new_tokens": line["max_new_tokens"], **more}
         with torch.inference_mode():
             if options.get("compiled"):
@@ -122,7 +142,8 @@ def _hf_model(folder: str, options: Values) -> Any:
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
-    return auto.from_pretrained(folder, dtype=getattr(torch, options["dtype"]), local_files_only=True).eval()
+    where = for_device("transformers", options)
+    return auto.from_pretrained(folder, dtype=getattr(torch, options["dtype"]), local_files_only=True, **where).eval()
 
 
 def _generate_options(model: Any, options: Values) -> Values:
@@ -226,6 +247,9 @@ def _llama_params(options: Values) -> Any:
     drafting, simple = params.speculative.draft, params.speculative.ngram_simple
     for pool in (params.cpuparams, params.cpuparams_batch, drafting.cpuparams, drafting.cpuparams_batch):
         pool.n_threads = options["threads"]
+    for name, value in for_device("llama-cpp", options).items():
+        setattr(params, name, value)
+        setattr(drafting, name, value)
     if options.get("draft"):
         drafting.mparams.path = options["draft"]
     places = {
@@ -303,11 +327,11 @@ def _ir_folder(gguf: str) -> str:
 
 
 def vllm(options: Values) -> Decoder:
-    """vLLM's CPU build, its engine in this very process; `settings` are a speculative_config.
+    """vLLM's build for the device, its engine in this very process; `settings` are a speculative_config.
 
     Where they name a class of swiftopt that drafts, swiftopt is loaded from the folder `swiftopt`. With
     `trust_remote_code` Python files in the folders `model` and `draft` run: it is for drafts whose config is swiftopt's
-    own. Threads and the memory of keys and values are set by environment variables, which the parent gives.
+    own. Threads and, on a CPU, the memory of keys and values are set by environment variables, which the parent gives.
     """
     from vllm import LLM, SamplingParams
 
@@ -325,6 +349,7 @@ def vllm(options: Values) -> Decoder:
         enable_prefix_caching=False,
         speculative_config=speculative,
         disable_log_stats=False,
+        **for_device("vllm", options),
     )
 
     def counts() -> dict[str, int]:

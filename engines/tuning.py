@@ -28,6 +28,7 @@ from ..models.saved import OnStep, no_step, quiet, supported_config
 from ..models.sources import Source, local_folder, resolve
 from ..optimizer.verdict import Timed, hold_out, judge, speed, speed_ratio
 from ..store import Store
+from .devices import chosen_device
 from .evidence import judged
 from .export import SHARED, export
 from .packages import PACKAGES, SERVER
@@ -65,7 +66,7 @@ RUNNABLE: Mapping[EngineName, RunnableEngine] = {
 
 @dataclass(frozen=True, slots=True)
 class EngineTuneRequest:
-    """Tune `engine` for `model`; `dtype` is that of its target.
+    """Tune `engine` for `model`; `dtype` is that of its target, `device` where it runs, as for `load`.
 
     `draft_model` names a smaller model that may draft. `servers` are (name, address) of servers of this engine that run
     already, each started in another way, the plain one first: then these are compared, and nothing is started.
@@ -74,6 +75,7 @@ class EngineTuneRequest:
     model: str
     engine: EngineName
     dtype: str = "auto"
+    device: str = "auto"
     max_new_tokens: int = 128
     draft_model: str | None = None
     servers: tuple[tuple[str, str], ...] = ()
@@ -174,6 +176,7 @@ class EngineTuning:
     on_step: OnStep = no_step
     run_turns: RunTurns = _by_turns
     _folder: Path = field(init=False, default=Path())
+    _device: str = field(init=False, default="cpu")
 
     def run(self, prompts: Sequence[Prompt]) -> list[EngineTuned]:
         """Tune every task of the prompts, the one with the first prompt first."""
@@ -191,6 +194,8 @@ class EngineTuning:
                 raise InvalidInput(f"task {task!r} has {len(own)} prompts: tuning an engine needs 4 or more")
         source = resolve(request.model)
         self._folder = local_folder(source, self.on_step)
+        if not request.servers:
+            self._device = chosen_device(request.device, self._folder, request.dtype)
         info = model_info(self._folder, source)
         self.store.remember_model(info)
         asked = {task: questions_of(self._folder, own, request.max_new_tokens) for task, own in by_task.items()}
@@ -212,13 +217,15 @@ class EngineTuning:
                 run = self._step([plain, best], held_out, tried, 3).get(best.row.name)
                 verdict = judge(*run, None) if run else Verdict("plain", reason="it failed on the held-out prompts")
         way, request = best or plain, self.request
-        version = "a server" if request.servers else PACKAGES[RUNNABLE[request.engine].package].title
+        version = "a server"
+        if not request.servers:
+            version = PACKAGES[RUNNABLE[request.engine].package].built_for(self._device).title
         plan = Plan(
             way.method,
             None if way.plan is None else way.plan.layer_set,
             {**way.settings, "engine_version": version},
             draft_model=way.draft_model,
-            device=device_name(torch.device("cpu")),
+            device=device_name(torch.device(self._device)),
             dtype=DTYPES[stored_type(self._folder)] if request.dtype == "auto" else request.dtype,
             engine=request.engine,
         )
@@ -244,7 +251,7 @@ class EngineTuning:
         The keys are the names of their rows.
         """
         request = self.request
-        common = TurnsRequest(request.model, self._folder, request.dtype, n_threads())
+        common = TurnsRequest(request.model, self._folder, request.dtype, n_threads(), device=self._device)
         found: dict[str, tuple[list[Timed], list[Timed]]] = {}
         for plain, *runs in self.run_turns(common, questions, [way.row for way in ways], self.on_step):
             if plain.reason:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,10 +21,11 @@ from ..models.runtime import Runtime
 from ..models.saved import OnStep, cache_root, has_tokenizer, no_step, quiet, supported_type
 from ..models.sources import resolve
 from ..optimizer.verdict import Timed, speed
+from .devices import free_on, only_device, room_for
 from .drafts import Speculation
 from .export import ENGINES, NGRAM_TOKENS
 from .packages import EngineFailed, EnginePackage, Launch, prepared
-from .processes import Child, room_for
+from .processes import Child
 
 Weights = Literal["folder", "stored", "F16", "Q8_0", "Q4_0", "file"]
 DRAFT_TOKENS = 8  # at most, in one draft
@@ -33,6 +35,7 @@ WARM_PROMPTS = 2  # at least, of different lengths, for what compiles by shape
 PRECISIONS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 OWN_BYTES = 1 << 30  # what a process needs beside its weights, as a first guess
+GPU_OWN_BYTES = 4 << 30  # likewise of a GPU: its context, workspaces, keys and values
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,7 @@ class TimedAnswer:
 
 @dataclass(slots=True)
 class RowRuns:
-    """All turns of one row, or why it has none."""
+    """All turns of one row, or why it has none; `peak_bytes` are of the machine's memory, or of the GPU's."""
 
     row: Row
     weights: str
@@ -128,7 +131,10 @@ class RowRuns:
 
 @dataclass(frozen=True, slots=True)
 class TurnsRequest:
-    """What all rows have in common; `folder` holds the model, `db` is the database of swiftopt's own plans."""
+    """What all rows have in common; `folder` holds the model, `db` is the database of swiftopt's own plans.
+
+    `device` is "cpu" or "cuda:N", see `devices.chosen_device`; each engine's build for it is taken.
+    """
 
     model: str
     folder: Path
@@ -137,6 +143,11 @@ class TurnsRequest:
     timeout_s: float = 600.0
     speed: str = "eager"
     db: str | None = None
+    device: str = "cpu"
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device != "cpu"
 
     @property
     def coded_gguf(self) -> Path | None:
@@ -174,7 +185,7 @@ def questions_of(folder: Path, prompts: Sequence[Prompt], max_new_tokens: int) -
 class Turns:
     """Runs the rows over the questions, their order rotating from prompt to prompt.
 
-    `on_step` is called with every step; `has_room` tells whether the machine has so many bytes for one more process.
+    `on_step` is called with every step; `has_room` tells whether the device has so many bytes for one more process.
     """
 
     def __init__(
@@ -183,16 +194,19 @@ class Turns:
         questions: Sequence[Question],
         rows: Sequence[Row],
         on_step: OnStep = no_step,
-        has_room: Callable[[float], bool] = room_for,
+        has_room: Callable[[float], bool] | None = None,
     ) -> None:
-        self.request, self.questions, self._on_step, self._has_room = request, questions, on_step, has_room
+        self.request, self.questions, self._on_step = request, questions, on_step
+        self._has_room = has_room or partial(room_for, request.device)
         kind = stored_type(request.folder) if request.dtype == "auto" else ""
         self.dtype = DTYPES[kind] if kind else request.dtype
         self._coded_gguf = request.coded_gguf
         stored = self._coded_gguf.name if self._coded_gguf else kind or stored_type(request.folder)
-        self.runs = [RowRuns(row, _weights_word(row, stored)) for row in rows]
+        built = (replace(row, engine=row.engine.built_for(request.device)) for row in rows)
+        self.runs = [RowRuns(row, _weights_word(row, stored)) for row in built]
         self._launches: dict[str, Launch | EngineFailed] = {}
         self._children: dict[str, Child] = {}  # the one used last at the end
+        self._held: dict[str, int] = {}  # bytes of the GPU that processes hold
         self._logs = cache_root() / "peers" / "logs"
         self.interrupted = False
         self._n_ctx = -(-max(len(q.token_ids) + q.max_new_tokens + 2 * DRAFT_TOKENS for q in questions) // 256) * 256
@@ -231,7 +245,7 @@ class Turns:
                 raise
         finally:
             while self._children:
-                self._children.popitem()[1].close()
+                self._children.popitem()[1].close(at_once=self.interrupted)
 
     def _attempt(self, runs: RowRuns, act: Callable[[RowRuns], object]) -> None:
         try:
@@ -256,7 +270,8 @@ class Turns:
 
     def _turn(self, question: Question, runs: RowRuns) -> None:
         child = self._child(runs)
-        answer = child.ask(question.to_json(), self.request.timeout_s)
+        with self._noting_memory(runs):
+            answer = child.ask(question.to_json(), self.request.timeout_s)
         token_ids = tuple(int(token) for token in answer["token_ids"])
         if len(token_ids) != question.max_new_tokens:
             raise EngineFailed(f"it gave {len(token_ids)} tokens for a prompt that asks for {question.max_new_tokens}")
@@ -264,13 +279,19 @@ class Turns:
         turn = TimedAnswer(token_ids, float(answer["seconds"]), *counts)
         runs.turns.append(turn)
         runs.methods |= {answer["method"]} if "method" in answer else set()
-        self._note_memory(runs, child)
         n = len(runs.turns)
         tok_s = len(token_ids) / turn.seconds
         self._on_step(f"prompt {n} of {len(self.questions)}, {runs.row.name}: {tok_s:.1f} tok/s")
 
-    def _note_memory(self, runs: RowRuns, child: Child) -> None:
-        if peak := child.memory().peak:
+    @contextmanager
+    def _noting_memory(self, runs: RowRuns) -> Iterator[None]:
+        """Note what the row's process takes in this block: of a GPU what is free there less, for no other computes."""
+        name, device = runs.row.name, self.request.device
+        before = free_on(device)
+        yield
+        if self.request.on_gpu:
+            self._held[name] = self._held.get(name, 0) + before - free_on(device)
+        if peak := self._held[name] if self.request.on_gpu else self._children[name].memory().peak:
             runs.peak_bytes = max(peak, runs.peak_bytes or 0)
 
     def _child(self, runs: RowRuns) -> Child:
@@ -278,24 +299,28 @@ class Turns:
         name = runs.row.name
         child = self._children.pop(name, None)
         if child is not None:
-            if child.memory().resident > STILL_THERE * (runs.peak_bytes or 0):
+            if self.request.on_gpu or child.memory().resident > STILL_THERE * (runs.peak_bytes or 0):
                 self._children[name] = child
                 return child
             child.close()  # its weights were dropped from memory, and would be read from the disk while it is timed
         launch = self._launch(runs.row)
         options = self._options(runs.row, launch)
         needed = runs.peak_bytes or self._guessed_bytes(options)
-        # What others have mapped from files counts as free for the system, which would drop it.
-        while self._children and not self._has_room(needed + sum(o.memory().mapped for o in self._children.values())):
+        while self._children and not self._has_room(needed + self._mapped_bytes()):
             self._children.popitem()[1].close()
         self._on_step(f"starting {name}")
         log = self._logs / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}.log"
-        child = self._children[name] = Child(launch, options, self._environ(runs.row), log)
-        child.wait_until_ready(self.request.timeout_s)
-        for question in self._warm_ups():
-            child.ask(question.to_json(WARM_TOKENS), self.request.timeout_s)
-        self._note_memory(runs, child)
+        self._held.pop(name, None)
+        with self._noting_memory(runs):
+            child = self._children[name] = Child(launch, options, self._environ(), log)
+            child.wait_until_ready(self.request.timeout_s)
+            for question in self._warm_ups():
+                child.ask(question.to_json(WARM_TOKENS), self.request.timeout_s)
         return child
+
+    def _mapped_bytes(self) -> int:
+        """Return what the processes have mapped from files: it counts as free for the system, which would drop it."""
+        return 0 if self.request.on_gpu else sum(child.memory().mapped for child in self._children.values())
 
     def _warm_ups(self) -> list[Question]:
         of_tasks = {question.task: question for question in reversed(self.questions)}
@@ -312,6 +337,7 @@ class Turns:
             "swiftopt": str(Path(__file__).parents[1]),
             "dtype": self.dtype,
             "precision": PRECISIONS[self.dtype],
+            "device": "cuda" if request.on_gpu else "cpu",  # the only one that the process sees
             "threads": request.threads,
             "n_ctx": self._n_ctx,
             "speed": request.speed,
@@ -361,12 +387,14 @@ class Turns:
     def _guessed_bytes(self, options: Mapping[str, Any]) -> float:
         """Estimate the memory of a process that has not run yet: half as much again for copies, and its libraries."""
         files = [Path(options[key]) for key in ("model", "draft") if options.get(key)]
-        return 1.5 * sum(_size(path) for path in files) + OWN_BYTES
+        own = GPU_OWN_BYTES if self.request.on_gpu else OWN_BYTES
+        return 1.5 * sum(_size(path) for path in files) + own
 
-    def _environ(self, row: Row) -> dict[str, str]:
+    def _environ(self) -> dict[str, str]:
         own = {"OMP_NUM_THREADS": str(self.request.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         # How OpenMP waits is swiftopt's own choice, not the other engines'.
-        return {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | own
+        kept = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+        return kept | own | only_device(self.request.device, os.environ)
 
 
 def _size(path: Path) -> int:

@@ -74,11 +74,13 @@ def load(
     with quiet():
         folder = local_folder(source, step)
         supported_config(folder)
-        placement = _placement(device, folder, dtype)
+        if device not in ("cpu", "auto-map") and torch.cuda.is_available():
+            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # before torch takes any there
+        place = placement(device, folder, dtype)
         doing = f"loading {source.name}"
         step(doing)
         with reporting_progress(step, doing):
-            model, n_parameters = _load_model(folder, dtype, placement, doing, step)
+            model, n_parameters = _load_model(folder, dtype, place, doing, step)
         info = ModelInfo(
             fingerprint=fingerprint(folder),
             architecture=str(model.config.model_type),
@@ -93,7 +95,7 @@ def load(
     return runtime
 
 
-def _placement(device: str, folder: Path, dtype: str) -> str:
+def placement(device: str, folder: Path, dtype: str) -> str:
     """Choose where the weights go: "cpu", "cuda:N" or "auto-map".
 
     Raises: SettingsError: there is too little memory.
@@ -104,7 +106,6 @@ def _placement(device: str, folder: Path, dtype: str) -> str:
     if device == "auto-map":  # which may use the CPU, too
         return device
     plan = memory_plan(folder, dtype, on_cpu=False)
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # before torch takes any there
     free = [free_bytes(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
     if device != "auto":
         index = torch.device(device).index or 0

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from families import VOCAB, tiny_runtime
 from tokenizers import Tokenizer
@@ -21,6 +22,15 @@ from swiftopt.decoding.engine import Work, side_by_side
 from swiftopt.models.runtime import Runtime
 
 N_LAYERS = 4
+
+
+def made_up_gpus(monkeypatch: pytest.MonkeyPatch, *free: float) -> None:
+    """Let torch tell of GPUs with so many bytes free; nothing can be computed on them."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free[torch.device(device).index]), 1 << 40))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {torch.device(device).index}")
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
 
 
 class WordTokenizer:

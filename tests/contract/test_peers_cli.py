@@ -18,6 +18,7 @@ PEERS = ["bench", "peers", "--model", "smollm2-135m", "--stream", "good.jsonl"]
         ([*PEERS, "--peers", "swiftopt", "--base", "vllm/plain"], "row 'vllm/plain' is unknown"),
         ([*PEERS, "--gguf", "missing.gguf"], "missing.gguf is no file"),
         ([*PEERS, "--gguf", "a.gguf", "--gguf", "b/a.gguf"], "have the same name"),
+        ([*PEERS, "--device", "tpu"], "device 'tpu' is unknown: use one of auto, cpu, cuda"),
         ([*PEERS, "--assistant", "no-such-model-anywhere"], "no-such-model-anywhere"),
         ([*PEERS[:-1], "missing.jsonl"], "missing.jsonl"),
         (["bench", "peers", "--model", "./nowhere", "--stream", "good.jsonl"], "there is no folder ./nowhere"),

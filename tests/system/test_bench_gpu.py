@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import sys
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import torch
 
-from swiftopt.bench import gpu, gpu_all
+from swiftopt.bench import gpu, gpu_all, gpu_peers
 from swiftopt.core.types import LayerSet
 
 
@@ -45,7 +49,74 @@ def test_all_steps_run_and_one_that_takes_too_long_costs_no_other(
 
 
 def test_steps_take_less_than_nine_minutes_together() -> None:
-    assert sum(step.limit_s for step in gpu_all.steps("cuda")) < 540
+    *others, last = gpu_all.steps("cuda")
+    assert last.name == "peers" and sum(step.limit_s for step in others) <= gpu_all.TOTAL_S
+    assert gpu_all.TOTAL_S + gpu_all.GRACE_S <= 540
+
+
+def test_no_step_goes_on_after_the_time_of_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = """
+import time
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    print('{"kept": true}')
+"""
+    kept, late = (gpu_all.DeviceStep(name, ("-c", program), 60.0) for name in ("kept", "late"))
+    monkeypatch.setattr(gpu_all, "steps", lambda device: [kept, late])
+    monkeypatch.setattr(gpu_all, "TOTAL_S", 3.0)
+    monkeypatch.setattr(gpu_all, "LEAST_S", 1.0)
+    assert gpu_all.main(["--out", str(tmp_path), "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.endswith("== late: no time is left for it\n1 of 2 steps ran\n")
+    assert json.loads((tmp_path / "kept.json").read_text()) == {"kept": True}
+    steps = json.loads((tmp_path / "steps.json").read_text())["steps"]
+    assert [one["exit"] for one in steps] == [0, None] and 2 < steps[0]["seconds"] < 30
+
+
+@pytest.fixture
+def at_hand(new_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but what a fresh machine without a network has: neither npm nor a wheel."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setenv("npm_config_offline", "true")
+
+
+TINY_PEERS = ["--device", "cpu", "--shape", "tiny", "--tokens", "8", "--peers"]
+
+
+@pytest.mark.usefixtures("at_hand")
+def test_peers_run_without_the_engines_that_are_not_at_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_peers.main([*TINY_PEERS, "swiftopt/plain,node-llama-cpp/plain,llama-cpp/plain"]) == 0
+    *_, said, last = capsys.readouterr().out.strip().splitlines()
+    assert said == (
+        "left out: llama-cpp/plain (xllamacpp 2026.10.11549 cannot be installed: No matching distribution found for"
+        " xllamacpp==2026.10.11549); node-llama-cpp/plain (node-llama-cpp 3.22.1 needs npm and node, not found here:"
+        " install Node.js 20 or newer)"
+    )
+    report = json.loads(last)
+    assert report["placement"] == "cpu" and report["prompts"] == gpu_peers.N_PROMPTS
+    assert [result["tokens"] for result in report["results"] if result["tok_s"]] == [8 * gpu_peers.N_PROMPTS]
+
+
+@pytest.mark.usefixtures("at_hand")
+def test_peers_fail_only_where_what_is_there_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert gpu_peers.main([*TINY_PEERS, "swiftopt/plain"]) == 1
+    assert "left out: swiftopt/plain (its process ended with code 1: see " in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("at_hand")
+def test_peers_that_are_interrupted_early_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    timer = Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    assert gpu_peers.main([*TINY_PEERS, "swiftopt/plain"]) == 0
+    timer.join()
+    assert json.loads(capsys.readouterr().out) == {"skipped": "it was ended before every engine had answered a prompt"}
 
 
 def test_the_smaller_what_inner_sub_layers_add_the_more_drafts_are_accepted() -> None:

