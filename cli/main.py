@@ -20,6 +20,7 @@ from pydantic import AliasChoices, Field, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 from .. import __version__
+from ..core import collector
 from ..core.errors import SettingsError, SwiftoptError
 from . import options
 from .options import ConfiguredGroup
@@ -233,6 +234,7 @@ def _usage(error: click.ClickException) -> str:
 
 def main() -> NoReturn:
     """Run the console script."""
+    collector.start()
     _replace_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         # a terminal that cannot show α or a bar shows a question mark, not a traceback

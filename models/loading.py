@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
+from ..core import collector
 from ..core.errors import ModelNotFound, SettingsError, SwiftoptError
 from ..core.records import ModelInfo
 from ..core.requests import Speed
@@ -81,6 +82,7 @@ def load(
         step(doing)
         with reporting_progress(step, doing):
             model, n_parameters = _load_model(folder, dtype, place, doing, step)
+        collector.run()
         info = ModelInfo(
             fingerprint=fingerprint(folder),
             architecture=str(model.config.model_type),

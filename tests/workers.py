@@ -25,9 +25,11 @@ from swiftopt.worker.queue import JobService, Reconciler, RedisQueue
 PROGRAM = """
 import logging, sys
 logging.basicConfig(level="INFO", format="%(asctime)s %(process)d %(levelname)s %(name)s %(message)s")
+from swiftopt.core import collector
 from swiftopt.worker import queue, worker
 from swiftopt.worker.attempt import WorkerContext
 from swiftopt.worker.worker import default_name, run_worker
+collector.start()
 database, redis, lease_s, is_quick, burst = sys.argv[1:]
 if is_quick:
     queue.CLAIM_S, worker.PERIOD_S = 2.0, 1.0

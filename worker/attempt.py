@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import logging
 import os
@@ -153,10 +152,8 @@ class Attempts:
         request = self._request(claim.job)
         lines = (line.encode() for line in claim.lines.splitlines(keepends=True))
         prompts = parse_stream(lines, f"the stream of job {claim.job.id}", DEFAULT_TASK)
-        gc.disable()  # as in `serving`
         from ..tasks.tune import TuningRun, check_room  # imports torch, so only in the child
 
-        gc.enable()
         check_room(request, prompts)
         stop, load, turn = self.ending.is_set, self._load, self.turn
         TuningRun(request, prompts, self.store, claim, keeper, lambda event: None, None, stop, load, turn).tune()

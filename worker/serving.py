@@ -8,10 +8,10 @@ the process as `python -m swiftopt.worker.serving MODEL`.
 
 from __future__ import annotations
 
-import gc
-
 if __name__ == "__main__":
-    gc.disable()  # half a million objects come to stay: walking them again and again takes a quarter of the import
+    from ..core import collector
+
+    collector.start()
 
 import json
 import logging
@@ -356,7 +356,6 @@ def about(param: str) -> Iterator[None]:
 
 def main() -> None:
     """Serve the model that the first argument describes, until SIGTERM; what others print goes to standard error."""
-    gc.enable()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
