@@ -52,6 +52,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="this machine has no CUDA device, which the test needs"))
 
 
+@pytest.fixture
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter, whose time is that of its operations, read a split of attention's slots at once."""
+    from swiftopt.models.kernels import device
+
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(device, "READ_SLOTS", device.SPLIT)
+
+
 @pytest.fixture(scope="session")
 def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """This process's stand-in for the user's data folder."""

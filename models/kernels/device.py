@@ -19,7 +19,8 @@ from torch import Tensor
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILE = 16  # rows of a product: the smallest that tensor cores take
 SPLIT = 256  # slots that are summed by themselves
-READ_BYTES = 16384  # of keys, and of values, that a tile reads at a time: what it holds must fit the registers
+READ_SLOTS = 64  # that a tile of attention reads at a time, at most
+READ_BYTES = 16384  # and of keys, and of values: what it holds must fit the registers
 WIDE, NARROW = 64, 16  # outputs of a tile
 INPUTS, WORDS = 128, 32  # inputs, or 32-bit words of codes, that are read at a time
 PROGRAMS = 512  # at least, for a map: several for each processor of the largest devices
@@ -347,7 +348,7 @@ def attend(
     query = query.contiguous()
     rows, heads, width = query.shape
     groups, padded = heads // n_kv_heads, max(TILE, triton.next_power_of_2(width))
-    read = min(64, max(TILE, READ_BYTES // (padded * query.dtype.itemsize)))
+    read = min(READ_SLOTS, max(TILE, READ_BYTES // (padded * query.dtype.itemsize)))
     n_splits = -(-n_slots // SPLIT)
     shape = (rows, heads, n_splits)
     sums = torch.empty((*shape, width), dtype=torch.float32, device=query.device)

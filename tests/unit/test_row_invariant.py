@@ -215,6 +215,7 @@ def test_tiles_are_rows_of_one_sequence_that_see_runs_from_one_slot_on() -> None
         wider.made([(plan, plan.every) for plan in plans], PLACE)
 
 
+@pytest.mark.usefixtures("few_steps")  # the text fits the first
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_of_a_tree_have_the_bits_of_a_chain(family: str) -> None:
     # Torch's functions of a CPU take what is left of their vectors another way: widths are whole vectors.
