@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from ..core.costs import CostProfile
 from ..core.records import LayerSetRecord
 from ..core.settings import SwiftSettings
 from ..core.streams import read_stream
@@ -63,9 +64,9 @@ def margin_and_noise(runtime: Runtime, ids: Sequence[int]) -> tuple[float, float
     return float(best.values[0] - best.values[1]), float((one - wide).abs()[best.indices].max())
 
 
-def adaptive_drafts(runtime: Runtime, formats: Sequence[str]) -> dict[str, Method]:
-    """Return adaptive drafting in each format, by costs that are measured here."""
-    costs = with_formats(runtime, measure_costs(runtime, SMALLEST_BUCKET), formats)
+def adaptive_drafts(runtime: Runtime, formats: Sequence[str], costs: CostProfile | None = None) -> dict[str, Method]:
+    """Return adaptive drafting in each format, by costs that are measured here unless they are given."""
+    costs = with_formats(runtime, costs or measure_costs(runtime, SMALLEST_BUCKET), formats)
     parts = Resources(runtime, costs=costs)
     return {
         f"adaptive, {name}": build("adaptive", parts, AdaptiveSettings.from_json({"draft_format": name}))

@@ -33,10 +33,13 @@ from swiftopt.decoding.methods import PLAIN, swift
 from swiftopt.decoding.session import Session
 from swiftopt.models.loading import load
 from swiftopt.models.runtime import Runtime
+from swiftopt.store import Store
+from swiftopt.tasks.recipes import TYPICAL_POSITIONS, stored_costs
 
 pytestmark = pytest.mark.model
 
-MODEL = "smollm2-135m"
+MODEL, DTYPE = "smollm2-135m", "float32"
+RUN = ("--model", MODEL, "--dtype", DTYPE)
 EXAMPLES = Path(__file__).parents[2] / "examples" / "stream.jsonl"
 
 
@@ -60,34 +63,43 @@ def swiftopt(*args: str, expect: int = 0) -> Said:
 
 @pytest.fixture(scope="module")
 def short_stream(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Five prompts of the second example task."""
+    """Five prompts of the second example task; the first is so long that costs are measured where requests need them."""
     lines = [line for line in EXAMPLES.read_text(encoding="utf-8").splitlines() if '"code"' in line]
+    first = json.loads(lines[0])
+    first["prompt"] = "\n".join([json.loads(line)["prompt"] for line in lines[6:12]] + [first["prompt"]])
     path = tmp_path_factory.mktemp("stream") / "code.jsonl"
-    path.write_text("\n".join(lines[:5]) + "\n", encoding="utf-8")
+    path.write_text("\n".join([json.dumps(first), *lines[1:5]]) + "\n", encoding="utf-8")
     return path
 
 
 @pytest.fixture(scope="module")
 def runtime32() -> Runtime:
-    return load(MODEL, "float32", "cpu")
+    return load(MODEL, DTYPE, "cpu")
 
 
 @pytest.fixture(scope="module")
 def tuned(short_stream: Path, own_folders: Path) -> dict[str, Any]:
-    """A short tuning run; its JSON summary."""
+    """A short tuning run, whose costs all tests share; its JSON summary."""
     out = own_folders / "out.jsonl"
-    args = ["tune", "--model", MODEL, "--stream", str(short_stream), "--out", str(out), "--max-new-tokens", "40"]
-    summary: dict[str, Any] = json.loads(swiftopt(*args, "--max-steps", "24", "--json").stdout)
+    args = ["tune", *RUN, "--stream", str(short_stream), "--out", str(out), "--max-new-tokens", "24"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("swiftopt.models.costs.BUDGET_S", 0.0)  # no test needs them to be exact
+        summary: dict[str, Any] = json.loads(swiftopt(*args, "--max-steps", "24", "--json").stdout)
     assert len(out.read_text(encoding="utf-8").splitlines()) == 5
     return summary
 
 
-def test_tokens_equal_transformers_generate_in_float32(runtime32: Runtime) -> None:
+def test_tokens_equal_transformers_generate_in_float32(
+    runtime32: Runtime, tuned: dict[str, Any], own_folders: Path
+) -> None:
+    """By the costs that the tuning has measured."""
     prompts = read_stream(str(EXAMPLES))
     picked = [prompts[0], prompts[-1]]
     sets = {**random_sets(runtime32.n_layers, 1), "uniform": LayerSet.uniform(runtime32.n_layers, 25)}
     methods = {name: swift(layer_set, SwiftSettings()) for name, layer_set in sets.items()}
-    methods |= adaptive_drafts(runtime32, ["int4"])
+    with Store.open(str(own_folders / "swiftopt.db")) as store:
+        costs = stored_costs(runtime32, store, TYPICAL_POSITIONS)
+    methods |= adaptive_drafts(runtime32, ["int4"], costs)
     report = compare(runtime32, picked, methods, 16, "transformers")
     assert report["identical"] == dict.fromkeys(methods, 2), report["divergences"]
 
@@ -136,9 +148,9 @@ def test_tune_stores_a_set_that_best_prints(tuned: dict[str, Any]) -> None:
 
 
 def test_generate_reports_what_it_did(tuned: dict[str, Any]) -> None:
-    common = ["generate", "--model", MODEL, "--task", "code", "--prompt", "def add(a, b):", "--max-new-tokens", "16"]
-    adaptive = json.loads(swiftopt(*common, "--method", "adaptive", "--dtype", "float32", "--json").stdout)
-    plain = json.loads(swiftopt(*common, "--method", "plain", "--dtype", "float32", "--json").stdout)
+    common = ["generate", *RUN, "--task", "code", "--prompt", "def add(a, b):", "--max-new-tokens", "16"]
+    adaptive = json.loads(swiftopt(*common, "--method", "adaptive", "--json").stdout)
+    plain = json.loads(swiftopt(*common, "--method", "plain", "--json").stdout)
     assert adaptive["token_ids"] == plain["token_ids"] and len(plain["token_ids"]) <= 16
     assert adaptive["drafted"] >= adaptive["accepted"] and plain["drafted"] == 0
     assert adaptive["target_passes"] <= plain["target_passes"]  # on a busy machine nothing may pay
@@ -151,25 +163,14 @@ def test_generate_reports_what_it_did(tuned: dict[str, Any]) -> None:
 def test_generate_takes_an_exported_set_and_a_stream(tuned: dict[str, Any], short_stream: Path, tmp_path: Path) -> None:
     file = tmp_path / "set.json"
     swiftopt("layers", "export", f"{MODEL}/code", "-o", str(file))
-    args = ["generate", "--model", MODEL, "--stream", str(short_stream), "--limit", "2", "--layer-set", str(file)]
+    args = ["generate", *RUN, "--stream", str(short_stream), "--limit", "2", "--layer-set", str(file)]
     lines = swiftopt(*args, "--max-new-tokens", "8", "--json").stdout.splitlines()
     assert [json.loads(line)["method"] for line in lines] == ["adaptive", "adaptive"]
 
 
 def test_bench_decode_ends_with_one_json_object(tuned: dict[str, Any], short_stream: Path) -> None:
-    args = [
-        "bench",
-        "decode",
-        "--model",
-        MODEL,
-        "--stream",
-        str(short_stream),
-        "--limit",
-        "2",
-        "--max-new-tokens",
-        "12",
-    ]
-    report = json.loads(swiftopt(*args, "--dtype", "float32", "--json").stdout)
+    args = ["bench", "decode", *RUN, "--stream", str(short_stream), "--limit", "2", "--max-new-tokens", "12"]
+    report = json.loads(swiftopt(*args, "--json").stdout)
     assert {"schema", "model", "device", "dtype", "prompts", "results"} <= set(report)
     assert [result["method"] for result in report["results"]] == ["plain", "swift", "hf-plain", "hf-lookup"]
     assert all(result["identical"] == result["of"] == 2 for result in report["results"])
@@ -181,7 +182,7 @@ def test_interrupting_a_tune_keeps_what_was_finished(
 ) -> None:
     """With costs that are known already, so that prompts begin at once."""
     out, db = tmp_path / "out.jsonl", shutil.copy(own_folders / "swiftopt.db", tmp_path / "cut.db")
-    args = ["tune", "--model", MODEL, "--stream", str(short_stream), "--out", str(out), "--db", str(db)]
+    args = ["tune", *RUN, "--stream", str(short_stream), "--out", str(out), "--db", str(db)]
     process = subprocess.Popen(
         [sys.executable, "-m", "swiftopt", *args, "--max-new-tokens", "40"],
         stdout=subprocess.PIPE,
@@ -224,7 +225,7 @@ def test_served_model_keeps_to_schemas_and_calls_the_tool_it_must(
     database = str(own_folders / "swiftopt.db")  # knows what passes cost
     parameters = {"type": "object", "properties": {"town": {"enum": ["Rome", "Oslo"]}}, "required": ["town"]}
     closed = {**parameters, "additionalProperties": False}
-    with serving(database, tmp_path / "log", "--model", MODEL, "--rate", "0", "--threads", "1") as served:
+    with serving(database, tmp_path / "log", *RUN, "--rate", "0", "--threads", "1") as served:
         while served.client.get("/health").status_code != 200:
             assert served.process.poll() is None, served.log.read_text()
             time.sleep(0.2)

@@ -130,7 +130,7 @@ def test_idle_worker_ends_on_sigterm_also_while_redis_is_away(tmp_path: Path, ow
 
 def test_child_that_slept_past_its_lease_is_replaced_and_writes_nothing(anywhere: Site) -> None:
     anywhere.reconcile()
-    job = anywhere.noop(5)  # its time is over when it wakes: it would report its success
+    job = anywhere.noop(3)  # its time is over when it wakes: it would report its success
     first = anywhere.start()
     anywhere.running(job)
     child = first.child()
@@ -231,7 +231,9 @@ def test_jobs_of_a_served_model_run_in_its_engine_while_there_is_one(here: Site,
         here.until(lambda: here.job(job).n_outputs > 1, 60)
         children = psutil.Process(served.process.pid).children()
         next(child for child in children if "swiftopt.worker.serving" in child.cmdline()).kill()
-        edit(create_engine(as_url(here.database)), "jobs", "lease_until = 1 WHERE state = 'running'")  # as time would
+        rows = create_engine(as_url(here.database))
+        edit(rows, "jobs", "lease_until = 1 WHERE state = 'running'")  # as time would
+        edit(rows, "locks", "until = 1 WHERE owner = :owner", owner=first.worker)
         second = here.running(job, attempt=2, within_s=90)
         assert "-engine" in str(first.worker) and "-engine" in str(second.worker) and first.worker != second.worker
         here.until(lambda: here.job(job).n_outputs > second.n_outputs, 60)
@@ -244,7 +246,7 @@ def test_jobs_of_a_served_model_run_in_its_engine_while_there_is_one(here: Site,
 
 
 def test_redis_flushed_in_the_middle_loses_nothing(here: Site) -> None:
-    jobs = [here.noop(2, n) for n in range(2)]
+    jobs = [here.noop(1, n) for n in range(2)]
     here.start()
     here.running(jobs[0])
     flush(here.redis)
@@ -263,7 +265,7 @@ def test_child_killed_after_a_flush_is_still_reported(here: Site) -> None:
 
 def test_redis_restarted_empty_and_submissions_meanwhile_lose_nothing(tmp_path: Path, own_valkey: Valkey) -> None:
     with site(str(tmp_path / "jobs.db"), own_valkey.url, tmp_path, is_quick=True) as found:
-        jobs = [found.noop(4, 0), found.noop(0, 1)]
+        jobs = [found.noop(2.5, 0), found.noop(0, 1)]
         found.start()
         found.running(jobs[0])
         own_valkey.kill()
@@ -306,11 +308,11 @@ def test_job_ends_well_when_the_database_was_away_meanwhile(
     tmp_path: Path, redis_url: str, postgres_url: str, postgres_server: Postgres
 ) -> None:
     with site(postgres_url, redis_url, tmp_path, is_quick=True) as found:
-        jobs = [found.noop(3, 0), found.noop(0, 1)]
+        jobs = [found.noop(2, 0), found.noop(0, 1)]
         found.start()
         found.running(jobs[0])
         postgres_server.stop()
-        time.sleep(4)
+        time.sleep(3)
         postgres_server.start()
         assert [found.ended(job).state for job in jobs] == ["succeeded"] * 2, found.logs()
         assert found.states(jobs[0]) == [("queued", 1), ("running", 1), ("succeeded", 1)]
