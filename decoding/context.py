@@ -6,7 +6,7 @@ Biases, penalties, temperature and cuts are applied here once, to draft and targ
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -162,17 +162,36 @@ class TokenRule:
 
     def confidences(self, scores: Tensor) -> list[tuple[int, float]]:
         """Return `confidence` of each row of `scores` (rows, vocab), in one transfer: on a GPU each synchronises."""
-        top, index = scores.max(-1)
-        values, token_ids = torch.stack(((top - scores.logsumexp(-1)).double(), index.double())).tolist()
-        return [(int(token_id), math.exp(value)) for token_id, value in zip(token_ids, values, strict=True)]
+        token_ids, logprobs = likeliest(scores).tolist()
+        return [(int(token_id), math.exp(value)) for token_id, value in zip(token_ids, logprobs, strict=True)]
 
     def candidates(self, scores: Tensor, token_id: int, n: int) -> tuple[int, ...]:
         """Return the `n` most probable tokens, `token_id` first; fewer where the rest has no probability."""
         if n == 1:
             return (token_id,)
-        values, tokens = torch.stack([part.double() for part in scores.topk(min(n, scores.shape[-1]))]).tolist()
-        offered = [int(t) for t, v in zip(tokens, values, strict=True) if v > float("-inf") and t != token_id]
-        return (token_id, *offered[: n - 1])
+        others, their_scores = most_probable(scores, n).tolist()
+        return offered(token_id, others, their_scores, n)
+
+
+def likeliest(scores: Tensor) -> Tensor:
+    """Return the most probable token of each row of `scores` (rows, vocab), and its log probability.
+
+    float64 (2, rows), on the device, which may still be computing them.
+    """
+    top, token_ids = scores.max(-1)
+    return torch.stack((token_ids.double(), (top - scores.logsumexp(-1)).double()))
+
+
+def most_probable(scores: Tensor, n: int) -> Tensor:
+    """Return the `n` most probable tokens by `scores` (vocab,), and their scores: float64 (2, n), on the device."""
+    values, token_ids = scores.topk(min(n, scores.shape[-1]))
+    return torch.stack((token_ids.double(), values.double()))
+
+
+def offered(token_id: int, others: Sequence[float], scores: Sequence[float], n: int) -> tuple[int, ...]:
+    """Return `token_id` and those of the `others`, most probable first, that can be: `n` tokens or fewer."""
+    possible = [int(t) for t, score in zip(others, scores, strict=True) if score > float("-inf") and t != token_id]
+    return (token_id, *possible[: n - 1])
 
 
 def _is_blind(processor: LogitsProcessor) -> bool:
@@ -269,22 +288,31 @@ class Context:
     def generated(self) -> list[int]:
         return self.token_ids[self.n_prompt :]
 
+    @property
+    def reads_late(self) -> bool:
+        """Whether tokens can stay on the device, and are worth reading together."""
+        return self.runtime.reads_late and not self.rule.reads_text
+
     def scores(self, drafted: Sequence[int], logits: Tensor) -> Tensor:
         """Return `TokenRule.scores` of `logits` (vocab,) behind the committed tokens and the `drafted` ones."""
         return self.rule.scores([*self.token_ids, *drafted] if self.rule.reads_text else (), logits)
 
     def noisy_scores(self, drafted: Sequence[int], logits: Tensor) -> Tensor:
-        """Return scores whose argmax is the target's token behind `drafted` ones, if `logits` (vocab,) are its own."""
+        """Return scores whose argmax is the target's token behind `drafted` ones, if `logits` (vocab,) are its own.
+
+        A rule that reads no text takes the place of `drafted` tokens that are not known yet from their number alone.
+        """
         return self.rule.noisy(self.scores(drafted, logits), len(self.token_ids) + len(drafted))
 
-    def unread_choice(self, n_drafted: int, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the token after so many drafted ones and its log probability, both of shape () and on the device.
+    def unread(self, depths: Iterable[int], logits: Tensor) -> Tensor:
+        """Return `likeliest` of the tokens behind so many drafted ones, one for each row of `logits` (rows, vocab).
 
-        They are those of `noisy_scores` of `logits` (vocab,), of a rule that reads no text.
+        The rule reads no text.
         """
-        scores = self.rule.noisy(self.rule.scores((), logits), len(self.token_ids) + n_drafted)
-        top, token_id = scores.max(dim=-1)
-        return token_id, top - scores.logsumexp(-1)
+        if self.rule.is_argmax:
+            return likeliest(logits.float())
+        rows = zip(depths, logits, strict=True)
+        return likeliest(torch.stack([self.noisy_scores(range(depth), row) for depth, row in rows]))
 
     def resume_point(self) -> ResumePoint:
         """Return the request's state; to be called between the passes of a round."""

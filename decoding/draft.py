@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from ..models.runtime import Runtime
     from .context import Context, TokenRule
     from .engine import PassGenerator
+
+UNKNOWN = 0  # in place of a token that was not read yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,14 @@ class DraftTree:
     def n_nodes(self) -> int:
         """Rows that the target checks, root included."""
         return len(self.token_ids)
+
+    @property
+    def depths(self) -> list[int]:
+        """How many nodes lie above each."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return depths
 
     @property
     def is_chain(self) -> bool:
@@ -92,14 +102,6 @@ class ExtraRows:
     depths: tuple[int, ...]
     visible: Tensor
     n_read: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class UnreadChain:
-    """A chain on a device that may still be computing it, (nodes,) each, the root first: read once, to wait once."""
-
-    token_ids: Tensor
-    logprobs: Tensor
 
 
 def ancestor_mask(parents: Sequence[int]) -> Tensor:
@@ -196,7 +198,8 @@ class Draft:
     (n_checked, vocab). `n_checked` is how many of the tree's nodes, from the root on, the target gives logits for
     (None: all); 0 says that no pass is needed, for the drafter itself ran the target (`n_passes` times) and left keys
     and values in place. `estimated` is the round's cost by measured costs of passes, in plain passes. `sources` says
-    where nodes' tokens come from, those of "draft" left out. With `unread` the tree is a chain of unknown tokens.
+    where nodes' tokens come from, those of "draft" left out. `unread`, float64 (2, 1 + n_steps), is the spine where its
+    device may still be computing it: the tokens, of which the tree knows none yet, and their log probabilities.
     """
 
     tree: DraftTree
@@ -208,16 +211,18 @@ class Draft:
     n_passes: int = 1
     estimated: float | None = None
     sources: Mapping[int, TokenSource] = field(default_factory=dict)
-    unread: UnreadChain | None = None
+    unread: Tensor | None = None
 
     @classmethod
-    def of_unread(cls, unread: UnreadChain, estimated: float | None = None) -> Draft:
-        """Return the draft of a chain that is still on its device."""
-        return cls(DraftTree.chain([0] * len(unread.token_ids)), estimated=estimated, unread=unread)
+    def of_unread(cls, unread: Tensor, beside: Sequence[Sequence[int]]) -> Draft:
+        """Return the draft of a spine that is on its device still, with the side leaves `beside` its first steps."""
+        leaves = [*beside, *[()] * (unread.shape[1] - 1 - len(beside))]
+        return cls(DraftTree.grow(UNKNOWN, [(UNKNOWN, *own) for own in leaves]), unread=unread)
 
-    def read(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> Draft:
-        """Return the draft with the tokens that were read of `unread`."""
-        return replace(self, tree=DraftTree.chain(token_ids), logprobs=tuple(logprobs), unread=None)
+    def read(self, token_ids: Sequence[float], logprobs: Sequence[float]) -> Draft:
+        """Return the draft with what was read of `unread`."""
+        known = (*map(int, token_ids), *self.tree.token_ids[len(token_ids) :])
+        return replace(self, tree=replace(self.tree, token_ids=known), logprobs=tuple(logprobs), unread=None)
 
     @property
     def n_steps(self) -> int:
@@ -281,16 +286,29 @@ class DraftModel(ABC):
         """Begin a new round: the next node is the root, the last committed token."""
         self.parents = []
 
+    @property
+    def reads_late(self) -> bool:
+        """Whether it can `draft_ahead`, and that saves time."""
+        return False
+
     @abstractmethod
     def extend(self, token_ids: Sequence[int], parents: Sequence[int]) -> PassGenerator[Tensor]:
         """Add nodes under earlier ones (the root's parent is -1); return the logits (nodes, vocab) after them."""
 
-    def extend_unread(self, n_steps: int) -> PassGenerator[UnreadChain] | None:
-        """Draft that many tokens under the root, each from the one before, and read none of them from the device.
+    def draft_ahead(
+        self, longest: int, n_offered: int, take: Callable[[tuple[int, ...], float], int], goes_on: Callable[[], bool]
+    ) -> PassGenerator[Draft]:
+        """Draft up to `longest` steps under the root, each read while the next one runs: the device never waits.
 
-        None: every step has to be read, or reading saves nothing.
+        What a step says of where to stop is known when one more is under way. Its token stays, for dropping it would
+        cost a draft pass a round: the last step is on the device still, has no side leaves, and is read with the
+        target's tokens.
+
+        Args: n_offered: candidates that are read at each step; 0: no step is read. take: is told what was read of a
+              step, its candidates and the first one's probability, and says how many are offered. goes_on: asked
+              before each step, the first included.
         """
-        return None
+        raise NotImplementedError
 
     def drop(self, n_nodes: int) -> None:
         """Take the newest nodes back; the next ones go where they were."""

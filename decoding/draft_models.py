@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.types import LayerSet
 from ..models.early_exit import StagedPass
-from ..models.rows import Pass, uploaded
+from ..models.rows import Pass, fetched, uploaded
 from ..models.runtime import Runtime
-from .draft import DraftModel, UnreadChain
+from .context import likeliest, most_probable, offered
+from .draft import Draft, DraftModel
 from .engine import PassGenerator
 
 
@@ -38,23 +41,32 @@ class SkippedTarget(DraftModel):
         self.layer_set = own = self._shared.layer_set
         self._variants = () if own is None or own.is_whole else (own,)
 
+    @property
+    def reads_late(self) -> bool:
+        return self.context.reads_late
+
     def extend(self, token_ids: Sequence[int] | Tensor, parents: Sequence[int]) -> PassGenerator[Tensor]:
         rows = self._rows(token_ids, parents, self._variants)
         return (yield Pass(self.context.runtime, rows, self.context.buffer, drafts=True))
 
-    def extend_unread(self, n_steps: int) -> PassGenerator[UnreadChain] | None:
-        context = self.context
-        return self._unread(n_steps) if context.runtime.reads_late and not context.rule.reads_text else None
-
-    def _unread(self, n_steps: int) -> PassGenerator[UnreadChain]:
-        device = self.context.runtime.device
-        token_ids, logprobs = [uploaded(self.context.token_ids[-1:], device)], [torch.zeros(1, device=device)]
-        for step in range(n_steps):
-            logits = yield from self.extend(token_ids[-1], (step - 1,))
-            token_id, logprob = self.context.unread_choice(step, logits[0])
-            token_ids.append(token_id[None])
-            logprobs.append(logprob[None].float())
-        return UnreadChain(torch.cat(token_ids), torch.cat(logprobs))
+    def draft_ahead(
+        self, longest: int, n_offered: int, take: Callable[[tuple[int, ...], float], int], goes_on: Callable[[], bool]
+    ) -> PassGenerator[Draft]:
+        context, beside = self.context, list[tuple[int, ...]]()
+        steps = [uploaded([context.token_ids[-1:], [0.0]], context.runtime.device, torch.float64)]
+        read: Callable[[], Any] | None = None  # the latest step
+        while len(steps) <= longest and goes_on():
+            n_drafted = len(steps) - 1
+            logits = yield from self.extend(steps[-1][0].long(), (n_drafted - 1,))
+            scores = context.noisy_scores(range(n_drafted), logits[0])
+            steps.append(likeliest(scores[None]))
+            if n_offered:
+                before, read = read, fetched(torch.cat((steps[-1], most_probable(scores, n_offered)), dim=1))
+                if before is not None:
+                    (token_id, *others), (logprob, *their_scores) = before()
+                    candidates = offered(int(token_id), others, their_scores, n_offered)
+                    beside.append(candidates[1 : take(candidates, math.exp(logprob))])
+        return Draft.of_unread(torch.cat(steps, dim=1), beside)
 
 
 class EarlyExit(DraftModel):

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ..core.errors import SettingsError
 from ..core.types import Completion, FinishReason, Timings, TokenLogprob, TokenSource, TracedToken
-from ..models.rows import Pass, Rows
+from ..models.rows import Pass, uploaded
 from ..models.runtime import Runtime
 from .context import Context, Ending, ResumePoint, Tally, TokenRule
-from .draft import Draft, Drafter, DraftTree, Outcome, UnreadChain, Walk, tree_rows
+from .draft import Draft, Drafter, DraftTree, Outcome, Walk, tree_rows
 from .engine import Free, PassGenerator, Slots, Work, alone
 from .methods import Method
 from .verify import Target, Verifier, token_logprob
@@ -275,7 +275,11 @@ def _check(context: Context, draft: Draft) -> PassGenerator[Tensor | None]:
     if draft.staged is not None:
         return (yield from draft.staged)
     if draft.unread is not None:
-        return (yield Pass(context.runtime, Rows(draft.unread.token_ids, context.root_slot), context.buffer))
+        token_ids, leaves = draft.unread[0].long(), draft.tree.token_ids[draft.n_steps + 1 :]
+        if leaves:
+            token_ids = torch.cat((token_ids, uploaded(leaves, context.runtime.device)))
+        rows = tree_rows(token_ids, draft.tree.parents, context.root_slot)
+        return (yield Pass(context.runtime, rows, context.buffer))
     tree, extra, wanted, checked = draft.tree, draft.extra_rows, None, slice(draft.n_checked)
     if extra is not None:
         n_rows = tree.n_nodes + len(extra.token_ids)
@@ -284,13 +288,11 @@ def _check(context: Context, draft: Draft) -> PassGenerator[Tensor | None]:
     return (yield Pass(context.runtime, rows, context.buffer, wanted))
 
 
-def _read(context: Context, draft: Draft, unread: UnreadChain, logits: Tensor) -> tuple[Draft, list[int]]:
-    """Read a round's tokens, the draft's and the target's own after each node, in its one transfer."""
-    chosen = [context.unread_choice(node, row)[0] for node, row in enumerate(logits)]
-    parts = (unread.token_ids, unread.logprobs, torch.stack(chosen))
-    values = torch.cat([part.double() for part in parts]).tolist()
-    n = len(logits)
-    return draft.read([int(each) for each in values[:n]], values[n : 2 * n]), [int(each) for each in values[2 * n :]]
+def _read(context: Context, draft: Draft, unread: Tensor, logits: Tensor) -> tuple[Draft, list[int]]:
+    """Read a round's tokens, the draft's and the target's own after each node, in one transfer."""
+    token_ids, logprobs = torch.cat((unread, context.unread(draft.tree.depths, logits)), dim=1).tolist()
+    n = unread.shape[1]
+    return draft.read(token_ids[:n], logprobs[:n]), list(map(int, token_ids[n:]))
 
 
 def _commit(context: Context, block: Sequence[int], ending: Ending) -> Sequence[int]:

@@ -9,7 +9,7 @@ buffers.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -84,12 +84,13 @@ class Rows:
             return None
         n, newest = self.visible.shape
         older = self.first_slot + n - newest
+        visible = self.visible if device is None else uploaded(self.visible, device, torch.bool)
         if older <= 0:
-            return self.visible.to(device)
+            return visible
         before = torch.ones((n, older), dtype=torch.bool, device=device)
         if self.n_read is not None:
             before[:, self.n_read :] = False
-        return torch.cat((before, self.visible.to(device)), dim=1)
+        return torch.cat((before, visible), dim=1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -239,6 +240,21 @@ def uploaded(values: Any, device: torch.device, dtype: torch.dtype = torch.int64
         return tensor
     pinned = tensor.pin_memory() if torch.cuda.is_available() else tensor
     return pinned.to(device, non_blocking=True)
+
+
+def fetched(values: Tensor) -> Callable[[], Any]:
+    """Begin to move numbers from their device; return what waits for them, not for later work, and gives their list."""
+    here = values.to("cpu", non_blocking=True)  # from a GPU to pinned memory
+    if values.device.type != "cuda":
+        return here.tolist
+    moved = cast(Any, torch.cuda.Event)()
+    moved.record(torch.cuda.current_stream(values.device))
+
+    def wait() -> Any:
+        moved.synchronize()
+        return here.tolist()
+
+    return wait
 
 
 class TableFullError(ValueError):

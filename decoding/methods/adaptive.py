@@ -2,8 +2,8 @@
 
 A round is one of three. *Plain*: only the root. *Text*: what followed the text's end before, as in prompt lookup.
 *Model*: a chain of the draft model; where earlier text suggests the next tokens, one pass of the draft model checks
-several of them at once, and what text suggests behind the chain's end is added unchecked. All estimates are learnt from
-outcomes and carried over from request to request.
+several of them at once, and what text suggests behind the chain's end is added unchecked; neither where a device is
+read late (`DraftModel.draft_ahead`). All estimates are learnt from outcomes and carried over from request to request.
 
 All times are in plain passes of the target over one row. With λ the tokens per such pass that decoding gets at present,
 whatever takes t must bring λ · t tokens, or the time is better spent otherwise; a draft that is decided by this rule,
@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from ...core.errors import SettingsError
 from ...core.serialization import Settings, adapter, count
 from ...core.types import LayerSet, TokenSource
-from ..draft import Draft, Drafter, DraftModel, DraftTree, Outcome, UnreadChain
+from ..draft import Draft, Drafter, DraftModel, DraftTree, Outcome
 from ..text_matches import Cursor, Guess, HitRates, Matches
 from ..verify import TargetWalk, Verifier
 from . import Method, Resources, method
@@ -321,18 +321,18 @@ class AdaptiveDrafter(Drafter):
         self.matches.read(self.context.token_ids)
         most = min(room, self.settings.max_draft_length)
         self.chain = chain = _Chain()
-        unread = (yield from self._fill(chain, most)) if most > 0 else None
-        self.estimated = chain.spent + self.costs.verify(chain.n_rows if unread is None else len(unread.token_ids))
-        if unread is not None:
-            return Draft.of_unread(unread, self.estimated)
-        return Draft(chain.tree(self.context.token_ids[-1]), estimated=self.estimated, sources=chain.sources)
+        draft = (yield from self._fill(chain, most)) if most > 0 else None
+        if draft is None:
+            draft = Draft(chain.tree(self.context.token_ids[-1]), sources=chain.sources)
+        self.estimated = chain.spent + self.costs.verify(draft.tree.n_nodes)
+        return replace(draft, estimated=self.estimated)
 
     def observe(self, outcome: Outcome) -> None:
         """Learn from every token that the target judged."""
-        learned, chain, path = self.learned, self.chain, outcome.walk.path
-        if outcome.draft.logprobs:  # of a chain that was read after it was checked
-            for token_id, logprob in zip(outcome.draft.tree.token_ids[1:], outcome.draft.logprobs[1:], strict=True):
-                chain.add(token_id, learned.acceptance.of(math.exp(logprob)), math.exp(logprob))
+        learned, chain, path, draft = self.learned, self.chain, outcome.walk.path, outcome.draft
+        for step in range(len(chain.token_ids) + 1, draft.n_steps + 1):  # read with the target's tokens
+            sure = math.exp(draft.logprobs[step])
+            chain.add(draft.tree.token_ids[step], learned.acceptance.of(sure), sure)
         n_accepted = sum(node == depth for depth, node in enumerate(path, 1))
         for i, confidence in enumerate(chain.confidences[: n_accepted + 1]):
             if confidence is not None:
@@ -344,8 +344,8 @@ class AdaptiveDrafter(Drafter):
         if n_modelled:
             learned.step_cost = faded(learned.step_cost, chain.drafting / n_modelled)
 
-    def _fill(self, chain: _Chain, most: int) -> PassGenerator[UnreadChain | None]:
-        """Choose the kind of round and fill its chain, or return one that is not read yet."""
+    def _fill(self, chain: _Chain, most: int) -> PassGenerator[Draft | None]:
+        """Choose the kind of round and fill its chain; return a draft of it that is partly on its device still."""
         learned, model, load = self.learned, self.model, self.context.load.checked
         rate = learned.throughput.rate
         cursor = self.matches.at_end()
@@ -358,16 +358,11 @@ class AdaptiveDrafter(Drafter):
             shared = rate * n_steps * learned.step_cost * self.costs.shared
             if n_steps and learned.joining.pays(by_model - by_text, shared, load):
                 learned.probing.paid()
-                model.restart()
-                unread = None if self._guesses(cursor, most_modelled - 1) else model.extend_unread(n_steps)
-                if unread is not None:  # as many as are worth most by what was accepted so far
-                    for _ in range(n_steps):
-                        self._charge(chain, 1)
-                    return (yield from unread)
-                yield from self._by_model(model, chain, cursor, most_modelled, rate)
+                draft = yield from self._by_model(model, chain, cursor, most_modelled, rate)
+                if draft is not None:
+                    return draft
             elif learned.probing.due(load):
-                yield from self._by_model(model, chain, cursor, min(most_modelled, PROBE_LENGTH), 0.0)
-                return None
+                return (yield from self._by_model(model, chain, cursor, min(most_modelled, PROBE_LENGTH), 0.0))
         for guess in self._ahead(cursor, most - len(chain.token_ids)):  # while a further row is worth its time
             if chain.alive * guess.chance < rate * self._row(chain):
                 break
@@ -381,10 +376,15 @@ class AdaptiveDrafter(Drafter):
 
     def _by_model(
         self, model: DraftModel, chain: _Chain, cursor: Cursor, most: int, rate: float
-    ) -> PassGenerator[None]:
-        """Add the draft model's tokens while a further pass is worth its time; rate 0: up to `most`."""
+    ) -> PassGenerator[Draft | None]:
+        """Add the draft model's tokens while a further pass is worth its time; rate 0: up to `most`.
+
+        Return their draft if its last token is on the device still.
+        """
         learned = self.learned
         model.restart()
+        if model.reads_late and most:
+            return (yield from self._ahead_by_model(model, chain, most, rate))
         last, n_run = self.context.token_ids[-1], 0
         charge = 1.0  # for a pass, in equal parts of one that all join; that it pays was decided for the first
         while len(chain.token_ids) < most:
@@ -398,6 +398,31 @@ class AdaptiveDrafter(Drafter):
             n_right = self._take(chain, cursor, logits, guesses, rate)
             model.drop(len(guesses) - n_right)
             last, n_run = chain.token_ids[-1], n_run + 1 + n_right
+        return None
+
+    def _ahead_by_model(self, model: DraftModel, chain: _Chain, most: int, rate: float) -> PassGenerator[Draft]:
+        """Do as `_by_model` where a step is read while the next one runs, whose token is not known yet.
+
+        Text has no part in it: what it says behind a token is known when that is read, and the next pass is under way.
+        """
+        learned, n_run, charge = self.learned, 0, 1.0
+
+        def goes_on() -> bool:
+            nonlocal n_run, charge
+            expected = chain.alive * learned.acceptance.overall.value ** (1 + n_run - len(chain.token_ids))
+            if n_run and expected < rate * (charge * learned.step_cost + self._row(chain)):
+                return False
+            n_run, charge = n_run + 1, self._charge(chain, 1)
+            return True
+
+        def take(candidates: tuple[int, ...], confidence: float) -> int:
+            chance, place = learned.acceptance.of(confidence), len(chain.token_ids)
+            if len(candidates) > 1 and self._pays_second(chain, chance, rate):
+                chain.seconds[place] = candidates[1]
+            chain.add(candidates[0], chance, confidence)
+            return 2 if place in chain.seconds else 1
+
+        return (yield from model.draft_ahead(most, 2, take, goes_on))
 
     def _charge(self, chain: _Chain, n_rows: int) -> float:
         """Add a draft pass's cost; return the factor for the sequences that waited for it."""
@@ -418,8 +443,7 @@ class AdaptiveDrafter(Drafter):
                 scores = self.context.noisy_scores(chain.token_ids, row)
                 token_id, confidence = rule.confidence(scores)
             chance = learned.acceptance.of(confidence)
-            beside = chain.alive * (1 - chance) * learned.second.value
-            if self.settings.second_candidates and beside > rate * self._row(chain) and rate:
+            if self._pays_second(chain, chance, rate):
                 found = rule.candidates(scores, token_id, 2)
                 if len(found) > 1:
                     chain.seconds[len(chain.token_ids)] = found[1]
@@ -428,6 +452,11 @@ class AdaptiveDrafter(Drafter):
             if i == len(guesses) or guesses[i] != token_id:
                 return i
         raise AssertionError("a pass gives one row more than it had guesses")
+
+    def _pays_second(self, chain: _Chain, chance: float, rate: float) -> bool:
+        """Return whether a row pays for a second candidate for the chain's next token, whose first has that chance."""
+        beside = chain.alive * (1 - chance) * self.learned.second.value
+        return self.settings.second_candidates and rate > 0 and beside > rate * self._row(chain)
 
     def _guesses(self, cursor: Cursor, most: int) -> list[int]:
         """Return what text suggests that the draft's next pass should check along: as far as it saves passes."""

@@ -196,10 +196,8 @@ class ChainDrafter(Drafter):
         model.restart()
         stop.start()
         longest = min(room, self.max_depth, model.room)
-        if longest > 0 and stop.threshold is None and self.branching is None and not self.draws:
-            unread = model.extend_unread(longest)
-            if unread is not None:
-                return Draft.of_unread((yield from unread))
+        if longest > 0 and not self.draws and stop.keeps_last and model.reads_late:
+            return (yield from self._draft_ahead(longest))
         while len(candidates) < longest:
             logits = (yield from model.extend(tokens[-1:], (len(tokens) - 2,)))[0]
             offered, confidence, offer = self._step(tokens[1:], logits)
@@ -216,6 +214,18 @@ class ChainDrafter(Drafter):
         if staged is not None and staged.n_rows < len(tokens):
             staged.add(tokens[-1])
         return Draft(DraftTree.grow(tokens[0], candidates), offers, staged=None if staged is None else staged.finish())
+
+    def _draft_ahead(self, longest: int) -> PassGenerator[Draft]:
+        """Draft where a step is read while the next one runs: the draft ends one step behind the unsure one."""
+        stop, branching, unsure = self.stop, self.branching, False
+
+        def take(candidates: tuple[int, ...], confidence: float) -> int:
+            nonlocal unsure
+            unsure = stop.unsure(confidence, None)
+            return 1 if branching is None else candidates_at(branching, confidence)
+
+        most = 0 if stop.threshold is None and branching is None else self.max_width
+        return (yield from self.model.draft_ahead(longest, most, take, lambda: not unsure))
 
     def observe(self, outcome: Outcome) -> None:
         self.stop.observe(outcome.draft.n_steps, min(len(outcome.walk.path), outcome.draft.n_steps))

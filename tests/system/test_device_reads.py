@@ -1,12 +1,15 @@
 """How often a round waits for its device: once, for its tokens; and what it drafts without waiting is what it drafts.
 
 The device is torch's `meta`, whose tensors hold nothing: whatever reads one, or moves something there and waits for it,
-is counted, and is given zeros.
+is counted, and is given one drawn number for all of it, 0 or less as log probabilities are: whatever is drafted is
+accepted. What is moved from there without waiting is counted when it is read, if no pass has been asked for since.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 import pytest
@@ -20,10 +23,13 @@ from torch.overrides import TorchFunctionMode
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, Sampling
 from swiftopt.decoding.context import Ending, TokenRule
-from swiftopt.decoding.engine import side_by_side
+from swiftopt.decoding.draft import Draft, DraftTree, Outcome
+from swiftopt.decoding.draft_models import SkippedTarget
+from swiftopt.decoding.engine import PassGenerator, side_by_side
 from swiftopt.decoding.loop import Round, decode, decoding
-from swiftopt.decoding.methods import PLAIN, Method, Resources, build, swift
-from swiftopt.decoding.methods.adaptive import AdaptiveSettings
+from swiftopt.decoding.methods import PLAIN, Method, swift
+from swiftopt.decoding.methods.adaptive import AdaptiveDrafter, AdaptiveSettings, PassCosts
+from swiftopt.decoding.methods.chains import AdaptiveThreshold, ChainDrafter, StopRule
 from swiftopt.models.graphs import GraphPasses
 from swiftopt.models.kernels import device
 from swiftopt.models.runtime import Runtime
@@ -31,28 +37,40 @@ from swiftopt.models.runtime import Runtime
 META = torch.device("meta")
 PROMPT = [3, 17, 42, 8, 91, 5]
 SKIPPING = LayerSet(4, frozenset({1}), frozenset({2}))
-EARLY_STOP = swift(SKIPPING, SwiftSettings())
+EARLY_STOP = swift(SKIPPING, SwiftSettings(stop_threshold=0.6))
 CHAINS = swift(SKIPPING, SwiftSettings(early_stop=False, dynamic_verification=False, max_draft_length=4))
+BRANCHED = swift(SKIPPING, SwiftSettings(early_stop=False, max_draft_length=4))
 READS = {
     "item", "tolist", "cpu", "numpy", "nonzero", "__array__", "__bool__", "__int__", "__float__", "__index__",
 }  # fmt: skip
 
 
 class Waits(TorchFunctionMode):
-    """Counts what waits for the `meta` device, and answers reads with zeros."""
+    """Counts what waits for the `meta` device, and answers reads."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[str] = []
+        self.n_passes, self.n_late = 0, 0  # passes asked for; reads of what was moved before the latest of them
+        self._moved: list[tuple[Tensor, int]] = []  # and the passes asked for by then
+        self._drawn = Random(0)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         own = args[0] if args and isinstance(args[0], Tensor) else None
+        self.n_passes += name == "embedding"
+        if name == "to" and own is not None and own.device == META and kwargs.get("non_blocking"):
+            self._moved.append((torch.full(own.shape, -self._drawn.random(), dtype=own.dtype), self.n_passes))
+            return self._moved[-1][0]
+        for moved, n_passes in self._moved if name == "tolist" else ():
+            if moved is own:
+                self.n_late += self.n_passes > n_passes
+                self.seen += ["what was just moved"] * (self.n_passes == n_passes)
         if own is not None and own.device == META and name in READS:
             self.seen.append(name)
-            return getattr(torch.zeros(own.shape, dtype=own.dtype), name)()
+            return getattr(torch.full(own.shape, -self._drawn.choice(range(4)), dtype=own.dtype), name)()
         if name == "__getitem__" and own is not None and own.device == META and self._is_moved(args[1]):
             self.seen.append("an index of this machine")
         answer = func(*args, **kwargs)
@@ -86,9 +104,10 @@ def without_data(monkeypatch: pytest.MonkeyPatch, graphs: bool) -> Runtime:
     return runtime
 
 
-def adaptive(runtime: Runtime, **settings: Any) -> Method:
-    parts = Resources(runtime, SKIPPING, costs=cheap_draft_costs(0.1))
-    return build("adaptive", parts, AdaptiveSettings.from_json({"draft_format": "stored", **settings}))
+def adaptive(lookup: bool) -> Method:
+    """Adaptive drafts by a model that is taken to cost a tenth of a pass."""
+    costs = PassCosts(cheap_draft_costs(0.1), LayerSet(4).filled("int4"))
+    return Method("adaptive", AdaptiveDrafter(SkippedTarget(SKIPPING), costs, AdaptiveSettings(lookup=lookup)))
 
 
 SAMPLINGS = [Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=3)]
@@ -96,12 +115,19 @@ SAMPLINGS = [Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=3)]
 
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", ["plain", "chains", "adaptive"])
+@pytest.mark.parametrize("name", ["plain", "chains", "early stop", "branched", "adaptive", "adaptive by text"])
 def test_a_round_waits_for_the_device_once(
     name: str, sampling: Sampling, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = without_data(monkeypatch, graphs)
-    methods = {"plain": (PLAIN, 20), "chains": (CHAINS, 40), "adaptive": (adaptive(runtime, lookup=False), 120)}
+    methods = {
+        "plain": (PLAIN, 20),
+        "chains": (CHAINS, 40),
+        "early stop": (EARLY_STOP, 60),
+        "branched": (BRANCHED, 40),
+        "adaptive": (adaptive(lookup=False), 120),
+        "adaptive by text": (adaptive(lookup=True), 200),
+    }
     method, n_new = methods[name]
     work = decoding(runtime, PROMPT, method, TokenRule.of(sampling, None), Ending(n_new))
     rounds, drafted, waits = 0, 0, Waits()
@@ -112,6 +138,7 @@ def test_a_round_waits_for_the_device_once(
                 rounds, drafted = rounds + 1, drafted + event.n_steps
             waits.seen.clear()
     assert rounds > 5 and (drafted > 2 * rounds) == (name != "plain")
+    assert (waits.n_late > 20) == (name not in ("plain", "chains"))
     if runtime.graphs is not None:
         assert runtime.graphs._passes  # type: ignore[attr-defined]
 
@@ -129,13 +156,108 @@ def test_what_is_read_late_is_what_is_read_at_once(family: str, sampling: Sampli
     assert found[0] == found[1] and found[0][0] > 60
 
 
+def offered(tree: DraftTree) -> list[set[int]]:
+    """What a draft offers at each of its steps, spine and side leaves."""
+    leaves = range(tree.n_steps + 1, tree.n_nodes)
+    return [
+        {tree.token_ids[step + 1], *(tree.token_ids[leaf] for leaf in leaves if tree.parents[leaf] == step)}
+        for step in range(tree.n_steps)
+    ]
+
+
+class Twice(ChainDrafter):
+    """Drafts every round at once and then late, and keeps both trees, and how long they could be."""
+
+    def __init__(self, stop: StopRule, branching: Sequence[tuple[float, int]] | None) -> None:
+        super().__init__(SkippedTarget(SKIPPING), stop, None if branching is None else tuple(branching))
+        self.pairs: list[tuple[DraftTree, DraftTree, int]] = []
+
+    def draft(self, room: int) -> PassGenerator[Draft]:
+        runtime = self.context.runtime
+        runtime.reads_late = False
+        self.at_once = yield from super().draft(room)
+        runtime.reads_late = True
+        self.longest = min(room, self.max_depth)
+        return (yield from super().draft(room))
+
+    def observe(self, outcome: Outcome) -> None:
+        super().observe(outcome)
+        self.pairs.append((self.at_once.tree, outcome.draft.tree, self.longest))
+
+
+# A threshold that about every second step of the tiny model falls below, greedy and sampled.
+UNSURE = [(SAMPLINGS[0], 0.022), (SAMPLINGS[1], 0.2)]
+
+
+@pytest.mark.parametrize(("sampling", "threshold"), UNSURE, ids=["greedy", "sampled"])
+@pytest.mark.parametrize("branched", [False, True])
+@pytest.mark.parametrize("kind", ["fixed", "adapted", "never"])
+def test_a_draft_that_is_read_late_has_one_step_more(
+    kind: str, branched: bool, sampling: Sampling, threshold: float
+) -> None:
+    """Up to there it is the draft that is read at once; its last step has no side leaves."""
+    runtime = tiny_runtime("llama")
+    branching = [(threshold, 3), (1.0, 2)] if branched else None
+    adapted = StopRule.adaptive(AdaptiveThreshold(threshold, 5, target_acceptance=0.3, threshold_step=0.2 * threshold))
+    drafter = Twice({"fixed": StopRule(5, threshold), "adapted": adapted, "never": StopRule(5)}[kind], branching)
+    done = decode(runtime, PROMPT, Method("swift", drafter), TokenRule.of(sampling, None), Ending(80))
+    assert done.token_ids == decode(runtime, PROMPT, PLAIN, TokenRule.of(sampling, None), Ending(80)).token_ids
+    assert done.drafted == sum(late.n_steps for _, late, _ in drafter.pairs)
+    for at_once, late, longest in drafter.pairs:
+        steps, others = offered(late), offered(at_once)
+        assert len(steps) == min(len(others) + 1, longest) and late.n_nodes == 1 + sum(map(len, steps))
+        assert steps[:-1] == others[: len(steps) - 1]
+        assert not steps or steps[-1] == {late.token_ids[late.n_steps]}
+        if len(steps) == len(others):
+            assert late.token_ids[: late.n_steps + 1] == at_once.token_ids[: late.n_steps + 1]
+    stopped = [len(offered(late)) < longest for _, late, longest in drafter.pairs]
+    assert any(stopped) == (kind != "never") and not all(stopped)
+
+
+class Followed(AdaptiveDrafter):
+    """Drafts late, and then at once what the model drafts in as many steps, two candidates each, to compare the two."""
+
+    def __init__(self, model: SkippedTarget, costs: PassCosts) -> None:
+        super().__init__(model, costs, AdaptiveSettings())
+        self.n_offered = Counter[int]()
+
+    def draft(self, room: int) -> PassGenerator[Draft]:
+        runtime = self.context.runtime
+        runtime.reads_late = True
+        draft = yield from super().draft(room)
+        runtime.reads_late = False
+        chain = ChainDrafter(SkippedTarget(SKIPPING), StopRule(draft.n_steps), ((1.0, 2),)).begin(self.context)
+        self.at_once = (yield from chain.draft(draft.n_steps)).tree
+        self.is_late = draft.unread is not None
+        return draft
+
+    def observe(self, outcome: Outcome) -> None:
+        super().observe(outcome)
+        late = outcome.draft.tree
+        if self.is_late:
+            assert late.token_ids[: late.n_steps + 1] == self.at_once.token_ids[: late.n_steps + 1]
+            assert all(some <= both for some, both in zip(offered(late), offered(self.at_once), strict=True))
+            assert len(self.chain.confidences) == late.n_steps and len(offered(late)[-1]) == 1
+            self.n_offered.update(map(len, offered(late)))
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
+def test_adaptive_drafts_that_are_read_late_are_the_models_own(sampling: Sampling) -> None:
+    runtime, rule, ending = tiny_runtime("llama"), TokenRule.of(sampling, None), Ending(150)
+    costs = PassCosts(cheap_draft_costs(0.01), LayerSet(4).filled("int4"))
+    drafter = Followed(SkippedTarget(SKIPPING), costs)
+    done = decode(runtime, PROMPT, Method("adaptive", drafter), rule, ending)
+    assert done.token_ids == decode(runtime, PROMPT, PLAIN, rule, ending).token_ids
+    assert min(drafter.n_offered[1], drafter.n_offered[2]) > 15
+
+
 @pytest.mark.parametrize("at_once", [1, 3])
 def test_requests_that_are_read_late_give_plain_tokens_beside_each_other(at_once: int) -> None:
-    """Those that look up text, whose rules read it or whose drafts may end early are read at every step, as before."""
+    """Those whose rules read the text are read at every step."""
     runtime = tiny_runtime("llama")
     runtime.reads_late = True
     reading = Sampling(temperature=0.8, presence_penalty=0.5, seed=11)
-    methods = [lambda: CHAINS, lambda: adaptive(runtime, lookup=False), lambda: adaptive(runtime), lambda: EARLY_STOP]
+    methods = [lambda: CHAINS, lambda: adaptive(False), lambda: adaptive(True), lambda: EARLY_STOP]
     asked = [(words(i, 7) * 2, sampling, make) for i, sampling in enumerate([*SAMPLINGS, reading]) for make in methods]
     works = [decoding(runtime, ids, make(), TokenRule.of(how, None, len(ids)), Ending(40)) for ids, how, make in asked]
     plain = [decode(runtime, ids, PLAIN, TokenRule.of(how, None, len(ids)), Ending(40)) for ids, how, _ in asked]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from families import CONFIGS, tiny_model, tiny_runtime
@@ -10,7 +12,8 @@ from swiftopt.core.records import ModelInfo
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, Sampling
 from swiftopt.decoding.context import Ending, TokenRule
-from swiftopt.decoding.loop import decode
+from swiftopt.decoding.engine import side_by_side
+from swiftopt.decoding.loop import Round, decode, decoding
 from swiftopt.decoding.methods import PLAIN, Method, swift
 from swiftopt.models.graphs import replayed_s
 from swiftopt.models.loading import at_speed
@@ -19,6 +22,7 @@ from swiftopt.models.runtime import Runtime
 pytestmark = pytest.mark.gpu
 
 PROMPT = [3, 17, 42, 8, 91, 5]
+EARLY_STOP = swift(LayerSet(4, frozenset({1}), frozenset({2})), SwiftSettings(stop_threshold=0.022))
 DRAFTER = swift(LayerSet(4, frozenset({1}), frozenset({2})), SwiftSettings(early_stop=False, max_draft_length=5))
 
 
@@ -35,7 +39,27 @@ def tokens(runtime: Runtime, drafter: Method) -> tuple[int, ...]:
 def test_gpu_tokens_equal_cpu_tokens_in_float64(family: str) -> None:
     cpu = tokens(tiny_runtime(family), PLAIN)
     gpu = on_gpu(family, torch.float64)
-    assert tokens(gpu, PLAIN) == tokens(gpu, DRAFTER) == cpu
+    assert tokens(gpu, PLAIN) == tokens(gpu, DRAFTER) == tokens(gpu, EARLY_STOP) == cpu
+
+
+@pytest.mark.parametrize("method", [PLAIN, DRAFTER, EARLY_STOP], ids=["plain", "branched", "early stop"])
+@pytest.mark.parametrize("speed", ["eager", "graphs"])
+def test_a_round_synchronises_with_the_device_once(speed: str, method: Method) -> None:
+    """By torch's own count, in which waiting for numbers that a later pass has been queued behind is none."""
+    runtime = on_gpu("llama", torch.float32)
+    at_speed(runtime, speed)
+    tokens(runtime, method)  # kernels are compiled, graphs captured
+    work = decoding(runtime, PROMPT, method, TokenRule.of(Sampling(), None), Ending(40))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            for event in side_by_side([work]):
+                waits = [each for each in seen if "synchronizing CUDA operation" in str(each.message)]
+                assert not isinstance(event, Round) or len(waits) <= 1
+                seen.clear()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
