@@ -81,7 +81,7 @@ def runtime32() -> Runtime:
 def tuned(short_stream: Path, own_folders: Path) -> dict[str, Any]:
     """A short tuning run, whose costs all tests share; its JSON summary."""
     out = own_folders / "out.jsonl"
-    args = ["tune", *RUN, "--stream", str(short_stream), "--out", str(out), "--max-new-tokens", "24"]
+    args = ["tune", *RUN, "--stream", str(short_stream), "--out", str(out), "--max-new-tokens", "40"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("swiftopt.models.costs.BUDGET_S", 0.0)  # no test needs them to be exact
         summary: dict[str, Any] = json.loads(swiftopt(*args, "--max-steps", "24", "--json").stdout)
