@@ -63,7 +63,7 @@ def swiftopt(*args: str, expect: int = 0) -> Said:
 
 @pytest.fixture(scope="module")
 def short_stream(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Five prompts of the second example task; the first is so long that costs are measured where requests need them."""
+    """Five prompts of the second example task; the first is so long that costs are measured where requests are."""
     lines = [line for line in EXAMPLES.read_text(encoding="utf-8").splitlines() if '"code"' in line]
     first = json.loads(lines[0])
     first["prompt"] = "\n".join([json.loads(line)["prompt"] for line in lines[6:12]] + [first["prompt"]])
