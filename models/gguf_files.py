@@ -179,16 +179,25 @@ def _plain(model: Any) -> Any:
 
 @contextmanager
 def _parsed_once() -> Iterator[None]:
-    """Give transformers one reader for config, tokenizer and weights: it would parse the file for each of them."""
+    """Give transformers one reader for config, tokenizer and weights, and one map of names.
+
+    It would parse the file for each of them, and make the map anew for each module. The reader slices the file as a
+    plain array: a memmap takes five times as long for that.
+    """
     import gguf as gguf_library
 
     library: Any = gguf_library
-    reader = library.GGUFReader
+    reader, name_map = library.GGUFReader, library.get_tensor_name_map
+
+    class Reader(reader):  # type: ignore[misc]  # of a class that is not known
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
+
     try:
-        library.GGUFReader = cache(reader)
+        library.GGUFReader, library.get_tensor_name_map = cache(Reader), cache(name_map)
         yield
     finally:
-        library.GGUFReader = reader
+        library.GGUFReader, library.get_tensor_name_map = reader, name_map
 
 
 def _publish(unfinished: str, folder: Path) -> None:
