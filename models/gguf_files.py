@@ -189,7 +189,7 @@ def _parsed_once() -> Iterator[None]:
     library: Any = gguf_library
     reader, name_map = library.GGUFReader, library.get_tensor_name_map
 
-    class Reader(reader):  # type: ignore[misc]  # of a class that is not known
+    class Reader(reader):  # type: ignore[misc, valid-type]  # it is Any
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
 

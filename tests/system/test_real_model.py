@@ -63,12 +63,11 @@ def swiftopt(*args: str, expect: int = 0) -> Said:
 
 @pytest.fixture(scope="module")
 def short_stream(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Five prompts of the second example task; the first is so long that costs are measured where requests are."""
+    """Five prompts of the second example task; the second is so long that costs are measured where requests are."""
     lines = [line for line in EXAMPLES.read_text(encoding="utf-8").splitlines() if '"code"' in line]
-    first = json.loads(lines[0])
-    first["prompt"] = "\n".join([json.loads(line)["prompt"] for line in lines[6:12]] + [first["prompt"]])
+    second = {**json.loads(lines[1]), "prompt": "\n".join(json.loads(line)["prompt"] for line in lines[6:13])}
     path = tmp_path_factory.mktemp("stream") / "code.jsonl"
-    path.write_text("\n".join([json.dumps(first), *lines[1:5]]) + "\n", encoding="utf-8")
+    path.write_text("\n".join([lines[0], json.dumps(second), *lines[2:5]]) + "\n", encoding="utf-8")
     return path
 
 
