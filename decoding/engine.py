@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
-from typing import Any, Generic, TypeVar
+from time import perf_counter
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -75,16 +76,16 @@ def alone(work: Work[T]) -> T:
 
 
 def side_by_side(
-    works: Iterable[Work[Any]], at_once: int = 1, memory: int | None = None
+    works: Iterable[Work[Any]], at_once: int = 1, memory: int | None = None, by_time: bool = True
 ) -> Generator[Event, None, None]:
     """Run generators in an engine, each added when there is a place for it; yield their events as they come.
 
     When one fails no other is started, those in flight run to their ends, and its error is raised.
 
-    Args: at_once, memory: see `Engine`.
+    Args: at_once, memory, by_time: see `Engine`.
     """
     waiting, errors = iter(works), list[Exception]()
-    with closing(Engine(memory, at_once)) as engine:
+    with closing(Engine(memory, at_once, by_time)) as engine:
         while True:
             while not errors and engine.has_place and (work := next(waiting, None)) is not None:
                 engine.add(work)
@@ -197,6 +198,78 @@ class _Prefix:
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
+PLAIN_ROUNDS = 3  # of a trial of plain decoding
+DRAFTED_ROUNDS = 32  # of a trial of drafts, of all sequences together
+FIRST_WAIT, LAST_WAIT = 64, 512  # rounds between two trials of the way that is not in use
+LEAST_GAIN = 1.05  # below, drafts bring less than it costs that sequences end, and prompts are read, apart
+
+
+@dataclass(slots=True)
+class _Rounds:
+    """Tokens and seconds of rounds of one kind, of which old ones fade; `n` since the latest trial began."""
+
+    n: int = 0
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, tokens: int, seconds: float, memory: float = 0.97) -> None:
+        self.n += 1
+        self.tokens, self.seconds = memory * self.tokens + tokens, memory * self.seconds + seconds
+
+    def try_again(self) -> None:
+        self.n, self.tokens, self.seconds = 0, self.tokens / 4, self.seconds / 4
+
+
+@dataclass(slots=True)
+class DraftTrials:
+    """Whether drafts pay with `n_sequences` side by side, by measured time.
+
+    The more rows a pass has, the less drafts pay, and a sequence cannot know from where on: that depends on what the
+    others add, and all wait for those that draft. So rounds in which any sequence drafted are compared with plain ones.
+    The first few are plain; then the faster way is used, and the other tried ever more rarely while it stays slower.
+    """
+
+    n_sequences: int
+    plain: _Rounds = field(default_factory=_Rounds)
+    drafted: _Rounds = field(default_factory=_Rounds)
+    paid: bool = True  # by the latest comparison
+    idle: int = 0  # rounds since the latest trial
+    wait: int = FIRST_WAIT
+
+    @classmethod
+    def beginning(cls, n_sequences: int, others: Iterable[DraftTrials]) -> Self:
+        """Return those of a new number of sequences; where drafts lost with nearly as many, no trial is due."""
+        own = cls(n_sequences)
+        tried = [other for other in others if other.drafted.seconds]
+        near = min(tried, key=lambda other: abs(other.n_sequences - n_sequences), default=own)
+        if not near.paid and 4 * abs(near.n_sequences - n_sequences) <= n_sequences:
+            own.paid, own.drafted.n = False, DRAFTED_ROUNDS
+        return own
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the next round may draft."""
+        return self.plain.n >= PLAIN_ROUNDS and (self.paid or self._tries_drafts)
+
+    @property
+    def _tries_drafts(self) -> bool:
+        return self.drafted.n * self.n_sequences < DRAFTED_ROUNDS
+
+    def add(self, drafted: bool, tokens: int, seconds: float) -> None:
+        """Learn from a round of all sequences."""
+        (self.drafted if drafted else self.plain).add(tokens, seconds)
+        if self.plain.n < PLAIN_ROUNDS or self._tries_drafts:
+            return
+        gain = self.drafted.tokens * self.plain.seconds - LEAST_GAIN * self.plain.tokens * self.drafted.seconds
+        before, self.paid = self.paid, gain > 0
+        self.idle += 1
+        if before != self.paid:
+            self.idle, self.wait = 0, FIRST_WAIT
+        elif self.idle >= self.wait:
+            self.idle, self.wait = 0, min(2 * self.wait, LAST_WAIT)
+            (self.plain if self.paid else self.drafted).try_again()
+
+
 class Engine:
     """Runs requests side by side, a step at a time; a request that fails leaves the others alone.
 
@@ -204,12 +277,16 @@ class Engine:
           read is kept until its memory is needed, and a request that begins with the same tokens goes on from there,
           with the same bits where kernels are row-invariant. None: no limit, and nothing is kept.
           at_once: most requests that run together, started in the order of arrival; None: all.
+          by_time: whether drafts beside others stop where measured time says that they do not pay. Tokens do not depend
+          on it; what is drafted does, and so is not the same in every run.
     """
 
-    def __init__(self, memory: int | None = None, at_once: int | None = None) -> None:
+    def __init__(self, memory: int | None = None, at_once: int | None = None, by_time: bool = True) -> None:
         self.requests: list[Request[Any]] = []
-        self.memory, self.at_once = memory, at_once
+        self.memory, self.at_once, self.by_time = memory, at_once, by_time
         self.load = Load()
+        self._trials: dict[int, DraftTrials] = {}  # by the number of sequences
+        self._drafting, self._checked = False, (Load(checked=0), 0.0)  # since the latest check; the load and time then
         self._kept: list[_Prefix] = []  # the latest used last
 
     @property
@@ -248,8 +325,9 @@ class Engine:
         waiting = [(request, request.wanted) for request in self.requests if isinstance(request.wanted, Pass)]
         drafting = [(request, wanted) for request, wanted in waiting if wanted.drafts]
         if drafting:
-            self.load.drafted = len(drafting)
+            self.load.drafted, self._drafting = len(drafting), True
         else:
+            self._drafting |= any(len(wanted.rows.token_ids) > 1 for _, wanted in waiting)
             self.load.checked = max(1, len(waiting))
             self.load.n_checks += not all(wanted.beside for _, wanted in waiting)
             self.load.n_beside += any(wanted.beside for _, wanted in waiting)
@@ -258,10 +336,23 @@ class Engine:
             together.setdefault((wanted.runtime, wanted.layers), []).append((request, wanted))
         for some in together.values():
             yield from _run(some)
+        if waiting and not drafting and self.by_time:
+            self._compare()
         yield from self._serve_slots()
         self.requests = [request for request in self.requests if not request.is_done]
         if not self.requests:
-            self.load.checked = 1
+            self.load.checked, self.load.drafts = 1, True
+
+    def _compare(self) -> None:
+        """Learn what the round that ends here took, if all of it was decoding, and whether the next one may draft."""
+        load, (before, since), now = self.load, self._checked, perf_counter()
+        if load.checked not in self._trials:
+            self._trials[load.checked] = DraftTrials.beginning(load.checked, self._trials.values())
+        trials = self._trials[load.checked]
+        if (load.checked, load.n_beside) == (before.checked, before.n_beside):
+            trials.add(self._drafting, load.n_tokens - before.n_tokens, now - since)
+        load.drafts = load.checked == 1 or trials.drafts
+        self._drafting, self._checked = False, (replace(load), now)
 
     def _begin(self) -> Iterator[Event]:
         n_running = sum(not request.is_new for request in self.requests)

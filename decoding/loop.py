@@ -16,8 +16,8 @@ from ..models.runtime import Runtime
 from .context import Context, Ending, ResumePoint, Tally, TokenRule
 from .draft import Draft, Drafter, DraftTree, Outcome, Walk, tree_rows
 from .engine import Free, PassGenerator, Slots, Work, alone
-from .methods import Method
-from .verify import Target, Verifier, token_logprob
+from .methods import PLAIN, Method
+from .verify import Target, TargetWalk, Verifier, token_logprob
 
 MOST_FORCED = 15  # tokens that a grammar drafts at once: with the root, 16 rows of the target
 FEWEST_FORCED = 2  # below, the method's own draft may go further
@@ -122,9 +122,12 @@ def decoding(
     else:
         yield from _resume(context, n_read, resume_from)
     if context.finish is None:
-        drafting = method.drafter.begin(context)
+        drafting, plain = (each.drafter.begin(context) for each in (method, PLAIN))
+        # With this verifier alone no token, drawn or not, depends on what was drafted.
+        may_stop = isinstance(method.verifier, TargetWalk) and not method.lossy
         while context.finish is None:
-            yield from _round(context, method.verifier, drafting, ending)
+            drafts = load.drafts or not may_stop
+            yield from _round(context, method.verifier, drafting if drafts else plain, ending)
     completion = _completion(context, method, ending, context.finish)
     is_read = resume_from is None or resume_from.finish is None
     yield Free(slots, context.token_ids[:-1] if is_read else ())
@@ -213,6 +216,7 @@ def _round(context: Context, verifier: Verifier, drafting: Drafter, ending: Endi
         drafting.observe(Outcome(draft, walk, logits))
     verified = perf_counter()
     token_ids = _commit(context, walk.token_ids, ending)
+    context.load.n_tokens += len(token_ids)
     context.searched = False
     n_accepted = min(len(walk.path), len(token_ids), draft.n_steps)
     traced = _traced(draft, walk, token_ids)

@@ -34,13 +34,16 @@ class Load:
     """How many sequences the latest passes of an engine served: of the whole target, and of drafts.
 
     `n_checks` counts passes of the target that checked drafts; `n_beside` those that read a prompt or scored a window,
-    and what else took time beside rounds.
+    and what else took time beside rounds; `n_tokens` what rounds committed. `drafts` says whether drafts pay beside so
+    many others.
     """
 
     checked: int = 1
     drafted: int = 1
     n_checks: int = 0
     n_beside: int = 0
+    n_tokens: int = 0
+    drafts: bool = True
 
 
 class PassRunner(Protocol):

@@ -168,7 +168,8 @@ class Tuner:
         """Decode all prompts but those held out, from the current position, and end the searches."""
         places = [*self._in_progress, *range(self._next, len(self._prompts))]
         wanted = [at for at in places if at not in held and self._prompts[at].task in self._running]
-        yield from side_by_side(map(self._serve, wanted), self.concurrency)
+        # Not by time: a run that was interrupted is to go on as it would have.
+        yield from side_by_side(map(self._serve, wanted), self.concurrency, by_time=False)
         for task in self._running.values():
             task.search.finish("the stream ended")
             yield from task.search.choose_drafting()

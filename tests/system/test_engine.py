@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from time import sleep
 
 import pytest
 from fakes import results_of
@@ -25,7 +27,17 @@ from swiftopt.core.errors import ContextOverflow
 from swiftopt.core.types import Completion, Sampling
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.draft import Draft, Drafter
-from swiftopt.decoding.engine import Engine, PassGenerator, Request, Slots, Work, alone, intercept, side_by_side
+from swiftopt.decoding.engine import (
+    DraftTrials,
+    Engine,
+    PassGenerator,
+    Request,
+    Slots,
+    Work,
+    alone,
+    intercept,
+    side_by_side,
+)
 from swiftopt.decoding.loop import Prefilled, decode, decoding
 from swiftopt.decoding.methods import METHODS, PLAIN, Method, Resources, build
 from swiftopt.models.buffer import KVBuffer
@@ -129,6 +141,67 @@ def test_tokens_do_not_depend_on_arrivals_and_cancels(data: st.DataObject) -> No
             assert one.result.token_ids == expected
 
 
+def rounds_drafted(trials: DraftTrials, n: int, gain: float) -> int:
+    """Run so many rounds of `gain` plain tokens' time per token where they may draft; return how many may."""
+    n_drafted = 0
+    for _ in range(n):
+        drafts = trials.drafts
+        n_drafted += drafts
+        trials.add(drafts, 16, 16 / gain if drafts else 16.0)
+    return n_drafted
+
+
+def test_drafts_stop_where_they_lose_time_and_come_back_where_they_pay() -> None:
+    """However much is lost, few rounds are; a gain too small to see for what it costs beside is none."""
+    trials = DraftTrials(8)
+    assert rounds_drafted(trials, 1000, 0.9) == 5 * 4, "at first, and after 64, 128, 256 and 512 rounds"
+    assert rounds_drafted(trials, 1000, 1.3) > 400, "texts have changed, which the next trial finds"
+    assert rounds_drafted(trials, 1000, 0.9) < 100, "and changed back"
+    assert rounds_drafted(DraftTrials(2), 1000, 1.3) > 970
+    assert rounds_drafted(DraftTrials(4), 1000, 1.02) < 50
+
+
+def test_trial_is_spared_where_drafts_lost_beside_nearly_as_many() -> None:
+    lost, pays = DraftTrials(16), DraftTrials(4)
+    rounds_drafted(lost, 60, 0.9)
+    rounds_drafted(pays, 60, 1.3)
+    for n, n_tried in ((15, 0), (13, 0), (12, 3), (9, 4)):
+        assert rounds_drafted(DraftTrials.beginning(n, [lost, pays]), 60, 0.9) == n_tried
+    assert rounds_drafted(DraftTrials.beginning(5, [lost, pays]), 60, 1.3) > 50
+    spared = DraftTrials.beginning(15, [lost, pays])
+    assert DraftTrials.beginning(12, [spared]).paid, "what was not tried tells nothing"
+
+
+@pytest.mark.parametrize(
+    ("draft_s", "check_s", "by_time", "fewest", "most"),
+    [(0.02, 0.0, True, 1, 18), (0.0, 0.02, True, 24, 60), (0.02, 0.0, False, 30, 60)],
+)
+def test_engine_leaves_drafts_where_their_passes_take_too_long(
+    monkeypatch: pytest.MonkeyPatch, draft_s: float, check_s: float, by_time: bool, fewest: int, most: int
+) -> None:
+    """Beside others only, and not where runs are to be repeated; the tokens are the same."""
+    own, n_passes, run_passes = parts("llama"), Counter[bool](), Runtime.forward_together
+
+    def slowly(runtime: Runtime, passes: Sequence[Pass]) -> list[Tensor]:
+        n_passes[passes[0].drafts] += 1
+        sleep(draft_s if passes[0].drafts else check_s)
+        return run_passes(runtime, passes)
+
+    asked = [repeating(seed) for seed in range(4)]
+    expected = [by_itself(own, PLAIN, ids, Sampling(), 60) for ids in asked]
+    monkeypatch.setattr(Runtime, "forward_together", slowly)
+    engine, method = Engine(by_time=by_time), build("swift", own)
+    running = [engine.add(request(own, method, ids, Sampling(), 60)) for ids in asked]
+    finish(engine)
+    assert [each.result.token_ids for each in running] == expected
+    assert fewest <= n_passes[True] <= most
+    if by_time:
+        n_passes.clear()
+        engine.add(request(own, method, asked[0], Sampling(), 60))
+        finish(engine)
+        assert n_passes[True] > 20, "one by itself drafts as its method says"
+
+
 class _Failing(Drafter):
     """Drafts twice, then raises; or asks for a pass that cannot be run."""
 
@@ -139,7 +212,7 @@ class _Failing(Drafter):
         self.plain = PLAIN.drafter.begin(self.context)
 
     def draft(self, room: int) -> PassGenerator[Draft]:
-        if len(self.context.generated) == 3:
+        if len(self.context.generated) >= 3:
             if not self.bad_pass:
                 raise RuntimeError("no more ideas")
             runtime, buffer = self.context.runtime, self.context.buffer
@@ -271,7 +344,7 @@ def test_failed_request_lets_those_in_flight_end_and_none_begin() -> None:
 
     lengths: dict[int, int] = {}
     with pytest.raises(RuntimeError, match="no more ideas"):
-        for event in side_by_side(works(), 3):
+        for event in side_by_side(works(), 3, by_time=False):
             lengths[id(event.context)] = len(event.context.generated)
     assert begun == [0, 1, 2] and sorted(lengths.values()) == [3, 12, 12]
 

@@ -52,11 +52,17 @@ def store(sqlite_url: str, model: swiftopt.Model) -> Iterator[Store]:
 
 
 def answers(
-    traffic: Traffic, runtime: Runtime, task: str | None, at_once: int = 1, n_new: int = 40, learn: bool = True
+    traffic: Traffic,
+    runtime: Runtime,
+    task: str | None,
+    at_once: int = 1,
+    n_new: int = 40,
+    learn: bool = True,
+    by_time: bool = True,
 ) -> list[Generated]:
     session = Session(runtime, Sampling(), n_new, ignore_eos=True)
     works = (traffic.work(session, Prompt(str(i), "x", text=text), task, learn) for i, text in enumerate(TEXTS))
-    return [event for event in side_by_side(works, at_once) if isinstance(event, Generated)]
+    return [event for event in side_by_side(works, at_once, by_time=by_time) if isinstance(event, Generated)]
 
 
 def await_answers(traffic: Traffic) -> None:
@@ -194,10 +200,10 @@ def test_what_is_said_of_drafts_is_what_requests_take_with_and_without_them(
         traffic = Traffic("tiny", model.runtime, None, SETTINGS)
         traffic.steer("pin", "code", way)
         clock.decoding_s = 0.0
-        answers(traffic, model.runtime, "code", at_once)
+        answers(traffic, model.runtime, "code", at_once, by_time=False)
         took[way] = clock.decoding_s
     traffic = Traffic("tiny", model.runtime, None, SETTINGS)
-    answers(traffic, model.runtime, "code", at_once)
+    answers(traffic, model.runtime, "code", at_once, by_time=False)
     [found] = traffic.status().tasks
     assert found.pairs >= MIN_PAIRS and found.ratio == pytest.approx(took["plain"] / took["best"], rel=0.3)
 
