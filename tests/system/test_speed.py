@@ -47,6 +47,8 @@ SKIPPING = LayerSet(4, frozenset({1}), frozenset({2}))
 TREES = swift(SKIPPING, SwiftSettings(early_stop=False, max_draft_length=4, branching=((1.0, 3),)))  # 13 rows
 
 UNCOMPILED = """
+from swiftopt.core import collector
+collector.start()
 import torch
 from families import tiny_runtime
 from swiftopt.core.errors import SettingsError

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,11 +32,17 @@ RANK = {
 ALLOWED = {("cli", "bench"), ("cli", "server")}
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """All of a file's."""
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def imported(path: Path) -> list[tuple[str, int]]:
     """(package of ours, line) for every import in a file, absolute or relative, also inside functions."""
     depth = len(path.relative_to(ROOT).parts)
     found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and node.level == depth and node.module:
             found.append((node.module.split(".")[0], node.lineno))
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("swiftopt."):
@@ -66,7 +73,7 @@ def test_only_front_doors_print() -> None:
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in sources()
         if path.relative_to(ROOT).parts[0] not in ("cli", "bench")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes(path)
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
     ]
     assert printing == []
@@ -97,7 +104,7 @@ def test_every_public_name_can_be_imported() -> None:
 def imports_of(path: Path) -> set[Path]:
     """Our files that a file imports, anywhere in it, for type checkers only as well."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if not isinstance(node, ast.ImportFrom) or not node.level:
             continue
         folder = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
@@ -129,7 +136,7 @@ def test_no_class_name_means_two_things() -> None:
     """Private names are a file's own business."""
     found: dict[str, list[str]] = {}
     for path in sources():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}

@@ -225,7 +225,7 @@ def test_rows_of_a_tree_have_the_bits_of_a_chain(family: str) -> None:
     rng = random.Random(3)
     prompt, chain = ([rng.randrange(2, VOCAB) for _ in range(n)] for n in (6, 2))
     one = runtime.new_buffer(64)
-    runtime.prefill(prompt, one)
+    prefilled = runtime.prefill(prompt, one)
     steps = [runtime.forward(Rows([token], len(prompt) + i), one)[0] for i, token in enumerate(chain)]
     # The same chain, with a row of another branch between each two of its own.
     tree = runtime.new_buffer(64)
@@ -239,8 +239,7 @@ def test_rows_of_a_tree_have_the_bits_of_a_chain(family: str) -> None:
     found = runtime.forward(Rows(tokens, first, positions, seen), tree)
     for i, step in enumerate(steps):
         assert torch.equal(found[2 * i], step)
-    other = reference.new_buffer(64)
-    close(runtime.prefill(prompt, runtime.new_buffer(64)), reference.prefill(prompt, other), torch.float32)
+    close(prefilled, reference.prefill(prompt, reference.new_buffer(64)), torch.float32)
 
 
 def test_maps_by_codes_are_read_where_they_lie() -> None:
