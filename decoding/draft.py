@@ -10,6 +10,7 @@ prefix of the spine then moves no keys and values at all, and accepting a side l
 
 from __future__ import annotations
 
+import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -214,10 +215,12 @@ class Draft:
     unread: Tensor | None = None
 
     @classmethod
-    def of_unread(cls, unread: Tensor, beside: Sequence[Sequence[int]]) -> Draft:
+    def of_unread(
+        cls, unread: Tensor, beside: Sequence[Sequence[int]], staged: PassGenerator[Tensor] | None = None
+    ) -> Draft:
         """Return the draft of a spine that is on its device still, with the side leaves `beside` its first steps."""
         leaves = [*beside, *[()] * (unread.shape[1] - 1 - len(beside))]
-        return cls(DraftTree.grow(UNKNOWN, [(UNKNOWN, *own) for own in leaves]), unread=unread)
+        return cls(DraftTree.grow(UNKNOWN, [(UNKNOWN, *own) for own in leaves]), staged=staged, unread=unread)
 
     def read(self, token_ids: Sequence[float], logprobs: Sequence[float]) -> Draft:
         """Return the draft with what was read of `unread`."""
@@ -289,10 +292,10 @@ class DraftModel(ABC):
     @property
     def reads_late(self) -> bool:
         """Whether it can `draft_ahead`, and that saves time."""
-        return False
+        return self.context.reads_late
 
     @abstractmethod
-    def extend(self, token_ids: Sequence[int], parents: Sequence[int]) -> PassGenerator[Tensor]:
+    def extend(self, token_ids: Sequence[int] | Tensor, parents: Sequence[int]) -> PassGenerator[Tensor]:
         """Add nodes under earlier ones (the root's parent is -1); return the logits (nodes, vocab) after them."""
 
     def draft_ahead(
@@ -308,7 +311,34 @@ class DraftModel(ABC):
               step, its candidates and the first one's probability, and says how many are offered. goes_on: asked
               before each step, the first included.
         """
-        raise NotImplementedError
+        import torch
+
+        from ..models.rows import fetched, uploaded
+        from .context import likeliest, most_probable, offered
+
+        context, beside = self.context, list[tuple[int, ...]]()
+        steps = [uploaded([context.token_ids[-1:], [0.0]], context.runtime.device, torch.float64)]
+        read: Callable[[], Any] | None = None  # the latest step
+        while len(steps) <= longest and goes_on():
+            n_drafted = len(steps) - 1
+            logits = yield from self.extend(steps[-1][0].long(), (n_drafted - 1,))
+            scores = context.noisy_scores(range(n_drafted), logits[0])
+            steps.append(likeliest(scores[None]))
+            if n_offered:
+                before, read = read, fetched(torch.cat((steps[-1], most_probable(scores, n_offered)), dim=1))
+                if before is not None:
+                    (token_id, *others), (logprob, *their_scores) = before()
+                    candidates = offered(int(token_id), others, their_scores, n_offered)
+                    beside.append(candidates[1 : take(candidates, math.exp(logprob))])
+        return Draft.of_unread(torch.cat(steps, dim=1), beside, self.rest(len(steps), steps[-1][0, 0].long()))
+
+    def rest(self, n_nodes: int, last: int | Tensor) -> PassGenerator[Tensor] | None:
+        """Return what verification runs of a chain of `n_nodes` rows, the token `last` at its end; None: all of it."""
+        if self.staged is None:
+            return None
+        if self.staged.n_rows < n_nodes:
+            self.staged.add(last)
+        return self.staged.finish()
 
     def drop(self, n_nodes: int) -> None:
         """Take the newest nodes back; the next ones go where they were."""

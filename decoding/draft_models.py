@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,10 +11,9 @@ from torch import Tensor
 
 from ..core.types import LayerSet
 from ..models.early_exit import StagedPass
-from ..models.rows import Pass, fetched, uploaded
+from ..models.rows import Pass, fetched
 from ..models.runtime import Runtime
-from .context import likeliest, most_probable, offered
-from .draft import Draft, DraftModel
+from .draft import UNKNOWN, Draft, DraftModel
 from .engine import PassGenerator
 
 
@@ -41,32 +39,9 @@ class SkippedTarget(DraftModel):
         self.layer_set = own = self._shared.layer_set
         self._variants = () if own is None or own.is_whole else (own,)
 
-    @property
-    def reads_late(self) -> bool:
-        return self.context.reads_late
-
     def extend(self, token_ids: Sequence[int] | Tensor, parents: Sequence[int]) -> PassGenerator[Tensor]:
         rows = self._rows(token_ids, parents, self._variants)
         return (yield Pass(self.context.runtime, rows, self.context.buffer, drafts=True))
-
-    def draft_ahead(
-        self, longest: int, n_offered: int, take: Callable[[tuple[int, ...], float], int], goes_on: Callable[[], bool]
-    ) -> PassGenerator[Draft]:
-        context, beside = self.context, list[tuple[int, ...]]()
-        steps = [uploaded([context.token_ids[-1:], [0.0]], context.runtime.device, torch.float64)]
-        read: Callable[[], Any] | None = None  # the latest step
-        while len(steps) <= longest and goes_on():
-            n_drafted = len(steps) - 1
-            logits = yield from self.extend(steps[-1][0].long(), (n_drafted - 1,))
-            scores = context.noisy_scores(range(n_drafted), logits[0])
-            steps.append(likeliest(scores[None]))
-            if n_offered:
-                before, read = read, fetched(torch.cat((steps[-1], most_probable(scores, n_offered)), dim=1))
-                if before is not None:
-                    (token_id, *others), (logprob, *their_scores) = before()
-                    candidates = offered(int(token_id), others, their_scores, n_offered)
-                    beside.append(candidates[1 : take(candidates, math.exp(logprob))])
-        return Draft.of_unread(torch.cat(steps, dim=1), beside)
 
 
 class EarlyExit(DraftModel):
@@ -84,7 +59,7 @@ class EarlyExit(DraftModel):
     def restart(self) -> None:
         self.staged = StagedPass(self.context.runtime, self.context.buffer, self.context.root_slot)
 
-    def extend(self, token_ids: Sequence[int], parents: Sequence[int]) -> PassGenerator[Tensor]:
+    def extend(self, token_ids: Sequence[int] | Tensor, parents: Sequence[int]) -> PassGenerator[Tensor]:
         assert self.staged is not None and len(token_ids) == 1 and parents[0] == self.staged.n_rows - 1
         self.staged.add(token_ids[0])
         logits = yield from self.staged.advance(self.depth, with_logits=True)
@@ -109,12 +84,17 @@ class OtherModel(DraftModel):
         self._buffer = self.runtime.new_buffer(self.context.buffer.capacity)
         self._held: list[int] = []  # the tokens whose keys and values lie at slots 0, 1, …
         self._n_same = 0  # of them, those known to be committed
+        self._unread: Callable[[], Any] | None = None  # gives the root and the tokens of a draft that is read late
 
     @property
     def room(self) -> int:
         return max(0, self.runtime.max_positions - self.context.root_slot)
 
-    def extend(self, token_ids: Sequence[int], parents: Sequence[int]) -> PassGenerator[Tensor]:
+    @property
+    def reads_late(self) -> bool:
+        return super().reads_late and self.runtime.device == self.context.runtime.device
+
+    def extend(self, token_ids: Sequence[int] | Tensor, parents: Sequence[int]) -> PassGenerator[Tensor]:
         if not self.parents:
             self.parents.append(-1)
             first = self._fit((yield from self._catch_up()))
@@ -123,8 +103,17 @@ class OtherModel(DraftModel):
             return torch.cat((first, (yield from self.extend(token_ids[1:], parents[1:]))))
         rows = self._rows(token_ids, parents)
         if rows.visible is None:
-            self._held[rows.first_slot :] = token_ids
+            held = [UNKNOWN] * len(token_ids) if isinstance(token_ids, Tensor) else token_ids
+            self._held[rows.first_slot :] = held
         return self._fit((yield Pass(self.runtime, rows, self._buffer, drafts=True)))
+
+    def draft_ahead(
+        self, longest: int, n_offered: int, take: Callable[[tuple[int, ...], float], int], goes_on: Callable[[], bool]
+    ) -> PassGenerator[Draft]:
+        draft = yield from super().draft_ahead(longest, n_offered, take, goes_on)
+        assert draft.unread is not None
+        self._unread = fetched(draft.unread[0])
+        return draft
 
     def drop(self, n_nodes: int) -> None:
         super().drop(n_nodes)
@@ -132,6 +121,9 @@ class OtherModel(DraftModel):
 
     def _catch_up(self) -> PassGenerator[Tensor]:
         """Read the committed tokens that are new, the root last; return the logits (1, vocab) after it."""
+        if self._unread is not None:
+            drafted, self._unread = self._unread()[:-1], None  # the last one was not run
+            self._held[len(self._held) - len(drafted) :] = map(int, drafted)
         committed, root = self.context.token_ids, self.context.root_slot
         same = self._n_same
         while same < min(root, len(self._held)) and self._held[same] == committed[same]:

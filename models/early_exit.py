@@ -117,8 +117,10 @@ class StagedPass:
         """State (1, hidden_size) of the newest row, after as many layers as it has run."""
         return self._hidden[-1]
 
-    def add(self, token_id: int) -> None:
-        self._hidden.append(self.runtime.embed([token_id], self.first_slot + self.n_rows))
+    def add(self, token_id: int | Tensor) -> None:
+        """Start a row of a token; of one that is on the device, int64 ()."""
+        token_ids = token_id[None] if isinstance(token_id, Tensor) else [token_id]
+        self._hidden.append(self.runtime.embed(token_ids, self.first_slot + self.n_rows))
         self.depths.append(0)
 
     def advance(self, depth: int, with_logits: bool = False, drafts: bool = True) -> Generator[Pass, Tensor, Tensor]:

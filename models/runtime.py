@@ -293,7 +293,7 @@ class Runtime:
         return hidden
 
     @torch.inference_mode()
-    def embed(self, token_ids: Sequence[int], first_slot: int) -> Tensor:
+    def embed(self, token_ids: Sequence[int] | Tensor, first_slot: int) -> Tensor:
         """The state (rows, hidden_size) of a chain of rows before the first layer; see `run_layers`."""
         return self._embedded(token_ids, PassPlan(self, Rows(token_ids, first_slot)))
 

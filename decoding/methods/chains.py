@@ -196,7 +196,8 @@ class ChainDrafter(Drafter):
         model.restart()
         stop.start()
         longest = min(room, self.max_depth, model.room)
-        if longest > 0 and not self.draws and stop.keeps_last and model.reads_late:
+        is_read = self.draws or stop.probe is not None or not stop.keeps_last  # before the next step, in any case
+        if longest > 0 and not is_read and model.reads_late:
             return (yield from self._draft_ahead(longest))
         while len(candidates) < longest:
             logits = (yield from model.extend(tokens[-1:], (len(tokens) - 2,)))[0]
@@ -210,10 +211,7 @@ class ChainDrafter(Drafter):
             tokens.append(offered[0])
             if unsure:
                 break
-        staged = model.staged
-        if staged is not None and staged.n_rows < len(tokens):
-            staged.add(tokens[-1])
-        return Draft(DraftTree.grow(tokens[0], candidates), offers, staged=None if staged is None else staged.finish())
+        return Draft(DraftTree.grow(tokens[0], candidates), offers, staged=model.rest(len(tokens), tokens[-1]))
 
     def _draft_ahead(self, longest: int) -> PassGenerator[Draft]:
         """Draft where a step is read while the next one runs: the draft ends one step behind the unsure one."""

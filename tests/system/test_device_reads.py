@@ -21,17 +21,19 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import LayerSet, Sampling
+from swiftopt.core.types import Completion, LayerSet, Sampling
 from swiftopt.decoding.context import Ending, TokenRule
-from swiftopt.decoding.draft import Draft, DraftTree, Outcome
-from swiftopt.decoding.draft_models import SkippedTarget
-from swiftopt.decoding.engine import PassGenerator, side_by_side
+from swiftopt.decoding.draft import Draft, DraftModel, DraftTree, Outcome
+from swiftopt.decoding.draft_models import EarlyExit, OtherModel, SkippedTarget
+from swiftopt.decoding.engine import PassGenerator, Work, alone, side_by_side
 from swiftopt.decoding.loop import Round, decode, decoding
-from swiftopt.decoding.methods import PLAIN, Method, swift
+from swiftopt.decoding.methods import PLAIN, Method, Resources, build, swift
 from swiftopt.decoding.methods.adaptive import AdaptiveDrafter, AdaptiveSettings, PassCosts
-from swiftopt.decoding.methods.chains import AdaptiveThreshold, ChainDrafter, StopRule
+from swiftopt.decoding.methods.chains import AdaptiveThreshold, BildSettings, ChainDrafter, StopRule
+from swiftopt.models.early_exit import Probe
 from swiftopt.models.graphs import GraphPasses
 from swiftopt.models.kernels import device
+from swiftopt.models.rows import Pass
 from swiftopt.models.runtime import Runtime
 
 META = torch.device("meta")
@@ -104,10 +106,26 @@ def without_data(monkeypatch: pytest.MonkeyPatch, graphs: bool) -> Runtime:
     return runtime
 
 
-def adaptive(lookup: bool) -> Method:
+def adaptive(lookup: bool, model: DraftModel | None = None) -> Method:
     """Adaptive drafts by a model that is taken to cost a tenth of a pass."""
-    costs = PassCosts(cheap_draft_costs(0.1), LayerSet(4).filled("int4"))
-    return Method("adaptive", AdaptiveDrafter(SkippedTarget(SKIPPING), costs, AdaptiveSettings(lookup=lookup)))
+    costs, model = PassCosts(cheap_draft_costs(0.1), LayerSet(4).filled("int4")), model or SkippedTarget(SKIPPING)
+    return Method("adaptive", AdaptiveDrafter(model, costs, AdaptiveSettings(lookup=lookup)))
+
+
+def near_model() -> Runtime:
+    """Another model, which agrees with the tiny llama on many tokens: one layer's weights are a little others."""
+    runtime, others = tiny_runtime("llama"), tiny_runtime("llama", seed=1)
+    layers = (each.hf_model.get_submodule("model.layers.2") for each in (runtime, others))
+    for own, other in zip(*(layer.parameters() for layer in layers), strict=True):
+        own.lerp_(other, 0.3)
+    return runtime
+
+
+def draft_model(kind: str) -> DraftModel:
+    """What drafts for the tiny llama."""
+    if kind == "another model":
+        return OtherModel(near_model())
+    return EarlyExit(3) if kind == "early exit" else SkippedTarget(SKIPPING)
 
 
 SAMPLINGS = [Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=3)]
@@ -115,11 +133,17 @@ SAMPLINGS = [Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=3)]
 
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", ["plain", "chains", "early stop", "branched", "adaptive", "adaptive by text"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("plain", "chains", "early stop", "branched", "adaptive", "adaptive by text", "another model"),
+        *("another model, adaptive", "early exit", "early exit, of one length"),
+    ],
+)
 def test_a_round_waits_for_the_device_once(
     name: str, sampling: Sampling, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runtime = without_data(monkeypatch, graphs)
+    runtime, other = without_data(monkeypatch, graphs), OtherModel(without_data(monkeypatch, graphs))
     methods = {
         "plain": (PLAIN, 20),
         "chains": (CHAINS, 40),
@@ -127,6 +151,10 @@ def test_a_round_waits_for_the_device_once(
         "branched": (BRANCHED, 40),
         "adaptive": (adaptive(lookup=False), 120),
         "adaptive by text": (adaptive(lookup=True), 200),
+        "another model": (Method("spd", ChainDrafter(other, StopRule(5, 0.6))), 60),
+        "another model, adaptive": (adaptive(False, other), 120),
+        "early exit": (Method("adaspeed", ChainDrafter(EarlyExit(2), StopRule(5, 0.3, joint=True))), 60),
+        "early exit, of one length": (Method("layerskip", ChainDrafter(EarlyExit(2), StopRule(4))), 40),
     }
     method, n_new = methods[name]
     work = decoding(runtime, PROMPT, method, TokenRule.of(sampling, None), Ending(n_new))
@@ -138,7 +166,7 @@ def test_a_round_waits_for_the_device_once(
                 rounds, drafted = rounds + 1, drafted + event.n_steps
             waits.seen.clear()
     assert rounds > 5 and (drafted > 2 * rounds) == (name != "plain")
-    assert (waits.n_late > 20) == (name not in ("plain", "chains"))
+    assert (waits.n_late > 20) == (name not in ("plain", "chains", "early exit, of one length"))
     if runtime.graphs is not None:
         assert runtime.graphs._passes  # type: ignore[attr-defined]
 
@@ -156,6 +184,71 @@ def test_what_is_read_late_is_what_is_read_at_once(family: str, sampling: Sampli
     assert found[0] == found[1] and found[0][0] > 60
 
 
+def decoded_late_or_not(name: str, sampling: Sampling) -> list[Completion]:
+    """What a method of the registry decodes with drafts that are read at once, and then late."""
+    runtime, found = tiny_runtime("llama"), list[Completion]()
+    probe = Probe(2, torch.linspace(-1, 1, runtime.config.hidden_size), 2.0)
+    resources = Resources(runtime, probe=probe, draft_runtime=near_model())
+    for runtime.reads_late in (False, True):
+        method = build(name, resources, BildSettings(fallback_threshold=0.023) if name == "bild" else None)
+        found.append(decode(runtime, PROMPT, method, TokenRule.of(sampling, None), Ending(60)))
+    return found
+
+
+OF_ONE_LENGTH = [("layerskip", SAMPLINGS[0]), ("typical", SAMPLINGS[0])]
+READ_AT_ONCE = [("bild", SAMPLINGS[0]), ("adaspeed-probe", SAMPLINGS[0])]
+DRAWN = [(name, SAMPLINGS[1]) for name in ("layerskip", "typical", "bild", "spd", "adaspeed")]
+
+
+@pytest.mark.parametrize(("name", "sampling"), [*OF_ONE_LENGTH, *READ_AT_ONCE, *DRAWN])
+def test_drafts_of_one_length_or_that_must_be_read_are_the_same_where_others_are_read_late(
+    name: str, sampling: Sampling
+) -> None:
+    at_once, late = decoded_late_or_not(name, sampling)
+    assert at_once.token_ids == late.token_ids and at_once.drafted > 30
+    assert at_once.by_draft_length == late.by_draft_length
+
+
+@pytest.mark.parametrize("name", ["spd", "adaspeed"])
+def test_drafts_of_exits_and_models_that_stop_early_give_plain_tokens(name: str) -> None:
+    at_once, late = decoded_late_or_not(name, SAMPLINGS[0])
+    plain = decode(tiny_runtime("llama"), PROMPT, PLAIN, TokenRule.of(SAMPLINGS[0], None), Ending(60))
+    assert at_once.token_ids == late.token_ids == plain.token_ids
+    assert late.drafted / late.target_passes > at_once.drafted / at_once.target_passes
+
+
+def noted(work: Work[Completion], runtime: Runtime, seen: list[tuple[int, int]]) -> Work[Completion]:
+    """Do what `work` does, and note the first slot and the number of rows of each pass of `runtime`."""
+    answer: Any = None
+    while True:
+        try:
+            wanted = work.send(answer)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        if isinstance(wanted, Pass) and wanted.runtime is runtime:
+            seen.append((wanted.rows.first_slot, len(wanted.rows.token_ids)))
+        answer = yield wanted
+
+
+@pytest.mark.parametrize("branching", [None, ((1.0, 2),)], ids=["chains", "branched"])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
+def test_another_model_runs_no_accepted_token_again_where_its_drafts_are_read_late(
+    sampling: Sampling, branching: tuple[tuple[float, int], ...] | None
+) -> None:
+    """Its passes are those of drafts that are read at once: it knows which of the tokens that it ran are committed."""
+    runtime, other, found = tiny_runtime("llama"), near_model(), list[tuple[list[tuple[int, int]], Completion]]()
+    for runtime.reads_late in (False, True):
+        method, seen = Method("spd", ChainDrafter(OtherModel(other), StopRule(5), branching)), list[tuple[int, int]]()
+        work = decoding(runtime, PROMPT, method, TokenRule.of(sampling, None), Ending(80))
+        done = alone(noted(work, other, seen))
+        found.append((seen, done))
+    (at_once, first), (late, second) = found
+    assert first.token_ids == second.token_ids
+    assert {n_rows for _, n_rows in late[1:]} == {1, 2}  # at most the draft's last token is new beside the root
+    if branching is None:  # else the last step has side leaves only where it is read at once
+        assert at_once == late and 0.2 < (second.acceptance_rate or 0) < 0.95
+
+
 def offered(tree: DraftTree) -> list[set[int]]:
     """What a draft offers at each of its steps, spine and side leaves."""
     leaves = range(tree.n_steps + 1, tree.n_nodes)
@@ -168,8 +261,8 @@ def offered(tree: DraftTree) -> list[set[int]]:
 class Twice(ChainDrafter):
     """Drafts every round at once and then late, and keeps both trees, and how long they could be."""
 
-    def __init__(self, stop: StopRule, branching: Sequence[tuple[float, int]] | None) -> None:
-        super().__init__(SkippedTarget(SKIPPING), stop, None if branching is None else tuple(branching))
+    def __init__(self, model: DraftModel, stop: StopRule, branching: Sequence[tuple[float, int]] | None) -> None:
+        super().__init__(model, stop, None if branching is None else tuple(branching))
         self.pairs: list[tuple[DraftTree, DraftTree, int]] = []
 
     def draft(self, room: int) -> PassGenerator[Draft]:
@@ -185,21 +278,25 @@ class Twice(ChainDrafter):
         self.pairs.append((self.at_once.tree, outcome.draft.tree, self.longest))
 
 
-# A threshold that about every second step of the tiny model falls below, greedy and sampled.
-UNSURE = [(SAMPLINGS[0], 0.022), (SAMPLINGS[1], 0.2)]
+# Thresholds that a good part of a draft's steps falls below, greedy and sampled.
+UNSURE = {"skipped": (0.022, 0.2), "another model": (0.023, 0.2), "early exit": (0.0245, 0.2)}
 
 
-@pytest.mark.parametrize(("sampling", "threshold"), UNSURE, ids=["greedy", "sampled"])
-@pytest.mark.parametrize("branched", [False, True])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("source", "branched"),
+    [("skipped", False), ("skipped", True), ("another model", False), ("another model", True), ("early exit", False)],
+)
 @pytest.mark.parametrize("kind", ["fixed", "adapted", "never"])
 def test_a_draft_that_is_read_late_has_one_step_more(
-    kind: str, branched: bool, sampling: Sampling, threshold: float
+    kind: str, source: str, branched: bool, sampling: Sampling
 ) -> None:
     """Up to there it is the draft that is read at once; its last step has no side leaves."""
-    runtime = tiny_runtime("llama")
+    runtime, threshold = tiny_runtime("llama"), UNSURE[source][not sampling.greedy]
     branching = [(threshold, 3), (1.0, 2)] if branched else None
     adapted = StopRule.adaptive(AdaptiveThreshold(threshold, 5, target_acceptance=0.3, threshold_step=0.2 * threshold))
-    drafter = Twice({"fixed": StopRule(5, threshold), "adapted": adapted, "never": StopRule(5)}[kind], branching)
+    stop = {"fixed": StopRule(5, threshold), "adapted": adapted, "never": StopRule(5)}[kind]
+    drafter = Twice(draft_model(source), stop, branching)
     done = decode(runtime, PROMPT, Method("swift", drafter), TokenRule.of(sampling, None), Ending(80))
     assert done.token_ids == decode(runtime, PROMPT, PLAIN, TokenRule.of(sampling, None), Ending(80)).token_ids
     assert done.drafted == sum(late.n_steps for _, late, _ in drafter.pairs)
@@ -257,7 +354,13 @@ def test_requests_that_are_read_late_give_plain_tokens_beside_each_other(at_once
     runtime = tiny_runtime("llama")
     runtime.reads_late = True
     reading = Sampling(temperature=0.8, presence_penalty=0.5, seed=11)
-    methods = [lambda: CHAINS, lambda: adaptive(False), lambda: adaptive(True), lambda: EARLY_STOP]
+    other, early = (
+        Method(kind, ChainDrafter(draft_model(kind), StopRule(5, 0.1))) for kind in ("another model", "early exit")
+    )
+    methods = [
+        *(lambda: CHAINS, lambda: adaptive(False), lambda: adaptive(True), lambda: EARLY_STOP),
+        *(lambda: other, lambda: early),
+    ]
     asked = [(words(i, 7) * 2, sampling, make) for i, sampling in enumerate([*SAMPLINGS, reading]) for make in methods]
     works = [decoding(runtime, ids, make(), TokenRule.of(how, None, len(ids)), Ending(40)) for ids, how, make in asked]
     plain = [decode(runtime, ids, PLAIN, TokenRule.of(how, None, len(ids)), Ending(40)) for ids, how, _ in asked]

@@ -12,9 +12,11 @@ from swiftopt.core.records import ModelInfo
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, Sampling
 from swiftopt.decoding.context import Ending, TokenRule
+from swiftopt.decoding.draft_models import EarlyExit, OtherModel
 from swiftopt.decoding.engine import side_by_side
 from swiftopt.decoding.loop import Round, decode, decoding
 from swiftopt.decoding.methods import PLAIN, Method, swift
+from swiftopt.decoding.methods.chains import ChainDrafter, StopRule
 from swiftopt.models.graphs import replayed_s
 from swiftopt.models.loading import at_speed
 from swiftopt.models.runtime import Runtime
@@ -42,12 +44,20 @@ def test_gpu_tokens_equal_cpu_tokens_in_float64(family: str) -> None:
     assert tokens(gpu, PLAIN) == tokens(gpu, DRAFTER) == tokens(gpu, EARLY_STOP) == cpu
 
 
-@pytest.mark.parametrize("method", [PLAIN, DRAFTER, EARLY_STOP], ids=["plain", "branched", "early stop"])
+@pytest.mark.parametrize("name", ["plain", "branched", "early stop", "early exit", "another model"])
 @pytest.mark.parametrize("speed", ["eager", "graphs"])
-def test_a_round_synchronises_with_the_device_once(speed: str, method: Method) -> None:
+def test_a_round_synchronises_with_the_device_once(speed: str, name: str) -> None:
     """By torch's own count, in which waiting for numbers that a later pass has been queued behind is none."""
-    runtime = on_gpu("llama", torch.float32)
-    at_speed(runtime, speed)
+    runtime, other = on_gpu("llama", torch.float32), on_gpu("llama", torch.float32)
+    for each in (runtime, other):
+        at_speed(each, speed)
+    method = {
+        "plain": PLAIN,
+        "branched": DRAFTER,
+        "early stop": EARLY_STOP,
+        "early exit": Method("adaspeed", ChainDrafter(EarlyExit(2), StopRule(5, 0.022))),
+        "another model": Method("spd", ChainDrafter(OtherModel(other), StopRule(5, 0.022))),
+    }[name]
     tokens(runtime, method)  # kernels are compiled, graphs captured
     work = decoding(runtime, PROMPT, method, TokenRule.of(Sampling(), None), Ending(40))
     with warnings.catch_warnings(record=True) as seen:
