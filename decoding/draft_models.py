@@ -101,7 +101,7 @@ class OtherModel(DraftModel):
             if len(token_ids) == 1:
                 return first
             return torch.cat((first, (yield from self.extend(token_ids[1:], parents[1:]))))
-        rows = self._rows(token_ids, parents)
+        rows = self._rows(token_ids if isinstance(token_ids, Tensor) else self._known(token_ids), parents)
         if rows.visible is None:
             held = [UNKNOWN] * len(token_ids) if isinstance(token_ids, Tensor) else token_ids
             self._held[rows.first_slot :] = held
@@ -129,11 +129,14 @@ class OtherModel(DraftModel):
         while same < min(root, len(self._held)) and self._held[same] == committed[same]:
             same += 1
         self._held, self._n_same = list(committed), same
-        last = self.runtime.vocab_size - 1  # a head padded further can give tokens that the draft model has no row for
-        token_ids = [min(token_id, last) for token_id in committed[same:]]
-        for each in self.runtime.prefill_passes(token_ids, self._buffer, same, load=self.context.load):
+        unread = self._known(committed[same:])
+        for each in self.runtime.prefill_passes(unread, self._buffer, same, load=self.context.load):
             logits = yield replace(each, drafts=True)
         return logits
+
+    def _known(self, token_ids: Sequence[int]) -> list[int]:
+        """Return its last token in place of those that it has no row for, which a head padded further can give."""
+        return [min(token_id, self.runtime.vocab_size - 1) for token_id in token_ids]
 
     def _fit(self, logits: Tensor) -> Tensor:
         """Return logits over the target's vocabulary: heads are padded to different widths in one family."""

@@ -20,6 +20,9 @@ from swiftopt.core.errors import InvalidInput, LayerSetError, SettingsError
 from swiftopt.core.records import ModelInfo
 from swiftopt.core.types import Completion, LayerSet, Sampling
 from swiftopt.decoding.context import Ending, TokenRule
+from swiftopt.decoding.draft import Draft, Drafter, DraftModel, DraftTree
+from swiftopt.decoding.draft_models import OtherModel
+from swiftopt.decoding.engine import PassGenerator
 from swiftopt.decoding.grammar import Grammar
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import METHODS, PLAIN, Method, Resources, build
@@ -266,14 +269,36 @@ def test_a_draft_model_with_a_shorter_context_drafts_while_it_can(name: str) -> 
 @pytest.mark.parametrize("name", WITH_A_MODEL)
 def test_tokens_that_the_draft_model_has_no_row_for_do_no_harm(name: str) -> None:
     """Heads of one family are padded to different widths; here such a token is in the prompt already."""
-    own, model = parts(), copy.deepcopy(tiny_model("llama", seed=1))  # resizing changes the config, which is shared
+    own, sampling = parts(), Sampling(temperature=5.0, seed=1)
+    method = build(name, Resources(own.runtime, draft_runtime=narrow_model()))
+    assert run(method, own.runtime, [*prompt(5), VOCAB - 1], sampling, 60).n_tokens == 60
+
+
+def narrow_model() -> Runtime:
+    """A draft model whose head and embedding are seven tokens short."""
+    model = copy.deepcopy(tiny_model("llama", seed=1))  # resizing changes the config, which is shared
     model.resize_token_embeddings(VOCAB - 7, mean_resizing=False)
-    draft = Runtime(model, None, ModelInfo("narrow", "llama", 4, 1))
-    sampling = Sampling(temperature=5.0, seed=1)
-    done = run(
-        build(name, Resources(own.runtime, draft_runtime=draft)), own.runtime, [*prompt(5), VOCAB - 1], sampling, 60
-    )
-    assert done.n_tokens == 60
+    return Runtime(model, None, ModelInfo("narrow", "llama", 4, 1))
+
+
+class _Guessing(Drafter):
+    """Has its model check a token that the model has no row for, as text may suggest one."""
+
+    def __init__(self, model: DraftModel) -> None:
+        self.model, self.max_depth = model, 2
+
+    def draft(self, room: int) -> PassGenerator[Draft]:
+        assert self.model is not None
+        self.model.restart()
+        root = self.context.token_ids[-1]
+        logits = yield from self.model.extend([root, VOCAB - 1], (-1, 0))
+        return Draft(DraftTree.chain([root, VOCAB - 1, int(logits[1].argmax())][: 1 + room]))
+
+
+def test_text_may_suggest_tokens_that_the_draft_model_has_no_row_for() -> None:
+    runtime, method = parts().runtime, Method("guessing", _Guessing(OtherModel(narrow_model())))
+    done, plain = (run(each, runtime, prompt(5), Sampling(), 12) for each in (method, PLAIN))
+    assert done.token_ids == plain.token_ids and done.drafted > 10
 
 
 @pytest.mark.parametrize("name", ["plain", "layerskip", "mcss"])
