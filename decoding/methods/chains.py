@@ -214,7 +214,11 @@ class ChainDrafter(Drafter):
         return Draft(DraftTree.grow(tokens[0], candidates), offers, staged=model.rest(len(tokens), tokens[-1]))
 
     def _draft_ahead(self, longest: int) -> PassGenerator[Draft]:
-        """Draft where a step is read while the next one runs: the draft ends one step behind the unsure one."""
+        """Draft where a step is read while the next one runs.
+
+        DEVIATION: the draft ends one step behind the unsure one, with which SWIFT's ends: to drop that step would cost
+        a draft pass a round (docs/gpu.md).
+        """
         stop, branching, unsure = self.stop, self.branching, False
 
         def take(candidates: tuple[int, ...], confidence: float) -> int:
