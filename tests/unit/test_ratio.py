@@ -17,7 +17,7 @@ from torch import Tensor
 
 from swiftopt.core.types import Sampling
 from swiftopt.decoding.context import Context, TokenRule
-from swiftopt.decoding.draft import Draft, Drafter, DraftTree, Offer, Walk, ancestor_mask
+from swiftopt.decoding.draft import Draft, Drafter, DraftModel, DraftTree, Offer, Walk, ancestor_mask
 from swiftopt.decoding.engine import PassGenerator, alone
 from swiftopt.decoding.methods.chains import ChainDrafter, StopRule
 from swiftopt.decoding.methods.sequences import SequencesDrafter, SequencesSettings
@@ -87,30 +87,20 @@ class BranchingRule(TokenRule):
         return self.branches.pick(probs.tolist())
 
 
-class TablePasses:
-    """A draft model that reads `draft_table`; like a real one it numbers nodes as they are added."""
+class TableModel(DraftModel):
+    """A draft model that reads `draft_table`; like another it numbers nodes as they are added."""
 
-    staged = hidden = None
-    room = 99
+    def check(self, runtime: Any) -> None: ...
 
     def restart(self) -> None:
         self.paths: list[Path] = []
 
-    def extend(self, token_ids: Sequence[int], parents: Sequence[int]) -> PassGenerator[Tensor]:
+    def extend(self, token_ids: Sequence[int] | Tensor, parents: Sequence[int]) -> PassGenerator[Tensor]:
         yield from ()
         first = len(self.paths)
         for token_id, parent in zip(token_ids, parents, strict=True):
-            self.paths.append(() if parent < 0 else (*self.paths[parent], token_id))
+            self.paths.append(() if parent < 0 else (*self.paths[parent], int(token_id)))
         return torch.stack([draft_table(path).log() for path in self.paths[first:]])
-
-
-class TableModel:
-    layer_set = None
-
-    def begin(self, context: Context) -> Any:
-        return TablePasses()
-
-    def check(self, runtime: Any) -> None: ...
 
 
 class TableTarget:
