@@ -72,27 +72,6 @@ def _plans_of_any_method(op: Operations) -> None:
         plans.create_foreign_key(op.f("fk_swiftopt_plans_learned_id"), "swiftopt_learned", ["learned_id"], ["id"])
 
 
-def _quantised_drafts(op: Operations) -> None:
-    """Add what a quantised part of a draft costs, and which parts of a candidate were; earlier rows know of none."""
-    _add(op, "cost_profiles", "formats")
-    _add(op, "trials", "quantised")
-
-
-def _prompt_states(op: Operations) -> None:
-    """Add the states of a layer set's prompts; those of earlier sets are not known."""
-    _add(op, "layer_sets", "prompt_state")
-
-
-def _evidence(op: Operations) -> None:
-    """Add what verdicts were made of; of earlier ones it was not kept."""
-    _add(op, "layer_sets", "evidence")
-
-
-def _engines(op: Operations) -> None:
-    """Add which engine a plan is for; earlier ones are for swiftopt."""
-    _add(op, "plans", "engine")
-
-
 @contextmanager
 def _plans(op: Operations) -> Iterator[BatchOperations]:
     """Change the plans. SQLite rebuilds the table, and rows that refer to it must not be there meanwhile."""
@@ -111,6 +90,16 @@ def _create(op: Operations, *tables: str) -> None:
     Base.metadata.create_all(op.get_bind(), [_table(name) for name in tables])
 
 
+def _adding(**columns: str) -> Callable[[Operations], None]:
+    """Return the step that adds a column to each of these tables; null in rows that were there before."""
+
+    def step(op: Operations) -> None:
+        for table, column in columns.items():
+            _add(op, table, column)
+
+    return step
+
+
 def _add(op: Operations, table: str, *columns: str) -> None:
     """Add columns in place, since rebuilding a table deletes rows that refer to it; rows get the default, or null."""
     for name in columns:
@@ -127,10 +116,10 @@ def _table(name: str) -> Table:
 STEPS: dict[str, Callable[[Operations], None]] = {
     "0002_queued_jobs": _queued_jobs,
     "0003_plans_of_any_method": _plans_of_any_method,
-    "0004_quantised_drafts": _quantised_drafts,
-    "0005_prompt_states": _prompt_states,
-    "0006_evidence": _evidence,
-    "0007_engines": _engines,
+    "0004_quantised_drafts": _adding(cost_profiles="formats", trials="quantised"),
+    "0005_prompt_states": _adding(layer_sets="prompt_state"),
+    "0006_evidence": _adding(layer_sets="evidence"),
+    "0007_engines": _adding(plans="engine"),
 }
 REVISIONS = ("0001_layer_sets", *STEPS)
 HEAD = REVISIONS[-1]
