@@ -46,7 +46,7 @@ from ..tasks.recipes import (
     MakingRecipes,
     Recipes,
 )
-from ..training.features import Features, features_of, greedy_session
+from ..training.features import Features, features_of
 from ..training.settings import HeadSettings, ignore
 from ..training.trainer import HeadObjective, Trainer, train
 
@@ -143,7 +143,7 @@ class AblationRecipes(MakingRecipes):
         depths = (*self.heads().depths[-2:], self.runtime.n_layers)
         budget_s = HOPS * HEADS_S
         self.on_step(f"make: heads that predict {HOPS} tokens ahead, by {budget_s:.0f} s of training")
-        session = greedy_session(self.runtime, max(LEAST_TOKENS, self.session.max_new_tokens))
+        session = Session(self.runtime, Sampling(), max(LEAST_TOKENS, self.session.max_new_tokens))
         began, texts, found = monotonic(), list[Features](), list[Heads]()
         for prompt in self.prompts:
             if not texts or monotonic() - began < budget_s / 2:

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..core.errors import InvalidInput, OutputError
-from ..core.types import Prompt, Sampling
+from ..core.types import Prompt
 from ..decoding.engine import side_by_side
 from ..decoding.loop import Round
 from ..decoding.methods import PLAIN
@@ -196,16 +196,6 @@ def collect(
             f" give more prompts or raise --max-new-tokens, so that there are {MIN_ROWS} and 1 at least"
         )
     return Collected(train, held_out, len(parts), time.monotonic() - started)
-
-
-def greedy_session(runtime: Runtime, max_new_tokens: int) -> Session:
-    """Return a session that completes prompts by plain greedy decoding.
-
-    Raises: InvalidInput: the model has no tokenizer.
-    """
-    if runtime.tokenizer is None:
-        raise InvalidInput("this model has no tokenizer: put its tokenizer's files next to its weights")
-    return Session(runtime, Sampling(), max_new_tokens)
 
 
 def features_of(session: Session, prompt: Prompt, depths: Sequence[int]) -> Features:

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from transformers import TopPLogitsWarper
 
-from ..core.types import Prompt
+from ..core.types import Prompt, Sampling
+from ..decoding.session import Session
 from ..models.early_exit import Heads, Probe
 from ..models.runtime import Runtime
-from .features import Checkpoint, Features, collect, greedy_session
+from .features import Checkpoint, Features, collect
 from .settings import HeadSettings, OnStep, ProbeSettings, Trained, TrainingSettings, TrainingStep, ignore
 
 MAX_POINTS = 200  # of a curve
@@ -45,7 +46,7 @@ def train(
     Raises: SettingsError: a layer is out of range. InvalidInput: the stream or its completions are too short.
     """
     depths, started = settings.depths(runtime.n_layers), time.monotonic()
-    session = greedy_session(runtime, settings.max_new_tokens)
+    session = Session(runtime, Sampling(), settings.max_new_tokens)
     data = collect(session, prompts, depths, settings.seed, on_step, kept, budget_s and budget_s / 2)
     objective = _objective(runtime, settings, data.train, depths)
     left_s = None if budget_s is None else max(1.0, budget_s - (time.monotonic() - started))
@@ -340,14 +341,12 @@ def probe_figures(scores: Tensor, accepted: Tensor) -> dict[str, float]:
 
     Args: scores: logits (n,); accepted: bool (n,).
     """
+    from sklearn.metrics import roc_auc_score  # takes a second
+
     figures = {
         "accuracy": float(((scores > 0) == accepted).float().mean()),
         "base_rate": float(accepted.float().mean()),
     }
-    n_yes = int(accepted.sum())
-    n_no = len(accepted) - n_yes
-    if n_yes and n_no:  # the chance that an accepted token scores above a rejected one, from the sum of ranks
-        _, inverse, counts = torch.unique(scores.double(), return_inverse=True, return_counts=True)
-        ranks = (counts.cumsum(0) - (counts - 1) / 2)[inverse]
-        figures["auc"] = (float(ranks[accepted].sum()) - n_yes * (n_yes + 1) / 2) / (n_yes * n_no)
+    if accepted.any() and not accepted.all():
+        figures["auc"] = float(roc_auc_score(accepted, scores))
     return figures

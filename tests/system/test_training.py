@@ -16,7 +16,7 @@ from swiftopt.decoding.methods import PLAIN
 from swiftopt.decoding.session import Session
 from swiftopt.models.early_exit import Heads, learned_from_bytes, learned_to_bytes
 from swiftopt.models.runtime import Runtime
-from swiftopt.training.features import Checkpoint, Features, features_of, greedy_session
+from swiftopt.training.features import Checkpoint, Features, features_of
 from swiftopt.training.settings import HeadSettings, ProbeSettings, Trained, TrainingStep
 from swiftopt.training.trainer import acceptances, train
 
@@ -41,7 +41,7 @@ def a_record(runtime: Runtime, **changes: object) -> LearnedRecord:
 
 
 def test_features_are_the_states_that_decoding_sees(runtime: Runtime) -> None:
-    found = features_of(greedy_session(runtime, 6), PROMPTS[0], (2,))
+    found = features_of(Session(runtime, Sampling(), 6), PROMPTS[0], (2,))
     done = next(iter(Session(runtime, Sampling(), 6).run(PROMPTS[0], PLAIN)))[1]
     assert runtime.head(found.final).argmax(-1).tolist() == list(done.token_ids[1:])
     assert found.hidden[2].shape == (5, 32)
@@ -54,7 +54,7 @@ def test_features_cover_every_turn(runtime: Runtime) -> None:
         "input_ids": runtime.tokenizer(" ".join(m["content"] for m in messages))["input_ids"]
     }
     two_turns = Prompt(id="1", task="t", turns=("w1 w2", "w3"))
-    assert features_of(greedy_session(runtime, 6), two_turns, (2,)).n_rows == 10
+    assert features_of(Session(runtime, Sampling(), 6), two_turns, (2,)).n_rows == 10
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["light", "full"])
