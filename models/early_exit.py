@@ -16,8 +16,9 @@ import copy
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import pairwise
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -299,10 +300,8 @@ class _PerRow:
 
     def __call__(self, x: Tensor) -> Tensor:
         state = {name: tensor[self._chosen.layers] for name, tensor in self._state.items()}
-        return torch.func.vmap(self._call)(state, x)
-
-    def _call(self, state: dict[str, Tensor], x: Tensor) -> Tensor:
-        return cast(Tensor, torch.func.functional_call(self._skeleton, state, (x,)))
+        out: Tensor = torch.func.vmap(partial(torch.func.functional_call, self._skeleton))(state, x)
+        return out
 
 
 def _stacked(modules: Sequence[Any], chosen: _Chosen) -> Callable[[Tensor], Tensor] | None:

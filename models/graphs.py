@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any, TypeVar, cast
@@ -121,7 +120,8 @@ class GraphPasses:
             )
             raise SettingsError(f"CUDA graphs need kernels of Triton, {reason}: use the eager or the compiled runtime")
         self.runtime = runtime
-        self._record: Record = record or partial(_captured, torch.cuda.graph_pool_handle())
+        pool = None if record else torch.cuda.graph_pool_handle()
+        self._record: Record = record or (lambda static: captured(static.run, runtime.device, pool))
         self._uses: Counter[Shape] = Counter()
         self._passes: OrderedDict[Shape, tuple[StaticPass, Callable[[], Answer]]] = OrderedDict()
 
@@ -219,10 +219,6 @@ def are_faster(runtime: Runtime, graphs: GraphPasses) -> bool:
             times.append(perf_counter() - clock)
         seconds.append(median(times[RECORD_AT:]))
     return seconds[1] < seconds[0]
-
-
-def _captured(pool: Any, static: StaticPass) -> Callable[[], Answer]:
-    return captured(static.run, static.runtime.device, pool)
 
 
 def captured(task: Callable[[], T], device: torch.device, pool: Any = None) -> Callable[[], T]:
