@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..core.errors import InvalidInput, ModelNotFound
-from .saved import weight_files
+from .saved import supported_config, weight_files
 
 VERSION = "v1"
 N_RUNS = 4  # places per tensor that are looked at
@@ -47,22 +47,17 @@ def fingerprint(model: Any) -> str:
 
     Of a folder only samples are read, so the time does not grow with the weights.
 
-    Raises: ModelNotFound: the folder has no readable config or weights. InvalidInput: a weight of the model in memory
-        is on the meta device, where nothing is stored.
+    Raises: as `supported_config`. ModelNotFound: the folder has no readable weights. InvalidInput: a weight of the
+        model in memory is on the meta device, where nothing is stored.
     """
     if not isinstance(model, str | Path):
         return _digest(model.config, model.state_dict())
-    from transformers import AutoConfig
-
     folder = Path(model)
     files = weight_files(folder)
     if not files:
         raise ModelNotFound(f"{folder} holds no weights: expected model.safetensors, pytorch_model.bin or their index")
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ModelNotFound(f"{folder / 'config.json'} cannot be read as a model's config: check the folder") from error
-    return _digest(config, {name: tensor for path in files for name, tensor in _in_file(path).items()})
+    tensors = {name: tensor for path in files for name, tensor in _in_file(path).items()}
+    return _digest(supported_config(folder), tensors)
 
 
 def _digest(config: Any, tensors: Mapping[str, Tensor]) -> str:
