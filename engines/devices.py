@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import psutil
 import torch
 
 from ..core.errors import SettingsError
@@ -46,7 +45,7 @@ def only_device(device: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 def free_on(device: str) -> int:
     """Return the bytes that are free on a GPU, or of this machine's memory for the CPU."""
-    return free_bytes(torch.device(device)) if device != "cpu" else int(psutil.virtual_memory().available)
+    return free_bytes(torch.device(device))
 
 
 def room_for(device: str, n_bytes: float) -> bool:
