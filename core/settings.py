@@ -12,8 +12,9 @@ from typing import Any, Final, Literal, get_args
 from .errors import LayerSetError, SettingsError, look_up
 from .serialization import LARGEST, Settings, count, ranged, share
 
-# weight formats that parts of a draft can have beside the model's own; activations stay as they are
-FORMATS = ("int8", "int4", "int4-64", "int4-32")
+# weight formats that parts of a draft can have beside the model's own
+Format = Literal["int8", "fp8", "int4", "int4-64", "int4-32"]
+FORMATS: tuple[str, ...] = get_args(Format)
 GROUP = 128  # weights that share a scale in "int4"; "int4-64" and "int4-32" name their own
 # Other engines, as `export --to`, `tune --engine` and look-ups name them.
 EngineName = Literal["transformers", "llamacpp", "vllm", "openvino", "sglang", "tensorrt-llm"]
@@ -202,12 +203,12 @@ def preset_of(name: str) -> Preset:
 
 
 def group_size(name: str, width: int) -> int | None:
-    """Weights of a row of `width` that share a scale; None where the whole row does (int8).
+    """Weights of a row of `width` that share a scale; None where the whole row does (int8, fp8).
 
     A width that the format's group does not divide takes the next smaller group that does; one that 32 does not divide
     is int8.
     """
-    if name == "int8":
+    if name in ("int8", "fp8"):
         return None
     wanted = int(name.partition("-")[2] or GROUP)
     return next((group for group in (128, 64, 32) if group <= wanted and width % group == 0), None)

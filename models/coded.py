@@ -212,7 +212,7 @@ def packed_form(layer_set: LayerSet, subs: Sequence[SubLayer], widths: Iterable[
         return None
     name = max(FORMATS, key=names.count)
     groups = [group_size(name, width) for width in widths]
-    if name == "int8" or None in groups:
+    if None in groups:
         return PackedForm(8, None)
     return PackedForm(4, min(group for group in groups if group))
 

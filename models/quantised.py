@@ -2,8 +2,9 @@
 
 Weights are rounded to the nearest; the target itself is never touched. Packed for our kernels (`kernels/quantised.h`)
 they have a scale and a zero per group, and activations are rounded to 8 bits; for torch's weight-only kernels int8 has
-a scale per row, and activations stay as they are. On disk a copy is kept per model, format and kind of processor, and
-read back in about a second per GB.
+a scale per row, and activations stay as they are. fp8 (e4m3) has a scale per row for either; torch's kernel multiplies
+activations in fp8, too, and ours reads weights alone. On disk a copy is kept per model, format and kind of processor,
+and read back in about a second per GB.
 """
 
 from __future__ import annotations
@@ -32,14 +33,16 @@ from ..core.types import LayerSet
 from .blocks import LINEAR, Block, LayerModules, PackedLinear
 from .buffer import free_bytes
 from .coded import ROWS, CodedLinear, by_rows, pack
-from .kernels.device import coded_linear
+from .kernels import device as kernels
 from .quantised_checkpoints import is_by_library
 from .saved import OnStep, cache_root, no_step, replacing
 
 LEVELS = 15  # steps of a 4-bit code
 SMALLEST_GROUP = 32  # inputs of packed weights come in multiples of it
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)  # of a group's range that are tried: the tails may cost less than coarser steps
-BITS = {name: 8 if name == "int8" else 4 for name in FORMATS}
+BITS = {name: 4 if name.startswith("int4") else 8 for name in FORMATS}
+FP8 = torch.float8_e4m3fn
+FP8_DEVICES = (8, 9)  # compute capability of the first GPUs that multiply it: Ada, then Hopper
 STORED_BITS = 16  # at least, of weights that are not quantised
 
 HASH = re.compile(r"v\d+:[0-9a-f]{16}")  # what `models.fingerprint` gives; made-up names of tests are none
@@ -69,8 +72,8 @@ class QuantisedLinear(nn.Module):
         super().__init__()
         weights = [weight_of(module) for module in modules]
         self.n_out, self.n_in = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
-        self.packed, self.bits = packed, BITS[name]
-        width = self.n_in + (-self.n_in % SMALLEST_GROUP if packed else 0)
+        self.packed, self.bits, self.fp8 = packed, BITS[name], name == "fp8"
+        width = self.n_in + (-self.n_in % SMALLEST_GROUP if packed or self.fp8 else 0)
         self.group = group_size("int4" if packed and name == "int8" else name, width)
         biases = [cast("Tensor | None", getattr(module, "bias", None)) for module in modules]
         self.bias: Tensor | None = None
@@ -83,6 +86,8 @@ class QuantisedLinear(nn.Module):
 
     def _quantised(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         weight = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
+        if self.fp8:
+            return by_rows(quantise_fp8)(F.pad(weight, (0, -self.n_in % SMALLEST_GROUP, 0, -self.n_out % ROWS)))
         if self.packed:
             assert self.group is not None
             padded = F.pad(weight, (0, -self.n_in % self.group, 0, -self.n_out % ROWS))
@@ -107,9 +112,13 @@ class QuantisedLinear(nn.Module):
         return out if self.bias is None else out + self.bias
 
     def _product(self, x: Tensor) -> Tensor:
+        if self.fp8 and self.packed:
+            return kernels.linear(x, self.codes[:, : self.n_in], scales=self.scales)
+        if self.fp8:
+            return fp8_product(x, self.codes, self.scales)
         if self.packed:  # on a CUDA device; on a CPU our kernels read what is packed
             assert self.group is not None
-            return coded_linear(x, self.codes, self.scales, self.bits, self.group, self.n_out, False, None)
+            return kernels.coded_linear(x, self.codes, self.scales, self.bits, self.group, self.n_out, False, None)
         if self.group is None:
             return cast(Tensor, aten._weight_int8pack_mm(x, self.codes, self.scales))
         if x.is_cuda:
@@ -122,6 +131,25 @@ def quantise_int8(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     scales = weight.float().abs().amax(dim=1).div(127).clamp(min=torch.finfo(torch.float32).tiny)
     codes = weight.float().div(scales[:, None]).round().to(torch.int8).contiguous()
     return codes, scales.to(dtype)
+
+
+def quantise_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes float8_e4m3fn (rows, in) and scales float32 (rows, 1): weight ≈ codes · scales."""
+    whole = weight.float()
+    scales = whole.abs().amax(dim=1, keepdim=True).div(torch.finfo(FP8).max)
+    scales.clamp_(min=torch.finfo(torch.float32).tiny)
+    return whole.div(scales).to(FP8), scales
+
+
+def fp8_product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    """Return x (rows, in) by a weight (out, in), bfloat16 (rows, out), by torch's fp8 kernel; a row of x has a scale.
+
+    Args: codes, scales: of the weight, as `quantise_fp8` returns them; its inputs may be padded.
+    """
+    if x.shape[1] != codes.shape[1]:
+        x = F.pad(x, (0, codes.shape[1] - x.shape[1]))
+    own, own_scales = quantise_fp8(x)
+    return torch._scaled_mm(own, codes.t(), own_scales, scales.t(), out_dtype=torch.bfloat16)
 
 
 @by_rows
@@ -254,6 +282,17 @@ class QuantisedCopies:
             spent.append(sum(seconds(partial(copy, each)) for each in rows))
         return spent[1] < spent[0]
 
+    def why_not(self, name: str) -> str | None:
+        """Return why a device of the model cannot run a format, a sentence; None: all can."""
+        if name != "fp8":
+            return None
+        for device in {block.device for block in self._blocks}:
+            if device.type == "cpu" and self.packed:
+                return "our kernels for a CPU do not read fp8: use --draft-format int8 or int4"
+            if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_DEVICES:
+                return f"{device} does not multiply fp8, as Ada and Hopper do: use --draft-format int8 or int4"
+        return None
+
     def drop(self, name: str) -> None:
         """Free all copies in a format unless it is `kept`; one that is used later is made, or read, again."""
         if name not in self.kept:
@@ -315,6 +354,8 @@ class QuantisedCopies:
     @torch.inference_mode()
     def _make(self, key: Key, kept: Iterator[tuple[Tensor, Tensor]]) -> _Copy:
         part, _, name = key
+        if (reason := self.why_not(name)) is not None:
+            raise SettingsError(reason)
         modules = self._modules(key)
         if self._is_own(key):
             return _Copy(modules)

@@ -34,7 +34,8 @@ MOST_WINDOWS = 12  # latest windows of the set in use that are kept for the repl
 WIDTHS = (1, 2, 3, 5, 10)  # candidates that the least certain position offers
 
 CANDIDATES = ("int4", "int8")  # formats, the cheaper one first
-ENOUGH = 2.0  # expected speedup that int8, which reads half of the weights, can hardly reach
+GPU_CANDIDATES = ("int4", "fp8", "int8")
+ENOUGH = 2.0  # expected speedup that 8 bits, which are half of the weights, can hardly reach
 WORTH_IT = 1.05  # below this expected speedup copies are not worth their memory
 N_PROMPTS, N_WINDOWS = 2, 2  # texts that a format is tried on, and windows of each
 
@@ -111,7 +112,7 @@ def choose_format(
     """
     runtime = session.runtime
     best, most = STORED, WORTH_IT
-    for name in CANDIDATES:
+    for name in GPU_CANDIDATES if runtime.device.type == "cuda" else CANDIDATES:
         draft = LayerSet(runtime.n_layers).filled(name)
         try:
             known = measured(name)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ...core.errors import SettingsError
 from ...core.serialization import Settings, adapter, count
+from ...core.settings import Format
 from ...core.types import LayerSet, TokenSource
 from ..draft import Draft, Drafter, DraftModel, DraftTree, Outcome
 from ..text_matches import Cursor, Guess, HitRates, Matches
@@ -53,7 +54,7 @@ class AdaptiveSettings(Settings):
     """Adaptive drafts: from earlier text and from a cheaper model, as measured time says."""
 
     # of all that the layer set names no format for
-    draft_format: Literal["int8", "int4", "int4-64", "int4-32", "stored"] = "int4"
+    draft_format: Literal[Format, "stored"] = "int4"
     max_draft_length: int = count(24)
     lookup: bool = True
     second_candidates: bool = True

@@ -50,7 +50,7 @@ if importlib.util.find_spec("triton") is not None:
                 weight + outputs[None, :].to(tl.int64) * w_stride + inputs[:, None] * w_step,
                 mask=(outputs < n_out)[None, :] & (inputs < n_in)[:, None],
                 other=0.0,
-            )
+            ).to(own.dtype)
             total = tl.dot(own, read, total, input_precision="ieee")
         at = tl.program_id(2).to(tl.int64) * n_rows * n_out + rows[:, None] * n_out + outputs[None, :]
         tl.store(out + at, total, mask=(rows < n_rows)[:, None] & (outputs < n_out)[None, :])
@@ -94,13 +94,18 @@ if importlib.util.find_spec("triton") is not None:
         tl.store(out + at, total, mask=(rows < n_rows)[:, None] & kept[None, :])
 
     @triton.jit
-    def _joined(parts, bias, out, n_rows, n_out, N_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, OUTPUTS: tl.constexpr):
+    def _joined(
+        parts, scales, bias, out, n_rows, n_out,
+        N_PARTS: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, OUTPUTS: tl.constexpr,
+    ):  # fmt: skip
         row = tl.program_id(1)
         outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
         mask = outputs < n_out
         total = tl.zeros((OUTPUTS,), dtype=tl.float32)
         for part in tl.static_range(N_PARTS):
             total += tl.load(parts + (part * n_rows + row).to(tl.int64) * n_out + outputs, mask=mask, other=0.0)
+        if HAS_SCALES:
+            total *= tl.load(scales + outputs, mask=mask, other=0.0)
         if HAS_BIAS:
             total += tl.load(bias + outputs, mask=mask, other=0.0).to(tl.float32)
         tl.store(out + row.to(tl.int64) * n_out + outputs, total.to(out.dtype.element_ty), mask=mask)
@@ -244,24 +249,21 @@ def _tiles(n_out: int, n_in: int, read: int) -> tuple[int, int, int]:
     return outputs, steps, -(-n_in // (steps * read))
 
 
-def _finished(parts: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _finished(parts: Tensor, scales: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     n_parts, n_rows, n_out = parts.shape
     out = torch.empty((n_rows, n_out), dtype=dtype, device=parts.device)
     _joined[(-(-n_out // 256), n_rows)](
-        parts,
-        out if bias is None else bias,
-        out,
-        n_rows,
-        n_out,
-        N_PARTS=n_parts,
-        HAS_BIAS=bias is not None,
-        OUTPUTS=256,
-    )
+        parts, out if scales is None else scales, out if bias is None else bias, out, n_rows, n_out,
+        N_PARTS=n_parts, HAS_SCALES=scales is not None, HAS_BIAS=bias is not None, OUTPUTS=256,
+    )  # fmt: skip
     return out
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return the linear map (rows, out) of `x` (rows, in) by a weight (out, in) of any strides; sums are in float32."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None) -> Tensor:
+    """Return the linear map (rows, out) of `x` (rows, in) by a weight (out, in) of any strides; sums are in float32.
+
+    Args: weight: of the type of `x`, or float8_e4m3fn, which is read as that. scales: float32, one for each output.
+    """
     x = x.contiguous()
     (n_rows, n_in), n_out = x.shape, weight.shape[0]
     outputs, steps, n_parts = _tiles(n_out, n_in, INPUTS)
@@ -270,7 +272,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         x, weight, parts, n_rows, n_in, n_out, x.stride(0), *weight.stride(),
         ROWS_=TILE, OUTPUTS=outputs, READ=INPUTS, STEPS=steps,
     )  # fmt: skip
-    return _finished(parts, bias, x.dtype)
+    return _finished(parts, scales, bias, x.dtype)
 
 
 def coded_linear(
@@ -291,7 +293,7 @@ def coded_linear(
         x, codes.view(torch.int32), scales, parts, n_rows, n_in, n_out, x.stride(0), n_words, scales.shape[1],
         BITS=bits, GROUP=group, ZERO_CODES=zero_codes, ROWS_=TILE, OUTPUTS=outputs, READ=WORDS, STEPS=steps,
     )  # fmt: skip
-    return _finished(parts, bias, x.dtype)
+    return _finished(parts, None, bias, x.dtype)
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, plus_one: bool) -> Tensor:

@@ -32,8 +32,13 @@ SELDOM_S = 10.0  # between two updates of a table that changes seldom
 CELL, LABEL, ROW, RULER = 20, 68, 24, 16  # of a layer map, in its own units
 PER_BLOCK = 32  # layers side by side
 KINDS: tuple[tuple[Literal["attn", "mlp"], str], ...] = (("attn", "attention"), ("mlp", "MLP"))
-MARKS = {"int8": "M{x} {m}h10", "int4": "M{x} {a}h10M{x} {b}h10", "skipped": "M{x} {t}l10 10m0 -10l-10 10"}  # in cells
-STATES = ("kept", "int8", "int4", "skipped")  # of a sub-layer, as the style sheet and the legend name them
+MARKS = {  # in cells
+    "int8": "M{x} {m}h10",
+    "fp8": "M{x} {m}h4m2 0h4",
+    "int4": "M{x} {a}h10M{x} {b}h10",
+    "skipped": "M{x} {t}l10 10m0 -10l-10 10",
+}
+STATES = ("kept", "int8", "fp8", "int4", "skipped")  # of a sub-layer, as the style sheet and the legend name them
 NOTICES = {
     "promoted": "This version is the best one now.",
     "rolled-back": "The last choice was taken back.",
@@ -132,7 +137,7 @@ def differing(first: LayerSet, second: LayerSet) -> list[SubLayer]:
 
 
 def layer_map(layer_set: LayerSet, title: str, marked: Collection[SubLayer] = ()) -> Markup:
-    """Draw attention and MLP by depth as SVG: kept, int8, int4 or skipped, by colour and by the mark in the cell.
+    """Draw attention and MLP by depth as SVG: kept, int8, fp8, int4 or skipped, by colour and by the mark in the cell.
 
     The cells of a state are one path, so that a map is a few elements whatever the depth. `marked` ones get a frame.
     """

@@ -29,10 +29,10 @@ def test_tiny_shape_on_a_cpu_reports_every_figure(
     assert report["plain"]["share"] > 0 and report["plain"]["tokens_per_s"] > 0
     assert report["draft"]["acceptance_rate"] >= 0.9 and 0 < report["redundancy"]["scale"] <= 1
     assert report["draft"]["ratio"] > 0 and report["draft"]["expected_ratio"] > 0
-    assert set(report["formats"]) == {"int8", "int4"} and set(report["load"]) == {"1", "4", "16", "32"}
+    assert set(report["formats"]) == {"int8", "fp8", "int4"} and set(report["load"]) == {"1", "4", "16", "32"}
     assert all(own["pass_ms"] > 0 and own["ratio"] > 0 for own in report["formats"].values())
     assert all(own["plain_tokens_per_s"] > 0 and own["ratio"] > 0 for own in report["load"].values())
-    assert len(table) == 14
+    assert len(table) == 15
 
 
 def test_all_steps_run_and_one_that_takes_too_long_costs_no_other(

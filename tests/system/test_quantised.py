@@ -6,13 +6,15 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from families import CONFIGS, VOCAB, tiny_model, tiny_runtime
 from torch import nn
 
-from swiftopt.core.errors import LayerSetError
+from swiftopt.core.errors import LayerSetError, SettingsError
 from swiftopt.core.records import ModelInfo
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, Sampling
@@ -21,7 +23,7 @@ from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, swift
 from swiftopt.models import quantised
 from swiftopt.models.coded import plain_linear
-from swiftopt.models.quantised import QuantisedLinear, cuda_tiles, quantise_groups, quantise_int4
+from swiftopt.models.quantised import QuantisedCopies, QuantisedLinear, cuda_tiles, quantise_groups, quantise_int4
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
 
@@ -46,6 +48,35 @@ def test_quantised_weight_is_within_half_a_step_of_each_groups_range(name: str, 
     error = (seen.unflatten(1, (-1, copy.group or WIDTH)) - grouped).abs().square().mean(-1).sqrt()
     rounding = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
     assert (error <= reach / steps / 12**0.5 * 1.25 + rounding).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [WIDTH, 40])
+def test_fp8_product_rounds_weights_and_inputs_to_a_sixteenth(dtype: torch.dtype, width: int) -> None:
+    """e4m3 has three bits of mantissa, so that each factor is off by at most 1/16 of itself, or of its row's 2^-9."""
+    weight, x = linear_weight(21, width).to(dtype), linear_weight(7, width).to(dtype)
+    copy = QuantisedLinear([plain_linear(weight, torch.arange(21.0, dtype=dtype))], "fp8")
+    found, sizes = copy(x).double(), x.double().abs() @ weight.double().abs().T
+    exact = x.double() @ weight.double().T + torch.arange(21.0)
+    assert found.shape == exact.shape and ((found - exact).abs() <= sizes / 7 + exact.abs() / 128).all()
+    assert (found - exact).norm() < 0.05 * exact.norm()
+    torch.testing.assert_close(copy(x[2:3])[0], copy(x)[2])
+
+
+@pytest.mark.parametrize("capability", [(8, 6), (8, 9), (9, 0)])
+def test_fp8_is_refused_where_it_cannot_run(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    block, draft = SimpleNamespace(device=torch.device("cuda:0")), LayerSet(4).filled("fp8")
+    reason = QuantisedCopies([cast(Any, block)], nn.Linear(1, 1), "").why_not("fp8")
+    assert (reason is not None) == (capability < (8, 9))
+    assert reason is None or reason == (
+        "cuda:0 does not multiply fp8, as Ada and Hopper do: use --draft-format int8 or int4"
+    )
+    runtime = tiny_runtime("llama")
+    runtime.copies.prepare(draft)
+    runtime.copies.lay_out(packed=True)
+    with pytest.raises(SettingsError, match="our kernels for a CPU do not read fp8: use --draft-format int8 or int4"):
+        runtime.copies.prepare(draft)
 
 
 @pytest.mark.parametrize("quantise", [quantise_int4, quantise_groups])
@@ -94,7 +125,7 @@ def test_output_is_plain_decodings_whatever_is_quantised(family: str) -> None:
     rule, ending = TokenRule.of(Sampling(), None), Ending(24)
     prompt = [5, 9, 11, 2, 7]
     plain = decode(runtime, prompt, PLAIN, rule, ending)
-    for formats in (MIXED, (("attn", "int4"), ("mlp", "int4"), ("head", "int4"))):
+    for formats in (MIXED, LayerSet(4).filled("int4").formats, LayerSet(4).filled("fp8").formats):
         draft = LayerSet(4, frozenset({1}), frozenset({2}), formats)
         drafted = decode(runtime, prompt, swift(draft, SwiftSettings()), rule, ending)
         assert drafted.token_ids == plain.token_ids
@@ -154,7 +185,7 @@ def test_target_is_untouched_and_copies_are_made_once() -> None:
     [
         ((("attn:4", "int8"),), "no 'attn:4' to quantise in 4 layers"),
         ((("ffn", "int8"),), "no 'ffn'"),
-        ((("mlp", "int3"),), "cannot be 'int3': known formats are int8, int4"),
+        ((("mlp", "int3"),), "cannot be 'int3': known formats are int8, fp8, int4"),
     ],
 )
 def test_unknown_part_or_format_is_named(formats: tuple[tuple[str, str], ...], words: str) -> None:
@@ -169,12 +200,13 @@ def test_one_layers_own_format_comes_before_that_of_all() -> None:
     assert VOCAB % 16  # heads of these models need rows of padding
 
 
+@pytest.mark.parametrize("name", ["int4", "fp8"])
 def test_copies_of_a_known_model_are_kept_and_read_by_the_next_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(quantised, "LEAST_BYTES", 0)
-    draft = LayerSet(4).filled("int4")
+    draft = LayerSet(4).filled(name)
     steps: list[str] = []
 
     def next_process() -> Runtime:
@@ -186,7 +218,7 @@ def test_copies_of_a_known_model_are_kept_and_read_by_the_next_process(
     assert steps and len(list(tmp_path.rglob("*.safetensors"))) == 3  # attention, MLPs, head
     steps.clear()
     second.copies.prepare(draft, steps.append)
-    kept = [map_.codes for layer in range(4) for map_ in (second.copies.parts("attn", layer, "int4").out,)]
+    kept = [map_.codes for layer in range(4) for map_ in (second.copies.parts("attn", layer, name).out,)]
     assert all(codes.data_ptr() % 64 == 0 for codes in kept)  # torch's int8 kernel dies of others
     assert steps == [] and second.copies.n_bytes == first.copies.n_bytes
     rows = Rows([3, 1, 4], 0, variants=(draft,))

@@ -64,6 +64,17 @@ def test_a_linear_map_is_torchs_and_no_row_depends_on_others(dtype: torch.dtype,
             assert torch.equal(device.linear(x[rows], own, bias), whole[rows])
 
 
+def test_an_fp8_copy_is_read_as_it_was_rounded() -> None:
+    plain, x = nn.Linear(300, 37), drawn(19, 300)
+    made = QuantisedLinear([plain], "fp8", packed=True).to(PLACE)
+    weight = (made.codes.float() * made.scales)[: made.n_out, : made.n_in].double()
+    assert ((weight.cpu() - plain.weight).abs() <= 2**-4 * plain.weight.abs() + made.scales.cpu()[:37] * 2**-9).all()
+    found = made(x)
+    close(found, F.linear(x.double(), weight, plain.bias.double().to(PLACE)), torch.float32)
+    for row in (0, 18):
+        assert torch.equal(made(x[row : row + 1])[0], found[row])
+
+
 @pytest.mark.parametrize("name", ["int8", "int4-32", "int4-64"])
 def test_a_packed_copy_is_read_as_it_was_packed(name: str) -> None:
     plain = nn.Linear(100, 37)
