@@ -288,9 +288,9 @@ class QuantisedCopies:
             return None
         for device in {block.device for block in self._blocks}:
             if device.type == "cpu" and self.packed:
-                return "our kernels for a CPU do not read fp8: use --draft-format int8 or int4"
+                return "our kernels for a CPU do not read fp8: draft in int8 or int4"
             if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_DEVICES:
-                return f"{device} does not multiply fp8, as Ada and Hopper do: use --draft-format int8 or int4"
+                return f"{device} does not multiply fp8, as Ada and Hopper do: draft in int8 or int4"
         return None
 
     def drop(self, name: str) -> None:

@@ -69,13 +69,11 @@ def test_fp8_is_refused_where_it_cannot_run(capability: tuple[int, int], monkeyp
     block, draft = SimpleNamespace(device=torch.device("cuda:0")), LayerSet(4).filled("fp8")
     reason = QuantisedCopies([cast(Any, block)], nn.Linear(1, 1), "").why_not("fp8")
     assert (reason is not None) == (capability < (8, 9))
-    assert reason is None or reason == (
-        "cuda:0 does not multiply fp8, as Ada and Hopper do: use --draft-format int8 or int4"
-    )
+    assert reason in (None, "cuda:0 does not multiply fp8, as Ada and Hopper do: draft in int8 or int4")
     runtime = tiny_runtime("llama")
     runtime.copies.prepare(draft)
     runtime.copies.lay_out(packed=True)
-    with pytest.raises(SettingsError, match="our kernels for a CPU do not read fp8: use --draft-format int8 or int4"):
+    with pytest.raises(SettingsError, match="our kernels for a CPU do not read fp8: draft in int8 or int4"):
         runtime.copies.prepare(draft)
 
 
