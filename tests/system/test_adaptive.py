@@ -94,7 +94,7 @@ def test_missing_costs_are_asked_for_in_a_sentence() -> None:
         build("adaptive", Resources(runtime))
     with pytest.raises(SettingsError, match="costs of int4 are not in the profile: add them with measure_format"):
         build("adaptive", Resources(runtime, costs=flat_costs()))
-    with pytest.raises(SettingsError, match="draft_format is 'int3': use 'int8', 'int4'"):
+    with pytest.raises(SettingsError, match="draft_format is 'int3': use 'int8', 'fp8', 'int4'"):
         AdaptiveSettings.from_json({"draft_format": "int3"})
-    with pytest.raises(SettingsError, match="draft_format is 4: use 'int8', 'int4'"):
+    with pytest.raises(SettingsError, match="draft_format is 4: use 'int8', 'fp8', 'int4'"):
         AdaptiveSettings.from_json({"draft_format": 4})
