@@ -30,7 +30,7 @@ Report = Mapping[str, Any]  # a benchmark's, as `--json` prints it
 Kind = Literal["attn", "mlp"]
 
 # the light theme of server/dashboard/static/style.css
-BLUE, ORANGE, MID_BLUE, PALE_BLUE, KEPT = "#0b5c94", "#b54708", "#2f78ad", "#7fb0d6", "#d7e3ee"
+BLUE, ORANGE, MID_BLUE, LIGHT_BLUE, PALE_BLUE, KEPT = "#0b5c94", "#b54708", "#2f78ad", "#4d93c0", "#7fb0d6", "#d7e3ee"
 INK, GREY, LINE = "#1c2128", "#57606a", "#d0d7de"
 CYCLE = (ORANGE, GREY, BLUE, PALE_BLUE, "#1a6b35", "#8a5cc2", INK)
 DASHED = (0, (4, 3))
@@ -67,7 +67,7 @@ WIDTH_IN, DPI = 10.0, 150
 BAR_IN, AROUND_BARS_IN = 0.36, 1.4  # height of a bar with its gap, and of what is above and below all of them
 MAP_IN, TRIALS_IN, PACES_IN, PARTS_IN = 1.9, 3.0, 2.4, 1.0
 KINDS: dict[Kind, str] = {"attn": "attention", "mlp": "MLP"}
-PARTS = {"left out": ORANGE, "int4": MID_BLUE, "fp8": "#4d93c0", "int8": PALE_BLUE, "kept": KEPT}
+PARTS = {"left out": ORANGE, "int4": MID_BLUE, "fp8": LIGHT_BLUE, "int8": PALE_BLUE, "kept": KEPT}
 OBJECTIVES = {"expected_speedup": "expected speedup", "matchness": "matchness"}
 LOSSES = {"heads": "KL to the last layer, nats", "probe": "binary cross-entropy, nats"}
 SHIFT_RUNS = (

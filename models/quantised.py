@@ -113,7 +113,7 @@ class QuantisedLinear(nn.Module):
 
     def _product(self, x: Tensor) -> Tensor:
         if self.fp8 and self.packed:
-            return kernels.linear(x, self.codes[:, : self.n_in], scales=self.scales)
+            return kernels.linear(x, self.codes, scales=self.scales)
         if self.fp8:
             return fp8_product(x, self.codes, self.scales)
         if self.packed:  # on a CUDA device; on a CPU our kernels read what is packed
@@ -282,17 +282,6 @@ class QuantisedCopies:
             spent.append(sum(seconds(partial(copy, each)) for each in rows))
         return spent[1] < spent[0]
 
-    def why_not(self, name: str) -> str | None:
-        """Return why a device of the model cannot run a format, a sentence; None: all can."""
-        if name != "fp8":
-            return None
-        for device in {block.device for block in self._blocks}:
-            if device.type == "cpu" and self.packed:
-                return "our kernels for a CPU do not read fp8: draft in int8 or int4"
-            if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_DEVICES:
-                return f"{device} does not multiply fp8, as Ada and Hopper do: draft in int8 or int4"
-        return None
-
     def drop(self, name: str) -> None:
         """Free all copies in a format unless it is `kept`; one that is used later is made, or read, again."""
         if name not in self.kept:
@@ -339,6 +328,13 @@ class QuantisedCopies:
                 f" has {free / 1e9:.1f} GB free: use --draft-format stored, or a smaller model"
             )
 
+    def _check_runs(self, name: str, device: torch.device) -> None:
+        """Raises: SettingsError: nothing there computes with that format."""
+        if name == "fp8" and device.type == "cpu" and self.packed:
+            raise SettingsError("our kernels for a CPU do not read fp8: draft in int8 or int4")
+        if name == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_DEVICES:
+            raise SettingsError(f"{device} does not multiply fp8, as Ada and Hopper do: draft in int8 or int4")
+
     def _modules(self, key: Key) -> Any:
         return self.head_map if key[0] == "head" else self._blocks[key[1]].parts
 
@@ -354,8 +350,7 @@ class QuantisedCopies:
     @torch.inference_mode()
     def _make(self, key: Key, kept: Iterator[tuple[Tensor, Tensor]]) -> _Copy:
         part, _, name = key
-        if (reason := self.why_not(name)) is not None:
-            raise SettingsError(reason)
+        self._check_runs(name, self._device(key))
         modules = self._modules(key)
         if self._is_own(key):
             return _Copy(modules)

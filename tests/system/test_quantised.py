@@ -6,8 +6,6 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, swift
 from swiftopt.models import quantised
 from swiftopt.models.coded import plain_linear
-from swiftopt.models.quantised import QuantisedCopies, QuantisedLinear, cuda_tiles, quantise_groups, quantise_int4
+from swiftopt.models.quantised import QuantisedLinear, cuda_tiles, quantise_groups, quantise_int4
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
 
@@ -66,11 +64,13 @@ def test_fp8_product_rounds_weights_and_inputs_to_a_sixteenth(dtype: torch.dtype
 @pytest.mark.parametrize("capability", [(8, 6), (8, 9), (9, 0)])
 def test_fp8_is_refused_where_it_cannot_run(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    block, draft = SimpleNamespace(device=torch.device("cuda:0")), LayerSet(4).filled("fp8")
-    reason = QuantisedCopies([cast(Any, block)], nn.Linear(1, 1), "").why_not("fp8")
-    assert (reason is not None) == (capability < (8, 9))
-    assert reason in (None, "cuda:0 does not multiply fp8, as Ada and Hopper do: draft in int8 or int4")
-    runtime = tiny_runtime("llama")
+    runtime, draft, device = tiny_runtime("llama"), LayerSet(4).filled("fp8"), torch.device("cuda:0")
+    if capability < (8, 9):
+        told = "^cuda:0 does not multiply fp8, as Ada and Hopper do: draft in int8 or int4$"
+        with pytest.raises(SettingsError, match=told):
+            runtime.copies._check_runs("fp8", device)
+    else:
+        runtime.copies._check_runs("fp8", device)
     runtime.copies.prepare(draft)
     runtime.copies.lay_out(packed=True)
     with pytest.raises(SettingsError, match="our kernels for a CPU do not read fp8: draft in int8 or int4"):
