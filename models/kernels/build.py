@@ -26,7 +26,7 @@ from ..saved import cache_root, replacing
 from . import layout
 
 FORCED = "SWIFTOPT_KERNELS"  # environment: one of `LEVELS`, or "torch" for none
-SOURCES = ("vec.h", "team.h", "dense.h", "quantised.h", "attention.h", "pass.cpp")
+SOURCES = ("vec.h", "team.h", "tiles.h", "dense.h", "quantised.h", "attention.h", "pass.cpp")
 FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread")
 # Products and sums are joined only where the code says so, for else rows could differ in their last bits.
 MATHS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
@@ -46,12 +46,12 @@ class Level:
     extras: tuple[str, ...] = ()
 
 
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx2", "fma", "f16c", "bmi2", "movbe"})
+_NUMBERS = ("avx512_bf16", "avx512_vnni")
+_TILES = ("amx_tile", "amx_bf16", "amx_int8")
 LEVELS = {
-    "avx512": Level(
-        "x86-64-v4",
-        frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx2", "fma", "f16c", "bmi2", "movbe"}),
-        ("avx512_bf16", "avx512_vnni"),
-    ),
+    "amx": Level("x86-64-v4", _AVX512.union(_NUMBERS, _TILES), (*_NUMBERS, *_TILES)),
+    "avx512": Level("x86-64-v4", _AVX512, _NUMBERS),
     "avx2": Level("x86-64-v3", frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"})),
     "portable": Level(None),
 }
@@ -68,7 +68,7 @@ class Kernels:
 
 @cache
 def kernels(level: str | None = None) -> Kernels | str:
-    """The library at the best level that this processor has, or at a given one; else why there is none, in a sentence.
+    """The library at the best level that processor and compiler have, or at a given one; else why there is none.
 
     Raises: SettingsError: SWIFTOPT_KERNELS or `level` is no level, or one that this processor has not.
     """
@@ -78,24 +78,33 @@ def kernels(level: str | None = None) -> Kernels | str:
     if wanted not in ("auto", *LEVELS):
         raise SettingsError(f"{FORCED}={wanted} is no kind of kernels: use {', '.join(LEVELS)}, torch or auto")
     flags = processor_flags()
-    if wanted == "auto":
-        fastest = preferred()
-        levels = [fastest] if fastest in LEVELS else list(LEVELS)
-        wanted = next(name for name in (*levels, *LEVELS) if LEVELS[name].needs <= flags)
-    elif not LEVELS[wanted].needs <= flags:
+    if wanted != "auto" and not LEVELS[wanted].needs <= flags:
         raise SettingsError(
             f"kernels for {wanted} were asked for, but this processor has no {wanted}: use another kind"
         )
-    try:
-        return _loaded(wanted)
-    except _NoLibrary as error:
-        return str(error)
+    fastest = preferred()
+    levels = [wanted] if wanted != "auto" else [*([fastest] if fastest in LEVELS else []), *LEVELS]
+    problems = list[str]()
+    for name in levels:
+        if LEVELS[name].needs <= flags:
+            try:
+                return _loaded(name)
+            except _NoLibrary as error:  # of an older compiler, which may know the next level
+                problems.append(str(error))
+    return problems[0]
 
 
 @cache
 def processor_flags() -> frozenset[str]:
-    """Instruction sets of this processor by Linux's names; empty where they cannot be read."""
-    return frozenset(cpu_words("flags").split())
+    """Instruction sets of this processor that this process may use, by Linux's names; empty if they cannot be read."""
+    flags = frozenset(cpu_words("flags").split())
+    return flags if flags.isdisjoint(_TILES) or _granted_tiles() else flags.difference(_TILES)
+
+
+def _granted_tiles() -> bool:
+    """Ask Linux for AMX's tiles, whose state it does not keep for processes that have not asked."""
+    arch_prctl, request, tiles = 158, 0x1023, 18  # of x86-64; ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request, tiles) == 0)
 
 
 def compiled_levels() -> list[str]:
@@ -108,7 +117,11 @@ def _options(name: str) -> list[str]:
     level = LEVELS[name]
     if level.march is None:
         return [*FLAGS, *MATHS]
-    extras = [f"-m{extra.replace('_', '')}" for extra in level.extras if extra in processor_flags()]
+    extras = [
+        f"-m{extra.replace('avx512_', 'avx512').replace('_', '-')}"
+        for extra in level.extras
+        if extra in processor_flags()
+    ]
     return [*FLAGS, *MATHS, f"-march={level.march}", *extras]
 
 

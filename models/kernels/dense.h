@@ -5,7 +5,7 @@
 // over one row and one over many give the same bits.
 #pragma once
 #include <algorithm>
-#include "vec.h"
+#include "tiles.h"
 
 constexpr int BLOCK = 2048;
 constexpr int FEW_TO_STREAM = 96;  // rows that stay in the cache while weights stream by; with more it is the other way round
@@ -170,3 +170,83 @@ static void products(
 #endif
     products_by<T, WIDE>(x, ldx, m, w, ldw, n, k, c, ldc);
 }
+
+#if defined(WITH_TILES)
+// Weights in bfloat16 by tiles. They are the first factor, whose rows are as the model holds them; the second one is X,
+// turned: a row for every pair of inputs, a column for each of 16 rows of X. An element's sum is one over all inputs, 32
+// after 32, again whatever m and n are.
+constexpr int IN_CACHE = 512;      // inputs over which 32 rows stay in the nearest cache
+constexpr int TILE_INPUTS = 32;  // of a tile of bfloat16
+
+static inline int whole_tiles(int k) { return (k + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS; }
+
+// Turn inputs [from, to), whole tiles of them, of rows 0 … m - 1, at most 16; 0 stands behind the last of k.
+static inline void turn_rows(const bf16* x, int64_t ldx, int m, int k, int from, int to, bf16* turned) {
+    for (int at = from; at < to; at += TILE_INPUTS) {
+        __m512i v[SIDE] = {};
+        for (int r = 0; r < m; r++)
+            v[r] = at + TILE_INPUTS <= k ? Chunk<bf16>::get(x + r * ldx + at) : Chunk<bf16>::get_part(x + r * ldx + at, k - at);
+        turn(v);
+        for (int i = 0; i < SIDE; i++) _mm512_store_si512(turned + at * SIDE + i * TILE_INPUTS, v[i]);
+    }
+}
+
+// O times 16 outputs by G times 16 rows over inputs [from, to), added to what is in `c`, column by column, unless they
+// are the first; after the last ones, row by row.
+template <int O, int G>
+static inline void tiles(
+    const bf16* x, int64_t group, const bf16* w, int64_t ldw, int n, int k, int from, int to, float* c, int64_t ldc) {
+    auto of = [&](int t) { return c + t % G * SIDE * ldc + t / G * SIDE; };
+    unrolled<O * G>([&](auto t) {
+        if (from == 0) zero_tile<t>();
+        else load_tile<t>(of(t), ldc * sizeof(float));
+    });
+    for (int at = from; at < to; at += TILE_INPUTS) {
+        unrolled<G>([&](auto g) { load_tile<6 + g>(x + g * group + at * SIDE, SIDE * 4); });
+        unrolled<O>([&](auto o) {
+            constexpr int W = 4 + o % 2;
+            const bf16* own = w + o * SIDE * ldw + at;
+            const int outputs = std::min(n - o * SIDE, SIDE);
+            if (outputs == SIDE && at + TILE_INPUTS <= k) {
+                load_tile<W>(own, ldw * sizeof(bf16));
+            } else {  // what lies behind the last output, or input, may be anything, or not be there
+                alignas(64) bf16 padded[SIDE][TILE_INPUTS] = {};
+                for (int i = 0; i < outputs; i++)
+                    memcpy(padded[i], own + i * ldw, std::min(k - at, TILE_INPUTS) * sizeof(bf16));
+                load_tile<W>(padded, sizeof padded[0]);
+            }
+            unrolled<G>([&](auto g) { add_bf16<o * G + g, W, 6 + g>(); });
+        });
+    }
+    unrolled<O * G>([&](auto t) {
+        store_tile<t>(of(t), ldc * sizeof(float));
+        if (to < k) return;
+        __m512i v[SIDE];
+        for (int i = 0; i < SIDE; i++) v[i] = _mm512_loadu_si512(of(t) + i * ldc);
+        turn(v);
+        for (int i = 0; i < SIDE; i++) _mm512_storeu_si512(of(t) + i * ldc, v[i]);
+    });
+}
+
+// As `products`, of turned rows; C has room for whole tiles.
+static void tile_products(
+    const bf16* turned, int m, const bf16* w, int64_t ldw, int n, int k, float* c, int64_t ldc) {
+    constexpr int O = 2, ROWS = 2 * SIDE, OUTS = O * SIDE;
+    const int whole = whole_tiles(k);
+    const bool few = m <= FEW_TO_STREAM;
+    auto one = [&](int row, int out, int from, int to) {
+        const bf16* x = turned + int64_t(row) * whole;
+        float* own = c + row * ldc + out;
+        if (m - row > SIDE) tiles<O, 2>(x, int64_t(SIDE) * whole, w + out * ldw, ldw, n - out, k, from, to, own, ldc);
+        else tiles<O, 1>(x, 0, w + out * ldw, ldw, n - out, k, from, to, own, ldc);
+    };
+    if (few) {
+        for (int out = 0; out < n; out += OUTS)
+            for (int row = 0; row < m; row += ROWS) one(row, out, 0, whole);
+        return;
+    }
+    for (int at = 0; at == 0 || at < whole; at += IN_CACHE)
+        for (int row = 0; row < m; row += ROWS)
+            for (int out = 0; out < n; out += OUTS) one(row, out, at, std::min(at + IN_CACHE, whole));
+}
+#endif

@@ -205,12 +205,14 @@ template <class T> class Runner {
         // The last input is the one that threads share; with few rows each thread makes its own, and waits for nobody.
         for (int i = 0; i <= n_threads_; i++) {
             const size_t n = i < n_threads_ ? std::min<size_t>(rows, FEW) : rows;
-            Input input{(T*)arena.take(n * wide * sizeof(T)), {}, nullptr};
+            Input input{(T*)arena.take(n * wide * sizeof(T)), {}, nullptr, nullptr};
+            if (TILES) input.turned = (T*)arena.take(whole_sides(n) * wide * sizeof(T));
             if (ordered) input.ordered = (T*)arena.take(n * wide * sizeof(T));
             if (packed) {
-                input.codes.codes = (int8_t*)arena.take(n * wide);
-                input.codes.scales = (float*)arena.take(n * (wide / 32 + 1) * sizeof(float));
-                input.codes.sums = (float*)arena.take(n * (wide / 32 + 1) * sizeof(float));
+                const size_t whole = whole_sides(n);
+                input.codes.codes = (int8_t*)arena.take(whole * wide);
+                input.codes.scales = (float*)arena.take(whole * (wide / 32 + 1) * sizeof(float));
+                input.codes.sums = (float*)arena.take(whole * (wide / 32 + 1) * sizeof(float));
             }
             inputs_.push_back(input);
         }
@@ -218,7 +220,7 @@ template <class T> class Runner {
             for (int n : view.n_seen) seen = std::max<size_t>(seen, n);
         while (int(tiles.size()) < n_threads_) tiles.emplace_back(), scratch.emplace_back();
         for (int i = 0; i < n_threads_; i++) {  // here, where running out of memory can still be told
-            grow(tiles[i], 2 * (rows * PANEL + OUTPUTS));
+            grow(tiles[i], 2 * (whole_sides(rows) * PANEL + OUTPUTS));
             grow(scratch[i], scratch_of(seen, head) + 64 / sizeof(float));
         }
         team.run(n_threads_, [](void* self, int thread) { ((Runner*)self)->all(thread); }, this);
@@ -227,11 +229,19 @@ template <class T> class Runner {
   private:
     static constexpr int PANEL = 64;  // outputs that a thread takes at a time; twice as many where rows would be read too often
     static constexpr int FEW = 4;     // rows that each thread prepares for itself sooner than it waits for another
+#if defined(WITH_TILES)
+    static constexpr bool TILES = sizeof(T) == sizeof(bf16);  // whether weights in T are multiplied by tiles
+    static int64_t whole_sides(int64_t rows) { return (rows + SIDE - 1) / SIDE * SIDE; }  // which tiles read and write
+#else
+    static constexpr bool TILES = false;
+    static int64_t whole_sides(int64_t rows) { return rows; }
+#endif
 
     struct Input {  // of a linear map: rows, and their codes where the map is packed
         T* rows;
         Rounded codes;
         T* ordered;  // rows in the order of a map's codes, where it has one of its own
+        T* turned;   // rows as `tile_products` takes them
     };
 
     static void grow(std::vector<float>& memory, size_t n) {
@@ -270,6 +280,7 @@ template <class T> class Runner {
     }
 
     void all(int thread) {
+        WholeTiles tiles_in_use;
         for (int s = 0; s < n_steps_; s++) {
             const Step& step = steps_[s];
             const RowList& list = pass_.lists[step.rows];
@@ -316,19 +327,40 @@ template <class T> class Runner {
     // Norm of the listed rows, rounded to codes where the map behind it wants that.
     Input enter(const Norm& norm, const RowList& list, const T* from, const Map& map, int thread) {
         const int n = pass_.n_hidden;
-        return prepared(list.n, thread, [&](const Input& input, int64_t i) {
+        const Input input = prepared(list.n, thread, [&](const Input& input, int64_t i) {
             normed(norm, from + int64_t(row_of(list, i)) * n, n, input.rows + i * n);
             if (map.scales) round_into(input, input.rows + i * n, map, i);
         });
+        return turned(input, map, list.n, thread);
     }
 
     // Rows as they are, rounded where the map wants that.
     Input taken(T* rows, const Map& map, int64_t n, int thread) {
-        if (!map.scales) return {rows, {}, nullptr};
+        if (!map.scales) return turned({rows, {}, nullptr, nullptr}, map, n, thread);
         Input input = prepared(n, thread, [&](const Input& to, int64_t i) {
             round_into(to, rows + i * map.n_in, map, i);
         });
-        return {rows, input.codes, nullptr};
+        return {rows, input.codes, nullptr, nullptr};
+    }
+
+    // An input whose rows are turned where that is how the map takes them.
+    Input turned(Input input, const Map& map, int64_t n, int thread) {
+#if defined(WITH_TILES)
+        if constexpr (TILES) {
+            if (map.scales) return input;
+            input.turned = inputs_[n <= FEW ? thread : n_threads_].turned;
+            const int k = map.n_in, whole = whole_tiles(k), n_shares = (whole + IN_CACHE - 1) / IN_CACHE;
+            auto share = [&](int64_t item) {
+                const int64_t row = item / n_shares * SIDE;
+                const int from = int(item % n_shares) * IN_CACHE, m = int(std::min<int64_t>(SIDE, n - row));
+                turn_rows(input.rows + row * k, k, m, k, from, std::min(from + IN_CACHE, whole), input.turned + row * whole);
+            };
+            if (n > FEW) each(REST, thread, whole_sides(n) / SIDE * n_shares, 1, [&](int64_t item, int64_t) { share(item); });
+            else
+                for (int item = 0; item < n_shares; item++) share(item);
+        }
+#endif
+        return input;
     }
 
     static void round_into(const Input& input, const T* x, const Map& map, int64_t row) {
@@ -352,7 +384,12 @@ template <class T> class Runner {
             if (map.bits == 4) packed_products<4>(packed, x.codes, rows, b0, b1, c, ldc);
             else packed_products<8>(packed, x.codes, rows, b0, b1, c, ldc);
         } else {
-            products<T>(x.rows, map.n_in, rows, (const T*)map.weight + first * map.stride, map.stride, last - first, map.n_in, c, ldc);
+            const T* weight = (const T*)map.weight + first * map.stride;
+#if defined(WITH_TILES)
+            if constexpr (TILES) tile_products(x.turned, rows, weight, map.stride, last - first, map.n_in, c, ldc);
+            else
+#endif
+                products<T>(x.rows, map.n_in, rows, weight, map.stride, last - first, map.n_in, c, ldc);
         }
         if (map.bias) {
             const T* bias = (const T*)map.bias + first;
@@ -518,7 +555,7 @@ template <class T> class Runner {
         each(MAPS, thread, (n + PANEL - 1) / PANEL, 1, [&](int64_t panel, int64_t) {
             const int first = int(panel) * PANEL, last = std::min(first + PANEL, n), width = last - first;
             auto& tile = tiles[thread];
-            float *gate = tile.data(), *up = gate + list.n * PANEL;
+            float *gate = tile.data(), *up = gate + whole_sides(list.n) * PANEL;
             outputs(part.in[0], input, int(list.n), first, last, gate, PANEL);
             if (part.gated) outputs(part.in[joint ? 0 : 1], input, int(list.n), first + joint * n, last + joint * n, up, PANEL);
             for (int64_t r = 0; r < list.n; r++) {

@@ -9,6 +9,7 @@
 #include "dense.h"
 
 constexpr int OUTPUTS = 16;  // of a block
+constexpr int TILE_CODES = 64;  // inputs of a tile of codes
 constexpr int AHEAD = 2048;  // bytes of codes that are asked for before they are used
 
 // The activations of some rows as codes: value ~ code * scale.
@@ -238,10 +239,60 @@ static inline void packed_tile_of(int m, const Packed& w, int block, const Round
     }
 }
 
+#if defined(WITH_TILES)
+// As `packed_tile`, of G times 16 rows by one block, by tiles; sums of codes are whole numbers: the bits are the same.
+template <int BITS, int G>
+static inline void packed_sides(const Packed& w, int block, const Rounded& x, int row, int k, float* c, int64_t ldc) {
+    const int groups = w.n_in / w.group;
+    const uint8_t* codes = w.codes + block * (w.block_bytes() * BITS / 8);
+    vf acc[G * SIDE] = {};
+    alignas(64) uint8_t unpacked[SIDE][64];
+    alignas(64) int32_t sums[G * SIDE][SIDE];
+    for (int g = 0; g < groups; g++) {
+        unrolled<G>([&](auto s) { zero_tile<s>(); });
+        for (int at = g * w.group; at < (g + 1) * w.group; at += TILE_CODES) {
+            for (int i = 0; i < SIDE * BITS / 8; i++, codes += 64) {
+                if (row == 0) __builtin_prefetch(codes + AHEAD, 0, 2);
+                if constexpr (BITS == 4) {
+                    const __m512i own = _mm512_loadu_si512(codes);
+                    _mm512_store_si512(unpacked[2 * i], low_halves(own));
+                    _mm512_store_si512(unpacked[2 * i + 1], high_halves(own));
+                }
+            }
+            load_tile<7>(BITS == 4 ? unpacked[0] : codes - SIDE * 64, 64);
+            unrolled<G>([&](auto s) {
+                load_tile<4 + s>(x.codes + int64_t(row + s * SIDE) * k + at, k);
+                add_bytes<s, 4 + s, 7>();
+            });
+        }
+        unrolled<G>([&](auto s) { store_tile<s>(sums[s * SIDE], sizeof sums[0]); });
+        vf scale, zero;
+        w.scales_of(int64_t(block) * groups + g, float(1 << (BITS - 1)), scale, zero);
+        for (int r = 0; r < G * SIDE; r++) {
+            const int64_t own = int64_t(row + r) * groups + g;
+            const vf sum = (vf)_mm512_cvtepi32_ps(_mm512_load_si512(sums[r]));
+            acc[r] = fma(zero, splat(x.sums[own]), fma(sum, scale * x.scales[own], acc[r]));
+        }
+    }
+    for (int r = 0; r < G * SIDE; r++) store(c + r * ldc, acc[r]);
+}
+#endif
+
 // C of rows 0 … m - 1 and blocks first … last - 1, (m, 16 * (last - first)) with rows `ldc` apart.
 template <int BITS>
 static void packed_products(const Packed& w, const Rounded& x, int m, int first, int last, float* c, int64_t ldc) {
     constexpr int MOST = 4;  // rows of a tile
+#if defined(WITH_TILES)
+    if (m >= 2 * MOST && w.group % TILE_CODES == 0) {
+        for (int block = first; block < last; block++)
+            for (int row = 0; row < m; row += 2 * SIDE) {
+                float* own = c + row * ldc + (block - first) * OUTPUTS;
+                if (m - row > SIDE) packed_sides<BITS, 2>(w, block, x, row, w.n_in, own, ldc);
+                else packed_sides<BITS, 1>(w, block, x, row, w.n_in, own, ldc);
+            }
+        return;
+    }
+#endif
     for (int row = 0; row < m; row += MOST, c += MOST * ldc) {
         const int rows = std::min(MOST, m - row);
         int block = first;

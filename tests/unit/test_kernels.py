@@ -607,6 +607,29 @@ def test_every_level_can_be_forced(fresh: pytest.MonkeyPatch) -> None:
         assert runtime.speed == "native" and runtime.native is not None and runtime.native.kernels.level == level
 
 
+def test_compiler_that_does_not_know_the_best_level_makes_the_next(fresh: pytest.MonkeyPatch, place: Place) -> None:
+    ready = place.folder / "ready"
+    ready.write_bytes(library(LEVELS[-1]).path.read_bytes()[:-32])
+    copier = place.copier(ready)
+    refuses = "#!/bin/sh\nfor each; do [ $each != -mamx-tile ] || { echo 'error: no tiles' >&2; exit 1; }; done\n"
+    fresh.setenv("CXX", place.compiler(f'{refuses}exec {copier} "$@"\n', "old-c++"))
+    fresh.setenv("SWIFTOPT_CACHE_DIR", str(place.cache))
+    fresh.setattr(build, "processor_flags", lambda: build.LEVELS["amx"].needs)
+    build.kernels.cache_clear()
+    found = build.kernels()
+    assert isinstance(found, Kernels) and (found.level, place.n_runs) == ("avx512", 1)
+    assert "no tiles" in str(build.kernels("amx"))
+
+
+def test_tiles_that_linux_does_not_grant_are_not_used(fresh: pytest.MonkeyPatch) -> None:
+    fresh.setattr(build, "cpu_words", lambda _: " ".join(build.LEVELS["amx"].needs))
+    for granted in (True, False):
+        fresh.setattr(build, "_granted_tiles", lambda granted=granted: granted)
+        build.processor_flags.cache_clear()
+        can = {name for name, level in build.LEVELS.items() if level.needs <= build.processor_flags()}
+        assert can == {"amx", "avx512", "portable"} - (set() if granted else {"amx"})
+
+
 def test_level_that_the_processor_has_not_is_refused() -> None:
     missing = [name for name in build.LEVELS if name not in LEVELS]
     if not missing:
