@@ -23,7 +23,7 @@ from .saved import OnStep, no_step
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # rows of the target passes that are measured, where the context has room for them
 MOST_ROWS = 4096  # of the widest pass that is measured, where rows are that cheap: 128 candidates of 32 tokens
 CHEAPER = 0.9  # what a row must cost in a pass of twice the rows, or wider ones are not measured
-DRAFT_WIDTHS = (1, 2, 4, 8)  # rows of a quantised draft's pass
+DRAFT_WIDTHS = (1, 2, 4, 8, 16)  # rows of a quantised draft's pass
 BUDGET_S = 4.0  # seconds that the repetitions may take, beyond the least number of them
 REPEATS = (3, 15)  # least and most repetitions of each pass
 EXPENSIVE = 2.2  # base passes; what costs more is rarely chosen, and is timed only twice

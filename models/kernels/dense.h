@@ -233,7 +233,7 @@ static void tile_products(
     const bf16* turned, int m, const bf16* w, int64_t ldw, int n, int k, float* c, int64_t ldc) {
     constexpr int O = 2, ROWS = 2 * SIDE, OUTS = O * SIDE;
     const int whole = whole_tiles(k);
-    const bool few = m <= FEW_TO_STREAM;
+    const bool few = m <= 2 * SIDE;
     auto one = [&](int row, int out, int from, int to) {
         const bf16* x = turned + int64_t(row) * whole;
         float* own = c + row * ldc + out;
