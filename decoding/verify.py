@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 from ..core.types import TokenLogprob
@@ -42,23 +43,40 @@ class Target:
     Nodes 0 … `n_checked` - 1 have logits; `greedy` says that a token is the argmax. `accepted` are the tokens between
     the root and a node, the node's own included.
 
-    Args: logits: (rows, vocab), of one pass; None: the round needed no pass. choices: the target's own token after each
-          node, where it was read already.
+    Args: logits: (rows, vocab), of one pass; None: the round needed no pass.
     """
 
-    def __init__(
-        self, context: Context, draft: Draft, logits: Tensor | None, choices: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, context: Context, draft: Draft, logits: Tensor | None) -> None:
         self.context, self.rule, self.greedy = context, context.rule, context.rule.greedy
         self.draw, self.accept = self.rule.draw, self.rule.accept
         self.n_checked = draft.tree.n_nodes if draft.n_checked is None else draft.n_checked
-        self._logits, self._choices = logits, choices
-        if choices is None and self.rule.is_argmax and logits is not None:
-            # max, not argmax: the same first best index, and on a CPU in bfloat16 4 to 7 times faster
-            self._choices = logits[: self.n_checked].max(dim=-1).indices.tolist()
-        elif choices is None and logits is not None and context.reads_late and not draft.offers:
-            depths = draft.tree.depths[: self.n_checked]
-            self._choices = [int(each) for each in context.unread(depths, logits[: self.n_checked])[0].tolist()]
+        self._logits = logits
+        self._choices: list[int] | None = None  # the target's own token after each node, if that was read already
+        self._weights: list[float] | None = None  # what the verifier weighs, likewise
+
+    def read(self, draft: Draft, verifier: Verifier) -> Draft:
+        """Read what a round needs of its device in one transfer; return the draft with its tokens.
+
+        Where tokens are not read late, all but argmaxes is computed when it is asked for.
+        """
+        late = self.context.reads_late or draft.unread is not None
+        if self._logits is None or draft.offers or not (late or self.rule.is_argmax):
+            return draft
+        choices = self.context.choices(draft.tree.depths[: self.n_checked], self._logits[: self.n_checked])
+        if not late:
+            self._choices = choices.tolist()
+            return draft
+        own, weights, unread = read_together(choices, verifier.weigh(draft, self), draft.unread)
+        self._choices, self._weights = list(map(int, own)), weights
+        n = len(unread) // 2
+        return draft if draft.unread is None else draft.read(unread[:n], unread[n:])
+
+    def weights(self, verifier: Verifier, draft: Draft) -> list[float]:
+        """Return what the verifier weighs (`Verifier.weigh`)."""
+        if self._weights is None:
+            weighed = verifier.weigh(draft, self)
+            self._weights = [] if weighed is None else weighed.tolist()
+        return self._weights
 
     def choose(self, node: int, accepted: Sequence[int]) -> int:
         """Return the target's own token after a node: its argmax, or a draw."""
@@ -70,9 +88,10 @@ class Target:
         """Return the target's distribution after a node, processors applied: float64 (vocab,); one-hot if greedy."""
         return self.rule.probs([*self.context.token_ids, *accepted], self._row(node)).cpu()
 
-    def raw_probs(self, node: int) -> Tensor:
-        """Return the target's distribution after a node without any processor: float64 (vocab,)."""
-        return self._row(node).double().softmax(dim=-1).cpu()
+    def raw_probs(self, n: int) -> Tensor:
+        """Return the target's distributions after the first `n` nodes without any processor: float64 (n, vocab)."""
+        assert self._logits is not None and n <= self.n_checked
+        return self._logits[:n].double().softmax(dim=-1)
 
     def logprobs(self, path: Sequence[int], token_ids: Sequence[int], n_top: int) -> tuple[TokenLogprob, ...]:
         """Return the log probabilities of tokens that were read from the root and then from the nodes of `path`."""
@@ -116,10 +135,22 @@ def walk(
     return Walk(path, token_ids)
 
 
+def read_together(*parts: Tensor | None) -> list[list[float]]:
+    """Return the numbers of all parts, in one transfer from their device; none of a part that is None."""
+    import torch
+
+    numbers = iter(torch.cat([part.flatten().double() for part in parts if part is not None]).tolist())
+    return [[] if part is None else list(islice(numbers, part.numel())) for part in parts]
+
+
 class Verifier(ABC):
     """Decides how much of a draft is accepted. `lossy`: the output is not the target's own distribution."""
 
     lossy = False
+
+    def weigh(self, draft: Draft, target: Target) -> Tensor | None:
+        """Return what `verify` decides by beside tokens, (numbers,), without waiting for its device; None: nothing."""
+        return None
 
     @abstractmethod
     def verify(self, draft: Draft, target: Target) -> Walk:
@@ -270,21 +301,26 @@ class KeptPrefix(Verifier):
         return Walk(tuple(range(1, n_kept + 1)), token_ids)
 
     def n_kept(self, draft: Draft, target: Target) -> int:
-        """Return how many of the draft's tokens are kept: those before the first that `keeps` refuses."""
-        last = min(draft.tree.n_steps, target.n_checked)
-        refused = (n for n in range(last) if not self.keeps(draft.tree.token_ids[n + 1], target.raw_probs(n)))
-        return next(refused, last)
+        """Return how many of the draft's tokens are kept: those before the first whose weight is 0."""
+        weights = target.weights(self, draft)
+        return next((n for n, weight in enumerate(weights) if not weight), len(weights))
 
-    def keeps(self, token_id: int, probs: Tensor) -> bool:
-        """Return whether a token is kept where the target's distribution is `probs` (vocab,)."""
-        return True
+    def weigh(self, draft: Draft, target: Target) -> Tensor:
+        probs = target.raw_probs(min(draft.tree.n_steps, target.n_checked))
+        return self.judge(draft.spine(probs.device)[1 : len(probs) + 1, None], probs)
+
+    @abstractmethod
+    def judge(self, tokens: Tensor, probs: Tensor) -> Tensor:
+        """Return a weight for each of `tokens` (n, 1) where the target's distributions are `probs` (n, vocab): (n,)."""
 
 
-class KeepAll(KeptPrefix):
+class KeepAll(Verifier):
     """MTJD: every token of the draft is kept; the drafter searched with the target itself, so no pass is needed."""
 
-    def n_kept(self, draft: Draft, target: Target) -> int:
-        return draft.tree.n_steps
+    lossy = True
+
+    def verify(self, draft: Draft, target: Target) -> Walk:
+        return Walk(tuple(range(1, draft.tree.n_nodes)), draft.tree.token_ids[1:])
 
 
 class Typical(KeptPrefix):
@@ -297,9 +333,9 @@ class Typical(KeptPrefix):
     def __init__(self, epsilon: float, delta: float) -> None:
         self.epsilon, self.delta = epsilon, delta
 
-    def keeps(self, token_id: int, probs: Tensor) -> bool:
-        entropy = -float(probs.xlogy(probs).sum())
-        return float(probs[token_id]) > min(self.epsilon, self.delta * math.exp(-entropy))
+    def judge(self, tokens: Tensor, probs: Tensor) -> Tensor:
+        least = (self.delta * probs.xlogy(probs).sum(dim=-1).exp()).clamp(max=self.epsilon)
+        return probs.gather(-1, tokens)[:, 0] > least
 
 
 class Rollback(KeptPrefix):
@@ -311,8 +347,8 @@ class Rollback(KeptPrefix):
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
 
-    def keeps(self, token_id: int, probs: Tensor) -> bool:
-        return -float(probs[token_id].log()) <= self.threshold
+    def judge(self, tokens: Tensor, probs: Tensor) -> Tensor:
+        return -probs.gather(-1, tokens)[:, 0].log() <= self.threshold
 
 
 class JointRatio(KeptPrefix):
@@ -331,14 +367,16 @@ class JointRatio(KeptPrefix):
         assert len(draft.logprobs) == draft.tree.n_nodes
         least = math.log(self.threshold) if self.threshold > 0.0 else -math.inf
         ratio, longest = 0.0, 0  # log target - log draft of the prefix
-        for node in range(1, min(draft.tree.n_nodes, target.n_checked + 1)):
-            probs = warp(target.raw_probs(node - 1), self.top_k, self.top_p)
-            ratio += float(probs[draft.tree.token_ids[node]].log()) - draft.logprobs[node]
+        for node, logprob in enumerate(target.weights(self, draft), 1):
+            ratio += logprob - draft.logprobs[node]
             if ratio > least:
                 longest = node
             elif ratio == -math.inf:
                 break  # the target rules a token out, and with it every longer prefix
         return longest
+
+    def judge(self, tokens: Tensor, probs: Tensor) -> Tensor:
+        return warp(probs, self.top_k, self.top_p).gather(-1, tokens)[:, 0].log()
 
 
 def most_probable(probs: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:

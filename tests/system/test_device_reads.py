@@ -172,6 +172,23 @@ def test_a_round_waits_for_the_device_once(
         assert runtime.graphs._passes  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("name", ["typical", "bild"])
+def test_a_check_of_a_lossy_method_waits_for_the_device_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """BiLD reads each step of its draft, that of the token which it leaves to the target as well."""
+    runtime, is_bild = without_data(monkeypatch, graphs=False), name == "bild"
+    settings = BildSettings(fallback_threshold=0.1) if is_bild else None
+    method = build(name, Resources(runtime, SKIPPING), settings)
+    work = decoding(runtime, PROMPT, method, TokenRule.of(Sampling(), None), Ending(40))
+    lengths, waits = list[int](), Waits()
+    with waits:
+        for event in side_by_side([work]):
+            if isinstance(event, Round):
+                lengths.append(event.n_steps)
+                assert len(waits.seen) <= 1 + is_bild * (event.n_steps + 1), waits.seen
+            waits.seen.clear()
+    assert len(lengths) > 5 and sum(lengths) > len(lengths)
+
+
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_what_is_read_late_is_what_is_read_at_once(family: str, sampling: Sampling) -> None:

@@ -32,9 +32,14 @@ class RandomTarget:
         self.asked.append((node, tuple(accepted)))
         return OWN
 
-    def raw_probs(self, node: int) -> Tensor:
-        assert node < self.n_checked
-        return self.rows[node]
+    def raw_probs(self, n: int) -> Tensor:
+        assert n <= self.n_checked
+        return self.rows[:n]
+
+    def weights(self, verifier: Verifier, draft: Draft) -> list[float]:
+        weighed = verifier.weigh(draft, self)
+        assert weighed is not None
+        return weighed.tolist()
 
     def probs(self, node: int, accepted: Sequence[int]) -> Tensor:
         raise AssertionError("judged by the model's own distribution")
