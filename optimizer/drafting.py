@@ -175,4 +175,4 @@ def _scored(
     if not scores:  # answers shorter than a window say nothing against the draft
         return WindowScore((0,), (1.0,))
     ranks, confidences = zip(*((score.ranks, score.confidences) for score in scores), strict=True)
-    return WindowScore(tuple(chain(*ranks)), tuple(chain(*confidences)))
+    return WindowScore(tuple(chain(*ranks)), tuple(chain(*confidences)), scores[0].reads_late)

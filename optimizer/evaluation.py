@@ -31,11 +31,12 @@ class WindowScore:
     """What a candidate predicted over a window, one entry per position.
 
     `ranks[i]`: how many tokens the draft held more probable than the generated one (0: it is the argmax);
-    `confidences[i]`: the draft's top-1 probability.
+    `confidences[i]`: the draft's top-1 probability. `reads_late`: drafts are read while their next step runs there.
     """
 
     ranks: tuple[int, ...]
     confidences: tuple[float, ...]
+    reads_late: bool = False
 
     @property
     def matchness(self) -> float:
@@ -81,7 +82,7 @@ def _window_score(context: Context, logits: Tensor, first: int) -> WindowScore:
     ranks = (scores > scores.gather(1, wanted[:, None])).sum(dim=-1)
     ranks += (ranks == 0) & (argmax != wanted)  # of equal scores, frequent in 16 bits, the draft takes one
     confidences = (top - scores.logsumexp(dim=-1)).exp()
-    return WindowScore(tuple(ranks.tolist()), tuple(confidences.tolist()))
+    return WindowScore(tuple(ranks.tolist()), tuple(confidences.tolist()), context.reads_late)
 
 
 @dataclass(slots=True)
@@ -98,7 +99,7 @@ def replay(scores: Iterable[WindowScore], settings: SwiftSettings) -> Replay:
 
     A position is accepted if the generated token is the draft's argmax, or, as a side leaf that ends the round, among
     the candidates that its confidence offers. Starting everywhere, not where the last round ended, makes as many rounds
-    of a window as it has tokens.
+    of a window as it has tokens. Where drafts are read late, each has one step more, and the last one no side leaves.
 
     DEVIATION: after a miss the draft continues with the confidences it had on the true text, as its own continuation
     was not computed.
@@ -107,16 +108,18 @@ def replay(scores: Iterable[WindowScore], settings: SwiftSettings) -> Replay:
     for score in scores:
         n = len(score.ranks)
         for start in range(n):
-            steps, accepted, rows, on_path = 0, 0, 1, True
+            steps, accepted, rows, on_path, stops = 0, 0, 1, True, False
             while True:
                 at = (start + steps) % n
-                offered = settings.candidates_at(score.confidences[at])
                 steps += 1
+                stopped, stops = stops, settings.stops_after(score.confidences[at], steps)
+                ends = stopped or steps >= settings.max_draft_length if score.reads_late else stops
+                offered = 1 if ends and score.reads_late else settings.candidates_at(score.confidences[at])
                 rows += offered
                 if on_path and score.ranks[at] < offered:
                     accepted += 1
                 on_path = on_path and score.ranks[at] == 0
-                if settings.stops_after(score.confidences[at], steps):
+                if ends:
                     break
             total.tokens += accepted + 1
             total.draft_steps += steps
@@ -136,8 +139,8 @@ def adaptive_speedup(score: WindowScore, layer_set: LayerSet, costs: CostProfile
     """Return the speedup of adaptive chains over a window, one from every position, the window taken as a ring.
 
     A chain continues while the chance that its next token is accepted exceeds λ times that step's cost; λ is the
-    speedup of such chains, found by fixed-point iteration. Earlier text and second candidates, by which all sets gain,
-    are left out.
+    speedup of such chains, found by fixed-point iteration. Where drafts are read late, the latest token's chance is not
+    known yet. Earlier text and second candidates, by which all sets gain, are left out.
     """
     n, prices, rate = len(score.ranks), PassCosts(costs, layer_set), 1.0
     acceptance = Acceptance()
@@ -148,15 +151,16 @@ def adaptive_speedup(score: WindowScore, layer_set: LayerSet, costs: CostProfile
     for _ in range(LAMBDA_ROUNDS):
         tokens, spent = 0, 0.0
         for start in range(n):
-            length, right, alive = 0, True, 1.0
+            length, right, alive, expected = 0, True, 1.0, ahead  # expected: that the next token is accepted
             while length < min(n, LONGEST_CHAIN):
                 step = prices.draft(1) + prices.verify(length + 2) - prices.verify(length + 1)
-                if alive * ahead < rate * step:
+                if expected < rate * step:
                     break
                 at = (start + length) % n
                 right = right and score.ranks[at] == 0
                 tokens += right
-                alive *= chances[at]
+                before, alive = alive, alive * chances[at]
+                expected = before * ahead**2 if score.reads_late else alive * ahead
                 length += 1
             tokens += 1
             spent += length * prices.draft(1) + prices.verify(length + 1)

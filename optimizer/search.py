@@ -243,7 +243,7 @@ class Search:
             "n_rounds": self._n_rounds,
             "standing": self._contest.to_json(),
             "stopped_because": self.stopped_because,
-            "windows": [[list(score.ranks), list(score.confidences)] for score in self._windows],
+            "windows": [[list(score.ranks), list(score.confidences), score.reads_late] for score in self._windows],
             "drafting": [self.settings.stop_threshold, self.settings.max_draft_length, list(self.settings.branching)],
             "learnt": self.method.drafter.state(),
             "strategy": self._proposer.strategy.state() if self.optimising else None,
@@ -258,7 +258,7 @@ class Search:
             raise ValueError(f"task {self.task!r} stood at {state['n_trials']} trials, but {len(trials)} are stored")
         self.trials, self.skip_ratio, self._n_rounds = list(trials), state["skip_ratio"], state["n_rounds"]
         self._contest = Contest.from_json(state["standing"])
-        self._windows = [WindowScore(tuple(ranks), tuple(sure)) for ranks, sure in state["windows"]]
+        self._windows = [WindowScore(tuple(ranks), tuple(sure), *late) for ranks, sure, *late in state["windows"]]
         threshold, length, branching = state["drafting"]
         pairs = tuple((bound, k) for bound, k in branching)
         self._draft_by(replace(self.settings, stop_threshold=threshold, max_draft_length=length, branching=pairs))

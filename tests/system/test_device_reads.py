@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import Completion, LayerSet, Sampling
-from swiftopt.decoding.context import Ending, TokenRule
+from swiftopt.decoding.context import Context, Ending, TokenRule
 from swiftopt.decoding.draft import Draft, DraftModel, DraftTree, Outcome
 from swiftopt.decoding.draft_models import EarlyExit, OtherModel, SkippedTarget
 from swiftopt.decoding.engine import PassGenerator, Work, alone, side_by_side
@@ -35,6 +35,7 @@ from swiftopt.models.graphs import GraphPasses
 from swiftopt.models.kernels import device
 from swiftopt.models.rows import Pass
 from swiftopt.models.runtime import Runtime
+from swiftopt.optimizer.evaluation import score_window
 
 META = torch.device("meta")
 PROMPT = [3, 17, 42, 8, 91, 5]
@@ -364,6 +365,17 @@ def test_adaptive_drafts_that_are_read_late_are_the_models_own(sampling: Samplin
     done = decode(runtime, PROMPT, Method("adaptive", drafter), rule, ending)
     assert done.token_ids == decode(runtime, PROMPT, PLAIN, rule, ending).token_ids
     assert min(drafter.n_offered[1], drafter.n_offered[2]) > 15
+
+
+@pytest.mark.parametrize("sampling", [*SAMPLINGS, Sampling(presence_penalty=0.5)], ids=["greedy", "sampled", "reading"])
+def test_a_search_knows_whether_what_it_scores_is_read_late(sampling: Sampling) -> None:
+    runtime, found = tiny_runtime("llama"), list[bool]()
+    for runtime.reads_late in (False, True):
+        context = Context(runtime, runtime.new_buffer(30), TokenRule.of(sampling, None), [*PROMPT, 7, 9], len(PROMPT))
+        runtime.prefill(context.token_ids[:-1], context.buffer)
+        (score,) = alone(score_window(context, [SKIPPING], 2))
+        found.append(score.reads_late)
+    assert found == [False, not sampling.presence_penalty]
 
 
 @pytest.mark.parametrize("at_once", [1, 3])

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from fakes import flat_costs
+from fakes import cheap_draft_costs, flat_costs
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftopt.core.costs import CostProfile, FormatCosts, expected_of
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import Completion, LayerSet, Timings
-from swiftopt.optimizer.evaluation import WindowScore, objective, replay
+from swiftopt.optimizer.evaluation import WindowScore, adaptive_speedup, objective, replay
 
 CHAIN = SwiftSettings(dynamic_verification=False)
 
@@ -41,6 +41,28 @@ def test_replay_credits_a_side_leaf_once_and_nothing_behind_it() -> None:
     assert played.tokens == 2 + 2 and played.draft_steps == 2 and played.widths == {6: 2}
     missed = replay([WindowScore((5, 0), (0.6, 0.6))], SwiftSettings())
     assert missed.tokens == 1 + 2
+
+
+def test_replay_of_drafts_that_are_read_late_has_one_step_more_without_side_leaves() -> None:
+    score = WindowScore((0, 0, 0, 4), (0.99, 0.1, 0.99, 0.6), reads_late=True)
+    played = replay([score], CHAIN)
+    # from 0: sure, unsure, sure; from 1: unsure, sure; from 2: sure, unsure (a miss), sure; from 3: unsure, sure
+    assert (played.tokens, played.draft_steps, played.widths) == (4 + 3 + 2 + 1, 10, {4: 2, 3: 2})
+    branched = replay([score], SwiftSettings())
+    # from 2 the unsure token's rank is among its five candidates; 0.99 offers one, 0.1 ten
+    assert branched.tokens == 4 + 3 + 3 + 2 and branched.draft_steps == 10
+    assert branched.widths == {1 + 1 + 10 + 1: 1, 1 + 10 + 1: 1, 1 + 1 + 5 + 1: 1, 1 + 5 + 1: 1}
+    longest = replay([score], SwiftSettings(max_draft_length=1))
+    assert longest.draft_steps == 4 and longest.widths == {2: 4}
+
+
+def test_adaptive_drafts_that_are_read_late_are_worth_less_where_confidence_tells_of_acceptance() -> None:
+    costs, layer_set = cheap_draft_costs(0.3), LayerSet(4).filled("int4")
+    for told, ranks in ((True, (0, 0, 1) * 40), (False, (0,) * 120)):
+        at_once = WindowScore(ranks, tuple(0.2 if rank else 0.97 for rank in ranks))
+        late = replace(at_once, reads_late=True)
+        worths = [adaptive_speedup(score, layer_set, costs) for score in (at_once, late)]
+        assert worths[1] < 0.98 * worths[0] if told else worths[1] == pytest.approx(worths[0], rel=0.01)
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.floats(0.01, 1.0)), min_size=1, max_size=40))
