@@ -6,7 +6,7 @@ Biases, penalties, temperature and cuts are applied here once, to draft and targ
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -71,6 +71,7 @@ class TokenRule:
         self._generator, self._draft_generator, self._accept_generator = (
             torch.Generator().manual_seed((sampling.seed ^ stream) % 2**63) for stream in (0, 0x9E3779B9, 0x85EBCA6B)
         )
+        self._peeked: float | None = None  # the next number of the first stream, if it was taken from there already
 
     @classmethod
     def of(
@@ -146,15 +147,31 @@ class TokenRule:
 
     def draw(self, probs: Tensor) -> int:
         """Draw a token of `probs` (vocab,), float64, by inversion, for verifiers that weigh two distributions."""
-        return _invert(probs, self._generator)
+        token_id = int(self.peek(probs))
+        self.spend()
+        return token_id
+
+    def peek(self, probs: Tensor) -> Tensor:
+        """Return what `draw` would of each of `probs` (…, vocab) before `spend`: int64 (…, 1), on their device."""
+        if self._peeked is None:
+            self._peeked = _uniform(self._generator)
+        return inverted(probs, self._peeked)
+
+    def spend(self) -> None:
+        """Go on to the number behind the one that `peek` draws by."""
+        self._peeked = None
 
     def draw_draft(self, probs: Tensor) -> int:
         """Draw a token as `draw` does, from the draft's stream."""
-        return _invert(probs, self._draft_generator)
+        return int(self.draw_draft_late(probs))
+
+    def draw_draft_late(self, probs: Tensor) -> Tensor:
+        """Do as `draw_draft` without waiting for the device: int64 (1,)."""
+        return inverted(probs, _uniform(self._draft_generator))
 
     def accept(self, probability: float) -> bool:
         """Return True with that probability, by a stream of its own."""
-        return torch.rand((), generator=self._accept_generator, dtype=torch.float64).item() < probability
+        return _uniform(self._accept_generator) < probability
 
     def confidence(self, scores: Tensor) -> tuple[int, float]:
         """Return the most probable token of `scores` (vocab,) and its probability."""
@@ -201,11 +218,16 @@ def _is_blind(processor: LogitsProcessor) -> bool:
     return isinstance(processor, _BLIND)
 
 
-def _invert(probs: Tensor, generator: torch.Generator) -> int:
-    uniform = torch.rand((), generator=generator, dtype=torch.float64).item()
+def inverted(probs: Tensor, uniform: float) -> Tensor:
+    """Return the index of each of `probs` (…, n) whose share of [0, 1) holds `uniform`: int64 (…, 1)."""
     cumulative = probs.cumsum(-1)
-    index = int(torch.searchsorted(cumulative, uniform * float(cumulative[-1]), right=True))
-    return min(index, int(probs.nonzero()[-1]))
+    total = cumulative[..., -1:].contiguous()
+    found = torch.searchsorted(cumulative, uniform * total, right=True)
+    return found.minimum(torch.searchsorted(cumulative, total))  # where rounding leaves nothing above
+
+
+def _uniform(generator: torch.Generator) -> float:
+    return torch.rand((), generator=generator, dtype=torch.float64).item()
 
 
 @dataclass(slots=True)
@@ -304,14 +326,16 @@ class Context:
         """
         return self.rule.noisy(self.scores(drafted, logits), len(self.token_ids) + len(drafted))
 
-    def choices(self, depths: Iterable[int], logits: Tensor) -> Tensor:
-        """Return the target's own tokens behind so many drafted ones, one for each row of `logits` (rows, vocab).
+    def choices(self, nodes: Sequence[int], depths: Sequence[int], logits: Tensor) -> Tensor:
+        """Return the target's own tokens after some `nodes` of a tree: int64 (nodes,), on the device.
 
-        The rule reads no text. int64 (rows,), on the device, which may still be computing them.
+        Args: depths, logits (all nodes, vocab): those of the tree. The rule reads no text.
         """
+        if len(nodes) < len(logits):
+            logits = logits.index_select(0, uploaded(nodes, logits.device))
         if not self.rule.is_argmax:
-            rows = zip(depths, logits, strict=True)
-            logits = torch.stack([self.noisy_scores(range(depth), row) for depth, row in rows])
+            rows = zip(nodes, logits, strict=True)
+            logits = torch.stack([self.noisy_scores(range(depths[node]), row) for node, row in rows])
         # max, not argmax: the same first best index, and on a CPU in bfloat16 4 to 7 times faster
         return logits.max(dim=-1).indices
 

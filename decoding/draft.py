@@ -168,8 +168,9 @@ class Offer:
     @classmethod
     def drawn(cls, rule: TokenRule, scores: Tensor, n: int = 1, replaced: bool = True) -> Offer:
         """Draw `n` tokens by their processed scores (vocab,); without replacement fewer, where not so many can be."""
-        probs = scores.double().softmax(dim=-1).cpu()
-        tokens = tuple(rule.draw_draft(probs) for _ in range(n)) if replaced else draw_apart(rule, probs, n)
+        probs = scores.double().softmax(dim=-1)
+        here = probs.cpu()  # one transfer for all of them
+        tokens = tuple(rule.draw_draft(here) for _ in range(n)) if replaced else draw_apart(rule, here, n)
         return cls(tokens, probs, replaced)
 
 
@@ -178,16 +179,30 @@ def draw_apart(rule: TokenRule, probs: Tensor, n: int) -> tuple[int, ...]:
     drawn: tuple[int, ...] = ()
     while len(drawn) < n and float(probs.sum()) > 0.0:
         drawn += (rule.draw_draft(probs),)
-        probs = remaining(probs, drawn[-1])
+        probs = remaining(probs, probs.new_tensor(drawn[-1:]).long())
     return drawn
 
 
-def remaining(probs: Tensor, token_id: int) -> Tensor:
-    """Return `probs` (any,) without one of them, made to sum to 1; all 0 where nothing is left."""
-    left = probs.clone()
-    left[token_id] = 0.0
-    total = left.sum()
-    return left / total if float(total) > 0.0 else left
+def draw_late(rule: TokenRule, probs: Tensor, n: int) -> Tensor:
+    """Draw `n` different tokens of `probs` (vocab,) as `draw_apart` does, without waiting for their device.
+
+    Returns: float64 (2, n): the tokens, and the logarithms of what was left of their probabilities, -inf of nothing.
+    """
+    import torch
+
+    drawn: list[Tensor] = []
+    for _ in range(n):
+        probs = remaining(probs, drawn[-1][0].long()) if drawn else probs
+        token = rule.draw_draft_late(probs)
+        drawn.append(torch.stack((token.double(), probs.gather(-1, token).log())))
+    return torch.cat(drawn, dim=1)
+
+
+def remaining(probs: Tensor, tokens: Tensor) -> Tensor:
+    """Return `probs` (…, any) without one of each, `tokens` (…, 1), made to sum to 1; all 0 where nothing is left."""
+    left = probs.scatter(-1, tokens, 0.0)
+    total = left.sum(dim=-1, keepdim=True)
+    return left / total.where(total > 0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -217,11 +232,19 @@ class Draft:
 
     @classmethod
     def of_unread(
-        cls, unread: Tensor, beside: Sequence[Sequence[int]], staged: PassGenerator[Tensor] | None = None
+        cls,
+        unread: Tensor,
+        beside: Sequence[Sequence[int]],
+        staged: PassGenerator[Tensor] | None = None,
+        drawn_from: Sequence[Tensor] = (),
     ) -> Draft:
-        """Return the draft of a spine that is on its device still, with the side leaves `beside` its first steps."""
-        leaves = [*beside, *[()] * (unread.shape[1] - 1 - len(beside))]
-        return cls(DraftTree.grow(UNKNOWN, [(UNKNOWN, *own) for own in leaves]), staged=staged, unread=unread)
+        """Return the draft of a spine that is on its device still, with the side leaves `beside` its first steps.
+
+        `drawn_from` are the distributions that each step's tokens were drawn from, one without another.
+        """
+        offered = [(UNKNOWN, *own) for own in (*beside, *[()] * (unread.shape[1] - 1 - len(beside)))]
+        offers = {n: Offer(offered[n], probs, len(offered[n]) == 1) for n, probs in enumerate(drawn_from)}
+        return cls(DraftTree.grow(UNKNOWN, offered), offers, staged=staged, unread=unread)
 
     def spine(self, device: torch.device) -> Tensor:
         """Return the tokens of the root and of the spine, int64 (1 + n_steps,), on a device."""
@@ -231,10 +254,21 @@ class Draft:
             return self.unread[0].long()
         return uploaded(self.tree.token_ids[: self.tree.n_steps + 1], device)
 
+    def tries(self, nodes: Sequence[int], device: torch.device) -> Tensor:
+        """Return what was drawn under nodes with as many draws each: int64 (nodes, draws), on a device."""
+        from ..models.rows import uploaded
+
+        tokens = uploaded([self.offers[node].token_ids for node in nodes], device)
+        if self.unread is not None:  # nodes of the spine, one behind the other
+            tokens[:, 0] = self.unread[0, nodes[0] + 1 : nodes[-1] + 2]
+        return tokens
+
     def read(self, token_ids: Sequence[float], logprobs: Sequence[float]) -> Draft:
         """Return the draft with what was read of `unread`."""
         known = (*map(int, token_ids), *self.tree.token_ids[len(token_ids) :])
-        return replace(self, tree=replace(self.tree, token_ids=known), logprobs=tuple(logprobs), unread=None)
+        offers = {n: replace(own, token_ids=(known[n + 1], *own.token_ids[1:])) for n, own in self.offers.items()}
+        tree = replace(self.tree, token_ids=known)
+        return replace(self, tree=tree, offers=offers, logprobs=tuple(logprobs), unread=None)
 
     @property
     def n_steps(self) -> int:
@@ -308,7 +342,12 @@ class DraftModel(ABC):
         """Add nodes under earlier ones (the root's parent is -1); return the logits (nodes, vocab) after them."""
 
     def draft_ahead(
-        self, longest: int, n_offered: int, take: Callable[[tuple[int, ...], float], int], goes_on: Callable[[], bool]
+        self,
+        longest: int,
+        n_offered: int,
+        take: Callable[[tuple[int, ...], float], int],
+        goes_on: Callable[[], bool],
+        draws: bool = False,
     ) -> PassGenerator[Draft]:
         """Draft up to `longest` steps under the root, each read while the next one runs: the device never waits.
 
@@ -318,7 +357,8 @@ class DraftModel(ABC):
 
         Args: n_offered: candidates that are read at each step; 0: no step is read. take: is told what was read of a
               step, its candidates and the first one's probability, and says how many are offered. goes_on: asked
-              before each step, the first included.
+              before each step, the first included. draws: tokens are drawn from the model's distribution; where
+              several are, the probability is that of its most probable one.
         """
         import torch
 
@@ -328,18 +368,28 @@ class DraftModel(ABC):
         context, beside = self.context, list[tuple[int, ...]]()
         steps = [uploaded([context.token_ids[-1:], [0.0]], context.runtime.device, torch.float64)]
         read: Callable[[], Any] | None = None  # the latest step
+        drawn_from: list[Tensor] = []
         while len(steps) <= longest and goes_on():
             n_drafted = len(steps) - 1
             logits = yield from self.extend(steps[-1][0].long(), (n_drafted - 1,))
-            scores = context.noisy_scores(range(n_drafted), logits[0])
-            steps.append(likeliest(scores[None]))
+            if draws:
+                scores = context.scores(range(n_drafted), logits[0])
+                drawn_from.append(scores.double().softmax(dim=-1))
+                drawn = draw_late(context.rule, drawn_from[-1], max(1, n_offered))
+                sure = likeliest(scores[None])[1] if n_offered > 1 else drawn[1, :1]
+                steps.append(torch.stack((drawn[0, :1], sure)))
+            else:
+                scores = context.noisy_scores(range(n_drafted), logits[0])
+                steps.append(likeliest(scores[None]))
             if n_offered:
-                before, read = read, fetched(torch.cat((steps[-1], most_probable(scores, n_offered)), dim=1))
+                best = drawn if draws else most_probable(scores, n_offered)
+                before, read = read, fetched(torch.cat((steps[-1], best), dim=1))
                 if before is not None:
                     (token_id, *others), (logprob, *their_scores) = before()
                     candidates = offered(int(token_id), others, their_scores, n_offered)
                     beside.append(candidates[1 : take(candidates, math.exp(logprob))])
-        return Draft.of_unread(torch.cat(steps, dim=1), beside, self.rest(len(steps), steps[-1][0, 0].long()))
+        staged = self.rest(len(steps), steps[-1][0, 0].long())
+        return Draft.of_unread(torch.cat(steps, dim=1), beside, staged, drawn_from)
 
     def rest(self, n_nodes: int, last: int | Tensor) -> PassGenerator[Tensor] | None:
         """Return what verification runs of a chain of `n_nodes` rows, the token `last` at its end; None: all of it."""

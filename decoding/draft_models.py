@@ -108,9 +108,14 @@ class OtherModel(DraftModel):
         return self._fit((yield Pass(self.runtime, rows, self._buffer, drafts=True)))
 
     def draft_ahead(
-        self, longest: int, n_offered: int, take: Callable[[tuple[int, ...], float], int], goes_on: Callable[[], bool]
+        self,
+        longest: int,
+        n_offered: int,
+        take: Callable[[tuple[int, ...], float], int],
+        goes_on: Callable[[], bool],
+        draws: bool = False,
     ) -> PassGenerator[Draft]:
-        draft = yield from super().draft_ahead(longest, n_offered, take, goes_on)
+        draft = yield from super().draft_ahead(longest, n_offered, take, goes_on, draws)
         assert draft.unread is not None
         self._unread = fetched(draft.unread[0])
         return draft

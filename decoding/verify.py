@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, islice
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..core.types import TokenLogprob
 from .draft import Draft, DraftTree, Offer, Walk, remaining
@@ -48,11 +48,11 @@ class Target:
 
     def __init__(self, context: Context, draft: Draft, logits: Tensor | None) -> None:
         self.context, self.rule, self.greedy = context, context.rule, context.rule.greedy
-        self.draw, self.accept = self.rule.draw, self.rule.accept
+        self.peek, self.accept = self.rule.peek, self.rule.accept
         self.n_checked = draft.tree.n_nodes if draft.n_checked is None else draft.n_checked
         self._logits = logits
-        self._choices: list[int] | None = None  # the target's own token after each node, if that was read already
-        self._weights: list[float] | None = None  # what the verifier weighs, likewise
+        self._choices: dict[int, int] = {}  # the target's own token after a node, as far as it was read already
+        self.weights: list[float] | None = None  # what the verifier weighs, likewise
 
     def read(self, draft: Draft, verifier: Verifier) -> Draft:
         """Read what a round needs of its device in one transfer; return the draft with its tokens.
@@ -60,33 +60,34 @@ class Target:
         Where tokens are not read late, all but argmaxes is computed when it is asked for.
         """
         late = self.context.reads_late or draft.unread is not None
-        if self._logits is None or draft.offers or not (late or self.rule.is_argmax):
+        if self._logits is None or not (late or self.rule.is_argmax):
             return draft
-        choices = self.context.choices(draft.tree.depths[: self.n_checked], self._logits[: self.n_checked])
-        if not late:
-            self._choices = choices.tolist()
-            return draft
-        own, weights, unread = read_together(choices, verifier.weigh(draft, self), draft.unread)
-        self._choices, self._weights = list(map(int, own)), weights
+        weighed = draft.offers if verifier.weighs_offers else {}
+        nodes = [node for node in range(self.n_checked) if node not in weighed]
+        choices = self.context.choices(nodes, draft.tree.depths, self._logits[: self.n_checked])
+        weights = verifier.weigh(draft, self) if late else None
+        own, read, unread = read_together(choices, weights, draft.unread)
+        self._choices = dict(zip(nodes, map(int, own), strict=True))
+        self.weights = None if weights is None else read
         n = len(unread) // 2
         return draft if draft.unread is None else draft.read(unread[:n], unread[n:])
 
-    def weights(self, verifier: Verifier, draft: Draft) -> list[float]:
-        """Return what the verifier weighs (`Verifier.weigh`)."""
-        if self._weights is None:
-            weighed = verifier.weigh(draft, self)
-            self._weights = [] if weighed is None else weighed.tolist()
-        return self._weights
-
     def choose(self, node: int, accepted: Sequence[int]) -> int:
         """Return the target's own token after a node: its argmax, or a draw."""
-        if self._choices is not None:
+        if node in self._choices:
             return self._choices[node]
         return self.rule.choose([*self.context.token_ids, *accepted], self._row(node))
 
     def probs(self, node: int, accepted: Sequence[int]) -> Tensor:
         """Return the target's distribution after a node, processors applied: float64 (vocab,); one-hot if greedy."""
-        return self.rule.probs([*self.context.token_ids, *accepted], self._row(node)).cpu()
+        return self.rule.probs([*self.context.token_ids, *accepted], self._row(node))
+
+    def draw(self, left: Tensor | float) -> int:
+        """Draw a token of `left` (vocab,); a number is the token that was drawn with `peek`."""
+        if not isinstance(left, float):
+            return self.rule.draw(left)
+        self.rule.spend()
+        return int(left)
 
     def raw_probs(self, n: int) -> Tensor:
         """Return the target's distributions after the first `n` nodes without any processor: float64 (n, vocab)."""
@@ -147,6 +148,7 @@ class Verifier(ABC):
     """Decides how much of a draft is accepted. `lossy`: the output is not the target's own distribution."""
 
     lossy = False
+    weighs_offers = False  # whether a node that has an offer gets its token by weighing this
 
     def weigh(self, draft: Draft, target: Target) -> Tensor | None:
         """Return what `verify` decides by beside tokens, (numbers,), without waiting for its device; None: nothing."""
@@ -173,9 +175,29 @@ class SeveralRatio(Verifier):
     what hangs below a child does not depend on why it was reached.
     """
 
+    weighs_offers = True
+
     def __init__(self, rule: SeveralRule = "with") -> None:
         self._independent = rule != "without"
-        self._decide = _k_seq if rule == "k-seq" else _one_by_one
+        self._tries = _k_seq if rule == "k-seq" else _one_by_one
+
+    def weigh(self, draft: Draft, target: Target) -> Tensor | None:
+        """Return of each node with an offer the chance of every try, and the token that is drawn where none succeeds.
+
+        A walk draws once at most: what was refused has no probability left. k-SEQ's divisor is searched for on the CPU.
+        """
+        import torch
+
+        found: list[Tensor] = []
+        nodes = [] if self._tries is _k_seq else _weighed(draft, target)
+        for _, group in groupby(nodes, lambda node: len(draft.offers[node].token_ids)):
+            own = list(group)
+            target_probs = torch.stack([target.probs(node, ()) for node in own])
+            draft_probs = torch.stack([draft.offers[node].probs for node in own])
+            tokens, replaced = draft.tries(own, draft_probs.device), draft.offers[own[0]].replaced
+            *chances, left = _one_by_one(tokens, draft_probs, target_probs, replaced)
+            found.append(torch.cat((*chances, target.peek(left)), dim=1).flatten())
+        return torch.cat(found) if found else None
 
     def verify(self, draft: Draft, target: Target) -> Walk:
         assert all(o.replaced == self._independent or len(o.token_ids) == 1 for o in draft.offers.values())
@@ -186,9 +208,20 @@ class SeveralRatio(Verifier):
         offers: Mapping[int, Offer] = {} if target.greedy else draft.offers
 
         def choose(node: int, accepted: tuple[int, ...]) -> int:
-            if node in offers:
-                return self._decide(offers[node], target.probs(node, accepted), target)
-            return target.choose(node, accepted)
+            if node not in offers:
+                return target.choose(node, accepted)
+            offer, read = offers[node], target.weights
+            tries: Iterator[Any]
+            if read is not None:
+                before = (each for each in _weighed(draft, target) if each < node)
+                tries = iter(read[sum(len(offers[each].token_ids) + 1 for each in before) :])
+            else:
+                tokens = draft.tries([node], offer.probs.device)[0]
+                tries = self._tries(tokens, offer.probs, target.probs(node, accepted), offer.replaced)
+            for token_id, chance in zip(offer.token_ids, tries, strict=False):
+                if target.accept(float(chance)):
+                    return token_id
+            return target.draw(next(tries))
 
         return walk(draft.tree, choose, target.n_checked, start)
 
@@ -207,21 +240,40 @@ class BlockRatio(ChainRatio):
     Source: Sun et al. (arXiv:2403.10444), Algorithm 2.
     """
 
+    def weigh(self, draft: Draft, target: Target) -> Tensor | None:
+        """Return the chance of each block, from the longest to that of one token; then what is drawn behind each.
+
+        From that of no token on; behind the longest one nothing is drawn of a residual.
+        """
+        import torch
+
+        n = _n_sampled(draft, target)
+        if n == 0 or n != len(_weighed(draft, target)):
+            return None if n else super().weigh(draft, target)
+        target_probs = torch.stack([target.probs(node, ()) for node in range(n)])
+        draft_probs = torch.stack([draft.offers[node].probs for node in range(n)])
+        tokens = draft.spine(target_probs.device)[1 : n + 1, None]
+        backed = torch.stack(_backed(target_probs.gather(1, tokens), draft_probs.gather(1, tokens)))  # (n + 1, 1)
+        chances = _block_chance(backed[:n], target_probs, draft_probs)
+        drawn = target.peek(residual(backed[:n] * target_probs, draft_probs))
+        return torch.cat((backed[n:], chances[1:].flip(0), drawn)).flatten()
+
     def verify(self, draft: Draft, target: Target) -> Walk:
-        n = 0 if target.greedy or not draft.tree.is_chain else _n_sampled(draft, target.n_checked)
+        n, read = _n_sampled(draft, target), target.weights
         tokens = draft.tree.token_ids[1 : n + 1]
-        target_probs = [target.probs(node, tokens[:node]) for node in range(n)]
-        draft_probs = [draft.offers[node].probs for node in range(n)]
-        weights = [1.0]  # how far the target backs the first i tokens; at most 1
-        for token_id, wanted, offered in zip(tokens, target_probs, draft_probs, strict=True):
-            weights.append(min(1.0, weights[-1] * float(wanted[token_id]) / float(offered[token_id])))
+        if read is None:
+            target_probs = [target.probs(node, tokens[:node]) for node in range(n)]
+            draft_probs = [draft.offers[node].probs for node in range(n)]
+            pairs = zip(tokens, target_probs, draft_probs, strict=True)
+            of_tokens = [(wanted[token, None], offered[token, None]) for token, wanted, offered in pairs]
+            backed = _backed(*zip(*of_tokens, strict=True)) if n else []
         for kept in range(n, 0, -1):  # the longest block whose own chance comes up
-            if kept == n:
-                chance = weights[n]
+            if read is not None:
+                chance = read[n - kept]
             else:
-                left = float((weights[kept] * target_probs[kept] - draft_probs[kept]).clamp_min(0.0).sum())
-                missing = left + (1.0 - weights[kept])  # never below `left`
-                chance = left / missing if missing > 0.0 else 1.0
+                chance = float(
+                    backed[n] if kept == n else _block_chance(backed[kept], target_probs[kept], draft_probs[kept])
+                )
             if target.accept(chance):
                 break
         else:
@@ -229,43 +281,69 @@ class BlockRatio(ChainRatio):
         path = tuple(range(1, kept + 1))
         if kept == n:
             return self._descend(draft, target, Walk(path, tokens))
-        token_id = target.draw(residual(weights[kept] * target_probs[kept], draft_probs[kept]))
-        return Walk(path, (*tokens[:kept], token_id))
+        left = residual(backed[kept] * target_probs[kept], draft_probs[kept]) if read is None else read[n + kept]
+        return Walk(path, (*tokens[:kept], target.draw(left)))
 
 
-def _n_sampled(draft: Draft, n_checked: int) -> int:
-    """Return how many tokens of a chain, from its first on, were sampled and have logits of the target."""
-    limit = min(n_checked, draft.tree.n_nodes - 1)
-    return next((node for node in range(limit) if node not in draft.offers), limit)
+def _backed(target_probs: Iterable[Tensor], draft_probs: Iterable[Tensor]) -> list[Tensor]:
+    """Return how far the target backs the first i tokens of a chain by their probabilities, (1,) each; at most 1."""
+    found: list[Tensor] = []
+    for wanted, offered in zip(target_probs, draft_probs, strict=True):
+        found = found or [wanted.new_ones(1)]
+        found.append((found[-1] * wanted / offered).clamp(max=1.0))
+    return found
+
+
+def _block_chance(backed: Tensor, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """Return the chance (…, 1) of the block that is backed so far, (…, 1), before a longer one that was refused.
+
+    Args: target_probs, draft_probs: (…, vocab), of the token behind it.
+    """
+    left = (backed * target_probs - draft_probs).clamp_min(0.0).sum(dim=-1, keepdim=True)
+    missing = left + (1.0 - backed)  # never below `left`
+    return (left / missing).where(missing > 0.0, 1.0)
+
+
+def _weighed(draft: Draft, target: Target) -> list[int]:
+    """Return the nodes that have an offer and logits of the target, in order."""
+    return [] if target.greedy else sorted(node for node in draft.offers if node < target.n_checked)
+
+
+def _n_sampled(draft: Draft, target: Target) -> int:
+    """Return how many tokens of a chain, from its first on, were sampled and have logits of the target; else 0."""
+    nodes = _weighed(draft, target) if draft.tree.is_chain else []
+    return next((n for n, node in enumerate(nodes) if node != n), len(nodes))
 
 
 def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """Return max(0, target - draft) made to sum to 1, (vocab,); the target's own where nothing is left of it."""
+    """Return max(0, target - draft) made to sum to 1, (…, vocab); the target's own where nothing is left of it."""
     left = (target_probs - draft_probs).clamp_min(0.0)
-    total = left.sum()
-    return left / total if float(total) > 0.0 else target_probs
+    total = left.sum(dim=-1, keepdim=True)
+    return (left / total).where(total > 0.0, target_probs)
 
 
-def _one_by_one(offer: Offer, target_probs: Tensor, target: Target) -> int:
-    draft_probs = offer.probs
-    for token_id in offer.token_ids:
-        if target.accept(min(1.0, float(target_probs[token_id]) / float(draft_probs[token_id]))):
-            return token_id
+def _one_by_one(tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, replaced: bool) -> Iterator[Tensor]:
+    """Yield the chance (…, 1) of each try of `tokens` (…, tries), and then what is drawn from if none succeeds.
+
+    Each is given that those before it were refused. The distributions, the last one too, are (…, vocab).
+    """
+    for token in tokens[..., None].unbind(dim=-2):
+        yield (target_probs.gather(-1, token) / draft_probs.gather(-1, token)).clamp(max=1.0)
         target_probs = residual(target_probs, draft_probs)
-        if not offer.replaced:
-            draft_probs = remaining(draft_probs, token_id)
-    return target.draw(target_probs)
+        if not replaced:
+            draft_probs = remaining(draft_probs, token)
+    yield target_probs
 
 
-def _k_seq(offer: Offer, target_probs: Tensor, target: Target) -> int:
-    n_tries = len(offer.token_ids)
-    accepted = offer.probs.minimum(target_probs / _divisor(target_probs, offer.probs, n_tries))
-    for token_id in offer.token_ids:
-        if target.accept(float(accepted[token_id]) / float(offer.probs[token_id])):
-            return token_id
+def _k_seq(tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, replaced: bool) -> Iterator[Tensor]:
+    """Do as `_one_by_one` for draws of one distribution that all have the same chance."""
+    n_tries = len(tokens)
+    accepted = draft_probs.minimum(target_probs / _divisor(target_probs, draft_probs, n_tries))
+    for token in tokens[:, None].unbind():
+        yield accepted.gather(-1, token) / draft_probs.gather(-1, token)
     once = min(1.0, float(accepted.sum()))  # the chance that one try is accepted
     gain = _any_of(once, n_tries) / once if once > 0.0 else float(n_tries)
-    return target.draw(residual(target_probs, accepted * gain))
+    yield residual(target_probs, accepted * gain)
 
 
 def _any_of(chance: float, n_tries: int) -> float:
@@ -302,8 +380,11 @@ class KeptPrefix(Verifier):
 
     def n_kept(self, draft: Draft, target: Target) -> int:
         """Return how many of the draft's tokens are kept: those before the first whose weight is 0."""
-        weights = target.weights(self, draft)
+        weights = self._weights(draft, target)
         return next((n for n, weight in enumerate(weights) if not weight), len(weights))
+
+    def _weights(self, draft: Draft, target: Target) -> list[float]:
+        return self.weigh(draft, target).tolist() if target.weights is None else target.weights
 
     def weigh(self, draft: Draft, target: Target) -> Tensor:
         probs = target.raw_probs(min(draft.tree.n_steps, target.n_checked))
@@ -367,7 +448,7 @@ class JointRatio(KeptPrefix):
         assert len(draft.logprobs) == draft.tree.n_nodes
         least = math.log(self.threshold) if self.threshold > 0.0 else -math.inf
         ratio, longest = 0.0, 0  # log target - log draft of the prefix
-        for node, logprob in enumerate(target.weights(self, draft), 1):
+        for node, logprob in enumerate(self._weights(draft, target), 1):
             ratio += logprob - draft.logprobs[node]
             if ratio > least:
                 longest = node

@@ -196,7 +196,7 @@ class ChainDrafter(Drafter):
         model.restart()
         stop.start()
         longest = min(room, self.max_depth, model.room)
-        is_read = self.draws or stop.probe is not None or not stop.keeps_last  # before the next step, in any case
+        is_read = stop.probe is not None or not stop.keeps_last  # before the next step, in any case
         if longest > 0 and not is_read and model.reads_late:
             return (yield from self._draft_ahead(longest))
         while len(candidates) < longest:
@@ -227,7 +227,7 @@ class ChainDrafter(Drafter):
             return 1 if branching is None else candidates_at(branching, confidence)
 
         most = 0 if stop.threshold is None and branching is None else self.max_width
-        return (yield from self.model.draft_ahead(longest, most, take, lambda: not unsure))
+        return (yield from self.model.draft_ahead(longest, most, take, lambda: not unsure, self.draws))
 
     def observe(self, outcome: Outcome) -> None:
         self.stop.observe(outcome.draft.n_steps, min(len(outcome.walk.path), outcome.draft.n_steps))

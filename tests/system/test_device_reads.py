@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -20,16 +21,17 @@ from native import words
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from swiftopt.core.settings import SwiftSettings
+from swiftopt.core.settings import Branching, SwiftSettings
 from swiftopt.core.types import Completion, LayerSet, Sampling
 from swiftopt.decoding.context import Context, Ending, TokenRule
-from swiftopt.decoding.draft import Draft, DraftModel, DraftTree, Outcome
+from swiftopt.decoding.draft import Draft, DraftModel, DraftTree, Outcome, Walk
 from swiftopt.decoding.draft_models import EarlyExit, OtherModel, SkippedTarget
 from swiftopt.decoding.engine import PassGenerator, Work, alone, side_by_side
 from swiftopt.decoding.loop import Round, decode, decoding
 from swiftopt.decoding.methods import PLAIN, Method, Resources, build, swift
 from swiftopt.decoding.methods.adaptive import AdaptiveDrafter, AdaptiveSettings, PassCosts
-from swiftopt.decoding.methods.chains import AdaptiveThreshold, BildSettings, ChainDrafter, StopRule
+from swiftopt.decoding.methods.chains import AdaptiveThreshold, BildSettings, ChainDrafter, SpdSettings, StopRule
+from swiftopt.decoding.verify import BlockRatio, ChainRatio, SeveralRatio, SeveralRule, Target, Typical
 from swiftopt.models.early_exit import Probe
 from swiftopt.models.graphs import GraphPasses
 from swiftopt.models.kernels import device
@@ -129,6 +131,10 @@ def draft_model(kind: str) -> DraftModel:
     return EarlyExit(3) if kind == "early exit" else SkippedTarget(SKIPPING)
 
 
+def drawing(model: DraftModel, stop: StopRule, branching: Branching | None = None) -> ChainDrafter:
+    return ChainDrafter(model, stop, branching, sampled=True)
+
+
 SAMPLINGS = [Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=3)]
 
 
@@ -139,7 +145,8 @@ SAMPLINGS = [Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=3)]
     "name",
     [
         *("plain", "chains", "early stop", "branched", "adaptive", "adaptive by text", "another model"),
-        *("another model, adaptive", "early exit", "early exit, of one length"),
+        *("another model, adaptive", "early exit", "early exit, of one length", "block", "drawn, branched"),
+        *("drawn, of one length", "drawn by an early exit", "typical"),
     ],
 )
 def test_a_round_waits_for_the_device_once(
@@ -157,6 +164,11 @@ def test_a_round_waits_for_the_device_once(
         "another model, adaptive": (adaptive(False, other), 80),
         "early exit": (Method("adaspeed", ChainDrafter(EarlyExit(2), StopRule(5, 0.3, joint=True))), 60),
         "early exit, of one length": (Method("layerskip", ChainDrafter(EarlyExit(2), StopRule(4))), 40),
+        "block": (Method("spd", drawing(other, StopRule(5, 0.6)), BlockRatio()), 60),
+        "drawn, branched": (swift(SKIPPING, SwiftSettings(sampled=True)), 60),
+        "drawn, of one length": (Method("spd", drawing(other, StopRule(4)), ChainRatio()), 40),
+        "drawn by an early exit": (Method("adaspeed", drawing(EarlyExit(2), StopRule(5, 0.3)), ChainRatio()), 60),
+        "typical": (Method("typical", drawing(other, StopRule(4)), Typical(0.09, 0.3)), 40),
     }
     method, n_new = methods[name]
     work = decoding(runtime, PROMPT, method, TokenRule.of(sampling, None), Ending(n_new))
@@ -168,7 +180,8 @@ def test_a_round_waits_for_the_device_once(
                 rounds, drafted = rounds + 1, drafted + event.n_steps
             waits.seen.clear()
     assert rounds > 5 and (drafted > 2 * rounds) == (name != "plain")
-    assert (waits.n_late > 20) == (name not in ("plain", "chains", "early exit, of one length"))
+    of_one_length = ("chains", "early exit, of one length", "drawn, of one length", "typical")
+    assert (waits.n_late > 20) == (name not in ("plain", *of_one_length))
     if runtime.graphs is not None:
         assert runtime.graphs._passes  # type: ignore[attr-defined]
 
@@ -203,27 +216,38 @@ def test_what_is_read_late_is_what_is_read_at_once(family: str, sampling: Sampli
     assert found[0] == found[1] and found[0][0] > 60
 
 
-def decoded_late_or_not(name: str, sampling: Sampling) -> list[Completion]:
+def decoded_late_or_not(name: str, sampling: Sampling, settings: Any = None) -> list[Completion]:
     """What a method of the registry decodes with drafts that are read at once, and then late."""
     runtime, found = tiny_runtime("llama"), list[Completion]()
     probe = Probe(2, torch.linspace(-1, 1, runtime.config.hidden_size), 2.0)
     resources = Resources(runtime, probe=probe, draft_runtime=near_model())
     for runtime.reads_late in (False, True):
-        method = build(name, resources, BildSettings(fallback_threshold=0.023) if name == "bild" else None)
+        method = build(name, resources, settings)
         found.append(decode(runtime, PROMPT, method, TokenRule.of(sampling, None), Ending(60)))
     return found
 
 
-OF_ONE_LENGTH = [("layerskip", SAMPLINGS[0]), ("typical", SAMPLINGS[0])]
-READ_AT_ONCE = [("bild", SAMPLINGS[0]), ("adaspeed-probe", SAMPLINGS[0])]
-DRAWN = [(name, SAMPLINGS[1]) for name in ("layerskip", "typical", "bild", "spd", "adaspeed")]
+OF_ONE_LENGTH = {
+    "layerskip": None,
+    "typical": None,
+    "spd": SpdSettings(stop_threshold=None),
+    "spd, no blocks": SpdSettings(stop_threshold=None, block_verification=False),
+}
+READ_AT_ONCE = {
+    "bild": BildSettings(fallback_threshold=0.023),
+    "adaspeed-probe": None,
+    **dict.fromkeys(("spectr", "specinfer", "mcss", "mtad")),
+}
 
 
-@pytest.mark.parametrize(("name", "sampling"), [*OF_ONE_LENGTH, *READ_AT_ONCE, *DRAWN])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", [*OF_ONE_LENGTH, *READ_AT_ONCE])
 def test_drafts_of_one_length_or_that_must_be_read_are_the_same_where_others_are_read_late(
     name: str, sampling: Sampling
 ) -> None:
-    at_once, late = decoded_late_or_not(name, sampling)
+    """Drawn ones, too: the draws of draft and target, and the tests, are those of drafts that are read at once."""
+    settings = {**OF_ONE_LENGTH, **READ_AT_ONCE}[name]
+    at_once, late = decoded_late_or_not(name.partition(",")[0], sampling, settings)
     assert at_once.token_ids == late.token_ids and at_once.drafted > 30
     assert at_once.by_draft_length == late.by_draft_length
 
@@ -278,17 +302,20 @@ def offered(tree: DraftTree) -> list[set[int]]:
 
 
 class Twice(ChainDrafter):
-    """Drafts every round at once and then late, and keeps both trees, and how long they could be."""
+    """Drafts every round at once and then late, by the same draws, and keeps both trees, and how long they could be."""
 
-    def __init__(self, model: DraftModel, stop: StopRule, branching: Sequence[tuple[float, int]] | None) -> None:
-        super().__init__(model, stop, None if branching is None else tuple(branching))
+    def __init__(
+        self, model: DraftModel, stop: StopRule, branching: Sequence[tuple[float, int]] | None, sampled: bool = False
+    ) -> None:
+        super().__init__(model, stop, None if branching is None else tuple(branching), sampled)
         self.pairs: list[tuple[DraftTree, DraftTree, int]] = []
 
     def draft(self, room: int) -> PassGenerator[Draft]:
-        runtime = self.context.runtime
-        runtime.reads_late = False
+        runtime, draws = self.context.runtime, self.context.rule._draft_generator
+        runtime.reads_late, before = False, draws.get_state()
         self.at_once = yield from super().draft(room)
         runtime.reads_late = True
+        draws.set_state(before)
         self.longest = min(room, self.max_depth)
         return (yield from super().draft(room))
 
@@ -328,6 +355,56 @@ def test_a_draft_that_is_read_late_has_one_step_more(
             assert late.token_ids[: late.n_steps + 1] == at_once.token_ids[: late.n_steps + 1]
     stopped = [len(offered(late)) < longest for _, late, longest in drafter.pairs]
     assert any(stopped) == (kind != "never") and not all(stopped)
+
+
+class Both(BlockRatio):
+    """Walks a draft by what was read together, and again node by node; both ways must be the same."""
+
+    n_refused = 0
+
+    def __init__(self, rule: SeveralRule | None) -> None:
+        super().__init__(rule or "with")
+        self.one_way = BlockRatio() if rule is None else SeveralRatio(rule)
+
+    def weigh(self, draft: Draft, target: Target) -> Tensor | None:
+        return self.one_way.weigh(draft, target)
+
+    def verify(self, draft: Draft, target: Target) -> Walk:
+        rule, assumed = target.rule, target.weights
+        assert (assumed is None) == (not draft.offers)
+        peeked, states = rule._peeked, [own.get_state() for own in (rule._generator, rule._accept_generator)]
+        walked = self.one_way.verify(draft, target)
+        used = rule._peeked, [own.get_state() for own in (rule._generator, rule._accept_generator)]
+        target.weights, rule._peeked = None, peeked
+        for own, state in zip((rule._generator, rule._accept_generator), states, strict=True):
+            own.set_state(state)
+        assert self.one_way.verify(draft, target) == walked
+        assert rule._peeked == used[0] and torch.equal(rule._accept_generator.get_state(), used[1][1])
+        self.n_refused += len(walked.path) < draft.n_steps
+        return walked
+
+
+@pytest.mark.parametrize(
+    ("source", "rule"),
+    [("early exit", "with"), ("early exit", None), *product(("skipped", "another model"), ("with", "without", None))],
+)
+def test_a_drawn_draft_that_is_read_late_has_one_step_more_and_is_walked_as_if_read_at_once(
+    source: str, rule: SeveralRule | None
+) -> None:
+    """Two candidates at every step, or one, so that the draft that is read at once draws as many tokens."""
+    branching, verifier = [(1.0, 2)] if rule == "without" else None, Both(rule)
+    drafter = Twice(draft_model(source), StopRule(5, 0.2), branching, sampled=True)
+    tokens = TokenRule.of(Sampling(temperature=0.15, seed=3), None)
+    decode(tiny_runtime("llama"), PROMPT, Method("spd", drafter, verifier), tokens, Ending(100))
+    assert verifier.n_refused > 5
+    stopped = 0
+    for at_once, late, longest in drafter.pairs:
+        steps, others = offered(late), offered(at_once)
+        assert len(steps) == min(len(others) + 1, longest)
+        assert steps[:-1] == others[: len(steps) - 1]
+        assert not steps or steps[-1] == {late.token_ids[late.n_steps]}
+        stopped += len(steps) < longest
+    assert 5 < stopped < len(drafter.pairs)
 
 
 class Followed(AdaptiveDrafter):

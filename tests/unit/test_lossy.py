@@ -22,6 +22,7 @@ class RandomTarget:
     """One random distribution per node; an answer of its own is always `OWN`."""
 
     greedy = False
+    weights = None
 
     def __init__(self, rows: Tensor, n_checked: int) -> None:
         self.rows, self.n_checked = rows, n_checked
@@ -35,11 +36,6 @@ class RandomTarget:
     def raw_probs(self, n: int) -> Tensor:
         assert n <= self.n_checked
         return self.rows[:n]
-
-    def weights(self, verifier: Verifier, draft: Draft) -> list[float]:
-        weighed = verifier.weigh(draft, self)
-        assert weighed is not None
-        return weighed.tolist()
 
     def probs(self, node: int, accepted: Sequence[int]) -> Tensor:
         raise AssertionError("judged by the model's own distribution")

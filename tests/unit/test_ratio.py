@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -107,6 +108,7 @@ class TableTarget:
     """A target that answers from `target_table` and whose draws branch."""
 
     greedy = False
+    weights: list[float] | None = None
 
     def __init__(self, branches: Branches, n_checked: int) -> None:
         self.branches, self.n_checked = branches, n_checked
@@ -129,8 +131,28 @@ class TableTarget:
         return self.branches.pick([probability, 1.0 - probability]) == 0
 
 
+class ReadTarget(TableTarget):
+    """One whose draft is weighed before any of it is read: each node has its draw already."""
+
+    def __init__(self, branches: Branches, n_checked: int, draft: Draft) -> None:
+        super().__init__(branches, n_checked)
+        self.tree = draft.tree
+
+    def path(self, node: int) -> Path:
+        return (*self.path(self.tree.parents[node]), self.tree.token_ids[node]) if node else ()
+
+    def probs(self, node: int, accepted: Path) -> Tensor:
+        return super().probs(node, self.path(node))
+
+    def peek(self, probs: Tensor) -> Tensor:
+        return torch.tensor([[self.branches.pick(row) if any(row) else 0] for row in probs.tolist()])
+
+    def draw(self, probs: Any) -> int:
+        return int(probs) if isinstance(probs, float) else super().draw(probs)
+
+
 def offered(drafter: Drafter, branches: Branches, depth: int, sampling: Sampling) -> Draft:
-    runtime: Any = None
+    runtime: Any = SimpleNamespace(reads_late=False)
     buffer: Any = None
     context = Context(runtime, buffer, BranchingRule(branches, sampling), [0], 1)
     return alone(drafter.begin(context).draft(depth))
@@ -142,11 +164,17 @@ def outcomes(
     depth: int,
     n_checked: int | None = None,
     tamper: Callable[[Draft], Draft] = lambda draft: draft,
+    is_read: bool = False,
 ) -> list[tuple[Walk, float]]:
     def program(branches: Branches) -> Walk:
         draft = tamper(offered(drafter, branches, depth, Sampling(temperature=1.0)))
         checked = draft.tree.n_nodes if n_checked is None else n_checked
-        return verifier.verify(draft, TableTarget(branches, checked))
+        if not is_read:
+            return verifier.verify(draft, TableTarget(branches, checked))
+        target = ReadTarget(branches, checked, draft)
+        weights = verifier.weigh(draft, target)
+        target.weights = None if weights is None else weights.tolist()
+        return verifier.verify(draft, target)
 
     return list(all_runs(program))
 
@@ -203,20 +231,22 @@ CASES: dict[str, tuple[Drafter, Verifier, int]] = {
 }
 
 
+@pytest.mark.parametrize("is_read", [False, True], ids=["step by step", "read together"])
 @pytest.mark.parametrize("case", CASES)
-def test_output_is_distributed_as_the_target(case: str) -> None:
+def test_output_is_distributed_as_the_target(case: str, is_read: bool) -> None:
     drafter, verifier, depth = CASES[case]
-    found = outcomes(drafter, verifier, depth)
+    found = outcomes(drafter, verifier, depth, is_read=is_read)
     assert abs(sum(weight for _, weight in found) - 1.0) < 1e-12
     assert worst_error(found, depth + 1) < 1e-12
     assert mean_accepted(found) > 0.1  # not by refusing everything
 
 
+@pytest.mark.parametrize("is_read", [False, True], ids=["step by step", "read together"])
 @pytest.mark.parametrize("case", ["chain", "block"])
 @pytest.mark.parametrize("n_checked", [1, 2, 3])
-def test_output_is_exact_where_the_target_answers_for_some_nodes_only(case: str, n_checked: int) -> None:
+def test_output_is_exact_where_the_target_answers_for_some_nodes_only(case: str, n_checked: int, is_read: bool) -> None:
     drafter, verifier, depth = CASES[case]
-    found = outcomes(drafter, verifier, depth, n_checked)
+    found = outcomes(drafter, verifier, depth, n_checked, is_read=is_read)
     assert worst_error(found, depth + 1) < 1e-12
     assert max(len(walked.token_ids) for walked, _ in found) == n_checked
 
