@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..core.types import LayerSet, TokenSource
-    from ..models.early_exit import StagedPass
+    from ..models.early_exit import Probe, StagedPass
     from ..models.rows import Rows
     from ..models.runtime import Runtime
     from .context import Context, TokenRule
@@ -216,7 +216,8 @@ class Draft:
     (None: all); 0 says that no pass is needed, for the drafter itself ran the target (`n_passes` times) and left keys
     and values in place. `estimated` is the round's cost by measured costs of passes, in plain passes. `sources` says
     where nodes' tokens come from, those of "draft" left out. `unread`, float64 (2, 1 + n_steps), is the spine where its
-    device may still be computing it: the tokens, of which the tree knows none yet, and their log probabilities.
+    device may still be computing it: the tokens, of which the tree knows none yet, and the logarithm of each one's
+    confidence.
     """
 
     tree: DraftTree
@@ -348,6 +349,7 @@ class DraftModel(ABC):
         take: Callable[[tuple[int, ...], float], int],
         goes_on: Callable[[], bool],
         draws: bool = False,
+        probe: Probe | None = None,
     ) -> PassGenerator[Draft]:
         """Draft up to `longest` steps under the root, each read while the next one runs: the device never waits.
 
@@ -358,7 +360,7 @@ class DraftModel(ABC):
         Args: n_offered: candidates that are read at each step; 0: no step is read. take: is told what was read of a
               step, its candidates and the first one's probability, and says how many are offered. goes_on: asked
               before each step, the first included. draws: tokens are drawn from the model's distribution; where
-              several are, the probability is that of its most probable one.
+              several are, the probability is that of its most probable one. probe: gives the probability instead.
         """
         import torch
 
@@ -376,11 +378,13 @@ class DraftModel(ABC):
                 scores = context.scores(range(n_drafted), logits[0])
                 drawn_from.append(scores.double().softmax(dim=-1))
                 drawn = draw_late(context.rule, drawn_from[-1], max(1, n_offered))
-                sure = likeliest(scores[None])[1] if n_offered > 1 else drawn[1, :1]
-                steps.append(torch.stack((drawn[0, :1], sure)))
+                token, sure = drawn[0, :1], likeliest(scores[None])[1] if n_offered > 1 else drawn[1, :1]
             else:
                 scores = context.noisy_scores(range(n_drafted), logits[0])
-                steps.append(likeliest(scores[None]))
+                token, sure = likeliest(scores[None])
+            if probe is not None and self.hidden is not None:
+                sure = probe.acceptance(self.hidden)[None].double().log()
+            steps.append(torch.stack((token, sure)))
             if n_offered:
                 best = drawn if draws else most_probable(scores, n_offered)
                 before, read = read, fetched(torch.cat((steps[-1], best), dim=1))

@@ -107,15 +107,8 @@ class OtherModel(DraftModel):
             self._held[rows.first_slot :] = held
         return self._fit((yield Pass(self.runtime, rows, self._buffer, drafts=True)))
 
-    def draft_ahead(
-        self,
-        longest: int,
-        n_offered: int,
-        take: Callable[[tuple[int, ...], float], int],
-        goes_on: Callable[[], bool],
-        draws: bool = False,
-    ) -> PassGenerator[Draft]:
-        draft = yield from super().draft_ahead(longest, n_offered, take, goes_on, draws)
+    def draft_ahead(self, *args: Any, **kwargs: Any) -> PassGenerator[Draft]:
+        draft = yield from super().draft_ahead(*args, **kwargs)
         assert draft.unread is not None
         self._unread = fetched(draft.unread[0])
         return draft

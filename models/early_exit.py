@@ -84,9 +84,9 @@ class Probe:
     def depths(self) -> tuple[int, ...]:
         return (self.depth,)
 
-    def acceptance(self, hidden: Tensor) -> float:
-        """Return the probability for a state (1, hidden_size)."""
-        return float(torch.sigmoid(hidden[-1].float() @ self.direction.to(hidden.device) + self.bias))
+    def acceptance(self, hidden: Tensor) -> Tensor:
+        """Return the probability for a state (1, hidden_size): float32 (), on its device."""
+        return torch.sigmoid(hidden[-1].float() @ self.direction.to(hidden.device) + self.bias)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights by their names in a file: `direction` and `bias`."""

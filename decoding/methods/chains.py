@@ -147,11 +147,14 @@ class StopRule:
         self._product = 1.0
 
     def unsure(self, confidence: float, hidden: Tensor | None) -> bool:
-        """Return whether the step just drafted falls below the threshold."""
+        """Return whether the step just drafted falls below the threshold.
+
+        Args: hidden: what it was read from, where a probe has not given the confidence already.
+        """
         if self.threshold is None:
             return False
         if self.probe is not None and hidden is not None:
-            confidence = self.probe.acceptance(hidden)
+            confidence = float(self.probe.acceptance(hidden))
         self._product *= confidence
         return (self._product if self.joint else confidence) < self.threshold
 
@@ -196,8 +199,7 @@ class ChainDrafter(Drafter):
         model.restart()
         stop.start()
         longest = min(room, self.max_depth, model.room)
-        is_read = stop.probe is not None or not stop.keeps_last  # before the next step, in any case
-        if longest > 0 and not is_read and model.reads_late:
+        if longest > 0 and stop.keeps_last and model.reads_late:
             return (yield from self._draft_ahead(longest))
         while len(candidates) < longest:
             logits = (yield from model.extend(tokens[-1:], (len(tokens) - 2,)))[0]
@@ -227,7 +229,7 @@ class ChainDrafter(Drafter):
             return 1 if branching is None else candidates_at(branching, confidence)
 
         most = 0 if stop.threshold is None and branching is None else self.max_width
-        return (yield from self.model.draft_ahead(longest, most, take, lambda: not unsure, self.draws))
+        return (yield from self.model.draft_ahead(longest, most, take, lambda: not unsure, self.draws, stop.probe))
 
     def observe(self, outcome: Outcome) -> None:
         self.stop.observe(outcome.draft.n_steps, min(len(outcome.walk.path), outcome.draft.n_steps))

@@ -124,11 +124,16 @@ def near_model() -> Runtime:
     return runtime
 
 
+def probed(device: torch.device | str = "cpu") -> Probe:
+    """A probe of the tiny llama's states after three layers."""
+    return Probe(3, torch.linspace(-20, 20, 32, device=device), 2.0)
+
+
 def draft_model(kind: str) -> DraftModel:
     """What drafts for the tiny llama."""
     if kind == "another model":
         return OtherModel(near_model())
-    return EarlyExit(3) if kind == "early exit" else SkippedTarget(SKIPPING)
+    return EarlyExit(3) if kind in ("early exit", "probe") else SkippedTarget(SKIPPING)
 
 
 def drawing(model: DraftModel, stop: StopRule, branching: Branching | None = None) -> ChainDrafter:
@@ -146,7 +151,7 @@ SAMPLINGS = [Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=3)]
     [
         *("plain", "chains", "early stop", "branched", "adaptive", "adaptive by text", "another model"),
         *("another model, adaptive", "early exit", "early exit, of one length", "block", "drawn, branched"),
-        *("drawn, of one length", "drawn by an early exit", "typical"),
+        *("drawn, of one length", "drawn by an early exit", "typical", "probe"),
     ],
 )
 def test_a_round_waits_for_the_device_once(
@@ -168,6 +173,7 @@ def test_a_round_waits_for_the_device_once(
         "drawn, branched": (swift(SKIPPING, SwiftSettings(sampled=True)), 60),
         "drawn, of one length": (Method("spd", drawing(other, StopRule(4)), ChainRatio()), 40),
         "drawn by an early exit": (Method("adaspeed", drawing(EarlyExit(2), StopRule(5, 0.3)), ChainRatio()), 60),
+        "probe": (Method("adaspeed-probe", drawing(EarlyExit(2), StopRule(5, 0.3, probe=probed(META)))), 60),
         "typical": (Method("typical", drawing(other, StopRule(4)), Typical(0.09, 0.3)), 40),
     }
     method, n_new = methods[name]
@@ -219,8 +225,7 @@ def test_what_is_read_late_is_what_is_read_at_once(family: str, sampling: Sampli
 def decoded_late_or_not(name: str, sampling: Sampling, settings: Any = None) -> list[Completion]:
     """What a method of the registry decodes with drafts that are read at once, and then late."""
     runtime, found = tiny_runtime("llama"), list[Completion]()
-    probe = Probe(2, torch.linspace(-1, 1, runtime.config.hidden_size), 2.0)
-    resources = Resources(runtime, probe=probe, draft_runtime=near_model())
+    resources = Resources(runtime, probe=probed(), draft_runtime=near_model())
     for runtime.reads_late in (False, True):
         method = build(name, resources, settings)
         found.append(decode(runtime, PROMPT, method, TokenRule.of(sampling, None), Ending(60)))
@@ -235,7 +240,6 @@ OF_ONE_LENGTH = {
 }
 READ_AT_ONCE = {
     "bild": BildSettings(fallback_threshold=0.023),
-    "adaspeed-probe": None,
     **dict.fromkeys(("spectr", "specinfer", "mcss", "mtad")),
 }
 
@@ -252,7 +256,7 @@ def test_drafts_of_one_length_or_that_must_be_read_are_the_same_where_others_are
     assert at_once.by_draft_length == late.by_draft_length
 
 
-@pytest.mark.parametrize("name", ["spd", "adaspeed"])
+@pytest.mark.parametrize("name", ["spd", "adaspeed", "adaspeed-probe"])
 def test_drafts_of_exits_and_models_that_stop_early_give_plain_tokens(name: str) -> None:
     at_once, late = decoded_late_or_not(name, SAMPLINGS[0])
     plain = decode(tiny_runtime("llama"), PROMPT, PLAIN, TokenRule.of(SAMPLINGS[0], None), Ending(60))
@@ -325,13 +329,18 @@ class Twice(ChainDrafter):
 
 
 # Thresholds that a good part of a draft's steps falls below, greedy and sampled.
-UNSURE = {"skipped": (0.022, 0.2), "another model": (0.023, 0.2), "early exit": (0.0245, 0.2)}
+UNSURE = {
+    "skipped": (0.022, 0.2),
+    "another model": (0.023, 0.2),
+    "early exit": (0.0245, 0.2),
+    "probe": (0.5, 0.5),
+}
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     ("source", "branched"),
-    [("skipped", False), ("skipped", True), ("another model", False), ("another model", True), ("early exit", False)],
+    [*product(("skipped", "another model"), (False, True)), ("early exit", False), ("probe", False)],
 )
 @pytest.mark.parametrize("kind", ["fixed", "adapted", "never"])
 def test_a_draft_that_is_read_late_has_one_step_more(
@@ -342,6 +351,7 @@ def test_a_draft_that_is_read_late_has_one_step_more(
     branching = [(threshold, 3), (1.0, 2)] if branched else None
     adapted = StopRule.adaptive(AdaptiveThreshold(threshold, 5, target_acceptance=0.3, threshold_step=0.2 * threshold))
     stop = {"fixed": StopRule(5, threshold), "adapted": adapted, "never": StopRule(5)}[kind]
+    stop.probe = probed() if source == "probe" else None
     drafter = Twice(draft_model(source), stop, branching)
     done = decode(runtime, PROMPT, Method("swift", drafter), TokenRule.of(sampling, None), Ending(80))
     assert done.token_ids == decode(runtime, PROMPT, PLAIN, TokenRule.of(sampling, None), Ending(80)).token_ids
@@ -386,14 +396,20 @@ class Both(BlockRatio):
 
 @pytest.mark.parametrize(
     ("source", "rule"),
-    [("early exit", "with"), ("early exit", None), *product(("skipped", "another model"), ("with", "without", None))],
+    [
+        ("early exit", "with"),
+        ("early exit", None),
+        ("probe", None),
+        *product(("skipped", "another model"), ("with", "without", None)),
+    ],
 )
 def test_a_drawn_draft_that_is_read_late_has_one_step_more_and_is_walked_as_if_read_at_once(
     source: str, rule: SeveralRule | None
 ) -> None:
     """Two candidates at every step, or one, so that the draft that is read at once draws as many tokens."""
     branching, verifier = [(1.0, 2)] if rule == "without" else None, Both(rule)
-    drafter = Twice(draft_model(source), StopRule(5, 0.2), branching, sampled=True)
+    stop = StopRule(5, 0.5, probe=probed()) if source == "probe" else StopRule(5, 0.2)
+    drafter = Twice(draft_model(source), stop, branching, sampled=True)
     tokens = TokenRule.of(Sampling(temperature=0.15, seed=3), None)
     decode(tiny_runtime("llama"), PROMPT, Method("spd", drafter, verifier), tokens, Ending(100))
     assert verifier.n_refused > 5

@@ -110,7 +110,7 @@ def test_probe_of_raw_states_equals_the_one_of_standardised_states() -> None:
     probe = objective.model(weights)
     standard = (hidden - hidden.mean(0)) / hidden.std(0) @ weights[:-1] + weights[-1]
     for state, score in zip(hidden, standard, strict=True):
-        assert probe.acceptance(state[None]) == pytest.approx(float(torch.sigmoid(score)), abs=1e-4)
+        assert probe.acceptance(state[None]).item() == pytest.approx(float(torch.sigmoid(score)), abs=1e-4)
 
 
 def test_the_shallowest_sure_head_decides() -> None:
