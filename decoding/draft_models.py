@@ -92,7 +92,7 @@ class OtherModel(DraftModel):
 
     @property
     def reads_late(self) -> bool:
-        return super().reads_late and self.runtime.device == self.context.runtime.device
+        return super().reads_late and self.runtime.reads_late  # on one GPU, or from one to another
 
     def extend(self, token_ids: Sequence[int] | Tensor, parents: Sequence[int]) -> PassGenerator[Tensor]:
         if not self.parents:
@@ -101,7 +101,8 @@ class OtherModel(DraftModel):
             if len(token_ids) == 1:
                 return first
             return torch.cat((first, (yield from self.extend(token_ids[1:], parents[1:]))))
-        rows = self._rows(token_ids if isinstance(token_ids, Tensor) else self._known(token_ids), parents)
+        known = token_ids.to(self.runtime.device) if isinstance(token_ids, Tensor) else self._known(token_ids)
+        rows = self._rows(known, parents)
         if rows.visible is None:
             held = [UNKNOWN] * len(token_ids) if isinstance(token_ids, Tensor) else token_ids
             self._held[rows.first_slot :] = held

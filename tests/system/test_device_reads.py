@@ -116,11 +116,12 @@ def adaptive(lookup: bool, model: DraftModel | None = None) -> Method:
 
 
 def near_model() -> Runtime:
-    """Another model, which agrees with the tiny llama on many tokens: one layer's weights are a little others."""
+    """Another model, on a device of its own, that agrees with the tiny llama on many tokens: it differs in a layer."""
     runtime, others = tiny_runtime("llama"), tiny_runtime("llama", seed=1)
     layers = (each.hf_model.get_submodule("model.layers.2") for each in (runtime, others))
     for own, other in zip(*(layer.parameters() for layer in layers), strict=True):
         own.lerp_(other, 0.3)
+    runtime.reads_late, runtime.device = True, torch.device("cpu", 0)
     return runtime
 
 
@@ -158,6 +159,8 @@ def test_a_round_waits_for_the_device_once(
     name: str, sampling: Sampling, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime, other = without_data(monkeypatch, graphs), OtherModel(without_data(monkeypatch, graphs))
+    if not graphs:  # then on a device of its own
+        other.runtime.device = torch.device("meta", 0)
     methods = {
         "plain": (PLAIN, 20),
         "chains": (CHAINS, 40),
