@@ -32,7 +32,7 @@ from ..core.records import LearnedKind, LearnedRecord
 from .blocks import LayerModules, attend, attention_out, mlp_out, queries_keys_values
 from .buffer import KVBuffer
 from .quantised import has_linears, replaced
-from .rows import Pass, Rows
+from .rows import Pass, Rows, uploaded
 from .runtime import Runtime
 
 SCHEMA = "swiftopt.learned-weights/1"
@@ -351,4 +351,4 @@ def _pick(layers: Sequence[int], device: torch.device) -> Pick:
     gap = layers[1] - layers[0]
     if gap > 0 and all(b - a == gap for a, b in pairwise(layers)):
         return slice(layers[0], layers[-1] + 1, gap)
-    return torch.tensor(layers, device=device)
+    return uploaded(layers, device)

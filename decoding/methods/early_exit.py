@@ -12,12 +12,12 @@ ParaDecode 2.2, Algorithm 1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import SettingsError
 from ...core.serialization import Settings, count, share
-from ..draft import Draft, Drafter, DraftTree, Offer
+from ..draft import Draft, Drafter, DraftTree, Offer, Outcome
 from ..verify import ChainRatio, TargetWalk, Verifier
 from . import Resources, method
 from .chains import AdaptiveThreshold, ChainDrafter, StopRule
@@ -165,7 +165,7 @@ class EarlyDrafter(Drafter):
 class _Flight:
     """A token on its way up the layers; `predicted` says that the one after it is in flight too."""
 
-    token_id: int
+    token_id: int | Tensor  # (1,) where its device may still be computing it
     slot: int
     hidden: Tensor  # (1, hidden_size) after `depth` layers
     depth: int = 0
@@ -190,6 +190,10 @@ class PipelineDrafter(Drafter):
         self._flights: list[_Flight] = []  # oldest, deepest, first
 
     def draft(self, room: int) -> PassGenerator[Draft]:
+        import torch
+
+        from ...models.rows import uploaded
+
         yield from ()  # each layer reads its own weights, so that there is nothing to share with other requests
         context = self.context
         root, slot = context.token_ids[-1], context.root_slot
@@ -198,28 +202,45 @@ class PipelineDrafter(Drafter):
         while self._flights[0].depth < context.runtime.n_layers:
             self._predict(slot + room)
             self._step()
-        oldest = self._flights.pop(0)
-        tokens = [root, *(flight.token_id for flight in self._flights[:1])]
-        return Draft(DraftTree.chain(tokens), staged=self._read(oldest.hidden), n_checked=1)
+        staged = self._read(self._flights.pop(0).hidden)
+        ahead = next((flight.token_id for flight in self._flights), None)
+        if ahead is None or isinstance(ahead, int):
+            tokens = [root] if ahead is None else [root, ahead]
+            return Draft(DraftTree.chain(tokens), staged=staged, n_checked=1)
+        spine = torch.cat((uploaded([root], ahead.device), ahead)).double()
+        unread = torch.stack((spine, torch.zeros_like(spine)))
+        return replace(Draft.of_unread(unread, [], staged), n_checked=1)
+
+    def observe(self, outcome: Outcome) -> None:
+        for flight, token_id in zip(self._flights[:1], outcome.draft.tree.token_ids[1:], strict=False):
+            flight.token_id = token_id  # which is known now
 
     def _read(self, hidden: Tensor) -> PassGenerator[Tensor]:
         yield from ()
         return self.context.runtime.logits(hidden)
 
-    def _start(self, token_id: int, slot: int) -> _Flight:
-        return _Flight(token_id, slot, self.context.runtime.embed([token_id], slot))
+    def _start(self, token_id: int | Tensor, slot: int) -> _Flight:
+        tokens = [token_id] if isinstance(token_id, int) else token_id
+        return _Flight(token_id, slot, self.context.runtime.embed(tokens, slot))
 
     def _predict(self, last_slot: int) -> None:
         """Start the token after the newest one, if that is at a head that is sure, and there is room for it."""
+        from ..context import likeliest
+
         newest, heads = self._flights[-1], self.heads
         if newest.predicted or newest.depth not in heads.transforms or newest.slot >= last_slot:
             return
         logits = heads.logits(self.context.runtime, newest.depth, newest.hidden)[0]
-        ahead = [flight.token_id for flight in self._flights[1:]]
-        token_id, confidence = self.context.rule.confidence(self.context.noisy_scores(ahead, logits))
-        if confidence > self.threshold:
-            newest.predicted = True
-            self._flights.append(self._start(token_id, newest.slot + 1))
+        ahead: list[Any] = [flight.token_id for flight in self._flights[1:]]
+        token_id: int | Tensor
+        if self.threshold == 0.0 and self.context.reads_late:  # sure in any case, and only how many are ahead counts
+            token_id = likeliest(self.context.noisy_scores(range(len(ahead)), logits)[None])[0].long()
+        else:
+            token_id, confidence = self.context.rule.confidence(self.context.noisy_scores(ahead, logits))
+            if not confidence > self.threshold:
+                return
+        newest.predicted = True
+        self._flights.append(self._start(token_id, newest.slot + 1))
 
     def _step(self) -> None:
         import torch

@@ -32,7 +32,7 @@ from swiftopt.decoding.methods import PLAIN, Method, Resources, build, swift
 from swiftopt.decoding.methods.adaptive import AdaptiveDrafter, AdaptiveSettings, PassCosts
 from swiftopt.decoding.methods.chains import AdaptiveThreshold, BildSettings, ChainDrafter, SpdSettings, StopRule
 from swiftopt.decoding.verify import BlockRatio, ChainRatio, SeveralRatio, SeveralRule, Target, Typical
-from swiftopt.models.early_exit import Probe
+from swiftopt.models.early_exit import Heads, Probe
 from swiftopt.models.graphs import GraphPasses
 from swiftopt.models.kernels import device
 from swiftopt.models.rows import Pass
@@ -130,6 +130,11 @@ def probed(device: torch.device | str = "cpu") -> Probe:
     return Probe(3, torch.linspace(-20, 20, 32, device=device), 2.0)
 
 
+def predicting(runtime: Runtime) -> Heads:
+    """Heads of the tiny llama behind its inner layers, which see its states as they are."""
+    return Heads({depth: torch.eye(32, device=runtime.device, dtype=runtime.dtype) for depth in (1, 2, 3)})
+
+
 def draft_model(kind: str) -> DraftModel:
     """What drafts for the tiny llama."""
     if kind == "another model":
@@ -152,7 +157,7 @@ SAMPLINGS = [Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=3)]
     [
         *("plain", "chains", "early stop", "branched", "adaptive", "adaptive by text", "another model"),
         *("another model, adaptive", "early exit", "early exit, of one length", "block", "drawn, branched"),
-        *("drawn, of one length", "drawn by an early exit", "typical", "probe"),
+        *("drawn, of one length", "drawn by an early exit", "typical", "probe", "pipeline"),
     ],
 )
 def test_a_round_waits_for_the_device_once(
@@ -178,6 +183,7 @@ def test_a_round_waits_for_the_device_once(
         "drawn by an early exit": (Method("adaspeed", drawing(EarlyExit(2), StopRule(5, 0.3)), ChainRatio()), 60),
         "probe": (Method("adaspeed-probe", drawing(EarlyExit(2), StopRule(5, 0.3, probe=probed(META)))), 60),
         "typical": (Method("typical", drawing(other, StopRule(4)), Typical(0.09, 0.3)), 40),
+        "pipeline": (build("paradecode", Resources(runtime, heads=predicting(runtime))), 20),
     }
     method, n_new = methods[name]
     work = decoding(runtime, PROMPT, method, TokenRule.of(sampling, None), Ending(n_new))
@@ -188,10 +194,10 @@ def test_a_round_waits_for_the_device_once(
                 assert len(waits.seen) <= 1, waits.seen
                 rounds, drafted = rounds + 1, drafted + event.n_steps
             waits.seen.clear()
-    assert rounds > 5 and (drafted > 2 * rounds) == (name != "plain")
-    of_one_length = ("chains", "early exit, of one length", "drawn, of one length", "typical")
+    assert rounds > 5 and (drafted > 2 * rounds) == (name not in ("plain", "pipeline"))
+    of_one_length = ("pipeline", "chains", "early exit, of one length", "drawn, of one length", "typical")
     assert (waits.n_late > 20) == (name not in ("plain", *of_one_length))
-    if runtime.graphs is not None:
+    if runtime.graphs is not None and name != "pipeline":
         assert runtime.graphs._passes  # type: ignore[attr-defined]
 
 
@@ -228,7 +234,7 @@ def test_what_is_read_late_is_what_is_read_at_once(family: str, sampling: Sampli
 def decoded_late_or_not(name: str, sampling: Sampling, settings: Any = None) -> list[Completion]:
     """What a method of the registry decodes with drafts that are read at once, and then late."""
     runtime, found = tiny_runtime("llama"), list[Completion]()
-    resources = Resources(runtime, probe=probed(), draft_runtime=near_model())
+    resources = Resources(runtime, heads=predicting(runtime), probe=probed(), draft_runtime=near_model())
     for runtime.reads_late in (False, True):
         method = build(name, resources, settings)
         found.append(decode(runtime, PROMPT, method, TokenRule.of(sampling, None), Ending(60)))
@@ -237,6 +243,7 @@ def decoded_late_or_not(name: str, sampling: Sampling, settings: Any = None) -> 
 
 OF_ONE_LENGTH = {
     "layerskip": None,
+    "paradecode": None,
     "typical": None,
     "spd": SpdSettings(stop_threshold=None),
     "spd, no blocks": SpdSettings(stop_threshold=None, block_verification=False),
