@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from swiftopt.core.streams import read_stream
 from swiftopt.core.types import LayerSet, Prompt, Sampling
 from swiftopt.decoding.methods import PLAIN, swift
 from swiftopt.decoding.session import Session
+from swiftopt.models import costs
 from swiftopt.models.loading import load
 from swiftopt.models.runtime import Runtime
 from swiftopt.store import Store
@@ -61,6 +63,16 @@ def swiftopt(*args: str, expect: int = 0) -> Said:
     return said
 
 
+@pytest.fixture(scope="module", autouse=True)
+def rough_costs() -> Iterator[None]:
+    """Each pass is timed once, and none of hundreds of rows: what is decoded does not depend on it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(costs, "BUDGET_S", 0.0)
+        patch.setattr(costs, "REPEATS", (1, 1))
+        patch.setattr(costs, "MOST_ROWS", costs.WIDTHS[-1])
+        yield
+
+
 @pytest.fixture(scope="module")
 def short_stream(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five prompts of the second example task; the second is so long that costs are measured where requests are."""
@@ -81,9 +93,7 @@ def tuned(short_stream: Path, own_folders: Path) -> dict[str, Any]:
     """A short tuning run, whose costs all tests share; its JSON summary."""
     out = own_folders / "out.jsonl"
     args = ["tune", *RUN, "--stream", str(short_stream), "--out", str(out), "--max-new-tokens", "40"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("swiftopt.models.costs.BUDGET_S", 0.0)  # no test needs them to be exact
-        summary: dict[str, Any] = json.loads(swiftopt(*args, "--max-steps", "24", "--json").stdout)
+    summary: dict[str, Any] = json.loads(swiftopt(*args, "--max-steps", "24", "--json").stdout)
     assert len(out.read_text(encoding="utf-8").splitlines()) == 5
     return summary
 
@@ -97,8 +107,8 @@ def test_tokens_equal_transformers_generate_in_float32(
     sets = {**random_sets(runtime32.n_layers, 1), "uniform": LayerSet.uniform(runtime32.n_layers, 25)}
     methods = {name: swift(layer_set, SwiftSettings()) for name, layer_set in sets.items()}
     with Store.open(str(own_folders / "swiftopt.db")) as store:
-        costs = stored_costs(runtime32, store, TYPICAL_POSITIONS)
-    methods |= adaptive_drafts(runtime32, ["int4"], costs)
+        known = stored_costs(runtime32, store, TYPICAL_POSITIONS)
+    methods |= adaptive_drafts(runtime32, ["int4"], known)
     report = compare(runtime32, picked, methods, 16, "transformers")
     assert report["identical"] == dict.fromkeys(methods, 2), report["divergences"]
 
@@ -167,8 +177,8 @@ def test_generate_takes_an_exported_set_and_a_stream(tuned: dict[str, Any], shor
     assert [json.loads(line)["method"] for line in lines] == ["adaptive", "adaptive"]
 
 
-def test_bench_decode_ends_with_one_json_object(tuned: dict[str, Any], short_stream: Path) -> None:
-    args = ["bench", "decode", *RUN, "--stream", str(short_stream), "--limit", "2", "--max-new-tokens", "12"]
+def test_bench_decode_ends_with_one_json_object(tuned: dict[str, Any]) -> None:
+    args = ["bench", "decode", *RUN, "--stream", str(EXAMPLES), "--limit", "2", "--max-new-tokens", "12"]
     report = json.loads(swiftopt(*args, "--json").stdout)
     assert {"schema", "model", "device", "dtype", "prompts", "results"} <= set(report)
     assert [result["method"] for result in report["results"]] == ["plain", "swift", "hf-plain", "hf-lookup"]
@@ -179,9 +189,9 @@ def test_bench_decode_ends_with_one_json_object(tuned: dict[str, Any], short_str
 def test_interrupting_a_tune_keeps_what_was_finished(
     tuned: dict[str, Any], own_folders: Path, short_stream: Path, tmp_path: Path
 ) -> None:
-    """With costs that are known already, so that prompts begin at once."""
+    """With costs that are known and a format that is given, so that prompts begin at once."""
     out, db = tmp_path / "out.jsonl", shutil.copy(own_folders / "swiftopt.db", tmp_path / "cut.db")
-    args = ["tune", *RUN, "--stream", str(short_stream), "--out", str(out), "--db", str(db)]
+    args = ["tune", *RUN, "--stream", str(short_stream), "--out", str(out), "--db", str(db), "--draft-format", "stored"]
     process = subprocess.Popen(
         [sys.executable, "-m", "swiftopt", *args, "--max-new-tokens", "40"],
         stdout=subprocess.PIPE,
