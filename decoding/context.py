@@ -116,7 +116,10 @@ class TokenRule:
         if self.processors:
             # Only penalties read the text, and making a tensor of it costs more with every token.
             context: Any = uploaded([token_ids if self.reads_text else ()], logits.device)
-            scores = self.processors(context, cast(Any, scores[None]))[0]
+            processed: Any = scores[None]
+            for processor in self.processors:  # the list's own call reads each one's signature for every token
+                processed = processor(context, processed)
+            scores = processed[0]
         return scores
 
     def choose(self, token_ids: Sequence[int], logits: Tensor) -> int:
