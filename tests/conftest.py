@@ -61,6 +61,18 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(device, "READ_SLOTS", device.SPLIT)
 
 
+@pytest.fixture(scope="module")
+def rough_costs() -> Iterator[None]:
+    """Time each pass once, and none of hundreds of rows, for tests of what does not depend on it."""
+    from swiftopt.models import costs
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(costs, "BUDGET_S", 0.0)
+        patch.setattr(costs, "REPEATS", (1, 1))
+        patch.setattr(costs, "MOST_ROWS", costs.WIDTHS[-1])
+        yield
+
+
 @pytest.fixture(scope="session")
 def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """This process's stand-in for the user's data folder."""

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,13 +31,12 @@ from swiftopt.core.streams import read_stream
 from swiftopt.core.types import LayerSet, Prompt, Sampling
 from swiftopt.decoding.methods import PLAIN, swift
 from swiftopt.decoding.session import Session
-from swiftopt.models import costs
 from swiftopt.models.loading import load
 from swiftopt.models.runtime import Runtime
 from swiftopt.store import Store
 from swiftopt.tasks.recipes import TYPICAL_POSITIONS, stored_costs
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("rough_costs")]
 
 MODEL, DTYPE = "smollm2-135m", "float32"
 RUN = ("--model", MODEL, "--dtype", DTYPE)
@@ -63,16 +61,6 @@ def swiftopt(*args: str, expect: int = 0) -> Said:
     return said
 
 
-@pytest.fixture(scope="module", autouse=True)
-def rough_costs() -> Iterator[None]:
-    """Each pass is timed once, and none of hundreds of rows: what is decoded does not depend on it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(costs, "BUDGET_S", 0.0)
-        patch.setattr(costs, "REPEATS", (1, 1))
-        patch.setattr(costs, "MOST_ROWS", costs.WIDTHS[-1])
-        yield
-
-
 @pytest.fixture(scope="module")
 def short_stream(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five prompts of the second example task; the second is so long that costs are measured where requests are."""
@@ -89,7 +77,7 @@ def runtime32() -> Runtime:
 
 
 @pytest.fixture(scope="module")
-def tuned(short_stream: Path, own_folders: Path) -> dict[str, Any]:
+def tuned(rough_costs: None, short_stream: Path, own_folders: Path) -> dict[str, Any]:
     """A short tuning run, whose costs all tests share; its JSON summary."""
     out = own_folders / "out.jsonl"
     args = ["tune", *RUN, "--stream", str(short_stream), "--out", str(out), "--max-new-tokens", "40"]
@@ -107,8 +95,8 @@ def test_tokens_equal_transformers_generate_in_float32(
     sets = {**random_sets(runtime32.n_layers, 1), "uniform": LayerSet.uniform(runtime32.n_layers, 25)}
     methods = {name: swift(layer_set, SwiftSettings()) for name, layer_set in sets.items()}
     with Store.open(str(own_folders / "swiftopt.db")) as store:
-        known = stored_costs(runtime32, store, TYPICAL_POSITIONS)
-    methods |= adaptive_drafts(runtime32, ["int4"], known)
+        costs = stored_costs(runtime32, store, TYPICAL_POSITIONS)
+    methods |= adaptive_drafts(runtime32, ["int4"], costs)
     report = compare(runtime32, picked, methods, 16, "transformers")
     assert report["identical"] == dict.fromkeys(methods, 2), report["divergences"]
 
