@@ -1,4 +1,7 @@
-"""The queue from the command line, in processes of their own: submit, work, follow, detach."""
+"""The queue from the command line: submit, work, follow, detach.
+
+Workers and who follows them are processes of their own; what other commands print, those that the script calls do here.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_files import save
 
+from swiftopt.cli.main import run
 from swiftopt.core.requests import JobSpec
 from swiftopt.store import Store
 from swiftopt.worker.queue import JobService, RedisQueue
@@ -46,6 +50,20 @@ def swiftopt(*args: str, timeout: float = 120, **more: Any) -> subprocess.Comple
 
 
 @pytest.fixture
+def told(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What a command prints that runs in this process."""
+
+    def call(*args: str) -> str:
+        capsys.readouterr()
+        code = run(args)
+        out, err = capsys.readouterr()
+        assert code == 0, err
+        return out
+
+    return call
+
+
+@pytest.fixture
 def worker(home: Path) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen([SCRIPT, "worker", "--name", "w1"], stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -56,14 +74,12 @@ def worker(home: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_tuning_through_a_worker_ends_with_the_object_and_file_of_a_local_run(
-    home: Path, tiny: str, worker: subprocess.Popen[str]
+    home: Path, tiny: str, worker: subprocess.Popen[str], told: Callable[..., str]
 ) -> None:
     args = ("tune", "--model", tiny, "--stream", "notes.jsonl", *SHORT, "--json", "--out")
     queued = swiftopt(*args, "queued.jsonl")
     assert queued.returncode == 0, queued.stderr
-    local = swiftopt(*args, "local.jsonl", "--local")
-    assert local.returncode == 0, local.stderr
-    found, expected = json.loads(queued.stdout), json.loads(local.stdout)
+    found, expected = json.loads(queued.stdout), json.loads(told(*args, "local.jsonl", "--local"))
     assert found["schema"] == expected["schema"] == "swiftopt.tune/1"
     assert found.keys() == expected.keys() and found["tasks"][0].keys() == expected["tasks"][0].keys()
     assert found["tasks"][0]["n_trials"] > 0 and found["job"] != expected["job"]
@@ -74,24 +90,22 @@ def test_tuning_through_a_worker_ends_with_the_object_and_file_of_a_local_run(
     assert texts[0] == texts[1] and set(texts[0]) == {"p0", "p1", "p2", "p3"}
     assert "running on w1" in queued.stderr and "notes: finished" in queued.stderr
 
-    again = swiftopt("jobs", "watch", found["job"], "--json")
-    assert json.loads(again.stdout) == {**found, "out": None}
-    listed = json.loads(swiftopt("jobs", "list", "--json").stdout)["jobs"]
+    assert json.loads(told("jobs", "watch", found["job"], "--json")) == {**found, "out": None}
+    listed = json.loads(told("jobs", "list", "--json"))["jobs"]
     assert {job["id"] for job in listed} == {found["job"], expected["job"]}
     assert all(job["layer_sets"][0]["schema"] == "swiftopt.layer-set/1" for job in listed)
-    fetched = swiftopt("jobs", "outputs", found["job"])
-    assert fetched.stdout == Path("queued.jsonl").read_text()
+    assert told("jobs", "outputs", found["job"]) == Path("queued.jsonl").read_text()
 
 
-def test_burst_worker_runs_a_detached_job_and_ends(home: Path, tiny: str) -> None:
+def test_burst_worker_runs_a_detached_job_and_ends(home: Path, tiny: str, told: Callable[..., str]) -> None:
     args = ("tune", "--model", tiny, "--stream", "notes.jsonl", *SHORT, "--detach", "--json")
-    submitted = json.loads(swiftopt(*args).stdout)
+    submitted = json.loads(told(*args))
     assert (submitted["schema"], submitted["state"], submitted["new"]) == ("swiftopt.submitted/1", "queued", True)
-    same = json.loads(swiftopt(*args).stdout)
+    same = json.loads(told(*args))
     assert (same["job"], same["new"]) == (submitted["job"], False)
     done = swiftopt("worker", "--burst", "--json")
     assert done.returncode == 0 and json.loads(done.stdout)["schema"] == "swiftopt.worker/1", done.stderr
-    shown = json.loads(swiftopt("jobs", "show", submitted["job"], "--json").stdout)
+    shown = json.loads(told("jobs", "show", submitted["job"], "--json"))
     assert (shown["state"], shown["n_outputs"]) == ("succeeded", 4)
 
 
