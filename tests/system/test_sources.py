@@ -183,11 +183,17 @@ def test_gguf_conversion_keeps_the_function_and_is_made_once(
 
 
 def test_gguf_conversions_of_two_processes_both_end_well(tiny_gguf: Path, cache: Path) -> None:
-    code = f"from swiftopt.models.loading import load; print(load({str(tiny_gguf)!r}).info.fingerprint)"
-    both = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    printed = [process.communicate(timeout=120)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0]
-    assert printed[0] == printed[1] != ""
+    """This one, and another that begins at the same time."""
+    program = f"""
+from swiftopt.models.loading import load
+print("ready", flush=True)
+print(load({str(tiny_gguf)!r}).info.fingerprint)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "ready\n"
+        ours = load(str(tiny_gguf)).info.fingerprint
+        theirs, _ = other.communicate(timeout=120)
+    assert other.returncode == 0 and theirs == f"{ours}\n"
     assert len(list(cache.iterdir())) == 1
 
 
