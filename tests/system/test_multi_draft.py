@@ -11,6 +11,7 @@ from functools import cache
 
 import pytest
 import torch
+from fakes import results_of
 from families import VOCAB, tiny_runtime
 from native import quick_runtime
 
@@ -19,7 +20,7 @@ from swiftopt.decoding.context import Context, Ending, TokenRule
 from swiftopt.decoding.draft import Drafter
 from swiftopt.decoding.draft_models import DraftModel, OtherModel, SkippedTarget
 from swiftopt.decoding.engine import alone
-from swiftopt.decoding.loop import decode
+from swiftopt.decoding.loop import decode, decoding
 from swiftopt.decoding.methods import PLAIN, Method
 from swiftopt.decoding.methods.beams import BeamDrafter, BeamSettings
 from swiftopt.decoding.methods.chains import ChainDrafter, StopRule
@@ -107,10 +108,9 @@ def test_sampled_output_is_distributed_as_the_target(name: str, kind: str) -> No
     """Chi-square over all sequences of 4 tokens of top-k 2; false alarm 1e-4 per case; seeds fixed."""
     runtime, ids, n, length = quick_runtime("llama"), prompt(2), 300, 4
     method = lossless(name, draft_model(kind, make=quick_runtime), length=2)
-    counts: Counter[tuple[int, ...]] = Counter()
-    for seed in range(n):
-        rule = TokenRule.of(Sampling(temperature=1.5, top_k=2, seed=seed), None)
-        counts[decode(runtime, ids, method, rule, Ending(length)).token_ids] += 1
+    rules = (TokenRule.of(Sampling(temperature=1.5, top_k=2, seed=seed), None) for seed in range(n))
+    works = (decoding(runtime, ids, method, rule, Ending(length)) for rule in rules)
+    counts = Counter(done.token_ids for done in results_of(works, at_once=50))
     expected: dict[tuple[int, ...], float] = {(): float(n)}
     for _ in range(length):
         grown: dict[tuple[int, ...], float] = {}
