@@ -33,11 +33,12 @@ COMPOSE: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "docker/compose.yaml
 DOCKERFILE = (ROOT / "docker/Dockerfile.cpu").read_text(encoding="utf-8")
 CUSTOM = {"keda.sh/v1alpha1": "ScaledObject", "monitoring.coreos.com/v1": "PodMonitor"}  # which no schema here knows
 KNOWN = {*LONG_NAMES.values(), *(PREFIX + name for name in (*OTHERS, *map(str.upper, ProgramSettings.model_fields)))}
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the files are read a hundred times
 Object = dict[str, Any]
 
 
 def objects(path: Path) -> list[Object]:
-    return list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+    return list(yaml.load_all(path.read_text(encoding="utf-8"), LOADER))
 
 
 def files() -> list[Path]:
