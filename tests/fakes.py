@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -17,11 +17,11 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from swiftopt.core.costs import CostProfile, FormatCosts
-from swiftopt.core.types import Completion
 from swiftopt.decoding.engine import Work, side_by_side
 from swiftopt.models.runtime import Runtime
 
 N_LAYERS = 4
+R = TypeVar("R")
 
 
 def made_up_gpus(monkeypatch: pytest.MonkeyPatch, *free: float) -> None:
@@ -74,11 +74,11 @@ def letter_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
 
 
-def results_of(works: Iterable[Work[Completion]], at_once: int) -> list[Completion]:
+def results_of(works: Iterable[Work[R]], at_once: int) -> list[R]:
     """What works return that run side by side, in their order."""
-    done: dict[int, Completion] = {}
+    done: dict[int, R] = {}
 
-    def noting(number: int, work: Work[Completion]) -> Work[None]:
+    def noting(number: int, work: Work[R]) -> Work[None]:
         done[number] = yield from work
 
     list(side_by_side((noting(i, work) for i, work in enumerate(works)), at_once))
