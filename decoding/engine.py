@@ -199,8 +199,8 @@ class _Prefix:
 
 
 PLAIN_ROUNDS = 3  # of a trial of plain decoding
-DRAFTED_ROUNDS = 32  # of a trial of drafts, of all sequences together
-FIRST_WAIT, LAST_WAIT = 64, 512  # rounds between two trials of the way that is not in use
+DRAFTED_ROUNDS = 64  # of a trial of drafts, of all sequences together
+FIRST_WAIT, LAST_WAIT = 128, 512  # rounds between two trials of the way that is not in use
 LEAST_GAIN = 1.1  # below, drafts bring less than it costs that sequences end, and prompts are read, apart
 
 

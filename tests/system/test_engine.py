@@ -154,18 +154,18 @@ def rounds_drafted(trials: DraftTrials, n: int, gain: float) -> int:
 def test_drafts_stop_where_they_lose_time_and_come_back_where_they_pay() -> None:
     """However much is lost, few rounds are; a gain too small to see for what it costs beside is none."""
     trials = DraftTrials(8)
-    assert rounds_drafted(trials, 1000, 0.9) == 5 * 4, "at first, and after 64, 128, 256 and 512 rounds"
+    assert rounds_drafted(trials, 1000, 0.9) == 4 * 8, "at first, and after 128, 256 and 512 rounds"
     assert rounds_drafted(trials, 1000, 1.3) > 400, "texts have changed, which the next trial finds"
     assert rounds_drafted(trials, 1000, 0.9) < 100, "and changed back"
     assert rounds_drafted(DraftTrials(2), 1000, 1.3) > 970
-    assert rounds_drafted(DraftTrials(4), 1000, 1.02) < 50
+    assert rounds_drafted(DraftTrials(4), 1000, 1.02) < 70
 
 
 def test_trial_is_spared_where_drafts_lost_beside_nearly_as_many() -> None:
     lost, pays = DraftTrials(16), DraftTrials(4)
     rounds_drafted(lost, 60, 0.9)
     rounds_drafted(pays, 60, 1.3)
-    for n, n_tried in ((15, 0), (13, 0), (12, 3), (9, 4)):
+    for n, n_tried in ((15, 0), (13, 0), (12, 6), (9, 8)):
         assert rounds_drafted(DraftTrials.beginning(n, [lost, pays]), 60, 0.9) == n_tried
     assert rounds_drafted(DraftTrials.beginning(5, [lost, pays]), 60, 1.3) > 50
     spared = DraftTrials.beginning(15, [lost, pays])
@@ -174,7 +174,7 @@ def test_trial_is_spared_where_drafts_lost_beside_nearly_as_many() -> None:
 
 @pytest.mark.parametrize(
     ("draft_s", "check_s", "by_time", "fewest", "most"),
-    [(0.02, 0.0, True, 1, 18), (0.0, 0.03, True, 24, 60), (0.02, 0.0, False, 30, 60)],
+    [(0.02, 0.0, True, 1, 26), (0.0, 0.03, True, 24, 60), (0.02, 0.0, False, 30, 60)],
 )
 def test_engine_leaves_drafts_where_their_passes_take_too_long(
     monkeypatch: pytest.MonkeyPatch, draft_s: float, check_s: float, by_time: bool, fewest: int, most: int
