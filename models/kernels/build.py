@@ -82,8 +82,10 @@ def kernels(level: str | None = None) -> Kernels | str:
         raise SettingsError(
             f"kernels for {wanted} were asked for, but this processor has no {wanted}: use another kind"
         )
-    fastest = preferred()
-    levels = [wanted] if wanted != "auto" else [*([fastest] if fastest in LEVELS else []), *LEVELS]
+    levels = [wanted]
+    if wanted == "auto":
+        fastest = preferred()
+        levels = sorted(LEVELS, key=lambda name: name != fastest)  # it first, the others in their order
     problems = list[str]()
     for name in levels:
         if LEVELS[name].needs <= flags:

@@ -175,7 +175,7 @@ static void products(
 // Weights in bfloat16 by tiles. They are the first factor, whose rows are as the model holds them; the second one is X,
 // turned: a row for every pair of inputs, a column for each of 16 rows of X. An element's sum is one over all inputs, 32
 // after 32, again whatever m and n are.
-constexpr int IN_CACHE = 512;      // inputs over which 32 rows stay in the nearest cache
+constexpr int IN_CACHE = 512;    // inputs over which 32 rows stay in the nearest cache
 constexpr int TILE_INPUTS = 32;  // of a tile of bfloat16
 
 static inline int whole_tiles(int k) { return (k + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS; }
@@ -233,20 +233,15 @@ static void tile_products(
     const bf16* turned, int m, const bf16* w, int64_t ldw, int n, int k, float* c, int64_t ldc) {
     constexpr int O = 2, ROWS = 2 * SIDE, OUTS = O * SIDE;
     const int whole = whole_tiles(k);
-    const bool few = m <= 2 * SIDE;
+    const int step = m <= ROWS ? std::max(whole, IN_CACHE) : IN_CACHE;
     auto one = [&](int row, int out, int from, int to) {
         const bf16* x = turned + int64_t(row) * whole;
         float* own = c + row * ldc + out;
         if (m - row > SIDE) tiles<O, 2>(x, int64_t(SIDE) * whole, w + out * ldw, ldw, n - out, k, from, to, own, ldc);
         else tiles<O, 1>(x, 0, w + out * ldw, ldw, n - out, k, from, to, own, ldc);
     };
-    if (few) {
-        for (int out = 0; out < n; out += OUTS)
-            for (int row = 0; row < m; row += ROWS) one(row, out, 0, whole);
-        return;
-    }
-    for (int at = 0; at == 0 || at < whole; at += IN_CACHE)
+    for (int at = 0; at == 0 || at < whole; at += step)
         for (int row = 0; row < m; row += ROWS)
-            for (int out = 0; out < n; out += OUTS) one(row, out, at, std::min(at + IN_CACHE, whole));
+            for (int out = 0; out < n; out += OUTS) one(row, out, at, std::min(at + step, whole));
 }
 #endif
