@@ -164,13 +164,12 @@ class TokenRule:
         """Go on to the number behind the one that `peek` draws by."""
         self._peeked = None
 
-    def draw_draft(self, probs: Tensor) -> int:
-        """Draw a token as `draw` does, from the draft's stream."""
-        return int(self.draw_draft_late(probs))
-
-    def draw_draft_late(self, probs: Tensor) -> Tensor:
-        """Do as `draw_draft` without waiting for the device: int64 (1,)."""
-        return inverted(probs, _uniform(self._draft_generator))
+    def draw_drafts(self, probs: Tensor) -> Tensor:
+        """Draw a token of each of `probs` (…, vocab) as `draw` does, from the draft's stream: int64 (…, 1), there."""
+        numbers = [_uniform(self._draft_generator) for _ in range(math.prod(probs.shape[:-1]))]
+        if probs.dim() == 1:
+            return inverted(probs, numbers[0])
+        return inverted(probs, uploaded(numbers, probs.device, torch.float64).view(*probs.shape[:-1], 1))
 
     def accept(self, probability: float) -> bool:
         """Return True with that probability, by a stream of its own."""
@@ -221,7 +220,7 @@ def _is_blind(processor: LogitsProcessor) -> bool:
     return isinstance(processor, _BLIND)
 
 
-def inverted(probs: Tensor, uniform: float) -> Tensor:
+def inverted(probs: Tensor, uniform: float | Tensor) -> Tensor:
     """Return the index of each of `probs` (…, n) whose share of [0, 1) holds `uniform`: int64 (…, 1)."""
     cumulative = probs.cumsum(-1)
     total = cumulative[..., -1:].contiguous()

@@ -25,13 +25,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..core.types import LayerSet, TokenSource
+    from ..models.buffer import KVBuffer
     from ..models.early_exit import Probe, StagedPass
     from ..models.rows import Rows
     from ..models.runtime import Runtime
     from .context import Context, TokenRule
     from .engine import PassGenerator
 
-UNKNOWN = 0  # in place of a token that was not read yet
+UNKNOWN = -1  # in place of a token that was not read yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +85,25 @@ class DraftTree:
                 node = other
         return tuple(found)
 
+    def children(self, node: int) -> tuple[int, ...]:
+        return tuple(other for other in range(node + 1, self.n_nodes) if self.parents[other] == node)
+
     def child(self, node: int, token_id: int) -> int | None:
         """Return the node that continues `node` with `token_id`, None where the draft did not offer it."""
-        for other in range(node + 1, self.n_nodes):
-            if self.parents[other] == node and self.token_ids[other] == token_id:
-                return other
-        return None
+        return next((other for other in self.children(node) if self.token_ids[other] == token_id), None)
+
+    def read(self, token_ids: Sequence[int]) -> DraftTree:
+        """Return the tree with the tokens of its first nodes, which were unknown.
+
+        What hangs below a node that turns out to repeat another one hangs below that one as well.
+        """
+        token_ids = (*token_ids, *self.token_ids[len(token_ids) :])
+        first: dict[tuple[int, int], int] = {}  # of the nodes that continue a node with a token
+        nodes, parents = list[int](), list[int]()
+        for node, (token_id, parent) in enumerate(zip(token_ids, self.parents, strict=True)):
+            parents.append(nodes[parent] if node else -1)
+            nodes.append(first.setdefault((parents[-1], token_id), node))
+        return replace(self, token_ids=tuple(token_ids), parents=tuple(parents))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,8 +147,8 @@ def tree_rows(
 ) -> Rows:
     """Return the rows of a pass over the newest nodes of a tree, and over extra rows behind them.
 
-    Args: token_ids: of the newest nodes; a tensor for a chain only. parents: of all nodes; node i goes to slot
-          `root_slot` + i.
+    Args: token_ids: of the newest nodes; no tensor where there are extra rows. parents: of all nodes; node i goes to
+          slot `root_slot` + i.
     """
     from ..models.rows import Rows
 
@@ -155,36 +169,22 @@ def tree_rows(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Offer:
-    """What was *sampled* under a node: `token_ids` in the order drawn, repeats included, and what they were drawn from.
+    """What was *sampled* under a node: the `nodes` of its draws, in order, and what they were drawn from.
 
-    `probs`: float64 (vocab,), the draft's distribution after temperature, top-k and top-p. `replaced` says whether the
-    draws were independent; if not, each was drawn from what the ones before it left of `probs`.
+    A node is repeated where its token was drawn again. `probs`: float64 (vocab,), the draft's distribution after
+    temperature, top-k and top-p. `replaced` says whether the draws were independent; if not, each was drawn from what
+    the ones before it left of `probs`. `tried`, bool (draws,), says on its device which of them are draws under this
+    node: those of sequences that turn out to pass through it (None: all).
     """
 
-    token_ids: tuple[int, ...]
+    nodes: tuple[int, ...]
     probs: Tensor
     replaced: bool = True
-
-    @classmethod
-    def drawn(cls, rule: TokenRule, scores: Tensor, n: int = 1, replaced: bool = True) -> Offer:
-        """Draw `n` tokens by their processed scores (vocab,); without replacement fewer, where not so many can be."""
-        probs = scores.double().softmax(dim=-1)
-        here = probs.cpu()  # one transfer for all of them
-        tokens = tuple(rule.draw_draft(here) for _ in range(n)) if replaced else draw_apart(rule, here, n)
-        return cls(tokens, probs, replaced)
+    tried: Tensor | None = None
 
 
-def draw_apart(rule: TokenRule, probs: Tensor, n: int) -> tuple[int, ...]:
-    """Draw up to `n` different indices of `probs` (any,), each from what is left; fewer where nothing is."""
-    drawn: tuple[int, ...] = ()
-    while len(drawn) < n and float(probs.sum()) > 0.0:
-        drawn += (rule.draw_draft(probs),)
-        probs = remaining(probs, probs.new_tensor(drawn[-1:]).long())
-    return drawn
-
-
-def draw_late(rule: TokenRule, probs: Tensor, n: int) -> Tensor:
-    """Draw `n` different tokens of `probs` (vocab,) as `draw_apart` does, without waiting for their device.
+def draw_apart(rule: TokenRule, probs: Tensor, n: int) -> Tensor:
+    """Draw `n` different tokens of `probs` (vocab,), each from what is left, without waiting for their device.
 
     Returns: float64 (2, n): the tokens, and the logarithms of what was left of their probabilities, -inf of nothing.
     """
@@ -193,9 +193,14 @@ def draw_late(rule: TokenRule, probs: Tensor, n: int) -> Tensor:
     drawn: list[Tensor] = []
     for _ in range(n):
         probs = remaining(probs, drawn[-1][0].long()) if drawn else probs
-        token = rule.draw_draft_late(probs)
+        token = rule.draw_drafts(probs)
         drawn.append(torch.stack((token.double(), probs.gather(-1, token).log())))
     return torch.cat(drawn, dim=1)
+
+
+def possible(drawn: Tensor) -> tuple[int, ...]:
+    """Return those of the tokens that `draw_apart` found which could be drawn."""
+    return tuple(int(token) for token, left in zip(*drawn.tolist(), strict=True) if left > -math.inf)
 
 
 def remaining(probs: Tensor, tokens: Tensor) -> Tensor:
@@ -203,6 +208,15 @@ def remaining(probs: Tensor, tokens: Tensor) -> Tensor:
     left = probs.scatter(-1, tokens, 0.0)
     total = left.sum(dim=-1, keepdim=True)
     return left / total.where(total > 0.0, 1.0)
+
+
+def offers_of(tree: DraftTree, drawn_from: Sequence[Tensor]) -> dict[int, Offer]:
+    """Return the offers of a spine whose first steps were drawn from these distributions, one token apart from others.
+
+    A step of one token is a draw of its own.
+    """
+    children = (tree.children(node) for node in range(len(drawn_from)))
+    return {n: Offer(own, drawn_from[n], len(own) == 1) for n, own in enumerate(children)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -215,9 +229,9 @@ class Draft:
     (n_checked, vocab). `n_checked` is how many of the tree's nodes, from the root on, the target gives logits for
     (None: all); 0 says that no pass is needed, for the drafter itself ran the target (`n_passes` times) and left keys
     and values in place. `estimated` is the round's cost by measured costs of passes, in plain passes. `sources` says
-    where nodes' tokens come from, those of "draft" left out. `unread`, float64 (2, 1 + n_steps), is the spine where its
-    device may still be computing it: the tokens, of which the tree knows none yet, and the logarithm of each one's
-    confidence.
+    where nodes' tokens come from, those of "draft" left out. `unread`, float64 (2, nodes), are the tokens of the first
+    nodes, at least of the root and the spine, where their device may still be computing them and the tree knows none
+    of them, and the logarithm of each one's confidence.
     """
 
     tree: DraftTree
@@ -244,32 +258,24 @@ class Draft:
         `drawn_from` are the distributions that each step's tokens were drawn from, one without another.
         """
         offered = [(UNKNOWN, *own) for own in (*beside, *[()] * (unread.shape[1] - 1 - len(beside)))]
-        offers = {n: Offer(offered[n], probs, len(offered[n]) == 1) for n, probs in enumerate(drawn_from)}
-        return cls(DraftTree.grow(UNKNOWN, offered), offers, staged=staged, unread=unread)
+        tree = DraftTree.grow(UNKNOWN, offered)
+        return cls(tree, offers_of(tree, drawn_from), staged=staged, unread=unread)
 
-    def spine(self, device: torch.device) -> Tensor:
-        """Return the tokens of the root and of the spine, int64 (1 + n_steps,), on a device."""
+    def tokens(self, device: torch.device) -> Tensor:
+        """Return the tokens of all nodes, int64 (nodes,), on a device."""
+        import torch
+
         from ..models.rows import uploaded
 
-        if self.unread is not None:
-            return self.unread[0].long()
-        return uploaded(self.tree.token_ids[: self.tree.n_steps + 1], device)
-
-    def tries(self, nodes: Sequence[int], device: torch.device) -> Tensor:
-        """Return what was drawn under nodes with as many draws each: int64 (nodes, draws), on a device."""
-        from ..models.rows import uploaded
-
-        tokens = uploaded([self.offers[node].token_ids for node in nodes], device)
-        if self.unread is not None:  # nodes of the spine, one behind the other
-            tokens[:, 0] = self.unread[0, nodes[0] + 1 : nodes[-1] + 2]
-        return tokens
+        if self.unread is None:
+            return uploaded(self.tree.token_ids, device)
+        unread, known = self.unread[0].long(), self.tree.token_ids[self.unread.shape[1] :]
+        return torch.cat((unread, uploaded(known, device))) if known else unread
 
     def read(self, token_ids: Sequence[float], logprobs: Sequence[float]) -> Draft:
         """Return the draft with what was read of `unread`."""
-        known = (*map(int, token_ids), *self.tree.token_ids[len(token_ids) :])
-        offers = {n: replace(own, token_ids=(known[n + 1], *own.token_ids[1:])) for n, own in self.offers.items()}
-        tree = replace(self.tree, token_ids=known)
-        return replace(self, tree=tree, offers=offers, logprobs=tuple(logprobs), unread=None)
+        tree = self.tree.read([int(token_id) for token_id in token_ids])
+        return replace(self, tree=tree, logprobs=tuple(logprobs), unread=None)
 
     @property
     def n_steps(self) -> int:
@@ -334,8 +340,13 @@ class DraftModel(ABC):
         self.parents = []
 
     @property
+    def buffer(self) -> KVBuffer:
+        """What holds the keys and values that it reads and writes."""
+        return self.context.buffer
+
+    @property
     def reads_late(self) -> bool:
-        """Whether it can `draft_ahead`, and that saves time."""
+        """Whether its tokens can stay on their device during a round, and that saves time."""
         return self.context.reads_late
 
     @abstractmethod
@@ -377,7 +388,7 @@ class DraftModel(ABC):
             if draws:
                 scores = context.scores(range(n_drafted), logits[0])
                 drawn_from.append(scores.double().softmax(dim=-1))
-                drawn = draw_late(context.rule, drawn_from[-1], max(1, n_offered))
+                drawn = draw_apart(context.rule, drawn_from[-1], max(1, n_offered))
                 token, sure = drawn[0, :1], likeliest(scores[None])[1] if n_offered > 1 else drawn[1, :1]
             else:
                 scores = context.noisy_scores(range(n_drafted), logits[0])
@@ -402,6 +413,11 @@ class DraftModel(ABC):
         if self.staged.n_rows < n_nodes:
             self.staged.add(last)
         return self.staged.finish()
+
+    def move(self, nodes: Tensor, to: int) -> None:
+        """Copy the keys and values of nodes, int64 (n,), to those from `to` on."""
+        root_slot = self.context.root_slot
+        self.buffer.move(nodes + root_slot, root_slot + to)
 
     def drop(self, n_nodes: int) -> None:
         """Take the newest nodes back; the next ones go where they were."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.types import LayerSet
+from ..models.buffer import KVBuffer
 from ..models.early_exit import StagedPass
 from ..models.rows import Pass, fetched
 from ..models.runtime import Runtime
@@ -81,7 +82,7 @@ class OtherModel(DraftModel):
         self.runtime.check_same_tokenizer(runtime)
 
     def start(self) -> None:
-        self._buffer = self.runtime.new_buffer(self.context.buffer.capacity)
+        self._own = self.runtime.new_buffer(self.context.buffer.capacity)
         self._held: list[int] = []  # the tokens whose keys and values lie at slots 0, 1, …
         self._n_same = 0  # of them, those known to be committed
         self._unread: Callable[[], Any] | None = None  # gives the root and the tokens of a draft that is read late
@@ -89,6 +90,10 @@ class OtherModel(DraftModel):
     @property
     def room(self) -> int:
         return max(0, self.runtime.max_positions - self.context.root_slot)
+
+    @property
+    def buffer(self) -> KVBuffer:
+        return self._own
 
     @property
     def reads_late(self) -> bool:
@@ -106,7 +111,7 @@ class OtherModel(DraftModel):
         if rows.visible is None:
             held = [UNKNOWN] * len(token_ids) if isinstance(token_ids, Tensor) else token_ids
             self._held[rows.first_slot :] = held
-        return self._fit((yield Pass(self.runtime, rows, self._buffer, drafts=True)))
+        return self._fit((yield Pass(self.runtime, rows, self.buffer, drafts=True)))
 
     def draft_ahead(self, *args: Any, **kwargs: Any) -> PassGenerator[Draft]:
         draft = yield from super().draft_ahead(*args, **kwargs)
@@ -129,7 +134,7 @@ class OtherModel(DraftModel):
             same += 1
         self._held, self._n_same = list(committed), same
         unread = self._known(committed[same:])
-        for each in self.runtime.prefill_passes(unread, self._buffer, same, load=self.context.load):
+        for each in self.runtime.prefill_passes(unread, self.buffer, same, load=self.context.load):
             logits = yield replace(each, drafts=True)
         return logits
 

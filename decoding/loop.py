@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core.errors import SettingsError
 from ..core.types import Completion, FinishReason, Timings, TokenLogprob, TokenSource, TracedToken
-from ..models.rows import Pass, uploaded
+from ..models.rows import Pass
 from ..models.runtime import Runtime
 from .context import Context, Ending, ResumePoint, Tally, TokenRule
 from .draft import Draft, Drafter, DraftTree, Outcome, Walk, tree_rows
@@ -277,10 +277,7 @@ def _check(context: Context, draft: Draft) -> PassGenerator[Tensor | None]:
     if draft.staged is not None:
         return (yield from draft.staged)
     if draft.unread is not None:
-        token_ids, leaves = draft.spine(context.runtime.device), draft.tree.token_ids[draft.n_steps + 1 :]
-        if leaves:
-            token_ids = torch.cat((token_ids, uploaded(leaves, context.runtime.device)))
-        rows = tree_rows(token_ids, draft.tree.parents, context.root_slot)
+        rows = tree_rows(draft.tokens(context.runtime.device), draft.tree.parents, context.root_slot)
         return (yield Pass(context.runtime, rows, context.buffer))
     tree, extra, wanted, checked = draft.tree, draft.extra_rows, None, slice(draft.n_checked)
     if extra is not None:

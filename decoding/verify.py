@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 AT_ROOT = Walk((), ())
 SeveralRule = Literal["with", "without", "k-seq"]
 
-_BISECTIONS = 24  # any divisor at or above the smallest one is exact; a closer one accepts no more to speak of
+_BISECTIONS = 12  # any divisor at or above the smallest one is exact; a closer one accepts no more to speak of
 
 
 class Target:
@@ -184,23 +184,33 @@ class SeveralRatio(Verifier):
     def weigh(self, draft: Draft, target: Target) -> Tensor | None:
         """Return of each node with an offer the chance of every try, and the token that is drawn where none succeeds.
 
-        A walk draws once at most: what was refused has no probability left. k-SEQ's divisor is searched for on the CPU.
+        A walk draws once at most: what was refused has no probability left.
         """
         import torch
 
         found: list[Tensor] = []
-        nodes = [] if self._tries is _k_seq else _weighed(draft, target)
-        for _, group in groupby(nodes, lambda node: len(draft.offers[node].token_ids)):
+        for _, group in groupby(_weighed(draft, target), lambda node: len(draft.offers[node].nodes)):
             own = list(group)
             target_probs = torch.stack([target.probs(node, ()) for node in own])
-            draft_probs = torch.stack([draft.offers[node].probs for node in own])
-            tokens, replaced = draft.tries(own, draft_probs.device), draft.offers[own[0]].replaced
-            *chances, left = _one_by_one(tokens, draft_probs, target_probs, replaced)
+            *chances, left = self._weigh_tries(draft, own, target_probs)
             found.append(torch.cat((*chances, target.peek(left)), dim=1).flatten())
         return torch.cat(found) if found else None
 
+    def _weigh_tries(self, draft: Draft, nodes: Sequence[int], target_probs: Tensor) -> Iterator[Tensor]:
+        """Yield what the rule does for nodes with as many tries each, given the target's distributions after them."""
+        import torch
+
+        from ..models.rows import uploaded
+
+        offers = [draft.offers[node] for node in nodes]
+        draft_probs = torch.stack([offer.probs for offer in offers])
+        tried = [offer.tried for offer in offers if offer.tried is not None]
+        tokens = draft.tokens(draft_probs.device)[uploaded([offer.nodes for offer in offers], draft_probs.device)]
+        replaced = offers[0].replaced
+        yield from self._tries(tokens, draft_probs, target_probs, replaced, torch.stack(tried) if tried else None)
+
     def verify(self, draft: Draft, target: Target) -> Walk:
-        assert all(o.replaced == self._independent or len(o.token_ids) == 1 for o in draft.offers.values())
+        assert all(o.replaced == self._independent or len(o.nodes) == 1 for o in draft.offers.values())
         return self._descend(draft, target)
 
     def _descend(self, draft: Draft, target: Target, start: Walk = AT_ROOT) -> Walk:
@@ -210,17 +220,16 @@ class SeveralRatio(Verifier):
         def choose(node: int, accepted: tuple[int, ...]) -> int:
             if node not in offers:
                 return target.choose(node, accepted)
-            offer, read = offers[node], target.weights
+            read = target.weights
             tries: Iterator[Any]
             if read is not None:
                 before = (each for each in _weighed(draft, target) if each < node)
-                tries = iter(read[sum(len(offers[each].token_ids) + 1 for each in before) :])
+                tries = iter(read[sum(len(offers[each].nodes) + 1 for each in before) :])
             else:
-                tokens = draft.tries([node], offer.probs.device)[0]
-                tries = self._tries(tokens, offer.probs, target.probs(node, accepted), offer.replaced)
-            for token_id, chance in zip(offer.token_ids, tries, strict=False):
-                if target.accept(float(chance)):
-                    return token_id
+                tries = (each[0] for each in self._weigh_tries(draft, [node], target.probs(node, accepted)[None]))
+            for child, chance in zip(offers[node].nodes, tries, strict=False):
+                if chance > 0.0 and target.accept(float(chance)):
+                    return draft.tree.token_ids[child]
             return target.draw(next(tries))
 
         return walk(draft.tree, choose, target.n_checked, start)
@@ -252,7 +261,7 @@ class BlockRatio(ChainRatio):
             return None if n else super().weigh(draft, target)
         target_probs = torch.stack([target.probs(node, ()) for node in range(n)])
         draft_probs = torch.stack([draft.offers[node].probs for node in range(n)])
-        tokens = draft.spine(target_probs.device)[1 : n + 1, None]
+        tokens = draft.tokens(target_probs.device)[1 : n + 1, None]
         backed = torch.stack(_backed(target_probs.gather(1, tokens), draft_probs.gather(1, tokens)))  # (n + 1, 1)
         chances = _block_chance(backed[:n], target_probs, draft_probs)
         drawn = target.peek(residual(backed[:n] * target_probs, draft_probs))
@@ -322,46 +331,62 @@ def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     return (left / total).where(total > 0.0, target_probs)
 
 
-def _one_by_one(tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, replaced: bool) -> Iterator[Tensor]:
-    """Yield the chance (…, 1) of each try of `tokens` (…, tries), and then what is drawn from if none succeeds.
+def _one_by_one(
+    tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, replaced: bool, tried: Tensor | None
+) -> Iterator[Tensor]:
+    """Yield the chance (n, 1) of each try of `tokens` (n, tries), and then what is drawn from if none succeeds.
 
-    Each is given that those before it were refused. The distributions, the last one too, are (…, vocab).
+    Each is given that those before it were refused. The distributions, the last one too, are (n, vocab). Tries that
+    `tried`, bool (n, tries), leaves out have no chance, nor have draws of nothing, and are as if they had not been.
     """
-    for token in tokens[..., None].unbind(dim=-2):
-        yield (target_probs.gather(-1, token) / draft_probs.gather(-1, token)).clamp(max=1.0)
-        target_probs = residual(target_probs, draft_probs)
+    for at, token in enumerate(tokens[..., None].unbind(dim=1)):
+        chance, left = _chance(target_probs, draft_probs, token), residual(target_probs, draft_probs)
+        if tried is not None:
+            own = tried[:, at, None]
+            chance, left = chance * own, left.where(own, target_probs)
+        yield chance
+        target_probs = left
         if not replaced:
             draft_probs = remaining(draft_probs, token)
     yield target_probs
 
 
-def _k_seq(tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, replaced: bool) -> Iterator[Tensor]:
+def _k_seq(
+    tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, replaced: bool, tried: Tensor | None
+) -> Iterator[Tensor]:
     """Do as `_one_by_one` for draws of one distribution that all have the same chance."""
-    n_tries = len(tokens)
-    accepted = draft_probs.minimum(target_probs / _divisor(target_probs, draft_probs, n_tries))
-    for token in tokens[:, None].unbind():
-        yield accepted.gather(-1, token) / draft_probs.gather(-1, token)
-    once = min(1.0, float(accepted.sum()))  # the chance that one try is accepted
-    gain = _any_of(once, n_tries) / once if once > 0.0 else float(n_tries)
+    own = (tokens >= 0) if tried is None else tried
+    n_tries = own.sum(dim=1, keepdim=True)
+    accepted = draft_probs.minimum(target_probs / _divisor(target_probs, draft_probs, n_tries, tokens.shape[1]))
+    for at, token in enumerate(tokens[..., None].unbind(dim=1)):
+        yield _chance(accepted, draft_probs, token) * own[:, at, None]
+    once = accepted.sum(dim=1, keepdim=True).clamp(max=1.0)  # the chance that one try is accepted
+    gain = (_any_of(once, n_tries) / once).where(once > 0.0, n_tries)
     yield residual(target_probs, accepted * gain)
 
 
-def _any_of(chance: float, n_tries: int) -> float:
-    return 1.0 - float((1.0 - chance) ** n_tries)
+def _chance(accepted: Tensor, draft_probs: Tensor, token: Tensor) -> Tensor:
+    """Return the chance of a draw `token` (n, 1), at most 1, where tokens are to come out as often as `accepted`."""
+    offered = draft_probs.gather(1, token)
+    return (accepted.gather(1, token) / offered).clamp(max=1.0).where(offered > 0.0, 0.0)
 
 
-def _divisor(target_probs: Tensor, draft_probs: Tensor, n_tries: int) -> float:
-    """Return the smallest ρ in [1, n_tries], from above, that accepts no token more often than the target has it."""
-    shared = (target_probs > 0.0) & (draft_probs > 0.0)
-    wanted, offered = target_probs[shared], draft_probs[shared]
-    low, high = 1.0, float(n_tries)
-    for _ in range(_BISECTIONS if n_tries > 1 else 0):
+def _any_of(chance: Tensor, n_tries: Tensor) -> Tensor:
+    return 1.0 - (1.0 - chance) ** n_tries
+
+
+def _divisor(target_probs: Tensor, draft_probs: Tensor, n_tries: Tensor, most: int) -> Tensor:
+    """Return the smallest ρ in [1, n_tries], from above, that accepts no token more often than the target has it.
+
+    Args:    n_tries: (n, 1), at most `most`.
+    Returns: float64 (n, 1).
+    """
+    low, high = target_probs.new_ones(n_tries.shape), n_tries.to(target_probs.dtype)
+    for _ in range(_BISECTIONS if most > 1 else 0):
         middle = (low + high) / 2
-        once = min(1.0, float(offered.minimum(wanted / middle).sum()))
-        if _any_of(once, n_tries) > middle * once:
-            low = middle
-        else:
-            high = middle
+        once = draft_probs.minimum(target_probs / middle).sum(dim=1, keepdim=True).clamp(max=1.0)
+        refused = _any_of(once, n_tries) > middle * once
+        low, high = middle.where(refused, low), high.where(refused, middle)
     return high
 
 
@@ -388,7 +413,7 @@ class KeptPrefix(Verifier):
 
     def weigh(self, draft: Draft, target: Target) -> Tensor:
         probs = target.raw_probs(min(draft.tree.n_steps, target.n_checked))
-        return self.judge(draft.spine(probs.device)[1 : len(probs) + 1, None], probs)
+        return self.judge(draft.tokens(probs.device)[1 : len(probs) + 1, None], probs)
 
     @abstractmethod
     def judge(self, tokens: Tensor, probs: Tensor) -> Tensor:

@@ -85,7 +85,10 @@ class KVBuffer:
         for device, block in self._blocks.items():
             block[:, :, :, :n] = other._blocks[device][:, :, :, :n]
 
-    def move(self, source: int, target: int) -> None:
-        """Copy one slot's keys and values of all layers to another slot."""
-        for block in self._blocks.values():
-            block[:, :, :, target] = block[:, :, :, source]
+    def move(self, source: int | Tensor, target: int) -> None:
+        """Copy one slot's keys and values of all layers to another slot; of several, int64 (n,), to those behind it."""
+        for device, block in self._blocks.items():
+            if isinstance(source, int):
+                block[:, :, :, target] = block[:, :, :, source]
+            else:
+                block[:, :, :, target : target + len(source)] = block.index_select(3, source.to(device))

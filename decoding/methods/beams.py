@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ...core.serialization import Settings, count, share
-from ..draft import Draft, Drafter, DraftModel, DraftTree, draw_apart
+from ..draft import Draft, Drafter, DraftModel, draw_apart
 from ..verify import JointRatio, KeepAll, Verifier, most_probable
 from . import Resources, method
 
@@ -87,43 +88,62 @@ class BeamDrafter(Drafter):
         return min(room + 1 if self.runs_target else room, self.settings.draft_length)
 
     def draft(self, room: int) -> PassGenerator[Draft]:
-        best = yield from self._search(min(self._length(room), self.model.room))
-        tree = DraftTree.chain(best.token_ids)
-        if not self.runs_target:
-            return Draft(tree, logprobs=best.logprobs)
-        slot = self.context.root_slot
-        for depth, node in enumerate(best.nodes):  # ascending, and never to a slot that is still to be read
-            if node != depth:
-                self.context.buffer.move(slot + node, slot + depth)
-        return Draft(tree, logprobs=best.logprobs, n_checked=0, n_passes=tree.n_steps)
+        """Return the best beam; all beams of a level are run in one pass, those of the last level not at all.
 
-    def _search(self, length: int) -> PassGenerator[_Beam]:
-        """Return the best beam; all beams of a level are run in one pass, those of the last level not at all."""
-        self.model.restart()
-        beams, n_nodes = [_Beam((), (self.context.token_ids[-1],), (0.0,))], 0
-        for _ in range(length):
-            parents = [beam.nodes[-1] if beam.nodes else -1 for beam in beams]
-            logits = yield from self.model.extend([beam.token_ids[-1] for beam in beams], parents)
-            beams = [replace(beam, nodes=(*beam.nodes, n_nodes + i)) for i, beam in enumerate(beams)]
-            n_nodes += len(beams)
-            beams = self._next(beams, logits)
-        return max(beams, key=lambda beam: beam.joint)
+        No level is read before the next one is run: each has `beam_width` nodes, the i-th below the i-th of the level
+        before it, and what a beam goes on from is moved there.
+        """
+        import torch
 
-    def _next(self, beams: list[_Beam], logits: Tensor) -> list[_Beam]:
-        """Return the beams one token longer, given the logits (beams, vocab) after them."""
-        probs = logits.double().softmax(dim=-1).cpu()
-        values, tokens = most_probable(probs, self.settings.top_k, self.settings.top_p)  # (beams, n)
-        joint = values.log() + values.new_tensor([[beam.joint] for beam in beams])
-        grown = []
-        for index in self._pick(joint.flatten()):
-            beam, at = beams[index // joint.shape[1]], divmod(index, joint.shape[1])
-            token_ids = (*beam.token_ids, int(tokens[at]))
-            grown.append(_Beam(beam.nodes, token_ids, (*beam.logprobs, float(values[at].log()))))
-        return grown
+        from ...models.rows import uploaded
 
-    def _pick(self, joint: Tensor) -> tuple[int, ...]:
-        """Return which of the candidates become beams, given their joint log probabilities (candidates,)."""
-        if not self.context.rule.greedy:
-            return draw_apart(self.context.rule, joint.softmax(dim=-1), self.settings.beam_width)
-        values, order = joint.topk(min(self.settings.beam_width, joint.shape[0]))
-        return tuple(order[values > float("-inf")].tolist())
+        model, width = self.model, self.settings.beam_width
+        length = min(self._length(room), model.room)
+        token_ids = uploaded([self.context.token_ids[-1:]], self.context.runtime.device)  # (tokens so far, beams)
+        logprobs = torch.zeros(token_ids.shape, dtype=torch.float64, device=token_ids.device)
+        joint, source, parents = logprobs[0], token_ids[0], [-1]
+        model.restart()
+        for level in range(length):
+            if level > 1:
+                self._move(source, level - 1)
+            logits = yield from model.extend(token_ids[-1], parents)
+            parents = [1 + (level - 1) * width + beam if level else 0 for beam in range(width)]
+            values, tokens = most_probable(logits.double().softmax(dim=-1), self.settings.top_k, self.settings.top_p)
+            picked, joint = self._pick((joint[:, None] + values.log()).flatten())
+            source = picked // values.shape[1]
+            token_ids = torch.cat((token_ids[:, source], tokens.flatten()[picked][None]))
+            logprobs = torch.cat((logprobs[:, source], values.log().flatten()[picked][None]))
+        best = joint.argmax(dim=0, keepdim=True)
+        unread = torch.stack((token_ids[:, best].double(), logprobs[:, best]))[..., 0]
+        draft = Draft.of_unread(unread, [])
+        if self.runs_target:
+            self._move(source[best], length - 1)
+            draft = replace(draft, n_checked=0, n_passes=length)
+        elif model.reads_late:
+            return draft
+        return draft.read(*unread.tolist())
+
+    def _move(self, source: Tensor, n_levels: int) -> None:
+        """Move the keys and values of the beams at places `source` to places 0, 1, …, on each level below the root."""
+        import torch
+
+        first = 1 + torch.arange(n_levels, device=source.device) * self.settings.beam_width
+        self.model.move((first[:, None] + source).flatten(), 1)
+
+    def _pick(self, joint: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which candidates become beams, given the joint log probabilities of all: int64 (beam_width,).
+
+        The second: their own joint log probabilities, -inf where there are too few that can be.
+        """
+        import torch
+
+        n, width = len(joint), self.settings.beam_width
+        if n < width:
+            joint = torch.nn.functional.pad(joint, (0, width - n), value=-math.inf)
+        if self.context.rule.greedy:
+            values, picked = joint.topk(width)
+        else:
+            drawn, left = draw_apart(self.context.rule, joint.softmax(dim=-1), width)
+            picked = drawn.long()
+            values = joint[picked].where(left > -math.inf, -math.inf)
+        return picked.clamp(max=n - 1), values

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ...core.serialization import Settings, count, ranged, share
 from ...core.settings import Branching, SwiftSettings, candidates_at
-from ..draft import Draft, Drafter, DraftModel, DraftTree, Offer, Outcome
+from ..draft import Draft, Drafter, DraftModel, DraftTree, Outcome, draw_apart, offers_of, possible
 from ..verify import BlockRatio, ChainRatio, Rollback, SeveralRatio, TargetWalk, Typical, Verifier
 from . import Method, Resources, method
 
@@ -195,7 +195,8 @@ class ChainDrafter(Drafter):
 
     def draft(self, room: int) -> PassGenerator[Draft]:
         model, stop = self.model, self.stop
-        tokens, candidates, offers = [self.context.token_ids[-1]], list[tuple[int, ...]](), dict[int, Offer]()
+        tokens, candidates = [self.context.token_ids[-1]], list[tuple[int, ...]]()
+        drawn_from: list[Tensor] = []
         model.restart()
         stop.start()
         longest = min(room, self.max_depth, model.room)
@@ -203,17 +204,18 @@ class ChainDrafter(Drafter):
             return (yield from self._draft_ahead(longest))
         while len(candidates) < longest:
             logits = (yield from model.extend(tokens[-1:], (len(tokens) - 2,)))[0]
-            offered, confidence, offer = self._step(tokens[1:], logits)
+            offered, confidence, probs = self._step(tokens[1:], logits)
             unsure = stop.unsure(confidence, model.hidden)
             if unsure and not stop.keeps_last:
                 break
-            if offer is not None:
-                offers[len(tokens) - 1] = offer
+            if probs is not None:
+                drawn_from.append(probs)
             candidates.append(offered)
             tokens.append(offered[0])
             if unsure:
                 break
-        return Draft(DraftTree.grow(tokens[0], candidates), offers, staged=model.rest(len(tokens), tokens[-1]))
+        tree = DraftTree.grow(tokens[0], candidates)
+        return Draft(tree, offers_of(tree, drawn_from), staged=model.rest(len(tokens), tokens[-1]))
 
     def _draft_ahead(self, longest: int) -> PassGenerator[Draft]:
         """Draft where a step is read while the next one runs.
@@ -234,7 +236,7 @@ class ChainDrafter(Drafter):
     def observe(self, outcome: Outcome) -> None:
         self.stop.observe(outcome.draft.n_steps, min(len(outcome.walk.path), outcome.draft.n_steps))
 
-    def _step(self, drafted: Sequence[int], logits: Tensor) -> tuple[tuple[int, ...], float, Offer | None]:
+    def _step(self, drafted: Sequence[int], logits: Tensor) -> tuple[tuple[int, ...], float, Tensor | None]:
         """Return the tokens offered at this step, the first one's probability, and what it was drawn from if it was."""
         rule, branching = self.context.rule, self.branching
         if not self.draws:
@@ -243,11 +245,10 @@ class ChainDrafter(Drafter):
             n = 1 if branching is None else candidates_at(branching, confidence)
             return rule.candidates(scores, token_id, n), confidence, None
         scores = self.context.scores(drafted, logits)
+        probs = scores.double().softmax(dim=-1)
         if branching is not None:
             _, confidence = rule.confidence(scores)
-            offer = Offer.drawn(rule, scores, candidates_at(branching, confidence), replaced=False)
-        else:
-            offer = Offer.drawn(rule, scores)
-            # BiLD asks how sure the draft is, before it draws; the others how likely the drawn token was.
-            confidence = float(offer.probs[offer.token_ids[0]] if self.stop.keeps_last else offer.probs.max())
-        return offer.token_ids, confidence, offer
+            return possible(draw_apart(rule, probs, candidates_at(branching, confidence))), confidence, probs
+        token_id = int(rule.draw_drafts(probs))
+        # BiLD asks how sure the draft is, before it draws; the others how likely the drawn token was.
+        return (token_id,), float(probs[token_id] if self.stop.keeps_last else probs.max()), probs

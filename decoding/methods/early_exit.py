@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.errors import SettingsError
 from ...core.serialization import Settings, count, share
-from ..draft import Draft, Drafter, DraftTree, Offer, Outcome
+from ..draft import Draft, Drafter, DraftTree, Outcome, offers_of
 from ..verify import ChainRatio, TargetWalk, Verifier
 from . import Resources, method
 from .chains import AdaptiveThreshold, ChainDrafter, StopRule
@@ -134,20 +134,22 @@ class EarlyDrafter(Drafter):
 
         context = self.context
         staged = StagedPass(context.runtime, context.buffer, context.root_slot)
-        tokens, offers = [context.token_ids[-1]], {}  # type: list[int], dict[int, Offer]
+        tokens = [context.token_ids[-1]]
+        drawn_from: list[Tensor] = []
         staged.add(tokens[0])
         while len(tokens) <= min(room, self.max_depth):
             early = yield from self._predict(staged, tokens[1:])
             if early is None:
                 break
-            token_id, offer = early
-            if offer is not None:
-                offers[len(tokens) - 1] = offer
+            token_id, probs = early
+            if probs is not None:
+                drawn_from.append(probs)
             tokens.append(token_id)
             staged.add(token_id)
-        return Draft(DraftTree.chain(tokens), offers, staged=staged.finish())
+        tree = DraftTree.chain(tokens)
+        return Draft(tree, offers_of(tree, drawn_from), staged=staged.finish())
 
-    def _predict(self, staged: StagedPass, drafted: list[int]) -> PassGenerator[tuple[int, Offer | None] | None]:
+    def _predict(self, staged: StagedPass, drafted: list[int]) -> PassGenerator[tuple[int, Tensor | None] | None]:
         """Return the token that the first sure head gives behind the newest row, and what it was drawn from, if so."""
         rule, heads = self.context.rule, self.heads
         for depth in heads.depths:
@@ -156,8 +158,10 @@ class EarlyDrafter(Drafter):
             scores = self.context.scores(drafted, logits)
             token_id, confidence = rule.confidence(scores)
             if confidence > self.threshold:
-                offer = None if rule.greedy else Offer.drawn(rule, scores)
-                return (token_id if offer is None else offer.token_ids[0]), offer
+                if rule.greedy:
+                    return token_id, None
+                probs = scores.double().softmax(dim=-1)
+                return int(rule.draw_drafts(probs)), probs
         return None
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...core.serialization import Settings, count
-from ..draft import Draft, Drafter, DraftModel, DraftTree, Offer
+from ..draft import UNKNOWN, Draft, Drafter, DraftModel, DraftTree, Offer, draw_apart
 from ..verify import SeveralRatio, Verifier
 from . import Resources, method
 
@@ -47,6 +48,9 @@ class SequencesDrafter(Drafter):
     exclude each other: the sequences differ from their first token on, fewer of them where fewer tokens have any
     probability (MCSS). A greedy request gets the limit of both: the argmax chain, or one from each of the most
     probable first tokens, chosen without chance.
+
+    Where tokens are read late, equal beginnings are merged when they are known: until then each sequence has nodes of
+    its own, and its draws are tries under the nodes of all that have come the same way.
     """
 
     model: DraftModel
@@ -56,32 +60,80 @@ class SequencesDrafter(Drafter):
         self.max_width, self.max_depth = settings.sequences, settings.draft_length
 
     def draft(self, room: int) -> PassGenerator[Draft]:
-        # Node numbers are slots: a level of the tree is a pass, and the last one is not run by the draft model at all.
-        token_ids, parents, offers = [self.context.token_ids[-1]], [-1], dict[int, Offer]()
-        paths: list[tuple[int, ...]] = [()]  # by node, the tokens from below the root to it
-        depth = min(room, self.max_depth, self.model.room)
-        level = {0: self.max_width}  # the newest nodes, and how many sequences pass through each
-        self.model.restart()
-        for _ in range(depth):
-            logits = yield from self.model.extend([token_ids[n] for n in level], [parents[n] for n in level])
-            following: dict[int, int] = {}
-            for (node, n_through), row in zip(level.items(), logits, strict=True):
-                drawn, offer = self._draw(paths[node], row, n_through)
-                if offer is not None:
-                    offers[node] = offer
-                for token_id in dict.fromkeys(drawn):
-                    following[len(token_ids)] = drawn.count(token_id)
-                    token_ids.append(token_id)
-                    parents.append(node)
-                    paths.append((*paths[node], token_id))
-            level = following
-        return Draft(DraftTree(tuple(token_ids), tuple(parents), depth), offers)
+        import torch
 
-    def _draw(self, path: Sequence[int], logits: Tensor, n: int) -> tuple[tuple[int, ...], Offer | None]:
-        """Return the next token of each of `n` sequences, and what they were drawn from if they were."""
-        rule, scores = self.context.rule, self.context.scores(path, logits)
-        if not rule.greedy:
-            offer = Offer.drawn(rule, scores, n, self.replacement)
-            return offer.token_ids, offer
-        token_id, _ = rule.confidence(scores)
-        return (token_id,) * n if self.replacement else rule.candidates(scores, token_id, n), None
+        from ...models.rows import uploaded
+
+        context, late, device = self.context, self.model.reads_late, self.context.runtime.device
+        grown = _Growth(context.token_ids[-1], 1 if self.replacement and context.rule.greedy else self.max_width)
+        offers, unread = dict[int, Offer](), [uploaded(grown.token_ids, device)] if late else []
+        same: Tensor | None = None  # which sequences have come the same way: bool (newest nodes, sequences)
+        if late and self.replacement:
+            same = torch.ones((1, len(grown.newest)), dtype=torch.bool, device=device)
+        depth = min(room, self.max_depth, self.model.room)
+        self.model.restart()
+        for level in range(depth):
+            nodes = list(dict.fromkeys(grown.newest))
+            token_ids = unread[-1] if late else [grown.token_ids[node] for node in nodes]
+            logits = yield from self.model.extend(token_ids, [grown.parents[node] for node in nodes])
+            scored = zip(nodes, logits, strict=True)
+            scores = torch.stack([context.scores(grown.paths[node], row) for node, row in scored])
+            drawn, probs = self._draw(scores, [nodes.index(node) for node in grown.newest], apart=level == 0)
+            following = grown.grow([UNKNOWN] * len(drawn) if late else drawn.tolist())
+            for row, node in enumerate(nodes):
+                if probs is None:
+                    continue
+                own, tried = (following[node], None) if same is None else (grown.newest, same[row])
+                offers[node] = Offer(tuple(own), probs[row], self.replacement, tried)
+            if late:
+                unread.append(drawn)
+            if same is not None:
+                same = same & (drawn[:, None] == drawn)
+        tree = DraftTree(tuple(grown.token_ids), tuple(grown.parents), depth)
+        if not late:
+            return Draft(tree, offers)
+        tokens = torch.cat(unread).double()
+        return Draft(tree, offers, unread=torch.stack((tokens, torch.zeros_like(tokens))))
+
+    def _draw(self, scores: Tensor, of: Sequence[int], apart: bool) -> tuple[Tensor, Tensor | None]:
+        """Return the next token of each sequence, int64 (sequences,), and what a node's were drawn from if they were.
+
+        Args: scores: (nodes, vocab). of: which of the nodes each sequence has come to. apart: it is the first level.
+        """
+        from ...models.rows import uploaded
+        from ..context import most_probable
+
+        rule, n = self.context.rule, len(of)
+        probs = None if rule.greedy else scores.double().softmax(dim=-1)  # (nodes, vocab)
+        if apart and not self.replacement:
+            found = most_probable(scores[0], n) if probs is None else draw_apart(rule, probs[0], n)
+            return (found[0] if self.model.reads_late else found[0, found[1] > -math.inf]).long(), probs
+        index = uploaded(of, scores.device)
+        if probs is None:
+            return scores.max(dim=-1).indices[index], None
+        return rule.draw_drafts(probs[index])[:, 0], probs
+
+
+class _Growth:
+    """A tree that sequences grow side by side: its nodes, the tokens above each, and the newest of each sequence."""
+
+    def __init__(self, root: int, n_sequences: int) -> None:
+        self.token_ids, self.parents, self.paths = [root], [-1], list[tuple[int, ...]]([()])
+        self.newest = [0] * n_sequences
+
+    def grow(self, token_ids: Sequence[int]) -> dict[int, list[int]]:
+        """Let each sequence go on; the last ones end, where there are fewer tokens. Return by node what follows it.
+
+        Equal sequences share nodes, unless their tokens are UNKNOWN.
+        """
+        before, self.newest = self.newest, []
+        known, following = dict[tuple[int, int], int](), {node: list[int]() for node in before}
+        for node, token_id in zip(before, token_ids, strict=False):
+            if token_id == UNKNOWN or (node, token_id) not in known:
+                known[node, token_id] = len(self.token_ids)
+                self.token_ids.append(token_id)
+                self.parents.append(node)
+                self.paths.append((*self.paths[node], token_id))
+            self.newest.append(known[node, token_id])
+            following[node].append(self.newest[-1])
+        return following
