@@ -33,7 +33,6 @@ from ..core.events import (
     Progress,
     TaskFinished,
     TrialsDone,
-    event_from_json,
     event_line,
     event_task,
     state_words,
@@ -233,7 +232,7 @@ def follow(client: JobClient, job: Job, progress: TuneProgress) -> Ended:
                     if reason := client.why_waiting(job):
                         progress.say(reason)
                         said_why = True
-            elif (event := event_of(update)) is not None:
+            elif (event := update.event) is not None:
                 progress(event)
                 if isinstance(event, events.StateChanged):
                     waiting_since = time.monotonic()
@@ -259,13 +258,6 @@ def finished_tasks(events: Iterable[Event]) -> tuple[TaskFinished, ...]:
         replace(task, trials=tuple(sorted(trials[name], key=lambda trial: trial.step)))
         for name, task in finished.items()
     )
-
-
-def event_of(update: JobEvent) -> Event | None:
-    """Return a stored event as it was reported; None for one of a newer swiftopt, which cannot be shown."""
-    with suppress(StoreError):
-        return event_from_json(update.type, {key: value for key, value in update.data.items() if key != "type"})
-    return None
 
 
 def _patient_updates(client: JobClient, job: str, progress: TuneProgress) -> Iterator[JobEvent | Job]:

@@ -17,14 +17,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core.errors import InvalidInput, safe_url
-from ..core.events import JobState, Progress, TaskFinished
-from ..core.requests import BASE, CompareRequest, Job, JobEvent, JobList, TuneRequest, Verb
+from ..core.events import JobState, TaskFinished
+from ..core.requests import BASE, VERB_HELP, CompareRequest, Job, JobList, TuneRequest, Verb
 from ..core.settings import ENGINES, preset_of
 from ..core.streams import STDIN, LineWriter, default_output, output_line, read_stream
 from ..core.types import Prompt, seconds_by_part
 from ..optimizer.strategies import strategy_info
 from . import options, tuning_options
-from .backend import Backend, JobClient, TuneProgress, backend_options, event_of, progress_words, result_of
+from .backend import Backend, JobClient, TuneProgress, backend_options, progress_words, result_of
 from .charts import Pictures, draw_tuning
 from .compare import comparison
 from .engines import server_of, tune_engine
@@ -324,26 +324,8 @@ def _why_waiting(client: JobClient, job: Job) -> list[str]:
     return [f"note: {reason}"] if reason else []
 
 
-VERBS: dict[Verb, tuple[str, str]] = {  # with the short help of each and its help
-    "pause": (
-        "Let a job rest.",
-        "Let a job rest: a running one saves where it is and frees its device at its next step.",
-    ),
-    "resume": ("Let a paused job go on.", "Queue a paused job again; it goes on from where it was."),
-    "stop": (
-        "End a job with the best found so far.",
-        "End a job at its next step; it succeeds, with the best layer sets found so far.",
-    ),
-    "cancel": ("End a job without a result.", "End a job without a result; the completions it has finished are kept."),
-    "retry": (
-        "Queue a failed or cancelled job again.",
-        "Queue a failed or cancelled job again; it goes on from its last checkpoint.",
-    ),
-}
-
-
-def _add_verb(verb: Verb, short: str, words: str) -> None:
-    @jobs.command(verb, short_help=short)
+def _add_verb(verb: Verb, words: str) -> None:
+    @jobs.command(verb, short_help=words.partition(":")[0] + ".")
     @on_job
     @options.example(f"jobs {verb} 3f2a9c81d04e", words=words)
     def act(job: str, backend: Backend) -> Result:
@@ -353,8 +335,8 @@ def _add_verb(verb: Verb, short: str, words: str) -> None:
             return Result(found.to_json(), [f"job {found.id} is {found.state}{wanted}"], _why_waiting(client, found))
 
 
-for verb, (short, words) in VERBS.items():
-    _add_verb(verb, short, words)
+for verb, words in VERB_HELP.items():
+    _add_verb(verb, words)
 
 
 @jobs.command(short_help="Write a job's completions as JSON Lines.")
@@ -406,7 +388,7 @@ def jobs_table(jobs: Sequence[Job], width: int) -> Table:
 
 def job_view(job: Job) -> RenderableType:
     wanted = f", to {job.wanted} at its next step" if job.wanted else ""
-    found = []
+    now, found = job.figures, []
     for record in job.layer_sets:
         measured = ratio(record.measured_speedup, record.measured_interval)
         words = f"r {record.layer_set.skip_ratio:.2f}, measured {measured}, {record.verdict}"
@@ -417,7 +399,7 @@ def job_view(job: Job) -> RenderableType:
         ("model", job.model or f"none, a {job.kind} job"),
         ("stream", str(job.request.get("stream") or "")),
         ("completions", f"{job.n_outputs} of {job.n_prompts}" if job.n_prompts else ""),
-        ("now", now_words(job)),
+        ("now", f"{now.task}, {now.phase}: {progress_words(now)}" if now is not None else ""),
         *found,
         ("queue", job.queue or "none, it runs where it was begun"),
         ("worker", job.worker or ""),
@@ -428,16 +410,6 @@ def job_view(job: Job) -> RenderableType:
         ("fingerprint", job.fingerprint),
     ]
     return Group(heading(f"job {job.id}"), figures_table((name, value) for name, value in rows if value))
-
-
-def now_words(job: Job) -> str:
-    """Return a running job's figures, as its worker left them in its row; nothing if a newer swiftopt did."""
-    if job.progress is None or job.is_finished:
-        return ""
-    progress = event_of(JobEvent(0, "progress", job.progress, ""))
-    if not isinstance(progress, Progress):
-        return ""
-    return f"{progress.task}, {progress.phase}: {progress_words(progress)}"
 
 
 def duration(start: str | None, end: str | None) -> str:

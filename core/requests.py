@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from .errors import SettingsError, StoreError
-from .events import JobState, PromptFinished
+from .events import Event, JobState, Progress, PromptFinished, event_from_json
 from .records import LayerSetRecord
 from .serialization import Record, Settings, count
 from .settings import SwiftSettings, TuningSettings
@@ -188,7 +189,14 @@ Wanted = Literal["pause", "stop"]  # what a running job is asked to do at its ne
 Promotion = Literal["always", "if none", "never"]  # when look-ups find a new set: if none, where they found none before
 
 STATES: tuple[JobState, ...] = get_args(JobState)
-VERBS: tuple[Verb, ...] = get_args(Verb)
+VERB_HELP: Mapping[Verb, str] = {
+    "pause": "Let a job rest: a running one saves where it is and frees its device at its next step.",
+    "resume": "Let a paused job go on: it is queued again, and goes on from where it was.",
+    "stop": "End a job with the best found so far: it succeeds at its next step, with the layer sets that it has.",
+    "cancel": "End a job without a result: the completions it has finished are kept.",
+    "retry": "Queue a failed or cancelled job again: it goes on from its last checkpoint.",
+}
+VERBS: tuple[Verb, ...] = tuple(VERB_HELP)
 END_STATES: tuple[JobState, ...] = ("succeeded", "failed", "cancelled")
 UNFINISHED: tuple[JobState, ...] = ("queued", "running", "paused")
 
@@ -264,6 +272,14 @@ class Job(Record):
         """The model's name, as shown to users."""
         return str(self.request.get("model", ""))
 
+    @property
+    def figures(self) -> Progress | None:
+        """The latest figures of a job that runs; None if it left none, or a newer swiftopt did."""
+        if self.progress is None or self.is_finished:
+            return None
+        found = JobEvent(0, "progress", self.progress, "").event
+        return found if isinstance(found, Progress) else None
+
 
 @dataclass(frozen=True, slots=True)
 class JobEvent(Record):
@@ -273,6 +289,13 @@ class JobEvent(Record):
     type: str
     data: Mapping[str, Any]
     created_at: str
+
+    @property
+    def event(self) -> Event | None:
+        """The event as it was reported; None for one of a newer swiftopt, or changed by hand."""
+        with suppress(StoreError):
+            return event_from_json(self.type, {key: value for key, value in self.data.items() if key != "type"})
+        return None
 
 
 @dataclass(frozen=True, slots=True)

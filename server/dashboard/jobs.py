@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
@@ -12,25 +11,14 @@ from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from fastapi import Query, Request
-from pydantic import ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 from starlette.responses import RedirectResponse, Response
 
 from ...core.errors import ServiceUnreachable, StoreError, StoreUnavailable, SwiftoptError
-from ...core.events import (
-    Adopted,
-    JobState,
-    Progress,
-    PromptFinished,
-    PromptStarted,
-    StateChanged,
-    TrialsDone,
-    event_from_json,
-    event_line,
-    event_type,
-)
-from ...core.requests import DEFAULT_QUEUE, MAX_NEW_TOKENS, STATES, Job, JobEvent, Speed, TuneRequest, Verb
+from ...core.events import JobState, PromptFinished, PromptStarted, StateChanged, TrialsDone, event_line
+from ...core.requests import DEFAULT_QUEUE, STATES, VERB_HELP, Job, JobEvent, TuneRequest, Verb
 from ...core.serialization import explained
 from ...core.settings import AUTO, FORMATS, STORED, TuningSettings
 from ...core.types import Sampling
@@ -52,13 +40,6 @@ NAMES_OFFERED = 200  # of models and streams, while one types
 TEXT_SHOWN = 300  # characters of a completion
 ENGINE = "-engine"  # how the name of a served model's engine ends, as a worker
 WANTED = {"pause": "running, to pause at its next step", "stop": "running, to stop at its next step"}
-ABOUT: dict[Verb, str] = {
-    "pause": "let it rest; a running job saves where it is at its next step",
-    "resume": "let it go on from where it was",
-    "stop": "end it with the best layer sets found so far",
-    "cancel": "end it without a result; finished completions are kept",
-    "retry": "queue it again, from its last checkpoint",
-}
 LABELS = {  # of fields whose names do not say enough
     "limit": "Take only the first prompts",
     "max_new_tokens": "Tokens per completion",
@@ -181,54 +162,38 @@ def _registered(app: State) -> tuple[list[WorkerSeen], str]:
 
 def event_words(event: JobEvent, n_prompts: int) -> str:
     """Return an event in words; one that cannot be read is named."""
-    try:
-        found = event_from_json(event.type, event.data)
-    except StoreError:
-        return f"{event.type}: changed by hand, or of a newer swiftopt"
-    match found:
+    match found := event.event:
+        case None:
+            return f"{event.type}: changed by hand, or of a newer swiftopt"
         case TrialsDone():
             n, best = len(found.trials), max((trial.matchness for trial in found.trials), default=None)
             return f"{found.task}: {n} candidate{'' if n == 1 else 's'} scored, best matchness {number(best)}"
-        case Adopted():
-            return f"{found.task}: drafts use candidate {found.step} (matchness {number(found.matchness)})"
         case PromptStarted():
             return f"{found.task}: prompt {found.index + 1} of {found.n_prompts} ({found.prompt_id})"
         case StateChanged(state="failed"):
             return f"failed: {found.detail}"
         case _:
-            return event_line(found, n_prompts) or event_type(found)
-
-
-def attempts_of(events: Sequence[JobEvent]) -> list[tuple[str, int, JobState, str]]:
-    """Return changes of state as (time, attempt, state, reason)."""
-    found = []
-    for event in events:
-        with suppress(StoreError):
-            change = event_from_json(event.type, event.data)
-            if isinstance(change, StateChanged):
-                found.append((event.created_at, change.attempt, change.state, change.detail))
-    return found
+            return event_line(found, n_prompts) or event.type
 
 
 def figures_of(job: Job) -> list[tuple[str, str]]:
     """Return the latest figures of a job that runs; none if a newer swiftopt has written them."""
-    if job.progress is None or job.is_finished:
-        return []
-    try:
-        now = Progress.from_json({key: value for key, value in job.progress.items() if key != "type"})
-    except StoreError:
-        return []
-    return [
-        ("Task", now.task[:60]),
-        ("Phase", now.phase[:60]),
-        ("Tokens per second", number(now.tok_s, 1)),
-        ("Tokens", number(now.tokens, 0)),
-        ("Candidates", number(now.n_trials, 0)),
-        ("Matchness, best", number(now.best_matchness)),
-        ("Acceptance α", number(now.acceptance_rate)),
-        ("Tokens per pass M", number(now.mean_generated_length)),
-        ("Skip ratio", number(now.skip_ratio)),
-    ]
+    now = job.figures
+    return (
+        []
+        if now is None
+        else [
+            ("Task", now.task[:60]),
+            ("Phase", now.phase[:60]),
+            ("Tokens per second", number(now.tok_s, 1)),
+            ("Tokens", number(now.tokens, 0)),
+            ("Candidates", number(now.n_trials, 0)),
+            ("Matchness, best", number(now.best_matchness)),
+            ("Acceptance α", number(now.acceptance_rate)),
+            ("Tokens per pass M", number(now.mean_generated_length)),
+            ("Skip ratio", number(now.skip_ratio)),
+        ]
+    )
 
 
 def _flat(request: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -260,7 +225,7 @@ def _value_words(value: Any) -> str:
 templates.globals |= {
     "state_shown": state_shown,
     "place_shown": place_shown,
-    "verbs_about": ABOUT,
+    "verbs_about": VERB_HELP,
     "most_events": EVENTS_SHOWN,
     "text_shown": TEXT_SHOWN,
 }
@@ -268,6 +233,8 @@ templates.filters["since"] = since
 
 
 # --- a new job
+
+NUMBER: TypeAdapter[int | float] = TypeAdapter(int | Annotated[float, Field(allow_inf_nan=False)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,45 +255,40 @@ class Option:
         """Return the value of a text; one that should be a number and is not stays a text, which validation refuses."""
         if self.choices == ("yes", "no"):
             return text == "yes"
-        if self.kind == "number":
-            with suppress(ValueError):
-                return int(text)
-            with suppress(ValueError):
-                return float(text) if math.isfinite(float(text)) else text
+        with suppress(ValueError):
+            return NUMBER.validate_strings(text) if self.kind == "number" else text
         return text
 
 
-def options_of(kind: type, prefix: str) -> list[Option]:
-    """Return an option for each setting of a record that is a single value."""
-    choices = {"strategy": tuple(STRATEGIES), "draft_format": (AUTO, STORED, *FORMATS)}
+def options_of(kind: type, prefix: str = "", names: Sequence[str] = ()) -> list[Option]:
+    """Return an option for each field of a record that is a single value; `names` choose some."""
+    choices = {"strategy": tuple(STRATEGIES), "draft_format": (AUTO, STORED, *FORMATS), "dtype": DTYPES}
     hints, found = get_type_hints(kind), []
     for each in fields(kind):
-        name, hint = f"{prefix}.{each.name}", hints[each.name]
+        name, hint = f"{prefix}{each.name}", hints[each.name]
         default = "" if each.default is MISSING or each.default is None else each.default
         kinds = {hint, *get_args(hint)}
+        if names and each.name not in names:
+            continue
         if hint is bool:
             found.append(Option(name, "yes" if default else "no", "choice", ("yes", "no")))
         elif get_origin(hint) is Literal or each.name in choices:
             found.append(Option(name, str(default), "choice", choices.get(each.name, get_args(hint))))
         elif kinds & {int, float} and get_origin(hint) is not tuple:
             found.append(Option(name, f"{default:g}" if default != "" else "", "number"))
+        elif hint is str:
+            found.append(Option(name, str(default), "text"))
     return found
 
 
-FIRST = (
-    Option("limit", "", "number"),
-    Option("max_new_tokens", str(MAX_NEW_TOKENS), "number"),
-    Option("concurrency", "1", "number"),
-)
+FIRST = options_of(TuneRequest, names=("limit", "max_new_tokens", "concurrency"))
 REST = {
     "The model": [
-        Option("device", "auto", "text"),
-        Option("dtype", "auto", "choice", DTYPES),
-        Option("speed", "auto", "choice", get_args(Speed)),
+        *options_of(TuneRequest, names=("device", "dtype", "speed")),
         Option("queue", DEFAULT_QUEUE, "text"),
     ],
-    "The search and its drafts": options_of(TuningSettings, "settings"),
-    "Sampling": options_of(Sampling, "sampling"),
+    "The search and its drafts": options_of(TuningSettings, "settings."),
+    "Sampling": options_of(Sampling, "sampling."),
 }
 OPTIONS = {option.name: option for option in (*FIRST, *(each for group in REST.values() for each in group))}
 
@@ -462,12 +424,13 @@ def show(app: Shared, job: JobId, known: bool = False) -> dict[str, Any]:
     except StoreError as error:
         problem = str(error)
     events = jobs.newest_events(found.id, EVENTS_SHOWN)
+    changes = jobs.newest_events(found.id, ATTEMPTS_SHOWN, "state_changed")
     chosen, defaults = request_words(found.request)
     return {
         **{"job": found, "known": known, "standing": standing, "chosen": chosen, "defaults": defaults},
         "verbs": verbs_of(found, standing),
         "figures": figures_of(found),
-        "attempts": attempts_of(jobs.newest_events(found.id, ATTEMPTS_SHOWN, "state_changed")),
+        "attempts": [(each.created_at, to) for each in changes if isinstance(to := each.event, StateChanged)],
         "events": [(event.id, event.created_at, event_words(event, found.n_prompts)) for event in events],
         "outputs": outputs,
         "outputs_problem": problem,

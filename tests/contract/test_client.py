@@ -332,7 +332,6 @@ def test_key_is_sent_and_never_shown(store: Store) -> None:
 
 
 def test_progress_of_a_followed_job_is_an_event_again(client: swiftopt.Client, store: Store) -> None:
-    from swiftopt.cli.backend import event_of
 
     figures = Progress("notes", "optimise", 9, 3.5, 0.5, 0.6, 4, None, None, 0.45)
     job, _ = client.submit(REQUEST, PROMPTS)
@@ -340,7 +339,7 @@ def test_progress_of_a_followed_job_is_an_event_again(client: swiftopt.Client, s
     store.jobs.renew(lease, progress={"type": "progress", **figures.to_json()})
     store.jobs.end(lease, "succeeded")
     shown = [event for event in client.follow(job.id) if isinstance(event, JobEvent) and event.type == "progress"]
-    assert [event_of(event) for event in shown] == [figures]
+    assert [event.event for event in shown] == [figures]
 
 
 def test_noop_job_without_a_model_can_be_read(client: swiftopt.Client, store: Store) -> None:
