@@ -65,14 +65,31 @@ class JobClient:
     def __init__(self, jobs: JobBoard, database: str) -> None:
         self.jobs, self.database = jobs, database
 
-    def updates(self, job: str, after: int = 0) -> Iterator[JobEvent | Job]:
-        """Yield a job's events after number `after`, and the job itself after each look; a finished job comes last."""
-        progress = None
+    def updates(self, job: str) -> Iterator[JobEvent | Job | str]:
+        """Yield a job's events, and the job itself after each look; a finished job comes last.
+
+        A text says that the database is away; it is asked on.
+
+        Raises: StoreUnavailable: it has been away for two minutes.
+        """
+        after, progress, away_since = 0, None, math.inf
         while True:
-            seen = self.jobs.get(job)  # before its events, so that those of its end are there when it has ended
-            while events := self.jobs.events(job, after, PAGE):
-                yield from events
-                after = events[-1].id
+            try:
+                seen = self.jobs.get(job)  # before its events, so that those of its end are there when it has ended
+                events = self.jobs.events(job, after, PAGE)
+            except StoreUnavailable as error:
+                if away_since == math.inf:
+                    away_since = time.monotonic()
+                    yield f"{error}; still trying"
+                if time.monotonic() - away_since > AWAY_S:
+                    raise
+                time.sleep(RETRY_S)
+                continue
+            away_since = math.inf
+            yield from events
+            after = events[-1].id if events else after
+            if len(events) == PAGE:
+                continue
             if seen.progress is not None and seen.progress != progress and not seen.is_finished:
                 progress = seen.progress
                 yield JobEvent(0, "progress", progress, "")
@@ -116,8 +133,8 @@ class ServerClient(JobClient):
         super().__init__(client, safe_url(client.url))
         self._client = client
 
-    def updates(self, job: str, after: int = 0) -> Iterator[JobEvent | Job]:
-        return self._client.follow(job, after)
+    def updates(self, job: str) -> Iterator[JobEvent | Job]:
+        return self._client.follow(job)
 
     def _obstacle(self, queue: str) -> str | None:
         redis = self._client.ready().get("redis")
@@ -224,8 +241,10 @@ def follow(client: JobClient, job: Job, progress: TuneProgress) -> Ended:
     found: list[Event] = []
     waiting_since, said_why = time.monotonic(), False
     with progress:
-        for update in _patient_updates(client, job.id, progress):
-            if isinstance(update, Job):
+        for update in client.updates(job.id):
+            if isinstance(update, str):
+                progress.say(update)
+            elif isinstance(update, Job):
                 job = update
                 if job.state == "queued" and not said_why and time.monotonic() - waiting_since >= PATIENCE_S:
                     waiting_since = time.monotonic()  # where there is nothing to say, look again later
@@ -258,25 +277,6 @@ def finished_tasks(events: Iterable[Event]) -> tuple[TaskFinished, ...]:
         replace(task, trials=tuple(sorted(trials[name], key=lambda trial: trial.step)))
         for name, task in finished.items()
     )
-
-
-def _patient_updates(client: JobClient, job: str, progress: TuneProgress) -> Iterator[JobEvent | Job]:
-    """Yield the job's updates, also over a time in which the database is away."""
-    after, away_since = 0, math.inf
-    while True:
-        try:
-            for update in client.updates(job, after):
-                after = max(after, update.id) if isinstance(update, JobEvent) else after
-                away_since = math.inf
-                yield update
-            return
-        except StoreUnavailable as error:
-            if away_since == math.inf:
-                away_since = time.monotonic()
-                progress.say(f"{error}; still trying")
-            if time.monotonic() - away_since > AWAY_S:
-                raise
-            time.sleep(RETRY_S)
 
 
 # --- progress

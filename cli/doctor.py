@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 import click
+import psutil
 from rich.table import Table
 from rich.text import Text
 
@@ -28,7 +29,6 @@ GIB = 1 << 30
 LOW_MEMORY = 2 * GIB  # below it even small models of the alias table do not fit in bfloat16 with room to work
 LOW_DISK = 5 * GIB  # below it a download or a converted GGUF file of a small model may not fit
 CLOCK_S = 2.0  # difference between two clocks from which times in lists mislead
-MEMINFO = Path("/proc/meminfo")
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 Status = Literal["ok", "warn", "fail"]
@@ -174,13 +174,9 @@ def check_speed() -> Finding:
 
 
 def check_memory() -> Finding:
-    try:
-        lines = dict(line.split(":", 1) for line in MEMINFO.read_text(encoding="ascii").splitlines())
-        free, total = (int(lines[key].split()[0]) * 1024 for key in ("MemAvailable", "MemTotal"))
-    except (OSError, KeyError, ValueError):
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return "ok", f"{total / GIB:.1f} GiB"
-    return "warn" if free < LOW_MEMORY else "ok", f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
+    found = psutil.virtual_memory()
+    text = f"{found.available / GIB:.1f} of {found.total / GIB:.1f} GiB free"
+    return "warn" if found.available < LOW_MEMORY else "ok", text
 
 
 def check_cache() -> Finding:

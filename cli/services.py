@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import psutil
 
 from ..core.errors import SettingsError, SwiftoptError
 from ..core.requests import ServedModel
@@ -289,18 +290,8 @@ def _check_name(name: str, queue: RedisQueue) -> None:
         if found.hostname != socket.gethostname():
             where = f"a worker named {name} lives on {found.hostname}"
             note(f"note: {where}: if it still runs, give this one another --name")
-        elif found.pid != os.getpid() and _is_running(found.pid):
+        elif found.pid != os.getpid() and psutil.pid_exists(found.pid):
             raise SettingsError(f"a worker named {name} runs here already (process {found.pid}): choose another --name")
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's process
-        pass
-    return True
 
 
 # --- the database
