@@ -1,6 +1,6 @@
 """The dashboard: pages rendered on the server, which work without scripts; their live parts are sent as HTML events.
 
-`live_page` makes a page and its live part of one function; other pages are routes of `pages()` that end with `page`.
+`shown_page` makes a page, and its live part, of one function; others are routes of `pages()` that end with `page`.
 Nothing is loaded from another host. Where API keys are set, a page asks for one of them once: a signed cookie remembers
 whose it was, for as long as the server has that key.
 """
@@ -224,13 +224,13 @@ Values = Callable[[], Awaitable[dict[str, Any]]]
 ValuesOf = TypeVar("ValuesOf", bound=Callable[..., Any])
 
 
-def live_page(
-    router: APIRouter, path: str, name: str, period_s: float = LIVE_S, live_path: str = ""
+def shown_page(
+    router: APIRouter, path: str, name: str, live_s: float | None = None, live_path: str = ""
 ) -> Callable[[ValuesOf], ValuesOf]:
-    """Add a page of the template `name`, and its live part `name`_part at `/live` + path, to a router.
+    """Add a page of the template `name` to a router, and with `live_s` its live part `name`_part at `/live` + path.
 
     The function below returns what both show. Its parameters are those of the two routes, as FastAPI reads them; it is
-    called for every update, in a thread unless it is async.
+    called for every update, `live_s` seconds after the last one, in a thread unless it is async.
     """
 
     def add(values_of: ValuesOf) -> ValuesOf:
@@ -245,12 +245,15 @@ def live_page(
         async def whole(request: Request, session: CurrentSession, values: Values = dependency) -> Response:
             return page(request, session, f"{name}.html", **await values())
 
+        if live_s is None:
+            return values_of
+
         @router.get(live_path or f"/live{path}")
         async def updates(session: CurrentSession, values: Values = dependency) -> Response:
             async def part() -> str:
                 return render(f"{name}_part.html", session=session, **await values())
 
-            return live(part, period_s)
+            return live(part, live_s)
 
         return values_of
 

@@ -28,7 +28,7 @@ from ...store.jobs import JobStanding
 from .. import jobs as api
 from ..jobs import JobId, JobSubmission, StreamSource
 from ..middleware import Shared, State
-from . import CurrentSession, FormSession, live_page, number, page, pages, seconds, templates
+from . import LIVE_S, CurrentSession, FormSession, number, page, pages, seconds, shown_page, templates
 
 PER_PAGE = 50
 LAST_PAGE = 1_000_000
@@ -360,7 +360,7 @@ def form_values(app: State, form: FormData, wrong: Sequence[tuple[str, str]]) ->
 PageNumber = Annotated[int, Query(alias="page", ge=1, le=LAST_PAGE)]
 
 
-@live_page(router, "/jobs", "jobs")
+@shown_page(router, "/jobs", "jobs", LIVE_S)
 def jobs(app: Shared, state: JobState | None = None, at: PageNumber = 1) -> dict[str, Any]:
     """Return the jobs of a page (from 1), the newest first, and the workers.
 
@@ -384,11 +384,10 @@ def jobs(app: Shared, state: JobState | None = None, at: PageNumber = 1) -> dict
     }
 
 
-@router.get("/jobs/new")
-async def new(request: Request, app: Shared, session: CurrentSession) -> Response:
-    """The form for a new job; a query such as `?model=…&task=…` fills it."""
-    typed = FormData(dict(request.query_params))
-    return page(request, session, "job_new.html", **await run_in_threadpool(form_values, app, typed, ()))
+@shown_page(router, "/jobs/new", "job_new")
+def new(request: Request, app: Shared) -> dict[str, Any]:
+    """Return the form for a new job; a query such as `?model=…&task=…` fills it."""
+    return form_values(app, FormData(dict(request.query_params)), ())
 
 
 @router.post("/jobs/new")
@@ -407,7 +406,7 @@ async def submit(request: Request, app: Shared, session: FormSession) -> Respons
     return RedirectResponse(f"/jobs/{job.id}" + ("" if is_new else "?known=1"), 303)
 
 
-@live_page(router, "/jobs/{job}", "job")
+@shown_page(router, "/jobs/{job}", "job", LIVE_S)
 def show(app: Shared, job: JobId, known: bool = False) -> dict[str, Any]:
     """Return one job; `known`: it was submitted again.
 
@@ -444,10 +443,10 @@ def outputs(app: Shared, session: CurrentSession, job: JobId) -> Response:
     return api.outputs(app, job)
 
 
-@router.get("/jobs/{job}/cancel")
-async def ask_cancel(request: Request, app: Shared, session: CurrentSession, job: JobId) -> Response:
-    """Ask whether a job is to be cancelled."""
-    return page(request, session, "job_cancel.html", job=await run_in_threadpool(app.board.get, job))
+@shown_page(router, "/jobs/{job}/cancel", "job_cancel")
+def ask_cancel(app: Shared, job: JobId) -> dict[str, Any]:
+    """Return the job that is to be cancelled if a person says so."""
+    return {"job": app.board.get(job)}
 
 
 @router.post("/jobs/{job}/{verb}")

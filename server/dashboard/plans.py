@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 from urllib.parse import urlencode
 
-from fastapi import Form, Request
+from fastapi import Form
 from markupsafe import Markup, escape
 from pydantic import StringConstraints
 from starlette.concurrency import run_in_threadpool
@@ -23,7 +23,7 @@ from ...store import Store
 from ..engines import EngineProcess
 from ..middleware import Refused, Shared, State
 from ..schemas import Depth
-from . import CurrentSession, FormSession, live_page, number, page, pages, templates
+from . import CurrentSession, FormSession, number, pages, shown_page, templates
 
 Name = Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\x00-\x1f\x7f]+$")]
 NameField = Annotated[Name, Form()]
@@ -358,12 +358,39 @@ def task_values(store: Store, model: str, task: str, number: int | None) -> dict
     }
 
 
-def compare_values(store: Store, model: str, task: str, left: int, right: int) -> dict[str, Any]:
+def address(model: str, task: str, **more: object) -> str:
+    """Return the address of a task's page; names may have slashes, so they stand in the query."""
+    return f"/plans/task?{urlencode({'model': model, 'task': task, **more})}"
+
+
+templates.globals["plan_address"] = address
+
+
+# --- routes
+
+
+@shown_page(router, "/plans", "plans", SELDOM_S)
+def plans(app: Shared) -> dict[str, Any]:
+    """Return per model and task the plan that is in use."""
+    return {"rows": overview_of(app.store.plan_versions())}
+
+
+@shown_page(router, "/plans/task", "plan")
+async def task_plans(
+    app: Shared, model: Name, task: Name, version: Depth | None = None, said: str = ""
+) -> dict[str, Any]:
+    """Return the versions of a model's task, and one of them whole."""
+    values = await run_in_threadpool(task_values, app.store, model, task, version)
+    return {**values, "served": await engines_serving(app, values["found"]), "notice": NOTICES.get(said)}
+
+
+@shown_page(router, "/plans/compare", "plan_compare")
+def compare(app: Shared, model: Name, task: Name, left: Depth, right: Depth) -> dict[str, Any]:
     """Return the figures, settings and maps of two versions side by side.
 
     Raises: as `task_values`.
     """
-    versions = versions_of(store, model, task)
+    versions = versions_of(app.store, model, task)
     pair = [chosen(versions, left), chosen(versions, right)]
     sets = [each.plan.layer_set.layer_set for each in pair if each.plan.layer_set is not None]
     marked = differing(*sets) if len(sets) == 2 else []
@@ -381,48 +408,6 @@ def compare_values(store: Store, model: str, task: str, left: int, right: int) -
         "differing": [(name, spans(i for of, i in marked if of == kind)) for kind, name in KINDS],
         "comparable": len(sets) == 2,
     }
-
-
-def address(model: str, task: str, **more: object) -> str:
-    """Return the address of a task's page; names may have slashes, so they stand in the query."""
-    return f"/plans/task?{urlencode({'model': model, 'task': task, **more})}"
-
-
-templates.globals["plan_address"] = address
-
-
-# --- routes
-
-
-@live_page(router, "/plans", "plans", SELDOM_S)
-def plans(app: Shared) -> dict[str, Any]:
-    """Return per model and task the plan that is in use."""
-    return {"rows": overview_of(app.store.plan_versions())}
-
-
-@router.get("/plans/task")
-async def task_plans(
-    request: Request,
-    app: Shared,
-    session: CurrentSession,
-    model: Name,
-    task: Name,
-    version: Depth | None = None,
-    said: str = "",
-) -> Response:
-    """The versions of a model's task, and one of them whole."""
-    values = await run_in_threadpool(task_values, app.store, model, task, version)
-    served = await engines_serving(app, values["found"])
-    return page(request, session, "plan.html", **values, served=served, notice=NOTICES.get(said))
-
-
-@router.get("/plans/compare")
-async def compare(
-    request: Request, app: Shared, session: CurrentSession, model: Name, task: Name, left: Depth, right: Depth
-) -> Response:
-    """Two versions side by side."""
-    values = await run_in_threadpool(compare_values, app.store, model, task, left, right)
-    return page(request, session, "plan_compare.html", **values)
 
 
 @router.get("/plans/export")

@@ -11,7 +11,6 @@ from functools import cache
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
-from fastapi import Request
 from markupsafe import Markup, escape
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
@@ -23,7 +22,7 @@ from ...core.types import LayerSet
 from ...store import Store
 from ...store.results import StoredSearch, Tried
 from ..middleware import Refused, Shared
-from . import CurrentSession, live, live_page, page, pages, render
+from . import CurrentSession, live, pages, render, shown_page
 from .plans import KINDS, SELDOM_S, LayerGrid, Name, layer_map, path, spans, svg
 from .served import served_now
 
@@ -323,7 +322,7 @@ def _skipped(trial: Tried) -> tuple[str, str]:
 # --- routes
 
 
-@live_page(router, "/searches", "searches", SELDOM_S)
+@shown_page(router, "/searches", "searches", SELDOM_S)
 async def searches(app: Shared) -> dict[str, Any]:
     """Return the searches of jobs, and those of served models."""
     served = [
@@ -334,12 +333,10 @@ async def searches(app: Shared) -> dict[str, Any]:
     return {"rows": await run_in_threadpool(app.store.searches), "served": served}
 
 
-@router.get("/searches/{job}")
-async def search(
-    request: Request, app: Shared, session: CurrentSession, job: str, task: Name | None = None
-) -> Response:
-    """One job's search for one task."""
-    return page(request, session, "search.html", **await run_in_threadpool(search_values, app.store, job, task))
+@shown_page(router, "/searches/{job}", "search")
+def search(app: Shared, job: str, task: Name | None = None) -> dict[str, Any]:
+    """Return one job's search for one task; raises as `search_values`."""
+    return search_values(app.store, job, task)
 
 
 @router.get("/live/searches/{job}")

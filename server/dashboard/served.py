@@ -28,7 +28,7 @@ from ...core.types import Completion, Sampling, TokenSource, seconds_by_part
 from ..engines import EngineProcess, Period, Reply, next_event
 from ..middleware import Refused, Shared, State, refused_by
 from ..schemas import Task, Word
-from . import CurrentSession, DashboardSession, FormSession, live, live_page, page, pages, render
+from . import LIVE_S, CurrentSession, DashboardSession, FormSession, live, page, pages, render, shown_page
 
 SPANS = {"10 minutes": 600, "1 hour": 3600, "6 hours": 21_600}
 POINTS = 60  # of a chart
@@ -91,7 +91,7 @@ def alarms(served: list[ServedNow], store_error: str) -> list[str]:
     return found
 
 
-@live_page(router, "/", "overview", live_path="/live/overview")
+@shown_page(router, "/", "overview", LIVE_S, live_path="/live/overview")
 async def overview(app: Shared) -> dict[str, Any]:
     """Return what is decoded now."""
     served = await served_now(app)
@@ -157,7 +157,7 @@ def by_position(periods: list[Period]) -> list[tuple[int, float]]:
 Named = Annotated[Word | None, Query()]
 
 
-@live_page(router, "/traffic", "traffic")
+@shown_page(router, "/traffic", "traffic", LIVE_S)
 async def traffic(
     request: Request,
     app: Shared,
@@ -371,11 +371,10 @@ def _try_of(app: State, session: DashboardSession, number: str) -> Try:
     return found
 
 
-@router.get("/playground")
-async def new(request: Request, app: Shared, session: CurrentSession) -> Response:
-    """The form; a query such as `?model=…&task=…&plan=…` fills it."""
-    typed = _typed(request.query_params, app)
-    return page(request, session, "playground.html", **await form_values(app, typed), tried=None, wrong="")
+@shown_page(router, "/playground", "playground")
+async def new(request: Request, app: Shared) -> dict[str, Any]:
+    """Return the form; a query such as `?model=…&task=…&plan=…` fills it."""
+    return {**await form_values(app, _typed(request.query_params, app)), "tried": None, "wrong": ""}
 
 
 @router.post("/playground")
@@ -402,13 +401,12 @@ async def start(request: Request, app: Shared, session: FormSession) -> Response
     return RedirectResponse(f"/playground/{number}", 303)
 
 
-@router.get("/playground/{number}")
-async def show(request: Request, app: Shared, session: CurrentSession, number: str) -> Response:
-    """A prompt's completions as they come, and a form to continue."""
+@shown_page(router, "/playground/{number}", "playground")
+async def show(app: Shared, session: CurrentSession, number: str) -> dict[str, Any]:
+    """Return a prompt's completions as they come, and a form to continue."""
     tried = _try_of(app, session, number)
     typed = {**tried.typed, "prompt": "" if tried.messages else tried.typed["prompt"], "after": number}
-    values = await form_values(app, typed)
-    return page(request, session, "playground.html", **values, tried=tried, sources=SOURCES, wrong="")
+    return {**await form_values(app, typed), "tried": tried, "sources": SOURCES, "wrong": ""}
 
 
 @router.get("/live/playground/{number}")
