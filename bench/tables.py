@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..cli.charts import Pictures, Report, draw_peers, draw_serving
+from ..cli.charts import Pictures, Report, draw_ratios, draw_serving
 from ..cli.render import interval, number
 from ..core.errors import InvalidInput, SwiftoptError
 from ..core.requests import EARLIER_NAMES
@@ -124,7 +124,7 @@ def charts(folder: Path = RESULTS) -> list[ReadmeChart]:
         if named := result.get("headline"):
             report = result["report"]
             rows = [row for row in report["results"] if row["row"] in named]
-            found.append(ReadmeChart(RIVALS_CHART, draw_peers, {**report, "results": rows}))
+            found.append(ReadmeChart(RIVALS_CHART, draw_ratios, {**report, "results": rows}))
     return found
 
 

@@ -22,7 +22,7 @@ from ..core.streams import read_stream
 from ..decoding.methods import METHODS
 from ..optimizer.strategies import strategy_info
 from . import options, tuning_options
-from .charts import Pictures, draw_ablation, draw_decoding, draw_serving, draw_stream_shift, draw_throughput
+from .charts import Pictures, draw_ratios, draw_serving, draw_stream_shift, draw_throughput
 from .engines import peers
 from .layers import search_strategies
 from .options import PROMPTS, decoding_request, load, measurement, open_store, option, pick, positive
@@ -106,7 +106,7 @@ def decode(
         store.remember_model(runtime.info)
         drafting = None if assistant is None else load(replace(request, model=assistant))
         report = run_methods(runtime, prompts, chosen, request, store, note_run, drafting, ignore_eos)
-    pictures.draw(draw_decoding, report)
+    pictures.draw(draw_ratios, report)
     title = f"{report['model']}, {report['dtype']}, {report['device']}, {report['prompts']} prompts"
     headings = ("tok/s", f"ratio to {report['base']}", "95 % interval", "α", "M", "identical")
     rows = []
@@ -154,7 +154,7 @@ def ablate(
 
     with open_store(db) as store:
         report = run(name, request, draft_model, prompts, store, others, note, note_run)
-    pictures.draw(draw_ablation, report)
+    pictures.draw(draw_ratios, report)
     return Result(report, _ablation_view(report), interrupted=report["interrupted"])
 
 

@@ -77,7 +77,6 @@ SHIFT_RUNS = (
 )
 MEAN_OF = 4  # prompts behind each point of a line of acceptance
 BESIDE: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9}  # words beside a point
-LOSSY: tuple[str, Callable[[Report], bool]] = ("lossy", lambda row: bool(row["lossy"]))
 
 
 @dataclass(frozen=True)
@@ -303,45 +302,20 @@ def draw_loss(record: LearnedRecord, pictures: Pictures) -> None:
 # --- benchmarks
 
 
-def draw_comparison(report: Report, pictures: Pictures) -> None:
-    """Draw the methods' speed ratios of `compare`; lossy ones are hatched."""
-    _draw_ratios(report, pictures, f" / {report['task']}", hatched=LOSSY)
+def draw_ratios(report: Report, pictures: Pictures) -> None:
+    """Draw the speed ratios of `compare`, `bench decode`, `bench ablate` or `bench peers` as bars, with intervals.
 
-
-def draw_decoding(report: Report, pictures: Pictures) -> None:
-    """Draw the methods' speed ratios of `bench decode`."""
-    _draw_ratios(report, pictures)
-
-
-def draw_ablation(report: Report, pictures: Pictures) -> None:
-    """Draw the variants' speed ratios of `bench ablate`, in its order; lossy ones are hatched."""
-    _draw_ratios(report, pictures, f" · {report['title']}", report["rows"][::-1], "label", LOSSY)
-
-
-def draw_peers(report: Report, pictures: Pictures) -> None:
-    """Draw the engines' speed ratios of `bench peers`; those with other weights are hatched."""
-    _draw_ratios(report, pictures, name="row", hatched=("other weights", lambda row: not row["same_weights"]))
-
-
-def _draw_ratios(
-    report: Report,
-    pictures: Pictures,
-    subtitle: str = "",
-    rows: Sequence[Report] | None = None,
-    name: str = "method",
-    hatched: tuple[str, Callable[[Report], bool]] = ("", lambda row: False),
-) -> None:
-    """Draw ratios with their intervals as bars, the last row on top; `hatched` says why and which.
-
-    Args: subtitle: follows the model's name. rows: None stands for the report's results, the fastest last; those
-        that were not run have no bar. name: the rows' key of the bar's name.
+    The fastest is on top, but the variants of an ablation are in its order; those that were not run have no bar. Lossy
+    rows are hatched, and engines that run other weights.
     """
-    rows = sorted(report["results"], key=lambda row: row.get("ratio") or 0.0) if rows is None else rows
-    why, is_hatched = hatched
-    any_hatched = any(map(is_hatched, rows))
-    rows = [row for row in rows if row.get("ratio") is not None]
+    subtitle = f" / {report['task']}" if "task" in report else f" · {report['title']}" if "title" in report else ""
+    of_engines = any("same_weights" in row for row in report.get("results", ()))
+    name, why = ("row", "other weights") if of_engines else ("label" if "rows" in report else "method", "lossy")
+    every = report.get("rows", ())[::-1] or sorted(report["results"], key=lambda row: row.get("ratio") or 0.0)
+    hatched = [row[name] for row in every if row.get("lossy") or not row.get("same_weights", True)]
+    rows = [row for row in every if row.get("ratio") is not None]
     with picture(pictures, AROUND_BARS_IN + BAR_IN * len(rows), f"{_name(report['model'])}{subtitle}") as axes:
-        highs = [_draw_bar(axes, place, row, is_hatched(row)) for place, row in enumerate(rows)]
+        highs = [_draw_bar(axes, place, row, row[name] in hatched) for place, row in enumerate(rows)]
         axes.axvline(1.0, color=INK, lw=1, ls=DASHED)
         tokens = f" of {report['max_new_tokens']} tokens" if "max_new_tokens" in report else ""
         title = _conditions(report, f"{report['prompts']} prompts{tokens}")
@@ -349,7 +323,7 @@ def _draw_ratios(
         axes.set_yticks(range(len(rows)), [row[name] for row in rows])
         axes.grid(False)
         axes.grid(True, axis="x")
-        hint = f"; hatched: {why}" if any_hatched else ""
+        hint = f"; hatched: {why}" if hatched else ""
         base = report.get("base", "the variant's base")
         axes.set_xlabel(f"ratio to {base}, with its 95 % interval{hint}", fontsize=10)
 

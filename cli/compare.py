@@ -18,7 +18,7 @@ from ..core.settings import PRESETS, preset_of
 from ..core.types import Prompt
 from ..decoding.methods import METHODS, method_info
 from . import options
-from .charts import Pictures, draw_comparison
+from .charts import Pictures, draw_ratios
 from .options import DRAFTING, PROMPTS, check_model, open_store, option, pick, positive
 from .output import Result, console, note, note_run
 from .render import fixed, heading, interval, number, numeric, percent, ratio, size, table
@@ -106,7 +106,7 @@ def comparison(
 
     with open_store(db) as store:
         report = Comparison(request, prompts, store, others, note, note_run).run()
-    pictures.draw(draw_comparison, report)
+    pictures.draw(draw_ratios, report)
     return Result(report, [comparison_view(report, console().width)], interrupted=report["interrupted"])
 
 

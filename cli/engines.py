@@ -22,7 +22,7 @@ from ..core.streams import read_stream
 from ..core.types import Prompt, Verdict
 from ..models.sources import check_names
 from . import options
-from .charts import Pictures, draw_peers
+from .charts import Pictures, draw_ratios
 from .options import PATH, ModelTask, measurement, pick, positive
 from .output import Result, note, note_load
 from .render import folding, interval, number, numeric, table
@@ -335,7 +335,7 @@ def peers(
     bench.run()
     machine = device_name(torch.device(device))
     report = report_of(common, bench.runs, bench.questions, machine, base, bench.interrupted)
-    pictures.draw(draw_peers, report)
+    pictures.draw(draw_ratios, report)
     return Result(report, peers_view(report), interrupted=bench.interrupted)
 
 

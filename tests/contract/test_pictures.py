@@ -141,8 +141,8 @@ def report_of(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("draw", "name", "words"),
     [
-        (charts.draw_comparison, "bc56a9b-epyc2-smollm2-all", ["1.82x · 72.9 tok/s", "layerskip", "hatched: lossy"]),
-        (charts.draw_peers, "83d4d46-epyc2-qwen-rivals", ["2.80x · 22.8 tok/s", "llama-cpp/draft", "other weights"]),
+        (charts.draw_ratios, "bc56a9b-epyc2-smollm2-all", ["1.82x · 72.9 tok/s", "layerskip", "hatched: lossy"]),
+        (charts.draw_ratios, "83d4d46-epyc2-qwen-rivals", ["2.80x · 22.8 tok/s", "llama-cpp/draft", "other weights"]),
         (charts.draw_serving, "067f1c8-epyc2-qwen-serve", ["98 requests of 64 tokens", "98 of 98 equal"]),
         (charts.draw_throughput, "9c03b8d-epyc2-qwen-throughput", ["1.16x", "0.97x", "16"]),
     ],
@@ -196,5 +196,5 @@ def test_names_that_a_font_or_a_file_lacks_make_no_noise(
 def test_report_without_any_ratio_is_still_a_picture(tmp_path: Path) -> None:
     row = {"method": "jacobi", "ratio": None, "ratio_interval": None, "tok_s": None}
     report = {"model": "m", "base": "plain", "prompts": 1, "max_new_tokens": 3, "results": [row]}
-    charts.draw_decoding(report, Pictures(svg=tmp_path / "x.svg"))
+    charts.draw_ratios(report, Pictures(svg=tmp_path / "x.svg"))
     assert "ratio to plain, with its 95 % interval" in words_of(tmp_path / "x.svg")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from swiftopt.cli.charts import Pictures, draw_comparison
+from swiftopt.cli.charts import Pictures, draw_ratios
 from swiftopt.cli.compare import comparison_view, plan_words
 from swiftopt.decoding.methods import METHODS
 from swiftopt.tasks.report import Figures
@@ -93,7 +93,7 @@ def test_the_last_line_says_what_became_the_plan() -> None:
 @pytest.mark.parametrize("n_rows", [1, 19])
 def test_the_chart_is_a_picture_that_grows_with_its_bars(tmp_path: Path, n_rows: int) -> None:
     values = report(model="a model of $5", results=report()["results"][:n_rows])
-    draw_comparison(values, Pictures(tmp_path / "c.png"))
+    draw_ratios(values, Pictures(tmp_path / "c.png"))
     data = (tmp_path / "c.png").read_bytes()
     width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
     assert data.startswith(b"\x89PNG") and width == 1500
