@@ -17,7 +17,7 @@ from starlette.responses import RedirectResponse, Response
 
 from ...core.errors import StoreError
 from ...core.events import TaskFinished, TaskTuning, Way
-from ...core.records import AliasMove, PlanVersion
+from ...core.records import PlanVersion
 from ...core.types import LayerSet, SubLayer
 from ...store import Store
 from ..engines import EngineProcess
@@ -229,12 +229,6 @@ def _compared(store: Store, found: PlanVersion) -> Evidence:
     return Evidence("Nothing that it was judged on is stored.")
 
 
-def next_best(moves: Sequence[AliasMove]) -> AliasMove | None:
-    """Return the choice that a rollback would restore, if there is one."""
-    valid = [move for move in moves if not (move.is_rollback or move.taken_back)]
-    return valid[1] if len(valid) > 1 else None
-
-
 def overview_of(versions: Sequence[PlanVersion]) -> list[tuple[PlanVersion, int]]:
     """Return per model and task the version that look-ups find, or else the newest, and how many there are."""
     counts = Counter((each.model, each.task) for each in versions)
@@ -337,6 +331,7 @@ def task_values(store: Store, model: str, task: str, number: int | None) -> dict
     versions = versions_of(store, model, task)
     found, moves = chosen(versions, number), store.alias_moves(model, task)
     others = sorted((each for each in versions if each is not found), key=lambda each: not each.best_for)
+    valid = [move for move in moves if not (move.is_rollback or move.taken_back)]
     record = found.plan.layer_set
     try:
         evidence = evidence_of(store, found)
@@ -354,7 +349,7 @@ def task_values(store: Store, model: str, task: str, number: int | None) -> dict
         "settings": settings_of(found),
         "evidence": evidence,
         "moves": moves,
-        "back_to": next_best(moves),
+        "back_to": next(iter(valid[1:]), None),  # what a rollback would restore
     }
 
 

@@ -254,28 +254,6 @@ def parts_of(costs: CostProfile) -> list[dict[str, Any]]:
     ]
 
 
-def search_values(store: Store, job_id: str, task: str | None) -> dict[str, Any]:
-    """Return the values of the page of a search.
-
-    Raises: NotFound: there is no such job; Refused: 404, it has no trials for the task.
-    """
-    job, searches = store.jobs.get(job_id), store.searches(job_id)
-    mine = next((each for each in searches if task in (None, each.task)), None)
-    if mine is None and searches:
-        words = f"job {job_id} has no trials for this task: it has some for {', '.join(s.task for s in searches)}"
-        raise Refused(404, "not-found", words)
-    values: dict[str, Any] = {"job": job, "searches": searches, "search": mine, "live": job.state in UNFINISHED}
-    if mine is None:
-        return values
-    settings = job.request.get("settings")
-    by_speed = not isinstance(settings, dict) or settings.get("objective", "expected_speedup") == "expected_speedup"
-    finished = None if values["live"] else store.jobs.evidence(job_id, mine.task)[0]
-    values |= {"ended": finished and finished.stopped_because}
-    values |= {"score_label": "expected speed, plain = 1" if by_speed else "score"}
-    tried = store.tried(job_id, mine.task)
-    return {**values, **trial_values(tried, values["score_label"]), **cost_values(tried, costs_of(store, job))}
-
-
 def trial_values(tried: Sequence[Tried], label: str) -> dict[str, Any]:
     """Return the values of the trials' charts and tables; `label` names their score."""
     ranked = sorted(tried, key=lambda each: -each.score)
@@ -335,8 +313,26 @@ async def searches(app: Shared) -> dict[str, Any]:
 
 @shown_page(router, "/searches/{job}", "search")
 def search(app: Shared, job: str, task: Name | None = None) -> dict[str, Any]:
-    """Return one job's search for one task; raises as `search_values`."""
-    return search_values(app.store, job, task)
+    """Return a job's search for one task.
+
+    Raises: NotFound: there is no such job; Refused: 404, it has no trials for the task.
+    """
+    store = app.store
+    found, searches = store.jobs.get(job), store.searches(job)
+    mine = next((each for each in searches if task in (None, each.task)), None)
+    if mine is None and searches:
+        words = f"job {job} has no trials for this task: it has some for {', '.join(s.task for s in searches)}"
+        raise Refused(404, "not-found", words)
+    values: dict[str, Any] = {"job": found, "searches": searches, "search": mine, "live": found.state in UNFINISHED}
+    if mine is None:
+        return values
+    settings = found.request.get("settings")
+    by_speed = not isinstance(settings, dict) or settings.get("objective", "expected_speedup") == "expected_speedup"
+    finished = None if values["live"] else store.jobs.evidence(job, mine.task)[0]
+    values |= {"ended": finished and finished.stopped_because}
+    values |= {"score_label": "expected speed, plain = 1" if by_speed else "score"}
+    tried = store.tried(job, mine.task)
+    return {**values, **trial_values(tried, values["score_label"]), **cost_values(tried, costs_of(store, found))}
 
 
 @router.get("/live/searches/{job}")
@@ -348,7 +344,7 @@ async def search_live(app: Shared, session: CurrentSession, job: str, task: Name
         nonlocal seen
         now = await run_in_threadpool(app.store.searches, job)
         if not seen[1] or is_news(seen[0], now):
-            values = await run_in_threadpool(search_values, app.store, job, task)
+            values = await run_in_threadpool(search, app, job, task)
             seen = now, render("search_part.html", **values)
         return seen[1]
 
