@@ -1,8 +1,12 @@
 // Attention of rows over the slots that each of them sees, in the order of the slots: the same sums whether these slots lie
 // together (plain decoding) or have gaps (a tree), and however many rows the pass has.
 //
-// Both of its products are sums over words of 32 bits, one lane of a vector per slot (scores) or per value (what is read):
-// nothing is added up across lanes. Keys are turned for that, and values paired, block by block for all heads that read them.
+// What a row sees has places: its i-th slot the place `oldest` + i, which is the slot's number in plain decoding. Sums go over
+// blocks of places that begin at the same places for all rows. Where a row does not see a place, it counts as exactly 0.
+//
+// Both products are sums over words of 32 bits, one lane of a vector per slot (scores) or per value (what is read): nothing is
+// added up across lanes. Keys are turned for that, and values paired, for all heads that read them. Tiles take keys as they
+// lie and turn the queries.
 #pragma once
 #include <vector>
 #include "dense.h"
@@ -16,6 +20,7 @@ struct View {
     int window = 0;  // 0: none
     std::vector<Run> runs;
     std::vector<int32_t> first;   // run of each row, and the number of runs
+    std::vector<int32_t> oldest;  // place of the first slot of each row
     std::vector<int32_t> n_seen;  // slots of each row
 };
 
@@ -46,6 +51,7 @@ static inline void look(View& view, int n, int first_slot, const int32_t* positi
                 seen += slot - start;
             }
         }
+        view.oldest.push_back(oldest);
         view.n_seen.push_back(seen);
     }
 }
@@ -53,44 +59,65 @@ static inline void look(View& view, int n, int first_slot, const int32_t* positi
 // Words of rows of T, and their products.
 template <class T> struct Word {  // one value each
     static constexpr int PER = 1;
+    static constexpr int UNIT = PER;  // places that are summed together
     static vf get(const T* x, int word, int n) { return part_of(x, word, n); }
     // A row of n values for the columns of what is read, in whole lanes.
     static void spread(const T* x, const T*, int n, float* to) {
         for (int i = 0; i < n; i += LANES) store(to + i, part_of(x, i, n));
     }
-    static int column(int value) { return value; }
+    static void put(float* words, int64_t at, vf value) { store(words + at, value); }
     static vf add(vf acc, vf a, vf b) { return fma(a, b, acc); }
-    static void pack(float*, int64_t) {}
+    // Columns divided by a number, as a row of n values.
+    static void divide(const float* x, float by, int n, T* to) {
+        for (int i = 0; i < n; i += LANES) {
+            T own[LANES];
+            store(own, load(x + i) / by);
+            memcpy(to + i, own, std::min(LANES, n - i) * sizeof(T));
+        }
+    }
 };
 
 #if defined(WITH_AVX512) && defined(__AVX512BF16__)
 template <> struct Word<bf16> {  // two values each
     static constexpr int PER = 2;
+#if defined(WITH_TILES)
+    static constexpr int UNIT = TILE_INPUTS;
+#else
+    static constexpr int UNIT = PER;
+#endif
     // Words `word`, … of a row of n values.
     static vf get(const bf16* x, int word, int n) {
         const int left = n - 2 * word;
         return (vf)(left >= 32 ? _mm512_loadu_si512(x + 2 * word) : _mm512_maskz_loadu_epi16((1ull << left) - 1, x + 2 * word));
     }
-    // Two rows of n values, or one, value beside value; in the order that `column` tells.
+    // Two rows of n values, value beside value, in an order that `divide` undoes.
     static void spread(const bf16* x, const bf16* y, int n, float* to) {
         for (int i = 0; i < n; i += 32) {
-            const __m512i a = (__m512i)get(x, i / 2, n), b = y ? (__m512i)get(y, i / 2, n) : __m512i{};
+            const __m512i a = (__m512i)get(x, i / 2, n), b = (__m512i)get(y, i / 2, n);
             store(to + i, (vf)_mm512_unpacklo_epi16(a, b));
             store(to + i + 16, (vf)_mm512_unpackhi_epi16(a, b));
         }
     }
-    static int column(int value) { return (value & ~31) + (value & 4) * 4 + (value >> 3 & 3) * 4 + (value & 3); }
+    // Values at … in place of floats that lie there or behind.
+    static void put(float* words, int64_t at, vf value) {
+        const __m256bh rounded = _mm512_cvtneps_pbh((__m512)value);
+        memcpy((bf16*)words + at, &rounded, sizeof rounded);
+    }
     static vf add(vf acc, vf a, vf b) { return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
-    // Values in place of floats; n: whole lanes.
-    static void pack(float* x, int64_t n) {
-        for (int64_t i = 0; i < n; i += LANES) store((bf16*)x + i, load(x + i));
+    static void divide(const float* x, float by, int n, bf16* to) {
+        for (int i = 0; i < n; i += 32) {
+            const vu low = (vu)as_stored<bf16>(load(x + i) / by), high = (vu)as_stored<bf16>(load(x + i + 16) / by);
+            const __m512i row = _mm512_packus_epi32((__m512i)(low >> 16), (__m512i)(high >> 16));
+            _mm512_mask_storeu_epi16(to + i, uint32_t(n - i >= 32 ? ~0u : (1u << (n - i)) - 1), row);
+        }
     }
 };
 #endif
 
-constexpr int MOST_HEADS = 8;             // of one row that are computed together
-constexpr int MOST_TOGETHER = 64;         // heads of all rows that are computed together, and the most
-constexpr int64_t MOST_SCORES = 1 << 17;  // that they may have, to stay in the cache; one row may have more
+constexpr int PLACES = 512;          // of a block
+constexpr int MOST_TOGETHER = 96;    // heads of all rows that are computed together
+constexpr int BESIDE = PLACES + 48;  // floats between scores of heads: products are written in whole tiles
+constexpr int WIDEST_HEAD = 1024;
 constexpr int SLOTS_AT_ONCE = 64;
 #if defined(WITH_AVX512)
 constexpr int TALL = 6, DEEP = 4;  // heads by vectors that the registers hold sums of
@@ -101,10 +128,9 @@ constexpr int TALL = 3, DEEP = 2;
 static inline int64_t whole_lanes(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 static inline int64_t columns_of(int64_t width) { return (width + 2 * LANES - 1) / (2 * LANES) * (2 * LANES); }
 
-// Floats of scratch memory that `attend` needs at most for rows that see `n_seen` slots.
-static inline int64_t scratch_of(int64_t n_seen, int64_t width) {
-    const int64_t scores = std::max(MOST_SCORES, MOST_HEADS * (whole_lanes(n_seen) + LANES));
-    return scores + (2 * MOST_TOGETHER + SLOTS_AT_ONCE) * columns_of(width);
+// Floats of scratch memory that `attend` needs at most.
+static inline int64_t scratch_of(int64_t width) {
+    return (MOST_TOGETHER + LANES) * BESIDE + (4 * MOST_TOGETHER + PLACES / 2) * columns_of(width);
 }
 
 // C[h][column] += sum over k of a[h][k] * b[k][column], for H rows and D vectors of columns; `fresh`: C = it.
@@ -168,8 +194,11 @@ template <int STEP = LANES / 2> static inline __attribute__((always_inline)) voi
 struct Slots {
     const Run* run;
     int64_t at;
-    int32_t next() {
+    void enter() {
         while (at >= run->length) at -= run->length, run++;
+    }
+    int32_t next() {
+        enter();
         return int32_t(run->start + at++);
     }
 };
@@ -179,13 +208,15 @@ template <class T> static inline void ask_for(const T* row, int width) {
     for (int i = 0; i < width; i += 64 / int(sizeof(T))) __builtin_prefetch(row + i, 0, 3);
 }
 
+// Queries of m heads as `scores_of` takes them, by way of `room` where they have to be turned.
+template <class T> static const float* turned(int, const float* query, int, float*) { return query; }
+
 // Scores of m heads' queries, as words (m, columns_of(width)), with the keys of n slots.
 template <class T>
-static void scores_of(
-    int m, const float* query, Slots slots, int64_t n, const T* keys, int width, float* block, float* scores, int64_t ld) {
+static void scores_of(int m, const float* query, Slots slots, int n, const T* keys, int width, float* block, float* scores) {
     const int n_words = (width + Word<T>::PER - 1) / Word<T>::PER;
-    for (int64_t from = 0; from < n; from += SLOTS_AT_ONCE) {
-        const int some = int(std::min<int64_t>(SLOTS_AT_ONCE, n - from));
+    for (int from = 0; from < n; from += SLOTS_AT_ONCE) {
+        const int some = std::min(SLOTS_AT_ONCE, n - from);
         for (int s = 0; s < some; s += LANES) {
             const T* own[LANES];  // behind the last slot it stands again: that score is overwritten or never read
             for (int i = 0; i < LANES; i++) {
@@ -201,96 +232,224 @@ static void scores_of(
                 for (int i = 0; i < LANES; i++) store(block + (w + i) * SLOTS_AT_ONCE + s, square[i]);
             }
         }
-        add_sums<T>(m, query, columns_of(width), block, SLOTS_AT_ONCE, n_words, whole_lanes(some), scores + from, ld, true);
+        add_sums<T>(m, query, columns_of(width), block, SLOTS_AT_ONCE, n_words, whole_lanes(some), scores + from, BESIDE, true);
     }
 }
 
-// Add probabilities, as words, times the values of n slots to `out` (m, columns_of(width)).
+// Spread the values of places [from, to), those of slots from place `first` on; others, and those behind `last`, are 0.
 template <class T>
-static void mix(
-    int m, const float* probs, int64_t ld, Slots slots, int64_t n, const T* values, int width, float* block, float* out) {
+static void spread(Slots& slots, int first, int last, int from, int to, const T* values, int width, float* block) {
+    constexpr int PER = Word<T>::PER;
+    static const T none[WIDEST_HEAD] = {};
+    auto next = [&](int place) {
+        if (place < first || place >= last) return none;
+        const T* row = values + int64_t(slots.next()) * width;
+        ask_for(row + SLOTS_AT_ONCE * width, width);
+        return row;
+    };
+    for (int place = from; place < to; place += PER, block += columns_of(width)) {
+        const T* x = next(place);
+        Word<T>::spread(x, PER > 1 ? next(place + 1) : nullptr, width, block);
+    }
+}
+
+// Add probabilities of n places, as words, times their values to `out` (m, columns_of(width)). The first slot has the place
+// `first` among them; before it probabilities are 0.
+template <class T>
+static void mix(int m, const float* probs, Slots slots, int first, int n, const T* values, int width, float* block, float* out) {
     constexpr int PER = Word<T>::PER;
     const int64_t wide = columns_of(width);
-    for (int64_t from = 0; from < n; from += SLOTS_AT_ONCE) {
-        const int some = int(std::min<int64_t>(SLOTS_AT_ONCE, n - from));
-        for (int s = 0; s < some; s += PER) {
-            const T* x = values + int64_t(slots.next()) * width;
-            const T* y = PER > 1 && s + 1 < some ? values + int64_t(slots.next()) * width : nullptr;
-            for (int i = 0; i < PER; i++) ask_for(x + (SLOTS_AT_ONCE + i) * width, width);
-            Word<T>::spread(x, y, width, block + s / PER * wide);
-        }
-        add_sums<T>(m, probs + from / PER, ld, block, wide, (some + PER - 1) / PER, wide, out, wide, false);
+    for (int from = 0; from < n; from += SLOTS_AT_ONCE) {
+        const int to = std::min(from + SLOTS_AT_ONCE, n);
+        spread(slots, first, n, from, to, values, width, block);
+        add_sums<T>(m, probs + from / PER, BESIDE, block, wide, (to - from + PER - 1) / PER, wide, out, wide, false);
     }
 }
 
-// exp(score * scaling - the largest of them) in place of n scores, zeros up to whole lanes; returns their sum.
-static inline float exponentials(float* scores, int64_t n, float scaling) {
-    const int64_t padded = whole_lanes(n);
-    for (int64_t j = n; j < padded; j++) scores[j] = -INFINITY;
-    vf largest = splat(-INFINITY);
-    for (int64_t j = 0; j < padded; j += LANES) {
+#if defined(WITH_TILES)
+template <> const float* turned<bf16>(int m, const float* query, int width, float* room) {
+    const int64_t wide = columns_of(width), whole = whole_tiles(width);
+    for (int h = 0; h < m; h += SIDE)
+        turn_rows((const bf16*)(query + h * wide), 2 * wide, std::min(SIDE, m - h), width, 0, int(whole), (bf16*)room + h * whole);
+    return room;
+}
+
+// Heads behind the last of m get scores, too, up to a whole tile.
+template <>
+void scores_of<bf16>(int m, const float* query, Slots slots, int n, const bf16* keys, int width, float* block, float* scores) {
+    const bf16* own = (const bf16*)block;
+    slots.enter();
+    if (slots.run->length - slots.at >= n) own = keys + int64_t(slots.next()) * width;
+    else
+        for (int s = 0; s < n; s++) memcpy((bf16*)block + s * width, keys + int64_t(slots.next()) * width, width * sizeof(bf16));
+    tile_products((const bf16*)query, m, own, width, n, width, scores, BESIDE);
+}
+
+// What at most G times 16 heads read in 32 columns, added to C; n: whole tiles of places.
+template <int G>
+static inline void mix_tiles(int m, const float* probs, int n, const float* block, int64_t wide, float* out) {
+    alignas(64) float padded[SIDE][2 * SIDE];  // in place of what is no whole tile
+    const bool whole = m == G * SIDE;
+    auto of = [&](int t) { return whole || t < 2 * (G - 1) ? out + t / 2 * SIDE * wide + t % 2 * SIDE : padded[0] + t % 2 * SIDE; };
+    auto stride = [&](int t) { return (whole || t < 2 * (G - 1) ? wide : 2 * SIDE) * sizeof(float); };
+    float* rest = out + (G - 1) * SIDE * wide;
+    const int n_rest = whole ? 0 : m - (G - 1) * SIDE;
+    for (int h = 0; h < n_rest; h++) memcpy(padded[h], rest + h * wide, sizeof padded[h]);
+    unrolled<2 * G>([&](auto t) { load_tile<t>(of(t), stride(t)); });
+    for (int at = 0; at < n; at += TILE_INPUTS, block += SIDE * wide) {
+        unrolled<2>([&](auto d) { load_tile<6 + d>(block + d * SIDE, wide * sizeof(float)); });
+        unrolled<G>([&](auto g) {
+            load_tile<4 + g>((const bf16*)(probs + g * SIDE * BESIDE) + at, BESIDE * sizeof(float));
+            unrolled<2>([&](auto d) { add_bf16<2 * g + d, 4 + g, 6 + d>(); });
+        });
+    }
+    unrolled<2 * G>([&](auto t) { store_tile<t>(of(t), stride(t)); });
+    for (int h = 0; h < n_rest; h++) memcpy(rest + h * wide, padded[h], sizeof padded[h]);
+}
+
+template <>
+void mix<bf16>(int m, const float* probs, Slots slots, int first, int n, const bf16* values, int width, float* block, float* out) {
+    const int64_t wide = columns_of(width), whole = whole_tiles(n);
+    spread(slots, first, n, 0, int(whole), values, width, block);
+    for (int h = 0; h < m; h += 2 * SIDE)
+        for (int64_t d = 0; d < wide; d += 2 * SIDE) {
+            const float* own = probs + h * BESIDE;
+            if (m - h > SIDE) mix_tiles<2>(std::min(m - h, 2 * SIDE), own, int(whole), block + d, wide, out + h * wide + d);
+            else mix_tiles<1>(m - h, own, int(whole), block + d, wide, out + h * wide + d);
+        }
+}
+#endif
+
+struct Total {  // of exponentials
+    float largest = -3e38f;  // score, which they are relative to
+    float sum = 0;
+};
+
+// exp(score * scaling - the largest so far), as words of T, in place of a head's scores at places [from, to) of n; zeros
+// elsewhere. Returns what sums of earlier places are to be multiplied by.
+template <class T> static inline float exponentials(float* scores, int from, int to, int n, float scaling, Total& total) {
+    std::fill(scores, scores + from, -INFINITY);
+    std::fill(scores + to, scores + n, -INFINITY);
+    vf most = splat(total.largest);
+    for (int j = 0; j < n; j += LANES) {
         const vf scaled = load(scores + j) * scaling;
-        const vi more = scaled > largest;
-        largest = (vf)((more & (vi)scaled) | (~more & (vi)largest));
+        const vi more = scaled > most;
+        most = (vf)((more & (vi)scaled) | (~more & (vi)most));
         store(scores + j, scaled);
     }
-    float most = -INFINITY;
-    for (int i = 0; i < LANES; i++) most = std::max(most, largest[i]);
-    vf total = {};
-    for (int64_t j = 0; j < padded; j += LANES) {
-        const vf e = exp(load(scores + j) - most);
-        store(scores + j, e);
-        total += e;
+    float largest = total.largest;
+    for (int i = 0; i < LANES; i++) largest = std::max(largest, most[i]);
+    vf sums = {};
+    for (int j = 0; j < n; j += LANES) {
+        const vf e = exp(load(scores + j) - largest);
+        Word<T>::put(scores, j, e);
+        sums += e;
     }
-    return sum(total);
+    const float factor = total.largest == largest ? 1.0f : exp(splat(total.largest - largest))[0];
+    total = {largest, total.sum * factor + sum(sums)};
+    return factor;
 }
 
 // Rows that read the keys and values of one head together, by `n_heads` query heads each.
 template <class T> struct Reader {
     const Run *first, *last;  // the runs of slots that it sees
-    int64_t n_seen;
+    int64_t oldest, n_seen;
     const T* query;  // (n_heads, width)
     T* out;
+    int64_t end() const { return oldest + n_seen; }
+    // Whether places and slots have the same numbers in its first run.
+    bool in_place() const { return first < last && first->start == oldest; }
 };
 
-// What rows read. Slots that all of them see first, which is the text that a tree or a chunk hangs on, are turned and paired
-// once for all; every row's sums go over its own slots in their order either way.
+// Slots that some rows read together; before the first and behind the last of them there may be ones that a row does not see.
+struct Together {
+    Run run;
+    bool possible;
+};
+
+// One run of slots for each row: all that any of them sees. Else, what hangs on one text: whole units of what all rows see.
+template <class T> static Together together_of(const Reader<T>* rows, int n_rows, const T* values, int width) {
+    bool in_place = true, one_run = true;
+    int64_t from = INT64_MAX, all_from = 0, to = 0, all_to = INT64_MAX;
+    for (int r = 0; r < n_rows; r++) {
+        const Reader<T>& row = rows[r];
+        in_place &= row.in_place(), one_run &= row.last - row.first == 1;
+        if (!in_place) return {{0, 0}, n_rows == 1};
+        const int64_t end = row.oldest + row.first->length;
+        from = std::min(from, row.oldest), all_from = std::max(all_from, row.oldest);
+        to = std::max(to, end), all_to = std::min(all_to, end);
+    }
+    // 0 times what is no number would be none.
+    auto finite = [&](int64_t first, int64_t last) {
+        vi odd = {};
+        const int n = int(std::max<int64_t>(0, last - first)) * width;
+        for (int i = 0; i < n; i += LANES) odd |= ~(vi)((vf)((vi)part_of(values + first * width, i, n) & 0x7fffffff) < INFINITY);
+        for (int i = 0; i < LANES; i++)
+            if (odd[i]) return false;
+        return true;
+    };
+    if (!one_run) to = all_to - all_to % Word<T>::UNIT;
+    const bool possible = n_rows == 1 || (finite(from, std::min(all_from, to)) && finite(all_to, to));
+    return {{int32_t(from), int32_t(std::max<int64_t>(0, to - from))}, possible};
+}
+
+// What rows read.
 template <class T>
 static void attend(
     const Reader<T>* rows, int n_rows, int n_heads, int width, float scaling, const T* keys, const T* values, float* scratch) {
+    constexpr int UNIT = Word<T>::UNIT;
+    const Together together = together_of(rows, n_rows, values, width);
+    if (!together.possible) {
+        for (int r = 0; r < n_rows; r++) attend(rows + r, 1, n_heads, width, scaling, keys, values, scratch);
+        return;
+    }
     const int n = n_rows * n_heads;
     const int64_t wide = columns_of(width);
-    int64_t most = 0, together = rows[0].first < rows[0].last ? rows[0].first->length : 0;
-    for (int r = 0; r < n_rows; r++) {
-        const Reader<T>& row = rows[r];
-        most = std::max(most, row.n_seen);
-        const bool alike = together && row.first < row.last && row.first->start == rows[0].first->start;
-        together = alike ? std::min<int64_t>(together, row.first->length) : 0;
-    }
-    together -= together % Word<T>::PER;
-    const int64_t ld = whole_lanes(most) + LANES;  // of scores, which are written in whole lanes
-    float *scores = scratch, *mixed = scores + n * ld, *query = mixed + n * wide, *block = query + n * wide;
+    float *scores = scratch, *mixed = scores + (n + LANES) * BESIDE, *query = mixed + n * wide;
+    float *room = query + n * wide, *own_room = room + MOST_TOGETHER * wide, *block = own_room + MOST_TOGETHER * wide;
+    int64_t oldest = INT64_MAX, end = 0;
+    for (int r = 0; r < n_rows; r++) oldest = std::min(oldest, rows[r].oldest), end = std::max(end, rows[r].end());
     for (int h = 0; h < n; h++)
         for (int w = 0; w * Word<T>::PER < width; w += LANES)
             store(query + h * wide + w, Word<T>::get(rows[h / n_heads].query + h % n_heads * width, w, width));
-    const Slots start{rows[0].first, 0};
-    scores_of<T>(n, query, start, together, keys, width, block, scores, ld);
-    for (int r = 0, h = 0; r < n_rows; r++, h += n_heads)
-        scores_of<T>(n_heads, query + h * wide, {rows[r].first, together}, rows[r].n_seen - together, keys, width, block,
-                     scores + h * ld + together, ld);
-    float totals[MOST_TOGETHER];
-    for (int h = 0; h < n; h++) {
-        const int64_t seen = rows[h / n_heads].n_seen;
-        totals[h] = exponentials(scores + h * ld, seen, scaling);
-        Word<T>::pack(scores + h * ld, whole_lanes(seen));
-    }
+    const float* all_turned = turned<T>(n, query, width, room);
+    Total totals[MOST_TOGETHER];
     std::fill(mixed, mixed + n * wide, 0.0f);
-    mix<T>(n, scores, ld, start, together, values, width, block, mixed);
-    for (int r = 0, h = 0; r < n_rows; r++, h += n_heads)
-        mix<T>(n_heads, scores + h * ld + together / Word<T>::PER, ld, {rows[r].first, together}, rows[r].n_seen - together,
-               values, width, block, mixed + h * wide);
-    for (int h = 0; h < n; h++) {
-        T* to = rows[h / n_heads].out + h % n_heads * width;
-        for (int i = 0; i < width; i++) to[i] = rounded<T>(mixed[h * wide + Word<T>::column(i)] / totals[h]);
+    for (int64_t at = oldest - oldest % PLACES; at < end; at += PLACES) {
+        // work(first head, number of heads, slots, place of the first of them, first place, number of places) for what rows
+        // read together in this block, and for what each row reads alone.
+        auto each_part = [&](auto&& work) {
+            auto part = [&](int h, int m, const Run* run, int64_t oldest, int64_t from, int64_t to) {
+                from = std::max(from, at), to = std::min(to, at + PLACES);
+                const int64_t first = std::max(from, oldest);
+                if (first < to) work(h, m, Slots{run, first - oldest}, int(first - from), int(from - at), int(to - from));
+            };
+            const int64_t from = together.run.start, to = from + together.run.length;
+            part(0, n, &together.run, from, from - from % UNIT, to);
+            for (int r = 0; r < n_rows; r++) {
+                const Reader<T>& row = rows[r];
+                const int64_t own = row.oldest - row.oldest % UNIT;
+                part(r * n_heads, n_heads, row.first, row.oldest, together.run.length ? std::max(own, to) : own, row.end());
+            }
+        };
+        each_part([&](int h, int m, Slots slots, int first, int place, int n_places) {
+            const float* own = m == n ? all_turned : turned<T>(m, query + h * wide, width, own_room);
+            scores_of<T>(m, own, slots, n_places - first, keys, width, block, scores + h * BESIDE + place + first);
+        });
+        const int n_places = int(std::min<int64_t>(PLACES, columns_of(end - at)));
+        for (int h = 0; h < n; h++) {
+            const Reader<T>& row = rows[h / n_heads];
+            auto within = [&](int64_t place) { return int(std::min<int64_t>(std::max<int64_t>(0, place - at), n_places)); };
+            float* own = mixed + h * wide;
+            const float factor =
+                exponentials<T>(scores + h * BESIDE, within(row.oldest), within(row.end()), n_places, scaling, totals[h]);
+            if (factor != 1)
+                for (int64_t i = 0; i < wide; i += LANES) store(own + i, load(own + i) * factor);
+        }
+        each_part([&](int h, int m, Slots slots, int first, int place, int n_places) {
+            mix<T>(m, scores + h * BESIDE + place / Word<T>::PER, slots, first, n_places, values, width, block, mixed + h * wide);
+        });
     }
+    for (int h = 0; h < n; h++)
+        Word<T>::divide(mixed + h * wide, totals[h].sum, width, rows[h / n_heads].out + h % n_heads * width);
 }

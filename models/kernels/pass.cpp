@@ -172,7 +172,7 @@ template <class T> class Runner {
   public:
     Runner(const Pass& pass, const Step* steps, int n_steps) : pass_(pass), steps_(steps), n_steps_(n_steps) {
         const size_t rows = std::max(1, pass.n_rows);
-        size_t wide = 1, inner = 1, head = 0, seen = 0;
+        size_t wide = 1, inner = 1, head = 0;
         bool packed = false, ordered = false, keeps = false;
         auto widest = [&](const Map& map) {
             wide = std::max<size_t>(wide, map.n_in);
@@ -216,12 +216,10 @@ template <class T> class Runner {
             }
             inputs_.push_back(input);
         }
-        for (const View& view : views_)
-            for (int n : view.n_seen) seen = std::max<size_t>(seen, n);
         while (int(tiles.size()) < n_threads_) tiles.emplace_back(), scratch.emplace_back();
         for (int i = 0; i < n_threads_; i++) {  // here, where running out of memory can still be told
             grow(tiles[i], 2 * (whole_sides(rows) * PANEL + OUTPUTS));
-            grow(scratch[i], scratch_of(seen, head) + 64 / sizeof(float));
+            grow(scratch[i], scratch_of(head) + 64 / sizeof(float));
         }
         team.run(n_threads_, [](void* self, int thread) { ((Runner*)self)->all(thread); }, this);
     }
@@ -475,7 +473,7 @@ template <class T> class Runner {
         for (auto& each : views_)
             if (each.window == step.window) view = &each;
         const std::vector<Part>& parts = parts_[step.rows];
-        const Split split = split_of(list, parts, *view, part.n_kv_heads, group);
+        const Split split = split_of(parts, part.n_kv_heads, group);
         // Queries lie in `mixed_`, and what the heads read goes where the projections were.
         each(SLOTS, thread, split.n, 1, [&](int64_t item, int64_t) {
             const int share = int(item % split.n_shares), kv = int(item / split.n_shares % part.n_kv_heads);
@@ -492,7 +490,8 @@ template <class T> class Runner {
                 const int row = row_of(list, from + r);
                 const int64_t at = (from + r) * q_size + (kv * group + own) * width;
                 const Run* runs = view->runs.data();
-                rows[r] = {runs + view->first[row], runs + view->first[row + 1], view->n_seen[row], mixed_ + at, inner_ + at};
+                rows[r] = {runs + view->first[row], runs + view->first[row + 1], view->oldest[row], view->n_seen[row],
+                           mixed_ + at, inner_ + at};
             }
             attend(rows, n_rows, std::min(split.n_heads, group - own), width, part.scaling,
                    (const T*)sequence.keys[step.layer] + head, (const T*)sequence.values[step.layer] + head,
@@ -509,17 +508,15 @@ template <class T> class Runner {
     static int64_t chunks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
     // The split that should be done first, where turning keys and values costs as much as four heads' sums.
-    Split split_of(const RowList& list, const std::vector<Part>& parts, const View& view, int n_kv_heads, int group) const {
-        int64_t seen = 1, longest = 1;
+    Split split_of(const std::vector<Part>& parts, int n_kv_heads, int group) const {
+        int64_t longest = 1;
         for (const Part& each : parts) longest = std::max(longest, each.n);
-        for (int64_t i = 0; i < list.n; i++) seen = std::max<int64_t>(seen, view.n_seen[row_of(list, i)]);
-        const int64_t most = std::min<int64_t>(MOST_TOGETHER, MOST_SCORES / (whole_lanes(seen) + LANES));
         Split best{};
         int64_t least = INT64_MAX;
         for (int n_shares = 1; n_shares <= group; n_shares++) {
             const int n_heads = (group + n_shares - 1) / n_shares;
-            if (n_heads > MOST_HEADS || (group + n_heads - 1) / n_heads != n_shares) continue;
-            for (int n_rows = 1; n_rows == 1 || (n_rows * n_heads <= most && n_rows < 2 * longest); n_rows *= 2) {
+            if (n_heads > MOST_TOGETHER || (group + n_heads - 1) / n_heads != n_shares) continue;
+            for (int n_rows = 1; n_rows == 1 || (n_rows * n_heads <= MOST_TOGETHER && n_rows < 2 * longest); n_rows *= 2) {
                 int64_t n = 0;
                 for (const Part& each : parts) n += chunks_of(each.n, n_rows) * n_kv_heads * n_shares;
                 const int64_t turns = (n + n_threads_ - 1) / n_threads_, work = turns * (n_rows * n_heads + 4);
@@ -531,7 +528,7 @@ template <class T> class Runner {
 
     // One head: norm, then the rotation of its first `rotated` values.
     static void head_of(const Norm& norm, const T* from, int width, const T* cos, const T* sin, int rotated, T* to) {
-        T own[1024];
+        T own[WIDEST_HEAD];
         normed(norm, from, width, own);
         const int half = rotated / 2;
         if (half % LANES == 0) {
