@@ -115,7 +115,7 @@ template <> struct Word<bf16> {  // two values each
 #endif
 
 constexpr int PLACES = 512;          // of a block
-constexpr int MOST_TOGETHER = 96;    // heads of all rows that are computed together
+constexpr int MOST_TOGETHER = 128;   // heads of all rows that are computed together
 constexpr int BESIDE = PLACES + 48;  // floats between scores of heads: products are written in whole tiles
 constexpr int WIDEST_HEAD = 1024;
 constexpr int SLOTS_AT_ONCE = 64;
@@ -331,17 +331,12 @@ template <class T> static inline float exponentials(float* scores, int from, int
     std::fill(scores, scores + from, -INFINITY);
     std::fill(scores + to, scores + n, -INFINITY);
     vf most = splat(total.largest);
-    for (int j = 0; j < n; j += LANES) {
-        const vf scaled = load(scores + j) * scaling;
-        const vi more = scaled > most;
-        most = (vf)((more & (vi)scaled) | (~more & (vi)most));
-        store(scores + j, scaled);
-    }
+    for (int j = 0; j < n; j += LANES) most = larger(load(scores + j) * scaling, most);
     float largest = total.largest;
     for (int i = 0; i < LANES; i++) largest = std::max(largest, most[i]);
     vf sums = {};
     for (int j = 0; j < n; j += LANES) {
-        const vf e = exp(load(scores + j) - largest);
+        const vf e = exp(fma(load(scores + j), splat(scaling), splat(-largest)));
         Word<T>::put(scores, j, e);
         sums += e;
     }

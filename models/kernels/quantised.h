@@ -28,9 +28,8 @@ template <class T> static void round_row(const T* x, int n_in, int group, int8_t
         vi odd = {};  // codes cannot say that a value is no number; the scale can
         for (int i = at; i < std::min(at + group, n_in); i += LANES) {
             const vf v = (vf)((vi)part_of(x, i, n_in) & 0x7fffffff);
-            const vi more = v > most;
             odd |= ~(vi)(v < splat(INFINITY));
-            most = (vf)((more & (vi)v) | (~more & (vi)most));
+            most = larger(v, most);
         }
         float largest = 0;
         bool numbers = true;

@@ -124,11 +124,20 @@ static inline float sum(vf v) {
     return lanes[0];
 }
 
+// The larger ones; b where one is no number.
+static inline vf larger(vf a, vf b) {
+#if defined(WITH_AVX512)
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    const vi more = a > b;
+    return (vf)((more & (vi)a) | (~more & (vi)b));
+#endif
+}
+
 // e^x to about 2 units in the last place; 0 below -87, inf above 88.7, NaN of NaN.
 static inline vf exp(vf x) {
     const vf low = splat(-87.3f), high = splat(88.8f);
-    vi is_low = x < low, is_high = x > high, is_nan = x != x;
-    vf clipped = (vf)((is_low & (vi)low) | (is_high & (vi)high) | (~(is_low | is_high | is_nan) & (vi)x));
+    const vf clipped = -larger(-high, -x);
     const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     vf shifted = fma(clipped, splat(1.44269504f), magic), n = shifted - magic;
     vf r = fma(n, splat(-0.693145752f), clipped);
@@ -140,8 +149,13 @@ static inline vf exp(vf x) {
     p = fma(p, r, splat(1.6666665459e-1f));
     p = fma(p, r, splat(5.0000001201e-1f));
     p = fma(p, r * r, r) + 1.0f;
+#if defined(WITH_AVX512)
+    return (vf)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, (__m512)low, _CMP_NLT_UQ), (__m512)p, (__m512)n);
+#else
     // 2^n in two factors, for n reaches 128.
     vi k = (vi)shifted - (vi)magic, half = k >> 1;
     vf result = p * (vf)((half + 127) << 23) * (vf)((k - half + 127) << 23);
+    const vi is_low = x < low, is_nan = x != x;
     return (vf)((~is_low & ~is_nan & (vi)result) | (is_nan & (vi)x));
+#endif
 }
