@@ -98,7 +98,7 @@ template <> struct Word<bf16> {  // two values each
             store(to + i + 16, (vf)_mm512_unpackhi_epi16(a, b));
         }
     }
-    // Values at … in place of floats that lie there or behind.
+    // Values `at`, … of a row of words; the floats that they take the place of have been read.
     static void put(float* words, int64_t at, vf value) {
         const __m256bh rounded = _mm512_cvtneps_pbh((__m512)value);
         memcpy((bf16*)words + at, &rounded, sizeof rounded);
@@ -270,11 +270,12 @@ static void mix(int m, const float* probs, Slots slots, int first, int n, const 
 template <> const float* turned<bf16>(int m, const float* query, int width, float* room) {
     const int64_t wide = columns_of(width), whole = whole_tiles(width);
     for (int h = 0; h < m; h += SIDE)
-        turn_rows((const bf16*)(query + h * wide), 2 * wide, std::min(SIDE, m - h), width, 0, int(whole), (bf16*)room + h * whole);
+        turn_rows((const bf16*)(query + h * wide), 2 * wide, std::min(SIDE, m - h), width, 0, int(whole),
+                  (bf16*)room + h * whole);
     return room;
 }
 
-// Heads behind the last of m get scores, too, up to a whole tile.
+// Heads behind the last of m get scores, too, up to a whole tile: their own come later, or are not read there.
 template <>
 void scores_of<bf16>(int m, const float* query, Slots slots, int n, const bf16* keys, int width, float* block, float* scores) {
     const bf16* own = (const bf16*)block;
@@ -290,8 +291,9 @@ template <int G>
 static inline void mix_tiles(int m, const float* probs, int n, const float* block, int64_t wide, float* out) {
     alignas(64) float padded[SIDE][2 * SIDE];  // in place of what is no whole tile
     const bool whole = m == G * SIDE;
-    auto of = [&](int t) { return whole || t < 2 * (G - 1) ? out + t / 2 * SIDE * wide + t % 2 * SIDE : padded[0] + t % 2 * SIDE; };
-    auto stride = [&](int t) { return (whole || t < 2 * (G - 1) ? wide : 2 * SIDE) * sizeof(float); };
+    auto in_place = [&](int t) { return whole || t < 2 * (G - 1); };
+    auto of = [&](int t) { return (in_place(t) ? out + t / 2 * SIDE * wide : padded[0]) + t % 2 * SIDE; };
+    auto stride = [&](int t) { return (in_place(t) ? wide : 2 * SIDE) * sizeof(float); };
     float* rest = out + (G - 1) * SIDE * wide;
     const int n_rest = whole ? 0 : m - (G - 1) * SIDE;
     for (int h = 0; h < n_rest; h++) memcpy(padded[h], rest + h * wide, sizeof padded[h]);
@@ -308,7 +310,8 @@ static inline void mix_tiles(int m, const float* probs, int n, const float* bloc
 }
 
 template <>
-void mix<bf16>(int m, const float* probs, Slots slots, int first, int n, const bf16* values, int width, float* block, float* out) {
+void mix<bf16>(
+    int m, const float* probs, Slots slots, int first, int n, const bf16* values, int width, float* block, float* out) {
     const int64_t wide = columns_of(width), whole = whole_tiles(n);
     spread(slots, first, n, 0, int(whole), values, width, block);
     for (int h = 0; h < m; h += 2 * SIDE)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from fakes import cheap_draft_costs
 from families import CONFIGS, taken_in_turns, tiny_model, tiny_runtime
-from native import library, native, native_runtime, parts, repeating, words
+from native import LEVELS, library, native, native_runtime, parts, repeating, words
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
@@ -34,6 +34,7 @@ from swiftopt.decoding.methods.adaptive import AdaptiveSettings
 from swiftopt.decoding.session import Session
 from swiftopt.decoding.verify import token_logprob
 from swiftopt.models.buffer import KVBuffer
+from swiftopt.models.kernels.native import NativePasses
 from swiftopt.models.loading import at_speed, load
 from swiftopt.models.rows import Pass, Rows
 from swiftopt.models.runtime import Runtime
@@ -63,6 +64,8 @@ FORMATS = [
     (("attn", "int8"), ("head", "int4"), ("mlp", "int8")),
     (("head", "int8"), ("mlp", "int4-32"), ("mlp:2", "stored")),
 ]
+
+WIDE = {"num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 72, "hidden_size": 48}
 
 each_family = pytest.mark.parametrize("family", CONFIGS)
 each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
@@ -214,6 +217,59 @@ def test_heads_of_any_number_and_width_read_what_torch_reads(shape: tuple[int, i
         plain = mine.new_buffer(160)
         mine.prefill(ids[:base], plain)
         assert same_bits(read[path], one_by_one(mine, [ids[base + node] for node in path], plain, base))
+
+
+@pytest.fixture(scope="module", params=LEVELS)
+def wide(request: pytest.FixtureRequest) -> Runtime:
+    """Six heads a key head, of a width that fills no whole tile, at each level that this processor can run."""
+    found = library(request.param)
+    runtime = tiny_runtime("llama", torch.bfloat16, max_position_embeddings=2048, **WIDE)
+    runtime.native = NativePasses(runtime, found)
+    return runtime
+
+
+def test_rows_behind_a_text_of_several_blocks_have_the_bits_of_one_row(wide: Runtime) -> None:
+    """A block is 512 places: chains and trees that end before, at and behind its edges, and the text in any chunks."""
+    ids = words(3, 1060)
+    whole = wide.new_buffer(1060)
+    wide.forward(Rows(ids, 0), whole, [0])
+    for base in (497, 511, 512, 1023, 1040):
+        plain = wide.new_buffer(base + 20)
+        for first in range(0, base, 100):
+            wide.forward(Rows(ids[first : min(first + 100, base)], first), plain, [0])
+        assert same_slots(plain, whole, base)
+        buffer = wide.new_buffer(base + 20)
+        wide.forward(Rows(ids[:base], 0), buffer, [0])
+        parents = [-1, 0, 0, 2, 1, 3, 3]
+        visible = torch.cat((torch.ones(7, base, dtype=torch.bool), ancestor_mask(parents)), dim=1)
+        positions = [base + i for i in (0, 1, 1, 2, 2, 3, 3)]
+        tree = wide.forward(Rows(ids[base : base + 7], base, positions, visible), buffer)
+        for path in ([0, 1, 4], [0, 2, 3, 6]):
+            assert same_bits(tree[path], one_by_one(wide, [ids[base + node] for node in path], plain, base))
+        chain = wide.forward(Rows(ids[base : base + 18], base), buffer)
+        assert same_bits(chain, one_by_one(wide, ids[base : base + 18], plain, base))
+
+
+def test_row_that_is_no_number_leaves_rows_before_it_as_they_are(wide: Runtime) -> None:
+    """Rows of a chunk are computed together, and 0 times what is no number would be none."""
+    ids, n = words(4, 90), 40
+    hidden = wide.embed(ids, 0).clone()
+    clean = wide.run_layers(hidden, 0, wide.new_buffer(90), 0, 1)
+    for value in (float("nan"), float("inf")):
+        hidden[n] = value
+        found = wide.run_layers(hidden, 0, wide.new_buffer(90), 0, 1)
+        assert same_bits(found[:n], clean[:n]) and not found[n].isfinite().all()
+
+
+def test_long_text_is_read_as_near_to_float64_as_torch_reads_it(wide: Runtime) -> None:
+    ids, size = words(6, 700), 700
+    model = tiny_model("llama", torch.bfloat16, max_position_embeddings=2048, **WIDE)
+    info = ModelInfo("tiny", "llama", 4, 1)
+    theirs = Runtime(model, None, info).forward(Rows(ids, 0), Runtime(model, None, info).new_buffer(size)).double()
+    mine = wide.forward(Rows(ids, 0), wide.new_buffer(size)).double()
+    exact = Runtime(model.double(), None, info)
+    expected = exact.forward(Rows(ids, 0), exact.new_buffer(size))
+    assert float((mine - expected).norm()) < 1.2 * float((theirs - expected).norm())
 
 
 @each_family
