@@ -311,7 +311,9 @@ def draw_ratios(report: Report, pictures: Pictures) -> None:
     subtitle = f" / {report['task']}" if "task" in report else f" · {report['title']}" if "title" in report else ""
     of_engines = any("same_weights" in row for row in report.get("results", ()))
     name, why = ("row", "other weights") if of_engines else ("label" if "rows" in report else "method", "lossy")
-    every = report.get("rows", ())[::-1] or sorted(report["results"], key=lambda row: row.get("ratio") or 0.0)
+    every = (
+        report["rows"][::-1] if "rows" in report else sorted(report["results"], key=lambda row: row.get("ratio") or 0.0)
+    )
     hatched = [row[name] for row in every if row.get("lossy") or not row.get("same_weights", True)]
     rows = [row for row in every if row.get("ratio") is not None]
     with picture(pictures, AROUND_BARS_IN + BAR_IN * len(rows), f"{_name(report['model'])}{subtitle}") as axes:

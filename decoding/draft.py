@@ -198,9 +198,9 @@ def draw_apart(rule: TokenRule, probs: Tensor, n: int) -> Tensor:
     return torch.cat(drawn, dim=1)
 
 
-def possible(drawn: Tensor) -> tuple[int, ...]:
-    """Return those of the tokens that `draw_apart` found which could be drawn."""
-    return tuple(int(token) for token, left in zip(*drawn.tolist(), strict=True) if left > -math.inf)
+def possible(drawn: Tensor) -> Tensor:
+    """Return those of the tokens that `draw_apart` found which could be drawn: int64 (up to n,)."""
+    return drawn[0, drawn[1] > -math.inf].long()
 
 
 def remaining(probs: Tensor, tokens: Tensor) -> Tensor:
@@ -312,6 +312,7 @@ class DraftModel(ABC):
     layer_set: LayerSet | None = None  # sub-layers of the target that it leaves out, if it is made of the target
     slot_bytes: int = 0  # memory that it takes per slot of a request, beside the target's
     context: Context  # of the request, in a copy that `begin` made
+    buffer: KVBuffer  # that it reads and writes: the target's, or its own
     parents: list[int]  # of the round's nodes so far
     staged: StagedPass | None = None  # the round's rows, where verification only has to finish them
     hidden: Tensor | None = None  # (1, hidden_size), what the latest logits were read from, where a probe may see it
@@ -323,7 +324,7 @@ class DraftModel(ABC):
     def begin(self, context: Context) -> Self:
         """Return a copy that drafts for one request."""
         own = copy(self)
-        own.context = context
+        own.context, own.buffer = context, context.buffer
         own.start()
         return own
 
@@ -338,11 +339,6 @@ class DraftModel(ABC):
     def restart(self) -> None:
         """Begin a new round: the next node is the root, the last committed token."""
         self.parents = []
-
-    @property
-    def buffer(self) -> KVBuffer:
-        """What holds the keys and values that it reads and writes."""
-        return self.context.buffer
 
     @property
     def reads_late(self) -> bool:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..core.types import LayerSet
-from ..models.buffer import KVBuffer
 from ..models.early_exit import StagedPass
 from ..models.rows import Pass, fetched
 from ..models.runtime import Runtime
@@ -82,7 +81,7 @@ class OtherModel(DraftModel):
         self.runtime.check_same_tokenizer(runtime)
 
     def start(self) -> None:
-        self._own = self.runtime.new_buffer(self.context.buffer.capacity)
+        self.buffer = self.runtime.new_buffer(self.context.buffer.capacity)
         self._held: list[int] = []  # the tokens whose keys and values lie at slots 0, 1, …
         self._n_same = 0  # of them, those known to be committed
         self._unread: Callable[[], Any] | None = None  # gives the root and the tokens of a draft that is read late
@@ -90,10 +89,6 @@ class OtherModel(DraftModel):
     @property
     def room(self) -> int:
         return max(0, self.runtime.max_positions - self.context.root_slot)
-
-    @property
-    def buffer(self) -> KVBuffer:
-        return self._own
 
     @property
     def reads_late(self) -> bool:

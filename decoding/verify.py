@@ -340,12 +340,11 @@ def _one_by_one(
     `tried`, bool (n, tries), leaves out have no chance, nor have draws of nothing, and are as if they had not been.
     """
     for at, token in enumerate(tokens[..., None].unbind(dim=1)):
-        chance, left = _chance(target_probs, draft_probs, token), residual(target_probs, draft_probs)
-        if tried is not None:
-            own = tried[:, at, None]
-            chance, left = chance * own, left.where(own, target_probs)
-        yield chance
-        target_probs = left
+        own = None if tried is None else tried[:, at, None]
+        chance = _chance(target_probs, draft_probs, token)
+        yield chance if own is None else chance * own
+        left = residual(target_probs, draft_probs)
+        target_probs = left if own is None else left.where(own, target_probs)
         if not replaced:
             draft_probs = remaining(draft_probs, token)
     yield target_probs
@@ -355,7 +354,7 @@ def _k_seq(
     tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, replaced: bool, tried: Tensor | None
 ) -> Iterator[Tensor]:
     """Do as `_one_by_one` for draws of one distribution that all have the same chance."""
-    own = (tokens >= 0) if tried is None else tried
+    own = tokens.new_ones(tokens.shape).bool() if tried is None else tried
     n_tries = own.sum(dim=1, keepdim=True)
     accepted = draft_probs.minimum(target_probs / _divisor(target_probs, draft_probs, n_tries, tokens.shape[1]))
     for at, token in enumerate(tokens[..., None].unbind(dim=1)):

@@ -248,7 +248,8 @@ class ChainDrafter(Drafter):
         probs = scores.double().softmax(dim=-1)
         if branching is not None:
             _, confidence = rule.confidence(scores)
-            return possible(draw_apart(rule, probs, candidates_at(branching, confidence))), confidence, probs
+            drawn = draw_apart(rule, probs, candidates_at(branching, confidence))
+            return tuple(possible(drawn).tolist()), confidence, probs
         token_id = int(rule.draw_drafts(probs))
         # BiLD asks how sure the draft is, before it draws; the others how likely the drawn token was.
         return (token_id,), float(probs[token_id] if self.stop.keeps_last else probs.max()), probs

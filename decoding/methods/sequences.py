@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...core.serialization import Settings, count
-from ..draft import UNKNOWN, Draft, Drafter, DraftModel, DraftTree, Offer, draw_apart
+from ..draft import UNKNOWN, Draft, Drafter, DraftModel, DraftTree, Offer, draw_apart, possible
 from ..verify import SeveralRatio, Verifier
 from . import Resources, method
 
@@ -78,13 +77,12 @@ class SequencesDrafter(Drafter):
             logits = yield from self.model.extend(token_ids, [grown.parents[node] for node in nodes])
             scored = zip(nodes, logits, strict=True)
             scores = torch.stack([context.scores(grown.paths[node], row) for node, row in scored])
-            drawn, probs = self._draw(scores, [nodes.index(node) for node in grown.newest], apart=level == 0)
+            apart = level == 0 and not self.replacement
+            drawn, probs = self._draw(scores, [nodes.index(node) for node in grown.newest], apart)
             following = grown.grow([UNKNOWN] * len(drawn) if late else drawn.tolist())
-            for row, node in enumerate(nodes):
-                if probs is None:
-                    continue
+            for row, (node, of_node) in enumerate(zip(nodes, probs, strict=True) if probs is not None else ()):
                 own, tried = (following[node], None) if same is None else (grown.newest, same[row])
-                offers[node] = Offer(tuple(own), probs[row], self.replacement, tried)
+                offers[node] = Offer(tuple(own), of_node, self.replacement, tried)
             if late:
                 unread.append(drawn)
             if same is not None:
@@ -98,16 +96,16 @@ class SequencesDrafter(Drafter):
     def _draw(self, scores: Tensor, of: Sequence[int], apart: bool) -> tuple[Tensor, Tensor | None]:
         """Return the next token of each sequence, int64 (sequences,), and what a node's were drawn from if they were.
 
-        Args: scores: (nodes, vocab). of: which of the nodes each sequence has come to. apart: it is the first level.
+        Args: scores: (nodes, vocab). of: which of the nodes each sequence has come to. apart: no two may be equal.
         """
         from ...models.rows import uploaded
         from ..context import most_probable
 
         rule, n = self.context.rule, len(of)
         probs = None if rule.greedy else scores.double().softmax(dim=-1)  # (nodes, vocab)
-        if apart and not self.replacement:
+        if apart:
             found = most_probable(scores[0], n) if probs is None else draw_apart(rule, probs[0], n)
-            return (found[0] if self.model.reads_late else found[0, found[1] > -math.inf]).long(), probs
+            return found[0].long() if self.model.reads_late else possible(found), probs
         index = uploaded(of, scores.device)
         if probs is None:
             return scores.max(dim=-1).indices[index], None

@@ -179,21 +179,19 @@ def event_words(event: JobEvent, n_prompts: int) -> str:
 def figures_of(job: Job) -> list[tuple[str, str]]:
     """Return the latest figures of a job that runs; none if a newer swiftopt has written them."""
     now = job.figures
-    return (
-        []
-        if now is None
-        else [
-            ("Task", now.task[:60]),
-            ("Phase", now.phase[:60]),
-            ("Tokens per second", number(now.tok_s, 1)),
-            ("Tokens", number(now.tokens, 0)),
-            ("Candidates", number(now.n_trials, 0)),
-            ("Matchness, best", number(now.best_matchness)),
-            ("Acceptance α", number(now.acceptance_rate)),
-            ("Tokens per pass M", number(now.mean_generated_length)),
-            ("Skip ratio", number(now.skip_ratio)),
-        ]
-    )
+    if now is None:
+        return []
+    return [
+        ("Task", now.task[:60]),
+        ("Phase", now.phase[:60]),
+        ("Tokens per second", number(now.tok_s, 1)),
+        ("Tokens", number(now.tokens, 0)),
+        ("Candidates", number(now.n_trials, 0)),
+        ("Matchness, best", number(now.best_matchness)),
+        ("Acceptance α", number(now.acceptance_rate)),
+        ("Tokens per pass M", number(now.mean_generated_length)),
+        ("Skip ratio", number(now.skip_ratio)),
+    ]
 
 
 def _flat(request: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
