@@ -34,6 +34,7 @@ from .grammar import GrammarMask
 
 _BLIND = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)  # they read scores alone
 KEPT_NOISES = 64  # positions ahead of a text; 0.6 MB each for 152,000 tokens
+Drafted = Sequence[int] | Sequence[Tensor]  # tokens; (1,) each where their device may still be computing them
 _COLDEST = 1e-30  # below, float32 scores overflow; long before, the argmax has all of the probability
 
 
@@ -46,7 +47,8 @@ class GeneratedPenalty(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return the scores (1, vocab) after `input_ids` (1, tokens)."""
         vocab = scores.shape[-1]
-        counts = torch.bincount(input_ids[0, self.n_prompt :], minlength=vocab)[:vocab]  # embeddings may be padded more
+        generated = input_ids[0, self.n_prompt :].clamp(max=vocab)  # embeddings may be padded more
+        counts = scores.new_zeros(vocab + 1).index_add(0, generated, scores.new_ones(generated.shape))[:vocab]
         return scores - self.presence * (counts > 0) - self.frequency * counts
 
 
@@ -110,20 +112,16 @@ class TokenRule:
         """Whether the target's token is just the argmax of its logits."""
         return self.greedy and not self.processors
 
-    def scores(self, token_ids: Sequence[int], logits: Tensor) -> Tensor:
+    def scores(self, token_ids: Sequence[int] | Tensor, logits: Tensor) -> Tensor:
         """Return `logits` (vocab,) after all processors, in the context of `token_ids`: float32 (vocab,)."""
         scores = logits.float()
         if self.processors:
-            # Only penalties read the text, and making a tensor of it costs more with every token.
-            context: Any = uploaded([token_ids if self.reads_text else ()], logits.device)
+            context: Any = uploaded(token_ids, logits.device)[None]
             processed: Any = scores[None]
             for processor in self.processors:  # the list's own call reads each one's signature for every token
                 processed = processor(context, processed)
             scores = processed[0]
         return scores
-
-    def choose(self, token_ids: Sequence[int], logits: Tensor) -> int:
-        return int(self.noisy(self.scores(token_ids, logits), len(token_ids)).argmax())
 
     def noisy(self, scores: Tensor, position: int) -> Tensor:
         """Return what the token at that position is the argmax of: `scores` (vocab,), when sampling with its noise."""
@@ -141,9 +139,8 @@ class TokenRule:
             self._noises[position] = found
         return found
 
-    def probs(self, token_ids: Sequence[int], logits: Tensor) -> Tensor:
-        """Return what a token after `token_ids` is drawn from: float64 (vocab,); greedy: all on the argmax."""
-        scores = self.scores(token_ids, logits)
+    def probs(self, scores: Tensor) -> Tensor:
+        """Return what a token of `scores` (vocab,) is drawn from: float64 (vocab,); greedy: all on the argmax."""
         if self.greedy:
             return torch.zeros(scores.shape, dtype=torch.float64).index_fill_(0, scores.argmax().cpu(), 1.0)
         return torch.softmax(scores.double(), dim=-1)
@@ -302,6 +299,7 @@ class Context:
     prediction: Sequence[int] = ()
     searched: bool = False
     finish: FinishReason | None = None
+    _text: Tensor | None = None  # as many of `token_ids` as were moved to the device
 
     @property
     def root_slot(self) -> int:
@@ -315,31 +313,34 @@ class Context:
     @property
     def reads_late(self) -> bool:
         """Whether tokens can stay on the device, and are worth reading together."""
-        return self.runtime.reads_late and not self.rule.reads_text
+        return self.runtime.reads_late and self.rule.grammar is None  # which reads tokens on this machine
 
-    def scores(self, drafted: Sequence[int], logits: Tensor) -> Tensor:
-        """Return `TokenRule.scores` of `logits` (vocab,) behind the committed tokens and the `drafted` ones."""
-        return self.rule.scores([*self.token_ids, *drafted] if self.rule.reads_text else (), logits)
+    def text(self, device: torch.device) -> Tensor:
+        """Return the committed tokens, int64 (tokens,), on the device of the request's logits."""
+        if self._text is None:
+            self._text = uploaded(self.token_ids, device)
+        elif len(self._text) < len(self.token_ids):
+            self._text = torch.cat((self._text, uploaded(self.token_ids[len(self._text) :], device)))
+        return self._text
 
-    def noisy_scores(self, drafted: Sequence[int], logits: Tensor) -> Tensor:
-        """Return scores whose argmax is the target's token behind `drafted` ones, if `logits` (vocab,) are its own.
+    def scores(self, drafted: Drafted, logits: Tensor) -> Tensor:
+        """Return `TokenRule.scores` of `logits` (vocab,) behind the committed tokens and the `drafted` ones.
 
-        A rule that reads no text takes the place of `drafted` tokens that are not known yet from their number alone.
+        For a rule that reads no text the number of `drafted` tokens is enough: they may be anything.
         """
+        if not self.rule.reads_text:
+            return self.rule.scores((), logits)
+        late = len(drafted) > 0 and isinstance(drafted[0], Tensor)
+        own: Any = drafted if late else [uploaded(drafted, logits.device)]
+        return self.rule.scores(torch.cat((self.text(logits.device), *own)), logits)
+
+    def noisy_scores(self, drafted: Drafted, logits: Tensor) -> Tensor:
+        """Return scores whose argmax is the target's token behind `drafted` ones, if `logits` (vocab,) are its own."""
         return self.rule.noisy(self.scores(drafted, logits), len(self.token_ids) + len(drafted))
 
-    def choices(self, nodes: Sequence[int], depths: Sequence[int], logits: Tensor) -> Tensor:
-        """Return the target's own tokens after some `nodes` of a tree: int64 (nodes,), on the device.
-
-        Args: depths, logits (all nodes, vocab): those of the tree. The rule reads no text.
-        """
-        if len(nodes) < len(logits):
-            logits = logits.index_select(0, uploaded(nodes, logits.device))
-        if not self.rule.is_argmax:
-            rows = zip(nodes, logits, strict=True)
-            logits = torch.stack([self.noisy_scores(range(depths[node]), row) for node, row in rows])
-        # max, not argmax: the same first best index, and on a CPU in bfloat16 4 to 7 times faster
-        return logits.max(dim=-1).indices
+    def choose(self, drafted: Drafted, logits: Tensor) -> int:
+        """Return the target's own token behind `drafted` ones, given its `logits` (vocab,): their argmax, or a draw."""
+        return int(self.noisy_scores(drafted, logits).argmax())
 
     def resume_point(self) -> ResumePoint:
         """Return the request's state; to be called between the passes of a round."""

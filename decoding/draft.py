@@ -64,17 +64,13 @@ class DraftTree:
         return len(self.token_ids)
 
     @property
-    def depths(self) -> list[int]:
-        """How many nodes lie above each."""
-        depths = [0]
-        for parent in self.parents[1:]:
-            depths.append(depths[parent] + 1)
-        return depths
-
-    @property
     def is_chain(self) -> bool:
         """Whether there are no side leaves, so that slots are positions."""
         return self.n_nodes == self.n_steps + 1
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """Return the nodes between the root and one, that one included."""
+        return (*self.path(self.parents[node]), node) if node else ()
 
     def below(self, node: int) -> tuple[int, ...]:
         """Return the nodes below one: its first child, the first child of that, and so on."""
@@ -376,22 +372,23 @@ class DraftModel(ABC):
 
         context, beside = self.context, list[tuple[int, ...]]()
         steps = [uploaded([context.token_ids[-1:], [0.0]], context.runtime.device, torch.float64)]
+        tokens = [steps[0][0].long()]  # the root's, and those drafted
         read: Callable[[], Any] | None = None  # the latest step
         drawn_from: list[Tensor] = []
         while len(steps) <= longest and goes_on():
-            n_drafted = len(steps) - 1
-            logits = yield from self.extend(steps[-1][0].long(), (n_drafted - 1,))
+            logits = yield from self.extend(tokens[-1], (len(tokens) - 2,))
             if draws:
-                scores = context.scores(range(n_drafted), logits[0])
+                scores = context.scores(tokens[1:], logits[0])
                 drawn_from.append(scores.double().softmax(dim=-1))
                 drawn = draw_apart(context.rule, drawn_from[-1], max(1, n_offered))
                 token, sure = drawn[0, :1], likeliest(scores[None])[1] if n_offered > 1 else drawn[1, :1]
             else:
-                scores = context.noisy_scores(range(n_drafted), logits[0])
+                scores = context.noisy_scores(tokens[1:], logits[0])
                 token, sure = likeliest(scores[None])
             if probe is not None and self.hidden is not None:
                 sure = probe.acceptance(self.hidden)[None].double().log()
             steps.append(torch.stack((token, sure)))
+            tokens.append(token.long())
             if n_offered:
                 best = drawn if draws else most_probable(scores, n_offered)
                 before, read = read, fetched(torch.cat((steps[-1], best), dim=1))
@@ -399,7 +396,7 @@ class DraftModel(ABC):
                     (token_id, *others), (logprob, *their_scores) = before()
                     candidates = offered(int(token_id), others, their_scores, n_offered)
                     beside.append(candidates[1 : take(candidates, math.exp(logprob))])
-        staged = self.rest(len(steps), steps[-1][0, 0].long())
+        staged = self.rest(len(steps), tokens[-1][0])
         return Draft.of_unread(torch.cat(steps, dim=1), beside, staged, drawn_from)
 
     def rest(self, n_nodes: int, last: int | Tensor) -> PassGenerator[Tensor] | None:

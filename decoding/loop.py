@@ -147,7 +147,7 @@ def _prefill(context: Context, n_read: int, ending: Ending, with_state: bool, pr
             following = prompt_ids[len(of_prompt) + 1 :]
             rows = zip(logits, following, strict=False)
             of_prompt += [token_logprob(row, token_id, context.logprobs or 0) for row, token_id in rows]
-    first = context.rule.choose(context.token_ids, logits[-1])
+    first = context.choose((), logits[-1])
     context.tally.prefill_s = context.tally.total_s
     state = runtime.normed(torch.cat(states)).float().mean(dim=0) if with_state else None
     own = () if context.logprobs is None else (token_logprob(logits[-1], first, context.logprobs),)

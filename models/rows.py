@@ -239,7 +239,7 @@ class BufferPlan:
 def uploaded(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Return numbers as a tensor on a device, without waiting for the device's earlier work."""
     tensor = torch.as_tensor(values).to(dtype)
-    if device.type == "cpu":
+    if device.type == "cpu" or tensor.device == device:
         return tensor
     pinned = tensor.pin_memory() if torch.cuda.is_available() else tensor
     return pinned.to(device, non_blocking=True)

@@ -74,8 +74,8 @@ def _window_score(context: Context, logits: Tensor, first: int) -> WindowScore:
     if rule.is_argmax:
         scores = logits.float()
     else:
-        contexts = (context.token_ids[: first + 1 + row] for row in range(window))
-        rows = [rule.noisy(rule.scores(ids, row), len(ids)) for ids, row in zip(contexts, logits, strict=True)]
+        text = context.text(logits.device)
+        rows = [rule.noisy(rule.scores(text[:n], row), n) for n, row in enumerate(logits, first + 1)]
         scores = torch.stack(rows)
     wanted = torch.tensor(context.token_ids[first + 1 : first + 1 + window], device=scores.device)
     top, argmax = scores.max(dim=-1)

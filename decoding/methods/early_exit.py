@@ -236,11 +236,12 @@ class PipelineDrafter(Drafter):
             return
         logits = heads.logits(self.context.runtime, newest.depth, newest.hidden)[0]
         ahead: list[Any] = [flight.token_id for flight in self._flights[1:]]
+        scores = self.context.noisy_scores(ahead, logits)
         token_id: int | Tensor
-        if self.threshold == 0.0 and self.context.reads_late:  # sure in any case, and only how many are ahead counts
-            token_id = likeliest(self.context.noisy_scores(range(len(ahead)), logits)[None])[0].long()
+        if self.threshold == 0.0 and self.context.reads_late:  # sure in any case
+            token_id = likeliest(scores[None])[0].long()
         else:
-            token_id, confidence = self.context.rule.confidence(self.context.noisy_scores(ahead, logits))
+            token_id, confidence = self.context.rule.confidence(scores)
             if not confidence > self.threshold:
                 return
         newest.predicted = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...core.serialization import Settings, count
 from ..draft import UNKNOWN, Draft, Drafter, DraftModel, DraftTree, Offer, draw_apart, possible
@@ -14,6 +14,7 @@ from . import Resources, method
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..context import Drafted
     from ..engine import PassGenerator
 
 
@@ -79,7 +80,7 @@ class SequencesDrafter(Drafter):
             scores = torch.stack([context.scores(grown.paths[node], row) for node, row in scored])
             apart = level == 0 and not self.replacement
             drawn, probs = self._draw(scores, [nodes.index(node) for node in grown.newest], apart)
-            following = grown.grow([UNKNOWN] * len(drawn) if late else drawn.tolist())
+            following = grown.grow(drawn[:, None].unbind() if late else drawn.tolist())
             for row, (node, of_node) in enumerate(zip(nodes, probs, strict=True) if probs is not None else ()):
                 own, tried = (following[node], None) if same is None else (grown.newest, same[row])
                 offers[node] = Offer(tuple(own), of_node, self.replacement, tried)
@@ -116,22 +117,23 @@ class _Growth:
     """A tree that sequences grow side by side: its nodes, the tokens above each, and the newest of each sequence."""
 
     def __init__(self, root: int, n_sequences: int) -> None:
-        self.token_ids, self.parents, self.paths = [root], [-1], list[tuple[int, ...]]([()])
+        self.token_ids, self.parents, self.paths = [root], [-1], list[list[Any]]([[]])
         self.newest = [0] * n_sequences
 
-    def grow(self, token_ids: Sequence[int]) -> dict[int, list[int]]:
+    def grow(self, tokens: Drafted) -> dict[int, list[int]]:
         """Let each sequence go on; the last ones end, where there are fewer tokens. Return by node what follows it.
 
-        Equal sequences share nodes, unless their tokens are UNKNOWN.
+        Equal sequences share nodes, unless their tokens are not known yet.
         """
         before, self.newest = self.newest, []
         known, following = dict[tuple[int, int], int](), {node: list[int]() for node in before}
-        for node, token_id in zip(before, token_ids, strict=False):
+        for node, token in zip(before, tokens, strict=False):
+            token_id = token if isinstance(token, int) else UNKNOWN
             if token_id == UNKNOWN or (node, token_id) not in known:
                 known[node, token_id] = len(self.token_ids)
                 self.token_ids.append(token_id)
                 self.parents.append(node)
-                self.paths.append((*self.paths[node], token_id))
+                self.paths.append([*self.paths[node], token])
             self.newest.append(known[node, token_id])
             following[node].append(self.newest[-1])
         return following

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 from random import Random
 from typing import Any
 
 import pytest
 import torch
-from fakes import cheap_draft_costs, results_of
-from families import tiny_runtime
+from fakes import cheap_draft_costs, letter_tokenizer, results_of
+from families import VOCAB, tiny_runtime
 from native import words
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from transformers import MinNewTokensLengthLogitsProcessor
 
 from swiftopt.core.settings import Branching, SwiftSettings
 from swiftopt.core.types import Completion, LayerSet, Sampling
@@ -27,6 +29,7 @@ from swiftopt.decoding.context import Context, Ending, TokenRule
 from swiftopt.decoding.draft import Draft, DraftModel, DraftTree, Outcome, Walk
 from swiftopt.decoding.draft_models import EarlyExit, OtherModel, SkippedTarget
 from swiftopt.decoding.engine import PassGenerator, Work, alone, side_by_side
+from swiftopt.decoding.grammar import Grammar, GrammarMask
 from swiftopt.decoding.loop import Round, decode, decoding
 from swiftopt.decoding.methods import PLAIN, Method, Resources, build, swift
 from swiftopt.decoding.methods.adaptive import AdaptiveDrafter, AdaptiveSettings, PassCosts
@@ -147,13 +150,19 @@ def drawing(model: DraftModel, stop: StopRule, branching: Branching | None = Non
 
 
 SAMPLINGS = [Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=3)]
+PENALISED = replace(SAMPLINGS[1], repetition_penalty=1.1, presence_penalty=0.3, frequency_penalty=0.1)
+
+
+def letters(n_prompt: int) -> GrammarMask:
+    """A mask that leaves letters of one half of the alphabet."""
+    return Grammar.regex("[a-m]*").mask(letter_tokenizer(), VOCAB, n_prompt, [0])
 
 
 OF_SEVERAL = ("spectr", "specinfer", "mcss", "mtad", "mtjd")
 
 
 @pytest.mark.parametrize(
-    ("sampling", "graphs"), [(SAMPLINGS[0], True), (SAMPLINGS[1], False)], ids=["greedy-graphs", "sampled-eager"]
+    ("sampling", "graphs"), [(SAMPLINGS[0], True), (PENALISED, False)], ids=["greedy-graphs", "penalised-eager"]
 )
 @pytest.mark.parametrize(
     "name",
@@ -194,7 +203,9 @@ def test_a_round_waits_for_the_device_once(
         resources = Resources(runtime, SKIPPING, draft_runtime=other.runtime if by_another else None)
         methods[name] = build(name, resources), 40
     method, n_new = methods[name]
-    work = decoding(runtime, PROMPT, method, TokenRule.of(sampling, None), Ending(n_new))
+    long_enough = MinNewTokensLengthLogitsProcessor(len(PROMPT), 8, [2], "meta")
+    rule = TokenRule.of(sampling, None, len(PROMPT), () if sampling.greedy else [long_enough])
+    work = decoding(runtime, PROMPT, method, rule, Ending(n_new))
     rounds, drafted, waits = 0, 0, Waits()
     with waits:
         for event in side_by_side([work]):
@@ -226,7 +237,7 @@ def test_a_check_of_a_lossy_method_waits_for_the_device_once(name: str, monkeypa
     assert len(lengths) > 5 and sum(lengths) > len(lengths)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [*SAMPLINGS, PENALISED], ids=["greedy", "sampled", "penalised"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_what_is_read_late_is_what_is_read_at_once(family: str, sampling: Sampling) -> None:
     runtime, rule = tiny_runtime(family), TokenRule.of(sampling, None)
@@ -259,7 +270,7 @@ OF_ONE_LENGTH = {
 READ_AT_ONCE = {"bild": BildSettings(fallback_threshold=0.023)}
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [*SAMPLINGS, PENALISED], ids=["greedy", "sampled", "penalised"])
 @pytest.mark.parametrize("name", [*OF_ONE_LENGTH, *OF_SEVERAL, *READ_AT_ONCE])
 def test_drafts_of_one_length_or_that_must_be_read_are_the_same_where_others_are_read_late(
     name: str, sampling: Sampling
@@ -476,23 +487,24 @@ def test_adaptive_drafts_that_are_read_late_are_the_models_own(sampling: Samplin
     assert min(drafter.n_offered[1], drafter.n_offered[2]) > 15
 
 
-@pytest.mark.parametrize("sampling", [*SAMPLINGS, Sampling(presence_penalty=0.5)], ids=["greedy", "sampled", "reading"])
-def test_a_search_knows_whether_what_it_scores_is_read_late(sampling: Sampling) -> None:
+@pytest.mark.parametrize("sampling", [*SAMPLINGS, PENALISED], ids=["greedy", "sampled", "penalised"])
+@pytest.mark.parametrize("with_grammar", [False, True])
+def test_a_search_knows_whether_what_it_scores_is_read_late(with_grammar: bool, sampling: Sampling) -> None:
     runtime, found = tiny_runtime("llama"), list[bool]()
     for runtime.reads_late in (False, True):
-        context = Context(runtime, runtime.new_buffer(30), TokenRule.of(sampling, None), [*PROMPT, 7, 9], len(PROMPT))
+        rule = TokenRule.of(sampling, None, len(PROMPT), [letters(len(PROMPT))] if with_grammar else ())
+        context = Context(runtime, runtime.new_buffer(30), rule, [*PROMPT, 7, 9], len(PROMPT))
         runtime.prefill(context.token_ids[:-1], context.buffer)
         (score,) = alone(score_window(context, [SKIPPING], 2))
         found.append(score.reads_late)
-    assert found == [False, not sampling.presence_penalty]
+    assert found == [False, not with_grammar]
 
 
 @pytest.mark.parametrize("at_once", [1, 3])
 def test_requests_that_are_read_late_give_plain_tokens_beside_each_other(at_once: int) -> None:
-    """Those whose rules read the text are read at every step."""
+    """Those with a grammar are read at every step."""
     runtime = tiny_runtime("llama")
     runtime.reads_late = True
-    reading = Sampling(temperature=0.8, presence_penalty=0.5, seed=11)
     other, early = (
         Method(kind, ChainDrafter(draft_model(kind), StopRule(5, 0.1))) for kind in ("another model", "early exit")
     )
@@ -500,7 +512,14 @@ def test_requests_that_are_read_late_give_plain_tokens_beside_each_other(at_once
         *(lambda: CHAINS, lambda: adaptive(False), lambda: adaptive(True), lambda: EARLY_STOP),
         *(lambda: other, lambda: early),
     ]
-    asked = [(words(i, 7) * 2, sampling, make) for i, sampling in enumerate([*SAMPLINGS, reading]) for make in methods]
-    works = [decoding(runtime, ids, make(), TokenRule.of(how, None, len(ids)), Ending(40)) for ids, how, make in asked]
-    plain = [decode(runtime, ids, PLAIN, TokenRule.of(how, None, len(ids)), Ending(40)) for ids, how, _ in asked]
-    assert [done.token_ids for done in results_of(works, at_once)] == [done.token_ids for done in plain]
+    ids, end = [words(i, 7) * 2 for i in range(4)], Ending(40)
+
+    def rules() -> list[TokenRule]:
+        asked = zip([*SAMPLINGS, PENALISED, SAMPLINGS[1]], [(), (), (), [letters(14)]], strict=True)
+        return [TokenRule.of(sampling, None, 14, constraints) for sampling, constraints in asked]
+
+    works = [
+        decoding(runtime, own, make(), rule, end) for make in methods for own, rule in zip(ids, rules(), strict=True)
+    ]
+    plain = [decode(runtime, own, PLAIN, rule, end).token_ids for own, rule in zip(ids, rules(), strict=True)]
+    assert [done.token_ids for done in results_of(works, at_once)] == plain * len(methods)

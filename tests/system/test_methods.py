@@ -130,7 +130,7 @@ def exact(
         for path, weight in found.items():
             text = [*ids, *path]
             logits = runtime.forward(Rows(text, 0), runtime.new_buffer(len(text)))[-1]
-            probs = rule.probs(text, logits)
+            probs = rule.probs(rule.scores(text, logits))
             grown |= {(*path, int(t)): weight * float(probs[t]) for t in probs.nonzero()[:, 0]}
         found = grown
     return found

@@ -144,7 +144,7 @@ def test_sampled_swift_has_the_target_distribution(temperature: float) -> None:
 
 def probabilities(runtime: Any, rule: TokenRule, ids: list[int]) -> dict[int, float]:
     logits = runtime.forward(Rows(ids, 0), runtime.new_buffer(len(ids)))[-1]
-    probs = rule.probs(ids, logits)
+    probs = rule.probs(rule.scores(ids, logits))
     return {int(token): float(probs[token]) for token in torch.nonzero(probs)[:, 0]}
 
 

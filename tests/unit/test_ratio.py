@@ -143,11 +143,8 @@ class ReadTarget(TableTarget):
         super().__init__(branches, n_checked)
         self.tree = draft.tree
 
-    def path(self, node: int) -> Path:
-        return (*self.path(self.tree.parents[node]), self.tree.token_ids[node]) if node else ()
-
-    def probs(self, node: int, accepted: Path) -> Tensor:
-        return super().probs(node, self.path(node))
+    def above(self, node: int) -> Path:
+        return tuple(self.tree.token_ids[each] for each in self.tree.path(node))
 
     def peek(self, probs: Tensor) -> Tensor:
         return torch.tensor([[self.branches.pick(row) if any(row) else 0] for row in probs.tolist()])

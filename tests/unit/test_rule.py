@@ -64,20 +64,24 @@ def test_presence_and_frequency_penalties_count_what_was_generated() -> None:
     assert torch.equal(wider.scores([VOCAB + 3], logits), logits)
 
 
+def chosen(rule: TokenRule, text: list[int], logits: torch.Tensor) -> int:
+    return int(rule.noisy(rule.scores(text, logits), len(text)).argmax())
+
+
 def test_biased_tokens_are_taken_by_greedy_requests_too() -> None:
     logits = torch.zeros(VOCAB)
     logits[4], logits[8] = 2.0, 1.0
-    assert TokenRule.of(Sampling(), None).choose([], logits) == 4
-    assert TokenRule.of(Sampling(logit_bias=((4, -100.0),)), None).choose([], logits) == 8
-    assert TokenRule.of(Sampling(logit_bias=((50, 100.0),)), None).choose([], logits) == 50
+    assert chosen(TokenRule.of(Sampling(), None), [], logits) == 4
+    assert chosen(TokenRule.of(Sampling(logit_bias=((4, -100.0),)), None), [], logits) == 8
+    assert chosen(TokenRule.of(Sampling(logit_bias=((50, 100.0),)), None), [], logits) == 50
 
 
 def test_constraint_stands_whatever_the_bias_is() -> None:
     constraint = MinNewTokensLengthLogitsProcessor(len(PROMPT), 2, [4], "cpu")
     rule = TokenRule.of(Sampling(logit_bias=((4, 100.0),)), None, len(PROMPT), [constraint])
     logits = torch.zeros(VOCAB)
-    assert rule.choose(PROMPT, logits) == rule.choose([*PROMPT, 9], logits) == 0
-    assert rule.choose([*PROMPT, 9, 9], logits) == 4
+    assert chosen(rule, PROMPT, logits) == chosen(rule, [*PROMPT, 9], logits) == 0
+    assert chosen(rule, [*PROMPT, 9, 9], logits) == 4
 
 
 def peaked(seed: int, size: int = 12) -> torch.Tensor:
@@ -88,7 +92,7 @@ def test_token_is_drawn_from_the_softmax_of_the_scores() -> None:
     """20,000 positions, one row of logits: chi-square, at most 10 degrees, below 41 (false alarm 1e-5, fixed seed)."""
     rule = TokenRule.of(Sampling(temperature=0.8, seed=5, top_k=11), None)
     logits, n = peaked(0), 20_000
-    probs = rule.probs((), logits)
+    probs = rule.probs(rule.scores((), logits))
     counts = torch.zeros(len(logits))
     for position in range(n):
         counts[int(rule.noisy(rule.scores((), logits), position).argmax())] += 1
@@ -111,7 +115,7 @@ def test_draw_does_not_depend_on_which_positions_were_asked_for_before() -> None
     ahead, behind = (TokenRule.of(Sampling(temperature=1.0, seed=3), None) for _ in range(2))
     positions = list(range(200))
     first = {at: int(ahead.noisy(peaked(at), at).argmax()) for at in positions}
-    assert {at: behind.choose([1] * at, peaked(at)) for at in reversed(positions)} == first
+    assert {at: chosen(behind, [1] * at, peaked(at)) for at in reversed(positions)} == first
 
 
 @pytest.mark.parametrize("distance", [0.1, 0.5, 2.0])
