@@ -512,7 +512,7 @@ class JointRatio(KeptPrefix):
         return warp(probs, self.top_k, self.top_p).gather(-1, tokens)[:, 0].log()
 
 
-def most_probable(probs: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
+def truncate(probs: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
     """Select the tokens of `probs` (…, vocab) that top-k, then top-p leave, most probable first.
 
     Returns: float64 (…, n), made to sum to 1, 0 for those that top-p drops; their token ids, int64 (…, n).
@@ -529,5 +529,5 @@ def most_probable(probs: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tens
 
 def warp(probs: Tensor, top_k: int, top_p: float) -> Tensor:
     """Return `probs` after top-k, then top-p, made to sum to 1: float64 (…, vocab)."""
-    values, tokens = most_probable(probs, top_k, top_p)
+    values, tokens = truncate(probs, top_k, top_p)
     return values.new_zeros(probs.shape).scatter_(-1, tokens, values)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...core.serialization import Settings, count, share
 from ..draft import Draft, Drafter, DraftModel, draw_apart
-from ..verify import JointRatio, KeepAll, Verifier, most_probable
+from ..verify import JointRatio, KeepAll, Verifier, truncate
 from . import Resources, method
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class BeamDrafter(Drafter):
                 self._move(source, level - 1)
             logits = yield from model.extend(token_ids[-1], parents)
             parents = [1 + (level - 1) * width + beam if level else 0 for beam in range(width)]
-            values, tokens = most_probable(logits.double().softmax(dim=-1), self.settings.top_k, self.settings.top_p)
+            values, tokens = truncate(logits.double().softmax(dim=-1), self.settings.top_k, self.settings.top_p)
             picked, joint = self._pick((joint[:, None] + values.log()).flatten())
             source = picked // values.shape[1]
             token_ids = torch.cat((token_ids[:, source], tokens.flatten()[picked][None]))
