@@ -225,9 +225,10 @@ class Draft:
     (n_checked, vocab). `n_checked` is how many of the tree's nodes, from the root on, the target gives logits for
     (None: all); 0 says that no pass is needed, for the drafter itself ran the target (`n_passes` times) and left keys
     and values in place. `estimated` is the round's cost by measured costs of passes, in plain passes. `sources` says
-    where nodes' tokens come from, those of "draft" left out. `unread`, float64 (2, nodes), are the tokens of the first
-    nodes, at least of the root and the spine, where their device may still be computing them and the tree knows none
-    of them, and the logarithm of each one's confidence.
+    where nodes' tokens come from, those of "draft" left out. `wants_argmaxes`: the drafter learns from the target's
+    most probable token after each row. `unread`, float64 (2, nodes), are the tokens of the first nodes, at least of the
+    root and the spine, where their device may still be computing them and the tree knows none of them, and the
+    logarithm of each one's confidence.
     """
 
     tree: DraftTree
@@ -239,6 +240,7 @@ class Draft:
     n_passes: int = 1
     estimated: float | None = None
     sources: Mapping[int, TokenSource] = field(default_factory=dict)
+    wants_argmaxes: bool = False
     unread: Tensor | None = None
 
     @classmethod
@@ -295,11 +297,11 @@ class Walk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """A verified draft, for the drafter to learn from; `logits` (rows, vocab): the target's, of extra rows last."""
+    """A verified draft, for the drafter to learn from; `argmaxes` as in `Target`, those of extra rows last."""
 
     draft: Draft
     walk: Walk
-    logits: Tensor | None
+    argmaxes: Sequence[int]
 
 
 class DraftModel(ABC):

@@ -17,7 +17,7 @@ from .context import Context, Ending, ResumePoint, Tally, TokenRule
 from .draft import Draft, Drafter, DraftTree, Outcome, Walk, tree_rows
 from .engine import Free, PassGenerator, Slots, Work, alone
 from .methods import PLAIN, Method
-from .verify import Target, TargetWalk, Verifier, token_logprob
+from .verify import Target, TargetWalk, Verifier, token_logprobs
 
 MOST_FORCED = 15  # tokens that a grammar drafts at once: with the root, 16 rows of the target
 FEWEST_FORCED = 2  # below, the method's own draft may go further
@@ -145,12 +145,11 @@ def _prefill(context: Context, n_read: int, ending: Ending, with_state: bool, pr
         logits = yield each
         if prompt_logprobs:
             following = prompt_ids[len(of_prompt) + 1 :]
-            rows = zip(logits, following, strict=False)
-            of_prompt += [token_logprob(row, token_id, context.logprobs or 0) for row, token_id in rows]
+            of_prompt += token_logprobs(logits, following, context.logprobs or 0)
     first = context.choose((), logits[-1])
     context.tally.prefill_s = context.tally.total_s
     state = runtime.normed(torch.cat(states)).float().mean(dim=0) if with_state else None
-    own = () if context.logprobs is None else (token_logprob(logits[-1], first, context.logprobs),)
+    own = () if context.logprobs is None else token_logprobs(logits[-1:], [first], context.logprobs)
     yield Prefilled(context, _commit(context, (first,), ending), state, own, tuple(of_prompt))
 
 
@@ -205,13 +204,13 @@ def _round(context: Context, verifier: Verifier, drafting: Drafter, ending: Endi
     drafted = perf_counter()
     logits = yield from _check(context, draft)
     target = Target(context, draft, logits)
-    draft = target.read(draft, verifier)
+    draft = target.read(verifier)
     walk = verifier.verify(draft, target)
     for depth, node in enumerate(walk.path, 1):
         if node != depth:  # beside the first path: its keys and values go to the slot of its position
             context.buffer.move(context.root_slot + node, context.root_slot + depth)
     if forced is None:
-        drafting.observe(Outcome(draft, walk, logits))
+        drafting.observe(Outcome(draft, walk, target.argmaxes))
     verified = perf_counter()
     token_ids = _commit(context, walk.token_ids, ending)
     context.load.n_tokens += len(token_ids)

@@ -250,7 +250,7 @@ class Runtime:
         else:
             logits = torch.empty((len(rows), self.vocab_size), dtype=self.dtype, device=self.device)
             for name, index in indices.items():
-                logits[at[name]] = self.logits(hidden, name, index)
+                logits.index_copy_(0, uploaded(at[name], self.device), self.logits(hidden, name, index))
         return list(torch.split(logits, [len(own) for own, _ in wanted]))
 
     def _begun(self, one: Pass, plan: PassPlan) -> Tensor:

@@ -63,13 +63,12 @@ class JacobiDrafter(Drafter):
 
     def draft(self, room: int) -> PassGenerator[Draft]:
         yield from ()
-        return Draft(DraftTree.chain([self.context.token_ids[-1], *self.guesses[:room]]))
+        return Draft(DraftTree.chain([self.context.token_ids[-1], *self.guesses[:room]]), wants_argmaxes=True)
 
     def observe(self, outcome: Outcome) -> None:
         """Take row i of the pass as the guess i + 1 behind the root; those up to the new root are settled."""
-        assert outcome.logits is not None
         settled = outcome.walk.token_ids
-        refined = outcome.logits[len(settled) :].max(dim=-1).indices.tolist()
+        refined = list(outcome.argmaxes[len(settled) :])
         last = refined[-1] if refined else settled[-1]
         self.guesses = refined + [last] * (self.max_depth - len(refined))
 
@@ -111,16 +110,13 @@ class LookaheadDrafter(Drafter):
         # Guesses of a last round would come too late, and near the context's end there is no position for them.
         reach = self.window.width + self.window.n_levels - 2  # from the root to the last guess
         self._looks = room > 1 and self.context.root_slot + reach < self.context.runtime.max_positions
-        return Draft(tree, extra_rows=self.window.rows(root) if self._looks else None)
+        return Draft(tree, extra_rows=self.window.rows(root) if self._looks else None, wants_argmaxes=self._looks)
 
     def observe(self, outcome: Outcome) -> None:
         if not self._looks:
             return
-        assert outcome.logits is not None
-        n_nodes = outcome.draft.tree.n_nodes
-        cells = [0, *range(n_nodes, outcome.logits.shape[0])]  # the root is the window's first cell
-        newest = outcome.logits[cells[-self.window.width :]].max(dim=-1).indices.tolist()
-        for ngram in self.window.advance(newest):
+        cells = [outcome.argmaxes[0], *outcome.argmaxes[outcome.draft.tree.n_nodes :]]  # the root is the window's first
+        for ngram in self.window.advance(cells[-self.window.width :]):
             self.pool.add(ngram)
 
 

@@ -32,7 +32,7 @@ from swiftopt.decoding.loop import Prefilled, decode, decoding
 from swiftopt.decoding.methods import METHODS, PLAIN, Method, Resources, build, swift
 from swiftopt.decoding.methods.adaptive import AdaptiveSettings
 from swiftopt.decoding.session import Session
-from swiftopt.decoding.verify import token_logprob
+from swiftopt.decoding.verify import token_logprobs
 from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.kernels.native import NativePasses
 from swiftopt.models.loading import at_speed, load
@@ -479,7 +479,7 @@ def test_any_draft_in_any_format_gives_plain_tokens_in_bfloat16(family: str, sam
 def logprobs_anew(runtime: Runtime, text: list[int], first: int, n_top: int) -> list[TokenLogprob]:
     """Those of the tokens from `first` on, of one pass over the whole text."""
     logits = runtime.forward(Rows(text, 0), runtime.new_buffer(len(text)))
-    return [token_logprob(logits[at - 1], text[at], n_top) for at in range(first, len(text))]
+    return list(token_logprobs(logits[first - 1 :], text[first:], n_top))
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SHAPED], ids=["greedy", "shaped"])

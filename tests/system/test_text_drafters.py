@@ -238,11 +238,11 @@ def test_jacobi_keeps_the_argmaxes_behind_the_accepted_part() -> None:
     _, drafting = begun(tiny_runtime("llama"), [3, 4], JacobiDrafter(JacobiSettings(window=4)))
     draft = alone(drafting.draft(10))
     assert draft.tree.token_ids == (4, 4, 4, 4, 4)
-    logits = torch.nn.functional.one_hot(torch.tensor([10, 11, 12, 13, 14]), VOCAB).double()
-    drafting.observe(Outcome(draft, Walk((1,), (4, 11)), logits))
+    argmaxes = [10, 11, 12, 13, 14]
+    drafting.observe(Outcome(draft, Walk((1,), (4, 11)), argmaxes))
     assert alone(drafting.draft(10)).tree.token_ids[1:] == (12, 13, 14, 14)
     assert alone(drafting.draft(2)).tree.token_ids[1:] == (12, 13)
-    drafting.observe(Outcome(draft, Walk((1, 2, 3, 4), (4, 4, 4, 4, 14)), logits))
+    drafting.observe(Outcome(draft, Walk((1, 2, 3, 4), (4, 4, 4, 4, 14)), argmaxes))
     assert alone(drafting.draft(10)).tree.token_ids[1:] == (14, 14, 14, 14)
 
 
