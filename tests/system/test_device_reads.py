@@ -211,7 +211,7 @@ def test_a_round_waits_for_the_device_once(
     method, n_new = methods[name]
     long_enough = MinNewTokensLengthLogitsProcessor(len(PROMPT), 8, [2], "meta")
     rule = TokenRule.of(sampling, None, len(PROMPT), () if sampling.greedy else [long_enough])
-    work = decoding(runtime, PROMPT, method, rule, Ending(n_new))
+    work = decoding(runtime, PROMPT, method, rule, Ending(n_new // 2 + 10))
     rounds, drafted, waits = 0, 0, Waits()
     with waits:
         for event in side_by_side([work]):
@@ -219,9 +219,9 @@ def test_a_round_waits_for_the_device_once(
                 assert len(waits.seen) <= 1, waits.seen
                 rounds, drafted = rounds + 1, drafted + event.n_steps
             waits.seen.clear()
-    assert rounds > 5 and (drafted > 1.5 * rounds) == (name not in ("plain", "pipeline", "mtjd"))
+    assert rounds > 5 and (drafted > 1.2 * rounds) == (name not in ("plain", "pipeline", "mtjd"))
     of_one_length = ("pipeline", "chains", "early exit, of one length", "drawn, of one length", "typical", *OF_SEVERAL)
-    assert (waits.n_late > 20) == (name not in ("plain", "jacobi", "lookahead", "prompt-lookup", *of_one_length))
+    assert (waits.n_late > 10) == (name not in ("plain", "jacobi", "lookahead", "prompt-lookup", *of_one_length))
     if runtime.graphs is not None and name != "pipeline":
         assert runtime.graphs._passes  # type: ignore[attr-defined]
 
