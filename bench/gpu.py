@@ -34,7 +34,7 @@ from ..decoding.engine import side_by_side
 from ..decoding.loop import decode, decoding
 from ..decoding.methods import PLAIN, Method, Resources, build, swift
 from ..decoding.methods.adaptive import AdaptiveSettings
-from ..models.costs import device_name, measure_costs, measure_format
+from ..models.costs import RECORD_AT, device_name, measure_costs, measure_format
 from ..models.loading import at_speed
 from ..models.rows import Rows
 from ..models.runtime import Runtime
@@ -302,6 +302,9 @@ def measure_load(runtime: Runtime, profile: CostProfile, n_new: int) -> dict[str
     name = next((each for each in reversed(FORMATS) if each in profile.formats), STORED)
     method, found = adaptive(runtime, profile, name), dict[str, Any]()
     for n in LOADS:
+        # A run reads its prompts once, in a pass that is captured like those of all rounds, plain and drafted.
+        for n_tokens in (*[1] * (RECORD_AT - 1), n_new) if runtime.graphs is not None else ():
+            run_together(runtime, method, n_tokens, n)
         pairs = [
             (run_together(runtime, PLAIN, n_new, n), run_together(runtime, method, n_new, n))
             for _ in range(LOAD_REPEATS)

@@ -28,6 +28,8 @@ BUDGET_S = 4.0  # seconds that the repetitions may take, beyond the least number
 REPEATS = (3, 15)  # least and most repetitions of each pass
 EXPENSIVE = 2.2  # base passes; what costs more is rarely chosen, and is timed only twice
 SMALLEST_BUCKET = 256  # slots
+RECORD_AT = 3  # the pass of a shape that is captured: most layer sets of a search are run once and never again
+RECORDED_ROWS = 128  # of the widest pass that is captured
 
 
 def context_bucket(n_positions: int) -> int:
@@ -79,9 +81,11 @@ def _wider(runtime: Runtime, bucket: int, n_rows: int, seconds: float) -> dict[i
     while 2 * n_rows <= min(MOST_ROWS, runtime.max_positions - bucket):
         before, n_rows = seconds, 2 * n_rows
         run = _pass(runtime, runtime.new_buffer(bucket + n_rows), bucket, n_rows, LayerSet(runtime.n_layers))
-        run()  # allocates and chooses kernels
+        _warm(run, runtime)
         seconds = found[n_rows] = max(before, min(_seconds(run) for _ in range(2)))
-        if seconds > 2 * CHEAPER * before:
+        # The first pass that is not replayed waits for its launches; rows may be cheaper again in wider ones.
+        is_first_launched = runtime.graphs is not None and n_rows == 2 * RECORDED_ROWS
+        if seconds > 2 * CHEAPER * before and not is_first_launched:
             break
     return found
 
@@ -125,7 +129,10 @@ def _measured(
     runs["no mlp"] = timed(1, replace(layer_set, skip_mlp=inner))
     runs["no head"] = timed(1, layer_set, wanted=())
     base = "rows 1" if layer_set.is_whole else "target"
-    seconds = _beside(base, {base: timed(1, LayerSet(runtime.n_layers)), **runs}, on_step)
+    runs = {base: timed(1, LayerSet(runtime.n_layers)), **runs}
+    for run in runs.values():
+        _warm(run, runtime)
+    seconds = _beside(base, runs, on_step)
     one, n_inner = seconds["rows 1"], max(1, len(inner))
     attn = max(0.0, (one - seconds["no attention"]) / n_inner)
     mlp = max(0.0, (one - seconds["no mlp"]) / n_inner)
@@ -154,14 +161,18 @@ def _pass(
     return run
 
 
+def _warm(run: Callable[[], None], runtime: Runtime) -> None:
+    """Run a pass until the next one is as those of decoding: memory is there, kernels are chosen, graphs captured."""
+    for _ in range(1 if runtime.graphs is None else RECORD_AT):
+        run()
+
+
 def _beside(base: str, runs: Mapping[str, Callable[[], None]], on_step: OnStep) -> dict[str, float]:
     """Return the median seconds per run, each taken as a ratio to the `base` passes right before and after it.
 
     What else the machine does comes and goes within seconds, and slows all of a moment's passes alike; and medians, for
     decoding pays for the slow moments as well.
     """
-    for run in runs.values():
-        run()  # the first pass of a width allocates and chooses kernels
     ratios: dict[str, list[float]] = {name: [] for name in runs if name != base}
     started, repeats = perf_counter(), 0
     bases = [_seconds(runs[base])]

@@ -20,14 +20,13 @@ from torch import Tensor
 
 from ..core.errors import SettingsError
 from ..core.types import LayerSet
-from .costs import context_bucket
+from .costs import RECORD_AT, RECORDED_ROWS, context_bucket
 from .kernels import device as kernels
 from .rows import Pass, PassPlan, Rows, RowTable, TableFullError, TablePlan, plans_of, uploaded
 from .runtime import Runtime
 
-WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # rows
+WIDTHS = (1, 2, 4, 8, 16, 32, 64, RECORDED_ROWS)  # rows
 LONGEST = 64  # slots that a row of a captured pass sees behind its run: nodes of its tree
-RECORD_AT = 3  # the pass of a shape that is captured: most layer sets of a search are run once and never again
 MOST_GRAPHS = 64
 PROBES, PROBE_SLOTS = 9, 128  # passes that are timed when a model is loaded, and the slots that they read
 PROBED_CALLS = 16  # of a task that is shorter than its launch, in one graph

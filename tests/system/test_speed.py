@@ -28,12 +28,12 @@ from swiftopt.core.types import LayerSet, Sampling
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, Method, swift
-from swiftopt.models import loading
+from swiftopt.models import costs, loading
 from swiftopt.models.blocks import EAGER
 from swiftopt.models.buffer import KVBuffer
-from swiftopt.models.costs import device_name
+from swiftopt.models.costs import RECORD_AT, RECORDED_ROWS, device_name, measure_costs, measure_format
 from swiftopt.models.early_exit import StackedLayers
-from swiftopt.models.graphs import RECORD_AT, Answer, GraphPasses, StaticPass, are_faster
+from swiftopt.models.graphs import Answer, GraphPasses, StaticPass, are_faster
 from swiftopt.models.loading import at_speed, load
 from swiftopt.models.quantised import QuantisedLinear
 from swiftopt.models.rows import Pass, Rows
@@ -282,6 +282,61 @@ def test_graphs_are_taken_where_a_few_passes_are_faster_so(faster: bool) -> None
 
     graphs = GraphPasses(runtime, record)
     assert are_faster(runtime, graphs) == faster and runtime.graphs is None
+
+
+LAUNCHED_S, CAPTURE_S = 15e-3, 80e-3  # of a pass run one operation after the other, and of a capture
+
+
+def replay_s(n_rows: int, layer_set: LayerSet, is_read: bool = True) -> float:
+    """Made-up seconds of a replayed pass: 6 ms where nothing is skipped, a third of that in int4."""
+    n_parts = 2 * layer_set.n_layers - layer_set.n_skipped
+    return (1.0 * is_read + 0.6 * n_parts + 0.2 + 0.01 * n_rows) * 1e-3 / (3 if layer_set.formats else 1)
+
+
+def graphed_by_a_clock(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    """A runtime whose passes, launched, captured and replayed, move the clock on that costs are measured by."""
+    now = 0.0
+
+    def spend(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def record(static: StaticPass) -> Callable[[], Answer]:
+        shape = static.shape
+        layer_set = shape.variants[0] if shape.variants else LayerSet(runtime.n_layers)
+        hidden = torch.zeros(shape.width, int(runtime.config.hidden_size))
+        logits = torch.zeros(shape.width, runtime.vocab_size) if shape.is_read else None
+        spend(CAPTURE_S)
+
+        def replay() -> Answer:
+            spend(replay_s(shape.width, layer_set, shape.is_read))
+            return hidden, logits
+
+        return replay
+
+    model = tiny_model("llama", torch.float32, max_position_embeddings=2048)
+    runtime = Runtime(model, None, ModelInfo("tiny", "llama", 4, 1))
+    runtime.graphs = GraphPasses(runtime, record)
+    model.get_input_embeddings().register_forward_hook(lambda *_: spend(LAUNCHED_S))  # no replay calls it
+    monkeypatch.setattr(costs, "perf_counter", lambda: now)
+    return runtime
+
+
+def test_costs_are_those_of_replays_and_not_of_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = graphed_by_a_clock(monkeypatch)
+    whole, int4 = LayerSet(4), LayerSet(4).filled("int4")
+    profile = measure_format(runtime, measure_costs(runtime, 256), "int4")
+    for n in (*costs.WIDTHS, RECORDED_ROWS):
+        assert profile.target_pass_s(n) == pytest.approx(replay_s(n, whole)), n
+    assert profile.target_pass_s(2 * RECORDED_ROWS) == pytest.approx(LAUNCHED_S)
+    assert profile.head_s == pytest.approx(1e-3) and profile.attn_s == pytest.approx(0.6e-3)
+    assert profile.draft_pass_s(int4) == pytest.approx(replay_s(1, int4))
+
+
+def test_passes_too_wide_for_graphs_are_measured_although_the_first_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launched pass of 256 rows takes twice as long as a replayed one of 128, and wider ones no longer than that."""
+    profile = measure_costs(graphed_by_a_clock(monkeypatch), 256)
+    assert 1.8 * profile.target_pass_s(RECORDED_ROWS) < LAUNCHED_S and max(profile.pass_s) == 1024
 
 
 @pytest.mark.parametrize("speed", ["graphs", "compiled+graphs"])
