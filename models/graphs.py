@@ -8,6 +8,7 @@ layer set is part of what is captured: a sub-layer that it skips is not in the g
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from .costs import RECORD_AT, RECORDED_ROWS, context_bucket
 from .kernels import device as kernels
 from .rows import Pass, PassPlan, Rows, RowTable, TableFullError, TablePlan, plans_of, uploaded
 from .runtime import Runtime
+from .saved import first_line
+
+logger = logging.getLogger(__name__)
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, RECORDED_ROWS)  # rows
 LONGEST = 64  # slots that a row of a captured pass sees behind its run: nodes of its tree
@@ -97,7 +101,9 @@ class StaticPass:
         return hidden, runtime.logits(hidden, name) if shape.is_read else None
 
 
-Record = Callable[[StaticPass], Callable[[], Answer]]
+Replay = Callable[[], Answer]
+Record = Callable[[StaticPass], Replay]
+Captured = tuple[StaticPass, Replay]
 
 
 class GraphPasses:
@@ -122,7 +128,8 @@ class GraphPasses:
         pool = None if record else torch.cuda.graph_pool_handle()
         self._record: Record = record or (lambda static: captured(static.run, runtime.device, pool))
         self._uses: Counter[Shape] = Counter()
-        self._passes: OrderedDict[Shape, tuple[StaticPass, Callable[[], Answer]]] = OrderedDict()
+        self._passes: OrderedDict[Shape, Captured] = OrderedDict()
+        self.refused: dict[Shape, str] = {}  # what could not be captured, and why
 
     def forward(self, passes: Sequence[Pass]) -> list[Tensor] | None:
         """Return the wanted logits (rows, vocab) of passes over the same layers, one replay for each layer set.
@@ -135,12 +142,12 @@ class GraphPasses:
         shapes = [self._shape(some) for some in sets.values()]
         if None in shapes or not all([self._is_due(shape) for shape in shapes if shape is not None]):
             return None
+        filled = [self._filled(cast(Shape, shape), some) for shape, some in zip(shapes, sets.values(), strict=True)]
+        if not all(filled):  # before any is replayed: no state is noted twice where all are computed anew
+            return None
         logits: dict[int, Tensor] = {}
-        for shape, some in zip(shapes, sets.values(), strict=True):
-            try:
-                own = self._replayed(cast(Shape, shape), some)
-            except TableFullError:
-                return None
+        for captured_pass, some in zip(filled, sets.values(), strict=True):
+            own = _answers(*cast(Captured, captured_pass), some)
             logits |= {id(each): one for each, one in zip(some, own, strict=True)}
         return [logits[id(each)] for each in passes]
 
@@ -162,39 +169,56 @@ class GraphPasses:
             return True
         if len(self._uses) > 64 * MOST_GRAPHS:
             self._uses.clear()
+            self.refused.clear()
         self._uses[shape] += 1
-        return self._uses[shape] >= RECORD_AT
+        return self._uses[shape] >= RECORD_AT and shape not in self.refused
 
-    def _replayed(self, shape: Shape, passes: Sequence[Pass]) -> list[Tensor]:
-        if shape in self._passes:
-            static, replay = self._passes[shape]
+    def _filled(self, shape: Shape, passes: Sequence[Pass]) -> Captured | None:
+        """Return the captured pass of a shape, with the rows of `passes`; None: there is none for them.
+
+        A pass that cannot be captured, for want of memory most of all, can be computed nonetheless: its requests go on.
+        """
+        try:
+            static = self._passes[shape][0] if shape in self._passes else StaticPass(self.runtime, shape)
             static.fill(passes)
-        else:
-            static = StaticPass(self.runtime, shape)
-            static.fill(passes)
-            replay = self._record(static)
-            self._passes[shape] = static, replay
-            if len(self._passes) > MOST_GRAPHS:
-                self._passes.popitem(last=False)
+            if shape not in self._passes:
+                self._passes[shape] = static, self._record(static)
+        except TableFullError:
+            return None
+        except Exception as error:  # whatever a compiler or a driver may say
+            if shape in self._passes:
+                raise
+            self.refused[shape] = first_line(error)
+            logger.warning("a pass of %d rows is not replayed: %s", shape.width, self.refused[shape])
+            return None
         self._passes.move_to_end(shape)
-        n = sum(len(each.rows.token_ids) for each in passes)
-        hidden, logits = (None if part is None else part[:n] for part in replay())
-        assert hidden is not None
-        # The next replay writes where this one's answers lie.
-        logits = hidden[:0] if logits is None else logits.clone()
-        hidden = hidden.clone() if any(each.capture for each in passes) else hidden
-        found, at = list[Tensor](), 0
-        for each in passes:
-            own = slice(at, at := at + len(each.rows.token_ids))
-            if each.capture:
-                each.capture[shape.last].append(hidden[own])
-            found.append(_wanted(logits[own], each.wanted))
+        found = self._passes[shape]
+        if len(self._passes) > MOST_GRAPHS:
+            self._passes.popitem(last=False)
         return found
 
     def forget(self) -> None:
         """Drop every captured pass: some of the weights lie elsewhere now."""
         self._passes.clear()
         self._uses.clear()
+        self.refused.clear()
+
+
+def _answers(static: StaticPass, replay: Replay, passes: Sequence[Pass]) -> list[Tensor]:
+    """Replay a captured pass, filled with the rows of `passes`; return the wanted logits (rows, vocab) of each."""
+    n = sum(len(each.rows.token_ids) for each in passes)
+    hidden, logits = (None if part is None else part[:n] for part in replay())
+    assert hidden is not None
+    # The next replay writes where this one's answers lie.
+    logits = hidden[:0] if logits is None else logits.clone()
+    hidden = hidden.clone() if any(each.capture for each in passes) else hidden
+    found, at = list[Tensor](), 0
+    for each in passes:
+        own = slice(at, at := at + len(each.rows.token_ids))
+        if each.capture:
+            each.capture[static.shape.last].append(hidden[own])
+        found.append(_wanted(logits[own], each.wanted))
+    return found
 
 
 def _wanted(logits: Tensor, wanted: Sequence[int] | None) -> Tensor:
@@ -207,7 +231,10 @@ def _wanted(logits: Tensor, wanted: Sequence[int] | None) -> Tensor:
 
 @torch.inference_mode()
 def are_faster(runtime: Runtime, graphs: GraphPasses) -> bool:
-    """Tell whether the model's one-row passes take less time replayed than run one operation after the other."""
+    """Tell whether the model's one-row passes take less time replayed than run one operation after the other.
+
+    Raises: RuntimeError: they cannot be captured.
+    """
     one, seconds = Pass(runtime, Rows([0], PROBE_SLOTS - 1), runtime.new_buffer(PROBE_SLOTS)), list[float]()
     for replayed in (False, True):
         times = []
@@ -216,6 +243,8 @@ def are_faster(runtime: Runtime, graphs: GraphPasses) -> bool:
             logits = graphs.forward([one]) if replayed else None
             (logits or runtime.forward_together([one]))[0].max(dim=-1).indices.tolist()  # waits for it
             times.append(perf_counter() - clock)
+        if graphs.refused:
+            raise RuntimeError(next(iter(graphs.refused.values())))
         seconds.append(median(times[RECORD_AT:]))
     return seconds[1] < seconds[0]
 

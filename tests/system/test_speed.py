@@ -284,6 +284,44 @@ def test_graphs_are_taken_where_a_few_passes_are_faster_so(faster: bool) -> None
     assert are_faster(runtime, graphs) == faster and runtime.graphs is None
 
 
+def test_passes_that_cannot_be_captured_are_asked_for_once_and_computed_all_the_same() -> None:
+    asked: list[StaticPass] = []
+
+    def record(static: StaticPass) -> Callable[[], Answer]:
+        asked.append(static)
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB.")
+
+    runtime, eager = tiny_runtime("llama", torch.float32), tiny_runtime("llama", torch.float32)
+    graphs = runtime.graphs = GraphPasses(runtime, record)
+    assert tokens(runtime, PLAIN, 12) == tokens(eager, PLAIN, 12)
+    assert len(asked) == len(graphs.refused) == 1
+    graphs.forget()  # as memory is free again
+    assert tokens(runtime, PLAIN, 12) == tokens(eager, PLAIN, 12) and len(asked) == 2
+    graphs.forget()
+    with pytest.raises(RuntimeError, match=r"^CUDA out of memory$"):  # so that it is no default
+        are_faster(runtime, graphs)
+
+
+def test_states_are_noted_once_where_one_of_two_passes_cannot_be_captured() -> None:
+    runtime = tiny_runtime("llama", torch.float32)
+
+    def record(static: StaticPass) -> Callable[[], Answer]:
+        if static.shape.variants:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return static.run
+
+    runtime.graphs = GraphPasses(runtime, record)
+    for _ in range(RECORD_AT):
+        states: list[list[Tensor]] = [[], []]
+        runtime.forward_together(
+            [
+                Pass(runtime, Rows([4], 0, variants=own), runtime.new_buffer(60), (), {4: noted})
+                for own, noted in zip(((), (SKIPPING,)), states, strict=True)
+            ]
+        )
+        assert [len(noted) for noted in states] == [1, 1]
+
+
 LAUNCHED_S, CAPTURE_S = 15e-3, 80e-3  # of a pass run one operation after the other, and of a capture
 
 
