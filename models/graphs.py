@@ -12,6 +12,7 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import median
 from time import perf_counter
 from typing import Any, TypeVar, cast
@@ -249,19 +250,28 @@ def are_faster(runtime: Runtime, graphs: GraphPasses) -> bool:
     return seconds[1] < seconds[0]
 
 
+@cache
+def _aside(device: torch.device) -> torch.cuda.Stream:
+    """The stream of a device that its graphs are captured on: libraries keep scratch memory for each stream."""
+    stream: torch.cuda.Stream = cast(Any, torch.cuda.Stream)(device)
+    return stream
+
+
 def captured(task: Callable[[], T], device: torch.device, pool: Any = None) -> Callable[[], T]:
     """Return a task's CUDA graph, as a function that replays it and returns what the task returned when captured.
 
     Args: pool: scratch memory that graphs share, which then run one at a time.
     """
-    aside = cast(Any, torch.cuda.Stream)(device)
+    graph, aside = torch.cuda.CUDAGraph(), _aside(device)
     aside.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(aside):
-        task()  # kernels are chosen and quantised copies made before, and never while, it is captured
-    torch.cuda.current_stream(device).wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph, pool=pool):
-        answer = task()
+    # Torch's own stream for captures is on the first device that had one; and it stays in use where a capture fails.
+    try:
+        with torch.cuda.device(device), torch.cuda.stream(aside):
+            task()  # kernels are chosen and quantised copies made before, and never while, it is captured
+            with torch.cuda.graph(graph, pool=pool, stream=aside):
+                answer = task()
+    finally:
+        torch.cuda.current_stream(device).wait_stream(aside)
 
     def replay() -> T:
         graph.replay()

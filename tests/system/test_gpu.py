@@ -17,7 +17,7 @@ from swiftopt.decoding.engine import side_by_side
 from swiftopt.decoding.loop import Round, decode, decoding
 from swiftopt.decoding.methods import PLAIN, Method, swift
 from swiftopt.decoding.methods.chains import ChainDrafter, StopRule
-from swiftopt.models.graphs import replayed_s
+from swiftopt.models.graphs import captured, replayed_s
 from swiftopt.models.loading import at_speed
 from swiftopt.models.runtime import Runtime
 
@@ -108,3 +108,14 @@ def test_a_kernel_for_drafts_is_chosen_by_replayed_time() -> None:
     assert replayed_s(runtime.device, lambda: large @ large) > replayed_s(runtime.device, lambda: small @ small) > 0
     drafter = swift(LayerSet(4, frozenset({1}), frozenset({2})).filled("int4"), SwiftSettings(max_draft_length=5))
     assert tokens(runtime, drafter) == tokens(runtime, PLAIN)
+
+
+def test_a_capture_that_fails_leaves_the_device_to_the_next() -> None:
+    device, numbers = torch.device("cuda", torch.cuda.current_device()), torch.arange(3.0, device="cuda")
+    before = torch.cuda.current_stream(device)
+    with pytest.raises(RuntimeError):
+        captured(numbers.nonzero, device)  # which waits for how many there are
+    assert torch.cuda.current_stream(device) == before
+    replay = captured(lambda: 2 * numbers, device)
+    numbers += 1
+    assert replay().tolist() == [2.0, 4.0, 6.0]
