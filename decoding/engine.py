@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
 from time import perf_counter
+from traceback import clear_frames
 from typing import Any, Generic, Self, TypeVar
 
 import torch
@@ -173,6 +174,7 @@ class Request(Generic[T]):
                 self._result.append(end.value)
                 return self.held.clear()
             except Exception as error:
+                clear_frames(error.__traceback__)  # they hold what a failed pass held in memory
                 self.error = error
                 return self.held.clear()
             if isinstance(step, DEMANDS):
@@ -435,9 +437,11 @@ def _run(some: list[tuple[Request[Any], Pass]]) -> Iterator[Event]:
     except Exception as error:
         if len(some) == 1:
             yield from some[0][0].throw(error)
-        else:
-            for each in some:  # one by one, so that only the request whose pass it was fails
-                yield from _run([each])
+            return
+        logits = None
+    if logits is None:  # here, and not where the error keeps what the pass held in memory
+        for each in some:  # one by one, so that only the request whose pass it was fails
+            yield from _run([each])
         return
     for (request, wanted), own in zip(some, logits, strict=True):
         if request.wanted is wanted:  # not cancelled meanwhile

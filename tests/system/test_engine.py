@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import random
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from pathlib import Path
 from time import sleep
 
 import pytest
+import torch
 from fakes import results_of
 from families import tiny_runtime
 from hypothesis import given
@@ -233,6 +235,30 @@ def test_request_that_fails_takes_no_other_along(bad_pass: bool) -> None:
     assert [one.result.token_ids for one in good] == [expected] * 3
     with pytest.raises(ValueError if bad_pass else RuntimeError, match="do not fit" if bad_pass else "no more ideas"):
         _ = bad.result
+
+
+def test_memory_of_a_failed_pass_is_free_when_its_requests_run_one_by_one() -> None:
+    own, held = parts("llama"), list[weakref.ref[Tensor]]()
+
+    class Full(Runtime):
+        def forward_together(self, passes: Sequence[Pass]) -> list[Tensor]:
+            assert not any(ref() is not None for ref in held)
+            states = torch.ones(len(passes))
+            held.append(weakref.ref(states))
+            if len(passes) > 1 or passes[0].rows.first_slot == 2:  # the shortest prompt's rounds do not fit at all
+                raise torch.OutOfMemoryError(f"CUDA out of memory: {len(states)} passes")
+            return super().forward_together(passes)
+
+    runtime, engine = own.runtime, Engine()
+    before, runtime.__class__ = runtime.__class__, Full
+    try:
+        running = [engine.add(request(own, PLAIN, words(1, n), SAMPLINGS[0], 6)) for n in (2, 5, 7)]
+        finish(engine)
+    finally:
+        runtime.__class__ = before
+    with pytest.raises(torch.OutOfMemoryError, match="1 passes"):
+        _ = running[0].result
+    assert [len(each.result.token_ids) for each in running[1:]] == [6, 6]
 
 
 def test_draft_passes_share_a_pass_and_the_target_waits_for_them() -> None:
