@@ -76,18 +76,36 @@ def _wider(runtime: Runtime, bucket: int, n_rows: int, seconds: float) -> dict[i
     """Time passes over ever more rows, from one of `n_rows` on that takes `seconds`, while more make each row cheaper.
 
     A search scores as many candidates together as that pays for: on a GPU hundreds of rows cost little more than one.
+    What does not fit beside the model in memory is not measured, and so not scored together either.
     """
     found: dict[int, float] = {}
     while 2 * n_rows <= min(MOST_ROWS, runtime.max_positions - bucket):
         before, n_rows = seconds, 2 * n_rows
-        run = _pass(runtime, runtime.new_buffer(bucket + n_rows), bucket, n_rows, LayerSet(runtime.n_layers))
-        _warm(run, runtime)
-        seconds = found[n_rows] = max(before, min(_seconds(run) for _ in range(2)))
+        try:
+            own = _wide_s(runtime, bucket, n_rows)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            break
+        seconds = found[n_rows] = max(before, own)
         # The first pass that is not replayed waits for its launches; rows may be cheaper again in wider ones.
         is_first_launched = runtime.graphs is not None and n_rows == 2 * RECORDED_ROWS
         if seconds > 2 * CHEAPER * before and not is_first_launched:
             break
+    if runtime.device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps for wide passes counts as taken where memory is planned
     return found
+
+
+def _wide_s(runtime: Runtime, bucket: int, n_rows: int) -> float:
+    run = _pass(runtime, runtime.new_buffer(bucket + n_rows), bucket, n_rows, LayerSet(runtime.n_layers))
+    _warm(run, runtime)
+    return min(_seconds(run) for _ in range(2))
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Tell whether an error says that memory is short: torch has a class of its own for that on GPUs alone."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def measure_format(runtime: Runtime, profile: CostProfile, name: str, on_step: OnStep = no_step) -> CostProfile:

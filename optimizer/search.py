@@ -8,8 +8,6 @@ from itertools import count
 from time import perf_counter
 from typing import Any, TypeVar
 
-import torch
-
 from ..core.costs import CostProfile
 from ..core.events import Adopted, DraftingChosen, Event, SkipRatioLowered, TrialsDone
 from ..core.settings import SwiftSettings
@@ -19,6 +17,7 @@ from ..decoding.draft_models import SkippedTarget
 from ..decoding.engine import Work, intercept
 from ..decoding.loop import Prefilled, Round
 from ..decoding.session import Session, Turn
+from ..models.costs import is_out_of_memory
 from ..models.restacked import nearest
 from .challengers import FINALISTS, Contest, Finals, Incumbent, WindowStart, trimmed
 from .drafting import FEWEST_WINDOWS, MOST_WINDOWS, drafting_with, search_drafting, starting_set
@@ -147,8 +146,10 @@ class Search:
             self._contest.looked = place
             sets = self._sets(context, place)
             scores = yield from score_window(context, [layer_set for layer_set, _ in sets], window, start)
-        except (torch.OutOfMemoryError, MemoryError):  # the request continues, and later passes are smaller
-            self.batch //= 2
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.batch //= 2  # the request continues, and later passes are smaller
             if not self.batch:
                 self.finish("the memory is too small for the pass of a candidate")
             return

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import sqlite3
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from fakes import flat_costs, worded_runtime
 from families import CONFIGS, VOCAB, tiny_model, tiny_runtime
 from tiny_files import save
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from swiftopt.bench.decode import run_methods
@@ -32,7 +35,9 @@ from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, swift
 from swiftopt.decoding.session import Session, Turn
 from swiftopt.models import costs
+from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.costs import measure_costs
+from swiftopt.models.rows import Pass
 from swiftopt.models.runtime import PREFILL_ROWS, Runtime
 from swiftopt.optimizer.evaluation import score_window
 from swiftopt.optimizer.tuning import Tuner
@@ -125,6 +130,54 @@ def test_wider_passes_are_measured_while_more_rows_make_each_cheaper(
     monkeypatch.setattr(costs, "MOST_ROWS", 512)
     profile = measure_costs(runtime_of(changed("llama", max_position_embeddings=2048)), 256)
     assert max(profile.pass_s) == widest
+
+
+NO_MEMORY = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"
+
+
+@pytest.mark.parametrize(
+    "error", [partial(torch.OutOfMemoryError, "CUDA out of memory"), partial(RuntimeError, NO_MEMORY)]
+)
+@pytest.mark.parametrize("what", ["pass", "buffer"])
+def test_costs_are_measured_as_far_as_memory_goes(
+    what: str, error: Callable[[], Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffers: list[weakref.ref[KVBuffer]] = []
+
+    class Small(Runtime):
+        def new_buffer(self, capacity: int) -> KVBuffer:
+            assert not any(ref() is not None for ref in buffers), "dropped before a larger one is made"
+            if what == "buffer" and capacity > 256 + 256:
+                raise error()
+            buffer = super().new_buffer(capacity)
+            buffers.append(weakref.ref(buffer))
+            return buffer
+
+        def forward_together(self, passes: Sequence[Pass]) -> list[Tensor]:
+            if what == "pass" and len(passes[0].rows.token_ids) > 256:
+                raise error()
+            return super().forward_together(passes)
+
+    monkeypatch.setattr(costs, "CHEAPER", 1e9)
+    runtime = runtime_of(changed("llama", max_position_embeddings=2048))
+    runtime.__class__ = Small
+    assert max(measure_costs(runtime, 256).pass_s) == 256
+    assert not any(ref() is not None for ref in buffers)
+
+
+def test_costs_are_not_measured_where_passes_fail_for_another_reason() -> None:
+    runtime = runtime_of(changed("llama", max_position_embeddings=2048))
+    runtime.hf_model.get_input_embeddings().register_forward_pre_hook(fail_beyond(128))
+    with pytest.raises(RuntimeError, match="an illegal instruction"):
+        measure_costs(runtime, 256)
+
+
+def fail_beyond(n_rows: int) -> Callable[[torch.nn.Module, tuple[Tensor, ...]], None]:
+    def hook(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if len(inputs[0]) > n_rows:
+            raise RuntimeError("CUDA error: an illegal instruction was encountered")
+
+    return hook
 
 
 def test_a_model_that_is_not_all_in_memory_is_refused() -> None:
