@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..core.errors import ContextOverflow
 from ..models.buffer import KVBuffer
+from ..models.costs import is_out_of_memory
 from ..models.rows import Load, Pass
 from ..models.runtime import Runtime
 
@@ -37,22 +38,23 @@ class Slots:
     """The demand for a buffer of `capacity` slots, for a text that begins with `token_ids`.
 
     The answer is the buffer, how many of its slots hold that text's keys and values already (fewer than there are
-    tokens), and the engine's load. Only texts of one `salt` share any. `draft_bytes` are those of drafting beside it.
+    tokens), and the engine's load. Only texts of one `salt` share any. `draft_slot_bytes` are those of drafting beside
+    each slot. The buffer has up to `spare` slots more, for passes that the text does without where memory is short.
     """
 
     runtime: Runtime
     capacity: int
     token_ids: Sequence[int]
     salt: str = ""
-    draft_bytes: int = 0
-
-    @property
-    def buffer_bytes(self) -> int:
-        return self.capacity * self.runtime.slot_bytes
+    draft_slot_bytes: int = 0
+    spare: int = 0
 
     @property
     def n_bytes(self) -> int:
-        return self.buffer_bytes + self.draft_bytes
+        return self.bytes_of(self.capacity)
+
+    def bytes_of(self, n_slots: int) -> int:
+        return n_slots * (self.runtime.slot_bytes + self.draft_slot_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -200,6 +202,7 @@ class _Prefix:
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
+SPARE_SHARE = 1 / 8  # of an engine's memory, that spare slots may take: requests wait for it, or lose what is kept
 PLAIN_ROUNDS = 3  # of a trial of plain decoding
 DRAFTED_ROUNDS = 64  # of a trial of drafts, of all sequences together
 FIRST_WAIT, LAST_WAIT = 128, 512  # rounds between two trials of the way that is not in use
@@ -293,11 +296,15 @@ class Engine:
 
     @property
     def n_bytes(self) -> int:
-        return sum(slots.n_bytes for request in self.requests for slots in request.held)
+        return sum(slots.bytes_of(buffer.capacity) for slots, buffer in self._held)
 
     @property
     def kept_bytes(self) -> int:
-        return sum(kept.slots.buffer_bytes for kept in self._kept)
+        return sum(kept.buffer.capacity * kept.slots.runtime.slot_bytes for kept in self._kept)
+
+    @property
+    def _held(self) -> Iterator[tuple[Slots, KVBuffer]]:
+        return (held for request in self.requests for held in request.held.items())
 
     @property
     def has_place(self) -> bool:
@@ -392,18 +399,36 @@ class Engine:
 
     def _buffer(self, wanted: Slots) -> tuple[KVBuffer, int]:
         """Return a buffer with as much of the text as some finished request has read, and how much that is."""
+        spare = self._spare(wanted)
+        try:
+            return self._filled(wanted, wanted.capacity + spare)
+        except Exception as error:
+            if not spare or not is_out_of_memory(error):
+                raise
+        return self._filled(wanted, wanted.capacity)
+
+    def _spare(self, wanted: Slots) -> int:
+        """Return how many spare slots there are for a buffer: all that are wanted, as far as a share of memory goes."""
+        if self.memory is None:
+            return wanted.spare
+        taken = sum(slots.bytes_of(buffer.capacity - slots.capacity) for slots, buffer in self._held)
+        free = min(int(SPARE_SHARE * self.memory) - taken, self.memory - self.n_bytes - wanted.n_bytes)
+        return max(0, min(wanted.spare, free // wanted.bytes_of(1)))
+
+    def _filled(self, wanted: Slots, capacity: int) -> tuple[KVBuffer, int]:
         tokens = wanted.token_ids[:-1]  # the last one is always read
         best = max(self._kept, key=lambda kept: kept.common(wanted, tokens), default=None)
         n_filled = 0 if best is None else best.common(wanted, tokens)
+        n_bytes = wanted.bytes_of(capacity)
         if best is None or not n_filled:
-            self._make_room(wanted.n_bytes)
-            return wanted.runtime.new_buffer(wanted.capacity), 0
+            self._make_room(n_bytes)
+            return wanted.runtime.new_buffer(capacity), 0
         self._kept.remove(best)  # to its end: it was used
         self._kept.append(best)
-        self._make_room(wanted.n_bytes, keep=1)
-        buffer = wanted.runtime.new_buffer(wanted.capacity)
+        self._make_room(n_bytes, keep=1)
+        buffer = wanted.runtime.new_buffer(capacity)
         buffer.copy_from(best.buffer, n_filled)
-        self._make_room(wanted.n_bytes)
+        self._make_room(n_bytes)
         return buffer, n_filled
 
     def _keep(self, freed: Free, buffer: KVBuffer) -> None:

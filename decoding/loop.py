@@ -83,8 +83,9 @@ def decoding(
 ) -> Work[Completion]:
     """Decode one prompt, pass by pass; unless the method is lossy, the output is plain decoding's with the same rule.
 
-    Yields `Prefilled` once and `Round` after each round. Whoever gets one may run passes of its own on `scratch_rows`
-    slots behind the committed ones before the generator goes on, and adds their seconds to the tally's.
+    Yields `Prefilled` once and `Round` after each round. Whoever gets one may run passes of its own on the slots behind
+    the committed ones before the generator goes on, and adds their seconds to the tally's. There are `scratch_rows` of
+    these, or fewer where memory is short.
 
     Args:   prompt_ids: at least one token. resume_from: where the same request was interrupted; its tokens are not
             yielded again. What was drawn is then drawn again for verifiers that draw once per token, `TargetWalk`, and
@@ -104,14 +105,14 @@ def decoding(
             f"method {method.name} keeps what it searched with the model itself, and has no log probabilities of it:"
             " leave logprobs out, or decode by another method"
         )
-    behind = max(method.drafter.max_rows(ending.max_new_tokens), scratch_rows)
+    behind = method.drafter.max_rows(ending.max_new_tokens)
     if rule.grammar is not None:
         behind = max(behind, 1 + MOST_FORCED)
     capacity = len(prompt_ids) + ending.max_new_tokens + behind
     token_ids = [*prompt_ids, *(() if resume_from is None else resume_from.token_ids[:-1])]
     # Logits of what another request has read are gone: a prompt whose own are wanted is read from its first token on.
     known = () if prompt_logprobs else token_ids
-    slots = Slots(runtime, capacity, known, salt, capacity * method.drafter.slot_bytes)
+    slots = Slots(runtime, capacity, known, salt, method.drafter.slot_bytes, max(0, scratch_rows - behind))
     buffer, n_read, load = yield slots
     tally = Tally() if resume_from is None else resume_from.tally.copied(resume_from.tally.elapsed_s)
     prompt = list(prompt_ids)

@@ -55,6 +55,8 @@ def score_window(
     Args: window: at most the number of generated tokens; the buffer must have window * len(layer_sets) slots left.
           start: where the window begins in the text; None: so that it ends with the latest token.
     """
+    n_slots = context.root_slot + window * len(layer_sets)
+    assert n_slots <= context.buffer.capacity, f"{n_slots} slots of {context.buffer.capacity}"
     # Position of the token from which the window's first one is predicted.
     first = (len(context.token_ids) - window if start is None else start) - 1
     inputs, n = context.token_ids[first : first + window], len(layer_sets)

@@ -86,10 +86,11 @@ class Search:
 
     @property
     def scratch_rows(self) -> int:
-        """Buffer slots that `score` may write behind the committed ones."""
-        if not self.optimising:
-            return 0
-        n_sets = 1 + max(self.batch, FINALISTS + 1)  # the set in use, and candidates or finalists with one candidate
+        """Buffer slots behind the committed ones that `score` writes, if there are as many."""
+        return self._scratch_rows(self.batch) if self.optimising else 0
+
+    def _scratch_rows(self, batch: int) -> int:
+        n_sets = 1 + max(batch, FINALISTS + 1)  # the set in use, and candidates or finalists with one candidate
         return max(self.settings.context_window * n_sets, self._proposer.scratch_rows)
 
     @property
@@ -112,7 +113,7 @@ class Search:
     def during(self, request: Work[T], prompt_id: str) -> Work[T]:
         """Decode a request, and search after its prefill and after its rounds; yields its events and the search's.
 
-        The request must have `scratch_rows`. Several may run beside each other: one at a time has candidates scored.
+        The request should have `scratch_rows`. Several may run beside each other: one at a time has candidates scored.
         """
         has_room = bool(self.scratch_rows)  # a search that is opened meanwhile has none behind this request
 
@@ -129,12 +130,17 @@ class Search:
     def score(self, context: Context, prompt_id: str) -> Work[None]:
         """Score candidates in one pass, once the context window is full; at most once between two rounds.
 
-        A pass that does not fit in memory is given up, and later ones score half as many candidates.
+        They are as many as the request's buffer has slots for. A pass that does not fit in memory is given up, and
+        later ones score half as many.
         """
         settings = self.settings
         window, waits = settings.context_window, self._n_rounds % settings.optimise_interval > 0
         if not self.optimising or self._scoring or context.searched or waits or len(context.generated) < window:
             return
+        room = context.buffer.capacity - context.root_slot
+        if room < self._scratch_rows(1):
+            return
+        batch = min(self.batch, room // window - 1)  # beside the set in use
         context.searched = True  # a request that is resumed from here is not searched again
         start = context.n_prompt if settings.window_at == "first" else len(context.token_ids) - window
         place = WindowStart(prompt_id, start)
@@ -144,12 +150,12 @@ class Search:
         self._scoring = True
         try:
             self._contest.looked = place
-            sets = self._sets(context, place)
+            sets = self._sets(context, place, batch)
             scores = yield from score_window(context, [layer_set for layer_set, _ in sets], window, start)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            self.batch //= 2  # the request continues, and later passes are smaller
+            self.batch = batch // 2  # the request continues, and later passes are smaller
             if not self.batch:
                 self.finish("the memory is too small for the pass of a candidate")
             return
@@ -287,7 +293,7 @@ class Search:
         """Return the set; where only sets that can be exported are searched, the nearest one of these."""
         return nearest(layer_set, self._parallel, most=1)[0] if self.settings.exportable else layer_set
 
-    def _sets(self, context: Context, place: WindowStart) -> list[Proposal]:
+    def _sets(self, context: Context, place: WindowStart, batch: int) -> list[Proposal]:
         """Return what the next pass scores, with origins: sets that are due come before proposals."""
         contest, n_tried = self._contest, len(self.trials) - self._contest.opened_at
         room = self._most - n_tried
@@ -302,7 +308,7 @@ class Search:
         else:
             due, sets = [], []
         room -= len(sets)
-        n = min(self._proposer.n_beside(len(due), self.batch, len(sets)), room)
+        n = min(self._proposer.n_beside(len(due), batch, len(sets)), room)
         stored, contest.first = contest.first[:n], contest.first[n:]
         sets += [Proposal(own, "uniform" if own == self._start else "stored") for own in stored]
         return sets + self._proposer.proposed(context, place.prompt_id, n - len(stored))

@@ -164,7 +164,7 @@ class Traffic:
         drafter = SwitchedDrafter(
             self._task(task or DEFAULT_TASK).search.method, lambda: rounds is not None and rounds.drafted
         )
-        scratch = max(own.search.scratch_rows for own in self._tasks.values())
+        scratch = max(own.search.scratch_rows for own in self._tasks.values()) if learn else 0
         text = GrowingText(session, prompt)
         own: TaskTraffic  # and `rounds` are known once the prompt was read
         rounds: RoundTimings | None = None
@@ -192,8 +192,7 @@ class Traffic:
                 yield Generated(replace(event.prompt, task=own.name), event.completion, info)
             if isinstance(event, Prefilled | Round):
                 yield from text.grown(event)
-                can_search = learn and self._may_search(own) and own.search.scratch_rows <= scratch
-                if can_search and event.context.finish is None:
+                if learn and self._may_search(own) and event.context.finish is None:
                     yield from intercept(own.search.score(event.context, prompt.id), handle)
                 rounds.begin(self._compared, self._compared_drafts, event.context.load)
 

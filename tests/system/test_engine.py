@@ -68,8 +68,11 @@ def methods_of(own: Resources, names: Sequence[str]) -> list[Method]:
     return [build(name, own) for name in names]
 
 
-def request(own: Resources, method: Method, ids: list[int], sampling: Sampling, n_new: int = N_NEW) -> Work[Completion]:
-    return decoding(own.runtime, ids, method, TokenRule.of(sampling, None, len(ids)), Ending(n_new))
+def request(
+    own: Resources, method: Method, ids: list[int], sampling: Sampling, n_new: int = N_NEW, scratch_rows: int = 0
+) -> Work[Completion]:
+    rule = TokenRule.of(sampling, None, len(ids))
+    return decoding(own.runtime, ids, method, rule, Ending(n_new), scratch_rows=scratch_rows)
 
 
 def by_itself(
@@ -448,15 +451,17 @@ def test_memory_is_never_exceeded_and_everybody_is_served_in_turn(data: st.DataO
     began: list[int] = []
     for number in range(data.draw(st.integers(2, 12))):
         ids = words(data.draw(st.integers(0, 2)), data.draw(st.integers(1, 25)))
-        n_new = data.draw(st.integers(1, 10))
+        n_new, scratch = data.draw(st.integers(1, 10)), data.draw(st.sampled_from((0, 0, 3, 1000)))
 
-        def noting(number: int = number, ids: list[int] = ids, n_new: int = n_new) -> Work[Completion]:
+        def noting(
+            number: int = number, ids: list[int] = ids, n_new: int = n_new, scratch: int = scratch
+        ) -> Work[Completion]:
             def note(event: object) -> Iterator[object]:
                 if isinstance(event, Prefilled):
                     began.append(number)
                 yield event
 
-            return intercept(request(own, PLAIN, ids, SAMPLINGS[0], n_new), note)
+            return intercept(request(own, PLAIN, ids, SAMPLINGS[0], n_new, scratch), note)
 
         running.append((engine.add(noting()), by_itself(own, PLAIN, ids, SAMPLINGS[0], n_new)))
     while engine.requests:
@@ -464,6 +469,20 @@ def test_memory_is_never_exceeded_and_everybody_is_served_in_turn(data: st.DataO
         assert engine.n_bytes + engine.kept_bytes <= memory
     assert [one.result.token_ids for one, _ in running] == [expected for _, expected in running]
     assert engine.n_bytes == 0
+
+
+def test_slots_for_a_search_take_a_share_of_the_memory_and_none_that_a_text_needs() -> None:
+    own = parts("llama")
+    engine, held = Engine(160 * own.runtime.slot_bytes), list[tuple[int, int]]()
+    for n_prompt in (20, 30, 19, 50):  # 29, 39, 28 and 59 slots with eight new tokens each
+        engine.add(request(own, PLAIN, words(n_prompt, n_prompt), SAMPLINGS[0], 8, scratch_rows=15))
+    list(engine.step())
+    for each in engine.requests:
+        held += [(slots.capacity, buffer.capacity - slots.capacity) for slots, buffer in each.held.items()]
+    assert held == [(29, 14), (39, 6), (28, 0)]
+    running = list(engine.requests)
+    finish(engine)
+    assert [len(each.result.token_ids) for each in running] == [8] * 4
 
 
 def test_text_that_memory_does_not_hold_is_refused_and_the_others_go_on() -> None:

@@ -21,7 +21,7 @@ from swiftopt.core.records import FoundPlan, Plan
 from swiftopt.core.settings import TuningSettings
 from swiftopt.core.streams import read_stream
 from swiftopt.core.types import LayerSet, Prompt, Sampling, Verdict
-from swiftopt.decoding.engine import alone, side_by_side
+from swiftopt.decoding.engine import Work, alone, side_by_side
 from swiftopt.decoding.session import Session
 from swiftopt.models.rows import Pass
 from swiftopt.models.runtime import Runtime
@@ -118,6 +118,24 @@ def test_learning_changes_no_token(
     assert found["code"].requests >= len(TEXTS) and found["code"].pairs > 0
     assert sum(own.requests for own in found.values()) == 2 * len(TEXTS)
     assert any(own.search.trials for own in found.values())
+    traffic.close()
+
+
+def test_requests_are_served_and_searched_where_memory_holds_their_texts_alone(
+    model: swiftopt.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traffic, session = Traffic("tiny", model.runtime, None, SETTINGS), Session(model.runtime, Sampling(), 150)
+    monkeypatch.setattr("swiftopt.tasks.served_task.SEARCH_SHARE", 1.0)
+
+    def work(text: str, learn: bool = True) -> Work[None]:
+        return traffic.work(session, Prompt("p", "x", text=text), None, learn)
+
+    unread, unsearched = next(work(TEXTS[0])), next(work(TEXTS[0], learn=False))
+    assert unread.capacity == unsearched.capacity and unread.spare > 0 == unsearched.spare
+    events = list(side_by_side(map(work, TEXTS[:4]), memory=unread.n_bytes))
+    found = [event.completion.token_ids for event in events if isinstance(event, Generated)]
+    assert found == [model.generate(text, max_new_tokens=150).token_ids for text in TEXTS[:4]]
+    assert traffic.status().tasks[0].search.trials > 0
     traffic.close()
 
 

@@ -32,6 +32,7 @@ from swiftopt.decoding.engine import alone, side_by_side
 from swiftopt.decoding.loop import Prefilled, Round, decode, decoding
 from swiftopt.decoding.methods import PLAIN
 from swiftopt.decoding.session import Session
+from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.rows import Pass
 from swiftopt.models.runtime import Runtime
 from swiftopt.optimizer.challengers import Contest, Incumbent, trimmed
@@ -316,6 +317,38 @@ def test_search_that_does_not_fit_in_memory_asks_for_less_and_the_request_goes_o
     assert done.token_ids == decode(worded_runtime(), ids, PLAIN, rule, Ending(60)).token_ids
     assert search.batch == fits and len(search.trials) == (20 if fits else 0)
     assert search.stopped_because == ("20 candidates were scored" if fits else TOO_SMALL)
+
+
+@pytest.mark.parametrize("short", ["of a budget", "on the device"])
+def test_search_without_memory_for_its_slots_scores_as_many_candidates_as_the_text_leaves_room_for(
+    short: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The buffer of the text alone has 104 slots; 32 candidates and the set in use want more than twice as many."""
+    made, capacities = Runtime.new_buffer, list[int]()
+
+    def small(runtime: Runtime, capacity: int) -> KVBuffer:
+        if short == "on the device" and capacity > 120:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        capacities.append(capacity)
+        return made(runtime, capacity)
+
+    monkeypatch.setattr(Runtime, "new_buffer", small)
+    search, rule, ids = (
+        search_of(strategy="random", max_steps=60, candidates=32),
+        TokenRule.of(Sampling(), None),
+        [3, 50, 7],
+    )
+    runtime = worded_runtime()
+    memory = 120 * runtime.slot_bytes if short == "of a budget" else None
+    work = decoding(runtime, ids, search.method, rule, Ending(60), scratch_rows=search.scratch_rows)
+    events, tokens = list(side_by_side([search.during(work, "p")], memory=memory)), [*ids]
+    for event in events:
+        if isinstance(event, Prefilled | Round):
+            tokens += event.token_ids
+    assert 104 <= capacities[0] <= 120
+    sizes = [len(event.trials) for event in events if isinstance(event, TrialsDone)]
+    assert 8 < max(sizes) < 15 and sum(sizes) == len(search.trials) and search.batch == 32
+    assert tuple(tokens[3:]) == decode(worded_runtime(), ids, PLAIN, rule, Ending(60)).token_ids
 
 
 def test_candidates_keep_the_formats_of_the_set_that_the_search_starts_from() -> None:
