@@ -343,8 +343,10 @@ class Engine:
         together: dict[Any, list[tuple[Request[Any], Pass]]] = {}
         for request, wanted in drafting or waiting:
             together.setdefault((wanted.runtime, wanted.layers), []).append((request, wanted))
-        for some in together.values():
+        for (runtime, _), some in together.items():
+            n_first = runtime.n_first
             yield from _run(some)
+            self.load.n_beside += runtime.n_first > n_first  # its time tells nothing of later rounds
         if waiting and not drafting and self.by_time:
             self._compare()
         yield from self._serve_slots()
@@ -399,12 +401,13 @@ class Engine:
 
     def _buffer(self, wanted: Slots) -> tuple[KVBuffer, int]:
         """Return a buffer with as much of the text as some finished request has read, and how much that is."""
-        spare = self._spare(wanted)
-        try:
-            return self._filled(wanted, wanted.capacity + spare)
-        except Exception as error:
-            if not spare or not is_out_of_memory(error):
-                raise
+        for capacity in (wanted.capacity + self._spare(wanted), wanted.capacity):
+            try:
+                return self._filled(wanted, capacity)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+        self._kept.clear()  # before the request fails
         return self._filled(wanted, wanted.capacity)
 
     def _spare(self, wanted: Slots) -> int:

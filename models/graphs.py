@@ -131,6 +131,7 @@ class GraphPasses:
         self._uses: Counter[Shape] = Counter()
         self._passes: OrderedDict[Shape, Captured] = OrderedDict()
         self.refused: dict[Shape, str] = {}  # what could not be captured, and why
+        self.n_first = 0  # uses of shapes before they are replayed, and their captures: slower than later ones
 
     def forward(self, passes: Sequence[Pass]) -> list[Tensor] | None:
         """Return the wanted logits (rows, vocab) of passes over the same layers, one replay for each layer set.
@@ -172,6 +173,7 @@ class GraphPasses:
             self._uses.clear()
             self.refused.clear()
         self._uses[shape] += 1
+        self.n_first += shape not in self.refused
         return self._uses[shape] >= RECORD_AT and shape not in self.refused
 
     def _filled(self, shape: Shape, passes: Sequence[Pass]) -> Captured | None:

@@ -34,8 +34,8 @@ class Load:
     """How many sequences the latest passes of an engine served: of the whole target, and of drafts.
 
     `n_checks` counts passes of the target that checked drafts; `n_beside` those that read a prompt or scored a window,
-    and what else took time beside rounds; `n_tokens` what rounds committed. `drafts` says whether drafts pay beside so
-    many others.
+    those that will be replayed but are not yet, and what else took time beside rounds; `n_tokens` what rounds
+    committed. `drafts` says whether drafts pay beside so many others.
     """
 
     checked: int = 1
@@ -55,6 +55,10 @@ class PassRunner(Protocol):
     blocks: list[Block]
     dtype: torch.dtype
     rotation: RotationTables
+
+    @property
+    def n_first(self) -> int:
+        """How many passes so far took longer than later ones of their kind will, which are replayed."""
 
     def forward_together(self, passes: Sequence[Pass]) -> list[Tensor]:
         """Return the wanted logits (rows, vocab) of each pass."""

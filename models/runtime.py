@@ -41,6 +41,8 @@ PREFILL_ROWS_BESIDE = 128  # where other sequences wait for the pass to end
 class CapturedPasses(Protocol):
     """Passes that are replayed; `models.graphs`."""
 
+    n_first: int
+
     def forward(self, passes: Sequence[Pass]) -> list[Tensor] | None: ...
 
     def forget(self) -> None: ...
@@ -291,6 +293,10 @@ class Runtime:
                 if each.capture is not None and stop in each.capture:
                     each.capture[stop].append(states if self.native is None else states.clone())
         return hidden
+
+    @property
+    def n_first(self) -> int:
+        return 0 if self.graphs is None else self.graphs.n_first
 
     @torch.inference_mode()
     def embed(self, token_ids: Sequence[int] | Tensor, first_slot: int) -> Tensor:

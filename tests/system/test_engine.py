@@ -43,6 +43,8 @@ from swiftopt.decoding.engine import (
 from swiftopt.decoding.loop import Prefilled, decode, decoding
 from swiftopt.decoding.methods import METHODS, PLAIN, Method, Resources, build
 from swiftopt.models.buffer import KVBuffer
+from swiftopt.models.costs import RECORD_AT
+from swiftopt.models.graphs import GraphPasses
 from swiftopt.models.rows import Pass, Rows
 from swiftopt.models.runtime import Runtime
 
@@ -262,6 +264,41 @@ def test_memory_of_a_failed_pass_is_free_when_its_requests_run_one_by_one() -> N
     with pytest.raises(torch.OutOfMemoryError, match="1 passes"):
         _ = running[0].result
     assert [len(each.result.token_ids) for each in running[1:]] == [6, 6]
+
+
+def test_what_was_kept_goes_before_a_request_fails_for_want_of_memory() -> None:
+    own, engine = parts("llama"), Engine(PLENTY)
+
+    class Full(Runtime):
+        def new_buffer(self, capacity: int) -> KVBuffer:
+            if engine.kept_bytes:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().new_buffer(capacity)
+
+    engine.add(request(own, PLAIN, words(1, 20), SAMPLINGS[0], 6))
+    finish(engine)
+    assert engine.kept_bytes
+    before, own.runtime.__class__ = own.runtime.__class__, Full
+    try:
+        late = engine.add(request(own, PLAIN, words(2, 20), SAMPLINGS[0], 6))
+        finish(engine)
+    finally:
+        own.runtime.__class__ = before
+    assert late.result.token_ids == by_itself(own, PLAIN, words(2, 20), SAMPLINGS[0], 6)
+
+
+def test_passes_that_will_be_replayed_do_not_count_in_what_rounds_take() -> None:
+    runtime = tiny_runtime("llama", torch.float32)
+    runtime.graphs = GraphPasses(runtime, lambda static: static.run)
+    engine, counts = Engine(), list[int]()
+    engine.add(decoding(runtime, words(1, 4), PLAIN, TokenRule.of(Sampling(), None), Ending(12)))
+    while engine.requests:
+        list(engine.step())
+        counts.append(engine.load.n_beside)
+    n_prompt = counts[0]
+    rounds = [n - n_prompt for n in counts[1:]]
+    assert n_prompt and rounds[:RECORD_AT] == [1, 2, 3], "two like others, and a capture"
+    assert len(rounds) > 8 and set(rounds[RECORD_AT:]) == {RECORD_AT}
 
 
 def test_draft_passes_share_a_pass_and_the_target_waits_for_them() -> None:
