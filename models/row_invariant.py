@@ -29,6 +29,9 @@ def make_row_invariant(runtime: Runtime) -> str | None:
         return "Triton is not installed: pip install triton"
     if runtime.dtype not in device.DTYPES:
         return f"they do not compute in {runtime.dtype_name}"
+    places = sorted({parameter.device.type for parameter in runtime.hf_model.parameters()})
+    if len(places) > 1:
+        return f"the model lies on {' and '.join(places)}"
     norms = [runtime.final_norm]
     for block in runtime.blocks:
         own = block.parts

@@ -11,7 +11,9 @@ The maps also read codes of 4 and 8 bits as `kernels/quantised.h` lays them out,
 from __future__ import annotations
 
 import importlib.util
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +27,9 @@ WIDE, NARROW = 64, 16  # outputs of a tile
 INPUTS, WORDS = 128, 32  # inputs, or 32-bit words of codes, that are read at a time
 PROGRAMS = 512  # at least, for a map: several for each processor of the largest devices
 MOST_SPLITS = 8  # parts of a map's inputs that are summed by themselves
+
+Others = ParamSpec("Others")
+Found = TypeVar("Found")
 
 if importlib.util.find_spec("triton") is not None:
     import triton
@@ -241,6 +246,22 @@ def are_there() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def _on_its_device(
+    function: Callable[Concatenate[Tensor, Others], Found],
+) -> Callable[Concatenate[Tensor, Others], Found]:
+    """Launch the kernels of a function where its first tensor lies.
+
+    Triton launches them on a thread's current device, the first one unless it is told another.
+    """
+
+    @wraps(function)
+    def launched(x: Tensor, /, *args: Others.args, **kwargs: Others.kwargs) -> Found:
+        with torch.cuda.device_of(x):
+            return function(x, *args, **kwargs)
+
+    return launched
+
+
 def _tiles(n_out: int, n_in: int, read: int) -> tuple[int, int, int]:
     """Outputs of a tile, steps of `read` inputs in a part, and the number of parts; by the weight's shape alone."""
     outputs = WIDE if n_out >= WIDE * PROGRAMS else NARROW
@@ -259,6 +280,7 @@ def _finished(parts: Tensor, scales: Tensor | None, bias: Tensor | None, dtype: 
     return out
 
 
+@_on_its_device
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None) -> Tensor:
     """Return the linear map (rows, out) of `x` (rows, in) by a weight (out, in) of any strides; sums are in float32.
 
@@ -275,6 +297,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: Tensor
     return _finished(parts, scales, bias, x.dtype)
 
 
+@_on_its_device
 def coded_linear(
     x: Tensor, codes: Tensor, scales: Tensor, bits: int, group: int, n_out: int, zero_codes: bool, bias: Tensor | None
 ) -> Tensor:
@@ -296,6 +319,7 @@ def coded_linear(
     return _finished(parts, None, bias, x.dtype)
 
 
+@_on_its_device
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, plus_one: bool) -> Tensor:
     """Return a norm over the last dimension of `x` (…, n): LayerNorm if `centred`, else an RMS norm.
 
@@ -323,6 +347,7 @@ def rows_of_tile(n_groups: int) -> int:
     return max(1, TILE // n_groups)
 
 
+@_on_its_device
 def store(key: Tensor, value: Tensor, table: Tensor, layer: int, n_layers: int) -> None:
     """Write keys and values (rows, kv_heads, head_dim) of a layer to the slots that a table names.
 
@@ -336,6 +361,7 @@ def store(key: Tensor, value: Tensor, table: Tensor, layer: int, n_layers: int) 
     )  # fmt: skip
 
 
+@_on_its_device
 def attend(
     query: Tensor, table: Tensor, view: int, n_tiles: int, n_slots: int, layer: int, n_layers: int, n_kv_heads: int,
     scaling: float,

@@ -7,9 +7,11 @@ import os
 import random
 import subprocess
 import sys
+from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -301,6 +303,47 @@ def test_what_is_not_computed_row_by_row_says_why() -> None:
     runtime = tiny_runtime("llama", torch.float32)
     runtime.blocks[0].parts.out.register_forward_hook(lambda *_: None)
     assert "hooks" in str(make_row_invariant(runtime)) and not runtime.exact
+    runtime = tiny_runtime("llama", torch.float32)
+    runtime.hf_model.get_submodule("model.layers.3").to("meta")
+    assert make_row_invariant(runtime) == "the model lies on cpu and meta" and not runtime.exact
+
+
+class Guard:
+    """As much of `torch.cuda.device_of` as a launch sees: the tensors whose devices are current."""
+
+    current: ClassVar[list[torch.Tensor]] = []
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __enter__(self) -> None:
+        self.current.append(self.tensor)
+
+    def __exit__(self, *_: object) -> None:
+        self.current.pop()
+
+
+def test_every_kernel_is_launched_where_its_tensors_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors without data, and kernels that note which tensor's device is the current one."""
+    launched = dict[str, torch.Tensor]()
+    kernels = {name: each for name, each in vars(device).items() if isinstance(each, KernelInterface)}
+    for name in kernels:
+        note = partial(lambda name, *_, **__: launched.update({name: Guard.current[-1]}), name)
+        monkeypatch.setattr(device, name, defaultdict(lambda note=note: note))
+    monkeypatch.setattr(torch.cuda, "device_of", Guard)
+    with torch.device("meta"):
+        x, weight, table = torch.empty(2, 64), torch.empty(64, 64), torch.empty(30, 2, dtype=torch.int64)
+        codes, scales = torch.empty(4, 512, dtype=torch.uint8), torch.empty(4, 2, 2, 16)
+        heads = torch.empty(2, 4, 16)
+    device.linear(x, weight)
+    assert set(launched) == {"_dense", "_joined"} and all(each is x for each in launched.values())
+    device.coded_linear(x, codes, scales, 4, 32, 64, True, None)
+    device.norm(x, weight[0], None, 1e-6, False, False)
+    device.store(heads, heads, table, 0, 1)
+    device.attend(heads, table, 5, 1, 64, 0, 1, 4, 1.0)
+    assert set(launched) == set(kernels) and not Guard.current
+    assert launched["_joined"] is launched["_coded"] is launched["_norm"] is x
+    assert launched["_store"] is launched["_attend"] is launched["_merge"] is heads
 
 
 def test_every_kernel_compiles_for_gpus_that_are_not_there_and_spills_nothing() -> None:
