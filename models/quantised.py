@@ -203,6 +203,7 @@ def replaced(modules: Sequence[nn.Module], make: Callable[[Sequence[nn.Module]],
     if isinstance(modules[0], LINEAR):
         return make(modules)
     shell = copy.copy(modules[0])
+    vars(shell).pop("forward", None)  # one of its own, as accelerate's hooks are, would run the original
     shell._modules = {
         name: replaced([getattr(module, name) for module in modules], make) if has_linears(child) else child
         for name, child in modules[0].named_children()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.hooks import attach_align_device_hook_on_blocks
 from families import CONFIGS, VOCAB, tiny_model, tiny_runtime
 from torch import nn
 
@@ -128,6 +129,22 @@ def test_output_is_plain_decodings_whatever_is_quantised(family: str) -> None:
         drafted = decode(runtime, prompt, swift(draft, SwiftSettings()), rule, ending)
         assert drafted.token_ids == plain.token_ids
         assert drafted.drafted > 0 and drafted.layer_set == draft
+
+
+def test_a_copy_of_a_model_that_accelerate_spread_runs_its_own_maps() -> None:
+    """`dispatch_model` with several devices gives each module a `forward` that is bound to that module."""
+    plain, spread = (tiny_runtime("llama", torch.float32) for _ in range(2))
+    attach_align_device_hook_on_blocks(spread.hf_model, execution_device={"": torch.device("cpu")})
+    assert "forward" in vars(spread.blocks[0].parts.mlp)
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
+    own, found = (each.copies.parts("mlp", 0, "int4").mlp for each in (plain, spread))
+    assert torch.equal(found(x), own(x)) and not torch.equal(found(x), plain.blocks[0].parts.mlp(x))
+    assert torch.equal(spread.blocks[0].parts.mlp(x), plain.blocks[0].parts.mlp(x))  # which keeps its hook
+    draft = LayerSet(4).filled("int4")
+    for each in (plain, spread):
+        each.copies.prepare(draft)
+    drafted = [each.forward(Rows([5, 9], 0, variants=(draft,)), each.new_buffer(8)) for each in (plain, spread)]
+    assert torch.equal(*drafted)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
