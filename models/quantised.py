@@ -62,6 +62,10 @@ class QuantisedLinear(nn.Module):
           earlier time. packed: for our kernels alone.
     """
 
+    codes: Tensor
+    scales: Tensor
+    bias: Tensor | None
+
     def __init__(
         self,
         modules: Sequence[nn.Module],
@@ -76,13 +80,15 @@ class QuantisedLinear(nn.Module):
         width = self.n_in + (-self.n_in % SMALLEST_GROUP if packed or self.fp8 else 0)
         self.group = group_size("int4" if packed and name == "int8" else name, width)
         biases = [cast("Tensor | None", getattr(module, "bias", None)) for module in modules]
-        self.bias: Tensor | None = None
-        if any(bias is not None for bias in biases):
+        bias = None
+        if any(own is not None for own in biases):
             same = zip(weights, biases, strict=True)
-            self.bias = torch.cat([w.new_zeros(w.shape[0]) if b is None else b for w, b in same])
+            bias = torch.cat([w.new_zeros(w.shape[0]) if b is None else b for w, b in same])
         # The kernels take no float64; a model in it runs its drafts in float32.
         self._dtype = weights[0].dtype if weights[0].dtype != torch.float64 else torch.float32
-        self.codes, self.scales = made or self._quantised(weights)
+        codes, scales = made or self._quantised(weights)
+        for kept, tensor in (("codes", codes), ("scales", scales), ("bias", bias)):
+            self.register_buffer(kept, tensor)
 
     def _quantised(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         weight = torch.cat(list(weights)) if len(weights) > 1 else weights[0]

@@ -107,6 +107,12 @@ def test_maps_of_one_input_are_one_product_with_their_own_biases() -> None:
     torch.testing.assert_close(joined[:, 24:], QuantisedLinear([plain_linear(second, bias)], "int4")(x))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_copy_is_moved_like_any_module(packed: bool) -> None:
+    copy = QuantisedLinear([plain_linear(linear_weight(), torch.zeros(40))], "int8", packed=packed).to("meta")
+    assert copy.bias is not None and copy.codes.is_meta and copy.scales.is_meta and copy.bias.is_meta
+
+
 def test_width_that_no_group_divides_is_int8() -> None:
     copy = QuantisedLinear([plain_linear(linear_weight(8, 48), None)], "int4")
     assert copy.group is None and copy.codes.dtype == torch.int8

@@ -80,8 +80,7 @@ def test_an_fp8_copy_is_read_as_it_was_rounded() -> None:
 @pytest.mark.parametrize("name", ["int8", "int4-32", "int4-64"])
 def test_a_packed_copy_is_read_as_it_was_packed(name: str) -> None:
     plain = nn.Linear(100, 37)
-    made = QuantisedLinear([plain], name, packed=True)
-    made.codes, made.scales = made.codes.to(PLACE), made.scales.to(PLACE)
+    made = QuantisedLinear([plain], name, packed=True).to(PLACE)
     assert made.group is not None
     width = made.scales.shape[1] * made.group
     x = F.pad(drawn(19, 100), (0, width - 100))
@@ -91,7 +90,6 @@ def test_a_packed_copy_is_read_as_it_was_packed(name: str) -> None:
     weight = (steps * scales[..., None] + zeros[..., None]).flatten(1)[: made.n_out]
     close(found, x.double() @ weight.double().t(), torch.float32)
     assert made.bias is not None
-    made.bias = made.bias.to(PLACE)
     assert torch.equal(made(x[:, :100]), found + made.bias)
     for row in (0, 18):
         alone = device.coded_linear(
