@@ -59,8 +59,9 @@ class Heads:
 
     def logits(self, runtime: Runtime, depth: int, hidden: Tensor) -> Tensor:
         """Return the logits (rows, vocab) of states (rows, hidden_size) after `depth` layers."""
-        moved = torch.nn.functional.linear(runtime.normed(hidden), self.transforms[depth])
-        return moved if self.full else runtime.head(moved)
+        transform = self.transforms[depth]
+        moved = F.linear(runtime.normed(hidden).to(transform.device), transform)
+        return moved.to(runtime.device) if self.full else runtime.head(moved)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights by their names in a file: `head.DEPTH` each."""
@@ -85,8 +86,8 @@ class Probe:
         return (self.depth,)
 
     def acceptance(self, hidden: Tensor) -> Tensor:
-        """Return the probability for a state (1, hidden_size): float32 (), on its device."""
-        return torch.sigmoid(hidden[-1].float() @ self.direction.to(hidden.device) + self.bias)
+        """Return the probability for a state (1, hidden_size), of any device: float32 (), on the direction's."""
+        return torch.sigmoid(hidden[-1].to(self.direction.device).float() @ self.direction + self.bias)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights by their names in a file: `direction` and `bias`."""
