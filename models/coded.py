@@ -23,6 +23,7 @@ ROWS = 16  # outputs of a block; missing ones are zeros
 GROUPS = (128, 64, 32)  # inputs that share a scale in our kernels
 CHUNK = 1 << 15  # weights that are quantised at a time on a CPU
 DEVICE_CHUNK = 1 << 27  # on a GPU
+SCRATCH = 30  # bytes that quantising takes for each weight of a piece
 DEQUANTISED = 256  # blocks that are de-quantised at a time, so that no float32 copy of a large map is held
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of the scale that reaches the largest weight: tails may cost less
 
@@ -30,15 +31,19 @@ Form = ParamSpec("Form")
 Parts = TypeVar("Parts", bound=tuple[Tensor, ...])
 
 
+def weights_at_once(device: torch.device) -> int:
+    return CHUNK if device.type == "cpu" else DEVICE_CHUNK
+
+
 def by_rows(quantise: Callable[Concatenate[Tensor, Form], Parts]) -> Callable[Concatenate[Tensor, Form], Parts]:
     """Quantise a few rows at a time: on a CPU it works in its caches then, several times faster than on all at once.
 
-    A GPU takes a hundred million weights at a time: a piece costs it launches, and scratch of some 30 bytes a weight.
+    A GPU takes a hundred million weights at a time: each piece costs it launches.
     """
 
     @wraps(quantise)
     def of_all(weight: Tensor, /, *args: Form.args, **kwargs: Form.kwargs) -> Parts:
-        chunk = CHUNK if weight.device.type == "cpu" else DEVICE_CHUNK
+        chunk = weights_at_once(weight.device)
         parts = [quantise(rows, *args, **kwargs) for rows in torch.split(weight, max(1, chunk // weight.shape[1]))]
         return cast(Parts, tuple(torch.cat(same) for same in zip(*parts, strict=True)))
 

@@ -32,7 +32,7 @@ from ..core.settings import FORMATS, group_size
 from ..core.types import LayerSet
 from .blocks import LINEAR, Block, LayerModules, PackedLinear
 from .buffer import free_bytes
-from .coded import ROWS, CodedLinear, by_rows, pack
+from .coded import ROWS, SCRATCH, CodedLinear, by_rows, pack, weights_at_once
 from .kernels import device as kernels
 from .quantised_checkpoints import is_by_library
 from .saved import OnStep, cache_root, no_step, replacing
@@ -132,6 +132,7 @@ class QuantisedLinear(nn.Module):
         return cast(Tensor, aten._weight_int4pack_mm_for_cpu(x, self.codes, self.group, self.scales))
 
 
+@by_rows
 def quantise_int8(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return codes int8 (out, in) and scales (out,): weight ≈ codes · scales."""
     scales = weight.float().abs().amax(dim=1).div(127).clamp(min=torch.finfo(torch.float32).tiny)
@@ -308,10 +309,10 @@ class QuantisedCopies:
         part, _, name = keys[0]
         path, devices = self._file(part, name), {self._device(key) for key in keys}
         # Parts of a model over several devices are read on the CPU, and go on from there.
-        own = devices.pop() if len(devices) == 1 else torch.device("cpu")
+        own = next(iter(devices)) if len(devices) == 1 else torch.device("cpu")
         kept = None if path is None else read_copy(path, own, self.packed)
-        if kept is None:
-            self._check_room(keys, own)
+        for device in devices if kept is None else ():
+            self._check_room([key for key in keys if self._device(key) == device], device)
         for number, key in enumerate(keys):
             if kept is None and part != "head" and number % 4 == 0 and not self._is_own(key):
                 on_step(f"quantising, {part} {number + 1} of {len(keys)} as {name}")
@@ -327,7 +328,9 @@ class QuantisedCopies:
         name = keys[0][2]
         bits = BITS[name] + 32 / (group_size(name, 128) or 128)  # with a group's scale and zero
         rounded = [self._modules(key) for key in keys if not self._is_own(key)]
-        needed = bits / 8 * sum(_size(module) for own in rounded for module in _maps_of(keys[0][0], own))
+        sizes = [_size(module) for own in rounded for module in _maps_of(keys[0][0], own)]
+        scratch = SCRATCH * min(max(sizes, default=0), weights_at_once(device))
+        needed = bits / 8 * sum(sizes) + scratch
         free = free_bytes(device)
         if needed > free:
             raise SettingsError(

@@ -81,8 +81,9 @@ def generate(
 
 
 def memory_for_texts(runtime: Runtime) -> int:
-    """Return the bytes that keys and values may take: a share of the free memory."""
-    return int(MEMORY_SHARE * free_bytes(runtime.device))
+    """Return the bytes that keys and values may take: a share of what is free where each layer keeps its own."""
+    devices = [block.device for block in runtime.blocks]
+    return int(MEMORY_SHARE * min(free_bytes(each) * len(devices) / devices.count(each) for each in set(devices)))
 
 
 def as_planned(session: Session, planner: Planner, prompt: Prompt, **options: Any) -> Work[None]:

@@ -16,6 +16,7 @@ from swiftopt.core.types import LayerSet
 from swiftopt.engines.devices import chosen_device
 from swiftopt.models import buffer, loading, quantised
 from swiftopt.models.loading import PLANNED_TOKENS, load, memory_plan
+from swiftopt.tasks.generate import memory_for_texts
 
 N = 4  # layers
 
@@ -90,6 +91,11 @@ def test_copies_that_do_not_fit_are_not_begun(monkeypatch: pytest.MonkeyPatch) -
     runtime.copies.prepare(draft)
     made = runtime.copies.n_bytes
     runtime.drop_copies("int4")
+    monkeypatch.setattr(quantised, "free_bytes", lambda device: made)
+    monkeypatch.setattr(quantised, "SCRATCH", made)  # for each weight of a map
+    with pytest.raises(SettingsError, match=r"weights in int4 need .* use --draft-format stored"):
+        runtime.copies.prepare(draft)
+    monkeypatch.setattr(quantised, "SCRATCH", 0)
     monkeypatch.setattr(quantised, "free_bytes", lambda device: made // 8)
     with pytest.raises(SettingsError, match=r"weights in int4 need .* use --draft-format stored"):
         runtime.copies.prepare(draft)
@@ -97,6 +103,34 @@ def test_copies_that_do_not_fit_are_not_begun(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(quantised, "free_bytes", lambda device: 2 * made)
     runtime.copies.prepare(draft)
     assert runtime.copies.n_bytes == made
+
+
+def test_copies_of_a_split_model_must_fit_where_each_of_them_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = quick_runtime("llama")
+    for block in runtime.blocks:
+        block.device = torch.device("cuda", int(block.index > 0))
+    made_up_gpus(monkeypatch, 1 << 40, 0)
+    with pytest.raises(SettingsError, match=r"but cuda:1 has 0\.0 GB free"):
+        runtime.copies.prepare(LayerSet(N).filled("int4"))
+    assert not runtime.copies.n_bytes
+
+
+def test_what_torch_has_cached_on_a_gpu_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each GPU has its own: of the second, 5 of 9 bytes that torch has taken are in use."""
+    made_up_gpus(monkeypatch, 100, 20)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: (0, 9)[device.index])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: (0, 5)[device.index])
+    assert [buffer.free_bytes(torch.device("cuda", i)) for i in range(2)] == [100, 24]
+
+
+def test_texts_of_a_split_model_have_what_the_fullest_device_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = quick_runtime("llama")
+    assert memory_for_texts(runtime) > 0
+    for block, index in zip(runtime.blocks, (0, 0, 0, 1), strict=True):
+        block.device = torch.device("cuda", index)
+    for free, wanted in (((90, 60), 60), ((90, 20), 40)):  # three quarters lie on the first, one on the second
+        made_up_gpus(monkeypatch, *free)
+        assert memory_for_texts(runtime) == wanted
 
 
 def test_a_container_has_what_its_limit_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
