@@ -35,7 +35,7 @@ from ..decoding.loop import decode, decoding
 from ..decoding.methods import PLAIN, Method, Resources, build, swift
 from ..decoding.methods.adaptive import AdaptiveSettings
 from ..models.costs import RECORD_AT, device_name, measure_costs, measure_format
-from ..models.loading import at_speed
+from ..models.loading import at_speed, use_expandable_segments
 from ..models.rows import Rows
 from ..models.runtime import Runtime
 
@@ -375,6 +375,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=128, help="per completion")
     args = parser.parse_args(argv)
     shape = SHAPES[args.shape]
+    if args.device != "cpu":
+        use_expandable_segments()
     reason = obstacle(shape, args.device)
     report: dict[str, Any] = {"schema": SCHEMA, "shape": args.shape}
     if reason is None:

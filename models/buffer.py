@@ -18,8 +18,8 @@ CONTAINER = Path("/sys/fs/cgroup")  # its limits, in files of its own
 def free_bytes(device: torch.device) -> int:
     """Memory that this process can have on a device, or on this machine for the CPU; a container's limit counts."""
     if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for what comes next
-        return int(torch.cuda.mem_get_info(device)[0]) + kept
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for what comes
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
     free = int(psutil.virtual_memory().available)
     try:
         limit, used = (int((CONTAINER / name).read_text(encoding="ascii")) for name in ("memory.max", "memory.current"))

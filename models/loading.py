@@ -75,9 +75,9 @@ def load(
     with quiet():
         folder = local_folder(source, step)
         supported_config(folder)
-        if device not in ("cpu", "auto-map") and torch.cuda.is_available():
-            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # before torch takes any there
-        place = placement(device, folder, dtype)
+        if device not in ("cpu", "auto-map"):
+            use_expandable_segments()
+        place = placement(device, folder, dtype, speed)
         doing = f"loading {source.name}"
         step(doing)
         with reporting_progress(step, doing):
@@ -97,7 +97,13 @@ def load(
     return runtime
 
 
-def placement(device: str, folder: Path, dtype: str) -> str:
+def use_expandable_segments() -> None:
+    """Let torch's memory on GPUs grow in place, where nothing else is said; it must not have taken any there yet."""
+    if torch.cuda.is_available():
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+
+def placement(device: str, folder: Path, dtype: str, speed: Speed = "auto") -> str:
     """Choose where the weights go: "cpu", "cuda:N" or "auto-map".
 
     Raises: SettingsError: there is too little memory.
@@ -107,12 +113,12 @@ def placement(device: str, folder: Path, dtype: str) -> str:
         return "cpu"
     if device == "auto-map":  # which may use the CPU, too
         return device
-    plan = memory_plan(folder, dtype, on_cpu=False)
-    free = [free_bytes(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
+    plan = memory_plan(folder, dtype, on_cpu=False, as_codes=speed == "exact")
     if device != "auto":
-        index = torch.device(device).index or 0
-        plan.check(f"cuda:{index}", free[index])
-        return f"cuda:{index}"
+        place = torch.device("cuda", torch.device(device).index or 0)
+        plan.check(str(place), free_bytes(place))  # of no other: asking takes memory there
+        return str(place)
+    free = [free_bytes(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
     for wanted in (plan.needed + plan.copies, plan.needed):  # with room for drafts, if there is such a GPU
         for i, n_bytes in enumerate(free):
             if n_bytes >= wanted:
@@ -152,8 +158,11 @@ class MemoryPlan:
         )
 
 
-def memory_plan(folder: Path, dtype: str, on_cpu: bool) -> MemoryPlan:
-    """Read from a model's files what it will need in memory; see `load`."""
+def memory_plan(folder: Path, dtype: str, on_cpu: bool, as_codes: bool = False) -> MemoryPlan:
+    """Read from a model's files what it will need in memory; see `load`.
+
+    Args: as_codes: a quantised checkpoint is not de-quantised on a GPU either.
+    """
     config, scheme = supported_config(folder), supported_type(folder)[1]
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -164,7 +173,7 @@ def memory_plan(folder: Path, dtype: str, on_cpu: bool) -> MemoryPlan:
     weights = float(sum(path.stat().st_size for path in weight_files(folder) if path.is_file()))
     if scheme is None:
         weights *= itemsize / stored.itemsize
-    elif scheme.kind is None and not on_cpu:  # its codes are de-quantised on a GPU
+    elif scheme.kind is None and not (on_cpu or as_codes):
         weights *= 8 * itemsize / scheme.bits
     return MemoryPlan(folder, weights, context, 0 if on_cpu else WORKSPACE)
 

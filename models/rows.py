@@ -245,8 +245,9 @@ def uploaded(values: Any, device: torch.device, dtype: torch.dtype = torch.int64
     tensor = torch.as_tensor(values).to(dtype)
     if device.type == "cpu" or tensor.device == device:
         return tensor
-    pinned = tensor.pin_memory() if torch.cuda.is_available() else tensor
-    return pinned.to(device, non_blocking=True)
+    if tensor.device.type == "cpu" and torch.cuda.is_available():  # another GPU's cannot be pinned
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def fetched(values: Tensor) -> Callable[[], Any]:

@@ -29,6 +29,8 @@ def made_up_gpus(monkeypatch: pytest.MonkeyPatch, *free: float) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free[torch.device(device).index]), 1 << 40))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {torch.device(device).index}")
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 from fakes import made_up_gpus
 from native import quick_runtime
+from packed_files import Packing, packed_folder
 from tiny_files import save
 
+from swiftopt.bench import gpu
 from swiftopt.core.errors import DeviceMissing, SettingsError
 from swiftopt.core.types import LayerSet
 from swiftopt.engines.devices import chosen_device
@@ -63,6 +66,45 @@ def test_a_gpu_is_chosen_by_what_model_and_drafts_need(folder: Path, monkeypatch
     made_up_gpus(monkeypatch, 0.4 * enough, 0.4 * enough)
     with pytest.raises(SettingsError, match="2 GPUs have"):
         place("auto")
+
+
+def test_no_gpu_is_asked_but_the_one_that_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hold a context of some hundred MB there."""
+    made_up_gpus(monkeypatch, 1 << 40, 1 << 40, 1 << 40)
+    asked, tell = list[torch.device](), torch.cuda.mem_get_info
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (asked.append(device), tell(device))[1])
+    assert loading.placement("cuda:1", folder, "auto") == "cuda:1" and asked == [torch.device("cuda:1")]
+    assert loading.placement("auto", folder, "auto") == "cuda:0" and len(asked) == 4
+
+
+def test_codes_count_as_they_are_stored_where_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed_folder(tmp_path, "llama", Packing("gptq", 4, 32))
+    as_stored = memory_plan(tmp_path, "auto", on_cpu=False, as_codes=True)
+    assert as_stored.weights == memory_plan(tmp_path, "auto", on_cpu=True).weights
+    made_up_gpus(monkeypatch, as_stored.needed)
+    assert loading.placement("cuda", tmp_path, "auto", "exact") == "cuda:0"
+    with pytest.raises(SettingsError, match=r"cuda:0 has .* free"):
+        loading.placement("cuda", tmp_path, "auto", "auto")
+
+
+def test_segments_are_expandable_before_a_gpu_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch reads the variable when it first takes memory, and `mem_get_info` starts the device."""
+    made_up_gpus(monkeypatch, 0)
+    variable, seen = "PYTORCH_CUDA_ALLOC_CONF", list[str | None]()
+
+    def tell(device: object) -> tuple[int, int]:
+        seen.append(os.environ.get(variable))
+        return 0, 0
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", tell)
+    for own, wanted in ((None, "expandable_segments:True"), ("backend:cudaMallocAsync", "backend:cudaMallocAsync")):
+        for ask in (lambda: load(str(folder), device="cuda:0"), lambda: gpu.main(["--shape", "tiny"])):
+            monkeypatch.setenv(variable, own or "")
+            if own is None:
+                monkeypatch.delenv(variable)
+            with suppress(SettingsError):  # there is no room
+                ask()
+            assert seen.pop() == wanted and not seen
 
 
 def test_engines_run_where_the_model_would_be_loaded_and_on_one_device(

@@ -19,7 +19,7 @@ from swiftopt.core.types import LayerSet
 from swiftopt.decoding.engine import alone
 from swiftopt.models.early_exit import Heads, Probe, StagedPass
 from swiftopt.models.families import FAMILIES
-from swiftopt.models.rows import Rows
+from swiftopt.models.rows import Rows, uploaded
 from swiftopt.models.runtime import Runtime
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -80,3 +80,13 @@ def test_early_exits_of_a_split_model_are_read_where_requests_are(full: bool) ->
                 assert heads.logits(runtime, depth, staged.newest).device == CPU
                 assert Probe(depth, torch.zeros(32), 0.0).acceptance(staged.newest).device == CPU
         assert alone(staged.finish()).device == CPU
+
+
+def test_numbers_of_this_machine_alone_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch pins no GPU's memory, which a draft model on one hands to a target on another."""
+    pinned = list[torch.device]()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda own: (pinned.append(own.device), own)[1])
+    for values in ([3, 5], torch.tensor([3, 5]), torch.tensor([3, 5], device=META)):
+        assert uploaded(values, torch.device("meta", 1)).device == META
+    assert pinned == [CPU, CPU]
