@@ -8,12 +8,14 @@ applied to each tree row that is visited, with the ids that lead to that row, an
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from threading import RLock
+from typing import Any, NamedTuple, cast
 
 import torch
 from jinja2 import TemplateError
@@ -34,7 +36,6 @@ from ..core.settings import STORED, SwiftSettings
 from ..core.types import Completion, FinishReason, LayerSet, Prompt, Sampling
 from ..models.costs import SMALLEST_BUCKET, measure_costs, with_formats
 from ..models.loading import at_speed
-from ..models.quantised import QuantisedCopies
 from ..models.runtime import Runtime
 from .context import Ending, ResumePoint, TokenRule
 from .draft_models import SkippedTarget
@@ -259,7 +260,8 @@ def custom_generate(
     """Decode as `generate` would, drafting with the sub-layers of `layer_set` left out.
 
     A record or file drafts as it was tuned for. For adaptive drafts, costs are measured at the first call; they, the
-    quantised copies and what was learnt of acceptance stay with the model object for the next one.
+    quantised copies, CUDA graphs and what was learnt of acceptance stay with the model object for the next one, until
+    its weights are others. Calls on one object run one after the other.
 
     Args:    layer_set: a `LayerSet`, a record, or the path of an exported file.
     Returns: int64 (1, prompt + completion), or a `DraftedOutput` with `return_dict_in_generate`.
@@ -275,12 +277,7 @@ def custom_generate(
     mask = model_kwargs.get("attention_mask")
     if mask is not None and not bool(mask.all()):
         raise InvalidInput("the prompt has padding (zeros in attention_mask): pass it without padding")
-    n_parameters = sum(parameter.numel() for parameter in model.parameters())
-    info = ModelInfo("", type(model).__name__, model.config.num_hidden_layers, n_parameters)
-    runtime = Runtime(model, None, info)
-    at_speed(runtime, "auto", lay_out=False)
-    method = _Shared.of(model, runtime).method(runtime, skipped, swift_settings or settings)
-    prompt_ids = input_ids[0].tolist()
+    shared, prompt_ids = _Shared.of(model), input_ids[0].tolist()
     # One draw from torch's global generator seeds the request, so that torch.manual_seed governs it as usual.
     seed = int(torch.randint(2**31, ()).item()) if generation_config.do_sample else 0
     rule = TokenRule(Sampling(temperature=float(generation_config.do_sample), seed=seed), logits_processor)
@@ -292,7 +289,9 @@ def custom_generate(
             on_tokens(event.token_ids)
         yield from ()
 
-    done = alone(intercept(decoding(runtime, prompt_ids, method, rule, ending), report))
+    with shared.lock:
+        method = shared.method(skipped, swift_settings or settings)
+        done = alone(intercept(decoding(shared.runtime, prompt_ids, method, rule, ending), report))
     sequences: Any = torch.tensor([[*prompt_ids, *done.token_ids]], device=input_ids.device)
     if not generation_config.return_dict_in_generate:
         return sequences
@@ -309,26 +308,31 @@ class DraftedOutput(GenerateDecoderOnlyOutput):
 
 @dataclass(slots=True)
 class _Shared:
-    """What calls on one model object share: copies and costs of its drafts, and what was learnt of their acceptance.
+    """What calls on one model object share: a runtime, costs of its drafts, and what was learnt of their acceptance.
 
-    It lies in the object's `__dict__`, to be freed with the model. None of it can change the output: the target is read
-    anew from the model at every call, whose modules may have been replaced.
+    It lies in the object's `__dict__`, to be freed with the model, and counts for the weights that the model had.
     """
 
-    copies: QuantisedCopies
+    runtime: Runtime  # with copies and captured passes, one at a time
+    parts: Sequence[Any]
+    lock: RLock = field(default_factory=RLock)
     costs: CostProfile | None = None
     adaptive: dict[LayerSet, Method] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: Any, runtime: Runtime) -> _Shared:
-        """Return that of earlier calls, unless the model was moved or cast since; its copies become the runtime's."""
-        key = runtime.device, runtime.dtype, runtime.speed
-        known: _Shared = vars(model).setdefault(KEPT, {}).setdefault(key, cls(runtime.copies))
-        runtime.copies = known.copies
-        return known
+    def of(cls, model: Any) -> _Shared:
+        """Return that of earlier calls, unless the model was moved, cast or changed since."""
+        known, parts = vars(model).get(KEPT), _parts(model)
+        if known is None or known.parts != parts:
+            known = vars(model)[KEPT] = cls(_runtime_of(model), parts)
+        return cast(_Shared, known)
 
-    def method(self, runtime: Runtime, layer_set: LayerSet, settings: SwiftSettings) -> Method:
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy of the model begins anew
+
+    def method(self, layer_set: LayerSet, settings: SwiftSettings) -> Method:
         """SWIFT's drafting with the set, or adaptive drafts where the settings say so."""
+        runtime = self.runtime
         if settings.method != "adaptive":
             return swift(layer_set, settings)
         if layer_set not in self.adaptive:
@@ -338,6 +342,25 @@ class _Shared:
             self.costs = with_formats(runtime, self.costs, self.costs.missing(layer_set))
             self.adaptive[layer_set] = adaptive(SkippedTarget(layer_set), self.costs, AdaptiveSettings(STORED))
         return self.adaptive[layer_set]
+
+
+def _runtime_of(model: Any) -> Runtime:
+    n_parameters = sum(parameter.numel() for parameter in model.parameters())
+    info = ModelInfo("", type(model).__name__, model.config.num_hidden_layers, n_parameters)
+    runtime = Runtime(model, None, info)
+    at_speed(runtime, "auto", lay_out=False)
+    runtime.hf_model = cast(Any, weakref.proxy(model))  # which holds the runtime
+    return runtime
+
+
+def _parts(model: Any) -> list[Any]:
+    """Return what a runtime takes from a model: its modules, what else they do when called, and where weights lie."""
+    found: list[Any] = []
+    for module in islice(model.modules(), 1, None):
+        hooks = (*module._forward_hooks, *module._forward_pre_hooks, vars(module).get("forward"))
+        own = [(p.data_ptr(), p.dtype, p.shape, p.stride()) for p in module.parameters(recurse=False)]
+        found.append((module, hooks, own))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

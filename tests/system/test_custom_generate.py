@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import swiftopt
 from swiftopt.core.errors import InvalidInput, SettingsError
+from swiftopt.decoding import session
 from swiftopt.models import quantised
 
 LAYERS = swiftopt.LayerSet(4, frozenset({1}), frozenset({1, 2}))
@@ -157,3 +160,29 @@ def test_set_tuned_for_adaptive_drafts_is_drafted_with_adaptively_and_its_copies
     torch.manual_seed(5)
     model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))  # only drafts are stale
     assert ours().tolist() == model.generate(inputs, **options).tolist() != plain.tolist()
+
+
+def test_calls_on_one_model_share_a_runtime_until_its_weights_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU graphs are captured, and timed against none, when a runtime is made: seconds."""
+    made: list[Any] = []
+    monkeypatch.setattr(session, "at_speed", lambda runtime, *args, **options: made.append(weakref.ref(runtime)))
+    model, inputs = tiny_model("llama"), prompt()
+
+    def check(n_made: int) -> None:
+        plain, ours = both(model, inputs, do_sample=False)
+        assert plain.tolist() == ours.tolist() and len(made) == n_made
+
+    check(1)
+    check(1)
+    model.model.layers[1].mlp.down_proj.weight.mul_(0.5)  # in place, as training does
+    check(1)
+    model.model.layers[1].mlp = tiny_model("llama", seed=3).model.layers[1].mlp
+    check(2)
+    model.model.layers[2].mlp.register_forward_hook(lambda *_: None)
+    check(3)
+    model.to(torch.float32)
+    check(4)
+    assert [one() is None for one in made] == [True, True, True, False]
+    model = copy.deepcopy(model)
+    check(5)
+    assert made[3]() is None, "the first model is gone, and nothing else holds its runtime"
