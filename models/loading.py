@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
+from time import perf_counter
 from types import FunctionType
 from typing import Any, cast, get_args
 
@@ -27,7 +29,9 @@ from .blocks import EAGER, Block, LayerFunctions, PackedLinear, onednn_linear, o
 from .buffer import free_bytes
 from .coded import CodedLinear
 from .fingerprint import fingerprint
-from .graphs import GraphPasses, are_faster, replayed_s
+from .graphs import PROBED_CALLS, PROBES, GraphPasses, are_faster, replayed_s
+from .kernels.device import are_there
+from .quantised import Seconds
 from .quantised_checkpoints import check_library, is_by_library, load_packed, take_maps
 from .runtime import Runtime
 from .saved import (
@@ -254,6 +258,7 @@ def at_speed(runtime: Runtime, speed: Speed, lay_out: bool = True) -> None:
         if reason is not None:
             de_quantise(runtime)
             _use_graphs(runtime)
+            runtime.copies.lay_out(packed=_draft_kernels(runtime))
         return
     if speed not in ("eager", "onednn") and any(is_by_library(module) for module in runtime.hf_model.modules()):
         raise SettingsError(f"speed {speed!r} is not for maps that a library computes: use auto, eager or onednn")
@@ -265,7 +270,7 @@ def at_speed(runtime: Runtime, speed: Speed, lay_out: bool = True) -> None:
         compile_functions(runtime)
     runtime.graphs, runtime.speed, runtime.native = graphs, speed, None
     runtime.by_table = graphs is not None
-    runtime.copies.lay_out(packed=speed == "graphs" and _are_faster_packed(runtime))
+    runtime.copies.lay_out(packed=speed == "graphs" and _draft_kernels(runtime))
 
 
 def _use_native(runtime: Runtime, lay_out: bool) -> str | None:
@@ -313,19 +318,28 @@ def _use_graphs(runtime: Runtime) -> None:
     runtime.by_table = True
     if faster:
         runtime.graphs = graphs
-        runtime.copies.lay_out(packed=runtime.copies.packed or _are_faster_packed(runtime))
         runtime.speed = "graphs" if runtime.speed == "eager" else f"{runtime.speed}+graphs"
 
 
-def _are_faster_packed(runtime: Runtime) -> bool:
-    """Return whether drafts in 4 bits take less time by our kernel than by torch's, both in a graph."""
-    if any(is_by_library(module) for module in runtime.hf_model.modules()):
+def _draft_kernels(runtime: Runtime) -> bool | Seconds:
+    """Return what chooses between our kernels and torch's for a format: their time, with launches outside of graphs."""
+    on_gpus = all(block.device.type == "cuda" for block in runtime.blocks)
+    if not on_gpus or not are_there() or any(is_by_library(module) for module in runtime.hf_model.modules()):
         return False
-    try:
-        return runtime.copies.are_faster_packed(partial(replayed_s, runtime.device))
-    except Exception as error:  # as above: torch's kernel is there in any case
-        logger.warning("our kernel for 4-bit drafts is not tried here: %s", first_line(error))
-        return False
+    return partial(launched_s if runtime.graphs is None else replayed_s, runtime.blocks[0].device)
+
+
+def launched_s(device: torch.device, task: Callable[[], object]) -> float:
+    """Return the seconds of a task on a CUDA device as it is repeated, its launches included: a median."""
+    times = list[float]()
+    for _ in range(1 + PROBES):  # the first chooses kernels
+        torch.cuda.synchronize(device)
+        clock = perf_counter()
+        for _ in range(PROBED_CALLS):
+            task()
+        torch.cuda.synchronize(device)
+        times.append((perf_counter() - clock) / PROBED_CALLS)
+    return median(times[1:])
 
 
 def outputs_first(model: nn.Module) -> list[Conv1D]:

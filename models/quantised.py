@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -35,7 +36,9 @@ from .buffer import free_bytes
 from .coded import ROWS, SCRATCH, CodedLinear, by_rows, pack, weights_at_once
 from .kernels import device as kernels
 from .quantised_checkpoints import is_by_library
-from .saved import OnStep, cache_root, no_step, replacing
+from .saved import OnStep, cache_root, first_line, no_step, replacing
+
+logger = logging.getLogger(__name__)
 
 LEVELS = 15  # steps of a 4-bit code
 SMALLEST_GROUP = 32  # inputs of packed weights come in multiples of it
@@ -51,6 +54,7 @@ PROBED_ROWS = (1, 4)  # of the draft passes that choose between kernels
 LEAST_BYTES = 16 << 20  # smaller copies are made faster than read
 
 Key = tuple[Literal["attn", "mlp", "head"], int, str]  # part, layer (0 for the head), format
+Seconds = Callable[[Callable[[], object]], float]  # times a task on the model's device
 
 aten = torch.ops.aten
 
@@ -251,7 +255,8 @@ class QuantisedCopies:
     def __init__(self, blocks: Sequence[Block], head: nn.Module, fingerprint: str) -> None:
         self._blocks, self.head_map = blocks, head
         self._fingerprint = fingerprint if HASH.fullmatch(fingerprint) else None
-        self.packed = False  # for our kernels
+        self.packed: bool | Seconds = False  # for our kernels; see `lay_out`
+        self._faster_packed: dict[str, bool] = {}  # by format
         self.kept: set[str] = set()  # formats that are never dropped: what is decoded now drafts with them
         self._made: dict[Key, _Copy] = {}
 
@@ -270,22 +275,39 @@ class QuantisedCopies:
     def head(self, name: str) -> nn.Module:
         return cast(nn.Module, self._copy(("head", 0, name)).modules)
 
-    def lay_out(self, packed: bool) -> None:
-        """Make copies from now on for our kernels (`packed`) or for torch's; those for the others are dropped."""
+    def lay_out(self, packed: bool | Seconds) -> None:
+        """Make copies from now on for our kernels, or not; those made until now for others are dropped.
+
+        Args: packed: for ours, for torch's (False), or for those that are faster in a format, by the seconds of either.
+        """
         if packed != self.packed:
             self.packed = packed
+            self._faster_packed.clear()
             self._made.clear()
 
-    @torch.inference_mode()
-    def are_faster_packed(self, seconds: Callable[[Callable[[], object]], float]) -> bool:
-        """Return whether our kernel maps rows by int4 codes in less time than torch's: a layer's largest map decides.
+    def is_packed(self, name: str) -> bool:
+        """Tell whether copies in a format are for our kernels; timed, where time decides, when it is first wanted.
 
-        Args: seconds: times a task on the model's device.
+        Raises: SettingsError: nothing computes with that format here.
         """
+        if isinstance(self.packed, bool):
+            return self.packed
+        if name not in self._faster_packed:
+            self._check_runs(name, self._blocks[0].device)
+            try:
+                self._faster_packed[name] = self._is_faster_packed(name, self.packed)
+            except Exception as error:  # whatever a compiler or a driver may say: torch's kernel is there in any case
+                logger.warning("our kernel for drafts in %s is not used here: %s", name, first_line(error))
+                self._faster_packed[name] = False
+        return self._faster_packed[name]
+
+    @torch.inference_mode()
+    def _is_faster_packed(self, name: str, seconds: Seconds) -> bool:
+        """Return whether our kernel maps rows in less time than torch's: a layer's largest map decides."""
         module = max(_maps_of("mlp", self._blocks[0].parts), key=_size)
         weight, spent = weight_of(module), list[float]()
         for packed in (False, True):
-            copy = QuantisedLinear([module], "int4", packed=packed)
+            copy = QuantisedLinear([module], name, packed=packed)
             rows = [torch.zeros((n, copy.n_in), dtype=weight.dtype, device=weight.device) for n in PROBED_ROWS]
             spent.append(sum(seconds(partial(copy, each)) for each in rows))
         return spent[1] < spent[0]
@@ -310,7 +332,7 @@ class QuantisedCopies:
         path, devices = self._file(part, name), {self._device(key) for key in keys}
         # Parts of a model over several devices are read on the CPU, and go on from there.
         own = next(iter(devices)) if len(devices) == 1 else torch.device("cpu")
-        kept = None if path is None else read_copy(path, own, self.packed)
+        kept = None if path is None else read_copy(path, own, self.is_packed(name))
         for device in devices if kept is None else ():
             self._check_room([key for key in keys if self._device(key) == device], device)
         for number, key in enumerate(keys):
@@ -340,7 +362,7 @@ class QuantisedCopies:
 
     def _check_runs(self, name: str, device: torch.device) -> None:
         """Raises: SettingsError: nothing there computes with that format."""
-        if name == "fp8" and device.type == "cpu" and self.packed:
+        if name == "fp8" and device.type == "cpu" and self.packed is True:
             raise SettingsError("our kernels for a CPU do not read fp8: draft in int8 or int4")
         if name == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_DEVICES:
             raise SettingsError(f"{device} does not multiply fp8, as Ada and Hopper do: draft in int8 or int4")
@@ -367,7 +389,7 @@ class QuantisedCopies:
         maps: list[QuantisedLinear] = []
 
         def one(modules: Sequence[nn.Module]) -> QuantisedLinear:
-            maps.append(QuantisedLinear(modules, name, next(kept, None), self.packed))
+            maps.append(QuantisedLinear(modules, name, next(kept, None), self.is_packed(name)))
             return maps[-1]
 
         if part == "head":
@@ -383,7 +405,8 @@ class QuantisedCopies:
         device = self._blocks[0].device
         if self._fingerprint is None or any(block.device.type != device.type for block in self._blocks):
             return None
-        return copy_file(self._fingerprint, part, name, cast(Tensor, self.head_map.weight).dtype, device, self.packed)
+        dtype = cast(Tensor, self.head_map.weight).dtype
+        return copy_file(self._fingerprint, part, name, dtype, device, self.is_packed(name))
 
 
 def _bits_of(part: str, modules: Any) -> int:

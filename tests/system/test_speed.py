@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from time import sleep
+from typing import Any
 
 import pytest
 import torch
@@ -33,8 +34,8 @@ from swiftopt.models.blocks import EAGER
 from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.costs import RECORD_AT, RECORDED_ROWS, device_name, measure_costs, measure_format
 from swiftopt.models.early_exit import StackedLayers
-from swiftopt.models.graphs import Answer, GraphPasses, StaticPass, are_faster
-from swiftopt.models.loading import at_speed, load
+from swiftopt.models.graphs import Answer, GraphPasses, StaticPass, are_faster, replayed_s
+from swiftopt.models.loading import at_speed, launched_s, load
 from swiftopt.models.quantised import QuantisedLinear
 from swiftopt.models.rows import Pass, Rows
 from swiftopt.models.runtime import Runtime
@@ -375,6 +376,42 @@ def test_passes_too_wide_for_graphs_are_measured_although_the_first_is_slow(monk
     """A launched pass of 256 rows takes twice as long as a replayed one of 128, and wider ones no longer than that."""
     profile = measure_costs(graphed_by_a_clock(monkeypatch), 256)
     assert 1.8 * profile.target_pass_s(RECORDED_ROWS) < LAUNCHED_S and max(profile.pass_s) == 1024
+
+
+@pytest.mark.parametrize("answer", ["faster", "slower", "capture fails", "several devices"])
+def test_auto_on_gpus_is_graphs_where_they_are_faster_else_eager(
+    answer: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A capture may fail by what a library does within, such as bitsandbytes: the model is loaded all the same."""
+    runtime, gpu = tiny_runtime("llama", torch.float32), torch.device("cuda", 1)
+    for each in (runtime, *runtime.blocks):
+        each.device = gpu
+    runtime.one_device = answer != "several devices"
+
+    def faster(runtime: Runtime, graphs: Any) -> bool:
+        if answer == "capture fails":
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return answer == "faster"
+
+    graphs = GraphPasses(runtime, lambda static: static.run)
+    monkeypatch.setattr(loading, "GraphPasses", lambda runtime: graphs)
+    monkeypatch.setattr(loading, "are_faster", faster)
+    at_speed(runtime, "auto")
+    taken = answer == "faster"
+    assert runtime.graphs is (graphs if taken else None) and runtime.speed == ("graphs" if taken else "eager")
+    assert runtime.by_table == (answer in ("faster", "slower"))
+    assert ("not replayed as CUDA graphs here: operation not permitted" in caplog.text) == (answer == "capture fails")
+    chosen: Any = runtime.copies.packed  # by the time of a replay, or of a launch
+    assert chosen.func is (replayed_s if taken else launched_s) and chosen.args == (gpu,)
+    runtime.blocks[0].device = torch.device("cpu")
+    at_speed(runtime, "auto")
+    assert runtime.copies.packed is False  # our kernels read no weights there
+
+
+def test_a_launched_task_is_timed_until_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = list[None]()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: (sleep(0.001 * len(waiting)), waiting.clear()))
+    assert 0.001 <= launched_s(torch.device("cuda"), lambda: waiting.append(None)) < 0.1
 
 
 @pytest.mark.parametrize("speed", ["graphs", "compiled+graphs"])

@@ -272,19 +272,32 @@ def test_maps_by_codes_are_read_where_they_lie() -> None:
     close(coded.to(PLACE)(x).cpu(), wanted, torch.float32)
 
 
-@pytest.mark.parametrize("ours_takes", [0.5, 2.0])
-def test_drafts_in_4_bits_use_the_kernel_that_takes_less_time(ours_takes: float) -> None:
-    """Both kernels run the same map over the same rows; on a GPU it is their time in a graph that is compared."""
-    runtime, seen = here(tiny_runtime("llama", torch.float32)), list[tuple[bool, int]]()
+def test_drafts_use_the_kernel_that_takes_less_time_in_their_format() -> None:
+    """Both kernels run the same map over the same rows, once, when the format is first wanted."""
+    runtime, seen = here(tiny_runtime("llama", torch.float32)), list[tuple[Any, bool, int]]()
+    ours_take = {"int4": 0.5, "int8": 2.0, "fp8": 0.5}
 
     def seconds(task: Any) -> float:
-        out = task()
-        seen.append((task.func.packed, len(out)))
-        assert out.shape[1] == task.func.n_out and not out.any()  # of zeros
-        return ours_takes if task.func.packed else 1.0
+        out, copy = task(), task.func
+        name = "fp8" if copy.fp8 else f"int{copy.bits}"
+        seen.append((name, copy.packed, len(out)))
+        assert out.shape[1] == copy.n_out and not out.any()  # of zeros
+        return ours_take[name] if copy.packed else 1.0
 
-    assert runtime.copies.are_faster_packed(seconds) == (ours_takes < 1.0)
-    assert seen == [(False, 1), (False, 4), (True, 1), (True, 4)] and not runtime.copies.n_bytes
+    runtime.copies.lay_out(packed=seconds)
+    assert not seen
+    for name, ours in ours_take.items():
+        maps = [runtime.copies.parts("attn", layer, name).out for layer in (0, 1)]
+        assert [each.packed for each in maps] == [ours < 1.0] * 2
+        assert seen == [(name, packed, n) for packed in (False, True) for n in (1, 4)]
+        seen.clear()
+
+
+def test_a_kernel_that_cannot_be_timed_is_torchs(caplog: pytest.LogCaptureFixture) -> None:
+    runtime = here(tiny_runtime("llama", torch.float32))
+    runtime.copies.lay_out(packed=lambda task: 1 / 0)
+    assert not runtime.copies.parts("attn", 0, "int8").out.packed
+    assert "our kernel for drafts in int8 is not used here: division by zero" in caplog.text
 
 
 def test_the_exact_speed_is_that_of_our_kernels_on_a_cpu() -> None:
