@@ -155,8 +155,12 @@ def make_redundant(runtime: Runtime, layer_set: LayerSet, wanted: float, n_new: 
             low = tried
         if high == 0.0:
             break
-    scale_inner(runtime, 2.0 ** (now - high))
-    return float(2.0**-high)
+    while True:  # weights are rounded each time they are scaled, so what was found is looked at again
+        scale_inner(runtime, 2.0 ** (now - high))
+        now = high
+        if high >= 2 * HALVINGS or (run(runtime, drafting(layer_set, 4), n_new).acceptance_rate or 0.0) >= wanted:
+            return float(2.0**-high)
+        high += 0.125
 
 
 # --- measurements

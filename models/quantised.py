@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
@@ -161,6 +161,16 @@ def fp8_product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
         x = F.pad(x, (0, codes.shape[1] - x.shape[1]))
     own, own_scales = quantise_fp8(x)
     return torch._scaled_mm(own, codes.t(), own_scales, scales.t(), out_dtype=torch.bfloat16)
+
+
+@cache
+def cpu_multiplies_fp8() -> bool:
+    """Tell whether torch's fp8 kernel for a CPU takes a scale for each row: that of torch 2.11 takes one for all."""
+    try:
+        fp8_product(torch.zeros(1, SMALLEST_GROUP), *quantise_fp8(torch.zeros(ROWS, SMALLEST_GROUP)))
+    except RuntimeError:
+        return False
+    return True
 
 
 @by_rows
@@ -364,6 +374,9 @@ class QuantisedCopies:
         """Raises: SettingsError: nothing there computes with that format."""
         if name == "fp8" and device.type == "cpu" and self.packed is True:
             raise SettingsError("our kernels for a CPU do not read fp8: draft in int8 or int4")
+        if name == "fp8" and device.type == "cpu" and not cpu_multiplies_fp8():
+            version = torch.__version__
+            raise SettingsError(f"torch {version} does not multiply fp8 row by row on a CPU: draft in int8 or int4")
         if name == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_DEVICES:
             raise SettingsError(f"{device} does not multiply fp8, as Ada and Hopper do: draft in int8 or int4")
 

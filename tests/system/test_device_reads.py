@@ -30,7 +30,7 @@ from swiftopt.decoding.draft import Draft, DraftModel, DraftTree, Outcome, Walk
 from swiftopt.decoding.draft_models import EarlyExit, OtherModel, SkippedTarget
 from swiftopt.decoding.engine import PassGenerator, Work, alone, side_by_side
 from swiftopt.decoding.grammar import Grammar, GrammarMask
-from swiftopt.decoding.loop import Round, decode, decoding
+from swiftopt.decoding.loop import Prefilled, Round, decode, decoding
 from swiftopt.decoding.methods import PLAIN, Method, Resources, build, swift
 from swiftopt.decoding.methods.adaptive import AdaptiveDrafter, AdaptiveSettings, PassCosts
 from swiftopt.decoding.methods.chains import AdaptiveThreshold, BildSettings, ChainDrafter, SpdSettings, StopRule
@@ -224,6 +224,21 @@ def test_a_round_waits_for_the_device_once(
     assert (waits.n_late > 10) == (name not in ("plain", "jacobi", "lookahead", "prompt-lookup", *of_one_length))
     if runtime.graphs is not None and name != "pipeline":
         assert runtime.graphs._passes  # type: ignore[attr-defined]
+
+
+def test_requests_beside_each_other_wait_once_for_each_of_their_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, waits, n_begun, n_rounds, n_waits = without_data(monkeypatch, graphs=True), Waits(), 0, 0, 0
+    works = [
+        decoding(runtime, words(i, 6), method, TokenRule.of(sampling, None, 6), Ending(40))
+        for i, (method, sampling) in enumerate(product((PLAIN, EARLY_STOP, BRANCHED), (SAMPLINGS[0], PENALISED)))
+    ]
+    with waits:
+        for event in side_by_side(works, at_once=len(works)):
+            n_begun += isinstance(event, Prefilled)
+            if isinstance(event, Round) and n_begun == len(works):
+                n_rounds, n_waits = n_rounds + 1, n_waits + len(waits.seen)
+            waits.seen.clear()
+    assert 0 < n_waits <= n_rounds and n_rounds > 60
 
 
 @pytest.mark.parametrize("name", ["early stop", "branched", "lookahead"])

@@ -21,8 +21,8 @@ from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, swift
 from swiftopt.models import quantised
-from swiftopt.models.coded import plain_linear
-from swiftopt.models.quantised import QuantisedLinear, cuda_tiles, quantise_groups, quantise_int4
+from swiftopt.models.coded import by_rows, plain_linear
+from swiftopt.models.quantised import QuantisedLinear, cpu_multiplies_fp8, cuda_tiles, quantise_groups, quantise_int4
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
 
@@ -78,6 +78,19 @@ def test_fp8_is_refused_where_it_cannot_run(capability: tuple[int, int], monkeyp
         runtime.copies.prepare(draft)
 
 
+def test_fp8_is_refused_on_a_cpu_whose_torch_has_one_scale_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def per_tensor(*args: torch.Tensor, **options: torch.dtype) -> torch.Tensor:
+        raise RuntimeError("Now _scaled_mm only supports per-tensor scaling for CPU backend.")
+
+    monkeypatch.setattr(torch, "_scaled_mm", per_tensor)
+    cpu_multiplies_fp8.cache_clear()
+    try:
+        with pytest.raises(SettingsError, match=r"^torch .* does not multiply fp8 row by row on a CPU: draft in int8"):
+            tiny_runtime("llama").copies.prepare(LayerSet(4).filled("fp8"))
+    finally:
+        cpu_multiplies_fp8.cache_clear()
+
+
 @pytest.mark.parametrize("quantise", [quantise_int4, quantise_groups])
 def test_pieces_of_any_size_have_the_codes_of_the_whole(
     quantise: Callable[[torch.Tensor, int], tuple[torch.Tensor, ...]], monkeypatch: pytest.MonkeyPatch
@@ -87,6 +100,23 @@ def test_pieces_of_any_size_have_the_codes_of_the_whole(
         monkeypatch.setattr("swiftopt.models.coded.CHUNK", chunk)
         for part, own in zip(quantise(linear_weight(), 64), whole, strict=True):
             assert torch.equal(part, own)
+
+
+def test_a_gpu_takes_maps_of_a_hundred_million_weights_in_one_piece() -> None:
+    """CodeLlama-13B's maps; on a CPU the smallest of them makes 854 pieces."""
+    pieces = list[int]()
+
+    @by_rows
+    def noting(rows: torch.Tensor) -> tuple[torch.Tensor]:
+        pieces.append(rows.numel())
+        return (rows[:, :1],)
+
+    for shape in ((5120, 5120), (13824, 5120), (5120, 13824), (32016, 5120)):
+        noting(torch.empty(shape, device="meta"))
+    assert len(pieces) == 5 and sum(pieces[-2:]) == 32016 * 5120
+    pieces.clear()
+    noting(torch.empty(5120, 5120, dtype=torch.int8))
+    assert len(pieces) == 854
 
 
 def test_finer_groups_are_never_worse() -> None:
