@@ -401,7 +401,7 @@ class Engine:
 
     def _buffer(self, wanted: Slots) -> tuple[KVBuffer, int]:
         """Return a buffer with as much of the text as some finished request has read, and how much that is."""
-        for capacity in (wanted.capacity + self._spare(wanted), wanted.capacity):
+        for capacity in dict.fromkeys((wanted.capacity + self._spare(wanted), wanted.capacity)):
             try:
                 return self._filled(wanted, capacity)
             except Exception as error:

@@ -94,9 +94,11 @@ class Target:
 
     @cached_property
     def _tokens(self) -> Drafted:
-        """The tokens of all nodes of the draft."""
+        """The tokens of all nodes of the draft, or anything for a rule that reads none."""
         draft = self._draft
-        return draft.tree.token_ids if draft.unread is None else draft.tokens(draft.unread.device)[:, None].unbind()
+        if draft.unread is None or not self.rule.reads_text:
+            return draft.tree.token_ids
+        return draft.tokens(draft.unread.device)[:, None].unbind()
 
     def above(self, node: int) -> Drafted:
         """Return the tokens between the root and a node of the draft before it is read, the node's own included."""

@@ -295,6 +295,11 @@ def test_guided_search_pays_for_a_pass_only_when_half_of_its_window_is_new() -> 
     assert {event.trials[0].origin for event in events if isinstance(event, TrialsDone)} == {"uniform", "in use"}
 
 
+def beside_a_request(**options: int) -> tuple[Search, TokenRule, list[int]]:
+    """A random search, and the rule and the prompt of a request."""
+    return search_of(strategy="random", **options), TokenRule.of(Sampling(), None), [3, 50, 7]
+
+
 @pytest.mark.parametrize("fits", [2, 0])
 def test_search_that_does_not_fit_in_memory_asks_for_less_and_the_request_goes_on(
     fits: int, monkeypatch: pytest.MonkeyPatch
@@ -307,11 +312,7 @@ def test_search_that_does_not_fit_in_memory_asks_for_less_and_the_request_goes_o
         return forward(runtime, passes)
 
     monkeypatch.setattr(Runtime, "forward_together", small)
-    search, rule, ids = (
-        search_of(strategy="random", max_steps=20, candidates=8),
-        TokenRule.of(Sampling(), None),
-        [3, 50, 7],
-    )
+    search, rule, ids = beside_a_request(max_steps=20, candidates=8)
     work = decoding(worded_runtime(), ids, search.method, rule, Ending(60), scratch_rows=search.scratch_rows)
     done = alone(search.during(work, "p"))
     assert done.token_ids == decode(worded_runtime(), ids, PLAIN, rule, Ending(60)).token_ids
@@ -333,11 +334,7 @@ def test_search_without_memory_for_its_slots_scores_as_many_candidates_as_the_te
         return made(runtime, capacity)
 
     monkeypatch.setattr(Runtime, "new_buffer", small)
-    search, rule, ids = (
-        search_of(strategy="random", max_steps=60, candidates=32),
-        TokenRule.of(Sampling(), None),
-        [3, 50, 7],
-    )
+    search, rule, ids = beside_a_request(max_steps=60, candidates=32)
     runtime = worded_runtime()
     memory = 120 * runtime.slot_bytes if short == "of a budget" else None
     work = decoding(runtime, ids, search.method, rule, Ending(60), scratch_rows=search.scratch_rows)
