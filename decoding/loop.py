@@ -221,7 +221,7 @@ def _round(context: Context, verifier: Verifier, drafting: Drafter, ending: Endi
     _count(context.tally, draft, walk, n_accepted, traced)
     context.tally.draft_s += drafted - started
     context.tally.verify_s += verified - drafted
-    logprobs = () if context.logprobs is None else target.logprobs(walk.path, token_ids, context.logprobs)
+    logprobs = target.logprobs(walk.path, token_ids)
     times = (drafted - started, verified - drafted)
     yield Round(context, token_ids, draft.n_steps, n_accepted, draft.n_rows, *times, logprobs, traced)
 

@@ -50,12 +50,14 @@ class Target:
     def __init__(self, context: Context, draft: Draft, logits: Tensor | None) -> None:
         self.context, self.rule, self.greedy = context, context.rule, context.rule.greedy
         self._draft = draft
-        self.peek, self.accept = self.rule.peek, self.rule.accept
+        self.accept = self.rule.accept
         self.n_checked = draft.tree.n_nodes if draft.n_checked is None else draft.n_checked
         self._logits = logits
         self._choices: dict[int, int] = {}  # the target's own token after a node, as far as it was read already
         self.weights: list[float] | None = None  # what the verifier weighs, likewise
         self.argmaxes: list[int] = []  # of all rows, where tokens are argmaxes or the draft wants them
+        self._drawn: dict[int, Tensor] = {}  # what `peek` found, (1,) after a node
+        self._logprobs: list[list[float]] = []  # what `logprobs_of` found of each node, where tokens are read late
 
     def read(self, verifier: Verifier) -> Draft:
         """Read what a round needs of its device in one transfer; return the draft with its tokens.
@@ -72,13 +74,17 @@ class Target:
         argmaxes = self._logits.max(dim=-1).indices if is_argmax or draft.wants_argmaxes else None
         nodes, choices, weights = list(range(self.n_checked)), None, None
         if late and not is_argmax:
-            weighed = draft.offers if verifier.weighs_offers else {}
+            weighed = _weighed(draft, self) if verifier.weighs_offers else ()
             nodes = [node for node in nodes if node not in weighed]
             scores = [self.context.noisy_scores(self.above(node), self._row(node)) for node in nodes]
             choices = torch.stack(scores).max(dim=-1).indices if scores else None
+        logprobs: list[Tensor] = []
         if late:
             weights = verifier.weigh(draft, self)
-        best, own, read, unread = read_together(argmaxes, choices, weights, draft.unread)
+            found = argmaxes if is_argmax else choices
+            chosen = {} if found is None else dict(zip(nodes, found[:, None], strict=False))
+            logprobs = self._logprobs_of_all({**chosen, **self._drawn})
+        best, own, read, unread, *self._logprobs = read_together(argmaxes, choices, weights, draft.unread, *logprobs)
         self.argmaxes = list(map(int, best))
         if late or is_argmax:
             self._choices = dict(zip(nodes, self.argmaxes if is_argmax else map(int, own), strict=False))
@@ -120,35 +126,82 @@ class Target:
         assert self._logits is not None and n <= self.n_checked
         return self._logits[:n].double().softmax(dim=-1)
 
-    def logprobs(self, path: Sequence[int], token_ids: Sequence[int], n_top: int) -> tuple[TokenLogprob, ...]:
+    def peek(self, left: Tensor, nodes: Sequence[int]) -> Tensor:
+        """Return what `draw` would after each of `nodes`, of `left` (nodes, vocab): int64 (nodes, 1), on the device."""
+        drawn = self.rule.peek(left)
+        self._drawn.update(zip(nodes, drawn, strict=True))
+        return drawn
+
+    def logprobs(self, path: Sequence[int], token_ids: Sequence[int]) -> tuple[TokenLogprob, ...]:
         """Return the log probabilities of tokens that were read from the root and then from the nodes of `path`."""
-        return token_logprobs((self._row(node) for node in (0, *path)), token_ids, n_top)
+        n_top, nodes = self.context.logprobs, (0, *path)
+        if n_top is None:
+            return ()
+        if not self._logprobs:
+            return token_logprobs(
+                [self._row(node) for node, _ in zip(nodes, token_ids, strict=False)], token_ids, n_top
+            )
+        read = (self._logprobs[node] for node in nodes)
+        return tuple(_logprob(token_id, numbers, n_top) for token_id, numbers in zip(token_ids, read, strict=False))
+
+    def _logprobs_of_all(self, own: Mapping[int, Tensor]) -> list[Tensor]:
+        """Return `logprobs_of` for every node and all tokens that may be committed after it, if they are wanted.
+
+        Args: own: the target's own token after a node, int64 (1,).
+        """
+        import torch
+
+        draft, n_top = self._draft, self.context.logprobs
+        if n_top is None or self._logits is None:
+            return []
+        tokens = draft.tokens(self._logits.device).split(1)
+        found: list[Tensor] = []
+        for node in range(self.n_checked):
+            offer = draft.offers.get(node)
+            offered = draft.tree.children(node) if offer is None else offer.nodes
+            after = [tokens[each] for each in offered] + ([own[node]] if node in own else [])
+            found.append(logprobs_of(self._row(node), torch.cat(after), n_top))
+        return found
 
     def _row(self, node: int) -> Tensor:
         assert self._logits is not None and node < self.n_checked
         return self._logits[node]
 
 
-def token_logprobs(rows: Iterable[Tensor], token_ids: Sequence[int], n_top: int) -> tuple[TokenLogprob, ...]:
+def token_logprobs(rows: Sequence[Tensor] | Tensor, token_ids: Sequence[int], n_top: int) -> tuple[TokenLogprob, ...]:
     """Return the log probabilities of tokens, and of the `n_top` likeliest ones, by the model's own logits (vocab,).
 
-    Each is of one row, so that its bits do not depend on other rows; all are read in one transfer.
+    All are read in one transfer. Rows and tokens pair up as far as both go.
+    """
+    from ..models.rows import uploaded
+
+    if not token_ids:
+        return ()
+    tokens = uploaded(token_ids, rows[0].device).split(1)
+    found = [logprobs_of(logits, token, n_top) for logits, token in zip(rows, tokens, strict=False)]
+    read = zip(token_ids, read_together(*found), strict=False)
+    return tuple(_logprob(token_id, numbers, n_top) for token_id, numbers in read)
+
+
+def logprobs_of(logits: Tensor, token_ids: Tensor, n_top: int) -> Tensor:
+    """Return the `n_top` likeliest tokens and `token_ids` (n,), and the log probabilities of all by logits (vocab,).
+
+    Of one row, so that no bits depend on other rows: float64 (2, n_top + n), on the device.
     """
     import torch
 
-    found: list[Tensor] = []
-    for token_id, logits in zip(token_ids, rows, strict=False):
-        scores = logits.float().log_softmax(dim=-1)
-        best = scores.topk(min(n_top, scores.shape[-1]))
-        found.append(torch.cat((scores[token_id][None].double(), best.values.double(), best.indices.double())))
-    if not found:
-        return ()
-    numbers = torch.stack(found).tolist()
-    n = len(numbers[0]) // 2
-    return tuple(
-        TokenLogprob(token_id, own, tuple(zip(map(int, best[n:]), best[:n], strict=True)))
-        for token_id, (own, *best) in zip(token_ids, numbers, strict=False)
-    )
+    logprobs = logits.float().log_softmax(dim=-1)
+    best = logprobs.topk(min(n_top, logprobs.shape[-1])).indices
+    tokens = torch.cat((best, token_ids))
+    return torch.stack((tokens.double(), logprobs.gather(-1, tokens).double()))
+
+
+def _logprob(token_id: int, numbers: Sequence[float], n_top: int) -> TokenLogprob:
+    """Return what `logprobs_of` says of a token, its numbers read."""
+    n = len(numbers) // 2
+    pairs = [(int(token), value) for token, value in zip(numbers[:n], numbers[n:], strict=True)]
+    likeliest = dict(pairs[:n_top])  # where the vocabulary is smaller, tokens from behind repeat those before
+    return TokenLogprob(token_id, dict(pairs)[token_id], tuple(likeliest.items()))
 
 
 def walk(
@@ -230,7 +283,7 @@ class SeveralRatio(Verifier):
             own = list(group)
             target_probs = torch.stack([target.probs(node, target.above(node)) for node in own])
             *chances, left = self._weigh_tries(draft, own, target_probs)
-            found.append(torch.cat((*chances, target.peek(left)), dim=1).flatten())
+            found.append(torch.cat((*chances, target.peek(left, own)), dim=1).flatten())
         return torch.cat(found) if found else None
 
     def _weigh_tries(self, draft: Draft, nodes: Sequence[int], target_probs: Tensor) -> Iterator[Tensor]:
@@ -301,7 +354,7 @@ class BlockRatio(ChainRatio):
         tokens = draft.tokens(target_probs.device)[1 : n + 1, None]
         backed = torch.stack(_backed(target_probs.gather(1, tokens), draft_probs.gather(1, tokens)))  # (n + 1, 1)
         chances = _block_chance(backed[:n], target_probs, draft_probs)
-        drawn = target.peek(residual(backed[:n] * target_probs, draft_probs))
+        drawn = target.peek(residual(backed[:n] * target_probs, draft_probs), range(n))
         return torch.cat((backed[n:], chances[1:].flip(0), drawn)).flatten()
 
     def verify(self, draft: Draft, target: Target) -> Walk:

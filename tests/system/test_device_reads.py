@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import MinNewTokensLengthLogitsProcessor
 
 from swiftopt.core.settings import Branching, SwiftSettings
-from swiftopt.core.types import Completion, LayerSet, Sampling
+from swiftopt.core.types import Completion, LayerSet, Sampling, TokenLogprob
 from swiftopt.decoding.context import Context, Ending, TokenRule
 from swiftopt.decoding.draft import Draft, DraftModel, DraftTree, Outcome, Walk
 from swiftopt.decoding.draft_models import EarlyExit, OtherModel, SkippedTarget
@@ -182,6 +182,7 @@ OF_SEVERAL = ("spectr", "specinfer", "mcss", "mtad", "mtjd")
 def test_a_round_waits_for_the_device_once(
     name: str, sampling: Sampling, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """For its tokens, and the log probabilities of them that it gives eagerly."""
     runtime, other = without_data(monkeypatch, graphs), OtherModel(without_data(monkeypatch, graphs))
     if not graphs:  # then on a device of its own
         other.runtime.device = torch.device("meta", 0)
@@ -211,12 +212,14 @@ def test_a_round_waits_for_the_device_once(
     method, n_new = methods[name]
     long_enough = MinNewTokensLengthLogitsProcessor(len(PROMPT), 8, [2], "meta")
     rule = TokenRule.of(sampling, None, len(PROMPT), () if sampling.greedy else [long_enough])
-    work = decoding(runtime, PROMPT, method, rule, Ending(n_new // 2 + 10))
+    n_top = None if graphs or name == "mtjd" else 2
+    work = decoding(runtime, PROMPT, method, rule, Ending(n_new // 2 + 10), logprobs=n_top)
     rounds, drafted, waits = 0, 0, Waits()
     with waits:
         for event in side_by_side([work]):
             if isinstance(event, Round):
                 assert len(waits.seen) <= 1, waits.seen
+                assert len(event.logprobs) == (0 if n_top is None else len(event.token_ids))
                 rounds, drafted = rounds + 1, drafted + event.n_steps
             waits.seen.clear()
     assert rounds > 5 and (drafted > 1.2 * rounds) == (name not in ("plain", "pipeline", "mtjd"))
@@ -264,21 +267,6 @@ def test_what_a_round_moves_to_the_device_does_not_grow_with_the_text(
         assert long[n_rows] <= short[n_rows] <= n_rows**2 + 20 * n_rows
 
 
-@pytest.mark.parametrize("method", [EARLY_STOP, BRANCHED], ids=["early stop", "branched"])
-def test_log_probabilities_take_one_wait_more(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For those of all tokens that a round commits."""
-    runtime, rule = without_data(monkeypatch, graphs=False), TokenRule.of(PENALISED, None)
-    work = decoding(runtime, PROMPT, method, rule, Ending(40), logprobs=2)
-    n_tokens, waits = list[int](), Waits()
-    with waits:
-        for event in side_by_side([work]):
-            if isinstance(event, Round):
-                assert len(waits.seen) <= 2, waits.seen
-                n_tokens.append(len(event.logprobs))
-            waits.seen.clear()
-    assert len(n_tokens) > 5 and sum(n_tokens) > 2 * len(n_tokens)
-
-
 @pytest.mark.parametrize("name", ["typical", "bild"])
 def test_a_check_of_a_lossy_method_waits_for_the_device_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """BiLD reads each step of its draft, that of the token which it leaves to the target as well."""
@@ -309,14 +297,21 @@ def test_what_is_read_late_is_what_is_read_at_once(family: str, sampling: Sampli
     assert found[0] == found[1] and found[0][0] > 60
 
 
-def decoded_late_or_not(name: str, sampling: Sampling, settings: Any = None) -> list[Completion]:
-    """What a method of the registry decodes with drafts that are read at once, and then late."""
+def decoded_late_or_not(name: str, sampling: Sampling, settings: Any = None) -> list[tuple[Completion, Any]]:
+    """What a method of the registry decodes with drafts that are read at once, and then late, and its logprobs."""
     runtime, found = tiny_runtime("llama"), list[Completion]()
     resources = Resources(runtime, heads=predicting(runtime), probe=probed(), draft_runtime=near_model())
+    n_top, logprobs = None if name == "mtjd" else 3, list[list[TokenLogprob]]()
+
+    def finishing(work: Work[Completion]) -> Work[None]:
+        found.append((yield from work))
+
     for runtime.reads_late in (False, True):
-        method = build(name, resources, settings)
-        found.append(decode(runtime, PROMPT, method, TokenRule.of(sampling, None), Ending(60)))
-    return found
+        method, rule = build(name, resources, settings), TokenRule.of(sampling, None)
+        events = side_by_side([finishing(decoding(runtime, PROMPT, method, rule, Ending(60), logprobs=n_top))])
+        logprobs.append([each for event in events for each in event.logprobs])
+        assert n_top is None or [each.token_id for each in logprobs[-1]] == [*found[-1].token_ids]
+    return list(zip(found, logprobs, strict=True))
 
 
 OF_ONE_LENGTH = {
@@ -336,15 +331,16 @@ def test_drafts_of_one_length_or_that_must_be_read_are_the_same_where_others_are
 ) -> None:
     """Drawn ones, too: the draws of draft and target, and the tests, are those of drafts that are read at once."""
     settings = {**OF_ONE_LENGTH, **READ_AT_ONCE}.get(name)
-    at_once, late = decoded_late_or_not(name.partition(",")[0], sampling, settings)
+    (at_once, logprobs), (late, read_late) = decoded_late_or_not(name.partition(",")[0], sampling, settings)
     assert at_once.token_ids == late.token_ids
+    assert read_late == logprobs and all(len(each.top) == 3 for each in read_late)
     assert (at_once.drafted > 30) == (name != "mtjd")  # whose beams are the target's own tokens
     assert at_once.by_draft_length == late.by_draft_length
 
 
 @pytest.mark.parametrize("name", ["spd", "adaspeed", "adaspeed-probe"])
 def test_drafts_of_exits_and_models_that_stop_early_give_plain_tokens(name: str) -> None:
-    at_once, late = decoded_late_or_not(name, SAMPLINGS[0])
+    (at_once, _), (late, _) = decoded_late_or_not(name, SAMPLINGS[0])
     plain = decode(tiny_runtime("llama"), PROMPT, PLAIN, TokenRule.of(SAMPLINGS[0], None), Ending(60))
     assert at_once.token_ids == late.token_ids == plain.token_ids
     assert late.drafted / late.target_passes > at_once.drafted / at_once.target_passes

@@ -146,7 +146,8 @@ class ReadTarget(TableTarget):
     def above(self, node: int) -> Path:
         return tuple(self.tree.token_ids[each] for each in self.tree.path(node))
 
-    def peek(self, probs: Tensor) -> Tensor:
+    def peek(self, probs: Tensor, nodes: Sequence[int]) -> Tensor:
+        assert len(nodes) == len(probs)
         return torch.tensor([[self.branches.pick(row) if any(row) else 0] for row in probs.tolist()])
 
     def draw(self, probs: Any) -> int:
