@@ -18,14 +18,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
 
 from ..core.costs import CostProfile, expected_of
 from ..core.errors import SwiftoptError
-from ..core.records import ModelInfo
 from ..core.requests import Speed
 from ..core.settings import STORED, SwiftSettings
 from ..core.types import Completion, LayerSet, Sampling, n_skipped_for
@@ -35,7 +34,7 @@ from ..decoding.loop import decode, decoding
 from ..decoding.methods import PLAIN, Method, Resources, build, swift
 from ..decoding.methods.adaptive import AdaptiveSettings
 from ..models.costs import RECORD_AT, device_name, measure_costs, measure_format
-from ..models.loading import at_speed, use_expandable_segments
+from ..models.loading import at_speed, random_runtime, use_expandable_segments
 from ..models.rows import Rows
 from ..models.runtime import Runtime
 
@@ -93,20 +92,19 @@ SHAPES = {
 
 
 @torch.inference_mode()
-def random_runtime(shape: ModelShape, device: str) -> Runtime:
+def permuting_runtime(shape: ModelShape, device: str) -> Runtime:
     """A random bfloat16 model whose head reads a permutation of its embeddings.
 
     Each token so has a likely successor: the likelier, the less its sub-layers add to the residual stream. A head of
     random numbers would give near ties, which rounding alone decides.
     """
     torch.manual_seed(0)
-    with torch.device(device):
-        model = cast(Any, AutoModelForCausalLM).from_config(shape.config(), dtype=torch.bfloat16)
-        embedding = model.get_input_embeddings().weight
-        embedding.normal_()
-        model.get_output_embeddings().weight.copy_(embedding[torch.randperm(shape.vocab)] / shape.hidden**0.5)
-    n_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return Runtime(model.eval().requires_grad_(False), None, ModelInfo("random", "llama", shape.n_layers, n_parameters))
+    runtime = random_runtime(shape.config(), device)
+    embedding = runtime.hf_model.get_input_embeddings().weight
+    embedding.normal_()
+    successors = embedding[torch.randperm(shape.vocab, device=device)] / shape.hidden**0.5
+    runtime.hf_model.get_output_embeddings().weight.copy_(successors)
+    return runtime
 
 
 @torch.inference_mode()
@@ -234,7 +232,7 @@ def speedup(pairs: Sequence[tuple[Completion, Completion]]) -> float:
 
 def measure(shape: ModelShape, device: str, wanted: float, speed: Speed, n_new: int) -> dict[str, Any]:
     """Return the report but for its schema and the name of the shape."""
-    runtime = random_runtime(shape, device)
+    runtime = permuting_runtime(shape, device)
     layer_set = LayerSet.uniform(runtime.n_layers, n_skipped_for(runtime.n_layers, SKIP_RATIO))
     scale = make_redundant(runtime, layer_set, wanted, n_new)
     at_speed(runtime, speed)

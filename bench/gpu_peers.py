@@ -30,7 +30,7 @@ from ..core.errors import SwiftoptError
 from ..engines.devices import chosen_device
 from ..engines.turns import Question, Turns, TurnsRequest
 from ..models.costs import device_name
-from .gpu import SHAPES, ModelShape, obstacle, prompt_of, random_runtime, scale_inner
+from .gpu import SHAPES, ModelShape, obstacle, permuting_runtime, prompt_of, scale_inner
 from .peers import all_rows, chosen_rows, report_of
 
 ROWS = ("swiftopt", "transformers/plain", "llama-cpp/plain", "node-llama-cpp/plain", "vllm/plain")
@@ -43,7 +43,7 @@ OFFLINE = {"PIP_NO_INDEX": "1", "npm_config_offline": "true"}
 
 def save_random(shape: ModelShape, device: str, folder: Path) -> list[list[int]]:
     """Write a random model, made on the device, with a tokenizer that names every id; return prompts for it."""
-    runtime = random_runtime(shape, device)
+    runtime = permuting_runtime(shape, device)
     scale_inner(runtime, SCALE)
     model: Any = runtime.hf_model
     model.save_pretrained(folder)

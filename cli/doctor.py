@@ -158,19 +158,37 @@ def check_kernels() -> Finding:
 
 
 def check_speed() -> Finding:
-    """Report what `--speed auto` selects here."""
+    """Report what `--speed auto` selects here: on a CUDA device for a small model, as for any that is loaded."""
     import torch
 
     from ..models.kernels.build import kernels
-    from ..models.kernels.device import are_there
 
     if torch.cuda.is_available():
-        exact = "by Triton kernels" if are_there() else "wants Triton: pip install triton"
-        auto = "auto is CUDA graphs, or eager where a model's passes are faster so when it is loaded"
-        return "ok", f"{auto}; exact {exact}"
+        return check_graphs()
     if isinstance(kernels(), str):
         return "warn", "auto is eager, and exact is not possible: see kernels"
     return "ok", "auto is native, which is exact: drafting changes no bit"
+
+
+def check_graphs() -> Finding:
+    """Time passes of a small model on the first CUDA device, and report what `--speed auto` makes of that."""
+    from transformers import LlamaConfig
+
+    from ..models.graphs import GraphPasses, pass_seconds
+    from ..models.kernels.device import are_there
+    from ..models.loading import random_runtime
+    from ..models.saved import first_line
+
+    exact = "exact is by Triton kernels" if are_there() else "exact wants Triton: pip install triton"
+    config = LlamaConfig(hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, num_attention_heads=8)
+    try:
+        runtime = random_runtime(config, "cuda")
+        launched, replayed = pass_seconds(runtime, GraphPasses(runtime))
+    except (RuntimeError, SwiftoptError) as error:  # memory's and the driver's, too
+        return "warn", f"auto is eager, CUDA graphs cannot be used: {first_line(error)}; {exact}"
+    chosen = "CUDA graphs" if replayed < launched else "eager"
+    times = f"{1000 * replayed:.2f} ms a pass of 4 small layers in graphs, {1000 * launched:.2f} without"
+    return "ok", f"auto is {chosen}, {times} (every model is timed when it is loaded); {exact}"
 
 
 def check_memory() -> Finding:

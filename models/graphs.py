@@ -233,8 +233,8 @@ def _wanted(logits: Tensor, wanted: Sequence[int] | None) -> Tensor:
 
 
 @torch.inference_mode()
-def are_faster(runtime: Runtime, graphs: GraphPasses) -> bool:
-    """Tell whether the model's one-row passes take less time replayed than run one operation after the other.
+def pass_seconds(runtime: Runtime, graphs: GraphPasses) -> tuple[float, float]:
+    """Return the seconds of the model's one-row passes run one operation after the other, and replayed: medians.
 
     Raises: RuntimeError: they cannot be captured.
     """
@@ -249,7 +249,7 @@ def are_faster(runtime: Runtime, graphs: GraphPasses) -> bool:
         if graphs.refused:
             raise RuntimeError(next(iter(graphs.refused.values())))
         seconds.append(median(times[RECORD_AT:]))
-    return seconds[1] < seconds[0]
+    return seconds[0], seconds[1]
 
 
 @cache
@@ -294,3 +294,16 @@ def replayed_s(device: torch.device, task: Callable[[], object]) -> float:
             end.synchronize()
             times.append(start.elapsed_time(end) / 1000 / PROBED_CALLS)
     return median(times)
+
+
+def launched_s(device: torch.device, task: Callable[[], object]) -> float:
+    """Return the seconds of a task on a CUDA device as it is repeated, its launches included: a median."""
+    times = list[float]()
+    for _ in range(1 + PROBES):  # the first chooses kernels
+        torch.cuda.synchronize(device)
+        clock = perf_counter()
+        for _ in range(PROBED_CALLS):
+            task()
+        torch.cuda.synchronize(device)
+        times.append((perf_counter() - clock) / PROBED_CALLS)
+    return median(times[1:])

@@ -10,14 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
-from time import perf_counter
 from types import FunctionType
 from typing import Any, cast, get_args
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from transformers.pytorch_utils import Conv1D
 
 from ..core import collector
@@ -29,7 +27,7 @@ from .blocks import EAGER, Block, LayerFunctions, PackedLinear, onednn_linear, o
 from .buffer import free_bytes
 from .coded import CodedLinear
 from .fingerprint import fingerprint
-from .graphs import PROBED_CALLS, PROBES, GraphPasses, are_faster, replayed_s
+from .graphs import GraphPasses, launched_s, pass_seconds, replayed_s
 from .kernels.device import are_there
 from .quantised import Seconds
 from .quantised_checkpoints import check_library, is_by_library, load_packed, take_maps
@@ -260,7 +258,7 @@ def at_speed(runtime: Runtime, speed: Speed, lay_out: bool = True) -> None:
             _use_graphs(runtime)
             runtime.copies.lay_out(packed=_draft_kernels(runtime))
         return
-    if speed not in ("eager", "onednn") and any(is_by_library(module) for module in runtime.hf_model.modules()):
+    if speed not in ("eager", "onednn") and _has_maps_by_library(runtime):
         raise SettingsError(f"speed {speed!r} is not for maps that a library computes: use auto, eager or onednn")
     de_quantise(runtime)
     graphs = GraphPasses(runtime) if "graphs" in speed else None
@@ -307,16 +305,16 @@ def _use_row_invariant(runtime: Runtime) -> None:
 
 
 def _use_graphs(runtime: Runtime) -> None:
-    if runtime.device.type != "cuda" or not runtime.one_device:
+    if runtime.device.type != "cuda" or not runtime.one_device or _has_maps_by_library(runtime):
         return
     try:
         graphs = GraphPasses(runtime)
-        faster = are_faster(runtime, graphs)
+        launched, replayed = pass_seconds(runtime, graphs)
     except Exception as error:  # whatever a compiler or a driver may say: the model can be run without
         logger.warning("passes are not replayed as CUDA graphs here: %s", first_line(error))
         return
     runtime.by_table = True
-    if faster:
+    if replayed < launched:
         runtime.graphs = graphs
         runtime.speed = "graphs" if runtime.speed == "eager" else f"{runtime.speed}+graphs"
 
@@ -324,22 +322,22 @@ def _use_graphs(runtime: Runtime) -> None:
 def _draft_kernels(runtime: Runtime) -> bool | Seconds:
     """Return what chooses between our kernels and torch's for a format: their time, with launches outside of graphs."""
     on_gpus = all(block.device.type == "cuda" for block in runtime.blocks)
-    if not on_gpus or not are_there() or any(is_by_library(module) for module in runtime.hf_model.modules()):
+    if not on_gpus or not are_there() or _has_maps_by_library(runtime):
         return False
     return partial(launched_s if runtime.graphs is None else replayed_s, runtime.blocks[0].device)
 
 
-def launched_s(device: torch.device, task: Callable[[], object]) -> float:
-    """Return the seconds of a task on a CUDA device as it is repeated, its launches included: a median."""
-    times = list[float]()
-    for _ in range(1 + PROBES):  # the first chooses kernels
-        torch.cuda.synchronize(device)
-        clock = perf_counter()
-        for _ in range(PROBED_CALLS):
-            task()
-        torch.cuda.synchronize(device)
-        times.append((perf_counter() - clock) / PROBED_CALLS)
-    return median(times[1:])
+def _has_maps_by_library(runtime: Runtime) -> bool:
+    return any(is_by_library(module) for module in runtime.hf_model.modules())
+
+
+def random_runtime(config: LlamaConfig, device: str) -> Runtime:
+    """Return a model of random bfloat16 weights, for measurements."""
+    with torch.device(device):
+        model = cast(Any, AutoModelForCausalLM).from_config(config, dtype=torch.bfloat16)
+    n_parameters = sum(parameter.numel() for parameter in model.parameters())
+    info = ModelInfo("random", "llama", int(config.num_hidden_layers), n_parameters)
+    return Runtime(model.eval().requires_grad_(False), None, info)
 
 
 def outputs_first(model: nn.Module) -> list[Conv1D]:

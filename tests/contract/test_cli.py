@@ -15,17 +15,20 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 import pytest
+import torch
 
+from swiftopt.cli import doctor
 from swiftopt.cli.main import MODULES, run, swiftopt
 from swiftopt.cli.options import MANY
 from swiftopt.core.events import TaskFinished, TrialsDone
 from swiftopt.core.records import LayerSetRecord
 from swiftopt.core.requests import JobSpec
 from swiftopt.core.types import Completion, LayerSet, Prompt, Timings, Trial, Verdict
+from swiftopt.models.loading import random_runtime
 from swiftopt.store import Store
 
 SCRIPT = shutil.which("swiftopt", path=str(Path(sys.executable).parent)) or "swiftopt"
@@ -331,6 +334,49 @@ def test_doctor_reports_and_its_code_follows_the_checks(
     assert run(["doctor"]) == 1
     shown = capsys.readouterr().out
     assert [line.split()[1] for line in shown.splitlines() if line.startswith("fail")] == ["database"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "status", "words"),
+    [
+        ((0.002, 0.0005), "ok", "auto is CUDA graphs, 0.50 ms a pass of 4 small layers in graphs, 2.00 without"),
+        ((0.002, 0.003), "ok", "auto is eager, 3.00 ms a pass of 4 small layers in graphs, 2.00 without"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory.\nTried"),
+            "warn",
+            "be used: CUDA out of memory; exact wants",
+        ),
+    ],
+)
+def test_doctor_measures_what_auto_selects_on_a_gpu(
+    seconds: Any, status: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def timed(runtime: Any, graphs: Any) -> tuple[float, float]:
+        assert runtime.n_layers == 4 and graphs == "graphs of cpu"
+        if isinstance(seconds, Exception):
+            raise seconds
+        return cast(tuple[float, float], seconds)
+
+    made = random_runtime
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("swiftopt.models.loading.random_runtime", lambda config, device: made(config, "cpu"))
+    monkeypatch.setattr("swiftopt.models.graphs.GraphPasses", lambda runtime: f"graphs of {runtime.device}")
+    monkeypatch.setattr("swiftopt.models.graphs.pass_seconds", timed)
+    monkeypatch.setattr("swiftopt.models.kernels.device.are_there", lambda: status == "ok")
+    found = doctor.check_speed()
+    assert found[0] == status and words in found[1]
+    assert found[1].endswith("exact is by Triton kernels" if status == "ok" else "pip install triton")
+
+
+def test_doctor_tells_the_free_memory_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda index: ((1 + 70 * index) * doctor.GIB, 80 * doctor.GIB))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda index: f"card {index}")
+    assert list(doctor.check_devices()) == [
+        doctor.Check("cuda:0", "warn", "card 0, 1.0 of 80.0 GiB free"),
+        doctor.Check("cuda:1", "ok", "card 1, 71.0 of 80.0 GiB free"),
+    ]
 
 
 def test_tune_object_keeps_the_verdict_and_the_command() -> None:

@@ -122,7 +122,7 @@ def test_peers_that_are_interrupted_early_say_so(capsys: pytest.CaptureFixture[s
 
 
 def test_the_smaller_what_inner_sub_layers_add_the_more_drafts_are_accepted() -> None:
-    runtime = gpu.random_runtime(gpu.SHAPES["tiny"], "cpu")
+    runtime = gpu.permuting_runtime(gpu.SHAPES["tiny"], "cpu")
     half = LayerSet(8, frozenset(range(1, 7)), frozenset(range(1, 7)))
     before = gpu.run(runtime, gpu.drafting(half, 4), 48).acceptance_rate
     scale = gpu.make_redundant(runtime, half, 0.9, 48)

@@ -34,8 +34,8 @@ from swiftopt.models.blocks import EAGER
 from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.costs import RECORD_AT, RECORDED_ROWS, device_name, measure_costs, measure_format
 from swiftopt.models.early_exit import StackedLayers
-from swiftopt.models.graphs import Answer, GraphPasses, StaticPass, are_faster, replayed_s
-from swiftopt.models.loading import at_speed, launched_s, load
+from swiftopt.models.graphs import Answer, GraphPasses, StaticPass, launched_s, pass_seconds, replayed_s
+from swiftopt.models.loading import at_speed, load
 from swiftopt.models.quantised import QuantisedLinear
 from swiftopt.models.rows import Pass, Rows
 from swiftopt.models.runtime import Runtime
@@ -268,23 +268,6 @@ def test_onednn_computes_what_eager_passes_do(family: str, dtype: torch.dtype) -
     assert torch.equal(packed.copies.head("int8").codes, eager.copies.head("int8").codes)
 
 
-@pytest.mark.parametrize("faster", [True, False])
-def test_graphs_are_taken_where_a_few_passes_are_faster_so(faster: bool) -> None:
-    runtime = tiny_runtime("llama", torch.float32)
-
-    def record(static: StaticPass) -> Callable[[], Answer]:
-        answer = static.run()
-
-        def replay() -> Answer:
-            sleep(0.0 if faster else 0.05)
-            return answer
-
-        return replay
-
-    graphs = GraphPasses(runtime, record)
-    assert are_faster(runtime, graphs) == faster and runtime.graphs is None
-
-
 def test_passes_that_cannot_be_captured_are_asked_for_once_and_computed_all_the_same() -> None:
     asked: list[StaticPass] = []
 
@@ -300,7 +283,7 @@ def test_passes_that_cannot_be_captured_are_asked_for_once_and_computed_all_the_
     assert tokens(runtime, PLAIN, 12) == tokens(eager, PLAIN, 12) and len(asked) == 2
     graphs.forget()
     with pytest.raises(RuntimeError, match=r"^CUDA out of memory$"):  # so that it is no default
-        are_faster(runtime, graphs)
+        pass_seconds(runtime, graphs)
 
 
 def test_states_are_noted_once_where_one_of_two_passes_cannot_be_captured() -> None:
@@ -357,8 +340,16 @@ def graphed_by_a_clock(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     runtime = Runtime(model, None, ModelInfo("tiny", "llama", 4, 1))
     runtime.graphs = GraphPasses(runtime, record)
     model.get_input_embeddings().register_forward_hook(lambda *_: spend(LAUNCHED_S))  # no replay calls it
-    monkeypatch.setattr(costs, "perf_counter", lambda: now)
+    for module in ("costs", "graphs"):
+        monkeypatch.setattr(f"swiftopt.models.{module}.perf_counter", lambda: now)
     return runtime
+
+
+def test_passes_of_a_loaded_model_are_timed_launched_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = graphed_by_a_clock(monkeypatch)
+    assert isinstance(runtime.graphs, GraphPasses)
+    graphs, runtime.graphs = runtime.graphs, None
+    assert pass_seconds(runtime, graphs) == pytest.approx((LAUNCHED_S, replay_s(1, LayerSet(4))))
 
 
 def test_costs_are_those_of_replays_and_not_of_captures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,7 +369,7 @@ def test_passes_too_wide_for_graphs_are_measured_although_the_first_is_slow(monk
     assert 1.8 * profile.target_pass_s(RECORDED_ROWS) < LAUNCHED_S and max(profile.pass_s) == 1024
 
 
-@pytest.mark.parametrize("answer", ["faster", "slower", "capture fails", "several devices"])
+@pytest.mark.parametrize("answer", ["faster", "slower", "capture fails", "several devices", "by a library"])
 def test_auto_on_gpus_is_graphs_where_they_are_faster_else_eager(
     answer: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -388,21 +379,25 @@ def test_auto_on_gpus_is_graphs_where_they_are_faster_else_eager(
         each.device = gpu
     runtime.one_device = answer != "several devices"
 
-    def faster(runtime: Runtime, graphs: Any) -> bool:
+    def seconds(runtime: Runtime, graphs: Any) -> tuple[float, float]:
         if answer == "capture fails":
             raise RuntimeError("operation not permitted when stream is capturing")
-        return answer == "faster"
+        return 2.0, 1.0 if answer == "faster" else 3.0
 
     graphs = GraphPasses(runtime, lambda static: static.run)
     monkeypatch.setattr(loading, "GraphPasses", lambda runtime: graphs)
-    monkeypatch.setattr(loading, "are_faster", faster)
+    monkeypatch.setattr(loading, "pass_seconds", seconds)
+    monkeypatch.setattr(loading, "is_by_library", lambda module: answer == "by a library")
     at_speed(runtime, "auto")
     taken = answer == "faster"
     assert runtime.graphs is (graphs if taken else None) and runtime.speed == ("graphs" if taken else "eager")
     assert runtime.by_table == (answer in ("faster", "slower"))
     assert ("not replayed as CUDA graphs here: operation not permitted" in caplog.text) == (answer == "capture fails")
     chosen: Any = runtime.copies.packed  # by the time of a replay, or of a launch
-    assert chosen.func is (replayed_s if taken else launched_s) and chosen.args == (gpu,)
+    if answer == "by a library":
+        assert chosen is False
+    else:
+        assert chosen.func is (replayed_s if taken else launched_s) and chosen.args == (gpu,)
     runtime.blocks[0].device = torch.device("cpu")
     at_speed(runtime, "auto")
     assert runtime.copies.packed is False  # our kernels read no weights there
