@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 from transformers import LlamaConfig
@@ -100,10 +100,11 @@ def permuting_runtime(shape: ModelShape, device: str) -> Runtime:
     """
     torch.manual_seed(0)
     runtime = random_runtime(shape.config(), device)
-    embedding = runtime.hf_model.get_input_embeddings().weight
+    model = cast(Any, runtime.hf_model)
+    embedding = model.get_input_embeddings().weight
     embedding.normal_()
     successors = embedding[torch.randperm(shape.vocab, device=device)] / shape.hidden**0.5
-    runtime.hf_model.get_output_embeddings().weight.copy_(successors)
+    model.get_output_embeddings().weight.copy_(successors)
     return runtime
 
 

@@ -154,7 +154,7 @@ class Target:
         draft, n_top = self._draft, self.context.logprobs
         if n_top is None or self._logits is None:
             return []
-        tokens = draft.tokens(self._logits.device).split(1)
+        tokens = draft.tokens(self._logits.device)[:, None].unbind()
         found: list[Tensor] = []
         for node in range(self.n_checked):
             offer = draft.offers.get(node)
@@ -177,7 +177,7 @@ def token_logprobs(rows: Sequence[Tensor] | Tensor, token_ids: Sequence[int], n_
 
     if not token_ids:
         return ()
-    tokens = uploaded(token_ids, rows[0].device).split(1)
+    tokens = uploaded(token_ids, rows[0].device)[:, None].unbind()
     found = [logprobs_of(logits, token, n_top) for logits, token in zip(rows, tokens, strict=False)]
     read = zip(token_ids, read_together(*found), strict=False)
     return tuple(_logprob(token_id, numbers, n_top) for token_id, numbers in read)
