@@ -128,7 +128,7 @@ static inline void tile_of(
 
 template <class T, int OUTS>
 static void products_by(
-    const T* x, int64_t ldx, int m, const T* w, int64_t ldw, int n, int k, float* c, int64_t ldc) {
+    const T* x, int64_t ldx, int m, const T* w, int64_t ldw, int n, int k, float* c, int64_t ldc, int next) {
     constexpr int MOST = TILE / OUTS;
     const int n_shares = (m + MOST - 1) / MOST, share = n_shares ? (m + n_shares - 1) / n_shares : 0;
     auto one = [&](int row, int out, int at, const T* ahead, int n_ahead) {
@@ -147,7 +147,7 @@ static void products_by(
         // evenly, for a processor waits when it has asked for too much at a time.
         for (int out = 0; out < n; out += OUTS)
             for (int at = 0; at == 0 || at < k; at += BLOCK) {
-                const T* ahead = w + (at + BLOCK < k ? out * ldw + at + BLOCK : (out + OUTS) * ldw);
+                const T* ahead = w + (at + BLOCK < k ? out * ldw + at + BLOCK : (out + OUTS < n ? out + OUTS : next) * ldw);
                 for (int turn = 0; turn < n_shares; turn++) {
                     const int from = turn * OUTS / n_shares, to = (turn + 1) * OUTS / n_shares;
                     one(turn * share, out, at, ahead + from * ldw, to - from);
@@ -161,14 +161,15 @@ static void products_by(
     }
 }
 
-// All of C, (m, n) with rows `ldc` apart. K may be 0: then C is 0.
+// All of C, (m, n) with rows `ldc` apart. K may be 0: then C is 0. What this thread will probably be asked for next begins
+// `next` outputs behind the first.
 template <class T>
 static void products(
-    const T* x, int64_t ldx, int m, const T* w, int64_t ldw, int n, int k, float* c, int64_t ldc) {
+    const T* x, int64_t ldx, int m, const T* w, int64_t ldw, int n, int k, float* c, int64_t ldc, int next) {
 #if defined(WITH_AVX512)
-    if (m == 7 || m == 8) return products_by<T, 3>(x, ldx, m, w, ldw, n, k, c, ldc);  // one turn in place of two
+    if (m == 7 || m == 8) return products_by<T, 3>(x, ldx, m, w, ldw, n, k, c, ldc, next);  // one turn in place of two
 #endif
-    products_by<T, WIDE>(x, ldx, m, w, ldw, n, k, c, ldc);
+    products_by<T, WIDE>(x, ldx, m, w, ldw, n, k, c, ldc, next);
 }
 
 #if defined(WITH_TILES)

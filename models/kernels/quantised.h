@@ -187,21 +187,23 @@ struct Packed {
     }
 };
 
-// R rows by B blocks of 16 outputs.
+// R rows by B blocks of 16 outputs; `next`: see `packed_products`, of each of the blocks.
 template <int BITS, int R, int B>
 static inline void packed_tile(
-    const Packed& w, int block, const Rounded& x, int row, int k, float* c, int64_t ldc, bool first) {
+    const Packed& w, int block, const Rounded& x, int row, int k, float* c, int64_t ldc, bool first, int next) {
     constexpr int INPUTS = BITS == 4 ? 8 : 4;  // of 64 bytes
     const int groups = w.n_in / w.group;
+    const int64_t bytes = w.block_bytes() * BITS / 8, group_bytes = bytes / groups;
     const uint8_t* codes[B];
-    for (int b = 0; b < B; b++) codes[b] = w.codes + (block + b) * (w.block_bytes() * BITS / 8);
+    for (int b = 0; b < B; b++) codes[b] = w.codes + (block + b) * bytes;
     Sixteen acc[R][B] = {};
     for (int g = 0; g < groups; g++) {
         Sums sums[R][B];
+        const int64_t ahead = AHEAD + (g * group_bytes + AHEAD < bytes ? 0 : (next - 1) * bytes);
         for (int at = g * w.group; at < (g + 1) * w.group; at += INPUTS) {
             for (int b = 0; b < B; b++) {
                 auto ws = Sums::quads(codes[b]);
-                if (first) __builtin_prefetch(codes[b] + AHEAD, 0, 2);
+                if (first) __builtin_prefetch(codes[b] + ahead, 0, 2);
                 codes[b] += 64;
                 for (int r = 0; r < R; r++) {
                     int32_t xs[2];
@@ -230,11 +232,12 @@ static inline void packed_tile(
 }
 
 template <int BITS, int B, int R>
-static inline void packed_tile_of(int m, const Packed& w, int block, const Rounded& x, int row, float* c, int64_t ldc) {
+static inline void packed_tile_of(
+    int m, const Packed& w, int block, const Rounded& x, int row, float* c, int64_t ldc, int next) {
     if (m == R) {
-        packed_tile<BITS, R, B>(w, block, x, row, w.n_in, c, ldc, row == 0);
+        packed_tile<BITS, R, B>(w, block, x, row, w.n_in, c, ldc, row == 0, next);
     } else if constexpr (R > 1) {
-        packed_tile_of<BITS, B, R - 1>(m, w, block, x, row, c, ldc);
+        packed_tile_of<BITS, B, R - 1>(m, w, block, x, row, c, ldc, next);
     }
 }
 
@@ -277,9 +280,11 @@ static inline void packed_sides(const Packed& w, int block, const Rounded& x, in
 }
 #endif
 
-// C of rows 0 … m - 1 and blocks first … last - 1, (m, 16 * (last - first)) with rows `ldc` apart.
+// C of rows 0 … m - 1 and blocks first … last - 1, (m, 16 * (last - first)) with rows `ldc` apart. What this thread will
+// probably be asked for next begins `next` blocks behind the first.
 template <int BITS>
-static void packed_products(const Packed& w, const Rounded& x, int m, int first, int last, float* c, int64_t ldc) {
+static void packed_products(
+    const Packed& w, const Rounded& x, int m, int first, int last, float* c, int64_t ldc, int next) {
     constexpr int MOST = 4;  // rows of a tile
 #if defined(WITH_TILES)
     if (m >= 2 * MOST && w.group % TILE_CODES == 0) {
@@ -296,8 +301,8 @@ static void packed_products(const Packed& w, const Rounded& x, int m, int first,
         const int rows = std::min(MOST, m - row);
         int block = first;
         for (; block + 4 <= last; block += 4)
-            packed_tile_of<BITS, 4, MOST>(rows, w, block, x, row, c + (block - first) * OUTPUTS, ldc);
+            packed_tile_of<BITS, 4, MOST>(rows, w, block, x, row, c + (block - first) * OUTPUTS, ldc, next);
         for (; block < last; block++)
-            packed_tile_of<BITS, 1, MOST>(rows, w, block, x, row, c + (block - first) * OUTPUTS, ldc);
+            packed_tile_of<BITS, 1, MOST>(rows, w, block, x, row, c + (block - first) * OUTPUTS, ldc, 1);
     }
 }
