@@ -4,11 +4,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO := demo-output
+LOWEST := $(addprefix tests/system/test_,model.py methods.py custom_generate.py fingerprint.py packed.py split_models.py)
 
 # Containers set it, and every program that is started would compile all of swiftopt again, for a second or two.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup lint test browser docs demo demo-tune conformance redis bench engines papers gpu clean
+.PHONY: setup lint test lowest browser docs demo demo-tune conformance redis bench engines papers gpu clean
 
 setup: $(VENV)/.ready
 
@@ -32,6 +33,14 @@ lint: setup
 # of its own, and runs whole files as long as no other one is out of work, so that what a file sets up is set up once.
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
+
+# The tests that go through the most of transformers, with the oldest release that pyproject.toml allows in place of the
+# installed one. Of the oldest torch no build for a CPU is at hand.
+lowest: setup
+	rm -rf .lowest
+	$(BIN)/pip install --quiet --no-deps --target .lowest 'huggingface_hub<2' \
+		$(shell sed -n 's/.*"\(transformers\)>=\([0-9.]*\).*/\1==\2/p' pyproject.toml)
+	PYTHONPATH=$(abspath .lowest) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -p no:cacheprovider $(LOWEST)
 
 # Long crash runs with servers of their own; ONLY="--only recovery,random" chooses some.
 chaos: setup
@@ -93,4 +102,4 @@ engines: setup
 	    $(if $(LAYER_SET),--layer-set $(LAYER_SET)) $(MORE)
 
 clean:
-	rm -rf $(VENV) .lint $(DEMO) site build *.egg-info
+	rm -rf $(VENV) .lint .lowest $(DEMO) site build *.egg-info

@@ -81,9 +81,7 @@ class Target:
         logprobs: list[Tensor] = []
         if late:
             weights = verifier.weigh(draft, self)
-            found = argmaxes if is_argmax else choices
-            chosen = {} if found is None else dict(zip(nodes, found[:, None], strict=False))
-            logprobs = self._logprobs_of_all({**chosen, **self._drawn})
+            logprobs = self._logprobs_of_all(verifier.lossy, nodes, argmaxes if is_argmax else choices)
         best, own, read, unread, *self._logprobs = read_together(argmaxes, choices, weights, draft.unread, *logprobs)
         self.argmaxes = list(map(int, best))
         if late or is_argmax:
@@ -104,7 +102,13 @@ class Target:
         draft = self._draft
         if draft.unread is None or not self.rule.reads_text:
             return draft.tree.token_ids
-        return draft.tokens(draft.unread.device)[:, None].unbind()
+        return self._uploaded
+
+    @cached_property
+    def _uploaded(self) -> Sequence[Tensor]:
+        """The tokens of all nodes of the draft on the device of the logits: int64, (1,) each."""
+        assert self._logits is not None
+        return self._draft.tokens(self._logits.device)[:, None].unbind()
 
     def above(self, node: int) -> Drafted:
         """Return the tokens between the root and a node of the draft before it is read, the node's own included."""
@@ -134,33 +138,33 @@ class Target:
 
     def logprobs(self, path: Sequence[int], token_ids: Sequence[int]) -> tuple[TokenLogprob, ...]:
         """Return the log probabilities of tokens that were read from the root and then from the nodes of `path`."""
-        n_top, nodes = self.context.logprobs, (0, *path)
+        n_top, rows = self.context.logprobs, list(zip((0, *path), token_ids, strict=False))  # the end may be cut off
         if n_top is None:
             return ()
         if not self._logprobs:
-            return token_logprobs(
-                [self._row(node) for node, _ in zip(nodes, token_ids, strict=False)], token_ids, n_top
-            )
-        read = (self._logprobs[node] for node in nodes)
-        return tuple(_logprob(token_id, numbers, n_top) for token_id, numbers in zip(token_ids, read, strict=False))
+            return token_logprobs([self._row(node) for node, _ in rows], token_ids, n_top)
+        return tuple(_logprob(token_id, self._logprobs[node], n_top) for node, token_id in rows)
 
-    def _logprobs_of_all(self, own: Mapping[int, Tensor]) -> list[Tensor]:
-        """Return `logprobs_of` for every node and all tokens that may be committed after it, if they are wanted.
+    def _logprobs_of_all(self, lossy: bool, nodes: Sequence[int], own: Tensor | None) -> list[Tensor]:
+        """Return `logprobs_of` for every node and what may be committed after it, if that is wanted and known.
 
-        Args: own: the target's own token after a node, int64 (1,).
+        A token that is offered may be where it is weighed, or by a lossy verifier, and else as the target's own.
+
+        Args: own: the target's tokens after `nodes`, int64 (nodes or more,).
         """
         import torch
 
         draft, n_top = self._draft, self.context.logprobs
-        if n_top is None or self._logits is None:
+        if n_top is None:
             return []
-        tokens = draft.tokens(self._logits.device)[:, None].unbind()
+        chosen = self._drawn if own is None else {**self._drawn, **dict(zip(nodes, own[:, None], strict=False))}
+        if len(chosen) < self.n_checked:
+            return []  # some will be drawn as they are asked for
         found: list[Tensor] = []
         for node in range(self.n_checked):
-            offer = draft.offers.get(node)
-            offered = draft.tree.children(node) if offer is None else offer.nodes
-            after = [tokens[each] for each in offered] + ([own[node]] if node in own else [])
-            found.append(logprobs_of(self._row(node), torch.cat(after), n_top))
+            offered = draft.offers[node].nodes if node in self._drawn else draft.tree.children(node) if lossy else ()
+            after = torch.cat([chosen[node], *(self._uploaded[each] for each in offered)])
+            found.append(logprobs_of(self._row(node), after, n_top))
         return found
 
     def _row(self, node: int) -> Tensor:
@@ -175,6 +179,7 @@ def token_logprobs(rows: Sequence[Tensor] | Tensor, token_ids: Sequence[int], n_
     """
     from ..models.rows import uploaded
 
+    token_ids = token_ids[: len(rows)]
     if not token_ids:
         return ()
     tokens = uploaded(token_ids, rows[0].device)[:, None].unbind()
@@ -200,7 +205,7 @@ def _logprob(token_id: int, numbers: Sequence[float], n_top: int) -> TokenLogpro
     """Return what `logprobs_of` says of a token, its numbers read."""
     n = len(numbers) // 2
     pairs = [(int(token), value) for token, value in zip(numbers[:n], numbers[n:], strict=True)]
-    likeliest = dict(pairs[:n_top])  # where the vocabulary is smaller, tokens from behind repeat those before
+    likeliest = dict(pairs[:n_top])  # of a smaller vocabulary: all of it, once
     return TokenLogprob(token_id, dict(pairs)[token_id], tuple(likeliest.items()))
 
 

@@ -305,16 +305,18 @@ def _use_row_invariant(runtime: Runtime) -> None:
 
 
 def _use_graphs(runtime: Runtime) -> None:
-    if runtime.device.type != "cuda" or not runtime.one_device or _has_maps_by_library(runtime):
+    if runtime.device.type != "cuda" or not runtime.one_device:
         return
     try:
-        graphs = GraphPasses(runtime)
-        launched, replayed = pass_seconds(runtime, graphs)
+        graphs, faster = GraphPasses(runtime), False
+        if not _has_maps_by_library(runtime):  # whose launches may not be captured
+            launched, replayed = pass_seconds(runtime, graphs)
+            faster = replayed < launched
     except Exception as error:  # whatever a compiler or a driver may say: the model can be run without
         logger.warning("passes are not replayed as CUDA graphs here: %s", first_line(error))
         return
     runtime.by_table = True
-    if replayed < launched:
+    if faster:
         runtime.graphs = graphs
         runtime.speed = "graphs" if runtime.speed == "eager" else f"{runtime.speed}+graphs"
 

@@ -139,7 +139,7 @@ static void products_by(
             tile_of<T, OUTS>(rows, xs, ldx, ws, ldw, width, to, ldc, at == 0, ahead, n_ahead);
         } else {
             for (int o = out; o < n; o++, ws += ldw, to++)
-                tile_of<T, 1, MOST>(rows, xs, ldx, ws, ldw, width, to, ldc, at == 0, (const T*)nullptr, 0);
+                tile_of<T, 1, MOST>(rows, xs, ldx, ws, ldw, width, to, ldc, at == 0, ahead, o == out ? n_ahead : 0);
         }
     };
     if (m <= FEW_TO_STREAM) {

@@ -375,13 +375,13 @@ template <class T> class Runner {
 
     // Outputs [first, last) of a map for `rows` rows of `x` (or their codes), biases added, into `c`.
     void outputs(const Map& map, const Input& x, int rows, int first, int last, float* c, int64_t ldc) const {
-        const int n_panels = n_threads_;  // until this thread's next one, if all are as fast
+        const int step = n_threads_;  // panels until this thread's next one, if all are as fast
         if (map.scales) {
             const int groups = (map.n_in + map.group - 1) / map.group;
             const Packed packed{(const uint8_t*)map.weight, map.scales, groups * map.group, map.group, map.scale_type};
             const int b0 = first / OUTPUTS, b1 = (last + OUTPUTS - 1) / OUTPUTS;
-            if (map.bits == 4) packed_products<4>(packed, x.codes, rows, b0, b1, c, ldc, n_panels * (b1 - b0));
-            else packed_products<8>(packed, x.codes, rows, b0, b1, c, ldc, n_panels * (b1 - b0));
+            if (map.bits == 4) packed_products<4>(packed, x.codes, rows, b0, b1, c, ldc, step * (b1 - b0));
+            else packed_products<8>(packed, x.codes, rows, b0, b1, c, ldc, step * (b1 - b0));
         } else {
             const T* weight = (const T*)map.weight + first * map.stride;
 #if defined(WITH_TILES)
@@ -389,7 +389,7 @@ template <class T> class Runner {
             else
 #endif
                 products<T>(x.rows, map.n_in, rows, weight, map.stride, last - first, map.n_in, c, ldc,
-                            n_panels * (last - first));
+                            step * (last - first));
         }
         if (map.bias) {
             const T* bias = (const T*)map.bias + first;

@@ -187,7 +187,7 @@ struct Packed {
     }
 };
 
-// R rows by B blocks of 16 outputs; `next`: see `packed_products`, of each of the blocks.
+// R rows by B blocks of 16 outputs. `next`: blocks from each of these on to the one that this thread takes next.
 template <int BITS, int R, int B>
 static inline void packed_tile(
     const Packed& w, int block, const Rounded& x, int row, int k, float* c, int64_t ldc, bool first, int next) {
@@ -303,6 +303,6 @@ static void packed_products(
         for (; block + 4 <= last; block += 4)
             packed_tile_of<BITS, 4, MOST>(rows, w, block, x, row, c + (block - first) * OUTPUTS, ldc, next);
         for (; block < last; block++)
-            packed_tile_of<BITS, 1, MOST>(rows, w, block, x, row, c + (block - first) * OUTPUTS, ldc, 1);
+            packed_tile_of<BITS, 1, MOST>(rows, w, block, x, row, c + (block - first) * OUTPUTS, ldc, 1);  // the one behind it
     }
 }

@@ -342,30 +342,38 @@ def test_doctor_reports_and_its_code_follows_the_checks(
         ((0.002, 0.0005), "ok", "auto is CUDA graphs, 0.50 ms a pass of 4 small layers in graphs, 2.00 without"),
         ((0.002, 0.003), "ok", "auto is eager, 3.00 ms a pass of 4 small layers in graphs, 2.00 without"),
         (
-            torch.OutOfMemoryError("CUDA out of memory.\nTried"),
+            RuntimeError("stream is capturing\nCUDA"),
             "warn",
-            "be used: CUDA out of memory; exact wants",
+            "auto is eager, CUDA graphs cannot be used: stream is capturing",
         ),
+        (torch.OutOfMemoryError("CUDA out of memory"), "warn", "cuda:1 has not the memory for a small model"),
+        (None, "warn", "both want Triton: pip install triton"),
     ],
 )
 def test_doctor_measures_what_auto_selects_on_a_gpu(
     seconds: Any, status: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On the one with the most free memory."""
+
     def timed(runtime: Any, graphs: Any) -> tuple[float, float]:
         assert runtime.n_layers == 4 and graphs == "graphs of cpu"
         if isinstance(seconds, Exception):
             raise seconds
         return cast(tuple[float, float], seconds)
 
-    made = random_runtime
+    def on_cpu(config: Any, device: str, made: Any = random_runtime) -> Any:
+        assert device == "cuda:1"
+        return made(config, "cpu")
+
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("swiftopt.models.loading.random_runtime", lambda config, device: made(config, "cpu"))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda index: ((1, 70, 20)[index] * doctor.GIB, 80 * doctor.GIB))
+    monkeypatch.setattr("swiftopt.models.loading.random_runtime", on_cpu)
     monkeypatch.setattr("swiftopt.models.graphs.GraphPasses", lambda runtime: f"graphs of {runtime.device}")
     monkeypatch.setattr("swiftopt.models.graphs.pass_seconds", timed)
-    monkeypatch.setattr("swiftopt.models.kernels.device.are_there", lambda: status == "ok")
+    monkeypatch.setattr("swiftopt.models.kernels.device.are_there", lambda: seconds is not None)
     found = doctor.check_speed()
     assert found[0] == status and words in found[1]
-    assert found[1].endswith("exact is by Triton kernels" if status == "ok" else "pip install triton")
 
 
 def test_doctor_tells_the_free_memory_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from swiftopt.bench import gpu, gpu_all, gpu_peers
 from swiftopt.core.types import LayerSet
+from swiftopt.models.quantised import cpu_multiplies_fp8
 
 
 @pytest.mark.usefixtures("rough_costs")
@@ -32,7 +33,8 @@ def test_tiny_shape_on_a_cpu_reports_every_figure(
     assert report["draft"]["acceptance_rate"] >= 0.9 and 0 < report["redundancy"]["scale"] <= 1
     assert report["draft"]["ratio"] > 0 and report["draft"]["expected_ratio"] > 0
     assert set(report["formats"]) == {"int8", "fp8", "int4"} and set(report["load"]) == {"1", "4", "16", "32"}
-    assert all(own["pass_ms"] > 0 and own["ratio"] > 0 for own in report["formats"].values())
+    measured = [own for name, own in report["formats"].items() if name != "fp8" or cpu_multiplies_fp8()]
+    assert all(own["pass_ms"] > 0 and own["ratio"] > 0 for own in measured)
     assert all(own["plain_tokens_per_s"] > 0 and own["ratio"] > 0 for own in report["load"].values())
     assert len(table) == 15
 

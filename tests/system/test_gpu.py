@@ -59,7 +59,7 @@ def test_a_round_synchronises_with_the_device_once(speed: str, name: str) -> Non
         "another model": Method("spd", ChainDrafter(OtherModel(other), StopRule(5, 0.022))),
     }[name]
     tokens(runtime, method)  # kernels are compiled, graphs captured
-    work = decoding(runtime, PROMPT, method, TokenRule.of(Sampling(), None), Ending(40))
+    work = decoding(runtime, PROMPT, method, TokenRule.of(Sampling(), None), Ending(40), logprobs=2)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")

@@ -391,7 +391,7 @@ def test_auto_on_gpus_is_graphs_where_they_are_faster_else_eager(
     at_speed(runtime, "auto")
     taken = answer == "faster"
     assert runtime.graphs is (graphs if taken else None) and runtime.speed == ("graphs" if taken else "eager")
-    assert runtime.by_table == (answer in ("faster", "slower"))
+    assert runtime.by_table == (answer in ("faster", "slower", "by a library"))
     assert ("not replayed as CUDA graphs here: operation not permitted" in caplog.text) == (answer == "capture fails")
     chosen: Any = runtime.copies.packed  # by the time of a replay, or of a launch
     if answer == "by a library":
