@@ -38,7 +38,7 @@ test: setup
 # installed one. Of the oldest torch no build for a CPU is at hand.
 lowest: setup
 	rm -rf .lowest
-	$(BIN)/pip install --quiet --no-deps --target .lowest 'huggingface_hub<2' \
+	$(BIN)/pip install --quiet --no-deps --target .lowest httpcore httpx 'huggingface_hub<2' \
 		$(shell sed -n 's/.*"\(transformers\)>=\([0-9.]*\).*/\1==\2/p' pyproject.toml)
 	PYTHONPATH=$(abspath .lowest) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -p no:cacheprovider $(LOWEST)
 
