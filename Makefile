@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO := demo-output
+OLDEST := $(shell sed -n 's/.*"\(transformers\)>=\([0-9.]*\).*/\1==\2/p' pyproject.toml)
 LOWEST := $(addprefix tests/system/test_,model.py methods.py custom_generate.py fingerprint.py packed.py split_models.py)
 
 # Containers set it, and every program that is started would compile all of swiftopt again, for a second or two.
@@ -38,8 +39,7 @@ test: setup
 # installed one. Of the oldest torch no build for a CPU is at hand.
 lowest: setup
 	rm -rf .lowest
-	$(BIN)/pip install --quiet --no-deps --target .lowest httpcore httpx 'huggingface_hub<2' \
-		$(shell sed -n 's/.*"\(transformers\)>=\([0-9.]*\).*/\1==\2/p' pyproject.toml)
+	$(BIN)/pip install --quiet --no-deps --target .lowest httpcore httpx 'huggingface_hub<2' $(OLDEST)
 	PYTHONPATH=$(abspath .lowest) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -p no:cacheprovider $(LOWEST)
 
 # Long crash runs with servers of their own; ONLY="--only recovery,random" chooses some.

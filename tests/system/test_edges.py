@@ -167,7 +167,7 @@ def test_costs_are_measured_as_far_as_memory_goes(
 
 def test_costs_are_not_measured_where_passes_fail_for_another_reason() -> None:
     runtime = runtime_of(changed("llama", max_position_embeddings=2048))
-    runtime.hf_model.get_input_embeddings().register_forward_pre_hook(fail_beyond(128))
+    runtime.hf_model.get_input_embeddings().register_forward_pre_hook(fail_beyond(4))
     with pytest.raises(RuntimeError, match="an illegal instruction"):
         measure_costs(runtime, 256)
 
