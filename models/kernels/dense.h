@@ -154,10 +154,13 @@ static void products_by(
                 }
             }
     } else {
-        // Many rows: the weights of this call stay in the cache, block by block.
-        for (int at = 0; at == 0 || at < k; at += BLOCK)
-            for (int row = 0; row < m; row += share)
-                for (int out = 0; out < n; out += OUTS) one(row, out, at, nullptr, 0);
+        // Many rows: the weights of this call stay in the cache, block by block. The next block's are asked for tile by tile.
+        for (int at = 0; at == 0 || at < k; at += BLOCK) {
+            const T* ahead = at + BLOCK < k ? w + at + BLOCK : w + next * ldw;
+            for (int turn = 0; turn < n_shares; turn++)
+                for (int out = 0; out < n; out += OUTS)
+                    one(turn * share, out, at, ahead + out * ldw, out / OUTS % n_shares == turn ? OUTS : 0);
+        }
     }
 }
 
