@@ -39,7 +39,7 @@ test: setup
 # installed one. Of the oldest torch no build for a CPU is at hand.
 lowest: setup
 	rm -rf .lowest
-	$(BIN)/pip install --quiet --no-deps --target .lowest httpcore httpx 'huggingface_hub<2' $(OLDEST)
+	$(BIN)/pip install --quiet --no-deps --target .lowest httpcore==1.0.9 httpx==0.28.1 huggingface_hub==1.33.0 $(OLDEST)
 	PYTHONPATH=$(abspath .lowest) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -p no:cacheprovider $(LOWEST)
 
 # Long crash runs with servers of their own; ONLY="--only recovery,random" chooses some.

@@ -138,9 +138,10 @@ class Target:
 
     def logprobs(self, path: Sequence[int], token_ids: Sequence[int]) -> tuple[TokenLogprob, ...]:
         """Return the log probabilities of tokens that were read from the root and then from the nodes of `path`."""
-        n_top, rows = self.context.logprobs, list(zip((0, *path), token_ids, strict=False))  # the end may be cut off
+        n_top = self.context.logprobs
         if n_top is None:
             return ()
+        rows = list(zip((0, *path), token_ids, strict=False))  # the end may be cut off
         if not self._logprobs:
             return token_logprobs([self._row(node) for node, _ in rows], token_ids, n_top)
         return tuple(_logprob(token_id, self._logprobs[node], n_top) for node, token_id in rows)

@@ -88,10 +88,6 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     own = tmp_path_factory.getbasetemp()
     shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
     copied = shared / "cache" / "kernels"
-    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    levels = [name for name, level in build.LEVELS.items() if level.needs <= build.processor_flags()]
-    if 0 < number < len(levels):  # while another process compiles the first
-        build.kernels(levels[number])
     with one_at_a_time(shared):
         kernels = build.kernels()
         if not isinstance(kernels, str) and kernels.path.is_file() and not copied.exists():
