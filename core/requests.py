@@ -153,6 +153,19 @@ class CompletionRequest(Settings):
     salt: str = ""
 
 
+def settled(text: str, stop_strings: Sequence[str], n_free: int = 0) -> int:
+    """Return the length of the part of `text` that no stop string, found or begun at its end, can cut.
+
+    Args: n_free: characters within which a stop string may end without cutting anything.
+    """
+    length = len(text)
+    for stop in stop_strings:
+        found = text.find(stop, max(0, n_free - len(stop) + 1))
+        begun = next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+        length = min(length, found if found >= 0 else len(text) - begun)
+    return length
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel(Record):
     """A model that a server decodes with, and how its engine runs it.

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core.requests import THINK, THOUGHT, Piece
+from ..core.requests import THINK, THOUGHT, Piece, settled
 from ..core.types import Completion
 from .engines import Reply
 
@@ -63,7 +63,7 @@ class ToolParser:
             if LAST_TAG.startswith(self._held):
                 return shown
             self._after_call = False
-        cut = _begun(self._held, OPEN)
+        cut = settled(self._held, [OPEN])
         shown, self._held = shown + self._held[:cut], self._held[cut:]
         self._has_text = self._has_text or bool(shown.strip())
         return shown
@@ -156,7 +156,7 @@ class ThoughtParser:
         thought = ""
         if self.is_open:
             self._strip()
-            cut = _begun(self._held, THOUGHT)
+            cut = settled(self._held, [THOUGHT])
             thought = self._held[:cut].rstrip("\n")
             if not self._held.startswith(THOUGHT, cut):
                 self._held = self._held[len(thought) :]
@@ -176,15 +176,6 @@ class ThoughtParser:
         if self._strips:
             self._held = self._held.lstrip("\n")
             self._strips = not self._held
-
-
-def _begun(text: str, mark: str) -> int:
-    """Return the place of `mark` in the text, or of its beginning at the text's end; else the text's length."""
-    if (at := text.find(mark)) >= 0:
-        return at
-    return next(
-        (len(text) - n for n in range(min(len(mark), len(text)), 0, -1) if mark.startswith(text[-n:])), len(text)
-    )
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..core.errors import InvalidInput, LayerSetNotFound, NotFound
 from ..core.records import FoundPlan, LayerSetRecord, Plan
-from ..core.requests import GenerateRequest
+from ..core.requests import GenerateRequest, settled
 from ..core.types import Completion, Prompt, TokenLogprob, TracedToken, VerdictWord
 from ..decoding.engine import Work, intercept, side_by_side
 from ..decoding.loop import Prefilled, Round
@@ -259,16 +259,3 @@ class GrowingText:
     def _new(self, text: str) -> str:
         new, self._shown = text[self._shown :], max(self._shown, len(text))
         return new
-
-
-def settled(text: str, stop_strings: Sequence[str], n_free: int = 0) -> int:
-    """Return the length of the part of `text` that no stop string, found or begun at its end, can cut.
-
-    Args: n_free: characters within which a stop string may end without cutting anything.
-    """
-    length = len(text)
-    for stop in stop_strings:
-        found = text.find(stop, max(0, n_free - len(stop) + 1))
-        begun = next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)
-        length = min(length, found if found >= 0 else len(text) - begun)
-    return length
