@@ -36,9 +36,8 @@ NGRAM_TOKENS = 3  # of the text's end, looked for in the text before it
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written: the folder and its files; `remarks` say how the engine's draft differs from the plan's."""
+    """What was written; `remarks` say how the engine's draft differs from the plan's."""
 
-    folder: Path
     kind: Kind
     n_draft_tokens: int
     layer_set: LayerSet | None
@@ -267,7 +266,7 @@ def export(
             os.rename(unfinished, out)
     except OSError as error:
         raise OutputError(f"{out} cannot be written ({first_line(error)}): choose another --out") from error
-    return Exported(out, draft.kind, draft.n_tokens, draft.layer_set, files, remarks)
+    return Exported(draft.kind, draft.n_tokens, draft.layer_set, files, remarks)
 
 
 def _of_engine(found: FoundPlan, engine: str) -> tuple[FoundPlan, int | None]:

@@ -53,7 +53,6 @@ class TextAdded:
     those of the prompt's tokens after the first one.
     """
 
-    prompt: Prompt
     text: str
     n_tokens: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -211,7 +210,7 @@ class GrowingText:
 
     def __init__(self, session: Session, prompt: Prompt) -> None:
         self._tokenizer, self._min_new_tokens = session.runtime.tokenizer, session.min_new_tokens
-        self._prompt, self._stop = prompt, (*session.stop_strings, *prompt.stop)
+        self._stop = (*session.stop_strings, *prompt.stop)
         self._start()
 
     def _start(self) -> None:
@@ -239,7 +238,7 @@ class GrowingText:
         n_tokens, self._n_shown = len(self._token_ids) - self._n_shown, len(self._token_ids)
         logprobs, self._logprobs = self._logprobs, ()
         traced, self._traced = self._traced, ()
-        return TextAdded(self._prompt, text, n_tokens, logprobs, prompt_logprobs, traced)
+        return TextAdded(text, n_tokens, logprobs, prompt_logprobs, traced)
 
     def add(self, token_ids: Sequence[int]) -> str:
         """Add tokens; return the text that they complete."""

@@ -47,19 +47,6 @@ def _mtjd(resources: Resources, settings: BeamSettings) -> tuple[Drafter, Verifi
     return BeamDrafter(SkippedTarget(None), settings, runs_target=True), KeepAll()
 
 
-@dataclass(frozen=True, slots=True)
-class _Beam:
-    """A sequence from the root on: its tokens, the log probability of each, and the nodes of those that were run."""
-
-    nodes: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-
-    @property
-    def joint(self) -> float:
-        return sum(self.logprobs)
-
-
 class BeamDrafter(Drafter):
     """The best of `beam_width` beams of `draft_length` tokens, as a chain with the log probability of each token.
 
