@@ -203,10 +203,9 @@ def check_memory() -> Finding:
 
 
 def check_cache() -> Finding:
-    import platformdirs
+    from ..models.saved import cache_root
 
-    named = os.environ.get("SWIFTOPT_CACHE_DIR") or platformdirs.user_cache_dir("swiftopt", appauthor=False)
-    folder = Path(named).expanduser()
+    folder = cache_root()
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if not os.access(there, os.W_OK):

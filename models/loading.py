@@ -244,11 +244,9 @@ def at_speed(runtime: Runtime, speed: Speed, lay_out: bool = True) -> None:
     """
     if speed not in get_args(Speed):
         raise SettingsError(f"speed {speed!r} does not exist: use {', '.join(get_args(Speed))}")
-    if speed == "exact" and runtime.device.type == "cuda":
-        _use_row_invariant(runtime)
-        return
     if speed in ("auto", "exact", "native"):
-        reason = _use_native(runtime, lay_out)
+        by_triton = speed == "exact" and runtime.device.type == "cuda"
+        reason = _use_row_invariant(runtime) if by_triton else _use_native(runtime, lay_out)
         if reason is not None and speed == "exact":
             raise SettingsError(f"passes cannot be exact here: {reason}: use another speed")
         if reason is not None and speed == "native":
@@ -293,15 +291,15 @@ def _use_native(runtime: Runtime, lay_out: bool) -> str | None:
     return None
 
 
-def _use_row_invariant(runtime: Runtime) -> None:
+def _use_row_invariant(runtime: Runtime) -> str | None:
     from .row_invariant import make_row_invariant
 
     reason = make_row_invariant(runtime)
-    if reason is not None:
-        raise SettingsError(f"passes cannot be exact here: {reason}: use another speed")
-    runtime.speed = "exact"
-    runtime.copies.lay_out(packed=True)
-    _use_graphs(runtime)
+    if reason is None:
+        runtime.speed = "exact"
+        runtime.copies.lay_out(packed=True)
+        _use_graphs(runtime)
+    return reason
 
 
 def _use_graphs(runtime: Runtime) -> None:

@@ -26,8 +26,7 @@ from ..decoding.engine import side_by_side
 from ..decoding.loop import Round
 from ..decoding.methods import PLAIN
 from ..decoding.session import Session
-from ..models.rows import Rows
-from ..models.runtime import PREFILL_ROWS, Runtime
+from ..models.runtime import Runtime
 from ..models.saved import replacing
 from .settings import OnStep, TrainingStep
 
@@ -212,9 +211,8 @@ def states_of(runtime: Runtime, token_ids: Sequence[int], first: int, depths: Se
     """Return the states of a text's tokens from `first` on, read in as few passes as memory allows."""
     at: dict[int, list[Tensor]] = {depth: [] for depth in (*depths, runtime.n_layers)}
     buffer = runtime.new_buffer(len(token_ids))
-    for start in range(0, len(token_ids), PREFILL_ROWS):
-        chunk = token_ids[start : start + PREFILL_ROWS]
-        runtime.forward(Rows(chunk, start), buffer, wanted=(), capture=at)
+    for each in runtime.prefill_passes(token_ids, buffer, capture=at):
+        runtime.forward_together([each])
     width = runtime.config.get_text_config().hidden_size
     nothing = torch.empty((0, width), dtype=runtime.dtype)
     kept = {depth: torch.cat([nothing, *(part.cpu() for part in parts)])[first:] for depth, parts in at.items()}
