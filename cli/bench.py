@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from rich.console import RenderableType
@@ -19,7 +19,8 @@ from ..core.events import event_line
 from ..core.requests import EARLIER_NAMES, PEERS, GenerateRequest, ServedModel
 from ..core.settings import SwiftSettings, TuningSettings
 from ..core.streams import read_stream
-from ..decoding.methods import METHODS
+from ..core.types import Prompt
+from ..decoding.methods import METHODS, Method
 from ..optimizer.strategies import strategy_info
 from . import options, tuning_options
 from .charts import Pictures, draw_ratios, draw_serving, draw_stream_shift, draw_throughput
@@ -28,10 +29,6 @@ from .layers import search_strategies
 from .options import PROMPTS, decoding_request, load, measurement, open_store, option, pick, positive
 from .output import Result, note, note_load, note_run, show
 from .render import fixed, folding, heading, interval, number, numbers, numeric, table
-
-if TYPE_CHECKING:
-    from ..core.types import Prompt
-    from ..decoding.methods import Method
 
 COMPARED = ("plain", "swift", "hf-plain", "hf-lookup")
 HEADINGS = {

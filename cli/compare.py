@@ -228,10 +228,6 @@ def plan_words(report: Row) -> str:
     return f"plan of {where}: plain, for no lossless method is reliably faster here{kept}"
 
 
-def _identical(row: Row) -> str:
-    return "–" if row["identical"] is None else f"{row['identical']}/{row['prompts']}"
-
-
 def _parameters(row: Row) -> str:
     n = row["extra_parameters"]
     return "–" if n is None else size(n) if n >= 100_000 else f"{n:,}"
@@ -252,7 +248,7 @@ COLUMNS: list[tuple[str, Callable[[Row], str], int]] = [
     ("α", lambda row: number(row["acceptance_rate"]), 0),
     ("M", lambda row: number(row["mean_generated_length"]), 0),
     ("passes", lambda row: number(row["passes_per_token"]), ROOMY),
-    ("same", _identical, 0),
+    ("same", lambda row: "–" if row["identical"] is None else f"{row['identical']}/{row['prompts']}", 0),
     ("PPL", lambda row: number(row["perplexity"], 2 if (row["perplexity"] or 0) < 1000 else 0), 0),
     ("quality", lambda row: percent(row["quality"]), 100),
     ("pass@10", lambda row: percent(row["pass_at_10"]), ROOMY),

@@ -179,10 +179,6 @@ def _files(incomplete: str) -> list[CompletionItem[str]]:
     return [CompletionItem(incomplete, type="file")]
 
 
-def _folders(incomplete: str) -> list[CompletionItem[str]]:
-    return [CompletionItem(incomplete, type="dir")]
-
-
 def beginning(incomplete: str, known: Mapping[str, str]) -> list[CompletionItem[str]]:
     """Complete one of the known names, each with its help."""
     return [CompletionItem(name, help=words) for name, words in known.items() if name.startswith(incomplete)]
@@ -245,7 +241,7 @@ def _token_bias(text: str) -> tuple[int, float]:
 positive, natural = click.IntRange(min=1), click.IntRange(min=0)
 MODEL = Parsed("TEXT", str, _models)
 FILE, PATH = Parsed("FILE", str, _files), Parsed("FILE", Path, _files)
-FOLDER = Parsed("FOLDER", str, _folders)
+FOLDER = Parsed("FOLDER", str, lambda incomplete: [CompletionItem(incomplete, type="dir")])
 
 
 # --- options and arguments

@@ -6,16 +6,11 @@ from collections.abc import Callable
 from functools import partial
 
 import click
-from click.shell_completion import CompletionItem
 
 from ..core.settings import AUTO, FORMATS, PRESETS, STORED, Branching, SwiftSettings, TuningSettings, preset_of
 from ..optimizer.strategies import MOST, SIZE_CHOOSING, STRATEGIES, strategy_info
 from .options import SEARCH, Parsed, beginning, from_field, on_command_line, option, positive, together
 from .output import note
-
-
-def _strategies(incomplete: str) -> list[CompletionItem[str]]:
-    return beginning(incomplete, {name: each.help for name, each in STRATEGIES.items()})
 
 
 def _branching(text: str) -> Branching:
@@ -55,7 +50,7 @@ settings = together(
     _search(
         "strategy",
         f"Who proposes layer sets: {'; '.join(f'{name} ({recipe.help})' for name, recipe in STRATEGIES.items())}.",
-        type=Parsed("TEXT", str, _strategies),
+        type=Parsed("TEXT", str, partial(beginning, known={name: each.help for name, each in STRATEGIES.items()})),
     ),
     _search("objective", "What a layer set is scored by."),
     _search("exportable", "Keep to sets that `swiftopt export` writes for other engines as they are."),

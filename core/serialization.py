@@ -129,7 +129,8 @@ class Record:
                 **found["properties"],
                 **{name: adapter(hint).json_schema() for name, hint in added.items()},
             }
-            found["required"] = [name for name in found["properties"] if name not in _perhaps_written(cls)]
+            left_out = {_key(each) for each in dataclasses.fields(cast(Any, cls)) if "exclude_if" in each.metadata}
+            found["required"] = [name for name in found["properties"] if name not in left_out]
         return reference
 
 
@@ -338,7 +339,3 @@ def _key(field: dataclasses.Field[Any]) -> str:
 
 def _always_written(kind: Any) -> list[str]:
     return [_key(each) for each in dataclasses.fields(kind) if not {"exclude", "exclude_if"} & set(each.metadata)]
-
-
-def _perhaps_written(kind: Any) -> list[str]:
-    return [_key(each) for each in dataclasses.fields(kind) if "exclude_if" in each.metadata]
