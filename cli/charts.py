@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ..core.errors import OutputError
 from ..core.events import TaskFinished
 from ..core.records import LayerSetRecord, LearnedRecord
-from ..core.types import Trial, seconds_by_part
+from ..core.types import KINDS, Trial, seconds_by_part
 from .output import note, writing
 from .render import device_words, map_caption, number, ratio
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Report = Mapping[str, Any]  # a benchmark's, as `--json` prints it
-Kind = Literal["attn", "mlp"]
 
 # the light theme of server/dashboard/static/style.css
 BLUE, ORANGE, MID_BLUE, LIGHT_BLUE, PALE_BLUE, KEPT = "#0b5c94", "#b54708", "#2f78ad", "#4d93c0", "#7fb0d6", "#d7e3ee"
@@ -66,7 +65,6 @@ NO_METADATA: dict[str, dict[str, str | None]] = {"png": {"Software": None}, "svg
 WIDTH_IN, DPI = 10.0, 150
 BAR_IN, AROUND_BARS_IN = 0.36, 1.4  # height of a bar with its gap, and of what is above and below all of them
 MAP_IN, TRIALS_IN, PACES_IN, PARTS_IN = 1.9, 3.0, 2.4, 1.0
-KINDS: dict[Kind, str] = {"attn": "attention", "mlp": "MLP"}
 PARTS = {"left out": ORANGE, "int4": MID_BLUE, "fp8": LIGHT_BLUE, "int8": PALE_BLUE, "kept": KEPT}
 OBJECTIVES = {"expected_speedup": "expected speedup", "matchness": "matchness"}
 LOSSES = {"heads": "KL to the last layer, nats", "probe": "binary cross-entropy, nats"}

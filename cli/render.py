@@ -7,7 +7,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Group, RenderableType
 from rich.rule import Rule
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ..core.events import TaskFinished
 from ..core.records import LayerSetRecord
-from ..core.types import LayerSet, Timings, Trial, Verdict, seconds_by_part
+from ..core.types import Kind, LayerSet, Timings, Trial, Verdict, seconds_by_part
 
 Value = TypeVar("Value")
 Columns = Sequence[tuple[Column, Callable[[Value], RenderableType]]]  # each with what it shows of a value
@@ -25,7 +25,7 @@ SKIPPED, KEPT = "■", "·"
 BARS = "▁▂▃▄▅▆▇█"
 LABEL = 6  # columns of the words left of a layer map or sparkline
 ROOMY = 110  # columns of a terminal from which on lists show where things come from as well
-STYLES: dict[Literal["attn", "mlp"], str] = {"attn": "cyan", "mlp": "magenta"}
+STYLES: dict[Kind, str] = {"attn": "cyan", "mlp": "magenta"}
 VERDICT_STYLES = {"use": "bold green", "plain": "bold yellow", "unmeasured": "bold"}
 
 

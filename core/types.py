@@ -32,10 +32,12 @@ from .errors import InvalidInput, LayerSetError, SettingsError
 from .serialization import BY_NUMBER, LARGEST, SORTED, Figure, Form, Record, Settings, count, ranged, share
 from .settings import STORED, check_formats
 
-SubLayer = tuple[Literal["attn", "mlp"], int]
+Kind = Literal["attn", "mlp"]
+SubLayer = tuple[Kind, int]
 FinishReason = Literal["stop", "length", "stop_string"]
 VerdictWord = Literal["use", "plain", "unmeasured"]
 
+KINDS: Mapping[Kind, str] = {"attn": "attention", "mlp": "MLP"}  # of sub-layers, as they follow each other in a layer
 DEFAULT_TASK = "default"  # of prompts and layer sets that name none
 
 NOT_WRITTEN: Any = {"exclude": True}  # metadata of a field that JSON leaves out
@@ -122,7 +124,7 @@ class LayerSet(Record):
         ends = {0, self.n_layers - 1} & (self.skip_attn | self.skip_mlp)
         return 2 * self.n_layers if ends else 2 * max(0, self.n_layers - 2)
 
-    def skips(self, kind: Literal["attn", "mlp"], layer: int) -> bool:
+    def skips(self, kind: Kind, layer: int) -> bool:
         """Whether that sub-layer is left out."""
         return layer in (self.skip_attn if kind == "attn" else self.skip_mlp)
 
@@ -141,7 +143,7 @@ class LayerSet(Record):
         """The set with all that it names no format for in that format; "stored" leaves it as it is."""
         if name == STORED:
             return self
-        general = {part: name for part in ("attn", "mlp", "head")}
+        general = {part: name for part in (*KINDS, "head")}
         return replace(self, formats=tuple({**general, **dict(self.formats)}.items()))
 
     @property

@@ -18,7 +18,7 @@ from ..core.costs import CostProfile
 from ..core.errors import InvalidInput, LayerSetError, UnsupportedModel
 from ..core.records import FoundPlan, LayerSetRecord
 from ..core.settings import FORMATS, SwiftSettings
-from ..core.types import LayerSet, Prompt, Sampling, Trial
+from ..core.types import KINDS, LayerSet, Prompt, Sampling, Trial
 from ..decoding.methods import PLAIN
 from ..decoding.session import Session
 from ..models.costs import context_bucket
@@ -349,8 +349,7 @@ def speed_of(layer_set: LayerSet, acceptance: Acceptance, costs: CostProfile | N
     Args: layer_set: as the engine runs it, with formats only where it has them.
     """
     known = None if costs is None or costs.missing(layer_set) else costs
-    kinds: tuple[Literal["attn", "mlp"], ...] = ("attn", "mlp")
-    kept = [(kind, i) for i in range(layer_set.n_layers) for kind in kinds if not layer_set.skips(kind, i)]
+    kept = [(kind, i) for i in range(layer_set.n_layers) for kind in KINDS if not layer_set.skips(kind, i)]
     n_bits = sum(BITS.get(layer_set.format_of(*sub) or "", STORED_BITS) for sub in kept)
     share = n_bits / (STORED_BITS * 2 * layer_set.n_layers)
 

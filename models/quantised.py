@@ -30,7 +30,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import SettingsError
 from ..core.settings import FORMATS, group_size
-from ..core.types import LayerSet
+from ..core.types import KINDS, Kind, LayerSet
 from .blocks import LINEAR, Block, LayerModules, PackedLinear
 from .buffer import free_bytes
 from .coded import ROWS, SCRATCH, CodedLinear, by_rows, pack, weights_at_once
@@ -278,7 +278,7 @@ class QuantisedCopies:
         """Return the memory of the copies that a draft with that set runs, as far as they have been made."""
         return sum(self._made[key].n_bytes for key in _wanted(layer_set) if key in self._made)
 
-    def parts(self, kind: Literal["attn", "mlp"], layer: int, name: str) -> LayerModules:
+    def parts(self, kind: Kind, layer: int, name: str) -> LayerModules:
         """Return the modules of a layer with that sub-layer's linear maps quantised; made at the first call."""
         return cast(LayerModules, self._copy((kind, layer, name)).modules)
 
@@ -446,7 +446,7 @@ def _size(module: nn.Module) -> int:
 
 def _wanted(layer_set: LayerSet) -> Iterator[Key]:
     for layer in range(layer_set.n_layers):
-        for kind in ("attn", "mlp"):
+        for kind in KINDS:
             if not layer_set.skips(kind, layer) and (name := layer_set.format_of(kind, layer)) is not None:
                 yield kind, layer, name
     if (name := layer_set.format_of("head")) is not None:

@@ -20,10 +20,9 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 
 from ..core.errors import LayerSetError, UnsupportedModel
-from ..core.types import LayerSet, SubLayer
+from ..core.types import KINDS, LayerSet, SubLayer
 from .coded import PackedForm, packed_form
 from .families import FAMILIES, Family
-from .rows import KINDS
 from .saved import StoredTensors, stored_tensors, supported_config, supported_type
 
 Pair = tuple[int | None, int | None]  # the layers that a new layer's attention and its MLP come from; None: it has none
@@ -58,11 +57,10 @@ def pairs_of(layer_set: LayerSet, parallel: bool = False, no_ops: bool = False) 
             )
     left = [sub for sub in _sub_layers(layer_set.n_layers) if not layer_set.skips(*sub)]
     for place, (kind, layer) in enumerate(left[:1] if no_ops else left):
-        if kind != KINDS[place % 2]:
-            words = {"attn": "attention", "mlp": "MLP"}
-            behind = f"follows the {words[left[place - 1][0]]} of layer {left[place - 1][1]}" if place else "begins"
+        if kind != tuple(KINDS)[place % 2]:
+            behind = f"follows the {KINDS[left[place - 1][0]]} of layer {left[place - 1][1]}" if place else "begins"
             raise LayerSetError(
-                f"what the layer set leaves does not alternate attention and MLP: the {words[kind]} of layer {layer}"
+                f"what the layer set leaves does not alternate attention and MLP: the {KINDS[kind]} of layer {layer}"
                 f" {behind}; take the nearest set that does"
             )
     if len(left) % 2 and not no_ops:

@@ -13,14 +13,14 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..core.types import LayerSet
+from ..core.types import KINDS, Kind, LayerSet
 from .blocks import Block, BufferRows, HeadLayout, RotationTables, RowGroup
 from .buffer import KVBuffer
 from .kernels import device as kernels
@@ -121,8 +121,6 @@ class Pass:
     beside: bool = False
 
 
-Kind = Literal["attn", "mlp"]
-KINDS: tuple[Kind, ...] = ("attn", "mlp")  # of sub-layers, as they follow each other in a layer
 Groups = tuple[tuple[str | None, frozenset[int]], ...]  # weight format (None: the model's own), and variants
 
 

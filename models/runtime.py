@@ -14,15 +14,13 @@ from torch import Tensor, nn
 
 from ..core.errors import ContextOverflow, InvalidInput, LayerSetError, SettingsError, UnsupportedModel
 from ..core.records import ModelInfo
-from ..core.types import LayerSet
+from ..core.types import KINDS, Kind, LayerSet
 from .blocks import Block, RotationTables, rotation_tables, submodule
 from .buffer import KVBuffer
 from .families import context_limit, family_of, is_parallel, windows_of
 from .quantised import QuantisedCopies
 from .rows import (
-    KINDS,
     BufferPlan,
-    Kind,
     Load,
     Member,
     Pass,

@@ -18,11 +18,11 @@ from transformers.pytorch_utils import Conv1D
 
 from ...core.errors import SettingsError
 from ...core.settings import THREADS
-from ...core.types import LayerSet
+from ...core.types import KINDS, Kind, LayerSet
 from ..blocks import Block, LayerModules
 from ..coded import GROUPS, ROWS, CodedLinear
 from ..quantised import QuantisedLinear, weight_of
-from ..rows import KINDS, Kind, Pass, keepers
+from ..rows import Pass, keepers
 from . import layout
 from .build import Kernels
 

@@ -18,7 +18,7 @@ from starlette.responses import RedirectResponse, Response
 from ...core.errors import StoreError
 from ...core.events import TaskFinished, TaskTuning, Way
 from ...core.records import PlanVersion
-from ...core.types import LayerSet, SubLayer
+from ...core.types import KINDS, Kind, LayerSet, SubLayer
 from ...store import Store
 from ..engines import EngineProcess
 from ..middleware import Refused, Shared, State
@@ -31,7 +31,6 @@ NameField = Annotated[Name, Form()]
 SELDOM_S = 10.0  # between two updates of a table that changes seldom
 CELL, LABEL, ROW, RULER = 20, 68, 24, 16  # of a layer map, in its own units
 PER_BLOCK = 32  # layers side by side
-KINDS: tuple[tuple[Literal["attn", "mlp"], str], ...] = (("attn", "attention"), ("mlp", "MLP"))
 MARKS = {  # in cells
     "int8": "M{x} {m}h10",
     "fp8": "M{x} {m}h4m2 0h4",
@@ -83,7 +82,7 @@ class LayerGrid:
             x, y = self.at(0, i)
             if i % 5 == 0 or n_layers <= 12:
                 self.labels += f'<text x="{x + 9}" y="{y - 5}" text-anchor="middle">{i}</text>'
-            for place, (_, name) in enumerate(KINDS if i % PER_BLOCK == 0 else ()):
+            for place, name in enumerate(KINDS.values() if i % PER_BLOCK == 0 else ()):
                 self.labels += f'<text x="0" y="{y + row * place + baseline}">{name}</text>'
 
     def at(self, row: int, layer: int) -> tuple[int, int]:
@@ -94,7 +93,7 @@ class LayerGrid:
 # --- layer maps
 
 
-def state_of_part(layer_set: LayerSet, kind: Literal["attn", "mlp"], layer: int) -> str:
+def state_of_part(layer_set: LayerSet, kind: Kind, layer: int) -> str:
     """Return how the draft runs a sub-layer: "kept", "skipped", or the format of its weights, such as "int4-64"."""
     return "skipped" if layer_set.skips(kind, layer) else layer_set.format_of(kind, layer) or "kept"
 
@@ -113,7 +112,7 @@ def spans(layers: Iterable[int]) -> str:
 def map_words(layer_set: LayerSet) -> str:
     """Return a layer map as sentences."""
     sentences = []
-    for kind, name in KINDS:
+    for kind, name in KINDS.items():
         by_state: dict[str, list[int]] = {}
         for layer in range(layer_set.n_layers):
             by_state.setdefault(state_of_part(layer_set, kind, layer), []).append(layer)
@@ -130,7 +129,7 @@ def differing(first: LayerSet, second: LayerSet) -> list[SubLayer]:
     n_layers = min(first.n_layers, second.n_layers)
     return [
         (kind, i)
-        for kind, _ in KINDS
+        for kind in KINDS
         for i in range(n_layers)
         if state_of_part(first, kind, i) != state_of_part(second, kind, i)
     ]
@@ -144,7 +143,7 @@ def layer_map(layer_set: LayerSet, title: str, marked: Collection[SubLayer] = ()
     grid = LayerGrid(layer_set.n_layers, ROW, 14)
     cells: dict[str, list[tuple[int, int]]] = {state: [] for state in STATES}
     frames = []
-    for row, (kind, _) in enumerate(KINDS):
+    for row, kind in enumerate(KINDS):
         for i in range(layer_set.n_layers):
             x, y = grid.at(row, i)
             cells[state_of_part(layer_set, kind, i).partition("-")[0]].append((x, y))
@@ -400,7 +399,7 @@ def compare(app: Shared, model: Name, task: Name, left: Depth, right: Depth) -> 
         "maps": [_map(each, marked) for each in pair],
         "figures": rows[0],
         "settings": [row for row in rows[1] if row[1] != row[2]],
-        "differing": [(name, spans(i for of, i in marked if of == kind)) for kind, name in KINDS],
+        "differing": [(name, spans(i for of, i in marked if of == kind)) for kind, name in KINDS.items()],
         "comparable": len(sets) == 2,
     }
 

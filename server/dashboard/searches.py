@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from markupsafe import Markup, escape
 from starlette.concurrency import run_in_threadpool
@@ -18,12 +18,12 @@ from starlette.responses import Response
 from ...core.costs import CostProfile, FormatCosts
 from ...core.requests import UNFINISHED, Job
 from ...core.settings import STORED
-from ...core.types import LayerSet
+from ...core.types import KINDS, Kind, LayerSet
 from ...store import Store
 from ...store.results import StoredSearch, Tried
 from ..middleware import Refused, Shared
 from . import CurrentSession, live, pages, render, shown_page
-from .plans import KINDS, SELDOM_S, LayerGrid, Name, layer_map, path, spans, svg
+from .plans import SELDOM_S, LayerGrid, Name, layer_map, path, spans, svg
 from .served import served_now
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 240, 60, 24, 12, 42  # of a chart
@@ -133,7 +133,7 @@ def share_map(n_layers: int, shares: dict[str, list[float]], title: str) -> Mark
     """Draw a bar per sub-layer, attention above MLP, as high as its share (0 to 1)."""
     grid = LayerGrid(n_layers, BAR + 6, BAR // 2 + 4)
     frames, bars, words = [], [], []
-    for row, (kind, name) in enumerate(KINDS):
+    for row, (kind, name) in enumerate(KINDS.items()):
         for i, share in enumerate(shares[kind]):
             (x, y), height = grid.at(row, i), round(BAR * share, 1)
             frames.append(f"M{x} {y}h18v{BAR}h-18z")
@@ -195,10 +195,10 @@ def cost_of(costs: CostProfile, whole: LayerSet) -> Callable[[str, str], float]:
     It takes a twentieth of the time of `CostProfile.draft_cost` for every set. Rounded, so that equal ones are equal.
     """
     plain_s, whole_cost = costs.target_pass_s(1), costs.draft_cost(whole)
-    parts = {kind: [costs.part_s(kind, i, whole) / plain_s for i in range(whole.n_layers)] for kind, _ in KINDS}
+    parts = {kind: [costs.part_s(kind, i, whole) / plain_s for i in range(whole.n_layers)] for kind in KINDS}
 
     @cache
-    def saved(kind: Literal["attn", "mlp"], layers: str) -> float:
+    def saved(kind: Kind, layers: str) -> float:
         left_out: list[int] = json.loads(layers)
         return sum(parts[kind][layer] for layer in left_out)
 
