@@ -171,7 +171,7 @@ class Session:
     def ending(self, max_new_tokens: int, stop: Sequence[str] = ()) -> Ending:
         """Return when a completion of this session ends; `stop` are strings beside the session's own."""
         stops, strings = self._stop_token_ids(), tuple(dict.fromkeys((*self.stop_strings, *stop)))
-        return Ending(max_new_tokens, stops, strings, self._to_text, self.min_new_tokens)
+        return Ending(max_new_tokens, stops, strings, self.to_text, self.min_new_tokens)
 
     def room(self, prompt: Prompt) -> int:
         return prompt.max_new_tokens or self.max_new_tokens
@@ -233,7 +233,8 @@ class Session:
         stops = next((each for each in given if each is not None), ())
         return frozenset([stops] if isinstance(stops, int) else stops)
 
-    def _to_text(self, token_ids: Sequence[int]) -> str:
+    def to_text(self, token_ids: Sequence[int]) -> str:
+        """Return what tokens say, without those that are no text."""
         return str(self.runtime.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 

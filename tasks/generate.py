@@ -209,7 +209,7 @@ class GrowingText:
     """Turn tokens into text as they come; hold back what a later token could change or a stop string cut."""
 
     def __init__(self, session: Session, prompt: Prompt) -> None:
-        self._tokenizer, self._min_new_tokens = session.runtime.tokenizer, session.min_new_tokens
+        self._to_text, self._min_new_tokens = session.to_text, session.min_new_tokens
         self._stop = (*session.stop_strings, *prompt.stop)
         self._start()
 
@@ -244,16 +244,13 @@ class GrowingText:
         """Add tokens; return the text that they complete."""
         self._token_ids += token_ids
         # Only the newest tokens are decoded, behind some that were before: a token's text can depend on its neighbour.
-        known, text = (self._decoded(self._token_ids[self._from : end]) for end in (self._read, None))
+        known, text = (self._to_text(self._token_ids[self._from : end]) for end in (self._read, None))
         if len(text) <= len(known) or text.endswith("\ufffd"):  # half of a character
             return ""
         self._text += text[len(known) :]
         self._from, self._read = self._read, len(self._token_ids)
         free = self._token_ids[: self._min_new_tokens] if self._stop else []
-        return self._new(self._text[: settled(self._text, self._stop, len(self._decoded(free)) if free else 0)])
-
-    def _decoded(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        return self._new(self._text[: settled(self._text, self._stop, len(self._to_text(free)) if free else 0)])
 
     def _new(self, text: str) -> str:
         new, self._shown = text[self._shown :], max(self._shown, len(text))
