@@ -248,7 +248,7 @@ class EngineJobs(Attempts):
         if time.monotonic() - self._held >= HOLD_S / 3:
             self._held = time.monotonic()
             self.store.jobs.lock(self._lock, self.context.name, HOLD_S)
-            if self.store.jobs.lock("reconciler", self.context.name, HOLD_S / 2):
+            if self.store.jobs.lock("reconciler", self.context.name, 0.0):  # not kept from who can also deliver
                 self.store.jobs.expire()
 
     @contextmanager

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from job_table import noop, running
 from sqlalchemy import create_engine
+from workers import until
 
 from swiftopt.core.errors import StoreUnavailable
-from swiftopt.core.requests import Lease
+from swiftopt.core.requests import Lease, ServedModel
 from swiftopt.store import Store
+from swiftopt.worker.attempt import EngineJobs
 from swiftopt.worker.queue import Reconciler, RedisQueue
 
 
@@ -44,6 +49,23 @@ def test_only_one_reconciler_works_at_a_time(store: Store, queue: RedisQueue) ->
     assert store.jobs.lock("reconciler", "another", 60)
     Reconciler(store.jobs, queue, "r").step()
     assert queue.waiting("default") == set()
+
+
+def test_engine_ends_lost_attempts_and_keeps_nobody_from_delivering(
+    store: Store, queue: RedisQueue, tmp_path: Path
+) -> None:
+    """An engine knows no Redis: what waits for a delivery would wait for as long as the engine runs."""
+    store.jobs.lease_s = -1.0
+    lost = running(store.jobs, noop(1))
+    engine = EngineJobs(ServedModel("m", str(tmp_path)), store, cast(Any, None), nullcontext)
+    try:
+        until(lambda: store.jobs.get(lost.job).state == "queued", 10)
+        waits, _ = store.jobs.submit(noop(2))
+        Reconciler(store.jobs, queue, "r").step()
+        assert queue.waiting("default") == {f"{waits.id}-a1"}
+    finally:
+        engine.ending.set()
+        engine.close()
 
 
 def test_leases_are_spared_after_an_outage_of_the_database(
