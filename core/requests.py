@@ -246,7 +246,7 @@ class Job(Record):
 
     `attempt` is the one that is queued or running; `request` is `TuneRequest.to_json()`; `progress` the latest figures,
     as in the event of that name; times are UTC, ISO 8601. `n_outputs` counts finished completions; `layer_sets` are
-    what the job stored, one per task.
+    what the job stored: one per task, and one more behind where an interrupted run was retried.
     """
 
     SCHEMA: ClassVar = "swiftopt.job/1"

@@ -285,9 +285,9 @@ def finish_task(
     task: TaskFinished,
     method: str,
     promotion: Promotion,
-    snapshot: Mapping[str, Any],
+    snapshot: Mapping[str, Any] | None,
 ) -> TaskFinished:
-    """Store a task's layer set, its event and the snapshot in which the task is done: all or nothing, and once.
+    """Store a task's layer set, its event and the snapshot to go on from: all or nothing, and once.
 
     `promotion` says whether look-ups find the set from now on.
 
@@ -297,7 +297,8 @@ def finish_task(
         mine = (LayerSetRow.job == lease.job, LayerSetRow.task == task.task)
         found = session.scalars(select(LayerSetRow).where(*mine).order_by(LayerSetRow.id.desc())).first()
         return replace(task, record=layer_set_record(found)) if found else task
-    _hold(session, lease_s, lease, n_checkpoints=number, n_fruitless=0, snapshot=dict(snapshot))
+    kept = None if snapshot is None else dict(snapshot)
+    _hold(session, lease_s, lease, n_checkpoints=number, n_fruitless=0, snapshot=kept)
     row, plan = add_version(session, task.record, method)
     if promotion == "always" or (promotion == "if none" and not has_best(session, plan)):
         offer(session, plan)

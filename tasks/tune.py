@@ -187,7 +187,11 @@ class TuningRun:
             self._now.enter_context(self._turn())
 
     def keep_unfinished(self) -> None:
-        """Store the best sets so far of a run that was cut short, without making them plans."""
+        """Store the best sets so far of a run that was cut short, without making them plans.
+
+        A retry goes on from the last checkpoint: what came behind it is dropped, as events without their rows would be.
+        """
+        self._pending.clear()
         for task in self.tuner.unfinished() if self.tuner is not None else ():
             self._finish(task, "never")
 
@@ -255,12 +259,13 @@ class TuningRun:
         self._written = self._saved = monotonic()
 
     def _finish(self, task: TaskFinished, promotion: Promotion) -> TaskFinished:
-        """Store a task's layer set, the event, and the snapshot in which the task is finished."""
+        """Store a task's layer set, the event, and the snapshot in which the task is finished, if it is."""
         assert self.tuner is not None
         self._write()
         own = replace(task, record=stamped(task.record, stream_sha256=self.claim.job.stream, job=self._lease.job))
         method = self.request.settings.method if task.verdict.word == "use" else "plain"
-        snapshot, number = self.tuner.snapshot(), self._n_checkpoints + 1
+        snapshot = self._snapshot if promotion == "never" else self.tuner.snapshot()
+        number = self._n_checkpoints + 1
         stored = patiently(lambda: self._jobs.finish_task(self._lease, number, own, method, promotion, snapshot))
         self._n_checkpoints, self._snapshot = number, snapshot
         self._on_event(stored)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from tiny_files import save
 
 from swiftopt.core.costs import CostProfile
 from swiftopt.core.errors import JobCancelled, JobFailed, StoreUnavailable
-from swiftopt.core.events import Event, Progress
-from swiftopt.core.requests import JobSpec, Lease, TuneRequest
+from swiftopt.core.events import Event, Progress, PromptFinished, TrialsDone
+from swiftopt.core.requests import Delivery, JobSpec, Lease, TuneRequest
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import Prompt
 from swiftopt.store import Store
@@ -22,6 +23,7 @@ from swiftopt.tasks import tune
 from swiftopt.tasks.job import LeaseKeeper
 from swiftopt.tasks.recipes import stored_costs
 from swiftopt.tasks.tune import TuningRun, run_tuning
+from swiftopt.worker.attempt import Attempts, WorkerContext
 
 BEAT = Progress("t", "verdict", 0, 0.0, None, None, 0, None, None, 0.45)
 
@@ -96,6 +98,39 @@ def test_local_run_says_whether_it_was_cancelled_or_counted_as_dead(
     with pytest.raises(error, match="its completions so far are kept"):
         run_tuning(request, store, end)
     assert store.jobs.latest()[0].state == state
+
+
+def test_local_run_that_was_interrupted_goes_on_where_it_was_when_it_is_retried(store: Store, tmp_path: Path) -> None:
+    """Ctrl-C keeps the set in use as a version; that must not end its task for whoever goes on with the job."""
+    stream = tmp_path / "s.jsonl"
+    stream.write_text("".join(f'{{"prompt": "w{i} w4 w5"}}\n' for i in range(2, 10)))
+    settings = SwiftSettings(context_window=8, strategy="random", max_steps=100, deterministic=True)
+    model, out = str(save(tmp_path / "model")), str(tmp_path / "out")
+    request = TuneRequest(model, str(stream), out=out, settings=settings, max_new_tokens=16)
+    told: list[Event] = []
+
+    def interrupt(event: Event) -> None:
+        told.append(event)
+        if isinstance(event, PromptFinished) and event.index == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_tuning(request, store, interrupt)
+    before = store.jobs.latest()[0]
+    assert (before.state, before.n_outputs, [own.verdict for own in before.layer_sets]) == (
+        "cancelled",
+        2,
+        ["unmeasured"],
+    )
+    job = store.jobs.act(before.id, "retry")
+    worker = Attempts(WorkerContext("w", store.url, "", "default"), store, threading.Event())
+    worker.run(Delivery(job.id, job.attempt, "default"))
+    ended = store.jobs.get(job.id)
+    assert (ended.state, ended.n_outputs) == ("succeeded", 8), ended.error
+    assert [own.measured_speedup is not None for own in ended.layer_sets] == [False, True]
+    trials = store.trials(job.id, "s")
+    n_told = sum(len(event.trials) for event in told if isinstance(event, TrialsDone))
+    assert len(trials) > n_told > 0
 
 
 class Away(Store):
