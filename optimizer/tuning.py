@@ -260,7 +260,9 @@ class Tuner:
             tuned_first = (number % 2 == 1) == is_first
             for event in in_pairs(self.session, prompt, method, tuned_first, earlier):
                 if isinstance(event, Round):
+                    clock = perf_counter()
                     yield from self._beat(task)
+                    event.context.tally.started += perf_counter() - clock  # the caller's time is none of the run's
                     continue
                 turn, pair = event
                 task.pairs.append(pair)

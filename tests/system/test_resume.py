@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import random
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import cache
@@ -22,6 +23,7 @@ from swiftopt.core.events import (
     Adopted,
     DraftingChosen,
     Event,
+    PhaseChanged,
     Progress,
     PromptFinished,
     StreamShifted,
@@ -304,6 +306,19 @@ def test_pairs_of_a_verdict_are_kept_and_not_run_again() -> None:
     assert [timeless(pair) for pair in after[:3]] == [timeless(pair) for pair in before]
     retold = [event for event in ledger.events[n_events:] if is_held_out(event)]
     assert len(retold) == len(held) - 3
+
+
+def test_verdict_counts_no_time_that_its_caller_takes() -> None:
+    """A caller writes checkpoints and, in a server's engine, waits for its turn, as often as a run is long."""
+    tuner, waited, is_verdict = CASES["single"].tuner(), 0.0, False
+    tuning.BEAT_S = 0.0
+    for event in tuner.run(CASES["single"].prompts):
+        is_verdict |= isinstance(event, PhaseChanged) and event.phase == "verdict"
+        if is_verdict and isinstance(event, Progress):
+            time.sleep(0.02)
+            waited += 0.02
+        if isinstance(event, TaskFinished):
+            assert 0 < sum(plain_s + own_s for _, plain_s, _, own_s in event.record.evidence) < waited
 
 
 def is_held_out(event: Event) -> bool:
