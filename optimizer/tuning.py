@@ -27,7 +27,7 @@ from ..decoding.loop import Prefilled, Round
 from ..decoding.session import Session, Turn, n_turns
 from .drafting import drafting_with
 from .task_state import VERSION, PromptInProgress, TaskState, check, reading
-from .verdict import Pair, faster, hold_out, in_pairs, is_open, judge, timed_pairs, turns_done
+from .verdict import Pair, by_prompt, faster, hold_out, in_pairs, is_open, judge, timed_pairs, turns_done
 
 BEAT_S = 0.5  # seconds between two reports of progress while held-out prompts are timed
 MID_STEP = (Adopted, StreamShifted)  # events whose trials, or whose prompt's completion, come right after
@@ -227,19 +227,20 @@ class Tuner:
         task.phase = "verdict"
         if task.held_out:
             yield PhaseChanged(task.name, "verdict", f"{len(task.held_out)} held-out prompts, plain and tuned")
-        n_turns_held = sum(n_turns(prompt) for _, prompt in task.held_out)
+        prompts = [prompt for _, prompt in task.held_out]
+        n_turns_held = sum(map(n_turns, prompts))
         yield from self._measure_pairs(task, 0)
         first = task.pairs[:n_turns_held]
         slow, fast = timed_pairs(first)
         tuned = [pair.tuned for pair in first]
         expected = expected_of(self.costs, tuned)
-        verdict = judge(fast, slow, expected)
+        verdict = judge(by_prompt(prompts, fast), by_prompt(prompts, slow), expected)
         if is_open(verdict):
             # One slow moment of the machine in four prompts can hide a gain: repeat, and keep the faster runs.
             yield from self._measure_pairs(task, n_turns_held)
             again = timed_pairs(task.pairs[n_turns_held:])
             slow, fast = (faster(runs, more) for runs, more in zip((slow, fast), again, strict=True))
-            verdict = judge(fast, slow, expected)
+            verdict = judge(by_prompt(prompts, fast), by_prompt(prompts, slow), expected)
         self._pairs += task.pairs
         return task.result(self.model, self.runtime, self.costs, verdict, tuned, slow, fast)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
+from itertools import islice
+from operator import add
 from typing import TypeVar
 
 import numpy as np
@@ -95,6 +97,12 @@ class Timed:
 def timed_pairs(pairs: Sequence[Pair]) -> tuple[list[Timed], list[Timed]]:
     """Return the plain and the tuned runs of each pair."""
     return [Timed.of(pair.plain) for pair in pairs], [Timed.of(pair.tuned) for pair in pairs]
+
+
+def by_prompt(prompts: Sequence[Prompt], runs: Sequence[Timed]) -> list[Timed]:
+    """Return the runs of each prompt's turns as one: turns of a chat are alike, and would make a verdict too sure."""
+    left = iter(runs)
+    return [reduce(add, islice(left, n_turns(prompt))) for prompt in prompts]
 
 
 def faster(first: Sequence[Timed], second: Sequence[Timed]) -> list[Timed]:

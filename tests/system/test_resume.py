@@ -308,6 +308,13 @@ def test_pairs_of_a_verdict_are_kept_and_not_run_again() -> None:
     assert len(retold) == len(held) - 3
 
 
+def test_verdict_is_of_chats_and_its_evidence_of_their_turns() -> None:
+    [result] = [event for event in whole("chats").events if isinstance(event, TaskFinished)]
+    held_out = [event.index for event in whole("chats").events if is_held_out(event)]  # type: ignore[union-attr]
+    assert result.verdict.n_prompts == len(set(held_out)) == 3
+    assert len(result.record.evidence) == len(held_out) == 6
+
+
 def test_verdict_counts_no_time_that_its_caller_takes() -> None:
     """A caller writes checkpoints and, in a server's engine, waits for its turn, as often as a run is long."""
     tuner, waited, is_verdict = CASES["single"].tuner(), 0.0, False

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from swiftopt.core.types import Prompt
-from swiftopt.optimizer.verdict import Timed, bootstrap_interval, faster, hold_out, is_open, judge, speed_ratio
+from swiftopt.optimizer.verdict import (
+    Timed,
+    bootstrap_interval,
+    by_prompt,
+    faster,
+    hold_out,
+    is_open,
+    judge,
+    speed_ratio,
+)
 
 
 def prompts(n: int) -> list[Prompt]:
@@ -57,3 +66,12 @@ def test_a_second_look_undoes_one_slow_moment() -> None:
 def test_a_clear_verdict_is_not_looked_at_again() -> None:
     plain = runs([10, 10, 10, 10])
     assert not is_open(judge(runs([8, 8.1, 8, 8.2]), plain, None)) and not is_open(judge([], [], None))
+
+
+def test_turns_of_one_chat_are_no_evidence_of_others() -> None:
+    chat, question = Prompt("c", "t", turns=("a", "b", "c")), Prompt("q", "t", text="x")
+    assert by_prompt([chat, question], [Timed(n, n / 4) for n in (1, 2, 3, 4)]) == [Timed(6, 1.5), Timed(4, 1.0)]
+    plain, tuned = runs([10, 10, 10]), runs([12, 12.1, 11.9])
+    assert judge(tuned, plain, None).word == "use"
+    alone = judge(by_prompt([chat], tuned), by_prompt([chat], plain), None)
+    assert (alone.word, alone.n_prompts) == ("plain", 1)
