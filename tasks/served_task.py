@@ -131,7 +131,13 @@ class TaskTraffic(TunedTask):
         return pays and (before != "use" or self.stored_for != layer_set)
 
     def _judge(self) -> None:
-        self.verdict = judge([drafted for _, drafted in self.pairs], [plain for plain, _ in self.pairs], None)
+        """Compare the time of drafted tokens with what plain decoding takes for as many of the same requests.
+
+        Plain rounds are about as many in every request, drafted ones as many as it is long: long and short requests, of
+        other speeds, would count in other shares on either side.
+        """
+        alike = [Timed(drafted.tokens, plain.seconds * drafted.tokens / plain.tokens) for plain, drafted in self.pairs]
+        self.verdict = judge([drafted for _, drafted in self.pairs], alike, None)
 
     def drop_pairs(self) -> None:
         """Judge anew: another set drafts now, or the text has changed."""

@@ -158,6 +158,18 @@ def test_drafts_are_in_use_until_they_are_known_not_to_pay_and_again_when_they_d
     assert task.drafts
 
 
+def test_requests_of_other_lengths_and_speeds_do_not_make_drafts_look_faster(model: swiftopt.Model) -> None:
+    """Drafts gain nothing: long prompts make each token dearer, drafted or not, and are answered shortly."""
+    task = task_of(model)
+    for number in range(MAX_PAIRS):
+        n, token_s = (40, 1 / 12) if number % 2 else (300, 1 / 20)
+        both = [Timed(8, 8 * token_s), Timed(n, n * token_s)]
+        own = RoundTimings(True, True, task.search.layer_set, both, both)
+        task.count(own)
+        task.add(own)
+    assert task.verdict.ratio == pytest.approx(1.0)
+
+
 def test_a_verdict_is_made_of_the_drafts_in_use_alone(model: swiftopt.Model) -> None:
     """Pairs that were timed with an earlier set say nothing of the one adopted, nor does a request that saw both."""
     task = task_of(model)
