@@ -70,9 +70,11 @@ class TokenRule:
         self.reads_text = any(not _is_blind(each) for each in processors)  # whether scores depend on the tokens before
         # Three streams, so that what a draft draws or a test decides never shifts the target's own draws. They differ
         # in their low 32 bits: a CPU generator reads no others of its seed.
-        self._generator, self._draft_generator, self._accept_generator = (
+        self._streams = [
             torch.Generator().manual_seed((sampling.seed ^ stream) % 2**63) for stream in (0, 0x9E3779B9, 0x85EBCA6B)
-        )
+        ]
+        self._generator, self._draft_generator, self._accept_generator = self._streams
+        self._n_drawn = [0, 0, 0]
         self._peeked: float | None = None  # the next number of the first stream, if it was taken from there already
 
     @classmethod
@@ -154,7 +156,7 @@ class TokenRule:
     def peek(self, probs: Tensor) -> Tensor:
         """Return what `draw` would of each of `probs` (…, vocab) before `spend`: int64 (…, 1), on their device."""
         if self._peeked is None:
-            self._peeked = _uniform(self._generator)
+            self._peeked = self._uniform(0)
         return inverted(probs, self._peeked)
 
     def spend(self) -> None:
@@ -163,14 +165,30 @@ class TokenRule:
 
     def draw_drafts(self, probs: Tensor) -> Tensor:
         """Draw a token of each of `probs` (…, vocab) as `draw` does, from the draft's stream: int64 (…, 1), there."""
-        numbers = [_uniform(self._draft_generator) for _ in range(math.prod(probs.shape[:-1]))]
+        numbers = [self._uniform(1) for _ in range(math.prod(probs.shape[:-1]))]
         if probs.dim() == 1:
             return inverted(probs, numbers[0])
         return inverted(probs, uploaded(numbers, probs.device, torch.float64).view(*probs.shape[:-1], 1))
 
     def accept(self, probability: float) -> bool:
         """Return True with that probability, by a stream of its own."""
-        return _uniform(self._accept_generator) < probability
+        return self._uniform(2) < probability
+
+    @property
+    def n_drawn(self) -> tuple[int, ...]:
+        """How many numbers of each stream are spent."""
+        first, *others = self._n_drawn
+        return first - (self._peeked is not None), *others
+
+    def skip(self, n_drawn: Sequence[int]) -> None:
+        """Go on behind the numbers that were spent when a rule of the same seed was interrupted."""
+        for stream, n in enumerate(n_drawn):
+            torch.rand(n, generator=self._streams[stream], dtype=torch.float64)  # the same as one by one
+            self._n_drawn[stream] += n
+
+    def _uniform(self, stream: int) -> float:
+        self._n_drawn[stream] += 1
+        return torch.rand((), generator=self._streams[stream], dtype=torch.float64).item()
 
     def confidence(self, scores: Tensor) -> tuple[int, float]:
         """Return the most probable token of `scores` (vocab,) and its probability."""
@@ -225,10 +243,6 @@ def inverted(probs: Tensor, uniform: float | Tensor) -> Tensor:
     return found.minimum(torch.searchsorted(cumulative, total))  # where rounding leaves nothing above
 
 
-def _uniform(generator: torch.Generator) -> float:
-    return torch.rand((), generator=generator, dtype=torch.float64).item()
-
-
 @dataclass(slots=True)
 class Tally:
     """Counts and seconds of a completion while it grows.
@@ -269,13 +283,14 @@ class ResumePoint:
     """What a request is resumed from, in another process too, after it was interrupted between two passes.
 
     `token_ids` are those generated so far, at least one; `searched` says that the search of the round in progress is
-    done; `finish` that nothing is left to decode.
+    done; `finish` that nothing is left to decode; `n_drawn` is the rule's.
     """
 
     token_ids: tuple[int, ...]
     tally: Tally
     searched: bool = False
     finish: FinishReason | None = None
+    n_drawn: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -344,7 +359,8 @@ class Context:
 
     def resume_point(self) -> ResumePoint:
         """Return the request's state; to be called between the passes of a round."""
-        return ResumePoint(tuple(self.generated), self.tally.copied(self.tally.total_s), self.searched, self.finish)
+        tally = self.tally.copied(self.tally.total_s)
+        return ResumePoint(tuple(self.generated), tally, self.searched, self.finish, self.rule.n_drawn)
 
 
 @dataclass(frozen=True, slots=True)

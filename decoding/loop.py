@@ -88,8 +88,7 @@ def decoding(
     these, or fewer where memory is short.
 
     Args:   prompt_ids: at least one token. resume_from: where the same request was interrupted; its tokens are not
-            yielded again. What was drawn is then drawn again for verifiers that draw once per token, `TargetWalk`, and
-            for no others. with_state: have `Prefilled` carry the prompt's state. salt: see `Slots`. logprobs: have
+            yielded again. with_state: have `Prefilled` carry the prompt's state. salt: see `Slots`. logprobs: have
             events carry the log probabilities of their tokens, and of so many alternatives. prompt_logprobs: have
             `Prefilled` carry those of the prompt, all of which is read for it. prediction: tokens that are expected
             behind the prompt; methods that draft from earlier text draft from them, too.
@@ -159,6 +158,7 @@ def _resume(context: Context, n_read: int, point: ResumePoint) -> Work[None]:
     clock = perf_counter()
     context.token_ids += point.token_ids
     context.searched, context.finish = point.searched, point.finish
+    context.rule.skip(point.n_drawn)
     if point.finish is None:
         unread = context.token_ids[n_read:-1]
         yield from context.runtime.prefill_passes(unread, context.buffer, n_read, load=context.load)

@@ -187,6 +187,7 @@ CASES = {
     "two-tasks": Case(mixed(3), dict(max_steps=12), costs=DEAR),
     "chats": Case(chats(6), dict(max_steps=30), max_new_tokens=9),
     "sampled": Case(texts(4), dict(max_steps=20), Sampling(0.9, top_k=40, repetition_penalty=1.2, seed=3), DEAR),
+    "drawn": Case(texts(4), dict(max_steps=20, sampled=True), Sampling(0.9, seed=3), DEAR),
     "plain-start": Case(texts(3), dict(optimise=False)),
     "knapsack": Case(texts(5), dict(strategy="knapsack"), costs=DEAR),
     "local": Case(mixed(4), dict(strategy="local", max_steps=30)),
