@@ -309,7 +309,7 @@ class Search:
             due, sets = [], []
         room -= len(sets)
         n = min(self._proposer.n_beside(len(due), batch, len(sets)), room)
-        stored, contest.first = contest.first[:n], contest.first[n:]
+        stored = contest.first[:n]  # which stay there until they are scored
         sets += [Proposal(own, "uniform" if own == self._start else "stored") for own in stored]
         return sets + self._proposer.proposed(context, place.prompt_id, n - len(stored))
 
@@ -337,6 +337,7 @@ class Search:
         decided = None
         for trial in trials:
             strategy.observe(trial)
+        contest.first = [own for own in contest.first if own not in {trial.layer_set for trial in trials}]
         if self.settings.adoption == "highest":
             decided = contest.take_highest(trials)
         elif trials[0].layer_set == self.layer_set:

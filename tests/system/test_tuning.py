@@ -320,6 +320,24 @@ def test_search_that_does_not_fit_in_memory_asks_for_less_and_the_request_goes_o
     assert search.stopped_because == ("20 candidates were scored" if fits else TOO_SMALL)
 
 
+def test_known_sets_whose_pass_did_not_fit_in_memory_are_scored_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Runtime.forward_together
+
+    def small(runtime: Runtime, passes: Sequence[Pass]) -> list[Tensor]:
+        if any(each.beside and len(each.rows.variants) > 2 for each in passes):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(runtime, passes)
+
+    search = search_of(strategy="random", max_steps=12, candidates=8, target_matchness=1.0)
+    run_on(search, 1)
+    known = [LayerSet(4, frozenset({1})), LayerSet(4, frozenset({2}), frozenset({1})), LayerSet(4, frozenset({2}))]
+    search.reopen(known)
+    monkeypatch.setattr(Runtime, "forward_together", small)
+    run_on(search, 2, name="q")
+    assert search.batch == 2
+    assert [trial.layer_set for trial in search.trials[12:] if trial.origin == "stored"] == known
+
+
 @pytest.mark.parametrize("short", ["of a budget", "on the device"])
 def test_search_without_memory_for_its_slots_scores_as_many_candidates_as_the_text_leaves_room_for(
     short: str, monkeypatch: pytest.MonkeyPatch
