@@ -215,7 +215,9 @@ class Tuner:
     def _after_round(self, task: TaskState, round_: Round) -> Iterator[Event]:
         search = task.search
         task.count(round_)
-        waiting = search.matchness is None or len(round_.context.generated) < self.settings.context_window
+        running = [own.context for at, own in self._in_progress.items() if self._prompts[at].task == task.name]
+        longest = max((len(context.generated) for context in running if context is not None), default=0)
+        waiting = search.matchness is None or longest < self.settings.context_window
         phase = "accelerate" if not search.optimising else "accumulate" if waiting else "optimise"
         if phase != task.phase:
             task.phase = phase

@@ -131,6 +131,18 @@ def test_prompts_are_tuned_on_side_by_side(strategy: str) -> None:
     assert any(0 in shared and max(shared) > 0 for shared in passes)  # candidates beside somebody's own rows
 
 
+def test_phase_of_prompts_side_by_side_changes_as_seldom_as_that_of_one() -> None:
+    """A window that fills up beside others that are full is no news: each event is a write to the database."""
+    settings = SwiftSettings(**{**SMALL, "strategy": "random", "max_steps": 400, "target_matchness": 1.0})
+    changes = []
+    for concurrency in (1, 4):
+        tuner = Tuner(
+            Session(worded_runtime(), Sampling(), 40), settings, flat_costs(), "tiny", concurrency=concurrency
+        )
+        changes.append(sum(isinstance(event, PhaseChanged) for event in tuner.run(stream(16))))
+    assert changes[1] <= changes[0]
+
+
 def test_search_ends_when_matchness_is_high_enough() -> None:
     (result,), _ = tune(stream(4), skip_ratio=0.25, target_matchness=0.0)
     assert "is above 0.0" in result.stopped_because
