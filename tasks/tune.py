@@ -13,7 +13,7 @@ from time import monotonic
 from typing import Any, TypeVar
 
 from ..core.costs import CostProfile
-from ..core.errors import JobCancelled, JobFailed, LeaseLost, SettingsError, SwiftoptError
+from ..core.errors import JobCancelled, JobFailed, LeaseLost, SettingsError, StreamError, SwiftoptError
 from ..core.events import Event, PhaseChanged, Progress, PromptFinished, TaskFinished, TrialsDone
 from ..core.requests import Promotion, TuneRequest, Wanted
 from ..core.settings import AUTO, SwiftSettings
@@ -63,6 +63,8 @@ def run_tuning(
     """
     if prompts is None:
         prompts = read_stream(request.stream, request.task, request.limit, request.form)
+    if not prompts:
+        raise StreamError("there is no prompt to tune on: give at least one")
     check_room(request, prompts)
     store.jobs.expire()  # without a service nothing else ends the runs whose process was killed
     with LineWriter(Path(request.out) if request.out else default_output(request.stream)) as writer:
@@ -156,6 +158,9 @@ class TuningRun:
             settings = replace(settings, draft_format=chosen)
         with reading():
             kept = CostProfile.from_json(begun["costs"]) if "costs" in begun else None
+        if kept is not None and kept.fingerprint != session.runtime.info.fingerprint:
+            words = f"the weights of {self.request.model} are others than when this run began: start the run anew"
+            raise SettingsError(words)
 
         def on_step(step: str) -> None:
             self._now.close()  # others may use the model meanwhile

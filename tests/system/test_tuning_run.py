@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 from fakes import worded_runtime
+from safetensors.torch import load_file, save_file
 from tiny_files import save
 
 from swiftopt.core.costs import CostProfile
-from swiftopt.core.errors import JobCancelled, JobFailed, StoreUnavailable
+from swiftopt.core.errors import JobCancelled, JobFailed, StoreUnavailable, StreamError
 from swiftopt.core.events import Event, Progress, PromptFinished, TrialsDone
-from swiftopt.core.requests import Delivery, JobSpec, Lease, TuneRequest
+from swiftopt.core.requests import Delivery, Job, JobSpec, Lease, TuneRequest
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import Prompt
 from swiftopt.store import Store
@@ -100,8 +101,8 @@ def test_local_run_says_whether_it_was_cancelled_or_counted_as_dead(
     assert store.jobs.latest()[0].state == state
 
 
-def test_local_run_that_was_interrupted_goes_on_where_it_was_when_it_is_retried(store: Store, tmp_path: Path) -> None:
-    """Ctrl-C keeps the set in use as a version; that must not end its task for whoever goes on with the job."""
+def interrupted(store: Store, tmp_path: Path) -> tuple[Job, list[Event]]:
+    """A local run of eight prompts that got Ctrl-C behind its second, and what it told."""
     stream = tmp_path / "s.jsonl"
     stream.write_text("".join(f'{{"prompt": "w{i} w4 w5"}}\n' for i in range(2, 10)))
     settings = SwiftSettings(context_window=8, strategy="random", max_steps=100, deterministic=True)
@@ -116,21 +117,42 @@ def test_local_run_that_was_interrupted_goes_on_where_it_was_when_it_is_retried(
 
     with pytest.raises(KeyboardInterrupt):
         run_tuning(request, store, interrupt)
-    before = store.jobs.latest()[0]
-    assert (before.state, before.n_outputs, [own.verdict for own in before.layer_sets]) == (
-        "cancelled",
-        2,
-        ["unmeasured"],
-    )
+    return store.jobs.latest()[0], told
+
+
+def retried(store: Store, before: Job) -> Job:
+    """The job after a worker has gone on with it."""
     job = store.jobs.act(before.id, "retry")
     worker = Attempts(WorkerContext("w", store.url, "", "default"), store, threading.Event())
     worker.run(Delivery(job.id, job.attempt, "default"))
-    ended = store.jobs.get(job.id)
+    return store.jobs.get(job.id)
+
+
+def test_local_run_that_was_interrupted_goes_on_where_it_was_when_it_is_retried(store: Store, tmp_path: Path) -> None:
+    """Ctrl-C keeps the set in use as a version; that must not end its task for whoever goes on with the job."""
+    before, told = interrupted(store, tmp_path)
+    assert (before.state, before.n_outputs) == ("cancelled", 2)
+    assert [own.verdict for own in before.layer_sets] == ["unmeasured"]
+    ended = retried(store, before)
     assert (ended.state, ended.n_outputs) == ("succeeded", 8), ended.error
     assert [own.measured_speedup is not None for own in ended.layer_sets] == [False, True]
-    trials = store.trials(job.id, "s")
     n_told = sum(len(event.trials) for event in told if isinstance(event, TrialsDone))
-    assert len(trials) > n_told > 0
+    assert len(store.trials(ended.id, "s")) > n_told > 0
+
+
+def test_run_whose_model_has_other_weights_now_is_not_gone_on_with(store: Store, tmp_path: Path) -> None:
+    """Half of its trials and texts would be another model's."""
+    before, _ = interrupted(store, tmp_path)
+    file = tmp_path / "model" / "model.safetensors"
+    save_file({name: 1.5 * tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    ended = retried(store, before)
+    assert ended.state == "failed" and ended.n_outputs == 2
+    assert ended.error is not None and "are others than when this run began: start the run anew" in ended.error
+
+
+def test_run_without_a_prompt_is_refused_in_a_sentence(store: Store) -> None:
+    with pytest.raises(StreamError, match="there is no prompt to tune on: give at least one"):
+        run_tuning(TuneRequest("m", "s"), store, lambda event: None, [])
 
 
 class Away(Store):
