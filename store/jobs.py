@@ -10,7 +10,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple, cast, get_args
 
 from sqlalchemy import ColumnElement, Row, and_, func, select, update
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, defer
 
 from ..core.errors import LayerSetError, LeaseLost, NotFound, StoreError
 from ..core.events import (
@@ -320,7 +320,7 @@ def _hold(
 
 
 def _mine(session: Session, lease: Lease, *, locked: bool = False) -> JobRow:
-    query = select(JobRow).where(at_attempt(lease))
+    query = select(JobRow).where(at_attempt(lease)).options(defer(JobRow.snapshot))  # large, and asked each second
     row = session.scalar(query.with_for_update() if locked else query)
     if row is None:
         raise _lost(lease)

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import pytest
 from job_table import column, dump, finished, noop, running, taken, task_finished, trials_done, tune
-from sqlalchemy import Engine
+from sqlalchemy import Engine, event
 
 from swiftopt.core.errors import Conflict, LeaseLost, NotFound, StoreError
 from swiftopt.core.events import PhaseChanged, TaskFinished
@@ -284,6 +284,14 @@ def test_renewal_tells_what_the_job_is_asked_to_do(jobs: Jobs, engine: Engine) -
     assert dump(engine) == before
     for write in list(WRITES.values())[:5]:
         assert write(jobs, lease) == "stop"
+
+
+def test_a_look_each_second_reads_no_checkpoint(jobs: Jobs) -> None:
+    """One may hold a megabyte, which the process that decodes would parse each time."""
+    lease, statements = running(jobs), list[str]()
+    event.listen(jobs.engine, "before_cursor_execute", lambda *values: statements.append(values[2]))
+    assert jobs.peek(lease) is None and jobs.renew(lease) is None
+    assert len(statements) >= 2 and not any("snapshot" in statement for statement in statements)
 
 
 def test_every_write_renews_the_lease(jobs: Jobs, engine: Engine) -> None:
