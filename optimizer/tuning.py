@@ -106,7 +106,8 @@ class Tuner:
     def snapshot(self) -> dict[str, Any]:
         """Return the position as JSON values without the trials; `run` continues from it in another process.
 
-        Valid at any event but those of `MID_STEP`. Prompts decoded side by side all continue where they were.
+        Valid at any event but those of `MID_STEP`. Prompts decoded side by side all continue where they were, but not
+        in step: their tokens stay the same, while the search may then try other sets than it would have.
         """
         return {
             "version": VERSION,
@@ -168,7 +169,7 @@ class Tuner:
         """Decode all prompts but those held out, from the current position, and end the searches."""
         places = [*self._in_progress, *range(self._next, len(self._prompts))]
         wanted = [at for at in places if at not in held and self._prompts[at].task in self._running]
-        # Not by time: a run that was interrupted is to go on as it would have.
+        # Not by time: what the search tries must not depend on the clock.
         yield from side_by_side(map(self._serve, wanted), self.concurrency, by_time=False)
         for task in self._running.values():
             task.search.finish("the stream ended")
