@@ -146,7 +146,7 @@ class Search:
         place = WindowStart(prompt_id, start)
         if self._proposer.paired and not self._contest.is_news(place, window):
             return
-        clock = perf_counter()
+        clock, incumbent = perf_counter(), self._contest.incumbent
         self._scoring = True
         try:
             self._contest.looked = place
@@ -161,7 +161,7 @@ class Search:
             return
         finally:
             self._scoring = False
-        if self.stopped_because:  # meanwhile
+        if self.stopped_because or self._contest.incumbent is not incumbent:  # meanwhile: by a request beside this one
             return
         self._candidate_rows += window * len(sets)
         events = self._settle(place, self._trials_of(place, sets, scores, clock), scores)

@@ -26,13 +26,14 @@ from swiftopt.core.events import (
     PhaseChanged,
     Progress,
     PromptFinished,
+    SkipRatioLowered,
     StreamShifted,
     TaskFinished,
     TrialsDone,
 )
 from swiftopt.core.records import KnownSet, unit
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import LayerSet, Prompt, Sampling, Trial
+from swiftopt.core.types import LayerSet, Prompt, Sampling, Trial, n_skipped_for
 from swiftopt.decoding.session import Session
 from swiftopt.models.restacked import pairs_of
 from swiftopt.models.runtime import Runtime
@@ -364,6 +365,17 @@ def test_snapshot_does_not_grow_with_trials_or_prompts() -> None:
     ]
     assert sizes[-1][1] > 4 * sizes[0][1]
     assert sizes[-1][0] < 1.1 * sizes[0][0]
+
+
+def test_no_set_is_adopted_that_skips_more_than_a_prompt_beside_has_just_allowed() -> None:
+    """Its pass was under way when acceptance, too low on the other prompt, had the skip ratio lowered."""
+    settings = {**LOWERED, "adoption": "highest", "max_steps": 400}
+    most, case = 2 * N_LAYERS, Case(texts(24), settings, costs=DEAR, max_new_tokens=40, concurrency=3)
+    for event in case.tuner().run(case.prompts):
+        if isinstance(event, SkipRatioLowered):
+            most = n_skipped_for(N_LAYERS, event.skip_ratio)
+        if isinstance(event, Adopted):
+            assert event.layer_set.n_skipped <= most
 
 
 # stopping
