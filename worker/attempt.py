@@ -21,7 +21,7 @@ from ..core.streams import parse_stream
 from ..core.types import DEFAULT_TASK
 from ..store import LEASE_S, Claim, Jobs, Store
 from ..tasks.job import Cancelled, HandedBack, LeaseKeeper, Paused, patiently
-from .queue import JobService, RedisQueue
+from .queue import SPARE_S, JobService, RedisQueue
 
 if TYPE_CHECKING:
     from ..models.runtime import Runtime
@@ -212,7 +212,7 @@ class EngineJobs(Attempts):
         self._loaded, self._runtime = _model_of(request), runtime
         self._lock, self._engine_turn = _engine_lock(request), turn
         self._others: set[str] = set()  # waiting jobs that are not for this engine
-        self._held = -HOLD_S
+        self._held, self._spare_until = -HOLD_S, 0.0
         self._thread = threading.Thread(target=self._run, name="jobs", daemon=True)
         self._thread.start()
 
@@ -229,6 +229,7 @@ class EngineJobs(Attempts):
                 for delivery in self._due():
                     self.run(delivery)
             except SwiftoptError as error:  # the database is away, or the job is
+                self._spare_until = time.monotonic() + SPARE_S  # as a reconciler does
                 logger.warning("engine=no look for jobs reason=%r", str(error))
             self.ending.wait(LOOK_S)
 
@@ -248,6 +249,8 @@ class EngineJobs(Attempts):
         if time.monotonic() - self._held >= HOLD_S / 3:
             self._held = time.monotonic()
             self.store.jobs.lock(self._lock, self.context.name, HOLD_S)
+            if time.monotonic() < self._spare_until:
+                return
             if self.store.jobs.lock("reconciler", self.context.name, 0.0):  # not kept from who can also deliver
                 self.store.jobs.expire()
 

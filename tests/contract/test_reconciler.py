@@ -15,6 +15,7 @@ from workers import until
 from swiftopt.core.errors import StoreUnavailable
 from swiftopt.core.requests import Lease, ServedModel
 from swiftopt.store import Store
+from swiftopt.worker import attempt
 from swiftopt.worker.attempt import EngineJobs
 from swiftopt.worker.queue import Reconciler, RedisQueue
 
@@ -84,6 +85,28 @@ def test_leases_are_spared_after_an_outage_of_the_database(
     assert store.jobs.get(lease.job).state == "queued"
 
 
+def test_engine_spares_leases_after_an_outage_of_the_database(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempt, "HOLD_S", 0.03)
+    monkeypatch.setattr(attempt, "LOOK_S", 0.01)
+    store.jobs.lease_s = -1.0
+    lease, lock, asked = running(store.jobs, noop(1)), store.jobs.lock, list[str]()
+
+    def away_at_first(name: str, *values: Any) -> bool:
+        asked.append(name)
+        return _away() if len(asked) == 1 else lock(name, *values)
+
+    monkeypatch.setattr(store.jobs, "lock", away_at_first)
+    engine = EngineJobs(ServedModel("m", str(tmp_path)), store, cast(Any, None), nullcontext)
+    try:
+        until(lambda: len(asked) > 5, 10)
+        assert store.jobs.get(lease.job).state == "running" and "reconciler" not in asked
+    finally:
+        engine.ending.set()
+        engine.close()
+
+
 def test_attempt_that_waits_is_delivered_once(store: Store, queue: RedisQueue) -> None:
     job, _ = store.jobs.submit(noop(1))
     reconciler = Reconciler(store.jobs, queue, "r")
@@ -93,5 +116,5 @@ def test_attempt_that_waits_is_delivered_once(store: Store, queue: RedisQueue) -
     assert store.jobs.claim(Lease(job.id, 1), "w") is not None
 
 
-def _away() -> None:
+def _away() -> Any:
     raise StoreUnavailable("the database is away")
