@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass, replace
-from os import getpid
 from pathlib import Path
 from statistics import median
 from time import monotonic
@@ -66,9 +66,11 @@ def run_tuning(
     if not prompts:
         raise StreamError("there is no prompt to tune on: give at least one")
     check_room(request, prompts)
+    path = os.path.abspath(os.path.expanduser(request.model))  # a worker that goes on may be in another folder
+    spec = tune_spec(replace(request, model=path) if os.path.exists(path) else request, prompts, None)
     store.jobs.expire()  # without a service nothing else ends the runs whose process was killed
     with LineWriter(Path(request.out) if request.out else default_output(request.stream)) as writer:
-        claim = store.jobs.begin_here(tune_spec(request, prompts, None), f"{socket.gethostname()}-{getpid()}")
+        claim = store.jobs.begin_here(spec, f"{socket.gethostname()}-{os.getpid()}")
         with LeaseKeeper(store.jobs, claim.lease, fatal=False) as keeper:
             tasks = _tune(TuningRun(request, prompts, store, claim, keeper, on_event, writer))
         patiently(lambda: store.jobs.end(claim.lease, "succeeded"))

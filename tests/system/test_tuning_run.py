@@ -140,6 +140,16 @@ def test_local_run_that_was_interrupted_goes_on_where_it_was_when_it_is_retried(
     assert len(store.trials(ended.id, "s")) > n_told > 0
 
 
+def test_local_run_on_a_relative_path_is_gone_on_with_in_another_folder(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before, _ = interrupted(store, Path())
+    monkeypatch.chdir("/")
+    ended = retried(store, before)
+    assert ended.state == "succeeded", ended.error
+
+
 def test_run_whose_model_has_other_weights_now_is_not_gone_on_with(store: Store, tmp_path: Path) -> None:
     """Half of its trials and texts would be another model's."""
     before, _ = interrupted(store, tmp_path)
