@@ -190,9 +190,12 @@ def _cell(key: str, value: float | None) -> str:
     GenerateRequest,
     "method",
     "What drafts.  [default: the stored plan, or adaptive where there is none]",
+    type=options.METHOD,
 )
 @measurement("--concurrency", "words", default="1,2,4,8", help="Requests at a time, several runs.")
-@measurement("--rate", type=float, help="Requests that arrive per second.  [default: all at once]")
+@measurement(
+    "--rate", type=options.FloatRange(min=0.001), help="Requests that arrive per second.  [default: all at once]"
+)
 @measurement("--rounds", type=positive, default=2, help="Times that both take their turn.")
 @options.form
 @options.machine(GenerateRequest, "max_new_tokens", "speed")
@@ -215,8 +218,6 @@ def throughput(
     time per token after it. `equal` counts requests whose tokens are those of plain batching.
     """
     concurrencies = _numbers(words)
-    if rate is not None and rate <= 0:
-        raise SettingsError(f"--rate {rate:g} lets no request arrive: use a number above 0")
     request = decoding_request(values)
 
     from ..bench.throughput import measure

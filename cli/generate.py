@@ -120,7 +120,8 @@ def _prompts(prompt: str | None, stream: str | None, limit: int | None, task: st
     text = _decoded(sys.stdin.buffer.read(), "or give --stream FILE") if prompt is None else prompt
     if not text.strip():
         raise click.UsageError("the prompt is empty: give --prompt TEXT or --stream FILE, or pipe text in")
-    return [raw_prompt(text, task or DEFAULT_TASK, "standard input" if prompt is None else "--prompt")]
+    task = DEFAULT_TASK if task is None else task
+    return [raw_prompt(text, task, "standard input" if prompt is None else "--prompt")]
 
 
 def _decoded(piped: bytes, advice: str) -> str:

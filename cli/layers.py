@@ -96,7 +96,10 @@ def show_(name: ModelTask, version: int | None, pictures: Pictures, store: Store
 @options.option(options.PROMPTS, "--limit", type=positive, default=4, help="Prompts that each candidate decodes.")
 @options.option(options.SEARCH, "--max-steps", type=positive, default=200, help="Candidates to try at most.")
 @options.option(
-    options.SEARCH, "--minutes", type=click.FloatRange(min=0, min_open=True), help="Begin no candidate after this time."
+    options.SEARCH,
+    "--minutes",
+    type=options.FloatRange(min=0, min_open=True),
+    help="Begin no candidate after this time.",
 )
 @options.form
 @options.machine(GenerateRequest, "max_new_tokens")

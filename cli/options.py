@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -22,8 +23,9 @@ from click.shell_completion import CompletionItem
 from ..core.errors import LayerSetError, SwiftoptError
 from ..core.records import LayerSetRecord
 from ..core.requests import DEFAULT_QUEUE, GenerateRequest, ModelRequest
+from ..core.serialization import LARGEST
 from ..core.settings import THREADS
-from ..core.streams import StreamForm, read_stream, read_with_others
+from ..core.streams import EMPTY_STOP, StreamForm, read_stream, read_with_others
 from ..core.templates import TEMPLATES
 from ..core.types import Sampling
 from .charts import Pictures
@@ -238,7 +240,33 @@ def _token_bias(text: str) -> tuple[int, float]:
         raise ValueError(f"{text!r} is no bias: give a token id and a number, for example 50=-2.5") from None
 
 
-positive, natural = click.IntRange(min=1), click.IntRange(min=0)
+def _stop(text: str) -> str:
+    if not text:
+        raise ValueError(EMPTY_STOP)
+    return text
+
+
+class IntRange(click.IntRange):
+    """Refuses what no database stores, too."""
+
+    name = "integer"  # of which "1e3" is none; click says "integer range"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        found: int = super().convert(value, param, ctx)
+        return found if found <= LARGEST else self.fail(f"{found} is too large", param, ctx)
+
+
+class FloatRange(click.FloatRange):
+    """Refuses what no comparison finds outside a range, too: `nan`, and `inf` where there is no upper end."""
+
+    name = "float"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found: float = super().convert(value, param, ctx)
+        return found if math.isfinite(found) else self.fail(f"{value!r} is not a finite number", param, ctx)
+
+
+positive, natural = IntRange(min=1), IntRange(min=0)
 MODEL = Parsed("TEXT", str, _models)
 FILE, PATH = Parsed("FILE", str, _files), Parsed("FILE", Path, _files)
 FOLDER = Parsed("FOLDER", str, lambda incomplete: [CompletionItem(incomplete, type="dir")])
@@ -294,7 +322,9 @@ STREAM_HELP = "Prompts, one JSON object per line; - is standard input."
 stream = option(PROMPTS, "--stream", required=True, type=FILE, help=STREAM_HELP)
 model_and_stream = together(model, stream)
 limit = option(PROMPTS, "--limit", type=positive, help="Take only the first prompts of the stream.")
-stop = option(PROMPTS, "--stop", multiple=True, metavar="STR", help="End before this text; may be repeated.")
+stop = option(
+    PROMPTS, "--stop", multiple=True, type=Parsed("STR", _stop), help="End before this text; may be repeated."
+)
 form = together(
     option(
         PROMPTS,
@@ -309,10 +339,11 @@ form = together(
     stop,
     _with_form,
 )
+METHOD = Parsed("NAME", _method_name, _methods)
 method = option(
     DRAFTING,
     "--method",
-    type=Parsed("NAME", _method_name, _methods),
+    type=METHOD,
     help="Overrule the stored plan; docs/methods.md lists the methods.",
 )
 draft_model = option(
@@ -355,7 +386,7 @@ of_task = click.option("--task", "of_task", help="Only this task's.")
 threads = option(
     MACHINE,
     "--threads",
-    type=click.IntRange(1, 255),
+    type=IntRange(1, 255),
     expose_value=False,
     callback=_set_threads,
     help="Threads to compute with in this process.  [default: one per usable core]",

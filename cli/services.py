@@ -20,7 +20,7 @@ import psutil
 from ..core.errors import SettingsError, SwiftoptError
 from ..core.requests import ServedModel
 from . import options
-from .options import ConfiguredGroup, database_url, natural, open_store, option, pick, positive
+from .options import ConfiguredGroup, FloatRange, IntRange, database_url, natural, open_store, option, pick, positive
 from .output import Result, emit_json, note
 
 if TYPE_CHECKING:
@@ -59,10 +59,10 @@ requests, learning, access = (partial(option, heading) for heading in ("Requests
 @click.option(
     "--host", default="127.0.0.1", help="Address to listen on; others than this machine's own need an API key."
 )
-@click.option("--port", default=8000, type=click.IntRange(0, 65535), help="0 takes a free one.")
+@click.option("--port", default=8000, type=IntRange(0, 65535), help="0 takes a free one.")
 @requests("--concurrency", default=8, type=positive, help="Completions at once, per model.")
 @requests("--max-waiting", default=64, type=natural, help="Completions that may wait.")
-@requests("--memory-gb", type=click.FloatRange(min=0.01), help="For keys and values.  [default: half of what is free]")
+@requests("--memory-gb", type=FloatRange(min=0.01), help="For keys and values.  [default: half of what is free]")
 @requests("--timeout", "timeout_s", default=600, type=positive, help="Seconds for one completion.")
 @requests("--drain", "drain_s", default=30, type=positive, help="Seconds for completions at the end.")
 @learning("--tune/--no-tune", default=True, help="Learn from the requests that are served.")
@@ -86,7 +86,7 @@ requests, learning, access = (partial(option, heading) for heading in ("Requests
     type=natural,
     help="Tokens of prompts and completions a minute, likewise; 0 is no limit.",
 )
-@access("--max-body-mb", default=32, type=click.IntRange(1, 4096), help="Largest body, in MiB.")
+@access("--max-body-mb", default=32, type=IntRange(1, 4096), help="Largest body, in MiB.")
 @options.machine(ServedModel, "speed")
 @option(
     options.SERVICES,

@@ -153,7 +153,7 @@ class Settings(Record):
             value, known = getattr(self, field.name), choices.get(field.name)
             fits = value in known if known else value is None or _in_range(value, field.metadata)
             if not fits:
-                words = " or ".join(map(str, known)) if known else _range_words(field.metadata)
+                words = " or ".join(map(str, known)) if known else _range_words(value, field.metadata)
                 raise SettingsError(f"{field.name} {value} is out of range: use {words}", field.name)
 
 
@@ -173,15 +173,17 @@ def count(default: int | None, least: int = 1) -> Any:
 
 
 def _in_range(value: Any, bounds: Mapping[str, Any]) -> bool:
-    low, above, high = bounds.get("ge"), bounds.get("gt"), bounds.get("le")
+    low, above = bounds.get("ge"), bounds.get("gt")
+    high = bounds.get("le", LARGEST if bounds.keys() & {"ge", "gt"} else None)  # JSON has no infinity
     return (low is None or value >= low) and (above is None or value > above) and (high is None or value <= high)
 
 
-def _range_words(bounds: Mapping[str, Any]) -> str:
+def _range_words(value: Any, bounds: Mapping[str, Any]) -> str:
     high = bounds.get("le", LARGEST)
+    has_end = high != LARGEST or value > high
     if "gt" in bounds:
-        return f"a number above {bounds['gt']}" + (f", at most {high}" if high != LARGEST else "")
-    return f"{bounds['ge']} or more" if high == LARGEST else f"a number from {bounds['ge']} to {high}"
+        return f"a number above {bounds['gt']}" + (f", at most {high}" if has_end else "")
+    return f"a number from {bounds['ge']} to {high}" if has_end else f"{bounds['ge']} or more"
 
 
 @cache

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from ..core.errors import SettingsError
 from ..core.records import LearnedKind
-from ..core.serialization import Settings, count, ranged
+from ..core.serialization import LARGEST, Settings, count, ranged
 
 ProbeSampling = Literal["greedy", "top-p"]
 
@@ -26,7 +26,7 @@ class TrainingSettings(Settings):
     batch: int = count(128)  # positions
     warm_up: float = 0.03  # share of the steps
     max_new_tokens: int = count(128, least=2)
-    seed: int = 0
+    seed: int = ranged(0, ge=-LARGEST, le=LARGEST)
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,7 @@ def test_training_that_was_killed_goes_on_where_it_was(
         (["--max-new-tokens", "1"], 2, "max_new_tokens 1 is out of range"),
         (["--task", "a/b"], 2, "'a/b'"),
         (["--minutes", "0"], 2, "minutes 0.0 is out of range"),
+        (["--seed", "9" * 20], 2, "is out of range: use a number from -92"),
     ],
     ids=lambda value: str(value)[:30],
 )

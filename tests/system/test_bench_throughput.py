@@ -45,7 +45,14 @@ def test_requests_arrive_at_a_rate_and_the_table_fits_a_terminal(
     assert max(map(len, out.splitlines())) <= 80
 
 
-@pytest.mark.parametrize(("option", "words"), [("--concurrency=0,2", "no list of numbers"), ("--rate=0", "no request")])
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--concurrency=0,2", "no list of numbers"),
+        ("--rate=0", "0.0 is not in the range"),
+        ("--rate=nan", "'nan' is not a finite number"),
+    ],
+)
 def test_numbers_that_make_no_sense_are_refused_in_a_sentence(
     command: list[str], option: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from swiftopt.core.errors import LayerSetError, SettingsError
+from swiftopt.core.serialization import LARGEST
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, Sampling, searchable
 
@@ -61,10 +62,12 @@ def test_settings_survive_json_and_unknown_keys_are_named() -> None:
     "values",
     [
         {"temperature": -1},
+        {"temperature": math.inf},
         {"top_p": 0},
         {"top_k": -1},
         {"min_p": 1.1},
         {"repetition_penalty": 0},
+        {"repetition_penalty": math.inf},
         {"presence_penalty": 2.1},
         {"frequency_penalty": -2.1},
         {"logit_bias": ((5, 100.5),)},
@@ -75,6 +78,13 @@ def test_settings_survive_json_and_unknown_keys_are_named() -> None:
 def test_sampling_out_of_range_is_refused(values: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match="is out of range"):
         Sampling(**values)
+
+
+def test_number_that_is_too_large_is_told_the_largest() -> None:
+    with pytest.raises(SettingsError, match=f"use a number from 0 to {LARGEST}"):
+        Sampling(top_k=LARGEST + 1)
+    with pytest.raises(SettingsError, match="top_k -1 is out of range: use 0 or more"):
+        Sampling(top_k=-1)
 
 
 def test_biases_are_an_object_by_token_in_json() -> None:
