@@ -93,13 +93,13 @@ def decode(
         raise SettingsError("hf-assisted drafts with a smaller model: name one with --assistant")
     request = decoding_request(values)
 
-    from ..bench.decode import run_methods
-    from ..tasks.generate import Planner
-
-    runtime = load(request)
-    if request.layer_set is not None:  # a set of another model must not cost the plain runs
-        Planner(request, runtime, None).plan_for(request.layer_set.task)
     with open_store(db) as store:
+        from ..bench.decode import run_methods
+        from ..tasks.generate import Planner
+
+        runtime = load(request)
+        if request.layer_set is not None:  # a set of another model must not cost the plain runs
+            Planner(request, runtime, None).plan_for(request.layer_set.task)
         store.remember_model(runtime.info)
         drafting = None if assistant is None else load(replace(request, model=assistant))
         report = run_methods(runtime, prompts, chosen, request, store, note_run, drafting, ignore_eos)
@@ -147,9 +147,9 @@ def ablate(
     if draft_model is not None:
         options.check_model(replace(request, model=draft_model))
 
-    from ..bench.ablate import ablate as run
-
     with open_store(db) as store:
+        from ..bench.ablate import ablate as run
+
         report = run(name, request, draft_model, prompts, store, others, note, note_run)
     pictures.draw(draw_ratios, report)
     return Result(report, _ablation_view(report), interrupted=report["interrupted"])
@@ -220,15 +220,15 @@ def throughput(
     concurrencies = _numbers(words)
     request = decoding_request(values)
 
-    from ..bench.throughput import measure
-    from ..decoding.session import Session
-    from ..tasks.generate import Planner
-
-    runtime = load(request)
-    session = Session(runtime, request.sampling, request.max_new_tokens, ignore_eos=True)
-    for prompt in prompts:
-        session.check(prompt)
     with open_store(db) as store:
+        from ..bench.throughput import measure
+        from ..decoding.session import Session
+        from ..tasks.generate import Planner
+
+        runtime = load(request)
+        session = Session(runtime, request.sampling, request.max_new_tokens, ignore_eos=True)
+        for prompt in prompts:
+            session.check(prompt)
         planner = Planner(request, runtime, store, note_load)
 
         def drafting(prompt: Prompt) -> Method:

@@ -102,9 +102,9 @@ def comparison(
     for model in filter(None, (request.model, request.draft_model)):
         check_model(replace(request, model=model))
 
-    from ..tasks.compare import Comparison
-
     with open_store(db) as store:
+        from ..tasks.compare import Comparison
+
         report = Comparison(request, prompts, store, others, note, note_run).run()
     pictures.draw(draw_ratios, report)
     return Result(report, [comparison_view(report, console().width)], interrupted=report["interrupted"])

@@ -84,15 +84,15 @@ def generate(
     """
     prompts = _prompts(prompt, stream, limit, values["task"])
     request = decoding_request(values)
-
-    from ..tasks.generate import Generated
-    from ..tasks.generate import generate as decode
-
     grows = stream is None and not as_json  # the text is shown as it grows
     noted: set[str] = set()
     with ExitStack() as stack:
         store = stack.enter_context(options.open_store(db))
         lines = stack.enter_context(LineWriter(Path(out), append=False)) if out is not None else None
+
+        from ..tasks.generate import Generated
+        from ..tasks.generate import generate as decode
+
         for event in decode(request, prompts, store, note_load):
             if not isinstance(event, Generated):
                 if grows:

@@ -162,9 +162,9 @@ def _tune_here(request: TuneRequest, db: str | None, pictures: Pictures) -> Resu
     if request.out is None:  # decided here, so that a run cut short can tell where its completions are
         request = replace(request, out=str(default_output(request.stream)))
 
-    from ..tasks.tune import run_tuning
-
     with options.open_store(db) as store:
+        from ..tasks.tune import run_tuning
+
         progress = TuneProgress(console(stderr=True))
         try:
             with progress:

@@ -116,8 +116,6 @@ def search(prompts: Sequence[Prompt], max_steps: int, minutes: float | None, db:
     """
     request = decoding_request(values)
 
-    from ..tasks.recipes import search_offline
-
     def show_candidate(number: int, candidate: Any) -> None:
         skipped = candidate.layer_set.n_skipped
         note(f"candidate {number}: {skipped} sub-layers left out, {candidate.ratio:.2f}x plain decoding")
@@ -125,6 +123,8 @@ def search(prompts: Sequence[Prompt], max_steps: int, minutes: float | None, db:
     max_s = float("inf") if minutes is None else 60 * minutes
     with open_store(db) as store:
         record, found = search_offline(request, prompts, store, max_steps, max_s, note_load, show_candidate)
+        from ..tasks.recipes import search_offline
+
     ratio, median, n_tried = found.best.ratio, found.typical_ratio, len(found.candidates)
     figures = {"candidates": n_tried, "ratio": ratio, "median_ratio": median}
     text = (

@@ -131,10 +131,10 @@ def _trained(
 
     check_names(values["model"], values["dtype"], values["device"])
 
-    from ..tasks.recipes import train_and_store
-
     request = ModelRequest(values["model"], task=task, dtype=values["dtype"], device=values["device"])
     with open_store(values["db"]) as store:
+        from ..tasks.recipes import train_and_store
+
         record = train_and_store(request, settings, prompts, store, StepPrinter(), note_load)
         database = safe_url(store.url)
     pictures.draw(draw_loss, record)
