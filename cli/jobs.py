@@ -357,7 +357,7 @@ def outputs(job: str, out: str, backend: Backend, as_json: bool) -> int:
     lines = [output_line(event.prompt, event.completion) for event in found]
     if out == STDOUT:
         for line in lines:
-            click.echo(line)
+            click.echo(line.encode())  # the file's bytes, whatever a terminal can show
         return 0
     write_text(Path(out), "".join(f"{line}\n" for line in lines))
     value = {"schema": "swiftopt.job-outputs/1", "job": job, "out": out, "n_outputs": len(found)}

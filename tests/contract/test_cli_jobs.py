@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -75,13 +76,13 @@ def job(store: Store) -> Job:
     return JobService(store, None).submit(TuneRequest("smollm2-135m", "notes.jsonl"), PROMPTS)[0]
 
 
-def work(store: Store, job: str, end: str = "succeeded", error: str | None = None) -> None:
+def work(store: Store, job: str, end: str = "succeeded", error: str | None = None, text: str = "w1") -> None:
     """What a worker writes for a whole job."""
     attempt = store.jobs.get(job).attempt
     claim = store.jobs.claim(Lease(job, attempt), "w1")
     assert claim is not None
     store.jobs.renew(claim.lease, [PhaseChanged("notes", "accumulate")])
-    done = [PromptFinished(prompt, i, Completion((1, 2), "w1", "length", "swift")) for i, prompt in enumerate(PROMPTS)]
+    done = [PromptFinished(prompt, i, Completion((1, 2), text, "length", "swift")) for i, prompt in enumerate(PROMPTS)]
     store.jobs.checkpoint(claim.lease, 1, [TrialsDone("notes", TRIALS), *done], {})
     if end == "succeeded":
         stamped = replace(TASK, record=replace(TASK.record, job=job))
@@ -172,6 +173,16 @@ def test_outputs_are_written_whole_and_anew(
     lines = (home / "done.jsonl").read_text().splitlines()
     assert [json.loads(line)["id"] for line in lines] == ["a", "b"]
     assert called(capsys, "jobs", "outputs", job.id)[1].splitlines() == lines
+
+
+def test_outputs_on_stdout_are_those_of_the_file_whatever_the_terminal_shows(
+    store: Store, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work(store, job.id, text="größer")
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii", errors="replace"))
+    assert run(["jobs", "outputs", job.id]) == 0
+    assert [json.loads(line)["text"] for line in shown.getvalue().splitlines()] == ["größer"] * 2
 
 
 @pytest.mark.parametrize("width", [80, 120])
