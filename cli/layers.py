@@ -53,7 +53,8 @@ def list_(of_model: str | None, of_task: str | None, store: Store) -> Result:
     records = [(record, _is_best(store, record)) for record in store.layer_sets(of_model, of_task)]
     sets = [{**record.to_json(), "best": best} for record, best in records]
     value = {"schema": "swiftopt.layers-list/1", "layer_sets": sets}
-    none = "no layer set is stored yet: find one with `swiftopt tune --model M --stream FILE --task T`"
+    what = "no layer set is stored for that" if of_model or of_task else "no layer set is stored yet"
+    none = f"{what}: find one with `swiftopt tune --model M --stream FILE --task T`"
     return listed(value, records, records_table, none)
 
 
@@ -122,9 +123,9 @@ def search(prompts: Sequence[Prompt], max_steps: int, minutes: float | None, db:
 
     max_s = float("inf") if minutes is None else 60 * minutes
     with open_store(db) as store:
-        record, found = search_offline(request, prompts, store, max_steps, max_s, note_load, show_candidate)
         from ..tasks.recipes import search_offline
 
+        record, found = search_offline(request, prompts, store, max_steps, max_s, note_load, show_candidate)
     ratio, median, n_tried = found.best.ratio, found.typical_ratio, len(found.candidates)
     figures = {"candidates": n_tried, "ratio": ratio, "median_ratio": median}
     text = (

@@ -168,40 +168,38 @@ class StepPrinter:
 newest_version = click.option("--version", type=positive, help="A version.  [default: the newest]")
 
 
-def _add_commands(group: click.Group, kind: LearnedKind) -> None:
-    @group.command("list", short_help=f"List the stored {kind}.")
+def _add_commands(group: click.Group, kind: LearnedKind, one: str, several: str) -> None:
+    @group.command("list", short_help=f"List the stored {several}.")
     @options.of_model
     @options.of_task
     @options.store_and_json
-    @options.example(f"{kind} list", words=f"List the stored {kind}, newest first.")
+    @options.example(f"{kind} list", words=f"List the stored {several}, newest first.")
     def list_(of_model: str | None, of_task: str | None, store: Store) -> Result:
         records = store.learned_list(of_model, of_task, kind)
         value = {"schema": f"swiftopt.{kind}-list/1", kind: [record.to_json() for record in records]}
         none = f"no {kind} stored yet: run `swiftopt {kind} train --model M --stream FILE --task T`"
         return listed(value, records, trained_table, none)
 
-    @group.command("show", short_help=f"Show the figures of stored {kind}.")
+    @group.command("show", short_help=f"Show the figures of {one}.")
     @options.model_task
     @newest_version
     @options.pictures("Draw the loss curve to a file as well.")
     @options.store_and_json
-    @options.example(
-        f"{kind} show smollm2-135m/code", words=f"Show the figures of stored {kind}, and the curve of the loss."
-    )
+    @options.example(f"{kind} show smollm2-135m/code", words=f"Show the figures of {one}, and the curve of the loss.")
     def show_(name: ModelTask, version: int | None, pictures: Pictures, store: Store) -> Result:
         record = store.learned(name.model, name.task, kind, version)
         pictures.draw(draw_loss, record)
         value = {**record.to_json(), "curve": [list(point) for point in record.curve], **pictures.to_json()}
         return Result(value, [trained_view(record)])
 
-    @group.command("export", short_help=f"Write stored {kind} to a file.")
+    @group.command("export", short_help=f"Write {one} to a file.")
     @options.model_task
     @newest_version
-    @click.option("-o", "--out", required=True, type=options.FILE, help="Where to write them.")
+    @click.option("-o", "--out", required=True, type=options.FILE, help="File to write.")
     @options.store_and_json
     @options.example(
         f"{kind} export smollm2-135m/code -o {kind}.safetensors",
-        words=f"Write stored {kind} to a safetensors file, which names the model that it was trained on.",
+        words=f"Write {one} to a safetensors file, which names the model that it was trained on.",
     )
     def export(name: ModelTask, version: int | None, out: str, store: Store) -> Result:
         record = store.learned(name.model, name.task, kind, version)
@@ -212,8 +210,8 @@ def _add_commands(group: click.Group, kind: LearnedKind) -> None:
         return Result(value, remarks=[f"{len(data)} bytes written to {out}"])
 
 
-_add_commands(heads, "heads")
-_add_commands(probe, "probe")
+_add_commands(heads, "heads", "stored heads", "heads")
+_add_commands(probe, "probe", "a stored probe", "probes")
 
 
 # --- text for a person
