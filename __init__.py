@@ -30,8 +30,10 @@ _EXPORTS = {
     "custom_generate": "decoding.session",
     "LiveEngine": "tasks.model",
     "Model": "tasks.model",
+    "Ticket": "tasks.model",
     "load": "tasks.model",
     "tune": "tasks.model",
+    "TuneResult": "tasks.tune",
 }
 
 __all__ = [
@@ -47,7 +49,9 @@ __all__ = [
     "Store",
     "SwiftSettings",
     "SwiftoptError",
+    "Ticket",
     "TuneRequest",
+    "TuneResult",
     "TuningSettings",
     "__version__",
     "custom_generate",
@@ -65,7 +69,8 @@ if TYPE_CHECKING:
     from .decoding.session import custom_generate
     from .models.runtime import Runtime
     from .store import Store
-    from .tasks.model import LiveEngine, Model, load, tune
+    from .tasks.model import LiveEngine, Model, Ticket, load, tune
+    from .tasks.tune import TuneResult
 
 
 def __getattr__(name: str) -> Any:

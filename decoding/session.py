@@ -62,7 +62,7 @@ class Session:
     Args:   stop_token_ids: tokens that end a completion beside the model's own. ignore_eos: the model's own do not end
             it. min_new_tokens: before so many no stop token is chosen, and no stop string ends it. grammar: what
             completions keep to, by lossless methods only; where it allows nothing more, they end.
-    Raises: SettingsError: a stop string is empty, or the model has no such token.
+    Raises: SettingsError: a stop string is empty, a number is below 0, or the model has no such token.
             InvalidInput: the grammar cannot be read with the model's tokenizer.
     """
 
@@ -78,9 +78,9 @@ class Session:
     def __post_init__(self) -> None:
         if "" in self.stop_strings:
             raise SettingsError("a stop string is empty, and would end every completion at once: leave it out", "stop")
-        if self.min_new_tokens < 0:
-            words = f"min_new_tokens {self.min_new_tokens} is out of range: use 0 or more"
-            raise SettingsError(words, "min_new_tokens")
+        for name in ("max_new_tokens", "min_new_tokens"):
+            if getattr(self, name) < 0:
+                raise SettingsError(f"{name} {getattr(self, name)} is out of range: use 0 or more", name)
         self._check_tokens("stop_token_ids", self.stop_token_ids)
         self._check_tokens("logit_bias", [token_id for token_id, _ in self.sampling.logit_bias])
         self.generation_config: Any = getattr(self.runtime.hf_model, "generation_config", None)

@@ -12,10 +12,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from queue import SimpleQueue
 from time import perf_counter
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
+from ..core.errors import SettingsError
 from ..core.events import Event
 from ..core.requests import MAX_NEW_TOKENS, GenerateRequest, Speed, TuneRequest
 from ..core.types import DEFAULT_TASK, Completion, Prompt, Sampling
@@ -52,7 +54,7 @@ def load(
 
 def tune(
     model: str,
-    stream: str | Sequence[Prompt],
+    stream: str | Path | Sequence[Prompt],
     task: str | None = None,
     db: str | None = None,
     on_event: Callable[[Event], None] = lambda event: None,
@@ -64,10 +66,20 @@ def tune(
             after it was stored. options: other fields of `TuneRequest`, such as `max_new_tokens`.
     Raises: SwiftoptError: as the parts raise it.
     """
-    prompts = None if isinstance(stream, str) else list(stream)
-    request = TuneRequest(model, stream if isinstance(stream, str) else DEFAULT_TASK, task=task, **options)
+    prompts = None if isinstance(stream, str | Path) else list(stream)
+    request = TuneRequest(model, str(stream) if prompts is None else DEFAULT_TASK, task=task, **options)
     with Store.open(db) as store:
         return run_tuning(request, store, on_event, prompts)
+
+
+class PromptOptions(TypedDict, total=False):
+    """How a prompt is decoded; see `Model.work`."""
+
+    task: str
+    method: str | None
+    max_new_tokens: int
+    sampling: Sampling | None
+    stop: str | Sequence[str]
 
 
 class Model:
@@ -77,12 +89,12 @@ class Model:
         self.name, self.runtime, self.store = name, runtime, store
         self._planners: dict[tuple[str | None, int | None], Planner] = {}
 
-    def generate(self, prompt: str | Prompt, **options: Any) -> Completion:
+    def generate(self, prompt: str | Prompt, **options: Unpack[PromptOptions]) -> Completion:
         """Decode one prompt; return the completion of its last turn. See `work` for the options."""
         done = [event for event in side_by_side([self.work(prompt, **options)]) if isinstance(event, Generated)]
         return done[-1].completion
 
-    def stream(self, prompt: str | Prompt, **options: Any) -> Iterator[str]:
+    def stream(self, prompt: str | Prompt, **options: Unpack[PromptOptions]) -> Iterator[str]:
         """Decode one prompt, and yield its text as it grows. See `work` for the options."""
         for event in side_by_side([self.work(prompt, **options)]):
             if isinstance(event, TextAdded):
@@ -91,8 +103,11 @@ class Model:
     def engine(self, concurrency: int = 8, memory: int | None = None) -> LiveEngine:
         """Start a thread that decodes requests side by side; to be closed, or used as a context manager.
 
-        Args: concurrency: most requests at a time. memory: most bytes of keys and values; None: half of what is free.
+        Args:   concurrency: most requests at a time. memory: most bytes of keys and values; None: half of what is free.
+        Raises: SettingsError: `concurrency` is below 1.
         """
+        if concurrency < 1:
+            raise SettingsError(f"concurrency {concurrency} is out of range: use 1 or more", "concurrency")
         return LiveEngine(self, concurrency, memory_for_texts(self.runtime) if memory is None else memory)
 
     def work(
@@ -102,16 +117,18 @@ class Model:
         method: str | None = None,
         max_new_tokens: int = MAX_NEW_TOKENS,
         sampling: Sampling | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
     ) -> Work[None]:
         """Return a prompt's decoding, for an engine; it yields `TextAdded` and, per turn, `Generated`.
 
         Args:   task: whose stored plan to use; a `Prompt` has its own. method: in place of what the plan says.
+                stop: a text, or several, before which the completion ends.
         Raises: SwiftoptError: when it is run, as the parts raise it.
         """
         if isinstance(prompt, str):
             prompt = Prompt("1", task, text=prompt)
-        session = Session(self.runtime, sampling or Sampling(), max_new_tokens, stop)
+        stops = (stop,) if isinstance(stop, str) else stop
+        session = Session(self.runtime, sampling or Sampling(), max_new_tokens, stops)
         return self.decoding(session, prompt, method)
 
     def decoding(
@@ -138,6 +155,7 @@ class Ticket:
         while (event := self._events.get()) is not None:
             if isinstance(event, TextAdded):
                 yield event.text
+        self._events.put(None)  # who iterates again finds the end, too
         self._raise()
 
     def result(self, timeout: float | None = None) -> Completion:
@@ -189,7 +207,7 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    def submit(self, prompt: str | Prompt, **options: Any) -> Ticket:
+    def submit(self, prompt: str | Prompt, **options: Unpack[PromptOptions]) -> Ticket:
         """Decode a prompt beside the others; options as for `Model.work`.
 
         Raises: Cancelled: the engine is closed.

@@ -63,6 +63,7 @@ def run_tuning(
     """
     if prompts is None:
         prompts = read_stream(request.stream, request.task, request.limit, request.form)
+    prompts = prompts[: request.limit]
     if not prompts:
         raise StreamError("there is no prompt to tune on: give at least one")
     check_room(request, prompts)

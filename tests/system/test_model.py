@@ -11,7 +11,7 @@ import pytest
 from tiny_files import save
 
 import swiftopt
-from swiftopt.core.errors import ContextOverflow, SettingsError
+from swiftopt.core.errors import ContextOverflow, SettingsError, StreamError, StreamNotFound
 from swiftopt.core.events import Event, PromptFinished
 from swiftopt.tasks.job import Cancelled
 from swiftopt.tasks.model import TURN_SHARE
@@ -88,6 +88,40 @@ def test_cancelled_and_failed_requests_leave_the_others_alone(model: swiftopt.Mo
             long.result(60)
         with pytest.raises(SettingsError, match="stop string"):
             engine.submit(TEXTS[0], stop=[""])
+
+
+def test_ticket_can_be_iterated_again_and_ends(model: swiftopt.Model) -> None:
+    with model.engine(concurrency=1) as engine:
+        ticket = engine.submit(TEXTS[0], max_new_tokens=12)
+        assert "".join(ticket) == ticket.result().text and list(ticket) == list(ticket) == []
+
+
+def test_numbers_that_make_no_sense_are_refused(model: swiftopt.Model) -> None:
+    with pytest.raises(SettingsError, match="concurrency 0 is out of range: use 1 or more"):
+        model.engine(concurrency=0)
+    with pytest.raises(SettingsError, match="max_new_tokens -1 is out of range: use 0 or more"):
+        model.generate(TEXTS[0], max_new_tokens=-1)
+
+
+def test_stop_may_be_one_text(model: swiftopt.Model) -> None:
+    whole = model.generate(TEXTS[0], max_new_tokens=12).text
+    stop = whole.split()[3]
+    assert model.generate(TEXTS[0], stop=stop, max_new_tokens=12).text == whole[: whole.index(stop)]
+
+
+def test_tuning_takes_the_first_prompts_of_a_list_and_refuses_none(
+    model: swiftopt.Model, db: str, tmp_path: Path
+) -> None:
+    prompts = [swiftopt.Prompt(f"p{i}", "notes", text=text) for i, text in enumerate(TEXTS)]
+    settings = swiftopt.TuningSettings(optimise=False, draft_format="stored")
+    found = swiftopt.tune(
+        model.name, prompts, db=db, out=str(tmp_path / "o"), limit=3, settings=settings, max_new_tokens=4
+    )
+    assert len(found.out.read_text().splitlines()) == 3
+    with pytest.raises(StreamError, match="no prompt to tune on"):
+        swiftopt.tune(model.name, [], db=db)
+    with pytest.raises(StreamNotFound):
+        swiftopt.tune(model.name, tmp_path / "missing.jsonl", db=db)
 
 
 def test_closed_engine_gives_up_what_runs_and_takes_nothing_new(model: swiftopt.Model) -> None:
