@@ -253,6 +253,18 @@ def test_interrupt_ends_with_130_and_one_sentence(home: Path) -> None:
     assert (out, err.strip()) == ("", "interrupted: what was finished until now is kept")
 
 
+def test_interrupt_while_libraries_are_imported_is_no_traceback() -> None:
+    code = (
+        "import runpy, sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'pydantic': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupting()); runpy.run_module('swiftopt', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_reader_that_leaves_is_no_error() -> None:
     process = subprocess.Popen([SCRIPT, "models"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None and process.stderr is not None
