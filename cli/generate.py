@@ -93,21 +93,29 @@ def generate(
         from ..tasks.generate import Generated
         from ..tasks.generate import generate as decode
 
-        for event in decode(request, prompts, store, note_load):
-            if not isinstance(event, Generated):
-                if grows:
-                    click.echo(event.text, nl=False)
-                continue
-            value = completion_json(request.model, *event)
-            if as_json:
-                emit_json(value)
-            else:
-                click.echo("" if grows else f"== {event.prompt.id}\n{event.completion.text}")
-            if lines is not None:
-                lines.write(json.dumps(value))
-            note_remarks(event.completion, event.info, noted)
-            if not as_json:
-                note(completion_words(event.completion, event.info))
+        in_line = False
+        try:
+            for event in decode(request, prompts, store, note_load):
+                if not isinstance(event, Generated):
+                    if grows:
+                        click.echo(event.text, nl=False)
+                        in_line = True
+                    continue
+                value = completion_json(request.model, *event)
+                if as_json:
+                    emit_json(value)
+                else:
+                    click.echo("" if grows else f"== {event.prompt.id}\n{event.completion.text}")
+                    in_line = False
+                if lines is not None:
+                    lines.write(json.dumps(value))
+                note_remarks(event.completion, event.info, noted)
+                if not as_json:
+                    note(completion_words(event.completion, event.info))
+        except Exception:  # after Ctrl-C click ends the line
+            if in_line:
+                click.echo()
+            raise
 
 
 def _prompts(prompt: str | None, stream: str | None, limit: int | None, task: str | None) -> list[Prompt]:

@@ -14,6 +14,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ from rich.console import Console
 
 from swiftopt.cli.backend import TuneProgress
 from swiftopt.cli.main import run
+from swiftopt.core.errors import InvalidInput
 from swiftopt.core.events import PhaseChanged, Progress, PromptStarted, TrialsDone
 from swiftopt.core.records import LayerSetRecord
 from swiftopt.core.types import LayerSet, Trial
 from swiftopt.store import Store
+from swiftopt.tasks import generate
 
 SCRIPT = shutil.which("swiftopt", path=str(Path(sys.executable).parent)) or "swiftopt"
 GENERATE = ["generate", "--prompt", "w1"]
@@ -338,6 +341,18 @@ def test_layer_set_of_another_model_is_refused_before_anything_is_decoded(
     (home / "other.json").write_text(json.dumps(layer_set_values(**changes, **fingerprint)))
     assert run([*command, "--model", tiny, "--layer-set", "other.json"]) == 2
     assert says in told_last(capsys)
+
+
+def test_error_in_the_middle_of_a_text_begins_a_line_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: Any) -> Iterator[generate.TextAdded]:
+        yield generate.TextAdded("half a")
+        raise InvalidInput("no more")
+
+    monkeypatch.setattr(generate, "generate", broken)
+    assert run([*GENERATE, "--model", "gpt2"]) == 2
+    assert capsys.readouterr() == ("half a\n", "error: no more\n")
 
 
 def test_full_disk_under_the_output_file_is_one_sentence(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
