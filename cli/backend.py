@@ -7,9 +7,9 @@ import math
 import shlex
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -284,7 +284,7 @@ def finished_tasks(events: Iterable[Event]) -> tuple[TaskFinished, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """What the display shows; each event gives the next one."""
+    """What the display shows; each event gives the next one. `others` are those of other tasks in progress."""
 
     task: str = ""
     phase: str = "load"
@@ -294,10 +294,11 @@ class RunState:
     n_prompts: int = 0
     progress: Progress | None = None
     matchness: tuple[float, ...] = ()
+    others: Mapping[str, RunState] = field(default_factory=dict)
 
     def after(self, event: Event) -> RunState:
         """Return the state once `event` has happened."""
-        state = self if event_task(event) in ("", self.task) else RunState(task=event_task(event))
+        state = self if event_task(event) in ("", self.task) else self._of(event_task(event))
         match event:
             case events.StateChanged():
                 return RunState(phase=state_words(event), matchness=self.matchness)
@@ -313,6 +314,12 @@ class RunState:
                 return replace(state, matchness=values[-KEPT_VALUES:])
             case _:
                 return state
+
+    def _of(self, task: str) -> RunState:
+        """Return the state of another task of the stream, as it was: several are decoded at once."""
+        known = {**self.others, self.task: replace(self, others={})}
+        own = known.pop(task, RunState(task=task, phase="", index=self.index))
+        return replace(own, n_prompts=self.n_prompts, others=known)
 
 
 def live_view(state: RunState, width: int) -> RenderableType:

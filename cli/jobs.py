@@ -243,9 +243,11 @@ def tune_result(
     `repeated` are the options that these command lines repeat. `out` is the file of the completions; where there is
     none, `fetch` says how to get them.
     """
-    found, shown = [], []
+    found, shown = [], list[RenderableType]()
     for task in tasks:
         command = _use(request, task, backend, repeated)
+        if shown:
+            shown.append("")
         shown.append(tune_summary(task, out or fetch, command, console().width))
         values = task.to_json()
         del values["record"], values["trials"]  # the trials are in the store, under the job

@@ -281,6 +281,20 @@ def test_state_starts_over_when_the_task_changes() -> None:
     assert state.after(PhaseChanged("code", "accumulate")).matchness == ()
 
 
+def test_tasks_that_report_by_turns_keep_their_phases_curves_and_places() -> None:
+    notes = [PromptStarted("notes", "a", 0, 4), PhaseChanged("notes", "optimise"), TrialsDone("notes", some_trials(3))]
+    code = [PromptStarted("code", "b", 1, 4), PhaseChanged("code", "accumulate")]
+    stream = io.StringIO()
+    progress = TuneProgress(Console(file=stream, width=80, markup=False, highlight=False))
+    for event in (*notes, *code, TrialsDone("notes", some_trials(2))):
+        progress(event)
+    assert (progress.state.phase, progress.state.prompt_id, len(progress.state.matchness)) == ("optimise", "a", 5)
+    assert "notes · optimise · prompt 1 of 4 · a" in "\n".join(drawn(live_view(progress.state, 80), 80))
+    progress(PromptFinished(Prompt("b", "code", text="x"), 1, Completion((1,), "w", "stop", "plain")))
+    assert "code: prompt 2 of 4 (b): 1 tokens" in stream.getvalue()
+    assert progress.state.phase == "accumulate"
+
+
 def test_progress_writes_plain_lines_when_there_is_no_terminal() -> None:
     stream = io.StringIO()
     with TuneProgress(Console(file=stream, width=80, markup=False, highlight=False)) as progress:
