@@ -79,21 +79,29 @@ def measure(
 ) -> dict[str, Any]:
     """Return the object that `swiftopt bench throughput --json` prints.
 
-    Plain and drafting take turns on the same prompts, `n_rounds` times, their order changing.
+    Plain and drafting take turns on the same prompts, `n_rounds` times, their order changing. Ctrl-C ends it with the
+    numbers of requests that are measured, if any.
     """
     ways: dict[str, MethodOf] = {"plain": lambda prompt: PLAIN, "drafting": method_of}
     for way in ways.values():  # warm up
         serve(session, prompts[:1], way, 1, None, 0)
-    results = []
-    for concurrency in concurrencies:
-        runs: dict[str, list[list[Served]]] = {name: [] for name in ways}
-        for number in range(n_rounds):
-            for name in list(ways)[:: 1 if number % 2 == 0 else -1]:
-                runs[name].append(serve(session, prompts, ways[name], concurrency, rate, number))
-                on_run(f"{concurrency} at once, {name}: {_tok_s(runs[name][-1:]):.1f} tok/s")
-        results.append({"concurrency": concurrency, **_compared(runs["plain"], runs["drafting"])})
+    results, interrupted = list[dict[str, Any]](), False
+    try:
+        for concurrency in concurrencies:
+            runs: dict[str, list[list[Served]]] = {name: [] for name in ways}
+            for number in range(n_rounds):
+                for name in list(ways)[:: 1 if number % 2 == 0 else -1]:
+                    runs[name].append(serve(session, prompts, ways[name], concurrency, rate, number))
+                    on_run(f"{concurrency} at once, {name}: {_tok_s(runs[name][-1:]):.1f} tok/s")
+            results.append({"concurrency": concurrency, **_compared(runs["plain"], runs["drafting"])})
+    except KeyboardInterrupt:
+        if not results:
+            raise
+        interrupted = True
     return {
         "schema": SCHEMA,
+        "interrupted": interrupted,
+        "methods": sorted({method_of(prompt).name for prompt in prompts}),
         "device": machine_name(session.runtime),
         "dtype": session.runtime.dtype_name,
         "threads": torch.get_num_threads(),

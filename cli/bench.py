@@ -215,7 +215,8 @@ def throughput(
     """Decode a stream's prompts several at a time, with plain batching and with drafting by turns.
 
     Prints tokens per second of all requests together, the time to the first token with the wait for a place, and the
-    time per token after it. `equal` counts requests whose tokens are those of plain batching.
+    time per token after it. `equal` counts requests whose tokens are those of plain batching. Ctrl-C shows the numbers
+    of requests at once that are measured.
     """
     concurrencies = _numbers(words)
     request = decoding_request(values)
@@ -237,7 +238,7 @@ def throughput(
         report = measure(session, prompts, drafting, concurrencies, rate, rounds, note)
     report = {"model": request.model, **report}
     pictures.draw(draw_throughput, report)
-    return Result(report, [_throughput_table(report)])
+    return Result(report, [_throughput_table(report)], interrupted=report["interrupted"])
 
 
 def _numbers(words: str) -> list[int]:
@@ -252,6 +253,9 @@ def _numbers(words: str) -> list[int]:
 
 def _throughput_table(report: Mapping[str, Any]) -> Table:
     title = f"{report['model']}, {report['device']}, {report['prompts']} prompts of {report['max_new_tokens']} tokens"
+    caption = f"drafting: {', '.join(report['methods'])}"
+    if report["rate"] is not None:
+        caption += f"; {report['rate']:g} requests arrive per second"
     headings = ("tok/s", "ratio", "first token p50", "p95", "ms/token p50", "p95", "p99", "equal")
     columns = [*numbers("at once"), Column(""), *numbers(*headings)]
     rows = []
@@ -265,7 +269,7 @@ def _throughput_table(report: Mapping[str, Any]) -> Table:
             times = (f"{first['p50']:.2f} s", f"{first['p95']:.2f} s")
             per_token = (f"{1000 * each[p]:.0f}" for p in ("p50", "p95", "p99"))
             rows.append((at_once, way, f"{speed:.1f}", ratio, *times, *per_token, equal))
-    return table(columns, rows, title=title)
+    return table(columns, rows, title=title, caption=caption)
 
 
 @bench.command(short_help="A served stream: a server that learns beside plain decoding.")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_files import save
 
+from swiftopt.cli import bench
 from swiftopt.cli.main import run
 
 
@@ -41,8 +42,23 @@ def test_requests_arrive_at_a_rate_and_the_table_fits_a_terminal(
     monkeypatch.setenv("COLUMNS", "80")
     assert run([*command, "--concurrency", "2", "--rate", "50", "--rounds", "1", "--max-new-tokens", "4"]) == 0
     out = capsys.readouterr().out
-    assert "plain" in out and "drafting" in out and "5 of 5" in out
+    assert "plain" in out and "drafting: adaptive; 50 requests arrive per second" in out and "5 of 5" in out
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_ctrl_c_shows_what_was_measured(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupting(line: str) -> None:
+        if line.startswith("2 at once, drafting"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "note", interrupting)
+    options = ["--rounds", "1", "--max-new-tokens", "4", "--method", "prompt-lookup", "--json"]
+    assert run([*command, "--concurrency", "1,2,3", *options]) == 130
+    report = json.loads(capsys.readouterr().out)
+    assert [row["concurrency"] for row in report["results"]] == [1] and report["interrupted"]
+    assert run([*command, "--concurrency", "2", *options]) == 130 and capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
