@@ -170,10 +170,11 @@ def comparison_view(report: Row, width: int) -> RenderableType:
         remarks.append("energy per token: not measured, this machine does not tell")
     remarks += [f"made for this comparison: {made['piece']} ({made['how']})" for made in report["made"]]
     for row in report["results"]:
+        reason = row["reason"] or "interrupted"
         if row["ratio"] is None:
-            remarks.append(f"{row['method']}: not run: {row['reason']}")
+            remarks.append(f"{row['method']}: not run: {reason}")
         elif row["prompts"] < row["of"]:
-            remarks.append(f"{row['method']}: {row['prompts']} of {row['of']} prompts, {row['reason']}")
+            remarks.append(f"{row['method']}: {row['prompts']} of {row['of']} prompts, {reason}")
     if report["made"] and report["made_on"] != "other prompts":
         remarks.append(f"made on {report['made_on']} themselves, which favours the methods that use it")
     style = "bold green" if report["plan"] and report["plan"]["verdict"] == "use" else "bold yellow"

@@ -78,6 +78,8 @@ def test_what_is_missing_is_said() -> None:
     assert "jacobi: 2 of 8 prompts, for it is less than half as fast" in text
     assert "energy per token: not measured" in text and "J/tok" not in text
     assert "heads (40 steps of training, 22 s)" in text
+    cut = shown(report(results=[result("jacobi", 1.1, prompts=2), result("spd", None)], interrupted=True), 80)
+    assert "jacobi: 2 of 8 prompts, interrupted" in cut and "spd: not run: interrupted" in cut
 
 
 def test_the_last_line_says_what_became_the_plan() -> None:
