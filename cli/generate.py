@@ -314,9 +314,9 @@ def loaded_partner(db: str | None, values: Mapping[str, Any]) -> Iterator[Partne
         finally:
             ticket.cancel()
         _, done, info = ticket.generated[-1]
-        note_remarks(done, info, noted)
         speed = done.n_tokens / done.timings.total_s if done.timings.total_s else None
         yield Answered(done.finish_reason, done.n_tokens, speed, done.acceptance_rate)
+        note_remarks(done, info, noted)  # when the answer's line has ended
 
     model = load(values["model"], values["dtype"], values["device"], note_load, values["speed"], db)
     with model.store or nullcontext():

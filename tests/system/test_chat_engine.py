@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,13 @@ def test_text_grows_to_stdout_and_figures_go_to_stderr(folder: str, capsys: pyte
     assert err.splitlines()[-1].startswith("[12 tokens, ") and "cut off: raise --max-new-tokens" in err
 
 
-def test_what_is_stored_for_the_task_is_looked_for(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_stored_for_the_task_is_looked_for_and_told_behind_the_answer(
+    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr", sys.stdout)  # as a terminal shows both
     assert run(["chat", "--model", folder, "--message", "w3", "--task", "rhymes", *SHORT]) == 0
-    assert any(f"nothing is stored for {folder}/rhymes" in line for line in told(capsys))
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith(f"note: nothing is stored for {folder}/rhymes") for line in lines)
 
 
 def test_model_without_a_chat_template_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
