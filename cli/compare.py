@@ -154,7 +154,7 @@ def _setting(text: str) -> Any:
     """Parse a number, true, false or null (also "none"); anything else stays text."""
     try:
         return None if text.lower() == "none" else json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # also a number of thousands of digits, thousands of nested lists
         return text
 
 

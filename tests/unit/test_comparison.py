@@ -197,6 +197,8 @@ def test_settings_are_read_by_method() -> None:
     ("words", "said"),
     [
         ("mtad=8", "sets nothing"),
+        (f"mtad.beam_width={'9' * 5000}", "beam_width is '999"),
+        (f"mtad.beam_width={'[' * 100_000}", "beam_width is '"),
         ("mtadd.beam_width=8", "nearest: mtad"),
         ("spd.max_draft_length=3", "not compared"),
         ("mtad.beams=8", "no 'beams'"),
