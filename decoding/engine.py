@@ -361,9 +361,10 @@ class Engine:
             self._trials[load.checked] = DraftTrials.beginning(load.checked, self._trials.values())
         trials = self._trials[load.checked]
         if (load.checked, load.n_beside) == (before.checked, before.n_beside):
-            trials.add(self._drafting, load.n_tokens - before.n_tokens, now - since)
-        load.drafts = load.checked == 1 or trials.drafts
+            # Methods that cannot stop draft in either kind of round. This one was begun as the round before it ended.
+            trials.add(self._drafting and before.drafts, load.n_tokens - before.n_tokens, now - since)
         self._drafting, self._checked = False, (replace(load), now)
+        load.drafts = load.checked == 1 or trials.drafts
 
     def _begin(self) -> Iterator[Event]:
         n_running = sum(not request.is_new for request in self.requests)

@@ -209,6 +209,22 @@ def test_engine_leaves_drafts_where_their_passes_take_too_long(
         assert n_passes[True] > 20, "one by itself drafts as its method says"
 
 
+def test_requests_that_may_stop_drafting_draft_beside_one_that_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds in which others leave drafts out are plain ones, though it drafts in them as in all."""
+    own, run_passes = parts("llama"), Runtime.forward_together
+
+    def slowly(runtime: Runtime, passes: Sequence[Pass]) -> list[Tensor]:
+        sleep(0 if passes[0].drafts else 0.003)
+        return run_passes(runtime, passes)
+
+    monkeypatch.setattr(Runtime, "forward_together", slowly)
+    engine, names = Engine(), ("self-sd", "swift", "swift")
+    running = [engine.add(request(own, build(n, own), repeating(i), SAMPLINGS[0], 120)) for i, n in enumerate(names)]
+    finish(engine)
+    stands, *may_stop = (each.result.drafted for each in running)
+    assert stands > 60 and min(may_stop) > 14, "10 where no round beside it counted as a plain one"
+
+
 class _Failing(Drafter):
     """Drafts twice, then raises; or asks for a pass that cannot be run."""
 
