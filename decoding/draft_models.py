@@ -130,7 +130,7 @@ class OtherModel(DraftModel):
         self._held, self._n_same = list(committed), same
         unread = self._known(committed[same:])
         for each in self.runtime.prefill_passes(unread, self.buffer, same, load=self.context.load):
-            logits = yield replace(each, drafts=True)
+            logits = yield replace(each, drafts=bool(each.wanted))  # a long text is read beside the others' rounds
         return logits
 
     def _known(self, token_ids: Sequence[int]) -> list[int]:

@@ -589,6 +589,23 @@ def test_prompt_longer_than_a_pass_is_read_beside_others(monkeypatch: pytest.Mon
     assert native("llama") is own.runtime
 
 
+def test_draft_model_reads_a_long_prompt_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that decode get a token for each of its pieces."""
+    monkeypatch.setattr("swiftopt.models.runtime.PREFILL_ROWS_BESIDE", 8)
+    own, engine, between = parts("llama", with_model=True), Engine(), [0]
+    long, short = words(2, 100), words(1, 4)
+    running = engine.add(request(own, PLAIN, short, SAMPLINGS[0], 60))
+    list(engine.step())
+    late = engine.add(request(own, build("spd", own), long, SAMPLINGS[0], 8))
+    while not late.is_done:
+        n_tokens = sum(len(event.token_ids) for event in engine.step() if event.context.n_prompt == len(short))
+        between = [*between[:-1], between[-1] + 1] if not n_tokens else [*between, 0]
+    finish(engine)
+    assert late.result.token_ids == by_itself(own, PLAIN, long, SAMPLINGS[0], 8)
+    assert running.result.token_ids == by_itself(own, PLAIN, short, SAMPLINGS[0], 60)
+    assert max(between) <= 5, "no more than a draft has steps"
+
+
 def test_stream_decoded_several_prompts_at_once_is_that_of_one_after_the_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
