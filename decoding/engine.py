@@ -345,7 +345,7 @@ class Engine:
             together.setdefault((wanted.runtime, wanted.layers), []).append((request, wanted))
         for (runtime, _), some in together.items():
             n_first = runtime.n_first
-            yield from _run(some)
+            yield from self._run(some)
             self.load.n_beside += runtime.n_first > n_first  # its time tells nothing of later rounds
         if waiting and not drafting and self.by_time:
             self._compare()
@@ -353,6 +353,26 @@ class Engine:
         self.requests = [request for request in self.requests if not request.is_done]
         if not self.requests:
             self.load.checked, self.load.drafts = 1, True
+
+    def _run(self, some: list[tuple[Request[Any], Pass]]) -> Iterator[Event]:
+        logits, kept = None, self._kept
+        try:
+            logits = some[0][1].runtime.forward_together([wanted for _, wanted in some])
+        except Exception as error:
+            kept = kept if is_out_of_memory(error) else []
+            if len(some) == 1 and not kept:
+                yield from some[0][0].throw(error)
+                return
+        if logits is None:  # here, and not where the error keeps what the pass held in memory
+            # All again without what was kept, or one by one, so that only the request whose pass it was fails.
+            again = [some] if kept else [[each] for each in some]
+            kept.clear()
+            for each in again:
+                yield from self._run(each)
+            return
+        for (request, wanted), own in zip(some, logits, strict=True):
+            if request.wanted is wanted:  # not cancelled meanwhile
+                yield from request.send(own)
 
     def _compare(self) -> None:
         """Learn what the round that ends here took, if all of it was decoding, and whether the next one may draft."""
@@ -458,20 +478,3 @@ def _too_long(wanted: Slots, memory: int) -> ContextOverflow:
         f"a text of {wanted.capacity} tokens needs {wanted.n_bytes / 1e6:.0f} MB of keys and values, but they may take"
         f" {memory / 1e6:.0f} MB: shorten the prompt or ask for fewer new tokens"
     )
-
-
-def _run(some: list[tuple[Request[Any], Pass]]) -> Iterator[Event]:
-    try:
-        logits = some[0][1].runtime.forward_together([wanted for _, wanted in some])
-    except Exception as error:
-        if len(some) == 1:
-            yield from some[0][0].throw(error)
-            return
-        logits = None
-    if logits is None:  # here, and not where the error keeps what the pass held in memory
-        for each in some:  # one by one, so that only the request whose pass it was fails
-            yield from _run([each])
-        return
-    for (request, wanted), own in zip(some, logits, strict=True):
-        if request.wanted is wanted:  # not cancelled meanwhile
-            yield from request.send(own)

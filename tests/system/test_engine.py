@@ -303,6 +303,30 @@ def test_what_was_kept_goes_before_a_request_fails_for_want_of_memory() -> None:
     assert late.result.token_ids == by_itself(own, PLAIN, words(2, 20), SAMPLINGS[0], 6)
 
 
+def test_what_was_kept_goes_before_a_pass_fails_for_want_of_memory() -> None:
+    own, engine, n_passes = parts("llama"), Engine(PLENTY), list[int]()
+
+    class Full(Runtime):
+        def forward_together(self, passes: Sequence[Pass]) -> list[Tensor]:
+            n_passes.append(len(passes))
+            if engine.kept_bytes:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().forward_together(passes)
+
+    engine.add(request(own, PLAIN, words(1, 20), SAMPLINGS[0], 6))
+    finish(engine)
+    before, own.runtime.__class__ = own.runtime.__class__, Full
+    try:
+        late = [engine.add(request(own, PLAIN, words(n, 20), SAMPLINGS[0], 6)) for n in (2, 3)]
+        finish(engine)
+    finally:
+        own.runtime.__class__ = before
+    assert [one.result.token_ids for one in late] == [
+        by_itself(own, PLAIN, words(n, 20), SAMPLINGS[0], 6) for n in (2, 3)
+    ]
+    assert n_passes == [2] * 7, "together again, once"
+
+
 def test_passes_that_will_be_replayed_do_not_count_in_what_rounds_take() -> None:
     runtime = tiny_runtime("llama", torch.float32)
     runtime.graphs = GraphPasses(runtime, lambda static: static.run)
