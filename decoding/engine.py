@@ -12,12 +12,13 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import takewhile
 from time import perf_counter
 from traceback import clear_frames
 from typing import Any, Generic, Self, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..core.errors import ContextOverflow
@@ -192,14 +193,15 @@ class _Prefix:
 
     slots: Slots
     buffer: KVBuffer
-    token_ids: tuple[int, ...]
+    token_ids: NDArray[np.int64]
 
-    def common(self, slots: Slots, token_ids: Sequence[int]) -> int:
+    def common(self, slots: Slots, token_ids: NDArray[np.int64]) -> int:
         """Return how many of its slots a text of those tokens can go on from."""
         if self.slots.runtime is not slots.runtime or self.slots.salt != slots.salt:
             return 0
-        pairs = zip(self.token_ids, token_ids, strict=False)
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        n = min(len(self.token_ids), len(token_ids))
+        same = self.token_ids[:n] == token_ids[:n]
+        return n if same.all() else int(same.argmin())
 
 
 SPARE_SHARE = 1 / 8  # of an engine's memory, that spare slots may take: requests wait for it, or lose what is kept
@@ -440,14 +442,15 @@ class Engine:
         return max(0, min(wanted.spare, free // wanted.bytes_of(1)))
 
     def _filled(self, wanted: Slots, capacity: int) -> tuple[KVBuffer, int]:
-        tokens = wanted.token_ids[:-1]  # the last one is always read
-        best = max(self._kept, key=lambda kept: kept.common(wanted, tokens), default=None)
-        n_filled = 0 if best is None else best.common(wanted, tokens)
+        tokens = np.array(wanted.token_ids[:-1], np.int64)  # the last one is always read
+        # Of several the latest, so that a beginning that many have in common puts none before those used after it.
+        found = ((kept.common(wanted, tokens), place) for place, kept in enumerate(self._kept))
+        n_filled, place = max(found, default=(0, 0))
         n_bytes = wanted.bytes_of(capacity)
-        if best is None or not n_filled:
+        if not n_filled:
             self._make_room(n_bytes)
             return wanted.runtime.new_buffer(capacity), 0
-        self._kept.remove(best)  # to its end: it was used
+        best = self._kept.pop(place)  # to its end: it was used
         self._kept.append(best)
         self._make_room(n_bytes, keep=1)
         buffer = wanted.runtime.new_buffer(capacity)
@@ -459,7 +462,7 @@ class Engine:
         """Keep what a request read for others to go on from, in place of shorter ones that it contains."""
         if self.memory is None:
             return
-        new = _Prefix(freed.slots, buffer, tuple(freed.token_ids))
+        new = _Prefix(freed.slots, buffer, np.array(freed.token_ids, np.int64))
         self._kept = [kept for kept in self._kept if kept.common(new.slots, new.token_ids) < len(kept.token_ids)]
         self._kept.append(new)
         self._make_room(0)

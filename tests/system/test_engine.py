@@ -520,6 +520,23 @@ def test_two_requests_go_on_from_one_text_and_none_from_another_salt() -> None:
         assert Counting.n_rows == n_read + 2 * 5
 
 
+def test_what_was_not_used_for_longest_goes_first_though_all_begin_alike() -> None:
+    own, header = parts("llama"), words(0, 4)
+    texts = [[*header, 10 + seed, *words(seed, 19)] for seed in range(7)]
+    engine = Engine(5 * (len(texts[0]) + 3) * own.runtime.slot_bytes)  # two new tokens each, and a row behind them
+
+    def n_read(number: int) -> int:
+        with counting(own.runtime):
+            engine.add(request(own, PLAIN, texts[number], SAMPLINGS[0], 2))
+            finish(engine)
+        return Counting.n_rows - 1
+
+    assert [n_read(number) for number in range(5)] == [24, 20, 20, 20, 20]
+    assert n_read(0) == 1, "it is the latest used then"
+    assert [n_read(number) for number in (5, 6)] == [20, 20], "in place of the oldest"
+    assert [n_read(number) for number in (4, 0, 1)] == [1, 1, 20]
+
+
 @given(st.data())
 def test_memory_is_never_exceeded_and_everybody_is_served_in_turn(data: st.DataObject) -> None:
     own = parts("llama")
