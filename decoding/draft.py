@@ -310,7 +310,6 @@ class DraftModel(ABC):
     layer_set: LayerSet | None = None  # sub-layers of the target that it leaves out, if it is made of the target
     slot_bytes: int = 0  # memory that it takes per slot of a request, beside the target's
     context: Context  # of the request, in a copy that `begin` made
-    buffer: KVBuffer  # that it reads and writes: the target's, or its own
     parents: list[int]  # of the round's nodes so far
     staged: StagedPass | None = None  # the round's rows, where verification only has to finish them
     hidden: Tensor | None = None  # (1, hidden_size), what the latest logits were read from, where a probe may see it
@@ -322,12 +321,17 @@ class DraftModel(ABC):
     def begin(self, context: Context) -> Self:
         """Return a copy that drafts for one request."""
         own = copy(self)
-        own.context, own.buffer = context, context.buffer
+        own.context = context
         own.start()
         return own
 
     def start(self) -> None:  # noqa: B027 - a hook
         """Set up what a request has for itself."""
+
+    @property
+    def buffer(self) -> KVBuffer:
+        """What it reads and writes: the target's, which is another one when it has grown, or its own."""
+        return self.context.buffer
 
     @property
     def room(self) -> int:

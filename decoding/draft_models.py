@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.types import LayerSet
+from ..models.buffer import KVBuffer
 from ..models.early_exit import StagedPass
 from ..models.rows import Pass, fetched
 from ..models.runtime import Runtime
@@ -81,10 +82,17 @@ class OtherModel(DraftModel):
         self.runtime.check_same_tokenizer(runtime)
 
     def start(self) -> None:
-        self.buffer = self.runtime.new_buffer(self.context.buffer.capacity)
+        self._own = self.runtime.new_buffer(self.context.buffer.capacity)
         self._held: list[int] = []  # the tokens whose keys and values lie at slots 0, 1, …
         self._n_same = 0  # of them, those known to be committed
         self._unread: Callable[[], Any] | None = None  # gives the root and the tokens of a draft that is read late
+
+    @property
+    def buffer(self) -> KVBuffer:
+        if self._own.capacity < self.context.buffer.capacity:
+            shorter, self._own = self._own, self.runtime.new_buffer(self.context.buffer.capacity)
+            self._own.copy_from(shorter, shorter.capacity)
+        return self._own
 
     @property
     def room(self) -> int:

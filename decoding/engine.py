@@ -39,12 +39,14 @@ class Slots:
     """The demand for a buffer of `capacity` slots, for a text that begins with `token_ids`.
 
     The answer is the buffer, how many of its slots hold that text's keys and values already (fewer than there are
-    tokens), and the engine's load. Only texts of one `salt` share any. `draft_slot_bytes` are those of drafting beside
+    tokens), and the engine's load. Where memory is bounded the buffer has `first` slots; when they are full, the text
+    frees them and asks for more. Only texts of one `salt` share any. `draft_slot_bytes` are those of drafting beside
     each slot. The buffer has up to `spare` slots more, for passes that the text does without where memory is short.
     """
 
     runtime: Runtime
     capacity: int
+    first: int
     token_ids: Sequence[int]
     salt: str = ""
     draft_slot_bytes: int = 0
@@ -410,7 +412,7 @@ class Engine:
                     yield from request.send(None)
                 elif self.memory is not None and wanted.n_bytes > self.memory:
                     yield from request.throw(_too_long(wanted, self.memory))
-                elif full or (self.memory is not None and self.n_bytes + wanted.n_bytes > self.memory):
+                elif full or (self.memory is not None and self.n_bytes + wanted.bytes_of(wanted.first) > self.memory):
                     full = True  # no later request is served before it
                     break
                 else:
@@ -424,21 +426,22 @@ class Engine:
 
     def _buffer(self, wanted: Slots) -> tuple[KVBuffer, int]:
         """Return a buffer with as much of the text as some finished request has read, and how much that is."""
-        for capacity in dict.fromkeys((wanted.capacity + self._spare(wanted), wanted.capacity)):
+        least = wanted.capacity if self.memory is None else wanted.first
+        for capacity in dict.fromkeys((least + self._spare(wanted), least)):
             try:
                 return self._filled(wanted, capacity)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
         self._kept.clear()  # before the request fails
-        return self._filled(wanted, wanted.capacity)
+        return self._filled(wanted, least)
 
     def _spare(self, wanted: Slots) -> int:
         """Return how many spare slots there are for a buffer: all that are wanted, as far as a share of memory goes."""
         if self.memory is None:
             return wanted.spare
-        taken = sum(slots.bytes_of(buffer.capacity - slots.capacity) for slots, buffer in self._held)
-        free = min(int(SPARE_SHARE * self.memory) - taken, self.memory - self.n_bytes - wanted.n_bytes)
+        taken = sum(slots.bytes_of(buffer.capacity - slots.first) for slots, buffer in self._held)
+        free = min(int(SPARE_SHARE * self.memory) - taken, self.memory - self.n_bytes - wanted.bytes_of(wanted.first))
         return max(0, min(wanted.spare, free // wanted.bytes_of(1)))
 
     def _filled(self, wanted: Slots, capacity: int) -> tuple[KVBuffer, int]:

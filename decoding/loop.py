@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
@@ -21,6 +21,7 @@ from .verify import Target, TargetWalk, Verifier, token_logprobs
 
 MOST_FORCED = 15  # tokens that a grammar drafts at once: with the root, 16 rows of the target
 FEWEST_FORCED = 2  # below, the method's own draft may go further
+FIRST_NEW = 256  # new tokens that a buffer has slots for at first where memory is bounded, and at least when it grows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +112,8 @@ def decoding(
     token_ids = [*prompt_ids, *(() if resume_from is None else resume_from.token_ids[:-1])]
     # Logits of what another request has read are gone: a prompt whose own are wanted is read from its first token on.
     known = () if prompt_logprobs else token_ids
-    slots = Slots(runtime, capacity, known, salt, method.drafter.slot_bytes, max(0, scratch_rows - behind))
+    first = min(capacity, len(token_ids) + FIRST_NEW + behind)
+    slots = Slots(runtime, capacity, first, known, salt, method.drafter.slot_bytes, max(0, scratch_rows - behind))
     buffer, n_read, load = yield slots
     tally = Tally() if resume_from is None else resume_from.tally.copied(resume_from.tally.elapsed_s)
     prompt = list(prompt_ids)
@@ -126,6 +128,8 @@ def decoding(
         # With this verifier alone no token, drawn or not, depends on what was drafted.
         may_stop = isinstance(method.verifier, TargetWalk) and not method.lossy
         while context.finish is None:
+            if context.root_slot + behind > context.buffer.capacity:
+                slots = yield from _grow(context, slots, behind)
             drafts = load.drafts or not may_stop
             yield from _round(context, method.verifier, drafting if drafts else plain, ending)
     completion = _completion(context, method, ending, context.finish)
@@ -164,6 +168,20 @@ def _resume(context: Context, n_read: int, point: ResumePoint) -> Work[None]:
         yield from context.runtime.prefill_passes(unread, context.buffer, n_read, load=context.load)
         context.tally.prefill_s += perf_counter() - clock
         yield Prefilled(context, ())
+
+
+def _grow(context: Context, slots: Slots, behind: int) -> Work[Slots]:
+    """Get a buffer with twice as many slots for new tokens, in turn with all who wait for memory.
+
+    What has been read is kept meanwhile, and is read again only as far as its memory was wanted.
+    """
+    token_ids = list(context.token_ids)
+    yield Free(slots, token_ids[:-1])
+    first = len(token_ids) + max(FIRST_NEW, len(context.generated)) + behind
+    slots = replace(slots, first=min(slots.capacity, first), token_ids=token_ids)
+    context.buffer, n_read, load = yield slots
+    yield from context.runtime.prefill_passes(token_ids[n_read:-1], context.buffer, n_read, load=load)
+    return slots
 
 
 def _completion(context: Context, method: Method, ending: Ending, finish: FinishReason) -> Completion:

@@ -32,6 +32,7 @@ from .job import Cancelled
 from .tune import TuneResult, run_tuning
 
 TURN_SHARE = 0.03  # of the time spent decoding, that turns of other threads may take
+TEXT_SHARE = 3 / 4  # of an engine's memory, that one text may take which is to end nowhere
 
 
 def load(
@@ -249,6 +250,12 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
             yield
         finally:
             over.set()
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of a text that its memory surely holds, with what drafting takes beside them."""
+        assert self._engine.memory is not None
+        return int(TEXT_SHARE * self._engine.memory) // self.model.runtime.slot_bytes
 
     @property
     def n_waiting(self) -> int:

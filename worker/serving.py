@@ -263,7 +263,7 @@ class EngineHost:
 
     def _decode(self, number: int, request: CompletionRequest) -> None:
         self._tickets = {own: ticket for own, ticket in self._tickets.items() if not ticket.is_done}
-        session, prompt = session_of(self.model, request)
+        session, prompt = session_of(self.model, request, self.engine.most_tokens)
         self._keep(number, request)
         ticket = self._tickets[number] = _Sent(self._wire, number, request, self._tokens.piece)
         tokenizer, prediction = self.model.runtime.tokenizer, request.prediction
@@ -306,9 +306,10 @@ class EngineHost:
             logger.warning("prompt=not kept reason=%r", str(error))
 
 
-def session_of(model: Model, request: CompletionRequest) -> tuple[Session, Prompt]:
+def session_of(model: Model, request: CompletionRequest, most_tokens: int | None = None) -> tuple[Session, Prompt]:
     """Return a request's session, and its prompt as token ids.
 
+    Args:   most_tokens: where a text ends at the latest whose request says nothing of it; None: with the context.
     Raises: InvalidInput: the prompt cannot be encoded, or a field cannot be used. ContextOverflow: the prompt does not
             fit the model's context, or the completion behind it.
     """
@@ -330,7 +331,8 @@ def session_of(model: Model, request: CompletionRequest) -> tuple[Session, Promp
         if not ids:
             raise InvalidInput("the prompt has no tokens: write at least one word")
     room = model.runtime.max_positions - len(ids)
-    session.max_new_tokens = max(1, room if request.max_new_tokens is None else request.max_new_tokens)
+    unasked = room if most_tokens is None else min(room, most_tokens - len(ids))
+    session.max_new_tokens = max(1, unasked if request.max_new_tokens is None else request.max_new_tokens)
     with about(source if room < 1 else "max_new_tokens"):
         model.runtime.check_context(len(ids), session.max_new_tokens)
     return session, Prompt("prompt", request.task or DEFAULT_TASK, token_ids=tuple(ids))

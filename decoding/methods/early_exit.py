@@ -192,6 +192,7 @@ class PipelineDrafter(Drafter):
 
     def start(self) -> None:
         self._flights: list[_Flight] = []  # oldest, deepest, first
+        self._buffer = self.context.buffer  # with their keys and values
 
     def draft(self, room: int) -> PassGenerator[Draft]:
         import torch
@@ -201,8 +202,9 @@ class PipelineDrafter(Drafter):
         yield from ()  # each layer reads its own weights, so that there is nothing to share with other requests
         context = self.context
         root, slot = context.token_ids[-1], context.root_slot
-        if not self._flights or (self._flights[0].token_id, self._flights[0].slot) != (root, slot):
-            self._flights = [self._start(root, slot)]
+        known = [(flight.token_id, flight.slot) for flight in self._flights[:1]]
+        if known != [(root, slot)] or self._buffer is not context.buffer:
+            self._flights, self._buffer = [self._start(root, slot)], context.buffer
         while self._flights[0].depth < context.runtime.n_layers:
             self._predict(slot + room)
             self._step()

@@ -543,6 +543,7 @@ def test_memory_is_never_exceeded_and_everybody_is_served_in_turn(data: st.DataO
     memory = data.draw(st.integers(40, 200)) * own.runtime.slot_bytes
     engine, running = Engine(memory), list[tuple[Request[Completion], tuple[int, ...]]]()
     began: list[int] = []
+    first_new = data.draw(st.sampled_from((1, 3, 256)))
     for number in range(data.draw(st.integers(2, 12))):
         ids = words(data.draw(st.integers(0, 2)), data.draw(st.integers(1, 25)))
         n_new, scratch = data.draw(st.integers(1, 10)), data.draw(st.sampled_from((0, 0, 3, 1000)))
@@ -558,9 +559,11 @@ def test_memory_is_never_exceeded_and_everybody_is_served_in_turn(data: st.DataO
             return intercept(request(own, PLAIN, ids, SAMPLINGS[0], n_new, scratch), note)
 
         running.append((engine.add(noting()), by_itself(own, PLAIN, ids, SAMPLINGS[0], n_new)))
-    while engine.requests:
-        list(engine.step())
-        assert engine.n_bytes + engine.kept_bytes <= memory
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("swiftopt.decoding.loop.FIRST_NEW", first_new)
+        while engine.requests:
+            list(engine.step())
+            assert engine.n_bytes + engine.kept_bytes <= memory
     assert [one.result.token_ids for one, _ in running] == [expected for _, expected in running]
     assert engine.n_bytes == 0
 
@@ -587,6 +590,37 @@ def test_text_that_memory_does_not_hold_is_refused_and_the_others_go_on() -> Non
     assert len(fits.result.token_ids) == len(behind.result.token_ids) == 8
     with pytest.raises(ContextOverflow, match=r"a text of 79 tokens needs .* MB of keys and values, but they may take"):
         _ = too_long.result
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_buffer_that_grows_with_its_text_changes_no_token(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    own = parts(family, with_model=True)
+    asked = [(name, repeating(number), SAMPLINGS[number % 3]) for number, name in enumerate(METHODS)]
+    expected = [by_itself(own, build(name, own), ids, sampling, 60) for name, ids, sampling in asked]
+    monkeypatch.setattr("swiftopt.decoding.loop.FIRST_NEW", 4)
+    engine = Engine(PLENTY)
+    running = [engine.add(request(own, build(name, own), ids, sampling, 60)) for name, ids, sampling in asked]
+    list(engine.step())
+    n_slots = sum(buffer.capacity for one in running for buffer in one.held.values())
+    finish(engine)
+    for (name, *_), one, tokens in zip(asked, running, expected, strict=True):
+        assert one.result.token_ids == tokens, name
+    assert n_slots < sum(next(request(own, build(n, own), ids, how, 60)).capacity for n, ids, how in asked) - 500
+
+
+def test_requests_that_may_write_much_run_beside_one_another_until_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose buffer cannot grow waits, and loses nothing."""
+    monkeypatch.setattr("swiftopt.decoding.loop.FIRST_NEW", 8)
+    own, n_beside = parts("llama"), 0
+    engine = Engine(200 * own.runtime.slot_bytes)  # one needs 151
+    running = [engine.add(request(own, PLAIN, words(seed, 10), SAMPLINGS[0], 140)) for seed in range(6)]
+    while engine.requests:
+        list(engine.step())
+        n_beside = max(n_beside, sum(bool(one.held) for one in running))
+        assert engine.n_bytes <= engine.memory
+    assert n_beside == 6
+    expected = [by_itself(own, PLAIN, words(seed, 10), SAMPLINGS[0], 140) for seed in range(6)]
+    assert [one.result.token_ids for one in running] == expected
 
 
 def test_request_that_is_cancelled_frees_its_memory_for_those_that_wait() -> None:

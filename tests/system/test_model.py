@@ -13,8 +13,10 @@ from tiny_files import save
 import swiftopt
 from swiftopt.core.errors import ContextOverflow, SettingsError, StreamError, StreamNotFound
 from swiftopt.core.events import Event, PromptFinished
+from swiftopt.core.requests import CompletionRequest
 from swiftopt.tasks.job import Cancelled
-from swiftopt.tasks.model import TURN_SHARE
+from swiftopt.tasks.model import TURN_SHARE, Ticket
+from swiftopt.worker.serving import session_of
 
 TEXTS = [f"w{i + 1} w{i + 2} w{i + 1}" for i in range(8)]
 
@@ -122,6 +124,20 @@ def test_tuning_takes_the_first_prompts_of_a_list_and_refuses_none(
         swiftopt.tune(model.name, [], db=db)
     with pytest.raises(StreamNotFound):
         swiftopt.tune(model.name, tmp_path / "missing.jsonl", db=db)
+
+
+def test_text_that_is_to_end_nowhere_ends_where_memory_does(model: swiftopt.Model) -> None:
+    """Not refused for what a whole context would take; one that asks for so much is."""
+    lengths = []
+    for n, memory in ((None, 120), (None, 1000), (30, 120)):
+        with model.engine(memory=memory * model.runtime.slot_bytes) as engine:
+            asked = CompletionRequest(text=TEXTS[0], max_new_tokens=n, ignore_eos=True)
+            ticket, (session, prompt) = Ticket(), session_of(model, asked, engine.most_tokens)
+            engine.run(model.decoding(session, prompt, "prompt-lookup"), ticket)
+            done = ticket.result(60)
+        assert done.finish_reason == "length"
+        lengths.append(done.n_prompt_tokens + len(done.token_ids))
+    assert lengths == [90, model.runtime.max_positions, 33]
 
 
 def test_closed_engine_gives_up_what_runs_and_takes_nothing_new(model: swiftopt.Model) -> None:
