@@ -300,7 +300,8 @@ class Context:
     Slots 0 … n-2 of `buffer` hold the target's keys and values of `token_ids`; the last token, the root of the next
     draft, will go to slot n-1, behind which drafts and scratch rows are written. `searched` and `finish` are as in
     `ResumePoint`. `logprobs` says how many alternatives are wanted beside each token's log probability; None: not even
-    that. `prediction` are tokens that the caller expects behind the prompt.
+    that. `prediction` are tokens that the caller expects behind the prompt. `state` is the prompt's mean state, where
+    it is wanted; before it was read, that of the prompt which its beginning is of.
     """
 
     runtime: Runtime
@@ -312,6 +313,7 @@ class Context:
     load: Load = field(default_factory=Load)  # of the engine that it runs in
     logprobs: int | None = None
     prediction: Sequence[int] = ()
+    state: Tensor | None = None
     searched: bool = False
     finish: FinishReason | None = None
     _text: Tensor | None = None  # as many of `token_ids` as were moved to the device

@@ -39,9 +39,10 @@ class Slots:
     """The demand for a buffer of `capacity` slots, for a text that begins with `token_ids`.
 
     The answer is the buffer, how many of its slots hold that text's keys and values already (fewer than there are
-    tokens), and the engine's load. Where memory is bounded the buffer has `first` slots; when they are full, the text
-    frees them and asks for more. Only texts of one `salt` share any. `draft_slot_bytes` are those of drafting beside
-    each slot. The buffer has up to `spare` slots more, for passes that the text does without where memory is short.
+    tokens), the mean state of the prompt that these are of (see `Free`), and the engine's load. Where memory is bounded
+    the buffer has `first` slots; when they are full, the text frees them and asks for more. Only texts of one `salt`
+    share any. `draft_slot_bytes` are those of drafting beside each slot. The buffer has up to `spare` slots more, for
+    passes that the text does without where memory is short.
     """
 
     runtime: Runtime
@@ -62,10 +63,14 @@ class Slots:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Free:
-    """The buffer of those slots is not needed any more; it holds the keys and values of `token_ids`."""
+    """The buffer of those slots is not needed any more; it holds the keys and values of `token_ids`.
+
+    `state`: the mean state of the text's prompt, if known.
+    """
 
     slots: Slots
     token_ids: Sequence[int]
+    state: Tensor | None = None
 
 
 DEMANDS = (Pass, Slots, Free)
@@ -196,6 +201,7 @@ class _Prefix:
     slots: Slots
     buffer: KVBuffer
     token_ids: NDArray[np.int64]
+    state: Tensor | None
 
     def common(self, slots: Slots, token_ids: NDArray[np.int64]) -> int:
         """Return how many of its slots a text of those tokens can go on from."""
@@ -417,15 +423,15 @@ class Engine:
                     break
                 else:
                     try:
-                        buffer, n_filled = self._buffer(wanted)
+                        buffer, *known = self._buffer(wanted)
                     except Exception as error:
                         yield from request.throw(error)
                         continue
                     request.held[wanted] = buffer
-                    yield from request.send((buffer, n_filled, self.load))
+                    yield from request.send((buffer, *known, self.load))
 
-    def _buffer(self, wanted: Slots) -> tuple[KVBuffer, int]:
-        """Return a buffer with as much of the text as some finished request has read, and how much that is."""
+    def _buffer(self, wanted: Slots) -> tuple[KVBuffer, int, Tensor | None]:
+        """Return a buffer with as much of the text as a finished request has read, how much, and that one's state."""
         least = wanted.capacity if self.memory is None else wanted.first
         for capacity in dict.fromkeys((least + self._spare(wanted), least)):
             try:
@@ -444,7 +450,7 @@ class Engine:
         free = min(int(SPARE_SHARE * self.memory) - taken, self.memory - self.n_bytes - wanted.bytes_of(wanted.first))
         return max(0, min(wanted.spare, free // wanted.bytes_of(1)))
 
-    def _filled(self, wanted: Slots, capacity: int) -> tuple[KVBuffer, int]:
+    def _filled(self, wanted: Slots, capacity: int) -> tuple[KVBuffer, int, Tensor | None]:
         tokens = np.array(wanted.token_ids[:-1], np.int64)  # the last one is always read
         # Of several the latest, so that a beginning that many have in common puts none before those used after it.
         found = ((kept.common(wanted, tokens), place) for place, kept in enumerate(self._kept))
@@ -452,20 +458,20 @@ class Engine:
         n_bytes = wanted.bytes_of(capacity)
         if not n_filled:
             self._make_room(n_bytes)
-            return wanted.runtime.new_buffer(capacity), 0
+            return wanted.runtime.new_buffer(capacity), 0, None
         best = self._kept.pop(place)  # to its end: it was used
         self._kept.append(best)
         self._make_room(n_bytes, keep=1)
         buffer = wanted.runtime.new_buffer(capacity)
         buffer.copy_from(best.buffer, n_filled)
         self._make_room(n_bytes)
-        return buffer, n_filled
+        return buffer, n_filled, best.state
 
     def _keep(self, freed: Free, buffer: KVBuffer) -> None:
         """Keep what a request read for others to go on from, in place of shorter ones that it contains."""
         if self.memory is None:
             return
-        new = _Prefix(freed.slots, buffer, np.array(freed.token_ids, np.int64))
+        new = _Prefix(freed.slots, buffer, np.array(freed.token_ids, np.int64), freed.state)
         self._kept = [kept for kept in self._kept if kept.common(new.slots, new.token_ids) < len(kept.token_ids)]
         self._kept.append(new)
         self._make_room(0)

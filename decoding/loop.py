@@ -28,7 +28,8 @@ FIRST_NEW = 256  # new tokens that a buffer has slots for at first where memory 
 class Prefilled:
     """The prompt was read, and gave its first token; a resumed request has no new one.
 
-    `state` is the mean state (hidden_size,) behind the final norm, in float32, of the tokens that were read for it.
+    `state` is the mean state (hidden_size,) behind the final norm, in float32, of the prompt's tokens; those that an
+    earlier request has read count as the mean of its prompt.
     `logprobs` are those of `token_ids`, `prompt_logprobs` those of the prompt's tokens after the first; empty where
     not wanted.
     """
@@ -114,10 +115,11 @@ def decoding(
     known = () if prompt_logprobs else token_ids
     first = min(capacity, len(token_ids) + FIRST_NEW + behind)
     slots = Slots(runtime, capacity, first, known, salt, method.drafter.slot_bytes, max(0, scratch_rows - behind))
-    buffer, n_read, load = yield slots
+    buffer, n_read, state, load = yield slots
     tally = Tally() if resume_from is None else resume_from.tally.copied(resume_from.tally.elapsed_s)
     prompt = list(prompt_ids)
-    context = Context(runtime, buffer, rule, prompt, len(prompt), tally, load, logprobs, tuple(prediction))
+    state = state if with_state else None
+    context = Context(runtime, buffer, rule, prompt, len(prompt), tally, load, logprobs, tuple(prediction), state)
     if resume_from is None:
         tally.n_cached = n_read
         yield from _prefill(context, n_read, ending, with_state, prompt_logprobs)
@@ -134,7 +136,7 @@ def decoding(
             yield from _round(context, method.verifier, drafting if drafts else plain, ending)
     completion = _completion(context, method, ending, context.finish)
     is_read = resume_from is None or resume_from.finish is None
-    yield Free(slots, context.token_ids[:-1] if is_read else ())
+    yield Free(slots, context.token_ids[:-1] if is_read else (), context.state)
     return completion
 
 
@@ -152,9 +154,12 @@ def _prefill(context: Context, n_read: int, ending: Ending, with_state: bool, pr
             of_prompt += token_logprobs(logits, following, context.logprobs or 0)
     first = context.choose((), logits[-1])
     context.tally.prefill_s = context.tally.total_s
-    state = runtime.normed(torch.cat(states)).float().mean(dim=0) if with_state else None
+    if with_state:
+        unread = runtime.normed(torch.cat(states)).float().mean(dim=0)
+        read = unread if context.state is None else context.state
+        context.state = read.lerp(unread, len(prompt_ids) / context.n_prompt)
     own = () if context.logprobs is None else token_logprobs(logits[-1:], [first], context.logprobs)
-    yield Prefilled(context, _commit(context, (first,), ending), state, own, tuple(of_prompt))
+    yield Prefilled(context, _commit(context, (first,), ending), context.state, own, tuple(of_prompt))
 
 
 def _resume(context: Context, n_read: int, point: ResumePoint) -> Work[None]:
@@ -176,11 +181,12 @@ def _grow(context: Context, slots: Slots, behind: int) -> Work[Slots]:
     What has been read is kept meanwhile, and is read again only as far as its memory was wanted.
     """
     token_ids = list(context.token_ids)
-    yield Free(slots, token_ids[:-1])
+    yield Free(slots, token_ids[:-1], context.state)
     first = len(token_ids) + max(FIRST_NEW, len(context.generated)) + behind
     slots = replace(slots, first=min(slots.capacity, first), token_ids=token_ids)
-    context.buffer, n_read, load = yield slots
-    yield from context.runtime.prefill_passes(token_ids[n_read:-1], context.buffer, n_read, load=load)
+    context.buffer, n_read, *_ = yield slots
+    unread = token_ids[n_read:-1]
+    yield from context.runtime.prefill_passes(unread, context.buffer, n_read, load=context.load)
     return slots
 
 

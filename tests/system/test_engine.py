@@ -537,6 +537,22 @@ def test_what_was_not_used_for_longest_goes_first_though_all_begin_alike() -> No
     assert [n_read(number) for number in (4, 0, 1)] == [1, 1, 20]
 
 
+@pytest.mark.parametrize("first_new", [2, 256])
+def test_state_of_a_prompt_counts_what_another_has_read(monkeypatch: pytest.MonkeyPatch, first_new: int) -> None:
+    """One that is asked again, or goes on, lies where it would lie if it were read anew."""
+    monkeypatch.setattr("swiftopt.decoding.loop.FIRST_NEW", first_new)
+    own, prompt, states = parts("llama"), words(1, 40), list[Tensor]()
+    engine = Engine(PLENTY)
+    for ids, host in ((prompt, engine), (prompt, engine), ([*prompt, 7], engine), ([*prompt, 7], Engine())):
+        rule = TokenRule.of(SAMPLINGS[0], None, len(ids))
+        host.add(decoding(own.runtime, ids, PLAIN, rule, Ending(8), with_state=True))
+        while host.requests:
+            states += [event.state for event in host.step() if isinstance(event, Prefilled)]
+    whole, again, longer, anew = states
+    assert torch.cosine_similarity(whole, again, dim=0) > 0.98
+    torch.testing.assert_close(longer, (40 * again + (41 * anew - 40 * whole)) / 41, atol=1e-3, rtol=1e-3)
+
+
 @given(st.data())
 def test_memory_is_never_exceeded_and_everybody_is_served_in_turn(data: st.DataObject) -> None:
     own = parts("llama")
