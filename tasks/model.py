@@ -32,7 +32,6 @@ from .job import Cancelled
 from .tune import TuneResult, run_tuning
 
 TURN_SHARE = 0.03  # of the time spent decoding, that turns of other threads may take
-TEXT_SHARE = 3 / 4  # of an engine's memory, that one text may take which is to end nowhere
 
 
 def load(
@@ -253,9 +252,9 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of a text that its memory surely holds, with what drafting takes beside them."""
+        """Tokens that its memory holds, if nothing drafts beside them."""
         assert self._engine.memory is not None
-        return int(TEXT_SHARE * self._engine.memory) // self.model.runtime.slot_bytes
+        return self._engine.memory // self.model.runtime.slot_bytes
 
     @property
     def n_waiting(self) -> int:

@@ -46,6 +46,7 @@ from ..tasks.traffic import Traffic
 from .attempt import EngineJobs
 
 TAIL = 16  # tokens at a prompt's end that show whether it has begun a thought
+ANSWER_SHARE = 3 / 4  # of the memory that a prompt leaves, that an answer may take which is to end nowhere
 _BYTE = re.compile("<0x([0-9A-F]{2})>")  # a byte in the vocabularies of sentencepiece
 _PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
 # Vocabularies of bytes write a byte as the character of its number; unprintable ones follow from 256 on, in order.
@@ -309,7 +310,7 @@ class EngineHost:
 def session_of(model: Model, request: CompletionRequest, most_tokens: int | None = None) -> tuple[Session, Prompt]:
     """Return a request's session, and its prompt as token ids.
 
-    Args:   most_tokens: where a text ends at the latest whose request says nothing of it; None: with the context.
+    Args:   most_tokens: that memory holds, for requests that say of no length; None: any number.
     Raises: InvalidInput: the prompt cannot be encoded, or a field cannot be used. ContextOverflow: the prompt does not
             fit the model's context, or the completion behind it.
     """
@@ -331,7 +332,8 @@ def session_of(model: Model, request: CompletionRequest, most_tokens: int | None
         if not ids:
             raise InvalidInput("the prompt has no tokens: write at least one word")
     room = model.runtime.max_positions - len(ids)
-    unasked = room if most_tokens is None else min(room, most_tokens - len(ids))
+    left = room if most_tokens is None else int(ANSWER_SHARE * (most_tokens - len(ids)))
+    unasked = min(room, left) if left > 0 else room  # a prompt that memory does not hold is refused by the engine
     session.max_new_tokens = max(1, unasked if request.max_new_tokens is None else request.max_new_tokens)
     with about(source if room < 1 else "max_new_tokens"):
         model.runtime.check_context(len(ids), session.max_new_tokens)

@@ -129,7 +129,7 @@ def test_tuning_takes_the_first_prompts_of_a_list_and_refuses_none(
 def test_text_that_is_to_end_nowhere_ends_where_memory_does(model: swiftopt.Model) -> None:
     """Not refused for what a whole context would take; one that asks for so much is."""
     lengths = []
-    for n, memory in ((None, 120), (None, 1000), (30, 120)):
+    for n, memory in ((None, 120), (None, 60), (None, 1000), (30, 120)):
         with model.engine(memory=memory * model.runtime.slot_bytes) as engine:
             asked = CompletionRequest(text=TEXTS[0], max_new_tokens=n, ignore_eos=True)
             ticket, (session, prompt) = Ticket(), session_of(model, asked, engine.most_tokens)
@@ -137,7 +137,7 @@ def test_text_that_is_to_end_nowhere_ends_where_memory_does(model: swiftopt.Mode
             done = ticket.result(60)
         assert done.finish_reason == "length"
         lengths.append(done.n_prompt_tokens + len(done.token_ids))
-    assert lengths == [90, model.runtime.max_positions, 33]
+    assert lengths == [90, 45, model.runtime.max_positions, 33]
 
 
 def test_closed_engine_gives_up_what_runs_and_takes_nothing_new(model: swiftopt.Model) -> None:
