@@ -10,7 +10,7 @@
 
 constexpr int OUTPUTS = 16;  // of a block
 constexpr int TILE_CODES = 64;  // inputs of a tile of codes
-constexpr int AHEAD = 2048;  // bytes of codes that are asked for before they are used
+constexpr int AHEAD = 8192;  // bytes of codes of all blocks of a tile that are asked for before they are used
 
 // The activations of some rows as codes: value ~ code * scale.
 struct Rounded {
@@ -50,114 +50,117 @@ template <class T> static void round_row(const T* x, int n_in, int group, int8_t
     }
 }
 
+// A number for each output of a block, in as many vectors as it takes.
+constexpr int VECTORS = OUTPUTS / LANES;
+struct Sixteen {
+    vf v[VECTORS] = {};
+};
+template <class S> static inline Sixteen sixteen(const S* from) {
+    Sixteen f;
+    for (int i = 0; i < VECTORS; i++) f.v[i] = load(from + i * LANES);
+    return f;
+}
+static inline void add_product(Sixteen& sum, const Sixteen& a, const Sixteen& b) {
+    for (int i = 0; i < VECTORS; i++) sum.v[i] = fma(a.v[i], b.v[i], sum.v[i]);
+}
+static inline void add_product(Sixteen& sum, const Sixteen& a, float b) {
+    for (int i = 0; i < VECTORS; i++) sum.v[i] = fma(a.v[i], splat(b), sum.v[i]);
+}
+static inline Sixteen product(Sixteen a, const Sixteen& b) {
+    for (int i = 0; i < VECTORS; i++) a.v[i] *= b.v[i];
+    return a;
+}
+static inline Sixteen minus(Sixteen a, float b) {
+    for (vf& each : a.v) each -= b;
+    return a;
+}
+static inline Sixteen times(Sixteen a, float b) {
+    for (vf& each : a.v) each *= b;
+    return a;
+}
+
 #if defined(WITH_AVX512) && defined(__AVX512VNNI__)
-struct Sums {  // one integer per output of a block
+constexpr int BLOCKS_TOGETHER = 4;  // of a tile: what the registers hold
+static inline __m512i low_halves(__m512i w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
+static inline __m512i high_halves(__m512i w) { return low_halves(_mm512_srli_epi16(w, 4)); }
+struct Sums {  // one integer per output of a block: codes of 4 inputs each, times theirs
     __m512i v = _mm512_setzero_si512();
     static __m512i quads(const uint8_t* from) { return _mm512_loadu_si512(from); }
     void add(__m512i w, int32_t x) { v = _mm512_dpbusd_epi32(v, w, _mm512_set1_epi32(x)); }
+    void add_halves(__m512i w, int32_t low, int32_t high) { add(low_halves(w), low), add(high_halves(w), high); }
 };
-static inline __m512i low_halves(__m512i w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
-static inline __m512i high_halves(__m512i w) {
-    return _mm512_and_si512(_mm512_srli_epi16(w, 4), _mm512_set1_epi8(15));
-}
-static inline vf converted(const Sums& s) { return (vf)_mm512_cvtepi32_ps(s.v); }
-template <class S> static inline vf sixteen(const S* from) { return load(from); }
-typedef vf Sixteen;
-#else
+static inline Sixteen converted(const Sums& s) { return {(vf)_mm512_cvtepi32_ps(s.v)}; }
+#elif defined(__AVX2__)
+constexpr int BLOCKS_TOGETHER = 1;
 struct Quads {
-    uint8_t w[64];
+    __m256i w[2];
 };
 struct Sums {
-    int32_t v[OUTPUTS] = {};
+    __m256i v[2] = {};
     static Quads quads(const uint8_t* from) {
-        Quads q;
-        memcpy(q.w, from, 64);
-        return q;
+        return {_mm256_loadu_si256((const __m256i*)from), _mm256_loadu_si256((const __m256i*)from + 1)};
     }
     void add(const Quads& q, int32_t x) {
-        int8_t xs[4];
-        memcpy(xs, &x, 4);
-#if defined(__AVX2__)
-        // Products of halves with 8 bits fit 16 bits in pairs; those of whole codes would not.
-        const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15), all = _mm256_set1_epi32(x);
-        for (int h = 0; h < 2; h++) {
-            __m256i w = _mm256_loadu_si256((const __m256i*)(q.w + 32 * h)), sum;
-            memcpy(&sum, v + 8 * h, 32);
-            __m256i lows = _mm256_maddubs_epi16(_mm256_and_si256(w, low), all);
-            __m256i highs = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(w, 4), low), all);
-            sum = _mm256_add_epi32(sum, _mm256_madd_epi16(lows, ones));
-            sum = _mm256_add_epi32(sum, _mm256_slli_epi32(_mm256_madd_epi16(highs, ones), 4));
-            memcpy(v + 8 * h, &sum, 32);
+        const __m256i all = _mm256_set1_epi32(x), odd = _mm256_srai_epi16(all, 8);
+        const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(all, 8), 8);
+        for (int i = 0; i < 2; i++) {
+            const __m256i evens = _mm256_and_si256(q.w[i], _mm256_set1_epi16(255)), odds = _mm256_srli_epi16(q.w[i], 8);
+            v[i] = _mm256_add_epi32(v[i], _mm256_madd_epi16(evens, even));
+            v[i] = _mm256_add_epi32(v[i], _mm256_madd_epi16(odds, odd));
         }
-#else
-        for (int o = 0; o < OUTPUTS; o++)
-            for (int i = 0; i < 4; i++) v[o] += int32_t(q.w[4 * o + i]) * xs[i];
-#endif
     }
-};
-static inline Quads low_halves(const Quads& q) {
-    Quads low;
-    for (int i = 0; i < 64; i++) low.w[i] = q.w[i] & 15;
-    return low;
-}
-static inline Quads high_halves(const Quads& q) {
-    Quads high;
-    for (int i = 0; i < 64; i++) high.w[i] = q.w[i] >> 4;
-    return high;
-}
-struct Sixteen {
-    float v[OUTPUTS] = {};
+    // Products of halves with 8 bits fit 16 bits in pairs, and so do sums of two; those of whole codes would not.
+    void add_halves(const Quads& q, int32_t low, int32_t high) {
+        const __m256i halves = _mm256_set1_epi8(15);
+        for (int i = 0; i < 2; i++) {
+            const __m256i lows = _mm256_and_si256(q.w[i], halves);
+            const __m256i highs = _mm256_and_si256(_mm256_srli_epi16(q.w[i], 4), halves);
+            const __m256i pairs = _mm256_add_epi16(
+                _mm256_maddubs_epi16(lows, _mm256_set1_epi32(low)), _mm256_maddubs_epi16(highs, _mm256_set1_epi32(high)));
+            v[i] = _mm256_add_epi32(v[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        }
+    }
 };
 static inline Sixteen converted(const Sums& s) {
     Sixteen f;
-    for (int o = 0; o < OUTPUTS; o++) f.v[o] = float(s.v[o]);
+    for (int i = 0; i < VECTORS; i++) f.v[i] = __builtin_convertvector(((const vi*)s.v)[i], vf);
     return f;
 }
-template <class S> static inline Sixteen sixteen(const S* from) {
+#else
+constexpr int BLOCKS_TOGETHER = 1;
+typedef int16_t vs __attribute__((vector_size(LANES * 4), aligned(2), may_alias));
+struct Quads {
+    vs w[VECTORS];
+};
+struct Sums {
+    vi v[VECTORS] = {};
+    static Quads quads(const uint8_t* from) {
+        Quads q;
+        for (int i = 0; i < VECTORS; i++) q.w[i] = *(const vs*)(from + 4 * LANES * i);
+        return q;
+    }
+    // Codes of every other input lie in 16 bits: their products fit there, and of halves the sums of four.
+    static vs even(int32_t x) { return (vs)(vi{} + x) << 8 >> 8; }
+    static vs odd(int32_t x) { return (vs)(vi{} + x) >> 8; }
+    static vi quads_of(vs pairs) { return ((vi)pairs << 16 >> 16) + ((vi)pairs >> 16); }
+    void add(const Quads& q, int32_t x) {
+        for (int i = 0; i < VECTORS; i++)
+            v[i] += quads_of((q.w[i] & 255) * even(x)) + quads_of((q.w[i] >> 8 & 255) * odd(x));
+    }
+    void add_halves(const Quads& q, int32_t low, int32_t high) {
+        for (int i = 0; i < VECTORS; i++) {
+            const vs w = q.w[i];
+            v[i] += quads_of(
+                (w & 15) * even(low) + (w >> 8 & 15) * odd(low) + (w >> 4 & 15) * even(high) + (w >> 12 & 15) * odd(high));
+        }
+    }
+};
+static inline Sixteen converted(const Sums& s) {
     Sixteen f;
-    for (int o = 0; o < OUTPUTS; o++) f.v[o] = to_float(from[o]);
+    for (int i = 0; i < VECTORS; i++) f.v[i] = __builtin_convertvector(s.v[i], vf);
     return f;
 }
 #endif
-
-static inline void add_product(Sixteen& sum, const Sixteen& a, float b) {
-#if defined(WITH_AVX512) && defined(__AVX512VNNI__)
-    sum = fma(a, splat(b), sum);
-#else
-    for (int o = 0; o < OUTPUTS; o++) sum.v[o] += a.v[o] * b;
-#endif
-}
-static inline void add_product(Sixteen& sum, const Sixteen& a, const Sixteen& b) {
-#if defined(WITH_AVX512) && defined(__AVX512VNNI__)
-    sum = fma(a, b, sum);
-#else
-    for (int o = 0; o < OUTPUTS; o++) sum.v[o] += a.v[o] * b.v[o];
-#endif
-}
-static inline Sixteen product(Sixteen a, const Sixteen& b) {
-#if defined(WITH_AVX512) && defined(__AVX512VNNI__)
-    return a * b;
-#else
-    for (int o = 0; o < OUTPUTS; o++) a.v[o] *= b.v[o];
-    return a;
-#endif
-}
-static inline Sixteen minus(Sixteen a, float b) {
-#if defined(WITH_AVX512) && defined(__AVX512VNNI__)
-    return a - b;
-#else
-    for (float& each : a.v) each -= b;
-    return a;
-#endif
-}
-static inline Sixteen times(Sixteen a, float b) {
-#if defined(WITH_AVX512) && defined(__AVX512VNNI__)
-    return a * b;
-#else
-    for (float& each : a.v) each *= b;
-    return a;
-#endif
-}
 
 enum ScaleType : int32_t { ZERO_VALUES, ZERO_CODES_BF16, ZERO_CODES_F16, ZERO_CODES_F32 };
 
@@ -199,21 +202,17 @@ static inline void packed_tile(
     Sixteen acc[R][B] = {};
     for (int g = 0; g < groups; g++) {
         Sums sums[R][B];
-        const int64_t ahead = AHEAD + (g * group_bytes + AHEAD < bytes ? 0 : (next - 1) * bytes);
+        const int64_t ahead = AHEAD / B + (g * group_bytes + AHEAD / B < bytes ? 0 : (next - 1) * bytes);
         for (int at = g * w.group; at < (g + 1) * w.group; at += INPUTS) {
             for (int b = 0; b < B; b++) {
-                auto ws = Sums::quads(codes[b]);
+                const auto ws = Sums::quads(codes[b]);
                 if (first) __builtin_prefetch(codes[b] + ahead, 0, 2);
                 codes[b] += 64;
                 for (int r = 0; r < R; r++) {
                     int32_t xs[2];
                     memcpy(xs, x.codes + int64_t(row + r) * k + at, INPUTS);
-                    if constexpr (BITS == 4) {
-                        sums[r][b].add(low_halves(ws), xs[0]);
-                        sums[r][b].add(high_halves(ws), xs[1]);
-                    } else {
-                        sums[r][b].add(ws, xs[0]);
-                    }
+                    if constexpr (BITS == 4) sums[r][b].add_halves(ws, xs[0], xs[1]);
+                    else sums[r][b].add(ws, xs[0]);
                 }
             }
         }
@@ -228,7 +227,8 @@ static inline void packed_tile(
         }
     }
     for (int r = 0; r < R; r++)
-        for (int b = 0; b < B; b++) memcpy(c + r * ldc + b * OUTPUTS, &acc[r][b], OUTPUTS * sizeof(float));
+        for (int b = 0; b < B; b++)
+            for (int i = 0; i < VECTORS; i++) store(c + r * ldc + b * OUTPUTS + i * LANES, acc[r][b].v[i]);
 }
 
 template <int BITS, int B, int R>
@@ -247,14 +247,14 @@ template <int BITS, int G>
 static inline void packed_sides(const Packed& w, int block, const Rounded& x, int row, int k, float* c, int64_t ldc) {
     const int groups = w.n_in / w.group;
     const uint8_t* codes = w.codes + block * (w.block_bytes() * BITS / 8);
-    vf acc[G * SIDE] = {};
+    Sixteen acc[G * SIDE] = {};
     alignas(64) uint8_t unpacked[SIDE][64];
     alignas(64) int32_t sums[G * SIDE][SIDE];
     for (int g = 0; g < groups; g++) {
         unrolled<G>([&](auto s) { zero_tile<s>(); });
         for (int at = g * w.group; at < (g + 1) * w.group; at += TILE_CODES) {
             for (int i = 0; i < SIDE * BITS / 8; i++, codes += 64) {
-                if (row == 0) __builtin_prefetch(codes + AHEAD, 0, 2);
+                if (row == 0) __builtin_prefetch(codes + AHEAD / 4, 0, 2);
                 if constexpr (BITS == 4) {
                     const __m512i own = _mm512_loadu_si512(codes);
                     _mm512_store_si512(unpacked[2 * i], low_halves(own));
@@ -268,15 +268,15 @@ static inline void packed_sides(const Packed& w, int block, const Rounded& x, in
             });
         }
         unrolled<G>([&](auto s) { store_tile<s>(sums[s * SIDE], sizeof sums[0]); });
-        vf scale, zero;
+        Sixteen scale, zero;
         w.scales_of(int64_t(block) * groups + g, float(1 << (BITS - 1)), scale, zero);
         for (int r = 0; r < G * SIDE; r++) {
             const int64_t own = int64_t(row + r) * groups + g;
-            const vf sum = (vf)_mm512_cvtepi32_ps(_mm512_load_si512(sums[r]));
-            acc[r] = fma(zero, splat(x.sums[own]), fma(sum, scale * x.scales[own], acc[r]));
+            add_product(acc[r], converted({_mm512_load_si512(sums[r])}), times(scale, x.scales[own]));
+            add_product(acc[r], zero, x.sums[own]);
         }
     }
-    for (int r = 0; r < G * SIDE; r++) store(c + r * ldc, acc[r]);
+    for (int r = 0; r < G * SIDE; r++) store(c + r * ldc, acc[r].v[0]);
 }
 #endif
 
@@ -299,10 +299,14 @@ static void packed_products(
 #endif
     for (int row = 0; row < m; row += MOST, c += MOST * ldc) {
         const int rows = std::min(MOST, m - row);
+        auto go = [&](auto together, int block) {
+            constexpr int B = together;
+            const int then = block + 2 * B <= last ? B : next;
+            packed_tile_of<BITS, B, MOST>(rows, w, block, x, row, c + (block - first) * OUTPUTS, ldc, then);
+        };
         int block = first;
-        for (; block + 4 <= last; block += 4)
-            packed_tile_of<BITS, 4, MOST>(rows, w, block, x, row, c + (block - first) * OUTPUTS, ldc, next);
-        for (; block < last; block++)
-            packed_tile_of<BITS, 1, MOST>(rows, w, block, x, row, c + (block - first) * OUTPUTS, ldc, 1);  // the one behind it
+        for (; block + BLOCKS_TOGETHER <= last; block += BLOCKS_TOGETHER)
+            go(std::integral_constant<int, BLOCKS_TOGETHER>(), block);
+        for (; block < last; block++) go(std::integral_constant<int, 1>(), block);
     }
 }

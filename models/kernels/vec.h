@@ -76,26 +76,26 @@ template <> inline bf16 rounded<bf16>(float x) {
     return bf16{uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
 }
 
-static inline vf load(const float* from) {
-    vf value;
-    memcpy(&value, from, sizeof value);
-    return value;
-}
-static inline vf load(const bf16* from) {
-    vh half;
-    memcpy(&half, from, sizeof half);
-    return (vf)(__builtin_convertvector(half, vu) << 16);
-}
+// By their own type: for AVX2, gcc copies by `memcpy` in halves, and what reads the whole waits until both are written.
+static inline vf load(const float* from) { return *(const vf*)from; }
+static inline vf load(const bf16* from) { return (vf)(__builtin_convertvector(*(const vh*)from, vu) << 16); }
+static inline vf load(const f16* from) {
 #if defined(WITH_AVX512)
-static inline vf load(const f16* from) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__AVX2__)
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+#else
+    vf value;
+    for (int i = 0; i < LANES; i++) value[i] = to_float(from[i]);
+    return value;
 #endif
-static inline void store(float* to, vf value) { memcpy(to, &value, sizeof value); }
+}
+static inline void store(float* to, vf value) { *(vf*)to = value; }
 static inline void store(bf16* to, vf value) {
     vu bits = (vu)value;
     vu even = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     vu is_nan = (vu)((bits & 0x7fffffffu) > 0x7f800000u);
-    vh half = __builtin_convertvector((is_nan & ((bits >> 16) | 0x40u)) | (~is_nan & even), vh);
-    memcpy(to, &half, sizeof half);
+    *(vh*)to = __builtin_convertvector((is_nan & ((bits >> 16) | 0x40u)) | (~is_nan & even), vh);
 }
 // Values i, i + 1, … of `n`, and zeros behind the last.
 template <class T> static inline vf part_of(const T* x, int i, int n) {

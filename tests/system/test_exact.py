@@ -6,7 +6,7 @@ import multiprocessing
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,7 +16,7 @@ import pytest
 import torch
 from fakes import cheap_draft_costs
 from families import CONFIGS, taken_in_turns, tiny_model, tiny_runtime
-from native import LEVELS, library, native, native_runtime, parts, repeating, words
+from native import LEVELS, library, native, native_runtime, parts, processor_seconds, repeating, words
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
@@ -248,6 +248,17 @@ def test_rows_behind_a_text_of_several_blocks_have_the_bits_of_one_row(wide: Run
             assert same_bits(tree[path], one_by_one(wide, [ids[base + node] for node in path], plain, base))
         chain = wide.forward(Rows(ids[base : base + 18], base), buffer)
         assert same_bits(chain, one_by_one(wide, ids[base : base + 18], plain, base))
+
+
+def test_attention_by_wider_vectors_takes_no_longer(wide: Runtime) -> None:
+    portable = tiny_runtime("llama", torch.bfloat16, max_position_embeddings=2048, **WIDE)
+    portable.native = NativePasses(portable, library("portable"))
+    rows, seconds = Rows(words(3, 9), 1000), list[float]()
+    for runtime in (wide, portable):
+        buffer = runtime.new_buffer(1010)
+        runtime.prefill(words(3, 1000), buffer)
+        seconds.append(processor_seconds(partial(runtime.forward, rows, buffer)))
+    assert seconds[0] < 1.3 * seconds[1]
 
 
 def test_row_that_is_no_number_leaves_rows_before_it_as_they_are(wide: Runtime) -> None:
