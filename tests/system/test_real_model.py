@@ -91,13 +91,13 @@ def test_tokens_equal_transformers_generate_in_float32(
 ) -> None:
     """By the costs that the tuning has measured."""
     prompts = read_stream(str(EXAMPLES))
-    picked = [prompts[0], prompts[-1]]
+    picked = [prompts[3], prompts[16]]  # the shortest of each task
     sets = {**random_sets(runtime32.n_layers, 1), "uniform": LayerSet.uniform(runtime32.n_layers, 25)}
     methods = {name: swift(layer_set, SwiftSettings()) for name, layer_set in sets.items()}
     with Store.open(str(own_folders / "swiftopt.db")) as store:
         costs = stored_costs(runtime32, store, TYPICAL_POSITIONS)
     methods |= adaptive_drafts(runtime32, ["int4"], costs)
-    report = compare(runtime32, picked, methods, 16, "transformers")
+    report = compare(runtime32, picked, methods, 10, "transformers")
     assert report["identical"] == dict.fromkeys(methods, 2), report["divergences"]
 
 
