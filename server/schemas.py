@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, StringConstraints
+from pydantic_core import CoreSchema
 
 from ..core.errors import InvalidInput, SwiftoptError
 from ..core.requests import CompletionRequest
@@ -48,13 +49,34 @@ INSTEAD = {  # of fields that are not supported
 SAMPLED = {each.name for each in fields(Sampling)}  # fields of the same names
 
 
-class Strict(BaseModel):
+def _end_at_first_error(schema: Any) -> None:
+    if isinstance(schema, dict):
+        if schema.get("type") in ("list", "dict"):
+            schema["fail_fast"] = True
+        for part in schema.values():
+            _end_at_first_error(part)
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            _end_at_first_error(part)
+
+
+class Body(BaseModel):
+    """Of many wrong items the first is told: each error takes a hundred times the memory of its item."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _end_at_first_error(schema)
+        return schema
+
+
+class Strict(Body):
     """Unknown keys and values of another type are refused."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-class Lenient(BaseModel):
+class Lenient(Body):
     """Unknown keys are kept as they are."""
 
     model_config = ConfigDict(extra="allow")
@@ -104,7 +126,7 @@ class ResponseFormat(BaseModel):
         return self.json_schema.schema_
 
 
-class Prediction(BaseModel):
+class Prediction(Body):
     """Text that the completion is expected to repeat: it drafts."""
 
     type: Literal["content"]

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
 
 from swiftopt.core.errors import InvalidInput
 from swiftopt.core.types import Completion, LayerSet, Timings
+from swiftopt.server.jobs import JobSubmission
 from swiftopt.server.responses import AskedResponse
-from swiftopt.server.schemas import AskedChat, Message, call_arguments, plain_messages
+from swiftopt.server.schemas import AskedChat, AskedText, Message, call_arguments, plain_messages
 
 COUNT = st.integers(0, 10**6)
 SECONDS = st.floats(0, 1e6)
@@ -92,3 +94,23 @@ def test_form_of_a_responses_text_is_that_of_its_chat(
     [request] = asked.chat().requests("")
     assert request.json_schema == schema
     assert asked.repeated()["text"] == {"format": held or {"type": "text"}}
+
+
+@pytest.mark.parametrize(
+    ("form", "own"),
+    [
+        *((AskedChat, {name: [1] * 1000}) for name in ("messages", "stop", "tools")),
+        (AskedChat, {"stop_token_ids": ["a"] * 1000}),
+        (AskedChat, {"logit_bias": dict.fromkeys(map(str, range(1000)), "a")}),
+        (AskedChat, {"prediction": {"type": "content", "content": [1] * 1000}}),
+        (AskedText, {"prompt": [1.5] * 1000}),
+        (AskedText, {"prompt": [[1.5] * 1000]}),
+        (AskedResponse, {"input": [1] * 1000}),
+        (JobSubmission, {"stream": {"prompts": [1] * 1000}}),
+    ],
+)
+def test_of_many_wrong_items_the_first_is_told(form: type[BaseModel], own: dict[str, Any]) -> None:
+    """All errors of a body of a few megabytes would take gigabytes."""
+    with pytest.raises(ValidationError) as found:
+        form.model_validate({"model": "tiny", "messages": [], **own})
+    assert found.value.error_count() < 10
