@@ -104,7 +104,10 @@ class Exchange(ABC):
             return Response(status_code=GONE)
         if not self.body.stream:
             return JSONResponse(first, headers=headers)
-        return EventSourceResponse(_chained(first, events), headers=headers, ping=PING_S, sep="\n")
+        drain_s = self._app.settings.drain_s  # else the stream is cut as soon as the server is to end
+        return EventSourceResponse(
+            _chained(first, events), headers=headers, ping=PING_S, sep="\n", shutdown_grace_period=drain_s
+        )
 
     async def _collected(self) -> dict[str, Any]:
         try:

@@ -868,6 +868,26 @@ def test_completion_that_takes_too_long_is_given_up(folder: Path, tmp_path: Path
         assert served.client.post("/v1/completions", json=asked).status_code == 200
 
 
+def test_stream_that_has_begun_is_decoded_to_its_end_at_sigterm(folder: Path, tmp_path: Path) -> None:
+    options = ["--model", f"tiny={folder}", "--dtype", "float32", "--threads", "1", "--no-tune"]
+    with serving(str(tmp_path / "a.db"), tmp_path / "log", *options) as served:
+        until_ready(served)
+        engine = engine_of(served)
+        asked = {"model": "tiny", "prompt": TEXT, "max_tokens": 240, "stream": True, "ignore_eos": True}
+        with served.client.stream("POST", "/v1/completions", json=asked) as response:
+            lines = response.iter_lines()
+            first = next(lines)
+            engine.suspend()
+            served.process.send_signal(signal.SIGTERM)
+            time.sleep(1.5)  # streams of jobs and pages are ended half a second after it
+            with pytest.raises(httpx2.ConnectError):
+                httpx2.get(f"{served.url}/health")
+            engine.resume()
+            *_, last, done = chunks_of(iter([first, *lines]))
+        assert last["choices"][0]["finish_reason"] == "length" and done == "[DONE]"
+        assert served.process.wait(30) == 0
+
+
 def test_key_has_its_task_and_its_tokens(folder: Path, tmp_path: Path) -> None:
     (key, entry), (other, second), (third, last) = (new_key(name) for name in ("ci", "laptop", "phone"))
     prompts = tmp_path / "prompts.jsonl"
