@@ -229,8 +229,8 @@ class GrowingText:
             yield self._added(text, of_prompt)
 
     def ended(self, completion: Completion) -> Iterator[TextAdded]:
-        """Yield the rest of the completion's text, if there is any; the next tokens begin another one."""
-        if text := self._new(completion.text):
+        """Yield the rest of the completion's text and tokens, if there are any; the next tokens begin another one."""
+        if (text := self._new(completion.text)) or self._logprobs:  # as of a stop token, which has no text
             yield self._added(text)
         self._start()
 

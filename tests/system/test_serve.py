@@ -420,6 +420,19 @@ def test_log_probabilities_are_the_models_own_in_both_forms(client: openai.OpenA
     ]
 
 
+def test_token_that_ends_a_completion_has_its_log_probability(lettered: Served) -> None:
+    """However many tokens came with it: it has no text of its own."""
+    own = {"logprobs": 1, "min_tokens": 3, "logit_bias": {id_of("<eos>"): 100, id_of("a"): 50}}
+    body = {"model": "tiny", "prompt": "ab", "max_tokens": 8, "temperature": 0, **own}
+    answer = lettered.client.post("/v1/completions", json=body).json()
+    [choice] = answer["choices"]
+    assert (choice["finish_reason"], answer["usage"]["completion_tokens"]) == ("stop", 4)
+    assert len(choice["logprobs"]["tokens"]) == 4 and choice["logprobs"]["tokens"][-1] == "<eos>"
+    with lettered.client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+        chunks = [chunk["choices"][0] for chunk in chunks_of(response.iter_lines())[:-1]]
+    assert [each for chunk in chunks for each in chunk["logprobs"]["tokens"]] == choice["logprobs"]["tokens"]
+
+
 def test_echoed_stream_has_the_log_probabilities_of_its_own_text(server: Served) -> None:
     body = {"model": "tiny", "prompt": TEXT, "temperature": 0, "max_tokens": 6, "logprobs": 1, "echo": True}
     whole = server.client.post("/v1/completions", json=body).json()["choices"][0]
