@@ -170,14 +170,14 @@ class Exchange(ABC):
 
     def usage(self) -> dict[str, Any]:
         """Count the tokens so far; a prompt of several choices counts once."""
-        done = [choice.completion for choice in self.choices if choice.done is not None]
-        n_prompt = sum(choice.n_prompt for choice in self.choices[:: self.body.n or 1])
+        done, first = [choice.completion for choice in self.choices], self.choices[:: self.body.n or 1]
+        n_prompt = sum(choice.n_prompt for choice in first)
         n_tokens = sum(choice.n_tokens for choice in self.choices)
         return {
             "prompt_tokens": n_prompt,
             "completion_tokens": n_tokens,
             "total_tokens": n_prompt + n_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(each.n_cached for each in done)},
+            "prompt_tokens_details": {"cached_tokens": sum(choice.completion.n_cached for choice in first)},
             "completion_tokens_details": {
                 "reasoning_tokens": sum(choice.n_thought for choice in self.choices),
                 "accepted_prediction_tokens": sum(each.accepted_prediction for each in done),

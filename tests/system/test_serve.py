@@ -214,6 +214,8 @@ def test_prompts_as_lists_and_ids_choices_seeds_and_stops(client: openai.OpenAI,
     assert ask(model="tiny", prompt=TEXT, max_tokens=12, temperature=0, echo=True).choices[0].text == TEXT + one
     drawn = ask(model="tiny", prompt=TEXT, max_tokens=12, temperature=1, n=3, seed=7)
     again = ask(model="tiny", prompt=TEXT, max_tokens=12, temperature=1, n=3, seed=7)
+    assert again.usage is not None and again.usage.prompt_tokens_details is not None
+    assert again.usage.prompt_tokens_details.cached_tokens == len(ids) - 1, "of one prompt"
     texts = [choice.text for choice in drawn.choices]
     assert texts == [choice.text for choice in again.choices] and len(set(texts)) == 3
     assert drawn.usage is not None and drawn.usage.prompt_tokens == len(ids)
