@@ -66,7 +66,7 @@ class Exchange(ABC):
         must_call, most_calls = (body.must_call, body.most_calls) if isinstance(body, AskedChat) else (False, None)
         try:
             for i, own in enumerate(one for each in requests for one in _seeded(each, body.n or 1)):
-                reply = self.engine.ask("decode", self._events, request=own.to_json())
+                reply = self.engine.ask("decode", self._events, request=own)
                 names = [function["name"] for function in functions_of(own.tools)]
                 self.choices.append(Choice(i, reply, names, must_call, most_calls))
         except SwiftoptError:
@@ -387,7 +387,7 @@ async def tokenize(app: Shared, body: AskedTokens) -> Response:
     messages = plain_messages(body.messages or ())
     request = CompletionRequest(text=body.prompt or "", messages=messages, max_new_tokens=1)
     engine = app.engines.find(body.model)
-    ids = (await engine.call("tokenize", request=request.to_json()))["token_ids"]
+    ids = (await engine.call("tokenize", request=request))["token_ids"]
     assert engine.about is not None
     return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": engine.about["max_positions"]})
 

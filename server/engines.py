@@ -23,9 +23,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ..core import errors
-from ..core.errors import Busy, EngineGone, ModelNotFound, SwiftoptError
+from ..core.errors import Busy, EngineGone, InvalidInput, ModelNotFound, SwiftoptError
 from ..core.events import ModelTuning, TaskTuning
-from ..core.requests import ServedModel
+from ..core.requests import CompletionRequest, ServedModel
 from ..core.types import Completion, Timings
 
 LONGEST_LINE = 1 << 28  # bytes of one event
@@ -157,7 +157,7 @@ class EngineProcess:
     def ask(self, op: str, events: Events | None = None, **values: Any) -> Reply:
         """Send a request, whose events come to the queue (None: to a queue of its own).
 
-        Raises: EngineGone: the process is not there. Busy: too many requests to decode wait.
+        Raises: EngineGone: the process is not there. Busy: too many requests to decode wait. InvalidInput: `_encoded`.
         """
         if self.about is None:
             raise EngineGone(f"the engine of {self.served.name} cannot serve now ({self.reason}): try again soon")
@@ -166,8 +166,8 @@ class EngineProcess:
             raise Busy(words)
         number = next(self._numbers)
         reply = Reply(number, {"op": op, "id": number, **values}, asyncio.Queue() if events is None else events)
-        self._replies[number] = reply
         self._write(reply.request)
+        self._replies[number] = reply
         return reply
 
     async def call(self, op: str, within_s: float = ANSWER_S, **values: Any) -> dict[str, Any]:
@@ -203,7 +203,7 @@ class EngineProcess:
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if self._stdin is not None and not self._stdin.is_closing():
-            self._stdin.write(json.dumps(line).encode() + b"\n")
+            self._stdin.write(_encoded(line))
 
     async def keep(self) -> None:
         """Keep a process alive until this is cancelled."""
@@ -281,6 +281,23 @@ class EngineProcess:
                 del self._replies[reply.number]
                 words = f"the engine of {self.served.name} died ({self.reason}): ask again"
                 reply.put({"event": "failed", "kind": "EngineGone", "message": words})
+
+
+def _encoded(line: Mapping[str, Any]) -> bytes:
+    """Return a line for an engine.
+
+    Raises: InvalidInput: a text of a request has half of a character, or objects are nested too deeply.
+    """
+    try:
+        text = json.dumps(line, default=CompletionRequest.to_json)
+        if r"\ud" in text:  # a character of two halves, or one of them
+            json.dumps(line, default=CompletionRequest.to_json, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        words = "a text in the body has half of a character (a surrogate without the other): send whole ones"
+        raise InvalidInput(words) from None
+    except ValueError:
+        raise InvalidInput("the body has too many objects within each other: send it with fewer") from None
+    return text.encode() + b"\n"
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

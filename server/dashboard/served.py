@@ -202,7 +202,7 @@ class Side:
         until, self.sent_at = time.monotonic() + within_s, time.perf_counter()
         reply: Reply | None = None
         try:
-            reply = engine.ask("decode", request=self.request.to_json())
+            reply = engine.ask("decode", request=self.request)
             while self.completion is None:
                 self._take((await next_event(reply.events, until - time.monotonic()))[1])
         except TimeoutError:

@@ -629,6 +629,14 @@ BODIES: dict[str, dict[str, Any]] = {
     RESPONSE: {"model": "tiny", "input": TEXT, "max_output_tokens": 2, "temperature": 0},
 }
 NAMED = {"type": "function", "function": {"name": "add"}}
+HALF = "half of a \ud83d"
+
+
+def nested(depth: int) -> dict[str, Any]:
+    """Objects within each other."""
+    return {"items": nested(depth - 1)} if depth else {}
+
+
 CALLED = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{"}}
 TYPELESS = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
 WRONG: tuple[tuple[str, dict[str, Any], str, str], ...] = (
@@ -698,6 +706,12 @@ WRONG: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     ),
     (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "missing"),
     (RESPONSE, {"text": {"format": {"type": "json_schema"}}}, "text.format", "missing"),
+    # what cannot be sent to an engine
+    (COMPLETION, {"prompt": HALF}, "", "half of a character"),
+    (CHAT, {"messages": [{"role": "user", "content": HALF}]}, "", "half of a character"),
+    (RESPONSE, {"input": HALF}, "", "half of a character"),
+    (CHAT, {"messages": [{"role": "user", "content": "w1", "more": nested(300)}]}, "", "within each other"),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": nested(300)}}}, "", "each other"),
     # sentences without the words of a parser
     (CHAT, {"tool_choice": "any"}, "tool_choice", "is 'any': use 'none', 'auto' or 'required', or an object"),
     (CHAT, {"logit_bias": {"abc": 1}}, "logit_bias", "logit_bias has the key 'abc': use a whole number"),
@@ -713,7 +727,8 @@ WRONG: tuple[tuple[str, dict[str, Any], str, str], ...] = (
 def test_field_that_cannot_be_obeyed_is_named(
     server: Served, path: str, own: dict[str, Any], param: str, words: str
 ) -> None:
-    told = refused(server.client.post(path, json={**BODIES[path], **own}), 400, param)
+    body, kind = json.dumps({**BODIES[path], **own}), {"content-type": "application/json"}
+    told = refused(server.client.post(path, content=body, headers=kind), 400, param or None)
     assert words in told and "[key]" not in told and "literal[" not in told and "--max" not in told
 
 
