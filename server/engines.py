@@ -152,7 +152,8 @@ class EngineProcess:
     @property
     def n_requests(self) -> int:
         """The requests that run or wait."""
-        return sum(reply.request["op"] == "decode" for reply in self._replies.values())
+        replies = list(self._replies.values())  # the metrics are read in a thread of their own
+        return sum(reply.request["op"] == "decode" for reply in replies)
 
     def ask(self, op: str, events: Events | None = None, **values: Any) -> Reply:
         """Send a request, whose events come to the queue (None: to a queue of its own).
@@ -212,7 +213,7 @@ class EngineProcess:
             began = time.monotonic()
             try:
                 await self._run_once()
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 self.reason = str(error)
             self.about, self.tuning = None, ModelTuning()
             logger.warning("engine=ended model=%s reason=%r", self.served.name, self.reason)
@@ -237,7 +238,8 @@ class EngineProcess:
         self._log_loading("starting its process")
         try:
             async for line in process.stdout:
-                self._receive(json.loads(line))
+                if line.endswith(b"\n"):  # else it died while it wrote
+                    self._receive(json.loads(line))
             code = await process.wait()
         finally:
             await _end(process)

@@ -1063,6 +1063,41 @@ def test_request_that_engines_die_of_is_given_up_after_a_few() -> None:
     assert asyncio.run(lives()) == [*["prompt", "restarted"] * MOST_RESTARTS, "prompt", "failed"]
 
 
+def test_engine_that_dies_while_it_writes_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it has written ends in the middle of a line."""
+    start, command = asyncio.create_subprocess_exec, (sys.executable, "-c", """print('{"id": null, "eve', end="")""")
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", lambda *_, **options: start(*command, **options))
+    monkeypatch.setattr("swiftopt.server.engines.BACKOFF_S", (0.0, 0.0))
+
+    async def lives() -> None:
+        engine = EngineProcess(ServedModel("tiny", "tiny"), most_waiting=1)
+        keeping = asyncio.create_task(engine.keep())
+        while engine.n_starts < 3:
+            assert not keeping.done(), keeping.exception()
+            await asyncio.sleep(0.01)
+        keeping.cancel()
+        await asyncio.wait([keeping])
+
+    asyncio.run(lives())
+    assert "its process ended with code 0" in caplog.text
+
+
+def test_requests_are_counted_while_others_come() -> None:
+    """A scrape of the metrics counts them in a thread of its own."""
+
+    class Meanwhile(dict[str, Any]):
+        def __getitem__(self, key: str) -> Any:
+            engine.ask("tuning")
+            return super().__getitem__(key)
+
+    engine = EngineProcess(ServedModel("tiny", "tiny"), most_waiting=1)
+    engine.about = {}
+    engine.ask("decode").request = Meanwhile(op="decode")
+    assert engine.n_requests == 1
+
+
 def test_a_thousand_random_requests_leave_nothing_behind(server: Served, model: swiftopt.Model) -> None:
     """Good ones, malformed ones, slow readers, clients that go away: all are answered as documented, and one engine
     serves them all; then nothing runs or waits, and neither process has grown.
