@@ -28,6 +28,7 @@ Depth = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 MOST_CHOICES = 128
 MOST_LOGPROBS = 20
+MOST_STOPS = 128  # strings, each of which is looked for after every token
 TEXT_TOKENS = 16  # of a completion of text without a length
 RESERVED = frozenset(  # arguments of the tokenizer, which are not the template's
     [
@@ -157,7 +158,7 @@ class CommonFields(Lenient):
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     logit_bias: dict[int, float] | None = None
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
     stop_token_ids: list[int] | None = None
     min_tokens: int | None = Field(default=None, ge=0, le=LARGEST)
     ignore_eos: bool | None = None

@@ -681,6 +681,7 @@ WRONG: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     (RESPONSE, {"logit_bias": {"9999": 1}}, "logit_bias", "token 9999"),
     (CHAT, {"stop_token_ids": [-1]}, "stop_token_ids", "token -1"),
     (CHAT, {"stop": ""}, "stop", "empty"),
+    (CHAT, {"stop": ["w1"] * 129}, "stop", "at most 128 items"),
     (CHAT, {"swiftopt": {"method": "nope"}}, "swiftopt.method", "method 'nope' is unknown: use one of plain"),
     (CHAT, {"swiftopt": {"method": "swift"}}, "swiftopt.method", "or give one"),
     (CHAT, {"response_format": TYPELESS}, "response_format", "JSON schema"),
