@@ -29,7 +29,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..core.errors import InvalidInput, NotFound, OutputError, StreamError, SwiftoptError
+from ..core.errors import ContextOverflow, InvalidInput, NotFound, OutputError, StreamError, SwiftoptError
 from ..core.events import ModelTuning, TuningVerb, Way
 from ..core.requests import THINK, THOUGHT, CompletionRequest, Piece, ServedModel
 from ..core.streams import LineWriter, parse_stream, stream_lines
@@ -45,6 +45,7 @@ from ..tasks.model import Model, Ticket
 from ..tasks.traffic import Traffic
 from .attempt import EngineJobs
 
+LONG = 16  # characters per position of the context, beyond which a text's beginning is looked at first
 TAIL = 16  # tokens at a prompt's end that show whether it has begun a thought
 ANSWER_SHARE = 3 / 4  # of the memory that a prompt leaves, that an answer may take which is to end nowhere
 _BYTE = re.compile("<0x([0-9A-F]{2})>")  # a byte in the vocabularies of sentencepiece
@@ -267,7 +268,8 @@ class EngineHost:
         session, prompt = session_of(self.model, request, self.engine.most_tokens)
         self._keep(number, request)
         ticket = self._tickets[number] = _Sent(self._wire, number, request, self._tokens.piece)
-        tokenizer, prediction = self.model.runtime.tokenizer, request.prediction
+        tokenizer = self.model.runtime.tokenizer
+        prediction = request.prediction[: LONG * self.model.runtime.max_positions]
         options = {
             "salt": request.salt,
             "logprobs": request.logprobs,
@@ -322,6 +324,8 @@ def session_of(model: Model, request: CompletionRequest, most_tokens: int | None
     session = Session(model.runtime, request.sampling, 1, *ends, grammar)
     source = "messages" if request.messages else "text"
     with about(source):
+        said = "".join(str(each.get("content", "")) for each in request.messages)
+        check_beginning(said or request.text, model.runtime)
         if request.token_ids:
             ids = list(request.token_ids)
             check_vocabulary(ids, model.runtime, source)
@@ -338,6 +342,21 @@ def session_of(model: Model, request: CompletionRequest, most_tokens: int | None
     with about(source if room < 1 else "max_new_tokens"):
         model.runtime.check_context(len(ids), session.max_new_tokens)
     return session, Prompt("prompt", request.task or DEFAULT_TASK, token_ids=tuple(ids))
+
+
+def check_beginning(text: str, runtime: Runtime) -> None:
+    """Check that the beginning of a very long text fits: all of it takes seconds a megabyte, while all others wait.
+
+    Raises: ContextOverflow: it does not.
+    """
+    beginning = text[: LONG * runtime.max_positions]
+    if len(beginning) < len(text) and runtime.tokenizer is not None:
+        n_tokens = len(runtime.tokenizer(beginning)["input_ids"])
+        if n_tokens > runtime.max_positions:
+            raise ContextOverflow(
+                f"a prompt of more than {n_tokens} tokens does not fit the model's context of {runtime.max_positions}:"
+                " shorten it"
+            )
 
 
 def check_vocabulary(token_ids: Sequence[int], runtime: Runtime, param: str) -> None:

@@ -675,6 +675,8 @@ WRONG: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     (COMPLETION, {"prompt": [5] * 300}, "prompt", "256: shorten the prompt or ask for fewer new tokens"),
     (COMPLETION, {"max_tokens": 4000}, "max_tokens", "256: shorten the prompt or ask for fewer new tokens"),
     (CHAT, {"messages": [{"role": "user", "content": "w1 " * 300}]}, "messages", "shorten"),
+    (COMPLETION, {"prompt": "w1 " * 9000}, "prompt", "a prompt of more than 1366 tokens does not fit"),
+    (CHAT, {"messages": [{"role": "user", "content": "w1 " * 9000}]}, "messages", "a prompt of more than 1366 tokens"),
     (RESPONSE, {"max_output_tokens": 4000}, "max_output_tokens", "shorten"),
     (CHAT, {"logit_bias": {"9999": 1}}, "logit_bias", "token 9999"),
     (CHAT, {"logit_bias": {"5": 200}}, "logit_bias", "200"),
@@ -744,6 +746,11 @@ def test_null_and_what_is_the_case_anyway_change_nothing(server: Served, path: s
     answer = server.client.post(path, json={**BODIES[path], **dict.fromkeys(optional), **usual, "unheard_of": None})
     assert answer.status_code == 200, answer.text
     assert "x-swiftopt-ignored" not in answer.headers and len(optional) > 15
+
+
+def test_text_of_many_characters_and_few_tokens_is_read(server: Served) -> None:
+    answer = server.client.post(COMPLETION, json={**BODIES[COMPLETION], "prompt": " " * 9000 + TEXT})
+    assert answer.json()["usage"]["prompt_tokens"] == len(TEXT.split())
 
 
 def test_fields_that_nobody_knows_are_named_in_a_header(server: Served) -> None:
