@@ -122,9 +122,17 @@ class Planner:
 
     def plan_for(self, task: str) -> tuple[Method, GenerateInfo]:
         """Return the method for a task and where it came from."""
-        if task not in self._planned:
-            self._planned[task] = self._plan(task)
-        return self._planned[task]
+        return self._planned.get(task) or self._planned.setdefault(task, self._plan(task))
+
+    def refresh(self) -> None:
+        """Forget the plans that look-ups no longer find, and the tasks without one; any thread may.
+
+        Raises: StoreError: the database is away.
+        """
+        for task, (_, info) in list(self._planned.items()):
+            found, _ = self._look_up(task)
+            if found is None or found.version != info.version:
+                self._planned.pop(task, None)
 
     def drafting_for(self, task: str) -> Method:
         """Return the method for a task; adaptive drafts where nothing is stored that can be used here."""

@@ -140,6 +140,11 @@ class Model:
             self._planners[method, version] = Planner(request, self.runtime, self.store, version=version)
         return as_planned(session, self._planners[method, version], prompt, **options)
 
+    def refresh_plans(self) -> None:
+        """Decode what comes by the plans that are the best now; see `Planner.refresh`."""
+        if (planner := self._planners.get((None, None))) is not None:
+            planner.refresh()
+
 
 class Ticket:
     """A request of a live engine, as its caller sees it. Iterate over it for the text as it grows."""

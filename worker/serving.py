@@ -29,7 +29,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..core.errors import ContextOverflow, InvalidInput, NotFound, OutputError, StreamError, SwiftoptError
+from ..core.errors import Conflict, ContextOverflow, InvalidInput, NotFound, OutputError, StreamError, SwiftoptError
 from ..core.events import ModelTuning, TuningVerb, Way
 from ..core.requests import THINK, THOUGHT, CompletionRequest, Piece, ServedModel
 from ..core.streams import LineWriter, parse_stream, stream_lines
@@ -42,7 +42,7 @@ from ..tasks import model as models
 from ..tasks.generate import Generated, TextAdded
 from ..tasks.job import Cancelled
 from ..tasks.model import Model, Ticket
-from ..tasks.traffic import Traffic
+from ..tasks.traffic import REFRESH_S, Traffic
 from .attempt import EngineJobs
 
 LONG = 16  # characters per position of the context, beyond which a text's beginning is looked at first
@@ -197,6 +197,8 @@ class EngineHost:
             Session(runtime, Sampling(), 1, grammar=Grammar.json_object()).rule()
         if served.tune:
             self.traffic = Traffic(served.name, runtime, store, None, loading, lambda: self.engine.n_waiting > 0)
+        else:
+            threading.Thread(target=self._refresh_plans, name="plans", daemon=True).start()
         self.engine = self.model.engine(served.concurrency, served.memory)
         self._jobs = EngineJobs(served, store, runtime, self.engine.turn) if served.tune and store is not None else None
         self._tokens = Tokens(runtime.tokenizer)
@@ -248,11 +250,20 @@ class EngineHost:
                     self._wire.send(number, "detokenized", text=text)
                 case "tuning":
                     verb, task, way = (asked.get(key) for key in ("verb", "task", "way"))
+                    if verb is not None and self.traffic is None:
+                        raise Conflict("this server learns nothing: start it without --no-tune to steer it")
                     self.engine.call(partial(self._send_tuning, number, verb, task, way))
         except Cancelled:  # the engine's thread has failed: a new process is what helps
             raise SystemExit(1) from None
         except Exception as error:
             self._wire.fail(number, error)
+
+    def _refresh_plans(self) -> None:
+        """Follow what `best` means; where the database is away, go on as before."""
+        while True:
+            time.sleep(REFRESH_S)
+            with suppress(SwiftoptError):
+                self.model.refresh_plans()
 
     def _send_tuning(self, number: int, verb: TuningVerb | None, task: str | None, way: Way | None) -> None:
         """Obey a verb, if there is one, and send what is in use and being tried; in the engine's thread."""

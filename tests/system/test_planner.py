@@ -67,6 +67,23 @@ def test_a_plan_that_says_plain_is_obeyed(runtime: Runtime, store: Store) -> Non
     assert Planner(insisted, runtime, store).plan_for("notes")[0].name == "jacobi"
 
 
+def test_refreshed_plans_are_those_that_are_best_now(runtime: Runtime, store: Store) -> None:
+    planner = Planner(REQUEST, runtime, store)
+    assert planner.plan_for("notes")[0].name == "plain"
+    store.add_plan("tiny", "notes", plan(runtime, "jacobi"))
+    planner.refresh()
+    first = planner.plan_for("notes")[0]
+    assert first.name == "jacobi"
+    planner.refresh()
+    assert planner.plan_for("notes")[0] is first, "what it has learnt stays"
+    store.add_plan("tiny", "notes", plan(runtime, "prompt-lookup"))
+    planner.refresh()
+    assert planner.plan_for("notes")[0].name == "prompt-lookup"
+    store.rollback("tiny", "notes")
+    planner.refresh()
+    assert planner.plan_for("notes")[0].name == "jacobi"
+
+
 def test_heads_are_looked_up_for_the_task(runtime: Runtime, store: Store) -> None:
     insisted = replace(REQUEST, method="adadecode")
     with pytest.raises(LearnedNotFound, match="heads train"):

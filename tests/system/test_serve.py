@@ -621,6 +621,12 @@ def test_tuning_can_be_seen_paused_and_pinned(server: Served, client: openai.Ope
             ours.steer_tuning("pause", "other")
 
 
+def test_server_that_learns_nothing_refuses_to_be_steered(lettered: Served) -> None:
+    answer = lettered.client.post("/v1/tuning:pin", json={"task": "default", "way": "plain"})
+    assert answer.status_code == 409 and "--no-tune" in answer.json()["detail"]
+    assert lettered.client.get("/v1/tuning").json()["models"]["tiny"]["tasks"] == []
+
+
 SAID = [{"role": "user", "content": TEXT}]
 CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 BODIES: dict[str, dict[str, Any]] = {
