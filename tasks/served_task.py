@@ -102,11 +102,11 @@ class TaskTraffic(TunedTask):
         has_room = self.search_s + pass_s <= SEARCH_SHARE * self.seconds
         return self.looked_up and self.pinned is None and has_room
 
-    def count(self, rounds: RoundTimings) -> None:
-        both = rounds.spent[False] + rounds.spent[True]
+    def count(self, rounds: RoundTimings, n_tokens: int) -> None:
+        """Count a request of so many tokens; its first one came with the prompt, in no round."""
         self.n_requests += 1
-        self.n_tokens += both.tokens
-        self.seconds += both.seconds
+        self.n_tokens += n_tokens
+        self.seconds += sum(own.seconds for own in rounds.spent)
         self.compared_s += rounds.spent[not rounds.drafts].seconds
         if self.verdict.ratio is not None:
             self.saved_s += rounds.spent[True].seconds * (self.verdict.ratio - 1)

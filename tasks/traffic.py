@@ -185,7 +185,7 @@ class Traffic:
                 own.search_s += sum(trial.seconds for trial in event.trials)
             elif isinstance(event, Turn):
                 yield from text.ended(event.completion)
-                own.count(rounds)
+                own.count(rounds, event.completion.n_tokens)
                 if learn:
                     self._learn(own, rounds, event.completion)
                 info = GenerateInfo("adaptive" if rounds.drafts else "plain", version=own.version)

@@ -95,7 +95,7 @@ def rounds(task: TaskTraffic, compared_s: float, in_use_s: float) -> RoundTiming
 def learnt(task: TaskTraffic, compared_s: float, in_use_s: float) -> bool:
     """Have the task learn from a request; whether that is news to be stored."""
     own = rounds(task, compared_s, in_use_s)
-    task.count(own)
+    task.count(own, sum(spent.tokens for spent in own.spent))
     return task.add(own)
 
 
@@ -165,7 +165,7 @@ def test_requests_of_other_lengths_and_speeds_do_not_make_drafts_look_faster(mod
         n, token_s = (40, 1 / 12) if number % 2 else (300, 1 / 20)
         both = [Timed(8, 8 * token_s), Timed(n, n * token_s)]
         own = RoundTimings(True, True, task.search.layer_set, both, both)
-        task.count(own)
+        task.count(own, n_tokens=99)
         task.add(own)
     assert task.verdict.ratio == pytest.approx(1.0)
 
@@ -311,9 +311,9 @@ def test_nothing_is_tried_on_a_request_that_is_not_to_be_learnt_from(
 ) -> None:
     monkeypatch.setattr("swiftopt.tasks.served_task.SEARCH_SHARE", 1.0)
     traffic = Traffic("tiny", model.runtime, None, SETTINGS)
-    answers(traffic, model.runtime, "code", learn=False)
+    done = answers(traffic, model.runtime, "code", learn=False)
     [found] = traffic.status().tasks
-    assert found.requests == len(TEXTS) and found.tokens > 0
+    assert found.requests == len(TEXTS) and found.tokens == sum(each.completion.n_tokens for each in done)
     assert (found.pairs, found.search.trials, found.compared_s) == (0, 0, 0.0)
     traffic.close()
 
