@@ -214,6 +214,8 @@ class Session:
                 f"{name} is a chat, but this model's tokenizer has no chat template:"
                 " give plain text, or use an instruct model"
             )
+        if "developer" not in str(tokenizer.chat_template):  # it may leave out what a role says that it does not know
+            messages = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
         values = {"add_generation_prompt": True, **values}
         try:
             encoded = tokenizer.apply_chat_template(list(messages), return_dict=True, **values)

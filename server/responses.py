@@ -128,8 +128,7 @@ def _message(item: Mapping[str, Any], place: str) -> dict[str, Any]:
             if len(words) < len(content):
                 raise InvalidInput(f"{place}: only parts of text are supported here", place)
             content = "".join(words)
-        role = item.get("role")
-        return {"role": "system" if role == "developer" else role, "content": content}
+        return {"role": item.get("role"), "content": content}
     if kind == "function_call":
         function = {"name": item.get("name"), "arguments": call_arguments(item.get("arguments"), place)}
         call = {"id": item.get("call_id"), "type": "function", "function": function}

@@ -570,11 +570,17 @@ def test_sampling_fields_reach_the_model(client: openai.OpenAI, server: Served) 
 def test_responses_are_the_same_chats(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "system", "content": "w9"}, {"role": "user", "content": TEXT}]
     chat = client.chat.completions.create(model="tiny", messages=messages, max_tokens=12, temperature=0)
+    messages[0]["role"] = "developer"  # the same, to a template that does not know it
+    again = client.chat.completions.create(model="tiny", messages=messages, max_tokens=12, temperature=0)
+    assert again.choices[0].message.content == chat.choices[0].message.content
     asked: Any = {"model": "tiny", "instructions": "w9", "max_output_tokens": 12, "temperature": 0}
     done = client.responses.create(**asked, input=TEXT)
     assert done.output_text == chat.choices[0].message.content and done.status == "incomplete"
     assert done.usage is not None and chat.usage is not None
     assert (done.usage.input_tokens, done.usage.output_tokens) == (chat.usage.prompt_tokens, 12)
+    said: Any = [{"role": "developer", "content": "w9"}, {"role": "user", "content": TEXT}]
+    same = client.responses.create(**{**asked, "instructions": None}, input=said)
+    assert same.output_text == done.output_text
     events = list(client.responses.create(**asked, input=[{"role": "user", "content": TEXT}], stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type for event in events]
