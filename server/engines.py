@@ -225,7 +225,7 @@ class EngineProcess:
     async def _run_once(self) -> None:
         """Run one process until it ends."""
         self.n_starts += 1
-        command = (sys.executable, "-m", "swiftopt.worker.serving", json.dumps(self.served.to_json()))
+        command = (sys.executable, "-m", "swiftopt.worker.serving", self.served.name)
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.PIPE,
@@ -235,6 +235,7 @@ class EngineProcess:
         )
         assert process.stdout is not None
         self._stdin, self.reason = process.stdin, "it is loading the model"
+        self._write(self.served.to_json())  # with the database's password, which `ps` would show as an argument
         self._log_loading("starting its process")
         try:
             async for line in process.stdout:

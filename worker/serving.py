@@ -3,7 +3,7 @@
 Standard input brings `{"op": "decode", "id": …, "request": CompletionRequest}`, `cancel`, `tokenize`, `detokenize` and
 `tuning`; standard output carries `{"id": …, "event": …}`, and `{"id": null, "event": "ready"}` once the model is there.
 Jobs of the model that wait in the queue run in the engine as well, while nothing is decoded. `swiftopt serve` starts
-the process as `python -m swiftopt.worker.serving MODEL`.
+the process as `python -m swiftopt.worker.serving NAME`, and sends what it serves as the first line.
 """
 
 from __future__ import annotations
@@ -389,13 +389,13 @@ def about(param: str) -> Iterator[None]:
 
 
 def main() -> None:
-    """Serve the model that the first argument describes, until SIGTERM; what others print goes to standard error."""
+    """Serve the model that the first line describes, until SIGTERM; what others print goes to standard error."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     wire = Wire(out)
     try:
-        host = EngineHost(ServedModel.from_json(json.loads(sys.argv[1])), wire)
+        host = EngineHost(ServedModel.from_json(json.loads(sys.stdin.readline())), wire)
     except SwiftoptError as error:
         wire.fail(None, error)
         sys.exit(2)

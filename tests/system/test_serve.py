@@ -332,6 +332,11 @@ def test_metrics_are_told_while_an_engine_does_not_answer(server: Served) -> Non
         engine.resume()
 
 
+def test_engine_has_no_database_among_its_arguments(server: Served) -> None:
+    """Its URL may have a password, and `ps` shows arguments to everybody."""
+    assert server.log.parent.name not in " ".join(engine_of(server).cmdline())
+
+
 def test_loading_is_told_step_by_step_before_the_engine_is_ready(server: Served) -> None:
     before, ready, _ = server.log.read_text().partition("engine=ready")
     assert ready and "engine=loading" in before and "reading its weights" in before
