@@ -215,9 +215,9 @@ class EngineProcess:
                 await self._run_once()
             except (OSError, ValueError) as error:
                 self.reason = str(error)
-            self.about, self.tuning = None, ModelTuning()
             logger.warning("engine=ended model=%s reason=%r", self.served.name, self.reason)
             self._fail_replies()
+            self.about, self.tuning = None, ModelTuning()
             wait_s = BACKOFF_S[0] if time.monotonic() - began > STEADY_S else wait_s
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, BACKOFF_S[1])
@@ -276,11 +276,15 @@ class EngineProcess:
 
     def _fail_replies(self) -> None:
         """Fail the requests of which clients have seen a part, and those restarted too often; others wait."""
-        for reply in list(self._replies.values()):
-            if reply.has_sent and not reply.is_shown and reply.n_restarts < MOST_RESTARTS:
+        replies = list(self._replies.values())
+        begun = [reply for reply in replies if reply.has_sent]
+        if self.about is not None:  # it may have died of the first that it had not read to its end
+            begun += [reply for reply in replies if not reply.has_sent and reply.request["op"] == "decode"][:1]
+        for reply in replies:
+            if reply in begun and not reply.is_shown and reply.n_restarts < MOST_RESTARTS:
                 reply.has_sent, reply.n_restarts = False, reply.n_restarts + 1
                 reply.put({"event": "restarted"})
-            elif reply.has_sent:
+            elif reply in begun:
                 del self._replies[reply.number]
                 words = f"the engine of {self.served.name} died ({self.reason}): ask again"
                 reply.put({"event": "failed", "kind": "EngineGone", "message": words})

@@ -1072,7 +1072,8 @@ def test_engine_that_is_killed_comes_back_and_who_had_got_nothing_gets_an_answer
         assert item.type == "message" and item.status == "incomplete" and failed.response.output_text
 
 
-def test_request_that_engines_die_of_is_given_up_after_a_few() -> None:
+@pytest.mark.parametrize("is_read", [True, False], ids=["decoded", "being read"])
+def test_request_that_engines_die_of_is_given_up_after_a_few(is_read: bool) -> None:
     """The process that would be killed is left out: what is asked is what becomes of the request."""
 
     async def lives() -> list[str]:
@@ -1080,12 +1081,14 @@ def test_request_that_engines_die_of_is_given_up_after_a_few() -> None:
         engine.about = {}
         reply = engine.ask("decode", request={})
         for _ in range(1 + MOST_RESTARTS):
-            engine._receive({"id": reply.number, "event": "prompt", "n_tokens": 1})
+            if is_read:
+                engine._receive({"id": reply.number, "event": "prompt", "n_tokens": 1})
             engine._fail_replies()
         assert engine.n_requests == 0
         return [reply.events.get_nowait()[1]["event"] for _ in range(reply.events.qsize())]
 
-    assert asyncio.run(lives()) == [*["prompt", "restarted"] * MOST_RESTARTS, "prompt", "failed"]
+    read = ["prompt"] * is_read
+    assert asyncio.run(lives()) == [*[*read, "restarted"] * MOST_RESTARTS, *read, "failed"]
 
 
 def test_engine_that_dies_while_it_writes_is_started_again(
