@@ -299,14 +299,14 @@ static void packed_products(
 #endif
     for (int row = 0; row < m; row += MOST, c += MOST * ldc) {
         const int rows = std::min(MOST, m - row);
-        auto go = [&](auto together, int block) {
-            constexpr int B = together;
-            const int then = block + 2 * B <= last ? B : next;
-            packed_tile_of<BITS, B, MOST>(rows, w, block, x, row, c + (block - first) * OUTPUTS, ldc, then);
-        };
         int block = first;
-        for (; block + BLOCKS_TOGETHER <= last; block += BLOCKS_TOGETHER)
-            go(std::integral_constant<int, BLOCKS_TOGETHER>(), block);
-        for (; block < last; block++) go(std::integral_constant<int, 1>(), block);
+        auto tiles = [&](auto together) {
+            constexpr int B = together;
+            for (; block + B <= last; block += B)
+                packed_tile_of<BITS, B, MOST>(
+                    rows, w, block, x, row, c + (block - first) * OUTPUTS, ldc, block + 2 * B <= last ? B : next);
+        };
+        tiles(std::integral_constant<int, BLOCKS_TOGETHER>());
+        tiles(std::integral_constant<int, 1>());
     }
 }
