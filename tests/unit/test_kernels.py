@@ -275,8 +275,8 @@ class CodedCase:
     scale_dtype: torch.dtype
     ordered: bool
 
-    def made(self, dtype: torch.dtype) -> tuple[Tensor, CodedLinear, Tensor]:
-        """Inputs, the map, and its weight in float64 by definition, its columns group by group."""
+    def made(self, dtype: torch.dtype) -> tuple[Tensor, CodedLinear, Tensor, Tensor]:
+        """Inputs, the map, its weight in float64 by definition, its columns group by group, and how far codes reach."""
         generator = torch.Generator().manual_seed(self.seed)
         group, top = self.group or self.n_in, 1 << self.bits
         shape = self.n_out, -(-self.n_in // group)
@@ -288,7 +288,7 @@ class CodedCase:
         meant = (codes.double() - by_input[1].double()) * by_input[0].double()
         bias = torch.randn(self.n_out, generator=generator)
         coded = CodedLinear(Codes(codes, scales, zeros, self.bits, group, order), bias, dtype)
-        return torch.randn(self.rows, self.n_in, generator=generator).to(dtype), coded, meant
+        return torch.randn(self.rows, self.n_in, generator=generator).to(dtype), coded, meant, by_input[0].abs() * top
 
 
 coded_cases = st.builds(
@@ -311,14 +311,14 @@ coded_cases = st.builds(
 def test_product_with_a_checkpoints_codes_is_that_of_its_weights_and_rounded_activations(
     level: str, dtype: torch.dtype, case: CodedCase
 ) -> None:
-    x, coded, meant = case.made(dtype)
+    x, coded, meant, reach = case.made(dtype)
     turned = meant if coded.order is None else torch.empty_like(meant).index_copy_(1, coded.order.long(), meant)
     assert torch.equal(coded.weight, turned.to(torch.float32).to(dtype))
     assert coded.bias is not None
     inputs = rounded(x if coded.order is None else x[:, coded.order.long()], coded.group)
     expected, bias = inputs @ meant.T + coded.bias.double(), coded.bias.double().abs()
     # Codes and their zero are summed apart, so that what is rounded is as large as a code of the highest bit.
-    size = inputs.abs() @ (meant.abs() + meant.abs().amax(dim=1, keepdim=True)).T + bias
+    size = inputs.abs() @ (meant.abs() + reach).T + bias
     bound = 128 * 2**-24 * size * 16 + (2**-8 * expected.abs() if dtype == torch.bfloat16 else 0)
     own = library(level)
     together = linear(own, x, coded, coded.bias)
