@@ -16,7 +16,7 @@ from ..engines.export import SUMMARY
 from ..engines.packages import PACKAGES
 from ..engines.tuning import RUNNABLE
 from ..engines.turns import Question, Row, RowRuns, TurnsRequest, Weights
-from ..optimizer.verdict import bootstrap_interval, speed, speed_ratio
+from ..optimizer.verdict import speed, speed_interval, speed_ratio
 
 SCHEMA = "swiftopt.bench-peers/1"
 BASES = ("llama-cpp/plain", "node-llama-cpp/plain")  # the faster of them is what rows are compared with
@@ -174,6 +174,7 @@ def _result(own: RowRuns, base: RowRuns | None, measured: Mapping[str, RowRuns])
     }
     if not own.turns or base is None:
         return {**named, "tok_s": None}
+    interval = speed_interval(own.timed, base.timed)
     ratios = [one.seconds / mine.seconds for mine, one in zip(own.timed, base.timed, strict=True)]  # of equal tokens
     reference = _reference(row, measured)
     same = zip(own.turns, reference.turns, strict=True) if reference else ()
@@ -185,7 +186,7 @@ def _result(own: RowRuns, base: RowRuns | None, measured: Mapping[str, RowRuns])
         "tok_s": round(speed(own.timed), 3),
         "decode_tok_s": _rounded(own.decode_speed(), 3),
         "ratio": round(speed_ratio(own.timed, base.timed), 4),
-        "ratio_interval": [round(end, 4) for end in bootstrap_interval(own.timed, base.timed)],
+        "ratio_interval": interval and [round(end, 4) for end in interval],
         "ratio_median": round(statistics.median(ratios), 4),
         "peak_bytes": own.peak_bytes,
         "equal_to": reference.row.name if reference else None,

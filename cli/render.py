@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ..core.events import TaskFinished
 from ..core.records import LayerSetRecord
-from ..core.types import Kind, LayerSet, Timings, Trial, Verdict, seconds_by_part
+from ..core.types import NOT_FASTER, Kind, LayerSet, Timings, Trial, Verdict, seconds_by_part
 
 Value = TypeVar("Value")
 Columns = Sequence[tuple[Column, Callable[[Value], RenderableType]]]  # each with what it shows of a value
@@ -180,7 +180,8 @@ def verdict_words(verdict: Verdict) -> str:
         on = f" on {verdict.n_prompts} held-out prompts" if verdict.n_prompts else ""
         return f"use: {ratio(verdict.ratio)} of plain decoding's speed{on}"
     if verdict.word == "plain":
-        return "plain: drafting is not reliably faster than plain decoding here"
+        why = f" ({verdict.reason})" if verdict.reason not in ("", NOT_FASTER) else ""
+        return f"plain: drafting is not reliably faster than plain decoding here{why}"
     return "unmeasured: nothing was compared with plain decoding" + (f" ({verdict.reason})" if verdict.reason else "")
 
 

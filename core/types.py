@@ -371,6 +371,9 @@ class Trial(Record):
     seconds: Figure = 0.0
 
 
+NOT_FASTER = "not reliably faster here"  # the usual reason of "plain"
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict(Record):
     """The answer on held-out prompts: `use` only if the interval's lower end is above 1."""

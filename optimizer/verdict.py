@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import reduce
 from itertools import islice
 from operator import add
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.special import stdtrit
 
-from ..core.types import Completion, Prompt, Verdict
+from ..core.types import NOT_FASTER, Completion, Prompt, Verdict
 from ..decoding.engine import side_by_side
 from ..decoding.loop import Round
 from ..decoding.methods import PLAIN, Method
@@ -22,9 +24,9 @@ from ..decoding.session import Session, Turn, n_turns
 T = TypeVar("T")
 Array = NDArray[np.float64]
 
-BOOTSTRAPS = 2000  # resamples of the prompts behind the interval
-CONFIDENCE = 0.95
+ERROR = 0.05  # of an interval of 95 %
 LEAST_S = 1e-12  # a run counts as at least this
+LARGEST_LOG = 99.0  # of the end of a ratio's interval: two prompts that differ much say nothing
 SMALLEST_HELD_OUT, HELD_OUT_SHARE, LARGEST_HELD_OUT = 4, 0.2, 16
 
 
@@ -115,47 +117,59 @@ def speed_ratio(fast: Sequence[Timed], slow: Sequence[Timed]) -> float:
     return speed(fast) / speed(slow)
 
 
-def bootstrap_interval(fast: Sequence[Timed], slow: Sequence[Timed]) -> tuple[float, float]:
-    """Return the percentile interval of `speed_ratio` over resampled prompts, a pair of runs each."""
-    pairs = [(own.tokens, own.seconds, base.tokens, base.seconds) for own, base in zip(fast, slow, strict=True)]
+def speed_interval(fast: Sequence[Timed], slow: Sequence[Timed], error: float = ERROR) -> tuple[float, float] | None:
+    """Return the interval of `speed_ratio` over prompts, a pair of runs each; None where there are too few of them."""
+    rows = [(own.tokens, own.seconds, base.tokens, base.seconds) for own, base in zip(fast, slow, strict=True)]
 
-    def ratio(sums: Array) -> Array:
-        tokens, seconds, base_tokens, base_seconds = sums.T
-        return np.asarray(tokens / np.maximum(LEAST_S, seconds) / (base_tokens / np.maximum(LEAST_S, base_seconds)))
+    def log_ratio(sums: Array) -> Array:
+        tokens, seconds, base_tokens, base_seconds = np.maximum(sums, (0, LEAST_S, 0, LEAST_S)).T
+        return np.asarray(np.log(tokens * base_seconds / (base_tokens * seconds)))
 
-    return resampled(pairs, ratio)
+    return ratio_interval(rows, log_ratio, error)
 
 
-def resampled(rows: ArrayLike, statistic: Callable[[Array], Array]) -> tuple[float, float]:
-    """Return the percentile interval of a statistic of sums over resampled prompts.
+def ratio_interval(
+    rows: ArrayLike, log_ratio: Callable[[Array], Array], error: float = ERROR
+) -> tuple[float, float] | None:
+    """Return the interval of a ratio of sums over prompts, by its logarithm; else as `jackknife_interval`."""
+    found = jackknife_interval(rows, log_ratio, error)
+    return found and (math.exp(max(-LARGEST_LOG, found[0])), math.exp(min(LARGEST_LOG, found[1])))
 
-    Args: rows: what is summed, (prompts, columns). statistic: of sums (resamples, columns), their values (resamples,).
+
+def jackknife_interval(
+    rows: ArrayLike, statistic: Callable[[Array], Array], error: float = ERROR
+) -> tuple[float, float] | None:
+    """Return the jackknife t interval of a statistic of sums over prompts, which holds for few prompts as well.
+
+    None where the spread is not known: of one prompt,
+    or where the statistic does not exist without one of them.
+
+    Args: rows: what is summed, (prompts, columns). statistic: of sums (..., columns), their values (...).
+          error: chance that the interval misses, of both sides together.
     """
     values = np.asarray(rows, dtype=float)
-    found = np.sort(statistic(_counts(len(values)) @ values))
-    tail = (1 - CONFIDENCE) / 2
-    return float(found[int(tail * BOOTSTRAPS)]), float(found[int((1 - tail) * BOOTSTRAPS) - 1])
-
-
-@lru_cache(maxsize=8)  # a server judges the same number of pairs again and again
-def _counts(n: int) -> Array:
-    """Return how often each of `n` prompts is in each resample, (resamples, prompts)."""
-    # The draws of Python's own generator, of which all published intervals were made.
-    picks = (np.random.RandomState([0]).random_sample((BOOTSTRAPS, n)) * n).astype(np.intp)
-    numbered = picks + n * np.arange(BOOTSTRAPS)[:, None]
-    return np.bincount(numbered.ravel(), minlength=BOOTSTRAPS * n).reshape(BOOTSTRAPS, n).astype(float)
+    n, whole = len(values), values.sum(axis=0)
+    if n < 2:
+        return None
+    with np.errstate(divide="ignore", invalid="ignore"):  # a prompt that has all the tokens
+        estimate, without = float(statistic(whole)), statistic(whole - values)
+        pseudo_values = n * estimate - (n - 1) * without
+        margin = float(stdtrit(n - 1, 1 - error / 2) * pseudo_values.std(ddof=1) / math.sqrt(n))
+    return (estimate - margin, estimate + margin) if math.isfinite(margin) else None
 
 
 def judge(tuned: Sequence[Timed], plain: Sequence[Timed], expected: float | None) -> Verdict:
     """Return "use" only if the whole interval is above 1, and "unmeasured" where nothing was held out."""
-    if not tuned:
+    n = len(tuned)
+    if not n:
         return Verdict("unmeasured", reason="the stream has too few prompts to hold any out")
-    ratio = speed_ratio(tuned, plain)
-    if len(tuned) == 1:
-        return Verdict("plain", ratio, None, expected, 1, "one held-out prompt is too few to tell")
-    interval = bootstrap_interval(tuned, plain)
-    word, reason = ("use", "faster on held-out prompts") if interval[0] > 1 else ("plain", "not reliably faster here")
-    return Verdict(word, ratio, interval, expected, len(tuned), reason)  # type: ignore[arg-type]
+    ratio, interval = speed_ratio(tuned, plain), speed_interval(tuned, plain)
+    if interval is not None and interval[0] > 1:
+        return Verdict("use", ratio, interval, expected, n, "faster on held-out prompts")
+    reason = NOT_FASTER
+    if interval is None or (interval[1] >= 1 and n < SMALLEST_HELD_OUT):
+        reason = f"{'one held-out prompt is' if n == 1 else f'{n} held-out prompts are'} too few to tell: give more"
+    return Verdict("plain", ratio, interval, expected, n, reason)
 
 
 def is_open(verdict: Verdict) -> bool:

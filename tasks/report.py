@@ -21,7 +21,7 @@ from ..decoding.methods import METHODS, Method
 from ..decoding.session import Session, hf_generate
 from ..models.runtime import Runtime
 from ..optimizer.search import Search
-from ..optimizer.verdict import Array, Timed, bootstrap_interval, resampled, speed, speed_ratio
+from ..optimizer.verdict import Array, Timed, jackknife_interval, ratio_interval, speed, speed_interval, speed_ratio
 from ..store import Store
 from .measures import EnergyMeter, pass_at
 from .recipes import Recipe
@@ -232,7 +232,7 @@ def figures(
         seconds=sum(run.seconds for run in timed),
         tok_s=speed(timed),
         ratio=speed_ratio(timed, slow),
-        ratio_interval=bootstrap_interval(timed, slow) if len(shared) > 1 else None,
+        ratio_interval=speed_interval(timed, slow),
         **_counts([run.completion for run in runs if run.completion is not None], predicts_early),
         identical=sum(a.token_ids == b.token_ids for a, b in zip(runs, plain, strict=True)) if keeps_tokens else None,
         **_perplexities(shared, own, base, nll) if nll else {},
@@ -249,11 +249,12 @@ def qualities(scores: Mapping[int, float], samples: int) -> dict[str, Any]:
     whole = [own for own in by_prompt.values() if len(own) == samples]  # a slow method may have stopped in the middle
     if not whole:
         return {}
-    means = np.array([[sum(own) / samples] for own in whole])
+    means = np.array([[sum(own) / samples, 1.0] for own in whole])
+    interval = jackknife_interval(means, lambda sums: np.asarray(sums[..., 0] / sums[..., 1]))
     many = samples >= K and all(score in (0.0, 1.0) for own in whole for score in own)
     return {
-        "quality": float(means.mean()),
-        "quality_interval": resampled(means, lambda sums: np.asarray(sums[..., 0] / len(whole))),
+        "quality": float(means[:, 0].mean()),
+        "quality_interval": interval and (max(0.0, interval[0]), min(1.0, interval[1])),
         "pass_at_10": sum(pass_at(K, samples, round(sum(own))) for own in whole) / len(whole) if many else None,
     }
 
@@ -265,22 +266,17 @@ def _perplexities(shared: Sequence[int], own: Runs, base: Runs, nll: NLL) -> dic
         [[value for runs in both for value in (nll(i, runs[i].token_ids), runs[i].timed.tokens)] for i in shared]
     )
 
-    def perplexities(sums: Array) -> Array:
-        """Return those of the method and of plain decoding, (..., 2), for sums of nats and tokens of each, (..., 4)."""
-        with np.errstate(invalid="ignore"):  # a resample without a token
-            return np.asarray(np.exp(sums[..., ::2] / sums[..., 1::2]))
-
-    def ratio(sums: Array) -> Array:
-        found = perplexities(sums)
-        return np.asarray(found[..., 0] / found[..., 1])
+    def log_ratio(sums: Array) -> Array:
+        """Return the difference in nats per token, for sums of nats and tokens of either, (..., 4)."""
+        return np.asarray(sums[..., 0] / sums[..., 1] - sums[..., 2] / sums[..., 3])
 
     whole = rows.sum(axis=0)
     if not whole[1::2].all():
         return {}
     return {
-        "perplexity": float(perplexities(whole)[0]),
-        "perplexity_ratio": float(ratio(whole)),
-        "perplexity_interval": resampled(rows, ratio) if len(rows) > 1 else None,
+        "perplexity": math.exp(whole[0] / whole[1]),
+        "perplexity_ratio": math.exp(log_ratio(whole)),
+        "perplexity_interval": ratio_interval(rows, log_ratio),
     }
 
 

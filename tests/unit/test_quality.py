@@ -108,7 +108,10 @@ def test_quality_of_a_method_is_the_mean_over_prompts_of_their_samples() -> None
     found = qualities(scores, 2)
     assert found["quality"] == 0.75 and found["pass_at_10"] is None
     low, high = found["quality_interval"]
-    assert 0.5 <= low <= 0.75 <= high <= 1.0
+    assert (low, high) == (0.0, 1.0)  # two prompts: 0.75 ± 12.7 * 0.25, within what a share can be
+    low, high = qualities({number: float(number % 4 > 0) for number in range(40)}, 1)["quality_interval"]
+    assert (low, high) == pytest.approx((0.75 - 0.14024, 0.75 + 0.14024), abs=1e-5)
+    assert qualities({0: 1.0}, 1)["quality_interval"] is None
     many = qualities({number: float(number % 10 == 0) for number in range(30)}, 10)
     assert many["quality"] == pytest.approx(0.1) and many["pass_at_10"] == 1.0
     assert qualities({}, 1) == {}

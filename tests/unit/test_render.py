@@ -184,8 +184,11 @@ def test_summary_is_drawn_when_nothing_was_tried_or_measured() -> None:
 def test_verdict_says_that_plain_decoding_is_faster() -> None:
     assert (
         verdict_words(Verdict("plain", 0.9, (0.8, 0.95)))
+        == verdict_words(Verdict("plain", 0.9, (0.8, 0.95), reason="not reliably faster here"))
         == "plain: drafting is not reliably faster than plain decoding here"
     )
+    few = Verdict("plain", 1.2, (0.8, 1.8), reason="2 held-out prompts are too few to tell: give more")
+    assert verdict_words(few).endswith("plain decoding here (2 held-out prompts are too few to tell: give more)")
 
 
 @pytest.mark.parametrize("width", [30, 60, 200])

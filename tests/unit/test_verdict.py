@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 
 from swiftopt.core.types import Prompt
 from swiftopt.optimizer.verdict import (
     Timed,
-    bootstrap_interval,
     by_prompt,
     faster,
     hold_out,
     is_open,
+    jackknife_interval,
     judge,
+    speed_interval,
     speed_ratio,
 )
 
@@ -48,11 +52,71 @@ def test_verdict_is_unmeasured_when_nothing_was_held_out() -> None:
     assert verdict.word == "unmeasured" and verdict.ratio is None
 
 
-def test_bootstrap_interval_holds_the_ratio_and_repeats_itself() -> None:
+def test_speed_interval_holds_the_ratio_and_repeats_itself() -> None:
     fast, slow = runs([12, 15, 11, 14, 13]), runs([10, 10, 9, 11, 10])
-    low, high = bootstrap_interval(fast, slow)
+    low, high = speed_interval(fast, slow)
     assert low <= speed_ratio(fast, slow) <= high
-    assert (low, high) == bootstrap_interval(fast, slow)
+    assert (low, high) == speed_interval(fast, slow)
+
+
+def test_interval_of_a_mean_is_students() -> None:
+    values = [1.0, 2.0, 4.0, 5.0]  # mean 3, variance 10 / 3
+    found = jackknife_interval([[value, 1.0] for value in values], lambda sums: sums[..., 0] / sums[..., 1])
+    margin = 3.182446 * math.sqrt(10 / 3 / 4)
+    assert found == pytest.approx((3 - margin, 3 + margin), rel=1e-5)
+    wide = jackknife_interval([[value, 1.0] for value in values], lambda sums: sums[..., 0] / sums[..., 1], 0.01)
+    assert wide is not None and wide[1] == pytest.approx(3 + margin * 5.840909 / 3.182446, rel=1e-6)
+
+
+def test_interval_of_two_prompts_is_twelve_times_their_half_difference() -> None:
+    """Without one of them the ratio is the other's: 1.2 and 1.5 plain seconds for each tuned one."""
+    found = speed_interval([Timed(10, 1.0), Timed(10, 1.0)], [Timed(10, 1.2), Timed(10, 1.5)])
+    margin = 12.706205 * math.log(1.5 / 1.2) / 2
+    assert found == pytest.approx((1.35 * math.exp(-margin), 1.35 * math.exp(margin)), rel=1e-6)
+
+
+def test_interval_is_none_where_the_spread_is_not_known() -> None:
+    assert speed_interval([Timed(10, 1.0)], [Timed(10, 2.0)]) is None
+    assert speed_interval([Timed(10, 1.0), Timed(0, 1.0)], [Timed(10, 2.0), Timed(0, 2.0)]) is None
+    assert speed_interval(runs([10, 10]), runs([10, 10])) == (1.0, 1.0)
+    assert speed_interval([Timed(10, 1.0), Timed(10, 0.0)], [Timed(10, 1.0)] * 2) is not None  # too wide for a float
+
+
+def measured(rng: np.random.Generator, n: int, gain: float, noise: float) -> list[list[Timed]]:
+    """Return tuned runs, plain runs, and both again; one run in ten is disturbed."""
+    tokens = np.round(100 * np.exp(0.3 * rng.standard_normal(n)))
+
+    def timed(of: float) -> list[Timed]:
+        slow = np.where(rng.random(n) < 0.1, rng.uniform(1.2, 3, n), 1) * np.exp(noise * rng.standard_normal(n))
+        return [Timed(int(count), count / of * factor) for count, factor in zip(tokens, slow, strict=True)]
+
+    return [timed(gain), timed(1.0), timed(gain), timed(1.0)]
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 16])
+def test_no_gain_seldom_says_use(n: int) -> None:
+    """2.5 % would be right; with percentile intervals it was 24, 12, 10 and 4.5 %."""
+    rng = np.random.default_rng(n)
+    assert sum(judge(*measured(rng, n, 1.0, 0.05)[:2], None).word == "use" for _ in range(1000)) < 40
+
+
+def test_gain_of_a_third_is_seen_on_four_prompts() -> None:
+    rng = np.random.default_rng(0)
+    assert sum(judge(*measured(rng, 4, 1.3, 0.05)[:2], None).word == "use" for _ in range(300)) > 120  # with outliers
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_interval_covers_the_ratio_of_uneven_prompts(n: int) -> None:
+    rng = np.random.default_rng(n)
+    found = [speed_interval(*measured(rng, n, 1.5, 0.4)[:2]) for _ in range(1000)]
+    assert 925 <= sum(ends is not None and ends[0] <= 1.5 <= ends[1] for ends in found) <= 985
+
+
+def test_few_prompts_are_the_reason_where_they_may_be() -> None:
+    assert judge(runs([15, 12]), runs([10, 10]), None).reason == "2 held-out prompts are too few to tell: give more"
+    assert judge(runs([8, 8.01]), runs([10, 10]), None).reason == "not reliably faster here"
+    assert judge(runs([12, 9, 8, 11]), runs([10] * 4), None).reason == "not reliably faster here"
+    assert judge(runs([15]), runs([10]), None).reason == "one held-out prompt is too few to tell: give more"
 
 
 def test_a_second_look_undoes_one_slow_moment() -> None:
