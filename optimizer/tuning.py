@@ -27,7 +27,19 @@ from ..decoding.loop import Prefilled, Round
 from ..decoding.session import Session, Turn, n_turns
 from .drafting import drafting_with
 from .task_state import VERSION, PromptInProgress, TaskState, check, reading
-from .verdict import Pair, by_prompt, faster, hold_out, in_pairs, is_open, judge, timed_pairs, turns_done
+from .verdict import (
+    FIRST_ERROR,
+    SECOND_ERROR,
+    Pair,
+    by_prompt,
+    faster,
+    hold_out,
+    in_pairs,
+    is_open,
+    judge,
+    timed_pairs,
+    turns_done,
+)
 
 BEAT_S = 0.5  # seconds between two reports of progress while held-out prompts are timed
 MID_STEP = (Adopted, StreamShifted)  # events whose trials, or whose prompt's completion, come right after
@@ -237,13 +249,13 @@ class Tuner:
         slow, fast = timed_pairs(first)
         tuned = [pair.tuned for pair in first]
         expected = expected_of(self.costs, tuned)
-        verdict = judge(by_prompt(prompts, fast), by_prompt(prompts, slow), expected)
+        verdict = judge(by_prompt(prompts, fast), by_prompt(prompts, slow), expected, FIRST_ERROR)
         if is_open(verdict):
             # One slow moment of the machine in four prompts can hide a gain: repeat, and keep the faster runs.
             yield from self._measure_pairs(task, n_turns_held)
             again = timed_pairs(task.pairs[n_turns_held:])
             slow, fast = (faster(runs, more) for runs, more in zip((slow, fast), again, strict=True))
-            verdict = judge(by_prompt(prompts, fast), by_prompt(prompts, slow), expected)
+            verdict = judge(by_prompt(prompts, fast), by_prompt(prompts, slow), expected, SECOND_ERROR)
         self._pairs += task.pairs
         return task.result(self.model, self.runtime, self.costs, verdict, tuned, slow, fast)
 

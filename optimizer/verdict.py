@@ -25,6 +25,7 @@ T = TypeVar("T")
 Array = NDArray[np.float64]
 
 ERROR = 0.05  # of an interval of 95 %
+FIRST_ERROR, SECOND_ERROR = 0.01, 0.04  # of a verdict's two looks, together ERROR: most is for the one that decides
 LEAST_S = 1e-12  # a run counts as at least this
 LARGEST_LOG = 99.0  # of the end of a ratio's interval: two prompts that differ much say nothing
 SMALLEST_HELD_OUT, HELD_OUT_SHARE, LARGEST_HELD_OUT = 4, 0.2, 16
@@ -158,12 +159,12 @@ def jackknife_interval(
     return (estimate - margin, estimate + margin) if math.isfinite(margin) else None
 
 
-def judge(tuned: Sequence[Timed], plain: Sequence[Timed], expected: float | None) -> Verdict:
+def judge(tuned: Sequence[Timed], plain: Sequence[Timed], expected: float | None, error: float = ERROR) -> Verdict:
     """Return "use" only if the whole interval is above 1, and "unmeasured" where nothing was held out."""
     n = len(tuned)
     if not n:
         return Verdict("unmeasured", reason="the stream has too few prompts to hold any out")
-    ratio, interval = speed_ratio(tuned, plain), speed_interval(tuned, plain)
+    ratio, interval = speed_ratio(tuned, plain), speed_interval(tuned, plain, error)
     if interval is not None and interval[0] > 1:
         return Verdict("use", ratio, interval, expected, n, "faster on held-out prompts")
     reason = NOT_FASTER

@@ -21,6 +21,7 @@ SEARCH_SHARE = 0.03  # of the time spent decoding, that searches may take
 MAX_PAIRS = 20  # that a verdict is made of: the latest ones
 MIN_PAIRS = 6  # below, there is no verdict
 JUDGE_EVERY = 2  # requests
+LOOK_ERROR = 0.005  # of one look's interval: drafts without a gain come to "use" in 3 % of 50 requests, 5 % of 100
 COMPARED_ROUNDS: Mapping[VerdictWord, int] = {"unmeasured": 8, "plain": 4, "use": 2}  # of one comparison, by verdict
 UNMEASURED = Verdict("unmeasured")
 
@@ -137,7 +138,7 @@ class TaskTraffic(TunedTask):
         other speeds, would count in other shares on either side.
         """
         alike = [Timed(drafted.tokens, plain.seconds * drafted.tokens / plain.tokens) for plain, drafted in self.pairs]
-        self.verdict = judge([drafted for _, drafted in self.pairs], alike, None)
+        self.verdict = judge([drafted for _, drafted in self.pairs], alike, None, LOOK_ERROR)
 
     def drop_pairs(self) -> None:
         """Judge anew: another set drafts now, or the text has changed."""

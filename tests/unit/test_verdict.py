@@ -9,6 +9,8 @@ import pytest
 
 from swiftopt.core.types import Prompt
 from swiftopt.optimizer.verdict import (
+    FIRST_ERROR,
+    SECOND_ERROR,
     Timed,
     by_prompt,
     faster,
@@ -93,16 +95,23 @@ def measured(rng: np.random.Generator, n: int, gain: float, noise: float) -> lis
     return [timed(gain), timed(1.0), timed(gain), timed(1.0)]
 
 
+def is_used(tuned: list[Timed], plain: list[Timed], tuned_again: list[Timed], plain_again: list[Timed]) -> bool:
+    verdict = judge(tuned, plain, None, FIRST_ERROR)
+    if is_open(verdict):
+        verdict = judge(faster(tuned, tuned_again), faster(plain, plain_again), None, SECOND_ERROR)
+    return verdict.word == "use"
+
+
 @pytest.mark.parametrize("n", [2, 3, 4, 16])
-def test_no_gain_seldom_says_use(n: int) -> None:
-    """2.5 % would be right; with percentile intervals it was 24, 12, 10 and 4.5 %."""
+def test_no_gain_seldom_says_use_over_both_looks(n: int) -> None:
+    """2.5 % would be right; with percentile intervals at 95 % in either look it was 34, 20, 16 and 7 %."""
     rng = np.random.default_rng(n)
-    assert sum(judge(*measured(rng, n, 1.0, 0.05)[:2], None).word == "use" for _ in range(1000)) < 40
+    assert sum(is_used(*measured(rng, n, 1.0, 0.05)) for _ in range(1000)) < 40
 
 
 def test_gain_of_a_third_is_seen_on_four_prompts() -> None:
     rng = np.random.default_rng(0)
-    assert sum(judge(*measured(rng, 4, 1.3, 0.05)[:2], None).word == "use" for _ in range(300)) > 120  # with outliers
+    assert sum(is_used(*measured(rng, 4, 1.3, 0.05)) for _ in range(300)) > 240
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])
