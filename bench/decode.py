@@ -41,11 +41,12 @@ def run_methods(
 
     `best` is the stored plan of the prompt's task; `draft` drafts for `hf-assisted`. `swift` drafts with the
     request's layer set or the stored one; with neither it searches while it decodes, and that time counts. Chats are
-    cut to their first turn. With `ignore_eos` stop tokens end nothing.
+    cut to their first turn. With `ignore_eos` stop tokens end nothing. Ctrl-C ends it with the prompts that every
+    method has decoded, if any.
 
     Returns: the object that `swiftopt bench decode --json` prints.
     Raises:  SettingsError: no method is named, or there is none of that name. LayerSetNotFound, LearnedNotFound:
-             nothing is stored for a method. KeyboardInterrupt: Ctrl-C.
+             nothing is stored for a method. KeyboardInterrupt: before every method had decoded a prompt.
     """
     if not methods:
         raise SettingsError("no method is named: name some with --methods")
@@ -63,16 +64,21 @@ def run_methods(
 
     decoders = {name: decoder_of(name) for name in (base, *methods)}
     interleaved = Interleaved(decoders, prompts, on_run=on_run, complete=True)
-    if not interleaved.run():
+    finished, every = interleaved.run(), interleaved.runs.values()
+    n_done = min(len(runs.by_prompt) for runs in every)
+    if not n_done:
         raise KeyboardInterrupt
+    for runs in every:
+        runs.by_prompt = {number: runs.by_prompt[number] for number in range(n_done)}
     return {
         "schema": SCHEMA,
+        "interrupted": not finished,
         "model": request.model,
         "device": machine_name(runtime),
         "dtype": runtime.dtype_name,
         "torch": torch.__version__,
         "max_new_tokens": request.max_new_tokens,
-        "prompts": len(prompts),
+        "prompts": n_done,
         "base": base,
         "results": [_result(interleaved.runs[name], interleaved.runs[base], costs) for name in methods],
         "ignore_eos": ignore_eos,

@@ -70,41 +70,49 @@ def measure(
 
     One client asks both ways by turns; several decode a window one way and then the other, and wait for its last
     request in between: the shorter the window, the more do requests that end apart lose by that. Both ways read every
-    prompt anew: each has a salt of its own.
+    prompt anew: each has a salt of its own. Ctrl-C ends it with the requests that were asked for both ways, if any.
     """
+    (card,) = client.get("/v1/models").json()["data"]
     results: list[dict[str, Any]] = []
     shifts: list[dict[str, Any]] = []
-    with ThreadPoolExecutor(concurrency) as pool:
-        for number, block in enumerate(_blocks(prompts, 1 if concurrency == 1 else window)):
-            walls, texts = {}, {}
-            for way in ("best", "plain")[:: 1 if number % 2 == 0 else -1]:
-                clock = time.perf_counter()
-                texts[way] = list(pool.map(partial(_ask, client, max_new_tokens, way), block))
-                walls[way] = time.perf_counter() - clock
-            times = {"served_s": round(walls["best"], 4), "plain_s": round(walls["plain"], 4)}
-            n_tokens = sum(n for _, n in texts["best"])
-            n_equal = sum(a == b for a, b in zip(texts["best"], texts["plain"], strict=True))
-            results.append({"requests": len(block), **times, "tokens": n_tokens, "equal": n_equal})
-            n_done = sum(each["requests"] for each in results)
-            speeds = " and ".join(f"{n_tokens / walls[way]:.1f} {way}" for way in walls)
-            on_run(f"request {n_done} of {len(prompts)}: tok/s {speeds}")
-            for shift in new_shifts(_tuning(client), shifts):
-                on_run(shift_line(shift))
-                shifts.append(shift)
-    (card,) = client.get("/v1/models").json()["data"]
+    tuning, interrupted = dict[str, Any](), False
+    try:
+        with ThreadPoolExecutor(concurrency) as pool:
+            for number, block in enumerate(_blocks(prompts, 1 if concurrency == 1 else window)):
+                walls, texts = {}, {}
+                for way in ("best", "plain")[:: 1 if number % 2 == 0 else -1]:
+                    clock = time.perf_counter()
+                    texts[way] = list(pool.map(partial(_ask, client, max_new_tokens, way), block))
+                    walls[way] = time.perf_counter() - clock
+                tuning = _tuning(client)
+                times = {"served_s": round(walls["best"], 4), "plain_s": round(walls["plain"], 4)}
+                n_tokens = sum(n for _, n in texts["best"])
+                n_equal = sum(a == b for a, b in zip(texts["best"], texts["plain"], strict=True))
+                results.append({"requests": len(block), **times, "tokens": n_tokens, "equal": n_equal})
+                n_done = sum(each["requests"] for each in results)
+                speeds = " and ".join(f"{n_tokens / walls[way]:.1f} {way}" for way in walls)
+                on_run(f"request {n_done} of {len(prompts)}: tok/s {speeds}")
+                for shift in new_shifts(tuning, shifts):
+                    on_run(shift_line(shift))
+                    shifts.append(shift)
+    except KeyboardInterrupt:  # which the server gets, too: it answers nothing from here on
+        if not results:
+            raise
+        interrupted = True
     return {
         "schema": SCHEMA,
+        "interrupted": interrupted,
         "device": card["device"],
         "dtype": card["dtype"],
         "concurrency": concurrency,
-        "prompts": len(prompts),
+        "prompts": sum(each["requests"] for each in results),
         "max_new_tokens": max_new_tokens,
         "results": results,
         "window": window,
         "windows": windows(results, window),
         "equal": sum(each["equal"] for each in results),
         "shifts": shifts,
-        "tuning": _tuning(client),
+        "tuning": tuning,
     }
 
 

@@ -84,7 +84,7 @@ def decode(
     `swift` drafts with the task's stored layer set or the given one; with neither it searches while it decodes, and
     that time counts. `best` is what the task's stored plan says; the other methods of `swiftopt compare` run with what
     is stored for them. `hf-plain`, `hf-lookup` and `hf-assisted` are transformers' own generate: alone, with prompt
-    lookup, with --assistant drafting.
+    lookup, with --assistant drafting. Ctrl-C shows the prompts that every method has decoded.
     """
     chosen = [EARLIER_NAMES.get(word.strip(), word.strip()) for word in methods.split(",")]
     for word in chosen:
@@ -111,7 +111,8 @@ def decode(
         figures = (number(row["tok_s"], 1), number(row["ratio"], unit="x"), interval(row["ratio_interval"]))
         means = (number(row[key]) for key in ("acceptance_rate", "mean_generated_length"))
         rows.append((row["method"], *figures, *means, f"{row['identical']}/{row['of']}"))
-    return Result(report, [table([Column("method"), *numbers(*headings)], rows, lined=True, title=title)])
+    view = table([Column("method"), *numbers(*headings)], rows, lined=True, title=title)
+    return Result(report, [view], interrupted=report["interrupted"])
 
 
 @bench.command(short_help="The papers' ablations, on this machine and model.")
@@ -297,8 +298,8 @@ def serve(
 ) -> Result:
     """Start a server and ask it for every prompt of a stream twice, by turns: as it serves, learning, and plainly.
 
-    Prints the ratio of each window of requests, from the first to the last. Where --db is a new file, the server begins
-    with nothing.
+    Prints the ratio of each window of requests, from the first to the last; Ctrl-C those that were asked for. Where
+    --db is a new file, the server begins with nothing.
     """
     if stay and click.get_current_context().params["as_json"]:
         raise click.UsageError("--stay is for looking at the dashboard, and --json for programs: choose one")
@@ -311,12 +312,13 @@ def serve(
     with served(request.model, [*given, *more], note) as client:
         report = {"model": request.model, **measure(client, prompts, request.max_new_tokens, concurrency, window, note)}
         pictures.draw(draw_serving, report)
+        stay = stay and not report["interrupted"]
         if stay:
             show(_serving_table(report))
             show(f"Its dashboard: {client.base_url} (Ctrl-C ends the server)")
             with suppress(KeyboardInterrupt):
                 Event().wait()
-    return Result(report, () if stay else [_serving_table(report)])
+    return Result(report, () if stay else [_serving_table(report)], interrupted=report["interrupted"])
 
 
 def _serving_table(report: Mapping[str, Any]) -> Table:

@@ -1,4 +1,4 @@
-"""`bench throughput`: requests that arrive together or at a rate, plain batching and drafting by turns."""
+"""`bench throughput`: requests that arrive together or at a rate, plain and drafting by turns; and `bench serve`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from httpx2 import Client, MockTransport, Response
 from tiny_files import save
 
+from swiftopt.bench import serving
 from swiftopt.cli import bench
 from swiftopt.cli.main import run
 
@@ -59,6 +61,31 @@ def test_ctrl_c_shows_what_was_measured(
     report = json.loads(capsys.readouterr().out)
     assert [row["concurrency"] for row in report["results"]] == [1] and report["interrupted"]
     assert run([*command, "--concurrency", "2", *options]) == 130 and capsys.readouterr().out == ""
+
+
+def test_ctrl_c_shows_what_was_asked_of_a_server(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, choice = {"device": "cpu", "dtype": "float32"}, {"choices": [{"text": "w1"}]}
+    found = {
+        "/v1/models": {"data": [model]},
+        "/v1/tuning": {"models": {"model": {"tasks": []}}},
+        "/v1/completions": {**choice, "usage": {"completion_tokens": 1}},
+    }
+    transport = MockTransport(lambda request: Response(200, json=found[request.url.path]))
+    monkeypatch.setattr(serving, "served", lambda *_: Client(transport=transport, base_url="http://server"))
+
+    def interrupting(line: str) -> None:
+        if line.startswith("request 2 of"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "note", interrupting)
+    serve = ["bench", "serve", *command[2:], "--max-new-tokens", "4"]
+    assert run([*serve, "--window", "1", "--json"]) == 130
+    report = json.loads(capsys.readouterr().out)
+    assert report["interrupted"] and report["prompts"] == report["equal"] == len(report["windows"]) == 2
+    assert run([*serve, "--concurrency", "2", "--window", "1", "--stay"]) == 130
+    assert "equal to plain decoding: 2 of 2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

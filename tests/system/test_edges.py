@@ -506,3 +506,20 @@ def test_a_benchmark_that_ignores_stop_tokens_gives_every_method_the_full_length
         assert report["ignore_eos"] is ignore_eos
         assert [result["tokens"] for result in report["results"]] == [n_tokens] * 3
         assert [result["identical"] for result in report["results"]] == [1] * 3
+
+
+def test_a_benchmark_that_is_interrupted_keeps_the_prompts_that_every_method_decoded() -> None:
+    runtime, request = worded_runtime(), GenerateRequest("tiny", max_new_tokens=4)
+
+    def interrupt(when: int) -> Callable[..., None]:
+        def on_run(method: str, number: int, *_: object) -> None:
+            if number == when:
+                raise KeyboardInterrupt
+
+        return on_run
+
+    report = run_methods(runtime, stream(4), ["plain", "prompt-lookup"], request, None, interrupt(2))
+    assert report["interrupted"] and report["prompts"] == 2
+    assert [(row["tokens"], row["identical"], row["of"]) for row in report["results"]] == [(8, 2, 2)] * 2
+    with pytest.raises(KeyboardInterrupt):
+        run_methods(runtime, stream(4), ["plain", "prompt-lookup"], request, None, interrupt(0))
