@@ -65,15 +65,17 @@ class TextRecord(Record):
         path.write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
 
     @classmethod
-    def read(cls, path: Path, runtime: Runtime) -> TextRecord:
-        """Raises: InvalidInput: the file is no record, or of another model."""
+    def read(cls, path: Path) -> TextRecord:
+        """Raises: InvalidInput: the file is no record."""
         try:
-            record = cls.from_json(json.loads(path.read_text(encoding="utf-8")), str(path))
-        except ValueError as error:
+            return cls.from_json(json.loads(path.read_text(encoding="utf-8")), str(path))
+        except (OSError, ValueError) as error:
             raise InvalidInput(f"{path} is no record of {cls.SCHEMA} ({error}): name another file") from error
-        if record.costs.fingerprint != runtime.info.fingerprint:
-            raise InvalidInput(f"{path} was recorded with another model: name another file, and it is recorded anew")
-        return record
+
+    def check(self, runtime: Runtime) -> None:
+        """Raises: InvalidInput: it is of another model."""
+        if self.costs.fingerprint != runtime.info.fingerprint:
+            raise InvalidInput("the --record was made with another model: name another file, and it is recorded anew")
 
 
 def record(

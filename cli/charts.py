@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from ..core.errors import OutputError
 from ..core.events import TaskFinished
 from ..core.records import LayerSetRecord, LearnedRecord
 from ..core.types import KINDS, Trial, seconds_by_part
-from .output import note, writing
+from .output import check_writable, note, writing
 from .render import device_words, map_caption, number, ratio
 
 if TYPE_CHECKING:
@@ -106,13 +105,7 @@ class Pictures:
         Raises: OutputError: one can not.
         """
         for path in self.files.values():
-            with writing(path):
-                target = Path(os.path.realpath(path))  # what a link leads to
-                is_new = not target.exists()
-                if is_new or target.is_file() or target.is_dir():  # opening would disturb a pipe
-                    target.open("ab").close()
-                if is_new:
-                    target.unlink()
+            check_writable(path)
 
     def draw(self, draw: Callable[..., None], found: Any) -> None:
         """Call a `draw_...` with what was found, where there are files to write."""

@@ -20,6 +20,7 @@ from ..core.requests import GenerateRequest
 from ..core.settings import ENGINES
 from ..core.streams import read_stream
 from ..core.types import Prompt, Verdict
+from ..models.saved import refuse_existing
 from ..models.sources import check_names
 from . import options
 from .charts import Pictures, draw_ratios
@@ -64,14 +65,15 @@ def export(
     A set whose rest does not alternate attention and MLP is exported as the nearest one that does; for vLLM as it is,
     where the model is a Llama, Mistral or Qwen2.
     """
-    from ..engines.export import SCHEMA, refuse_existing
-    from ..engines.export import export as export_plan
-
     refuse_existing(Path(out))
     found = _to_export(store, name, engine) if version is None else store.plan(name.model, name.task, version)
     if found.fallback:
         note(f"note: {found.fallback}")
     prompts = [] if stream is None else read_stream(stream, name.task, limit)
+
+    from ..engines.export import SCHEMA
+    from ..engines.export import export as export_plan
+
     made = export_plan(found, name.model, engine, Path(out), store, note_load, prompts)
     layer_set = None if made.layer_set is None else made.layer_set.to_json()
     figures = {"kind": made.kind, "draft_tokens": made.n_draft_tokens, "layer_set": layer_set}
@@ -305,6 +307,9 @@ def peers(
     adaptive drafts. Ctrl-C shows the prompts that all rows have answered.
     """
     names = words.split(",")
+    request = options.decoding_request(values)
+    if assistant is not None:
+        options.check_model(replace(request, model=assistant))
 
     from ..bench.peers import all_rows, chosen_rows
 
@@ -312,9 +317,6 @@ def peers(
     chosen = chosen_rows(names, all_rows(ggufs, Path(assistant) if assistant else None, folders))
     if base is not None:
         look_up("row", base, {row.name: row for row in chosen})
-    request = options.decoding_request(values)
-    if assistant is not None:
-        options.check_model(replace(request, model=assistant))
 
     import torch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -299,10 +299,7 @@ def loaded_partner(db: str | None, values: Mapping[str, Any]) -> Iterator[Partne
     """
     if not values["model"]:
         raise click.UsageError("no model is named: name one with --model, or a server with --server")
-    options.check_model(pick(GenerateRequest, dict(values)))
-    from ..client.chat import Answered
-    from ..tasks.model import load
-
+    request = decoding_request(dict(values))
     noted: set[str] = set()
 
     def answer(messages: Sequence[Message]) -> Iterator[str | Answered]:
@@ -318,8 +315,11 @@ def loaded_partner(db: str | None, values: Mapping[str, Any]) -> Iterator[Partne
         yield Answered(done.finish_reason, done.n_tokens, speed, done.acceptance_rate)
         note_remarks(done, info, noted)  # when the answer's line has ended
 
-    model = load(values["model"], values["dtype"], values["device"], note_load, values["speed"], db)
-    with model.store or nullcontext():
+    with options.open_store(db) as store:
+        from ..client.chat import Answered
+        from ..tasks.model import Model
+
+        model = Model(request.model, options.load(request), store)
         if getattr(model.runtime.tokenizer, "chat_template", None) is None:
             raise InvalidInput(f"{model.name} has no chat template: use an instruct model, or `swiftopt generate`")
         with model.engine(concurrency=1) as engine:

@@ -161,7 +161,8 @@ def _tune_here(request: TuneRequest, db: str | None, pictures: Pictures) -> Resu
     options.check_model(request)
     if request.out is None:  # decided here, so that a run cut short can tell where its completions are
         request = replace(request, out=str(default_output(request.stream)))
-
+    else:
+        _check_writable(Path(request.out))
     with options.open_store(db) as store:
         from ..tasks.tune import run_tuning
 
@@ -182,14 +183,19 @@ def _tune_here(request: TuneRequest, db: str | None, pictures: Pictures) -> Resu
     return tune_result(request, result.job, result.tasks, database, backend, given, out)
 
 
+def _check_writable(out: Path) -> None:
+    """Raises: OutputError: the file of completions cannot be written, which is reported before the work begins."""
+    with LineWriter(out):
+        pass
+
+
 def _tune_through_queue(
     request: TuneRequest, prompts: Sequence[Prompt], backend: Backend, queue: str, detach: bool, pictures: Pictures
 ) -> Result:
     """Submit the job, and follow it to its end unless it is detached."""
     out = Path(request.out) if request.out is not None else default_output(request.stream)
     if request.out is not None:
-        with LineWriter(out):  # a file that cannot be written is reported before the job begins
-            pass
+        _check_writable(out)
     if not os.path.isabs(request.model) or os.path.exists(request.model):  # else it may be on the workers only
         options.check_model(request)
     path = os.path.expanduser(request.model)

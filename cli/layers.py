@@ -24,7 +24,7 @@ from ..optimizer.strategies import SIZE_CHOOSING, strategy_info
 from . import options
 from .charts import Pictures, draw_layer_sets, draw_search
 from .options import ConfiguredGroup, ModelTask, decoding_request, measurement, open_store, positive
-from .output import Result, console, listed, note, note_load, write_text, writing
+from .output import Result, check_writable, console, listed, note, note_load, write_text, writing
 from .render import fixed, folding, layer_map, number, numbers, numeric, record_view, records_table, size, table
 
 if TYPE_CHECKING:
@@ -319,12 +319,15 @@ def search_strategies(
         raise NotFound("there is nothing to search on: give --stream, or a --record that was written before")
     prompts = [] if stream is None else read_stream(stream, None, limit)
     request = decoding_request(values)
+    if record is not None and not recorded_before:
+        check_writable(record)
 
     from ..bench import search as bench
 
+    texts = bench.TextRecord.read(record) if record is not None and recorded_before else None
     runtime = options.load(request)
-    if record is not None and recorded_before:
-        texts = bench.TextRecord.read(record, runtime)
+    if texts is not None:
+        texts.check(runtime)
     else:
         texts = bench.record(runtime, prompts, request.max_new_tokens, note)
         if record is not None:

@@ -121,6 +121,20 @@ def writing(path: Path) -> Iterator[None]:
         raise OutputError(f"cannot write {path}: {reason}; {advice} and run the command again") from error
 
 
+def check_writable(path: Path) -> None:
+    """Check that a file can be written, and leave it as it is.
+
+    Raises: OutputError: it can not.
+    """
+    with writing(path):
+        target = Path(os.path.realpath(path))  # what a link leads to
+        is_new = not target.exists()
+        if is_new or target.is_file() or target.is_dir():  # opening would disturb a pipe
+            target.open("ab").close()
+        if is_new:
+            target.unlink()
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a whole small file.
 

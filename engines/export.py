@@ -22,7 +22,7 @@ from ..models.families import is_parallel
 from ..models.gguf_files import stored_type, write_gguf
 from ..models.quantised import BITS
 from ..models.restacked import NO_OPS_CODE, pairs_of, write_restacked
-from ..models.saved import OnStep, first_line, no_step, supported_config
+from ..models.saved import OnStep, first_line, no_step, refuse_existing, supported_config
 from ..models.sources import local_folder, resolve
 from ..store import Store
 from .drafts import LOADS, MEASURED, DraftChoice, EngineDraft, ExportEngine, Kind, Speculation
@@ -292,12 +292,6 @@ def _of_engine(found: FoundPlan, engine: str) -> tuple[FoundPlan, int | None]:
     method, settings = alike[drafts]
     same = replace(plan, method=method, settings=settings, engine=None)
     return replace(found, plan=same), int(plan.settings["draft_tokens"])
-
-
-def refuse_existing(out: Path) -> None:
-    """Raises: InvalidInput: something is there already."""
-    if os.path.lexists(out):
-        raise InvalidInput(f"{out} exists already: name a new folder with --out, or remove it first")
 
 
 def _write(draft: EngineDraft, engine: str, folder: Path, out: Path, on_step: OnStep) -> tuple[str, ...]:

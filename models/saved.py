@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from ..core.errors import ModelNotFound, UnsupportedModel
+from ..core.errors import InvalidInput, ModelNotFound, UnsupportedModel
 from .families import FAMILIES, family_of
 
 OnStep = Callable[[str], None]
@@ -137,6 +137,12 @@ def replacing(path: Path, mode: int = 0o644) -> Iterator[Path]:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def refuse_existing(out: Path) -> None:
+    """Raises: InvalidInput: something is where a folder is to be written."""
+    if os.path.lexists(out):
+        raise InvalidInput(f"{out} exists already: name a new folder with --out, or remove it first")
 
 
 def is_complete(folder: Path) -> bool:

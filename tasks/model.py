@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from time import perf_counter
@@ -42,14 +42,18 @@ def load(
     speed: Speed = "auto",
     db: str | None = None,
 ) -> Model:
-    """Load a model, and open the database with the plans that it decodes by.
+    """Open the database with the plans that a model decodes by, and load the model.
 
     Args:   name: alias, hub id, folder or GGUF file. dtype, device, speed: see `swiftopt.models.loading.load`.
             on_step: called with each step in a few words. db: a path or an SQLAlchemy URL; None: the default one.
     Raises: ModelNotFound, UnsupportedModel, SettingsError: see `swiftopt.models.loading.load`. StoreError: the database
             cannot be opened.
     """
-    return Model(name, loading.load(name, dtype, device, on_step, speed), Store.open(db))
+    with ExitStack() as stack:
+        store = stack.enter_context(Store.open(db))
+        model = Model(name, loading.load(name, dtype, device, on_step, speed), store)
+        stack.pop_all()
+        return model
 
 
 def tune(

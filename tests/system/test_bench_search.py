@@ -64,6 +64,15 @@ def test_strategies_are_compared_on_the_same_record_time_and_again(
     assert timeless(bench(capsys, *common)) == timeless(first)
 
 
+def test_a_file_that_is_no_record_is_refused_before_the_model_is_loaded(
+    tiny: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (home / "r.json").write_text("{}")
+    for name in ("r.json", "."):
+        assert run(["bench", "search", "--model", tiny, "--record", name]) == 2
+        assert f"{name} is no record of" in (told := capsys.readouterr().err) and "load:" not in told
+
+
 def test_search_goes_on_over_one_short_text(tiny: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The window has hardly moved when the text ends, so that only another lap brings text that a look waits for."""
     text = ["--stream", "notes.jsonl", "--limit", "1", "--max-new-tokens", "10", "--dtype", "float32", "--json"]
@@ -80,7 +89,7 @@ def test_long_search_takes_what_helps_however_few_sets_it_may_judge(
     common = ["--model", tiny, "--record", "r.json", "--strategies", "random", "--stream", "notes.jsonl"]
     bench(capsys, *common, "--limit", "3")
     runtime = load(tiny, "float32", "cpu")
-    judge = Bench(runtime, TextRecord.read(home / "r.json", runtime), SwiftSettings(context_window=8, seed=0), 4)
+    judge = Bench(runtime, TextRecord.read(home / "r.json"), SwiftSettings(context_window=8, seed=0), 4)
     start = LayerSet(4, frozenset({1, 2}), frozenset({1, 2}))
     flipped = [[1 - bit if i == unit else bit for i, bit in enumerate(start.bits())] for unit in range(4)]
     singles = [LayerSet(4).with_bits(bits) for bits in flipped]
@@ -102,7 +111,7 @@ def test_long_search_ends_at_a_set_that_no_flip_betters(
     n_searched = len(searchable(4))
     runtime = load(tiny, "float32", "cpu")
     settings = SwiftSettings(context_window=8, seed=0)
-    judge = Bench(runtime, TextRecord.read(home / "r.json", runtime), settings, 4)
+    judge = Bench(runtime, TextRecord.read(home / "r.json"), settings, 4)
     best = LayerSet(4, frozenset(found["skip_attn"]), frozenset(found["skip_mlp"]))
     assert judge.judge(best)[0] == pytest.approx(found["best"])
     for unit in range(n_searched):

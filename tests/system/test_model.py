@@ -11,7 +11,7 @@ import pytest
 from tiny_files import save
 
 import swiftopt
-from swiftopt.core.errors import ContextOverflow, SettingsError, StreamError, StreamNotFound
+from swiftopt.core.errors import ContextOverflow, SettingsError, StoreError, StreamError, StreamNotFound
 from swiftopt.core.events import Event, PromptFinished
 from swiftopt.core.requests import CompletionRequest
 from swiftopt.tasks.job import Cancelled
@@ -48,6 +48,11 @@ def test_what_was_tuned_is_what_decodes(model: swiftopt.Model, db: str, tmp_path
         assert model.generate(prompt, max_new_tokens=16).text == finished[prompt.id].text
     drafted = model.generate(prompts[0], method="swift", max_new_tokens=16)
     assert drafted.method == "swift" and drafted.layer_set == result.tasks[0].record.layer_set
+
+
+def test_a_database_that_cannot_be_opened_is_told_before_the_model_is_read(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="cannot be opened"):
+        swiftopt.load(str(tmp_path / "no model"), db=str(tmp_path))
 
 
 def test_stream_is_the_text_in_pieces(model: swiftopt.Model) -> None:
