@@ -89,9 +89,9 @@ def default_url() -> str:
     return as_url(named or str(Path(user_data_dir("swiftopt"), "swiftopt.db")))
 
 
-def as_url(text: str) -> str:
+def as_url(text: str | Path) -> str:
     """Return a SQLAlchemy URL as it is, a plain path as the URL of that SQLite file."""
-    if "://" in text:
+    if isinstance(text, str) and "://" in text:
         return text
     path = Path(text).expanduser().absolute()
     return URL.create("sqlite", database=str(path)).render_as_string(hide_password=False)

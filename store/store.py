@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy import Engine
@@ -104,7 +105,7 @@ class Store(Transactions):
         self.jobs = Jobs(engine, url)
 
     @classmethod
-    def open(cls, url: str | None = None) -> Store:
+    def open(cls, url: str | Path | None = None) -> Store:
         """Open the database (a URL or a path; None: the default one), created and migrated as needed.
 
         Raises: SchemaTooNew: a newer swiftopt has written it. StoreError: it cannot be opened.

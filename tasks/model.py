@@ -17,10 +17,10 @@ from queue import SimpleQueue
 from time import perf_counter
 from typing import Any, TypedDict, Unpack
 
-from ..core.errors import SettingsError
+from ..core.errors import SettingsError, StreamError
 from ..core.events import Event
 from ..core.requests import MAX_NEW_TOKENS, GenerateRequest, Speed, TuneRequest
-from ..core.types import DEFAULT_TASK, Completion, Prompt, Sampling
+from ..core.types import DEFAULT_TASK, Completion, Prompt, Sampling, check_task
 from ..decoding.engine import Engine, Request, Work, intercept, side_by_side
 from ..decoding.session import Session
 from ..models import loading
@@ -31,16 +31,17 @@ from .generate import Generated, Planner, TextAdded, as_planned, memory_for_text
 from .job import Cancelled
 from .tune import TuneResult, run_tuning
 
+_n_tuned = 0  # calls of `tune` that have ended
 TURN_SHARE = 0.03  # of the time spent decoding, that turns of other threads may take
 
 
 def load(
-    name: str,
+    name: str | Path,
     dtype: str = "auto",
     device: str = "auto",
     on_step: Callable[[str], None] = no_step,
     speed: Speed = "auto",
-    db: str | None = None,
+    db: str | Path | None = None,
 ) -> Model:
     """Open the database with the plans that a model decodes by, and load the model.
 
@@ -49,6 +50,7 @@ def load(
     Raises: ModelNotFound, UnsupportedModel, SettingsError: see `swiftopt.models.loading.load`. StoreError: the database
             cannot be opened.
     """
+    name = str(name)
     with ExitStack() as stack:
         store = stack.enter_context(Store.open(db))
         model = Model(name, loading.load(name, dtype, device, on_step, speed), store)
@@ -57,23 +59,43 @@ def load(
 
 
 def tune(
-    model: str,
-    stream: str | Path | Sequence[Prompt],
+    model: str | Path,
+    stream: str | Path | Sequence[str | Prompt],
     task: str | None = None,
-    db: str | None = None,
+    db: str | Path | None = None,
     on_event: Callable[[Event], None] = lambda event: None,
     **options: Any,
 ) -> TuneResult:
     """Find the layer set with which a model decodes a stream fastest, and store it; what `swiftopt tune` does.
 
-    Args:   stream: a file of prompts, or the prompts. task: of lines that name none. on_event: called with every event
-            after it was stored. options: other fields of `TuneRequest`, such as `max_new_tokens`.
+    Args:   stream: a file of prompts, or the prompts. task: of lines that name none, and of texts. on_event: called
+            with every event after it was stored. options: other fields of `TuneRequest`, such as `max_new_tokens`.
     Raises: SwiftoptError: as the parts raise it.
     """
-    prompts = None if isinstance(stream, str | Path) else list(stream)
-    request = TuneRequest(model, str(stream) if prompts is None else DEFAULT_TASK, task=task, **options)
-    with Store.open(db) as store:
-        return run_tuning(request, store, on_event, prompts)
+    global _n_tuned
+    prompts = None
+    if not isinstance(stream, str | Path):
+        own = DEFAULT_TASK if task is None else task
+        prompts = [as_prompt(each, own, number) for number, each in enumerate(stream, start=1)]
+    options |= {name: str(value) for name, value in options.items() if isinstance(value, Path)}
+    request = TuneRequest(str(model), str(stream) if prompts is None else DEFAULT_TASK, task=task, **options)
+    try:
+        with Store.open(db) as store:
+            return run_tuning(request, store, on_event, prompts)
+    finally:
+        _n_tuned += 1
+
+
+def as_prompt(given: str | Prompt, task: str, number: int = 1) -> Prompt:
+    """Return a text as a prompt of the task, a prompt as it is.
+
+    Raises: StreamError: there is nothing to decode, or the task is no name.
+    """
+    prompt = Prompt(str(number), task, given) if isinstance(given, str) else given
+    check_task(prompt.task, f"the task of prompt {prompt.id!r},", StreamError)
+    if prompt.text is None and not (prompt.messages or prompt.turns or prompt.token_ids):
+        raise StreamError(f"prompt {prompt.id!r} has neither text, messages nor turns: give it one of them")
+    return prompt
 
 
 class PromptOptions(TypedDict, total=False):
@@ -86,12 +108,21 @@ class PromptOptions(TypedDict, total=False):
     stop: str | Sequence[str]
 
 
-class Model:
-    """A loaded model that decodes by its stored plans."""
+class Model(AbstractContextManager["Model"]):
+    """A loaded model that decodes by its stored plans; to be closed, or used as a context manager."""
 
     def __init__(self, name: str, runtime: Runtime, store: Store | None) -> None:
         self.name, self.runtime, self.store = name, runtime, store
         self._planners: dict[tuple[str | None, int | None], Planner] = {}
+        self._n_tuned = _n_tuned  # when plans were looked up last
+
+    def close(self) -> None:
+        """Close the database."""
+        if self.store is not None:
+            self.store.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def generate(self, prompt: str | Prompt, **options: Unpack[PromptOptions]) -> Completion:
         """Decode one prompt; return the completion of its last turn. See `work` for the options."""
@@ -127,10 +158,14 @@ class Model:
 
         Args:   task: whose stored plan to use; a `Prompt` has its own. method: in place of what the plan says.
                 stop: a text, or several, before which the completion ends.
-        Raises: SwiftoptError: when it is run, as the parts raise it.
+        Raises: StreamError: there is nothing to decode, or the task is no name. SwiftoptError: when it is run, as the
+                parts raise it.
         """
-        if isinstance(prompt, str):
-            prompt = Prompt("1", task, text=prompt)
+        prompt = as_prompt(prompt, task)
+        if self._n_tuned != _n_tuned:
+            self._n_tuned = _n_tuned
+            for planner in list(self._planners.values()):
+                planner.refresh()
         stops = (stop,) if isinstance(stop, str) else stop
         session = Session(self.runtime, sampling or Sampling(), max_new_tokens, stops)
         return self.decoding(session, prompt, method)

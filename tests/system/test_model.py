@@ -14,6 +14,8 @@ import swiftopt
 from swiftopt.core.errors import ContextOverflow, SettingsError, StoreError, StreamError, StreamNotFound
 from swiftopt.core.events import Event, PromptFinished
 from swiftopt.core.requests import CompletionRequest
+from swiftopt.decoding.engine import side_by_side
+from swiftopt.tasks.generate import Generated
 from swiftopt.tasks.job import Cancelled
 from swiftopt.tasks.model import TURN_SHARE, Ticket
 from swiftopt.worker.serving import session_of
@@ -28,20 +30,28 @@ def db(tmp_path: Path) -> str:
 
 @pytest.fixture
 def model(tmp_path: Path, db: str) -> Iterator[swiftopt.Model]:
-    loaded = swiftopt.load(str(save(tmp_path / "model")), dtype="float32", db=db)
-    yield loaded
-    assert loaded.store is not None
-    loaded.store.close()
+    with swiftopt.load(save(tmp_path / "model"), dtype="float32", db=Path(db)) as loaded:
+        yield loaded
 
 
 def test_what_was_tuned_is_what_decodes(model: swiftopt.Model, db: str, tmp_path: Path) -> None:
     prompts = [swiftopt.Prompt(f"p{i}", "notes", text=text) for i, text in enumerate(TEXTS)]
     events: list[Event] = []
     settings = swiftopt.SwiftSettings(context_window=8, max_steps=4)
-    out = str(tmp_path / "out.jsonl")
+    out, folder = tmp_path / "out.jsonl", Path(model.name)
+    [before] = [event for event in side_by_side([model.work(prompts[0])]) if isinstance(event, Generated)]
     result = swiftopt.tune(
-        model.name, prompts, db=db, on_event=events.append, out=out, settings=settings, max_new_tokens=16, concurrency=3
+        folder,
+        prompts,
+        db=Path(db),
+        on_event=events.append,
+        out=out,
+        settings=settings,
+        max_new_tokens=16,
+        concurrency=3,
     )
+    [after] = [event for event in side_by_side([model.work(prompts[0])]) if isinstance(event, Generated)]
+    assert (before.info.version, after.info.version) == (None, 1)
     assert [task.task for task in result.tasks] == ["notes"] and result.tasks[0].trials
     finished = {event.prompt.id: event.completion for event in events if isinstance(event, PromptFinished)}
     for prompt in prompts:
@@ -53,6 +63,39 @@ def test_what_was_tuned_is_what_decodes(model: swiftopt.Model, db: str, tmp_path
 def test_a_database_that_cannot_be_opened_is_told_before_the_model_is_read(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="cannot be opened"):
         swiftopt.load(str(tmp_path / "no model"), db=str(tmp_path))
+
+
+def test_texts_are_prompts_of_the_task(model: swiftopt.Model, db: str, tmp_path: Path) -> None:
+    events: list[Event] = []
+    settings = swiftopt.SwiftSettings(context_window=8, max_steps=4)
+    more = {"out": tmp_path / "out.jsonl", "settings": settings, "max_new_tokens": 16}
+    swiftopt.tune(model.name, TEXTS[:2], task="notes", db=db, on_event=events.append, **more)
+    found = [(e.prompt.id, e.prompt.task, e.prompt.text) for e in events if isinstance(e, PromptFinished)]
+    assert found == [("1", "notes", TEXTS[0]), ("2", "notes", TEXTS[1])]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        (swiftopt.Prompt("7", "t"), "'7' has neither text, messages nor turns"),
+        (swiftopt.Prompt("7", "", text="w1"), "the task of prompt '7', '' is no name"),
+    ],
+)
+def test_a_prompt_that_says_nothing_is_refused_in_a_sentence(
+    model: swiftopt.Model, db: str, prompt: swiftopt.Prompt, words: str
+) -> None:
+    with pytest.raises(StreamError, match=words):
+        swiftopt.tune(model.name, [prompt], db=db)
+    with pytest.raises(StreamError, match=words):
+        model.generate(prompt)
+
+
+def test_a_model_closes_its_database(tmp_path: Path, db: str) -> None:
+    with swiftopt.load(save(tmp_path / "model"), dtype="float32", db=db) as model:
+        assert model.store is not None and model.generate(TEXTS[0], max_new_tokens=2).n_tokens == 2
+        pool = model.store.engine.pool
+        assert pool.checkedin()  # type: ignore[attr-defined]
+    assert model.store.engine.pool is not pool
 
 
 def test_stream_is_the_text_in_pieces(model: swiftopt.Model) -> None:
