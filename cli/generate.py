@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from ..core.errors import InvalidInput, StreamError, SwiftoptError
 from ..core.requests import GenerateRequest
 from ..core.streams import LineWriter, raw_prompt, read_stream
 from ..core.types import DEFAULT_TASK, Completion, Prompt, Sampling, check_task
+from ..decoding.methods import method_info
 from . import options
 from .backend import Backend
 from .options import FILE, MODEL, OTHER, PROMPTS, decoding_request, from_field, on_command_line, option, pick, positive
@@ -84,6 +85,15 @@ def generate(
     """
     prompts = _prompts(prompt, stream, limit, values["task"])
     request = decoding_request(values)
+    if request.draft_model is not None:
+        options.check_model(replace(request, model=request.draft_model))
+        if request.method is not None and not method_info(request.method).drafts_with_model:
+            note(
+                f"warning: --draft-model has no effect with --method {request.method}, which drafts with no other model"
+            )
+    for name in ("limit", "concurrency"):
+        if stream is None and on_command_line(name):
+            note(f"warning: --{name} has no effect without --stream: there is one prompt")
     grows = stream is None and not as_json  # the text is shown as it grows
     noted: set[str] = set()
     with ExitStack() as stack:

@@ -116,6 +116,7 @@ SLIPS: list[tuple[list[str], int, str]] = [
     ([*GENERATE, "--model", "gpt2", "--concurrency", "1e3"], 2, "'1e3' is not a valid integer (see"),
     ([*GENERATE, "--model", "gpt2", "--stop", ""], 2, "'--stop': a stop string is empty"),
     ([*GENERATE, "--model", "gpt2", "--task", ""], 2, "the task '' is no name"),
+    ([*GENERATE, "--model", "gpt2", "--method", "plain", "--draft-model", "smollm-135m"], 3, "nearest: smollm2-135m"),
     ([*GENERATE, "--model", "gpt2", "--db", "bert"], 1, "bert cannot be opened: check"),
     ([*GENERATE, "--model", "gpt2", "--out", "bert"], 1, "cannot write completions to bert: is a directory"),
     ([*TUNE, "good.jsonl", "--db", "bert"], 1, "bert cannot be opened: check"),
@@ -156,6 +157,21 @@ def test_slip_gets_its_code_and_one_sentence(
     told = sentence(capsys)
     assert says in told
     assert "secret" not in told
+
+
+def test_options_of_generate_without_an_effect_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each ends at a database that cannot be opened, so that no model is loaded."""
+    command = [*GENERATE, "--model", "gpt2", "--db", "bert"]
+    assert run([*command, "--limit", "3", "--concurrency", "2", "--method", "plain", "--draft-model", "gpt2"]) == 1
+    told = capsys.readouterr().err
+    for words in (
+        "--limit has no effect without",
+        "--concurrency has no effect without",
+        "--draft-model has no effect",
+    ):
+        assert f"warning: {words}" in told
+    assert run([*command, "--method", "spd", "--draft-model", "gpt2"]) == 1
+    assert "warning" not in capsys.readouterr().err
 
 
 def test_slips_cost_no_loading_of_torch() -> None:
