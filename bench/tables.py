@@ -251,7 +251,8 @@ def _shifted(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 def _throughput(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     for row in sorted(report["results"], key=lambda row: int(row["concurrency"])):
         plain, drafting = row["plain"], row["drafting"]
-        per_token = (f"{1000 * own['per_token_s'][p]:.0f}" for own in (plain, drafting) for p in ("p50", "p95"))
+        times = (own["per_token_s"][p] for own in (plain, drafting) for p in ("p50", "p95"))
+        per_token = (number(seconds and 1000 * seconds, 0) for seconds in times)
         speeds = f"{plain['tok_s']:.1f}", f"{drafting['tok_s']:.1f}", f"{row['ratio']:.2f}x"
         yield (_text(report), str(row["concurrency"]), *speeds, *per_token, f"{row['equal']}/{row['compared']}")
 

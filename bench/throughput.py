@@ -134,8 +134,8 @@ def _tok_s(runs: Sequence[Sequence[Served]]) -> float:
     return sum(len(own.token_ids) for run in runs for own in run) / seconds
 
 
-def _waits(runs: Sequence[Sequence[Served]]) -> dict[str, dict[str, float]]:
-    """Percentiles in seconds: time to first token with the wait for a place, and time per token after it."""
+def _waits(runs: Sequence[Sequence[Served]]) -> dict[str, dict[str, float | None]]:
+    """Percentiles in seconds: time to first token with the wait for a place, and time per token after it, if any is."""
     every = [own for run in runs for own in run]
     long = [own for own in every if len(own.times) > 1]
     return {
@@ -144,6 +144,8 @@ def _waits(runs: Sequence[Sequence[Served]]) -> dict[str, dict[str, float]]:
     }
 
 
-def _percentiles(values: Sequence[float]) -> dict[str, float]:
-    ranked = sorted(values) or [0.0]
+def _percentiles(values: Sequence[float]) -> dict[str, float | None]:
+    if not values:
+        return {f"p{p}": None for p in PERCENTILES}
+    ranked = sorted(values)
     return {f"p{p}": round(ranked[min(len(ranked) - 1, len(ranked) * p // 100)], 4) for p in PERCENTILES}

@@ -268,7 +268,7 @@ def _throughput_table(report: Mapping[str, Any]) -> Table:
         ):
             speed, first, each = (result[way][key] for key in ("tok_s", "first_token_s", "per_token_s"))
             times = (f"{first['p50']:.2f} s", f"{first['p95']:.2f} s")
-            per_token = (f"{1000 * each[p]:.0f}" for p in ("p50", "p95", "p99"))
+            per_token = (number(each[p] and 1000 * each[p], 0) for p in ("p50", "p95", "p99"))
             rows.append((at_once, way, f"{speed:.1f}", ratio, *times, *per_token, equal))
     return table(columns, rows, title=title, caption=caption)
 

@@ -394,7 +394,7 @@ def draw_throughput(report: Report, pictures: Pictures) -> None:
         for way, label, colour in (("drafting", "drafting", BLUE), ("plain", "plain batching", GREY)):
             each = [result[way]["per_token_s"] for result in results]
             left.plot(places, [result[way]["tok_s"] for result in results], color=colour, marker="o", label=label)
-            right.plot(places, [1000 * one["p50"] for one in each], color=colour, marker="o")
+            right.plot(places, [one["p50"] and 1000 * one["p50"] for one in each], color=colour, marker="o")
         for place, result in zip(places, results, strict=True):
             at = (place, max(result[way]["tok_s"] for way in ("plain", "drafting")))
             left.annotate(f"{result['ratio']:.2f}x", at, xytext=(0, 8), ha="center", color=BLUE, **BESIDE)

@@ -48,6 +48,16 @@ def test_requests_arrive_at_a_rate_and_the_table_fits_a_terminal(
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_single_tokens_have_no_time_per_token(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = [*command, "--concurrency", "1", "--rounds", "1", "--max-new-tokens", "1", "--svg", str(tmp_path / "t.svg")]
+    assert run([*short, "--json"]) == 0
+    [row] = json.loads(capsys.readouterr().out)["results"]
+    assert row["plain"]["per_token_s"] == {"p50": None, "p95": None, "p99": None} and row["equal"] == 5
+    assert run(short) == 0 and "–" in capsys.readouterr().out and "ms per token" in (tmp_path / "t.svg").read_text()
+
+
 def test_ctrl_c_shows_what_was_measured(
     command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
