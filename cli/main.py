@@ -5,6 +5,7 @@ Values of options come from the command line, `SWIFTOPT_*` in the environment, .
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import errno
 import os
@@ -46,6 +47,7 @@ MODULES = {  # of the commands, in the order in which help lists them
     "completion": "reference",
 }
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # errors of what stdout leads to
+IN_ASCII = dict(zip("■█▁▂▃▄▅▆▇·━–…αγε", "##1234567.--.age", strict=True))  # for terminals that show no others
 TOML_FILE = "swiftopt.toml"
 PREFIX = "SWIFTOPT_"
 # Variables that are read where they are used, and so are no fields below.
@@ -236,10 +238,16 @@ def main() -> NoReturn:
     """Run the console script."""
     collector.start()
     _replace_closed_streams()
+    codecs.register_error("swiftopt", _in_ascii)
     for stream in (sys.stdout, sys.stderr):
-        # a terminal that cannot show α or a bar shows a question mark, not a traceback
-        getattr(stream, "reconfigure", lambda **_: None)(errors="replace")
+        getattr(stream, "reconfigure", lambda **_: None)(errors="swiftopt")
     sys.exit(run(sys.argv[1:]))
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+    """Return what a terminal shows in place of characters that its encoding lacks, of the same width."""
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(IN_ASCII.get(each, "?") for each in error.object[error.start : error.end]), error.end
 
 
 def _replace_closed_streams() -> None:

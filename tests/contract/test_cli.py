@@ -599,6 +599,15 @@ def test_colours_come_only_where_they_are_wanted(
     assert not coloured()
 
 
+def test_a_layer_map_can_be_read_where_the_terminal_shows_ascii_only(stored: LayerSetRecord) -> None:
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    args = [SCRIPT, "layers", "show", "smollm2-135m/notes"]
+    lines = subprocess.run(args, env=env, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+    [attention] = [line for line in lines if line.startswith("attn")]
+    assert attention.split()[1:] == ["#" if layer in (3, 4) else "." for layer in range(30)]
+    assert any(line.split()[:2] == ["#", "skipped"] for line in lines)
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_output_keeps_to_the_terminals_width(
     width: int, stored: LayerSetRecord, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
