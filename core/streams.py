@@ -214,11 +214,13 @@ def _line(prompt: Prompt) -> dict[str, Any]:
 def raw_prompt(text: str, task: str, where: str) -> Prompt:
     """A text that came without a stream; `where` names its origin in errors.
 
-    Raises: StreamError: it is no text, or the task is no name.
+    Raises: StreamError: it is empty or no text, or the task is no name.
     """
     check_task(task, "the task", StreamError)
+    if not text.strip():
+        raise StreamError(f"{where}: the text is empty: write one, or leave {where} out")
     try:
-        return Prompt("1", task, _not_blank(text))
+        return Prompt("1", task, encodable(text))
     except ValueError as error:
         raise StreamError(f"{where}: {error}") from error
 
@@ -238,6 +240,8 @@ def _opened(path: str) -> Iterator[BinaryIO]:
     if path == STDIN:
         yield sys.stdin.buffer
         return
+    if not path:
+        raise StreamError("the stream has no name: give a file of prompts, or - for standard input")
     target = Path(path)
     if os.path.isdir(path):  # pathlib raises for a path that is too long
         inside = sorted(entry.name for entry in target.glob("*.jsonl"))
@@ -374,10 +378,9 @@ class LineWriter(AbstractContextManager["LineWriter"]):
         except OSError as error:
             with suppress(OSError):
                 self._file.truncate(size)
-            raise OutputError(
-                f"cannot write to {self.path}: {(error.strerror or str(error)).lower()}; the {self.n_written}"
-                f" {self._what} before this one are there, free some space and run again"
-            ) from error
+            kept = f"the {self.n_written} {self._what} before this one are there, " if self.n_written else ""
+            reason = (error.strerror or str(error)).lower()
+            raise OutputError(f"cannot write to {self.path}: {reason}; {kept}free some space and run again") from error
         self.n_written += 1
 
     def write_completion(self, prompt: Prompt, completion: Completion) -> None:

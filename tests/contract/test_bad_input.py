@@ -263,12 +263,16 @@ from swiftopt.core.streams import LineWriter
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 try:
     with LineWriter(Path("out.jsonl")) as lines:
-        for _ in range(9):
+        for _ in range(int(sys.argv[1])):
             lines.write("x" * 299)
+        lines.write("x" * 1999)
 except OutputError as error:
     sys.exit(str(error))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program, "0"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == "cannot write to out.jsonl: file too large; free some space and run again\n"
+    done = subprocess.run([sys.executable, "-c", program, "9"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "cannot write to out.jsonl" in done.stderr and "the 3 completions before this one are there" in done.stderr
     assert (home / "out.jsonl").read_text() == ("x" * 299 + "\n") * 3

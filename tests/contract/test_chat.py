@@ -260,7 +260,11 @@ def test_chat_does_not_begin_where_it_cannot(
     ("args", "code", "says"),
     [
         ([], 2, "--model"),
-        (["--server", "http://127.0.0.1:9", "--message", " "], 2, "--message: the text is empty"),
+        (
+            ["--server", "http://127.0.0.1:9", "--message", " "],
+            2,
+            "--message: the text is empty: write one, or leave --message out",
+        ),
         (["--server", "http://127.0.0.1:9", "--task", "a/b", "--message", "x"], 2, "'a/b' is no name"),
         (["--server", "nowhere", "--message", "x"], 2, "is no URL"),
         (["--model", "smollm-135m", "--message", "x"], 3, "nearest: smollm2-135m"),

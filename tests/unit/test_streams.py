@@ -146,6 +146,11 @@ def test_stream_error_names_the_nearest_file_when_it_is_missing(tmp_path: Path) 
             read_stream(name)
 
 
+def test_a_stream_without_a_name_is_refused_in_a_sentence() -> None:
+    with pytest.raises(StreamError, match="the stream has no name: give a file of prompts"):
+        read_stream("")
+
+
 def test_stream_error_names_a_file_inside_when_it_is_a_folder(tmp_path: Path) -> None:
     write(tmp_path / "inside.jsonl", {"prompt": "a"})
     with pytest.raises(StreamNotFound, match=r"is a folder: .*inside\.jsonl"):
