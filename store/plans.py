@@ -7,6 +7,7 @@ LayerSetNotFound is raised: it names what is stored instead, or the command that
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -32,6 +33,8 @@ from .tables import (
     layer_set_record,
     to_row,
 )
+
+logger = logging.getLogger(__name__)
 
 N_KNOWN = 100  # the newest sets of a model that are compared with a text
 
@@ -115,10 +118,20 @@ def list_layer_sets(session: Session, model: str | None = None, task: str | None
 
 
 def known_sets(session: Session, fingerprint: str) -> list[KnownSet]:
-    """Return the newest layer sets of a model, of any task, with the place of each one's text; the newest first."""
+    """Return the newest layer sets of a model, of any task, with the place of each one's text; the newest first.
+
+    Rows that cannot be read are left out, with a warning.
+    """
     placed = newest(session, LayerSetRow, fingerprint, None).where(LayerSetRow.prompt_state.is_not(None))
     rows = session.scalars(placed.options(undefer(LayerSetRow.prompt_state)).limit(N_KNOWN))
-    return [KnownSet(layer_set_record(row).layer_set, unpacked(row.prompt_state or b""), row.task) for row in rows]
+    found = []
+    for row in rows:
+        try:
+            found.append(KnownSet(layer_set_record(row).layer_set, unpacked(row.prompt_state or b""), row.task))
+        except (TypeError, ValueError) as error:  # changed by hand: searches do without it
+            words = "layer set=skipped model=%s version=%d task=%s reason=%r"
+            logger.warning(words, fingerprint, row.version, row.task, str(error))
+    return found
 
 
 # --- plans ---

@@ -80,6 +80,18 @@ def test_layer_set_that_was_changed_hides_no_job_and_stops_none(store: Store, en
     assert store.jobs.claim(Lease(job, 1), "w1") is not None
 
 
+@pytest.mark.parametrize("values", ["skip_attn = '[0, 99]'", "skip_mlp = '3'", "prompt_state = 'abc'"])
+def test_layer_set_that_cannot_be_read_is_no_known_set(
+    store: Store, engine: Engine, caplog: pytest.LogCaptureFixture, values: str
+) -> None:
+    job, whole = noop(store), LayerSet(8, frozenset({4}), frozenset())
+    for own, of_job in ((LayerSet(8, frozenset({3}), frozenset()), job), (whole, None)):
+        store.add_layer_set(LayerSetRecord("m", "t", own, fingerprint="f" * 16, job=of_job, prompt_state=(1.0, 0.0)))
+    edit(engine, "layer_sets", values, job)
+    assert [known.layer_set for known in store.known_sets("f" * 16)] == [whole]
+    assert "version=1 task=t" in caplog.text
+
+
 def killed_here(store: Store, engine: Engine) -> str:
     """A local run whose process is gone."""
     job = store.jobs.begin_here(JobSpec("tune", None), "here").job.id
