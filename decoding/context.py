@@ -283,7 +283,8 @@ class ResumePoint:
     """What a request is resumed from, in another process too, after it was interrupted between two passes.
 
     `token_ids` are those generated so far, at least one; `searched` says that the search of the round in progress is
-    done; `finish` that nothing is left to decode; `n_drawn` is the rule's.
+    done; `finish` that nothing is left to decode; `n_drawn` is the rule's. From the first `n_learnt` tokens of its text
+    the drafter has learnt for later requests.
     """
 
     token_ids: tuple[int, ...]
@@ -291,6 +292,7 @@ class ResumePoint:
     searched: bool = False
     finish: FinishReason | None = None
     n_drawn: tuple[int, ...] = ()
+    n_learnt: int = 0
 
 
 @dataclass(slots=True)
@@ -298,10 +300,10 @@ class Context:
     """A request in flight.
 
     Slots 0 … n-2 of `buffer` hold the target's keys and values of `token_ids`; the last token, the root of the next
-    draft, will go to slot n-1, behind which drafts and scratch rows are written. `searched` and `finish` are as in
-    `ResumePoint`. `logprobs` says how many alternatives are wanted beside each token's log probability; None: not even
-    that. `prediction` are tokens that the caller expects behind the prompt. `state` is the prompt's mean state, where
-    it is wanted; before it was read, that of the prompt which its beginning is of.
+    draft, will go to slot n-1, behind which drafts and scratch rows are written. `searched`, `finish` and `n_learnt`
+    are as in `ResumePoint`. `logprobs` says how many alternatives are wanted beside each token's log probability; None:
+    not even that. `prediction` are tokens that the caller expects behind the prompt. `state` is the prompt's mean
+    state, where it is wanted; before it was read, that of the prompt which its beginning is of.
     """
 
     runtime: Runtime
@@ -316,6 +318,7 @@ class Context:
     state: Tensor | None = None
     searched: bool = False
     finish: FinishReason | None = None
+    n_learnt: int = 0
     _text: Tensor | None = None  # as many of `token_ids` as were moved to the device
 
     @property
@@ -362,7 +365,8 @@ class Context:
     def resume_point(self) -> ResumePoint:
         """Return the request's state; to be called between the passes of a round."""
         tally = self.tally.copied(self.tally.total_s)
-        return ResumePoint(tuple(self.generated), tally, self.searched, self.finish, self.rule.n_drawn)
+        own = self.searched, self.finish, self.rule.n_drawn, self.n_learnt
+        return ResumePoint(tuple(self.generated), tally, *own)
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,7 +166,7 @@ def _resume(context: Context, n_read: int, point: ResumePoint) -> Work[None]:
     """Bring the buffer and the rule to where they were when the request was interrupted."""
     clock = perf_counter()
     context.token_ids += point.token_ids
-    context.searched, context.finish = point.searched, point.finish
+    context.searched, context.finish, context.n_learnt = point.searched, point.finish, point.n_learnt
     context.rule.skip(point.n_drawn)
     if point.finish is None:
         unread = context.token_ids[n_read:-1]

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 from ...core.errors import SettingsError
 from ...core.serialization import Settings, adapter, count
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ...core.costs import CostProfile
-    from ..context import Context
     from ..engine import PassGenerator
 
 PROBE_LENGTH = 4  # draft steps of a round that is only made to learn
@@ -290,36 +289,27 @@ class AdaptiveDrafter(Drafter):
     def __init__(self, model: DraftModel | None, costs: PassCosts, settings: AdaptiveSettings) -> None:
         self.model, self.costs, self.settings = model, costs, settings
         self.learned = Learned(step_cost=costs.draft(1))
-        self._text: Matches | None = None  # of the latest request
-        self._n_known = 0  # tokens that an earlier process has read of the text in flight
 
     def max_rows(self, room: int) -> int:
         return 1 + 2 * min(room, self.settings.max_draft_length) + MOST_GUESSES
 
-    def begin(self, context: Context) -> Self:
-        own = super().begin(context)
-        if len(context.generated) > 1:  # resumed behind its first rounds
-            own.matches.read(context.token_ids[: self._n_known], known=True)
-        self._text, self._n_known = own.matches, 0
-        return own
-
     def start(self) -> None:
         context = self.context
         self.matches = Matches(self.learned.matched, context.token_ids[: context.n_prompt], context.prediction)
+        self.matches.read(context.token_ids[: context.n_learnt], known=True)
         self.chain, self.estimated = _Chain(), 0.0
 
     def state(self) -> dict[str, Any]:
-        n_read = 0 if self._text is None else self._text.n_read
-        return {"learned": asdict(self.learned), "n_read": n_read}
+        return {"learned": asdict(self.learned)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.learned = adapter(Learned).validate_python(state["learned"])
-        self._n_known = int(state["n_read"])
 
     def draft(self, room: int) -> PassGenerator[Draft]:
         """Read what was committed, at the first call the prompt, so that this counts as drafting, and draft."""
         self.costs.load = self.context.load.checked
         self.matches.read(self.context.token_ids)
+        self.context.n_learnt = len(self.context.token_ids)
         most = min(room, self.settings.max_draft_length)
         self.chain = chain = _Chain()
         draft = (yield from self._fill(chain, most)) if most > 0 else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import cache
 
 import pytest
@@ -10,11 +11,13 @@ from native import quick_runtime
 
 from swiftopt.core.errors import SettingsError
 from swiftopt.core.types import Completion, LayerSet, Sampling
-from swiftopt.decoding.context import Ending, TokenRule
+from swiftopt.decoding.context import Context, Ending, TokenRule
 from swiftopt.decoding.draft_models import OtherModel
-from swiftopt.decoding.loop import decode
+from swiftopt.decoding.engine import side_by_side
+from swiftopt.decoding.loop import Round, decode, decoding
 from swiftopt.decoding.methods import PLAIN, Method, Resources, build
 from swiftopt.decoding.methods.adaptive import AdaptiveDrafter, AdaptiveSettings, PassCosts
+from swiftopt.decoding.text_matches import HitRates, Matches
 from swiftopt.models.runtime import Runtime
 
 REPEATING, FREE = [3, 1, 4, 1, 5, 9] * 4, [5, 9, 11, 2, 7]
@@ -98,3 +101,23 @@ def test_missing_costs_are_asked_for_in_a_sentence() -> None:
         AdaptiveSettings.from_json({"draft_format": "int3"})
     with pytest.raises(SettingsError, match="draft_format is 4: use 'int8', 'fp8', 'int4'"):
         AdaptiveSettings.from_json({"draft_format": 4})
+
+
+def test_text_is_learnt_once_where_several_requests_are_gone_on_with() -> None:
+    first, again = adaptive(), adaptive()
+    contexts: dict[int, Context] = {}
+    works = [decoding(model(), ids, first, TokenRule.of(Sampling(), None), Ending(40)) for ids in (REPEATING, FREE)]
+    with closing(side_by_side(works, 2)) as events:
+        for event in events:
+            contexts[event.context.n_prompt] = event.context
+            if isinstance(event, Round) and len(contexts) == 2 and len(event.context.generated) > 12:
+                break
+    cut = {n: (context.token_ids[:n], context.resume_point()) for n, context in contexts.items()}
+    again.drafter.restore(first.drafter.state() or {})
+    works = [decoding(model(), ids, again, TokenRule.of(Sampling(), None), Ending(40), at) for ids, at in cut.values()]
+    with closing(side_by_side(works, 2)) as events:
+        next(event for event in events if isinstance(event, Round))  # behind which both have read what is committed
+    once = HitRates()
+    for ids, at in cut.values():
+        Matches(once, ids).read([*ids, *at.token_ids])
+    assert isinstance(again.drafter, AdaptiveDrafter) and again.drafter.learned.matched.seen == once.seen
