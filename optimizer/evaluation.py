@@ -22,6 +22,7 @@ LAMBDA_ROUNDS = 4
 LONGEST_PASS_S = 1.0  # of a pass that scores several candidates, or twice that of one: decoding waits for it
 SEARCH_SHARE = 0.03  # of the seconds of a stream's decoding, for its search
 FEWEST = 36  # candidates that a search may score, however short the stream is
+FEWEST_AGAIN = 5  # likewise after a shift: the set in use, known ones, and the first of the search
 USUAL_SPEEDUP = 3.0  # of that decoding
 BATCH_GAIN = 0.95  # a larger batch must cut the seconds per candidate to this share or less
 
@@ -195,11 +196,13 @@ def candidates_per_pass(costs: CostProfile | None, window: int) -> int:
 
 
 def affordable(costs: CostProfile | None, layer_set: LayerSet, window: int, n_tokens: int) -> int:
-    """Return how many candidates a search over a stream of `n_tokens` may score, by measured costs.
+    """Return how many candidates a search over a stream of `n_tokens` may score, by measured costs."""
+    return max(FEWEST, min(MOST, in_share(costs, layer_set, window, n_tokens / USUAL_SPEEDUP)))
+
+
+def in_share(costs: CostProfile | None, layer_set: LayerSet, window: int, n_passes: float) -> int:
+    """Return how many candidates fit in a search's share of the time of so many plain passes; 0 without costs.
 
     A candidate costs a draft pass with `layer_set` over a window, and half of one for the set in use beside it.
     """
-    if costs is None:
-        return FEWEST
-    candidate = 1.5 * costs.draft_cost(layer_set, window)
-    return max(FEWEST, min(MOST, int(SEARCH_SHARE * n_tokens / USUAL_SPEEDUP / candidate)))
+    return 0 if costs is None else int(SEARCH_SHARE * n_passes / (1.5 * costs.draft_cost(layer_set, window)))

@@ -21,7 +21,15 @@ from ..models.costs import is_out_of_memory
 from ..models.restacked import nearest
 from .challengers import FINALISTS, Contest, Finals, Incumbent, WindowStart, trimmed
 from .drafting import FEWEST_WINDOWS, MOST_WINDOWS, drafting_with, search_drafting, starting_set
-from .evaluation import WindowScore, affordable, candidates_per_pass, objective, score_window
+from .evaluation import (
+    FEWEST_AGAIN,
+    WindowScore,
+    affordable,
+    candidates_per_pass,
+    in_share,
+    objective,
+    score_window,
+)
 from .proposer import Proposer, chooses_size
 from .strategies import Proposal, strategy_info
 
@@ -60,8 +68,9 @@ class Search:
         self.batch = settings.candidates or candidates_per_pass(costs, settings.context_window)
         self._windows: list[WindowScore] = []  # what the set in use predicted, the latest last
         self.stopped_because = self._switched_off
-        self._most = settings.max_steps
-        if n_tokens is not None and strategy_info(settings.strategy).chooses_size:
+        self._most = settings.max_steps  # candidates of one search
+        self._sparing = n_tokens is not None and strategy_info(settings.strategy).chooses_size
+        if n_tokens is not None and self._sparing:
             self._most = min(self._most, affordable(costs, start, settings.context_window, n_tokens))
         self._contest = Contest(Incumbent(start))
         self._candidate_rows = 0
@@ -193,7 +202,8 @@ class Search:
 
         The set that the search began with follows them: what was thinned out for one text may be too thin for the next,
         and a search that only goes on from there takes long to return. Nothing that was tried before counts, as the
-        text has changed.
+        text has changed. The budget is whole at the first shift of a stream; later ones have what is left of that, and
+        what fits in the search's share of the rounds so far.
 
         Returns: whether a search has begun; none does where none was wanted.
         """
@@ -279,6 +289,15 @@ class Search:
             self._proposer.strategy.restore(state["strategy"])
 
     @property
+    def _budget(self) -> int:
+        """How many candidates may be scored since the search was opened."""
+        opened_at = self._contest.opened_at
+        if not opened_at or not self._sparing:
+            return self._most
+        earned = in_share(self.costs, self._start, self.settings.context_window, self._n_rounds)
+        return min(self._most, max(FEWEST_AGAIN, 2 * self._most + earned - opened_at))
+
+    @property
     def _switched_off(self) -> str:
         """Why there is no search at all; "" where there is one."""
         if not self.settings.optimise:
@@ -296,7 +315,7 @@ class Search:
     def _sets(self, context: Context, place: WindowStart, batch: int) -> list[Proposal]:
         """Return what the next pass scores, with origins: sets that are due come before proposals."""
         contest, n_tried = self._contest, len(self.trials) - self._contest.opened_at
-        room = self._most - n_tried
+        room = self._budget - n_tried
         held = Proposal(self.layer_set, "in use" if self.trials else "uniform")
         due = contest.finals.due(place, self.settings.context_window)
         if self._by_rating and (best := self._proposer.strategy.best(self.layer_set)) != self.layer_set:
@@ -372,7 +391,7 @@ class Search:
         n_tried, matchness = n - self._contest.opened_at, self._contest.incumbent.matchness
         if not self._proposer.chooses_size and matchness > settings.target_matchness:
             self.finish(f"matchness {matchness:.2f} is above {settings.target_matchness}")
-        elif n_tried >= self._most:
+        elif n_tried >= self._budget:
             enough = "" if n_tried >= settings.max_steps else ", as many as a stream of this length is worth"
             self.finish(f"{n_tried} candidates were scored{enough}")
         elif self._spent(n) and not self._contest.finals.finalists:

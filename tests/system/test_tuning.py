@@ -36,7 +36,7 @@ from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.rows import Pass
 from swiftopt.models.runtime import Runtime
 from swiftopt.optimizer.challengers import Contest, Incumbent, trimmed
-from swiftopt.optimizer.evaluation import candidates_per_pass
+from swiftopt.optimizer.evaluation import FEWEST_AGAIN, candidates_per_pass
 from swiftopt.optimizer.search import Search
 from swiftopt.optimizer.tuning import Tuner
 from swiftopt.optimizer.verdict import ERROR, judge
@@ -301,6 +301,23 @@ def test_reopened_search_goes_on_from_its_state_as_it_would_have() -> None:
     for one in (search, again):
         run_on(one, 3, name="r")
     assert [replace(trial, seconds=0.0) for trial in again.trials] == [replace(t, seconds=0.0) for t in search.trials]
+
+
+def test_shifts_without_end_take_no_more_than_a_share_of_the_time() -> None:
+    """A whole budget for the stream and its first shift; then known sets, and what the rounds so far have earned."""
+    search = Search("t", 4, SwiftSettings(**GUIDED), 0.45, flat_costs(), n_tokens=100)
+    known = [LayerSet(4, frozenset({1})), LayerSet(4, frozenset({2})), LayerSet(4, frozenset(), frozenset({1}))]
+    opened = list[int]()
+    for shift in range(4):
+        for number in range(20):
+            if search.optimising:
+                run_on(search, 20 * shift + number, 80, name=f"{shift}-{number}")
+        assert not search.optimising
+        opened.append(len(search.trials) - sum(opened))
+        assert search.reopen(known)
+    n_earned = 0.03 * search._n_rounds / (1.5 * flat_costs().draft_cost(search._start, 8))
+    assert opened[:2] == [36, 36] and all(FEWEST_AGAIN <= n <= FEWEST_AGAIN + n_earned for n in opened[2:])
+    assert {t.origin for t in search.trials[-opened[-1] :]} >= {"in use", "stored"}
 
 
 def test_search_that_was_not_wanted_is_not_reopened() -> None:
