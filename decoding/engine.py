@@ -341,6 +341,16 @@ class Engine:
         """
         yield from self._begin()
         yield from self._serve_slots()
+        checked = yield from self._run_passes()  # which holds no buffer any more when those that are free are given out
+        if checked and self.by_time:
+            self._compare()
+        yield from self._serve_slots()
+        self.requests = [request for request in self.requests if not request.is_done]
+        if not self.requests:
+            self.load.checked, self.load.drafts = 1, True
+
+    def _run_passes(self) -> Generator[Event, None, bool]:
+        """Run the draft passes that wait, or else all that wait; return whether these were checks of the target."""
         waiting = [(request, request.wanted) for request in self.requests if isinstance(request.wanted, Pass)]
         drafting = [(request, wanted) for request, wanted in waiting if wanted.drafts]
         if drafting:
@@ -357,12 +367,7 @@ class Engine:
             n_first = runtime.n_first
             yield from self._run(some)
             self.load.n_beside += runtime.n_first > n_first  # its time tells nothing of later rounds
-        if waiting and not drafting and self.by_time:
-            self._compare()
-        yield from self._serve_slots()
-        self.requests = [request for request in self.requests if not request.is_done]
-        if not self.requests:
-            self.load.checked, self.load.drafts = 1, True
+        return bool(waiting) and not drafting
 
     def _run(self, some: list[tuple[Request[Any], Pass]]) -> Iterator[Event]:
         logits, kept = None, self._kept

@@ -50,7 +50,7 @@ class Tuner:
 
     Args: session: how prompts are decoded. costs: measured, for the scores. model: the name that the caller used, for
           the record. known: sets of this model from elsewhere; after a shift those of similar text are tried first.
-          concurrency: prompts that are decoded side by side.
+          concurrency: prompts that are decoded side by side, as far as `memory` goes, see `Engine`.
     """
 
     def __init__(
@@ -61,9 +61,10 @@ class Tuner:
         model: str,
         known: Sequence[KnownSet] = (),
         concurrency: int = 1,
+        memory: int | None = None,
     ) -> None:
         self.session, self.runtime, self.settings, self.costs = session, session.runtime, settings, costs
-        self.model, self.concurrency = model, concurrency
+        self.model, self.concurrency, self.memory = model, concurrency, memory
         formats = LayerSet(self.runtime.n_layers).filled(settings.draft_format).formats
         self.known = tuple(own for own in known if own.layer_set.formats == formats)
         self._running: dict[str, TaskState] = {}
@@ -182,7 +183,7 @@ class Tuner:
         places = [*self._in_progress, *range(self._next, len(self._prompts))]
         wanted = [at for at in places if at not in held and self._prompts[at].task in self._running]
         # Not by time: what the search tries must not depend on the clock.
-        yield from side_by_side(map(self._serve, wanted), self.concurrency, by_time=False)
+        yield from side_by_side(map(self._serve, wanted), self.concurrency, self.memory, by_time=False)
         for task in self._running.values():
             task.search.finish("the stream ended")
             yield from task.search.choose_drafting()

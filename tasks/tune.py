@@ -29,6 +29,7 @@ from ..optimizer.drafting import prepared
 from ..optimizer.task_state import reading
 from ..optimizer.tuning import MID_STEP, Tuner
 from ..store import Claim, Store
+from .generate import memory_for_texts
 from .job import PATIENCE_S, HandedBack, LeaseKeeper, Paused, patiently, tune_spec
 from .recipes import stamped, stored_costs
 
@@ -137,7 +138,8 @@ class TuningRun:
         n_positions = int(median(session.check(prompt) for prompt in self.prompts))
         settings, costs = self._drafts(session, n_positions)
         known = patiently(lambda: self.store.known_sets(runtime.info.fingerprint))
-        self.tuner = Tuner(session, settings, costs, request.model, known, request.concurrency)
+        memory = memory_for_texts(runtime) if request.concurrency > 1 else None
+        self.tuner = Tuner(session, settings, costs, request.model, known, request.concurrency, memory)
         finished: list[TaskFinished] = []
         with closing(self.tuner.run(self.prompts, self.claim.snapshot, self.claim.trials)) as events:
             for event in self._in_turns(events):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -130,6 +131,26 @@ def test_prompts_are_tuned_on_side_by_side(strategy: str) -> None:
     assert most == 3 and list(results) == ["t", "u"]
     assert all(len(result.trials) > 4 and result.verdict.n_prompts for result in results.values())
     assert any(0 in shared and max(shared) > 0 for shared in passes)  # candidates beside somebody's own rows
+
+
+def test_prompts_side_by_side_wait_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an engine: the memory holds three of eight, also where some begin in the step in which others end."""
+    made, alive, most = Runtime.new_buffer, weakref.WeakSet[KVBuffer](), list[int]()
+
+    def noting(runtime: Runtime, capacity: int) -> KVBuffer:
+        alive.add(buffer := made(runtime, capacity))
+        most.append(runtime.slot_bytes * sum(each.capacity for each in alive))
+        return buffer
+
+    monkeypatch.setattr(Runtime, "new_buffer", noting)
+    prompts, runtime = stream(10), worded_runtime()
+    settings = SwiftSettings(**{**SMALL, "max_steps": 30})
+    memory = 250 * runtime.slot_bytes
+    tuner = Tuner(Session(runtime, Sampling(), 24), settings, flat_costs(), "tiny", concurrency=8, memory=memory)
+    events = list(tuner.serve(prompts))
+    assert memory / 2 < max(most) <= memory
+    assert sum(isinstance(event, PromptFinished) for event in events) == 10
+    assert any(isinstance(event, TrialsDone) for event in events)
 
 
 def test_phase_of_prompts_side_by_side_changes_as_seldom_as_that_of_one() -> None:
