@@ -24,7 +24,7 @@ from .search import Search
 from .shift import ShiftWatch
 from .verdict import Pair, Timed, speed, turns_done
 
-VERSION = 3
+VERSION = 4
 COUNTERS = ("tokens", "seconds", "drafted", "accepted", "rounds", "n_prompts", "n_tokens", "paces")
 
 
@@ -100,8 +100,8 @@ class TunedTask:
 class TaskState(TunedTask):
     """One task of a run: the sums over its completions, its phase, and its verdict's pairs so far.
 
-    `held_out` are prompts with their places in the stream; `learnt` is the state of the verdict's drafter after its
-    latest pair.
+    `held_out` are prompts with their places in the stream, chats as far as they fit the context; `learnt` is the state
+    of the verdict's drafter after its latest pair.
     """
 
     held_out: list[tuple[int, Prompt]] = field(default_factory=list)
@@ -203,6 +203,7 @@ class TaskState(TunedTask):
             "shift": self.shift.to_json(),
             "learnt": self.learnt,
             "pairs": pairs,
+            "held_turns": [n_turns(prompt) for prompt in prompts],
         }
 
     def restore(self, values: Mapping[str, Any], trials: Sequence[Trial]) -> None:
@@ -212,6 +213,8 @@ class TaskState(TunedTask):
         self.timings = Timings.from_json(values["timings"])
         self.pairs = [Pair(*map(Completion.from_json, pair)) for pair in values["pairs"]]
         self.learnt = values["learnt"]
+        held = zip(self.held_out, values["held_turns"], strict=True)
+        self.held_out = [(index, replace(prompt, turns=prompt.turns[:n])) for (index, prompt), n in held]
         self.search.restore(values["search"], trials)
         self.shift = replace(ShiftWatch.from_json(values["shift"]), known=self.shift.known)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 from ..core.costs import CostProfile, expected_of
+from ..core.errors import ContextOverflow
 from ..core.events import (
     Adopted,
     Event,
@@ -88,6 +90,7 @@ class Tuner:
     ) -> Generator[Event, None, None]:
         """Decode the stream in its order; held-out prompts come last. Yields all events, a `TaskFinished` per task.
 
+        A chat whose later turn does not fit the model's context ends before that turn, and an event says so.
         Each is yielded before the next task is judged. A caller that closes the generator may then ask for what is
         `unfinished`.
 
@@ -213,7 +216,13 @@ class Tuner:
                     task.seconds += sum(trial.seconds for trial in event.trials)
                 yield event
 
-        yield from intercept(request, handle)
+        try:
+            yield from intercept(request, handle)
+        except ContextOverflow as error:
+            if not current.answers:
+                raise
+            del self._in_progress[index]
+            yield PhaseChanged(task.name, task.phase or "accumulate", f"a chat ends early: {error}")
 
     def _after_turn(self, task: TaskState, index: int, current: PromptInProgress, turn: Turn) -> Iterator[Event]:
         """Count a completion, and restart the search after a shift."""
@@ -243,9 +252,9 @@ class Tuner:
         task.phase = "verdict"
         if task.held_out:
             yield PhaseChanged(task.name, "verdict", f"{len(task.held_out)} held-out prompts, plain and tuned")
+        yield from self._measure_pairs(task, 0)
         prompts = [prompt for _, prompt in task.held_out]
         n_turns_held = sum(map(n_turns, prompts))
-        yield from self._measure_pairs(task, 0)
         first = task.pairs[:n_turns_held]
         slow, fast = timed_pairs(first)
         tuned = [pair.tuned for pair in first]
@@ -263,7 +272,8 @@ class Tuner:
     def _measure_pairs(self, task: TaskState, n_before: int) -> Iterator[Event]:
         """Make the pairs after the first `n_before`: all held-out prompts, plain and tuned first in turn.
 
-        Plain decoding's completions are the output; those of a second look equal the first's, and are not yielded.
+        Plain decoding's completions are the output; those of a second look equal the first's, and are not yielded. A
+        chat that outgrows the context either way is held out up to there.
         """
         is_first = not n_before
         n_done, n_turns_done = turns_done([prompt for _, prompt in task.held_out], len(task.pairs) - n_before)
@@ -273,19 +283,26 @@ class Tuner:
         for number, (index, prompt) in list(enumerate(task.held_out))[n_done:]:
             yield PromptStarted(task.name, prompt.id, index, len(self._prompts))
             earlier = task.pairs[len(task.pairs) - n_turns_done :]
-            n_turns_done = 0
+            n_turns_done, n_earlier = 0, len(task.pairs) - len(earlier)
             tuned_first = (number % 2 == 1) == is_first
-            for event in in_pairs(self.session, prompt, method, tuned_first, earlier):
-                if isinstance(event, Round):
-                    clock = perf_counter()
-                    yield from self._beat(task)
-                    event.context.tally.started += perf_counter() - clock  # the caller's time is none of the run's
-                    continue
-                turn, pair = event
-                task.pairs.append(pair)
-                task.learnt = method.drafter.state()
-                # A second look's progress lets what was timed be kept.
-                yield PromptFinished(turn, index, pair.plain, held_out=True) if is_first else task.progress()
+            try:
+                for event in in_pairs(self.session, prompt, method, tuned_first, earlier):
+                    if isinstance(event, Round):
+                        clock = perf_counter()
+                        yield from self._beat(task)
+                        event.context.tally.started += perf_counter() - clock  # the caller's time is none of the run's
+                        continue
+                    turn, pair = event
+                    task.pairs.append(pair)
+                    task.learnt = method.drafter.state()
+                    # A second look's progress lets what was timed be kept.
+                    yield PromptFinished(turn, index, pair.plain, held_out=True) if is_first else task.progress()
+            except ContextOverflow as error:
+                n_fit = len(task.pairs) - n_earlier
+                if not n_fit or not is_first:
+                    raise
+                task.held_out[number] = index, replace(prompt, turns=prompt.turns[:n_fit])
+                yield PhaseChanged(task.name, "verdict", f"a chat ends early: {error}")
 
     def _beat(self, task: TaskState) -> Iterator[Event]:
         """Yield progress, at which the run can be stopped, but seldom, as these rounds are timed."""

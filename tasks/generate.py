@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ..core.errors import InvalidInput, LayerSetNotFound, NotFound
+from ..core.errors import ContextOverflow, InvalidInput, LayerSetNotFound, NotFound
 from ..core.records import FoundPlan, LayerSetRecord, Plan
 from ..core.requests import GenerateRequest, settled
 from ..core.types import Completion, Prompt, TokenLogprob, TracedToken, VerdictWord
@@ -68,15 +68,25 @@ def generate(
 ) -> Iterator[TextAdded | Generated]:
     """Decode the prompts, `request.concurrency` at a time; yield text as it grows, and each finished turn.
 
-    Raises: LayerSetNotFound, LearnedNotFound: a method was asked for, and what it needs is neither stored nor given.
+    Raises: ContextOverflow: a chat's later turn does not fit the context; all other prompts were decoded before.
+            LayerSetNotFound, LearnedNotFound: a method was asked for, and what it needs is neither stored nor given.
             LayerSetError: the given set was tuned on another model. SettingsError: there is no such method.
     """
     if request.method is not None:
         method_info(request.method)
     session = opened(request, prompts, store, on_step, request.stop)
     planner = Planner(request, session.runtime, store, on_step)
-    works = (as_planned(session, planner, prompt) for prompt in prompts)
-    yield from side_by_side(works, request.concurrency, memory_for_texts(session.runtime))
+    too_long: list[ContextOverflow] = []
+
+    def work(prompt: Prompt) -> Work[None]:
+        try:
+            yield from as_planned(session, planner, prompt)
+        except ContextOverflow as error:
+            too_long.append(error)
+
+    yield from side_by_side(map(work, prompts), request.concurrency, memory_for_texts(session.runtime))
+    if too_long:
+        raise too_long[0]
 
 
 def memory_for_texts(runtime: Runtime) -> int:

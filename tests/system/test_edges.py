@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from swiftopt.bench.decode import run_methods
 from swiftopt.core.costs import CostProfile
 from swiftopt.core.errors import ContextOverflow, InvalidInput, OutputError, SettingsError, UnsupportedModel
-from swiftopt.core.events import Event, PhaseChanged, PromptFinished, SkipRatioLowered, TaskFinished
+from swiftopt.core.events import Event, PhaseChanged, PromptFinished, SkipRatioLowered, TaskFinished, TrialsDone
 from swiftopt.core.records import ModelInfo
 from swiftopt.core.requests import GenerateRequest, TuneRequest
 from swiftopt.core.settings import SwiftSettings
@@ -43,7 +43,7 @@ from swiftopt.optimizer.evaluation import score_window
 from swiftopt.optimizer.tuning import Tuner
 from swiftopt.optimizer.verdict import Timed, judge
 from swiftopt.store import Store
-from swiftopt.tasks.generate import GrowingText
+from swiftopt.tasks.generate import Generated, GrowingText, generate
 from swiftopt.tasks.tune import run_tuning
 
 WIDE = SwiftSettings(early_stop=False, max_draft_length=25, branching=((1.0, 10),))
@@ -343,17 +343,51 @@ def test_a_later_turn_beyond_the_context_is_named_after_the_finished_turns(tmp_p
     assert finished == ["chat#1", "chat#2"]
 
 
-def test_held_out_turns_are_reported_before_a_later_one_overflows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_chat_that_outgrows_the_context_ends_there_and_the_tuning_goes_on(tmp_path: Path, concurrency: int) -> None:
+    """Tuned on or held out, in one life or from any checkpoint on."""
     runtime = chatting(tmp_path, TURNS, max_position_embeddings=40)
-    prompts = [Prompt("short", "t", turns=(words(3, 4),)), Prompt("long", "t", turns=(words(3), words(4), words(5)))]
+    prompts = [
+        Prompt(f"{name}{i}", "t", turns=tuple(map(words, turns)))
+        for i in range(2)
+        for name, turns in (("short", [3 + i]), ("long", [3, 4 + i, 5, 6]), ("last", [7]))
+    ]
+
+    def tuner() -> Tuner:
+        session = Session(runtime, Sampling(), 15)
+        return Tuner(session, SwiftSettings(**SMALL), flat_costs(), "tiny", concurrency=concurrency)
+
+    kept: list[tuple[int, str]] = []
     events: list[Event] = []
-    settings = SwiftSettings(**SMALL)
-    run = Tuner(Session(runtime, Sampling(), 15), settings, flat_costs(), "tiny").run(prompts)
-    with pytest.raises(ContextOverflow, match="'long#3'"):
-        for event in run:
-            events.append(event)
+    for event in (first := tuner()).run(prompts):
+        events.append(event)
+        if isinstance(event, PromptFinished):
+            kept.append((len(events), json.dumps(first.snapshot())))
     finished = [event.prompt.id for event in events if isinstance(event, PromptFinished)]
-    assert finished == ["short", "long#1", "long#2"]
+    fit = ["short0", "long0#1", "long0#2", "last0", "short1", "long1#1", "long1#2", "last1"]
+    assert sorted(finished) == sorted(fit)
+    reasons = [event.detail for event in events if isinstance(event, PhaseChanged) if "ends early" in event.detail]
+    assert [f"'long{i}#3'" in reason for i, reason in enumerate(reasons)] == [True, True]
+    (result,) = (event for event in events if isinstance(event, TaskFinished))
+    assert (result.n_prompts, result.verdict.n_prompts, len(result.record.evidence)) == (4, 3, 4)
+    for n, start in kept:
+        tried = [trial for event in events[:n] if isinstance(event, TrialsDone) for trial in event.trials]
+        later = list(tuner().run(prompts, json.loads(start), {"t": tried}))
+        again = [event.prompt.id for event in [*events[:n], *later] if isinstance(event, PromptFinished)]
+        assert sorted(again) == sorted(fit)
+
+
+def test_chat_that_outgrows_the_context_keeps_no_prompt_behind_it_from_being_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = Session(chatting(tmp_path, TURNS, max_position_embeddings=40), Sampling(), 15)
+    monkeypatch.setattr("swiftopt.tasks.generate.opened", lambda *values: session)
+    prompts = [Prompt("long", "t", turns=tuple(map(words, [3, 4, 5]))), Prompt("last", "t", turns=(words(7),))]
+    request, finished = GenerateRequest("tiny", method="plain"), []
+    with pytest.raises(ContextOverflow, match="'long#3'"):
+        for event in generate(request, prompts, None):
+            finished += [event.prompt.id] if isinstance(event, Generated) else []
+    assert finished == ["long#1", "long#2", "last"]
 
 
 # the search's bookkeeping
