@@ -248,6 +248,7 @@ class Reconciler:
         """Deliver an attempt; if rq knows it, a worker is about to claim it or died before it could."""
         since = self._missing_since.setdefault(delivery.id, time.monotonic())
         if self._queue.deliver(delivery):
+            del self._missing_since[delivery.id]  # a worker may leave it to an engine again and again
             logger.info("delivered job=%s attempt=%d queue=%s", delivery.job, delivery.attempt, delivery.queue)
         elif time.monotonic() - since >= CLAIM_S:
             again = self._jobs.redeliver(delivery)

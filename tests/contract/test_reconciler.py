@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -114,6 +115,26 @@ def test_attempt_that_waits_is_delivered_once(store: Store, queue: RedisQueue) -
         reconciler.step()
     assert queue.depth() == 1 and store.jobs.get(job.id).attempt == 1
     assert store.jobs.claim(Lease(job.id, 1), "w") is not None
+
+
+def test_attempt_that_workers_leave_to_an_engine_is_not_lost_where_one_has_just_taken_it(
+    store: Store, queue: RedisQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swiftopt.worker.queue.CLAIM_S", 0.1)
+    job, _ = store.jobs.submit(noop(1))
+    reconciler, known = Reconciler(store.jobs, queue, "r"), queue._queue("default")
+    for _ in range(3):
+        reconciler.step()
+        assert queue.depth() == 1
+        known.empty()  # a worker has taken and left it
+        time.sleep(0.05)
+    reconciler.step()
+    queue.connection.delete(known.key)  # one has just taken it
+    reconciler.step()
+    assert store.jobs.get(job.id).attempt == 1
+    time.sleep(0.15)  # and died
+    reconciler.step()
+    assert store.jobs.get(job.id).attempt == 2
 
 
 def _away() -> Any:
