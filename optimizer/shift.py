@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import starmap
 from math import sqrt
 from operator import mul
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, NamedTuple
 
 from ..core.records import KnownSet, State, nearest, packed, single, unit, unpacked
 from ..core.serialization import Form, Record
@@ -87,6 +87,13 @@ class AcceptanceChart(RunningStats):
         return max(self.rise, self.fall) > alarm
 
 
+class ReadPrompt(NamedTuple):
+    """What was known when a prompt was read: the chart that its completion counts in, and whether it lies elsewhere."""
+
+    chart: AcceptanceChart | None  # None: the completion may be drafted with several sets
+    is_far: bool
+
+
 @dataclass(slots=True)
 class ShiftWatch(Record):
     """One task's stream: the chart of its acceptance since the search ended, and the sets of its earlier kinds of text.
@@ -117,14 +124,23 @@ class ShiftWatch(Record):
         """Where the prompts since the latest shift lie; None before the first."""
         return single(unit(self.total)) if self.total else None
 
-    def add_prompt(self, state: Sequence[float], settled: bool, goes_on: bool = False) -> None:
+    def add_prompt(self, state: Sequence[float], settled: bool, goes_on: bool = False) -> ReadPrompt:
         """Add a prompt's mean hidden state, and whether all of its completion will be drafted with one set.
 
-        Args: goes_on: it is a later turn of a chat, whose state does not count.
+        Args:    goes_on: it is a later turn of a chat, whose state does not count.
+        Returns: what `add` takes with its completion.
         """
         self.settled = settled
-        if goes_on:
-            return
+        if not goes_on:
+            self._place(state)
+        return self._read_last
+
+    @property
+    def _read_last(self) -> ReadPrompt:
+        return ReadPrompt(self.chart if self.settled else None, self.n_far > 0)
+
+    def _place(self, state: Sequence[float]) -> None:
+        """Tell where a prompt lies."""
         self.latest = single(unit(state))
         centre, usual = self.state, self.nearness
         if centre is not None:
@@ -137,12 +153,16 @@ class ShiftWatch(Record):
         self.n_far, self.elsewhere = 0, ()
         self.total = _sum(self.total, self.latest)
 
-    def add(self, completion: Completion) -> str:
-        """Add the completion of the latest prompt; return in words what has changed, or ""."""
+    def add(self, completion: Completion, prompt: ReadPrompt | None = None) -> str:
+        """Add the completion of a prompt, by default the one read last; return in words what has changed, or "".
+
+        It does not count where a shift has come since its prompt was read.
+        """
+        chart, is_far = prompt or self._read_last
         if self.n_far >= FAR_FOR:
             return f"{self.n_far} prompts in a row lie elsewhere than those before"
-        before, alarm = self.chart.mean, self.alarm * (ELSEWHERE if self.n_far else 1.0)
-        if not self.settled or not completion.drafted:
+        before, alarm = self.chart.mean, self.alarm * (ELSEWHERE if is_far else 1.0)
+        if chart is not self.chart or not completion.drafted:
             return ""
         if not self.chart.add(completion.accepted, completion.drafted, alarm, self.n_learn):
             return ""

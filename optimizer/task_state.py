@@ -21,7 +21,7 @@ from ..models.costs import machine_name
 from ..models.restacked import check_restackable
 from ..models.runtime import Runtime
 from .search import Search
-from .shift import ShiftWatch
+from .shift import AcceptanceChart, ReadPrompt, ShiftWatch
 from .verdict import Pair, Timed, speed, turns_done
 
 VERSION = 4
@@ -57,14 +57,15 @@ class TunedTask:
         search = Search(name, runtime.n_layers, settings, ratio, costs, start, n_tokens, runtime.parallel)
         return cls(name, search, ShiftWatch(known))
 
-    def add_prompt(self, prefilled: Prefilled, goes_on: bool = False) -> None:
-        """Record the hidden state of a prompt that was read, if known; `goes_on` as for `ShiftWatch.add_prompt`."""
-        if prefilled.state is not None:
-            self.shift.add_prompt(prefilled.state.tolist(), settled=not self.search.optimising, goes_on=goes_on)
+    def add_prompt(self, prefilled: Prefilled, goes_on: bool = False) -> ReadPrompt | None:
+        """Record the hidden state of a prompt that was read, if known; see `ShiftWatch.add_prompt`."""
+        if prefilled.state is None:
+            return None
+        return self.shift.add_prompt(prefilled.state.tolist(), settled=not self.search.optimising, goes_on=goes_on)
 
-    def shifted_by(self, completion: Completion) -> StreamShifted | None:
-        """Record a completion; at a shift, restart the search and return the event."""
-        reason = self.shift.add(completion)
+    def shifted_by(self, completion: Completion, prompt: ReadPrompt | None = None) -> StreamShifted | None:
+        """Record the completion of a prompt; at a shift, restart the search and return the event."""
+        reason = self.shift.add(completion, prompt)
         if not reason:
             return None
         first = self.shift.restart(self.search.layer_set)
@@ -223,33 +224,37 @@ class TaskState(TunedTask):
 class PromptInProgress:
     """A prompt that is being decoded: the answers of its finished turns, and the position in the next turn.
 
-    `resume_from` is where an earlier process left that turn, `context` the turn in progress.
+    `resume_from` is where an earlier process left that turn, `context` the turn in progress, `read` what was known when
+    its prompt was read.
     """
 
     answers: list[str] = field(default_factory=list)
     resume_from: ResumePoint | None = None
     context: Context | None = None
+    read: ReadPrompt | None = None
 
     def answered(self, text: str) -> None:
         """Count a finished turn."""
         self.answers.append(text)
         self.resume_from = self.context = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values for `from_json`."""
+    def to_json(self, chart: AcceptanceChart) -> dict[str, Any]:
+        """Return plain values for `from_json`; `chart` is the present one of its task, as there."""
+        read = None if self.read is None else [self.read.chart is chart, self.read.is_far]
         point = self.resume_from if self.context is None else self.context.resume_point()
         written = adapter(ResumePoint | None).dump_python(point, mode="json", exclude={"tally": {"started"}})
-        return {"answers": self.answers[:], "begun": written}
+        return {"answers": self.answers[:], "begun": written, "read": read}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any], prompt: Prompt) -> PromptInProgress:
+    def from_json(cls, values: Mapping[str, Any], prompt: Prompt, chart: AcceptanceChart) -> PromptInProgress:
         """Restore the state in which an earlier process of this run left `prompt`."""
         answers, point = list(values["answers"]), adapter(ResumePoint | None).validate_python(values["begun"])
         if len(answers) >= n_turns(prompt):
             raise ValueError("the prompt in flight has no turn left")
         if point is not None and not point.token_ids:
             raise ValueError("a prompt that was begun has no tokens")
-        return cls(answers, point)
+        counts, is_far = values["read"] or (False, False)
+        return cls(answers, point, read=ReadPrompt(chart if counts else None, is_far))
 
 
 @contextmanager

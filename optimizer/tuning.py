@@ -132,7 +132,11 @@ class Tuner:
             "draft_format": self.settings.draft_format,  # chosen once, where the request leaves it open
             "costs": self.costs.to_json(),  # the stored ones may have been refined meanwhile
             "next": self._next,
-            "flights": {str(index): current.to_json() for index, current in self._in_progress.items()},
+            "flights": {
+                str(index): current.to_json(task.shift.chart)
+                for index, current in self._in_progress.items()
+                if (task := self._running.get(self._prompts[index].task)) is not None
+            },
             "tasks": {name: task.to_json() for name, task in self._running.items()},
             "concluded": list(self._concluded),
         }
@@ -155,12 +159,14 @@ class Tuner:
         with reading():
             check(start, self.runtime.n_layers, len(self._prompts), self._running)
             self._next, self._concluded = int(start["next"]), list(start["concluded"])
-            for place, current in start["flights"].items():
-                self._in_progress[int(place)] = PromptInProgress.from_json(current, self._prompts[int(place)])
             for name in self._concluded:
                 del self._running[name]
             for name, task in self._running.items():
                 task.restore(start["tasks"][name], trials.get(name, ()))
+            for place, current in start["flights"].items():
+                prompt = self._prompts[int(place)]
+                chart = self._running[prompt.task].shift.chart
+                self._in_progress[int(place)] = PromptInProgress.from_json(current, prompt, chart)
 
     @contextmanager
     def _tasks_of(self, prompts: Sequence[Prompt], judged: bool, sparing: bool = True) -> Iterator[None]:
@@ -206,7 +212,7 @@ class Tuner:
         def handle(event: Any) -> Iterator[Event]:
             if isinstance(event, Prefilled):
                 current.context = event.context
-                task.add_prompt(event, goes_on=bool(current.answers))
+                current.read = task.add_prompt(event, goes_on=bool(current.answers)) or current.read
             elif isinstance(event, Round):
                 yield from self._after_round(task, event)
             elif isinstance(event, Turn):
@@ -227,7 +233,7 @@ class Tuner:
     def _after_turn(self, task: TaskState, index: int, current: PromptInProgress, turn: Turn) -> Iterator[Event]:
         """Count a completion, and restart the search after a shift."""
         task.count_completion(turn.completion)
-        shifted = task.shifted_by(turn.completion)
+        shifted = task.shifted_by(turn.completion, current.read)
         current.answered(turn.completion.text)
         if len(current.answers) == n_turns(self._prompts[index]):
             del self._in_progress[index]

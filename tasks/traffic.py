@@ -35,7 +35,7 @@ from ..models.costs import machine_name
 from ..models.rows import Load
 from ..models.runtime import Runtime
 from ..models.saved import OnStep, no_step
-from ..optimizer.shift import SERVED_ALARM, SERVED_N_LEARN, ShiftWatch
+from ..optimizer.shift import SERVED_ALARM, SERVED_N_LEARN, ReadPrompt, ShiftWatch
 from ..store import Store
 from .generate import Generated, GenerateInfo, GrowingText
 from .recipes import TYPICAL_POSITIONS, stamped, stored_costs
@@ -168,14 +168,15 @@ class Traffic:
         text = GrowingText(session, prompt)
         own: TaskTraffic  # and `rounds` are known once the prompt was read
         rounds: RoundTimings | None = None
+        read: ReadPrompt | None = None
 
         def handle(event: Any) -> Iterator[Any]:
-            nonlocal own, rounds
+            nonlocal own, rounds, read
             self._queries.take()
             if isinstance(event, Prefilled):
                 own = self._task(task or self._nearest_task(event))
                 if learn:
-                    own.add_prompt(event)
+                    read = own.add_prompt(event)
                 rounds = self._begin(own, learn, event.context.load)
                 drafter.method = own.search.method
             assert rounds is not None
@@ -187,7 +188,7 @@ class Traffic:
                 yield from text.ended(event.completion)
                 own.count(rounds, event.completion.n_tokens)
                 if learn:
-                    self._learn(own, rounds, event.completion)
+                    self._learn(own, rounds, event.completion, read)
                 info = GenerateInfo("adaptive" if rounds.drafts else "plain", version=own.version)
                 yield Generated(replace(event.prompt, task=own.name), event.completion, info)
             if isinstance(event, Prefilled | Round):
@@ -245,8 +246,8 @@ class Traffic:
         best = max(near, key=lambda name: near[name], default=DEFAULT_TASK)
         return best if near.get(best, 0.0) >= MIN_SIMILARITY else DEFAULT_TASK
 
-    def _learn(self, task: TaskTraffic, rounds: RoundTimings, completion: Completion) -> None:
-        if (shifted := task.shifted_by(completion)) is not None:
+    def _learn(self, task: TaskTraffic, rounds: RoundTimings, completion: Completion, read: ReadPrompt | None) -> None:
+        if (shifted := task.shifted_by(completion, read)) is not None:
             task.drop_pairs()
             task.shifts = ShiftStatus(task.shifts.n + 1, shifted.reason, task.n_requests)
             logger.info("tuning=shifted task=%s reason=%r", task.name, shifted.reason)

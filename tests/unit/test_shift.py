@@ -194,3 +194,26 @@ def test_prompts_of_one_kind_seldom_lie_elsewhere() -> None:
         draws = random.Random(3)
         found = [shift_at(ShiftWatch(), prompts([4.0] * 40, spread, 100, draws)) for _ in range(20)]
         assert found == [None] * 20, spread
+
+
+def test_completion_counts_by_its_own_prompt_where_others_were_read_since() -> None:
+    """Side by side: what was drafted with several sets, or before a shift, says nothing of the set in use."""
+    watch = ShiftWatch()
+    before_end = watch.add_prompt([5.0, 0.0], settled=False)
+    after_end = watch.add_prompt([5.0, 0.0], settled=True)
+    assert not watch.add(completion(20, 100), before_end) and watch.chart.n == 0
+    assert not watch.add(completion(90, 100), after_end) and watch.chart.n == 1
+    read_before = watch.add_prompt([5.0, 0.0], settled=True)
+    watch.restart(LayerSet.uniform(8, 2))
+    after_shift = watch.add_prompt([0.0, 5.0], settled=True)
+    assert not watch.add(completion(20, 100), read_before) and watch.chart.n == 0
+    assert not watch.add(completion(90, 100), after_shift) and watch.chart.n == 1
+
+
+def test_prompt_elsewhere_that_was_read_last_makes_no_other_completion_more_suspicious() -> None:
+    watch = ShiftWatch()
+    for _ in range(6):
+        assert not watch.add(completion(90, 100), watch.add_prompt([5.0, 0.1], settled=True))
+    near, far = watch.add_prompt([5.0, 0.0], settled=True), watch.add_prompt([1.0, 4.0], settled=True)
+    assert (near.is_far, far.is_far) == (False, True)
+    assert not watch.add(completion(76, 100), near)
