@@ -128,6 +128,7 @@ class Comparison:
             # when sampling, a ratio test draws other tokens from the seed than plain decoding
             keeps_tokens=self.session.sampling.greedy or method is None or isinstance(method.verifier, TargetWalk),
             predicts_early=method is not None and "heads" in method_info(entry.name).needs,
+            samples=self.request.samples,
         )
         if finished and self.measure is not None:
             row = replace(row, **qualities(self._scores(own), self.request.samples))

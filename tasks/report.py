@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -33,6 +33,7 @@ SLOWEST = 2.0  # times plain decoding's whole time that a method may take
 LOOKUP_TOKENS = 10  # prompt_lookup_num_tokens of hf-lookup, the value of transformers' documentation
 FEWEST = 2  # prompts that a slow method decodes all the same: an interval needs two
 
+S = TypeVar("S", Timed, Array)
 Decoded = tuple[tuple[int, ...], Completion | None]  # the tokens, and the completion if our own loop decoded
 Decode = Callable[[Prompt], Decoded]
 NLL = Callable[[int, tuple[int, ...]], float]  # (prompt number, token ids) -> -log-likelihood under the target
@@ -209,12 +210,14 @@ def figures(
     nll: NLL | None,
     keeps_tokens: bool = True,
     predicts_early: bool = False,
+    samples: int = 1,
 ) -> Figures:
     """Fill in a method's row from its runs and those of plain decoding.
 
     Args: known: the row with what is known without running the method. nll: None leaves the perplexity out.
           keeps_tokens: the method emits plain decoding's tokens, also when sampling from the same seed.
-          predicts_early: its drafts are predictions at an intermediate layer.
+          predicts_early: its drafts are predictions at an intermediate layer. samples: neighbours that are completions
+          of one prompt: they are alike, and intervals over them would be too narrow.
     """
     shared = [number for number in own.by_prompt if number in base.by_prompt]
     if not shared:
@@ -232,10 +235,10 @@ def figures(
         seconds=sum(run.seconds for run in timed),
         tok_s=speed(timed),
         ratio=speed_ratio(timed, slow),
-        ratio_interval=speed_interval(timed, slow),
+        ratio_interval=speed_interval(_by_prompt(shared, timed, samples), _by_prompt(shared, slow, samples)),
         **_counts([run.completion for run in runs if run.completion is not None], predicts_early),
         identical=sum(a.token_ids == b.token_ids for a, b in zip(runs, plain, strict=True)) if keeps_tokens else None,
-        **_perplexities(shared, own, base, nll) if nll else {},
+        **_perplexities(shared, own, base, nll, samples) if nll else {},
         joules_per_token=spent / n_tokens if spent and n_tokens else None,
         reason=own.error,
     )
@@ -259,7 +262,16 @@ def qualities(scores: Mapping[int, float], samples: int) -> dict[str, Any]:
     }
 
 
-def _perplexities(shared: Sequence[int], own: Runs, base: Runs, nll: NLL) -> dict[str, Any]:
+def _by_prompt(numbers: Sequence[int], values: Sequence[S], samples: int) -> list[S]:
+    """Return the sums over each prompt's samples."""
+    found: dict[int, S] = {}
+    for number, value in zip(numbers, values, strict=True):
+        place = number // samples
+        found[place] = found[place] + value if place in found else value
+    return list(found.values())
+
+
+def _perplexities(shared: Sequence[int], own: Runs, base: Runs, nll: NLL, samples: int) -> dict[str, Any]:
     """Return the perplexity of the output and its ratio to plain decoding's, with an interval over prompts."""
     both = own.by_prompt, base.by_prompt
     rows = np.array(
@@ -276,7 +288,7 @@ def _perplexities(shared: Sequence[int], own: Runs, base: Runs, nll: NLL) -> dic
     return {
         "perplexity": math.exp(whole[0] / whole[1]),
         "perplexity_ratio": math.exp(log_ratio(whole)),
-        "perplexity_interval": ratio_interval(rows, log_ratio),
+        "perplexity_interval": ratio_interval(np.array(_by_prompt(shared, list(rows), samples)), log_ratio),
     }
 
 

@@ -63,6 +63,17 @@ def test_figures_of_a_method_are_sums_over_its_prompts() -> None:
     assert got.early_share is None and got.rejected_share is None
 
 
+def test_intervals_are_over_prompts_and_not_over_their_samples() -> None:
+    """Ten samples of two prompts, one of which gains and one of which loses: nothing is sure."""
+    base, nlls = runs("plain", [10.0] * 20), [4.0] * 10 + [9.0] * 10
+    own = runs("swift", [30.0 + i / 10 for i in range(10)] + [9.0] * 10)
+    one, many = (figures(Figures("swift"), own, base, 20, lambda number, _: nlls[number], samples=n) for n in (1, 10))
+    assert one.ratio == many.ratio and one.ratio_interval is not None and many.ratio_interval is not None
+    assert many.ratio_interval[0] < 1 < one.ratio_interval[0]
+    alone = figures(Figures("swift"), own, base, 20, lambda number, _: nlls[number], samples=20)
+    assert alone.ratio_interval is None and alone.perplexity_interval is None
+
+
 def test_early_and_rejected_shares_are_of_methods_that_predict_early() -> None:
     own = runs("adadecode", [20, 30], drafted=5, accepted=3, refused=1, target_passes=6)  # one thrown away unjudged
     got = figures(Figures("adadecode"), own, runs("plain", [10, 10]), 2, None, predicts_early=True)
