@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 from torch import Tensor
 from transformers import LogitsProcessor
@@ -21,7 +21,10 @@ from ..core.errors import InvalidInput
 
 MOST_VOCABULARIES = 4  # tokenizers that are kept as llguidance reads them
 MOST_GRAMMARS = 64  # that are kept compiled
-MOST_PARTS = 200  # of a schema that are compiled by themselves to find where it is wrong
+# Half a second to compile at most, and a tenth for a mask: others wait meanwhile.
+LIMITS = LLParserLimits(max_grammar_size=10_000, initial_lexer_fuel=100_000)
+MOST_CHARACTERS = 1 << 18  # of a grammar
+MOST_SEARCHED = 1 << 17  # characters of parts that are compiled by themselves to find where a schema is wrong
 DEFINITIONS = ("$defs", "definitions")
 EXCERPT = re.compile(r"^ *\d+ \|.*", re.MULTILINE | re.DOTALL)
 BY_NAME = (*DEFINITIONS, "properties", "patternProperties")  # keys of schemas by name
@@ -42,9 +45,14 @@ class Grammar:
     def json_schema(cls, schema: Mapping[str, Any]) -> Grammar:
         """Return the grammar of a schema's JSON values.
 
-        Raises: InvalidInput: it cannot be compiled; the message names the part.
+        Raises: InvalidInput: it cannot be compiled, or takes too much work; the message names the part.
         """
-        source = LLMatcher.grammar_from_json_schema(dict(schema))
+        try:
+            source = LLMatcher.grammar_from_json_schema(dict(schema))
+        except ValueError:
+            raise InvalidInput(
+                "the JSON schema cannot be used: it is nested too deeply, or an integer in it is not below 2^64"
+            ) from None
         if problem := _problem(source):
             raise InvalidInput(f"the JSON schema cannot be used, at {_place(schema, problem)}: {problem}")
         return cls(source, "the JSON schema")
@@ -53,7 +61,7 @@ class Grammar:
     def regex(cls, pattern: str) -> Grammar:
         """Return the grammar of the texts that a regular expression, in Rust's `regex` syntax, matches as a whole.
 
-        Raises: InvalidInput: it cannot be compiled.
+        Raises: InvalidInput: it cannot be compiled, or takes too much work.
         """
         source = LLMatcher.grammar_from_regex(pattern)
         if problem := _problem(source):
@@ -132,17 +140,21 @@ class GrammarMask(LogitsProcessor):
         return n_same + n_more == len(generated)
 
 
-@lru_cache(maxsize=MOST_GRAMMARS)
 def _problem(source: str) -> str:
     """Return why a grammar cannot be compiled, "" if it can."""
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(source)
+    return f"more than {MOST_CHARACTERS} characters" if len(source) > MOST_CHARACTERS else _compiling(source)
+
+
+@lru_cache(maxsize=MOST_GRAMMARS)
+def _compiling(source: str) -> str:
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(source, limits=LIMITS)
     return _line(messages[0]) if is_error else ""
 
 
 @lru_cache(maxsize=MOST_GRAMMARS)
 def _matcher(vocabulary: LLTokenizer, source: str, words: str) -> LLMatcher:
     """Return a grammar's matcher at its start, not to be moved; raise InvalidInput where it does not compile."""
-    matcher = LLMatcher(vocabulary, source, log_level=0)
+    matcher = LLMatcher(vocabulary, source, log_level=0, limits=LIMITS)
     if matcher.is_error():
         raise InvalidInput(f"{words} cannot be used with this model's tokens: {_line(matcher.get_error())}")
     return matcher
@@ -166,12 +178,12 @@ def _place(schema: Mapping[str, Any], problem: str) -> str:
     In a schema of many parts it may be one further out.
     """
     definitions = {key: schema[key] for key in DEFINITIONS if key in schema}
-    place, parts = "#", _parts(schema)
-    for _ in range(MOST_PARTS):
-        name, part = next(parts, ("", None))
-        if part is None:
-            break
-        if _problem(LLMatcher.grammar_from_json_schema({**definitions, **part})) == problem:
+    place, parts, left = "#", _parts(schema), MOST_SEARCHED
+    while left > 0 and (found := next(parts, None)) is not None:
+        name, part = found
+        source = LLMatcher.grammar_from_json_schema({**definitions, **part})
+        left -= len(source)
+        if _problem(source) == problem:
             place, parts = f"{place}/{name}", _parts(part)
     return place
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import re
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -196,6 +198,8 @@ def test_scores_that_are_all_ruled_out_leave_what_the_grammar_allows() -> None:
             r"the JSON schema cannot be used, at #/\$defs/b/anyOf/1: .*uniqueItems",
         ),
         (lambda: Grammar.json_schema({"$ref": "#/nowhere"}), "the JSON schema cannot be used, at #: .*nowhere"),
+        (lambda: Grammar.json_schema({"minimum": 10**400}), "the JSON schema cannot be used: .*below 2\\^64"),
+        (lambda: Grammar.json_schema({"maximum": 10**30}), "the JSON schema cannot be used: .*below 2\\^64"),
         (lambda: Grammar.regex("[a-"), "the regular expression cannot be used"),
     ],
 )
@@ -203,6 +207,34 @@ def test_grammar_that_cannot_be_compiled_is_refused_in_one_sentence(make: Callab
     with pytest.raises(InvalidInput, match=words) as caught:
         make()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Grammar.json_schema({"properties": {f"p{i}": {"type": "string"} for i in range(3000)}}), "too big"),
+        (lambda: Grammar.json_schema({"enum": ["a" * 100] * 3000}), "more than 262144 characters"),
+        (lambda: Grammar.regex("a" * 300_000), "more than 262144 characters"),
+        (
+            lambda: Grammar.json_schema(
+                {
+                    "$defs": {"big": {"properties": {f"p{i}": {"type": "string"} for i in range(1000)}}},
+                    "anyOf": [{"$ref": "#/$defs/big"}] * 200 + [{"type": "objekt"}],
+                }
+            ),
+            "objekt",
+        ),
+        (lambda: fresh(Grammar.regex("(a{1000}){1000}")).allowed([], VOCAB), None),
+    ],
+)
+def test_grammar_that_takes_long_is_refused(make: Callable[[], object], words: str | None) -> None:
+    """Requests of others wait while it is compiled, or a mask of it computed."""
+    with nullcontext() if words is None else pytest.raises(InvalidInput, match=words):
+        began = time.thread_time()
+        try:
+            make()
+        finally:
+            assert time.thread_time() - began < 1.5
 
 
 def test_grammar_is_refused_where_it_cannot_hold() -> None:
