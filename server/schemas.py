@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, StringConstraints, model_validator
 from pydantic_core import CoreSchema
 
 from ..core.errors import InvalidInput, SwiftoptError
@@ -75,6 +75,14 @@ class Strict(Body):
     """Unknown keys and values of another type are refused."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_one_unknown_key(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or len(unknown := values.keys() - cls.model_fields.keys()) < 2:
+            return values
+        first = next(key for key in values if key in unknown)
+        return {key: value for key, value in values.items() if key == first or key not in unknown}
 
 
 class Lenient(Body):

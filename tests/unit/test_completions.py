@@ -107,6 +107,8 @@ def test_form_of_a_responses_text_is_that_of_its_chat(
         (AskedText, {"prompt": [[1.5] * 1000]}),
         (AskedResponse, {"input": [1] * 1000}),
         (JobSubmission, {"stream": {"prompts": [1] * 1000}}),
+        (JobSubmission, dict.fromkeys(map(str, range(1000)))),
+        (AskedChat, {"swiftopt": dict.fromkeys(map(str, range(1000)))}),
     ],
 )
 def test_of_many_wrong_items_the_first_is_told(form: type[BaseModel], own: dict[str, Any]) -> None:
