@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import gc
 import ipaddress
@@ -34,6 +35,7 @@ from .settings import ServerSettings
 BACKLOG = 1024
 SWITCH_S = 0.001  # after which another thread yields to the event loop; Python's 5 ms are half of a look-up's limit
 DRAIN_S = 5  # seconds for requests in progress at shutdown; event streams are ended at once
+TOLD_S = 2  # more, for completions that are given up to tell it
 
 
 def create_app(
@@ -98,21 +100,35 @@ def serve(
     Raises: SettingsError: the Redis URL cannot be used.
     """
     queue = RedisQueue(redis_url) if redis_url else None
-    app = create_app(store, JobService(store, queue), settings, queue, Engines(served, settings.max_waiting))
+    engines = Engines(served, settings.max_waiting)
+    app = create_app(store, JobService(store, queue), settings, queue, engines)
     config = uvicorn.Config(
         app,
         log_config=None,
         access_log=False,  # the gate writes one
         server_header=False,
         lifespan="on",
-        timeout_graceful_shutdown=settings.drain_s if served else DRAIN_S,
+        timeout_graceful_shutdown=settings.drain_s + TOLD_S if served else DRAIN_S,
     )
     sys.setswitchinterval(SWITCH_S)
     gc.collect()
     gc.freeze()  # else a full collection walks all objects, for 80 ms, and a look-up waits
     with _reconciling(store, queue), _quiet_end():
         on_ready()
-        uvicorn.Server(config).run(sockets=[bound])
+        _Server(config, engines, settings.drain_s).run(sockets=[bound])
+
+
+class _Server(uvicorn.Server):
+    """Gives completions up that are in progress `drain_s` after the signal, while their clients can still be told."""
+
+    def __init__(self, config: uvicorn.Config, engines: Engines, drain_s: float) -> None:
+        super().__init__(config)
+        self._engines, self._drain_s = engines, drain_s
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        timer = asyncio.get_running_loop().call_later(self._drain_s, self._engines.give_up)
+        await super().shutdown(sockets)
+        timer.cancel()
 
 
 @contextmanager

@@ -8,6 +8,7 @@ and a subclass per form turns these into answers, streams and errors, which have
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -104,9 +105,12 @@ class Exchange(ABC):
             return Response(status_code=GONE)
         if not self.body.stream:
             return JSONResponse(first, headers=headers)
-        drain_s = self._app.settings.drain_s  # else the stream is cut as soon as the server is to end
         return EventSourceResponse(
-            _chained(first, events), headers=headers, ping=PING_S, sep="\n", shutdown_grace_period=drain_s
+            _chained(first, events),
+            headers=headers,
+            ping=PING_S,
+            sep="\n",
+            shutdown_grace_period=math.inf,  # else it is cut as soon as the server is to end, which gives it up in time
         )
 
     async def _collected(self) -> dict[str, Any]:

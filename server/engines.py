@@ -202,6 +202,13 @@ class EngineProcess:
         if self._replies.pop(reply.number, None) is not None:
             self._write({"op": "cancel", "id": reply.number})
 
+    def give_up(self) -> None:
+        """Fail the requests that are left, because the server ends."""
+        for reply in list(self._replies.values()):
+            self.drop(reply)
+            words = "the server ended before the answer did (--drain): ask again"
+            reply.put({"event": "failed", "kind": "EngineGone", "message": words})
+
     def _write(self, line: Mapping[str, Any]) -> None:
         if self._stdin is not None and not self._stdin.is_closing():
             self._stdin.write(_encoded(line))
@@ -472,6 +479,12 @@ class Engines:
             likely = get_close_matches(name, known, n=1, cutoff=0.0)[0]
             raise ModelNotFound(f"no model {name!r} is served here: did you mean {likely!r}?", "model")
         return self.of[name]
+
+    def give_up(self) -> None:
+        """Fail the requests that are left, because the server ends."""
+        logger.warning("drain=over requests=%d", sum(engine.n_requests for engine in self.of.values()))
+        for engine in self.of.values():
+            engine.give_up()
 
     async def ask_tuning(self, within_s: float = ANSWER_S) -> dict[str, ModelTuning]:
         """Return the tuning of every engine, by the name of its model."""

@@ -943,6 +943,28 @@ def test_stream_that_has_begun_is_decoded_to_its_end_at_sigterm(folder: Path, tm
         assert served.process.wait(30) == 0
 
 
+def test_completions_longer_than_the_drain_are_told_that_the_server_ended(folder: Path, tmp_path: Path) -> None:
+    options = ["--model", f"tiny={folder}", "--dtype", "float32", "--threads", "1", "--no-tune", "--drain", "1"]
+    with serving(str(tmp_path / "a.db"), tmp_path / "log", *options) as served, ThreadPoolExecutor(1) as threads:
+        until_ready(served)
+        engine = engine_of(served)
+        asked = {"model": "tiny", "prompt": TEXT, "max_tokens": 240, "ignore_eos": True}
+        with served.client.stream("POST", "/v1/completions", json={**asked, "stream": True}) as response:
+            lines = response.iter_lines()
+            first = next(lines)
+            engine.suspend()
+            whole = threads.submit(httpx2.post, f"{served.url}/v1/completions", json=asked, timeout=30)
+            time.sleep(0.5)
+            served.process.send_signal(signal.SIGTERM)
+            *_, last, done = chunks_of(iter([first, *lines]))
+        assert "--drain" in last["error"]["message"] and done == "[DONE]"
+        assert "--drain" in refused(whole.result(), 503)
+        engine.resume()
+        assert served.process.wait(30) == 0
+        log = served.log.read_text()
+        assert "drain=over requests=2" in log and "Traceback" not in log
+
+
 def test_key_has_its_task_and_its_tokens(folder: Path, tmp_path: Path) -> None:
     (key, entry), (other, second), (third, last) = (new_key(name) for name in ("ci", "laptop", "phone"))
     prompts = tmp_path / "prompts.jsonl"
