@@ -57,7 +57,10 @@ HTTP: dict[int, tuple[str, str]] = {  # of HTTP's own errors: type, and what to 
     405: ("method-not-allowed", "this address does not take that method: the header Allow lists those it takes"),
 }
 OWN = ("/v1/layer-sets", "/v1/jobs", "/v1/streams", "/v1/tuning")  # routes under /v1 that OpenAI does not have
-OPENAI_TYPES = {404: "NotFoundError", 422: "BadRequestError", 429: "RateLimitError", 503: "ServiceUnavailableError"}
+OPENAI_TYPES = {
+    **{401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError", 422: "BadRequestError"},
+    **{429: "RateLimitError", 503: "ServiceUnavailableError"},
+}
 
 LOGINS_PER_MIN = 20  # to the dashboard
 BODY_WAIT_S = 30.0  # without a part of a body that is being sent

@@ -85,8 +85,10 @@ def test_keys_guard_everything_under_v1_and_rotate_without_a_restart(database: s
                 refused = server.client.get(path, headers=raw)
                 assert refused.status_code == 401 and refused.headers["www-authenticate"].startswith("Bearer")
                 said = refused.json()  # in OpenAI's form where the route is none of ours
-                assert said.get("type") == "urn:swiftopt:problem:unauthorised" or said["error"]["code"] == 401
+                if said.get("type") != "urn:swiftopt:problem:unauthorised":
+                    assert (said["error"]["type"], said["error"]["code"]) == ("AuthenticationError", 401)
         assert [server.client.get(path).status_code for path in ("/livez", "/readyz", "/metrics")] == [200] * 3
+        assert [server.client.head(path).status_code for path in ("/livez", "/readyz", "/health")] == [200] * 3
         assert [server.client.get(LOOKUP, headers=bearer(key)).status_code for key in ("old", "fixed")] == [200, 200]
         file.write_text(f"{entry('ci', 'old')}\n{entry('ci-2', 'new')}\n")
         assert [server.client.get(LOOKUP, headers=bearer(key)).status_code for key in ("old", "new")] == [200, 200]
