@@ -53,7 +53,7 @@ def create_app(
     app.state.swiftopt = State(store, board, queue, settings, engines, RateLimit(settings.tokens_per_min, counted=True))
     app.state.lookups = LookupCache(partial(find_plan, store))
     app.router.lifespan_context = engines.running
-    app.add_middleware(AccessMiddleware, settings=settings)
+    app.add_middleware(AccessMiddleware, settings=settings, answers=app.state.swiftopt.answers)
     return app
 
 

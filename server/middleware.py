@@ -23,6 +23,7 @@ from fastapi.exceptions import RequestValidationError
 from limits import RateLimitItemPerMinute
 from limits.storage import MemoryStorage
 from limits.strategies import MovingWindowRateLimiter, RateLimiter, SlidingWindowCounterRateLimiter
+from prometheus_client import Counter
 from pydantic import BaseModel, Field
 from sse_starlette import ServerSentEvent
 from starlette.datastructures import Headers
@@ -239,6 +240,11 @@ class State:
     engines: Engines
     tokens: RateLimit  # of each caller
     tries: dict[str, Any] = field(default_factory=dict)  # of `dashboard.served`, the oldest first
+    answers: Counter = field(
+        default_factory=lambda: Counter(
+            "swiftopt_http_requests", "Requests by the status of the answer.", ["status"], registry=None
+        )
+    )
     logins: RateLimit = field(default_factory=lambda: RateLimit(LOGINS_PER_MIN))  # of each address
 
 
@@ -256,8 +262,8 @@ Shared = Annotated[State, Depends(state_of)]
 class AccessMiddleware:
     """Pure ASGI, so that a look-up pays little for it."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
-        self._app, self._settings = app, settings
+    def __init__(self, app: ASGIApp, settings: ServerSettings, answers: Counter) -> None:
+        self._app, self._settings, self._answers = app, settings, answers
         self._rate = RateLimit(settings.requests_per_min)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -284,6 +290,7 @@ class AccessMiddleware:
         except Refused as refused:  # of `_check`: the app handles its own
             await refused.response(scope["path"])(scope, receive, sending)
         finally:
+            self._answers.labels(str(status)).inc()
             # raw_path is ASCII without line breaks, and has no query
             path = bytes(scope.get("raw_path") or scope["path"].encode()).decode("ascii", "replace")
             millis = (time.perf_counter() - began) * 1000

@@ -120,7 +120,8 @@ def _redis(queue: RedisQueue | None) -> str:
 async def metrics(app: Shared, cache: Cache) -> Response:
     """Prometheus metrics."""
     await app.engines.ask_tuning(TUNING_S)
-    parts = [cache.times, ServiceCollector(app.store, app.queue), *([app.engines.metrics] if app.engines.of else [])]
+    own = [app.engines.metrics] if app.engines.of else []
+    parts = [cache.times, app.answers, ServiceCollector(app.store, app.queue), *own]
     text = await asyncio.to_thread(lambda: b"".join(map(generate_latest, parts)))  # the database may be slow
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 

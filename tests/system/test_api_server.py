@@ -89,6 +89,7 @@ def test_keys_guard_everything_under_v1_and_rotate_without_a_restart(database: s
                     assert (said["error"]["type"], said["error"]["code"]) == ("AuthenticationError", 401)
         assert [server.client.get(path).status_code for path in ("/livez", "/readyz", "/metrics")] == [200] * 3
         assert [server.client.head(path).status_code for path in ("/livez", "/readyz", "/health")] == [200] * 3
+        assert 'swiftopt_http_requests_total{status="401"} 15.0\n' in server.client.get("/metrics").text
         assert [server.client.get(LOOKUP, headers=bearer(key)).status_code for key in ("old", "fixed")] == [200, 200]
         file.write_text(f"{entry('ci', 'old')}\n{entry('ci-2', 'new')}\n")
         assert [server.client.get(LOOKUP, headers=bearer(key)).status_code for key in ("old", "new")] == [200, 200]

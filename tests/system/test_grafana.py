@@ -146,4 +146,5 @@ def test_board_has_the_panels_of_the_dashboard() -> None:
         "Tokens per second", "Ratio to plain decoding", "Requests running and waiting", "Time to first token",
         "Time per token", "Acceptance", "Acceptance by position", "Tokens per target pass", "Cache hits",
         "Drafts on or off", "Time spent searching", "Jobs by state", "Workers", "Queue depth", "Database and Redis",
+        "Answers by status",
     } <= titles  # fmt: skip
