@@ -33,6 +33,7 @@ from .openapi import bare_app
 from .settings import ServerSettings
 
 BACKLOG = 1024
+UNREAD_S = 120  # that a client may take no bytes of what it is sent
 SWITCH_S = 0.001  # after which another thread yields to the event loop; Python's 5 ms are half of a look-up's limit
 DRAIN_S = 5  # seconds for requests in progress at shutdown; event streams are ended at once
 TOLD_S = 2  # more, for completions that are given up to tell it
@@ -74,6 +75,8 @@ def listen(host: str, port: int, settings: ServerSettings) -> socket.socket:
     # with protocol 0, asyncio would leave TCP_NODELAY off: 40 ms per answer
     bound = socket.socket(family, kind, protocol)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if sys.platform == "linux":  # connections inherit it
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * UNREAD_S)
     try:
         bound.bind(address)
         bound.listen(BACKLOG)

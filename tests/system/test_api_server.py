@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import http.client
 import json
@@ -26,6 +27,7 @@ from swiftopt.cli.main import swiftopt as program
 from swiftopt.core.errors import SettingsError
 from swiftopt.core.events import PhaseChanged
 from swiftopt.core.requests import Lease
+from swiftopt.server import app
 from swiftopt.server.app import listen
 from swiftopt.server.settings import ServerSettings
 from swiftopt.store import Store
@@ -69,6 +71,18 @@ def ended(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
         return code, capsys.readouterr().err
 
     return end
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="TCP_USER_TIMEOUT is Linux's")
+def test_connection_of_a_client_that_reads_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "UNREAD_S", 1)
+    with listen("127.0.0.1", 0, ServerSettings()) as bound, socket.create_connection(bound.getsockname()):
+        connection, _ = bound.accept()
+        with connection, pytest.raises(TimeoutError) as ended:
+            connection.settimeout(20)
+            while connection.send(bytes(1 << 16)):
+                pass
+    assert ended.value.errno == errno.ETIMEDOUT
 
 
 # --- keys
