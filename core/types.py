@@ -299,7 +299,7 @@ class Completion(Record):
     contradicted a draft (what was drafted behind that token is thrown away unjudged). `verified_widths` counts the
     passes per number of rows that the target checked. `prefill_s` is part of `timings.other_s`. `estimated_cost` is
     what the rounds cost by measured prices, in plain passes, where the drafter decides by such. `n_cached` tokens of
-    the prompt had been read by an earlier request. `lossy` says that the method does not promise the target's own
+    the prompt had been read by another request. `lossy` says that the method does not promise the target's own
     output; `exact` that the output is plain decoding's bit by bit: the method is lossless, and the kernels compute a
     row alike whatever rows are beside it. `accepted_prediction` and `rejected_prediction` count the drafted tokens
     that came from the request's prediction. `by_draft_length[k][j]` are the rounds that accepted j of k draft steps.

@@ -265,7 +265,7 @@ class Tally:
     prefill_s: float = 0.0
     accepted_prediction: int = 0  # of the drafted tokens that came from the request's prediction
     rejected_prediction: int = 0
-    n_cached: int = 0  # tokens of the prompt that an earlier request had read
+    n_cached: int = 0  # tokens of the prompt that another request had read
     elapsed_s: float = 0.0
     started: float = field(default_factory=perf_counter)
 
@@ -302,8 +302,7 @@ class Context:
     Slots 0 … n-2 of `buffer` hold the target's keys and values of `token_ids`; the last token, the root of the next
     draft, will go to slot n-1, behind which drafts and scratch rows are written. `searched`, `finish` and `n_learnt`
     are as in `ResumePoint`. `logprobs` says how many alternatives are wanted beside each token's log probability; None:
-    not even that. `prediction` are tokens that the caller expects behind the prompt. `state` is the prompt's mean
-    state, where it is wanted; before it was read, that of the prompt which its beginning is of.
+    not even that. `prediction` are tokens that the caller expects behind the prompt.
     """
 
     runtime: Runtime
@@ -315,7 +314,6 @@ class Context:
     load: Load = field(default_factory=Load)  # of the engine that it runs in
     logprobs: int | None = None
     prediction: Sequence[int] = ()
-    state: Tensor | None = None
     searched: bool = False
     finish: FinishReason | None = None
     n_learnt: int = 0

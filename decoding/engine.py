@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import takewhile
+from operator import itemgetter
 from time import perf_counter
 from traceback import clear_frames
 from typing import Any, Generic, Self, TypeVar
@@ -34,15 +36,16 @@ Work = Generator[Any, Any, T]  # yields demands and events; is sent what it dema
 PassGenerator = Generator[Pass, Tensor, T]  # yields passes only; is sent the wanted logits (rows, vocab) of each
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(eq=False)
 class Slots:
     """The demand for a buffer of `capacity` slots, for a text that begins with `token_ids`.
 
     The answer is the buffer, how many of its slots hold that text's keys and values already (fewer than there are
-    tokens), the mean state of the prompt that these are of (see `Free`), and the engine's load. Where memory is bounded
-    the buffer has `first` slots; when they are full, the text frees them and asks for more. Only texts of one `salt`
-    share any. `draft_slot_bytes` are those of drafting beside each slot. The buffer has up to `spare` slots more, for
-    passes that the text does without where memory is short.
+    tokens), the `state` of the text that these are of, and the engine's load. Where memory is bounded the buffer has
+    `first` slots; when they are full, the text frees them and asks for more. The text's passes write only behind what
+    it has read. Only texts of one `salt` share any. `draft_slot_bytes` are those of drafting beside each slot. The
+    buffer has up to `spare` slots more, for passes that the text does without where memory is short. `state` is the
+    mean state of what is read of the text's prompt, for others that go on from it; None: not known.
     """
 
     runtime: Runtime
@@ -52,6 +55,11 @@ class Slots:
     salt: str = ""
     draft_slot_bytes: int = 0
     spare: int = 0
+    state: Tensor | None = None
+
+    @cached_property
+    def tokens(self) -> NDArray[np.int64]:
+        return np.array(self.token_ids, np.int64)
 
     @property
     def n_bytes(self) -> int:
@@ -63,14 +71,10 @@ class Slots:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Free:
-    """The buffer of those slots is not needed any more; it holds the keys and values of `token_ids`.
-
-    `state`: the mean state of the text's prompt, if known.
-    """
+    """The buffer of those slots is not needed any more; it holds the keys and values of `token_ids`."""
 
     slots: Slots
     token_ids: Sequence[int]
-    state: Tensor | None = None
 
 
 DEMANDS = (Pass, Slots, Free)
@@ -148,6 +152,7 @@ class Request(Generic[T]):
         self.wanted: Pass | Slots | Free | None = None
         self.held: dict[Slots, KVBuffer] = {}
         self.is_new = True
+        self.waits = False  # for another to read what it begins with
         self.error: Exception | None = None
         self._result: list[T] = []
 
@@ -161,6 +166,14 @@ class Request(Generic[T]):
         if self.error is not None:
             raise self.error
         return self._result[0]
+
+    @property
+    def texts(self) -> Iterator[tuple[_Prefix, int]]:
+        """What it reads or has read, and how many tokens of each so far."""
+        if isinstance(wanted := self.wanted, Pass):
+            for slots, buffer in self.held.items():
+                n_read = wanted.rows.first_slot if wanted.buffer is buffer else len(slots.tokens)
+                yield _Prefix(slots, buffer, slots.tokens), n_read
 
     def send(self, answer: Any) -> Iterator[Event]:
         """Send what it waits for (None: it begins), and run up to its next demand."""
@@ -196,12 +209,11 @@ class Request(Generic[T]):
 
 @dataclass(slots=True)
 class _Prefix:
-    """What a finished request read, for others to go on from."""
+    """What a request read, for others to go on from."""
 
     slots: Slots
     buffer: KVBuffer
     token_ids: NDArray[np.int64]
-    state: Tensor | None
 
     def common(self, slots: Slots, token_ids: NDArray[np.int64]) -> int:
         """Return how many of its slots a text of those tokens can go on from."""
@@ -212,6 +224,8 @@ class _Prefix:
         return n if same.all() else int(same.argmin())
 
 
+LEAST_SHARED = 32  # tokens that a request waits for another to read
+SHARE_WAITED_FOR = 1 / 4  # of what it would read itself, at least
 SPARE_SHARE = 1 / 8  # of an engine's memory, that spare slots may take: requests wait for it, or lose what is kept
 PLAIN_ROUNDS = 3  # of a trial of plain decoding
 DRAFTED_ROUNDS = 64  # of a trial of drafts, of all sequences together
@@ -289,8 +303,9 @@ class Engine:
     """Runs requests side by side, a step at a time; a request that fails leaves the others alone.
 
     Args: memory: most bytes that buffers may take. Requests wait for theirs in the order of arrival. What finished ones
-          read is kept until its memory is needed, and a request that begins with the same tokens goes on from there,
-          with the same bits where kernels are row-invariant. None: no limit, and nothing is kept.
+          read is kept until its memory is needed, and a request that begins with the same tokens goes on from there, or
+          from what another has read or is reading, with the same bits where kernels are row-invariant. None: no
+          limit, and nothing is kept or shared.
           at_once: most requests that run together, started in the order of arrival; None: all.
           by_time: whether drafts beside others stop where measured time says that they do not pay. Tokens do not depend
           on it; what is drafted does, and so is not the same in every run.
@@ -415,7 +430,7 @@ class Engine:
 
     def _serve_slots(self) -> Iterator[Event]:
         """Take back what is free, and give out buffers in the order of arrival as far as memory goes."""
-        full = False
+        full, promised = False, 0  # bytes for those that wait for others to read
         for request in list(self.requests):
             while isinstance(wanted := request.wanted, Slots | Free):
                 if isinstance(wanted, Free):
@@ -423,22 +438,42 @@ class Engine:
                     yield from request.send(None)
                 elif self.memory is not None and wanted.n_bytes > self.memory:
                     yield from request.throw(_too_long(wanted, self.memory))
-                elif full or (self.memory is not None and self.n_bytes + wanted.bytes_of(wanted.first) > self.memory):
+                elif full or not self._fits(promised + wanted.bytes_of(wanted.first)):
                     full = True  # no later request is served before it
+                    break
+                elif self._is_being_read(request, wanted):
+                    promised += wanted.bytes_of(wanted.first)
                     break
                 else:
                     try:
-                        buffer, *known = self._buffer(wanted)
+                        buffer, *known = self._buffer(wanted, promised)
                     except Exception as error:
                         yield from request.throw(error)
                         continue
                     request.held[wanted] = buffer
                     yield from request.send((buffer, *known, self.load))
 
-    def _buffer(self, wanted: Slots) -> tuple[KVBuffer, int, Tensor | None]:
-        """Return a buffer with as much of the text as a finished request has read, how much, and that one's state."""
+    def _fits(self, n_bytes: int) -> bool:
+        return self.memory is None or self.n_bytes + n_bytes <= self.memory
+
+    def _is_being_read(self, request: Request[Any], wanted: Slots) -> bool:
+        """Whether an earlier request is reading so much of a text that this one had better wait, then go on from it.
+
+        As their passes would run together, that takes one pass more at most.
+        """
+        if self.memory is None:
+            return False
+        tokens, (now, _) = wanted.tokens[:-1], self._longest(wanted)
+        earlier = takewhile(lambda each: each is not request, self.requests)
+        foremost = (text for one in earlier for text, n_read in one.texts if n_read >= now)
+        gain = max((text.common(wanted, tokens) for text in foremost), default=0) - now
+        request.waits = gain >= (1 if request.waits else max(LEAST_SHARED, SHARE_WAITED_FOR * (len(tokens) - now)))
+        return request.waits
+
+    def _buffer(self, wanted: Slots, promised: int) -> tuple[KVBuffer, int, Tensor | None]:
+        """Return a buffer with as much of the text as another request has read, how much, and that one's state."""
         least = wanted.capacity if self.memory is None else wanted.first
-        for capacity in dict.fromkeys((least + self._spare(wanted), least)):
+        for capacity in dict.fromkeys((least + self._spare(wanted, promised), least)):
             try:
                 return self._filled(wanted, capacity)
             except Exception as error:
@@ -447,36 +482,45 @@ class Engine:
         self._kept.clear()  # before the request fails
         return self._filled(wanted, least)
 
-    def _spare(self, wanted: Slots) -> int:
+    def _spare(self, wanted: Slots, promised: int) -> int:
         """Return how many spare slots there are for a buffer: all that are wanted, as far as a share of memory goes."""
         if self.memory is None:
             return wanted.spare
         taken = sum(slots.bytes_of(buffer.capacity - slots.first) for slots, buffer in self._held)
-        free = min(int(SPARE_SHARE * self.memory) - taken, self.memory - self.n_bytes - wanted.bytes_of(wanted.first))
-        return max(0, min(wanted.spare, free // wanted.bytes_of(1)))
+        left = self.memory - self.n_bytes - promised - wanted.bytes_of(wanted.first)
+        return max(0, min(wanted.spare, min(int(SPARE_SHARE * self.memory) - taken, left) // wanted.bytes_of(1)))
+
+    def _longest(self, wanted: Slots) -> tuple[int, _Prefix | None]:
+        """Return how much of a text has been read, and where; where several have, the latest.
+
+        So a beginning that many have in common puts none before those used after it.
+        """
+        tokens = wanted.tokens[:-1]  # the last one is always read
+        found = [(each.common(wanted, tokens), each) for each in self._kept]
+        if self.memory is not None:
+            running = (text for one in self.requests for text in one.texts)
+            found += [(min(n_read, text.common(wanted, tokens)), text) for text, n_read in running]
+        n, best = max(reversed(found), key=itemgetter(0), default=(0, None))
+        return n, best if n else None
 
     def _filled(self, wanted: Slots, capacity: int) -> tuple[KVBuffer, int, Tensor | None]:
-        tokens = np.array(wanted.token_ids[:-1], np.int64)  # the last one is always read
-        # Of several the latest, so that a beginning that many have in common puts none before those used after it.
-        found = ((kept.common(wanted, tokens), place) for place, kept in enumerate(self._kept))
-        n_filled, place = max(found, default=(0, 0))
+        n_filled, best = self._longest(wanted)
         n_bytes = wanted.bytes_of(capacity)
-        if not n_filled:
-            self._make_room(n_bytes)
-            return wanted.runtime.new_buffer(capacity), 0, None
-        best = self._kept.pop(place)  # to its end: it was used
-        self._kept.append(best)
-        self._make_room(n_bytes, keep=1)
+        # The one that is used goes to the end.
+        self._kept.sort(key=lambda kept: kept is best)
+        self._make_room(n_bytes, keep=sum(kept is best for kept in self._kept))
         buffer = wanted.runtime.new_buffer(capacity)
+        if best is None:
+            return buffer, 0, None
         buffer.copy_from(best.buffer, n_filled)
         self._make_room(n_bytes)
-        return buffer, n_filled, best.state
+        return buffer, n_filled, best.slots.state
 
     def _keep(self, freed: Free, buffer: KVBuffer) -> None:
         """Keep what a request read for others to go on from, in place of shorter ones that it contains."""
         if self.memory is None:
             return
-        new = _Prefix(freed.slots, buffer, np.array(freed.token_ids, np.int64), freed.state)
+        new = _Prefix(freed.slots, buffer, np.array(freed.token_ids, np.int64))
         self._kept = [kept for kept in self._kept if kept.common(new.slots, new.token_ids) < len(kept.token_ids)]
         self._kept.append(new)
         self._make_room(0)

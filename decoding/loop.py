@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
-import torch
 from torch import Tensor
 
 from ..core.errors import SettingsError
@@ -28,8 +27,8 @@ FIRST_NEW = 256  # new tokens that a buffer has slots for at first where memory 
 class Prefilled:
     """The prompt was read, and gave its first token; a resumed request has no new one.
 
-    `state` is the mean state (hidden_size,) behind the final norm, in float32, of the prompt's tokens; those that an
-    earlier request has read count as the mean of its prompt.
+    `state` is the mean state (hidden_size,) behind the final norm, in float32, of the prompt's tokens; those that
+    another request has read count as the mean of what it has read of its prompt.
     `logprobs` are those of `token_ids`, `prompt_logprobs` those of the prompt's tokens after the first; empty where
     not wanted.
     """
@@ -118,11 +117,11 @@ def decoding(
     buffer, n_read, state, load = yield slots
     tally = Tally() if resume_from is None else resume_from.tally.copied(resume_from.tally.elapsed_s)
     prompt = list(prompt_ids)
-    state = state if with_state else None
-    context = Context(runtime, buffer, rule, prompt, len(prompt), tally, load, logprobs, tuple(prediction), state)
+    slots.state = state if with_state else None
+    context = Context(runtime, buffer, rule, prompt, len(prompt), tally, load, logprobs, tuple(prediction))
     if resume_from is None:
         tally.n_cached = n_read
-        yield from _prefill(context, n_read, ending, with_state, prompt_logprobs)
+        yield from _prefill(context, slots, n_read, ending, with_state, prompt_logprobs)
     else:
         yield from _resume(context, n_read, resume_from)
     if context.finish is None:
@@ -136,15 +135,19 @@ def decoding(
             yield from _round(context, method.verifier, drafting if drafts else plain, ending)
     completion = _completion(context, method, ending, context.finish)
     is_read = resume_from is None or resume_from.finish is None
-    yield Free(slots, context.token_ids[:-1] if is_read else (), context.state)
+    yield Free(slots, context.token_ids[:-1] if is_read else ())
     return completion
 
 
-def _prefill(context: Context, n_read: int, ending: Ending, with_state: bool, prompt_logprobs: bool) -> Work[None]:
+def _prefill(
+    context: Context, slots: Slots, n_read: int, ending: Ending, with_state: bool, prompt_logprobs: bool
+) -> Work[None]:
     """Read what the buffer does not hold yet of the prompt; the last pass gives the first token."""
     runtime, prompt_ids, states = context.runtime, context.token_ids[n_read:], list[Tensor]()
     capture = {runtime.n_layers: states} if with_state else None
     of_prompt: list[TokenLogprob] = []
+    n_known = 0 if slots.state is None else n_read
+    total = 0.0 if slots.state is None else n_read * slots.state.double()
     for each in runtime.prefill_passes(
         prompt_ids, context.buffer, n_read, capture, context.load, every_row=prompt_logprobs
     ):
@@ -152,14 +155,14 @@ def _prefill(context: Context, n_read: int, ending: Ending, with_state: bool, pr
         if prompt_logprobs:
             following = prompt_ids[len(of_prompt) + 1 :]
             of_prompt += token_logprobs(logits, following, context.logprobs or 0)
+        if with_state:
+            unread = runtime.normed(states.pop()).double()
+            n_known, total = n_known + len(unread), total + unread.sum(dim=0)
+            slots.state = (total / n_known).float()
     first = context.choose((), logits[-1])
     context.tally.prefill_s = context.tally.total_s
-    if with_state:
-        unread = runtime.normed(torch.cat(states)).float().mean(dim=0)
-        read = unread if context.state is None else context.state
-        context.state = read.lerp(unread, len(prompt_ids) / context.n_prompt)
     own = () if context.logprobs is None else token_logprobs(logits[-1:], [first], context.logprobs)
-    yield Prefilled(context, _commit(context, (first,), ending), context.state, own, tuple(of_prompt))
+    yield Prefilled(context, _commit(context, (first,), ending), slots.state, own, tuple(of_prompt))
 
 
 def _resume(context: Context, n_read: int, point: ResumePoint) -> Work[None]:
@@ -181,7 +184,7 @@ def _grow(context: Context, slots: Slots, behind: int) -> Work[Slots]:
     What has been read is kept meanwhile, and is read again only as far as its memory was wanted.
     """
     token_ids = list(context.token_ids)
-    yield Free(slots, token_ids[:-1], context.state)
+    yield Free(slots, token_ids[:-1])
     first = len(token_ids) + max(FIRST_NEW, len(context.generated)) + behind
     slots = replace(slots, first=min(slots.capacity, first), token_ids=token_ids)
     context.buffer, n_read, *_ = yield slots

@@ -511,13 +511,68 @@ def test_two_requests_go_on_from_one_text_and_none_from_another_salt() -> None:
 
     ask([5, 6])
     finish(engine)
-    for salt, n_read in (("", 2 + 3), ("other", 60 + 2 + 60 + 3)):
+    for salt, n_read in (("", 2 + 3), ("other", 60 + 2 + 3)):
         with counting(own.runtime):
             both = [ask([7, 8], salt), ask([9, 10, 11], salt)]
             finish(engine)
         expected = [by_itself(own, PLAIN, [*document, *more], SAMPLINGS[0], 6) for more in ([7, 8], [9, 10, 11])]
         assert [one.result.token_ids for one in both] == expected
         assert Counting.n_rows == n_read + 2 * 5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_request_goes_on_from_what_a_running_one_has_read(family: str) -> None:
+    """Whatever that one drafts with, in its rounds too: they write behind its prompt only."""
+    own, salts = parts(family, with_model=True), ("", "other")
+    for number, name in enumerate(METHODS):
+        ids, sampling = repeating(number), SAMPLINGS[number % 3]
+        engine, longer = Engine(PLENTY), [*ids, *words(number, 9)]
+        first = engine.add(request(own, build(name, own), ids, sampling, 40))
+        for _ in range(2 + number % 3):
+            list(engine.step())
+        assert not first.is_done or name == "paradecode", "which runs no pass that others could share"
+        rule, ending = TokenRule.of(SAMPLINGS[0], None), Ending(6)
+        late = [engine.add(decoding(own.runtime, longer, PLAIN, rule, ending, salt=salt)) for salt in salts]
+        finish(engine)
+        assert [one.result.token_ids for one in late] == [by_itself(own, PLAIN, longer, SAMPLINGS[0], 6)] * 2, name
+        assert [one.result.n_cached for one in late] == [len(ids), 0], name
+
+
+def test_prompt_asked_several_times_at_once_is_read_once() -> None:
+    own, ids = parts("llama"), words(1, 60)
+    engine, samplings = Engine(PLENTY), [replace(SAMPLINGS[1], seed=seed) for seed in range(4)]
+    with counting(own.runtime):
+        running = [engine.add(request(own, PLAIN, ids, sampling, 6)) for sampling in samplings]
+        finish(engine)
+    assert Counting.n_rows == 60 + 3 + 4 * 5
+    assert [one.result.n_cached for one in running] == [0, 59, 59, 59]
+    assert [one.result.token_ids for one in running] == [by_itself(own, PLAIN, ids, each, 6) for each in samplings]
+
+
+@pytest.mark.parametrize("end", ["", "cancel", "fail"])
+def test_beginning_that_many_have_in_common_is_read_once_and_again_where_its_reader_ends(
+    monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """One with little of it waits for nobody."""
+    for name in ("PREFILL_ROWS", "PREFILL_ROWS_BESIDE"):
+        monkeypatch.setattr(f"swiftopt.models.runtime.{name}", 16)
+    own, head, engine = parts("llama"), words(0, 64), Engine(PLENTY)
+    asked = [[*head, 10 + seed, *words(seed, seed)] for seed in range(8)]
+    little = [*head[: 8 if end else 36], *words(9, 120)]
+    with counting(own.runtime):
+        first, *others = running = [engine.add(request(own, PLAIN, ids, SAMPLINGS[0], 4)) for ids in [*asked, little]]
+        list(engine.step())
+        assert [one for one in running if one.held] == [first, others[-1]]
+        list(engine.step())
+        if end == "cancel":
+            engine.cancel(first)
+        elif end == "fail":
+            list(first.throw(RuntimeError("no more")))
+        finish(engine)
+    read = (32 + 64 - 8 + sum(range(2, 9)) if end else 64 + sum(range(1, 9))) + len(little)
+    assert Counting.n_rows == read + (8 if end else 9) * 3
+    for one, ids in zip(others, [*asked[1:], little], strict=True):
+        assert one.result.token_ids == by_itself(own, PLAIN, ids, SAMPLINGS[0], 4)
 
 
 def test_what_was_not_used_for_longest_goes_first_though_all_begin_alike() -> None:
@@ -553,13 +608,32 @@ def test_state_of_a_prompt_counts_what_another_has_read(monkeypatch: pytest.Monk
     torch.testing.assert_close(longer, (40 * again + (41 * anew - 40 * whole)) / 41, atol=1e-3, rtol=1e-3)
 
 
+def test_state_of_a_prompt_counts_what_another_was_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PREFILL_ROWS", "PREFILL_ROWS_BESIDE"):
+        monkeypatch.setattr(f"swiftopt.models.runtime.{name}", 8)
+    own, head, states = parts("llama"), words(1, 40), dict[int, list[Tensor]]()
+    long, short = [*head, *words(2, 60)], [*head, 7, 8, 9]
+    for asked in ([long, short], [short]):
+        engine = Engine(PLENTY)
+        for ids in asked:
+            rule = TokenRule.of(SAMPLINGS[0], None, len(ids))
+            engine.add(decoding(own.runtime, ids, PLAIN, rule, Ending(8), with_state=True))
+        while engine.requests:
+            for event in engine.step():
+                if isinstance(event, Prefilled):
+                    states.setdefault(event.context.n_prompt, []).append(event.state)
+                    assert event.context.tally.n_cached == (40 if len(asked) == 2 and len(states) == 1 else 0)
+    torch.testing.assert_close(*states[len(short)], atol=1e-6, rtol=1e-6)
+
+
 @given(st.data())
 def test_memory_is_never_exceeded_and_everybody_is_served_in_turn(data: st.DataObject) -> None:
-    own = parts("llama")
+    own = data.draw(st.sampled_from([parts("llama"), in_float64("llama")]))
     memory = data.draw(st.integers(40, 200)) * own.runtime.slot_bytes
     engine, running = Engine(memory), list[tuple[Request[Completion], tuple[int, ...]]]()
     began: list[int] = []
-    first_new = data.draw(st.sampled_from((1, 3, 256)))
+    first_new, n_rows = data.draw(st.sampled_from((1, 3, 256))), data.draw(st.sampled_from((3, 512)))
+    least_shared, cancels = data.draw(st.sampled_from((1, 32))), data.draw(st.lists(st.integers(0, 11), max_size=4))
     for number in range(data.draw(st.integers(2, 12))):
         ids = words(data.draw(st.integers(0, 2)), data.draw(st.integers(1, 25)))
         n_new, scratch = data.draw(st.integers(1, 10)), data.draw(st.sampled_from((0, 0, 3, 1000)))
@@ -577,10 +651,16 @@ def test_memory_is_never_exceeded_and_everybody_is_served_in_turn(data: st.DataO
         running.append((engine.add(noting()), by_itself(own, PLAIN, ids, SAMPLINGS[0], n_new)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("swiftopt.decoding.loop.FIRST_NEW", first_new)
+        patch.setattr("swiftopt.decoding.engine.LEAST_SHARED", least_shared)
+        for name in ("PREFILL_ROWS", "PREFILL_ROWS_BESIDE"):
+            patch.setattr(f"swiftopt.models.runtime.{name}", n_rows)
         while engine.requests:
             list(engine.step())
             assert engine.n_bytes + engine.kept_bytes <= memory
-    assert [one.result.token_ids for one, _ in running] == [expected for _, expected in running]
+            if cancels and (number := cancels.pop()) < len(running):
+                engine.cancel(running[number][0])
+    done = [(one.result.token_ids, expected) for one, expected in running if one.is_done]
+    assert len(done) >= len(running) - 4 and all(tokens == expected for tokens, expected in done)
     assert engine.n_bytes == 0
 
 

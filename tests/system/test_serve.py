@@ -462,6 +462,20 @@ def test_usage_of_a_stream_has_the_prompt_from_the_first_chunk_on(server: Served
     assert chunks[0]["usage"]["prompt_tokens"] > 0
 
 
+def test_prompt_of_several_choices_is_read_once_and_its_cached_tokens_count_once(server: Served) -> None:
+    body = {"model": "tiny", "prompt": "w9 w4 w6 " * 20, "max_tokens": 4, "n": 3}
+
+    def n_found() -> float:
+        lines = server.client.get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:prefix_cache_hits_total{"))
+
+    for n_readers in (1, 0):
+        before, usage = n_found(), server.client.post("/v1/completions", json=body).json()["usage"]
+        n_shared = usage["prompt_tokens"] - 1
+        assert n_shared > 50 and usage["prompt_tokens_details"]["cached_tokens"] == (0 if n_readers else n_shared)
+        assert n_found() - before == (3 - n_readers) * n_shared
+
+
 def test_bytes_of_tokens_are_exact_and_offsets_those_of_the_text(lettered: Served) -> None:
     """One first byte of two, and two second ones, come in turn by chance; what is no character is a `\ufffd`."""
     halves = {"bytes:\\xc3": [0xC3], "bytes:\\xa9": [0xA9], "bytes:\\xa8": [0xA8]}
