@@ -75,18 +75,24 @@ static inline __m128 sums(vf v0, vf v1, vf v2, vf v3) {
 }
 #endif
 
-// R rows by B outputs over one block.
+// R rows by B outputs over one block. Meanwhile a block of `n_ahead` rows of weights is asked for, evenly.
 template <class T, int R, int B>
 static inline __attribute__((always_inline)) void tile(
     const T* x, int64_t ldx, const T* w, int64_t ldw, int k, float* c, int64_t ldc, bool first, const T* ahead,
     int n_ahead) {
     using S = Chunk<T>;
+    // Row by row, as memory has them, where reading takes longer than computing; the divisions are hidden then.
+    constexpr bool in_order = LANES == 16 && R <= 4;
     vf acc[R][B] = {};
+    const int lines = k / S::SIZE;
     int at = 0;
     for (; at + S::SIZE <= k; at += S::SIZE) {
         typename S::V ws[B];
         for (int b = 0; b < B; b++) ws[b] = S::get(w + b * ldw + at);
-        for (int b = 0; b < n_ahead; b++) __builtin_prefetch(ahead + b * ldw + at, 0, 2);
+        for (int b = 0; b < n_ahead; b++) {
+            const int line = at / S::SIZE * n_ahead + b;
+            __builtin_prefetch(in_order ? ahead + line / lines * ldw + line % lines * S::SIZE : ahead + b * ldw + at, 0, 2);
+        }
         for (int r = 0; r < R; r++) {
             typename S::V xs = S::get(x + r * ldx + at);
             for (int b = 0; b < B; b++) acc[r][b] = S::add(acc[r][b], xs, ws[b]);
