@@ -162,7 +162,7 @@ def _tune_here(request: TuneRequest, db: str | None, pictures: Pictures) -> Resu
     if request.out is None:  # decided here, so that a run cut short can tell where its completions are
         request = replace(request, out=str(default_output(request.stream)))
     else:
-        _check_writable(Path(request.out))
+        _check_completions_file(Path(request.out))
     with options.open_store(db) as store:
         from ..tasks.tune import run_tuning
 
@@ -183,7 +183,7 @@ def _tune_here(request: TuneRequest, db: str | None, pictures: Pictures) -> Resu
     return tune_result(request, result.job, result.tasks, database, backend, given, out)
 
 
-def _check_writable(out: Path) -> None:
+def _check_completions_file(out: Path) -> None:
     """Raises: OutputError: the file of completions cannot be written, which is reported before the work begins."""
     with LineWriter(out):
         pass
@@ -195,7 +195,7 @@ def _tune_through_queue(
     """Submit the job, and follow it to its end unless it is detached."""
     out = Path(request.out) if request.out is not None else default_output(request.stream)
     if request.out is not None:
-        _check_writable(out)
+        _check_completions_file(out)
     if not os.path.isabs(request.model) or os.path.exists(request.model):  # else it may be on the workers only
         options.check_model(request)
     path = os.path.expanduser(request.model)
