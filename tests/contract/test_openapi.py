@@ -10,9 +10,10 @@ import pytest
 from api import client_of, filled, submission
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
+from pages import API, RENEW, SNAPSHOT, api_page
 
 from swiftopt.core.requests import VERBS
-from swiftopt.server.openapi import PAGE, SNAPSHOT, bare_app, page
+from swiftopt.server.openapi import bare_app
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its own imports
@@ -20,7 +21,6 @@ with warnings.catch_warnings():
     from schemathesis import GenerationMode
     from schemathesis.checks import CHECKS
 
-RENEW = "if the change is meant, run: python -m swiftopt.server.openapi"
 N_EXAMPLES = 15  # per operation and kind
 
 
@@ -29,7 +29,7 @@ def test_document_is_the_snapshot() -> None:
 
 
 def test_page_is_made_of_the_document() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(bare_app().openapi()), RENEW
+    assert API.read_text(encoding="utf-8") == api_page(bare_app().openapi()), RENEW
 
 
 def test_every_operation_has_a_name_and_words() -> None:

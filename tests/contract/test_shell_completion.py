@@ -12,7 +12,7 @@ import click
 import pytest
 
 from swiftopt.cli.main import run
-from swiftopt.cli.reference import swiftopt as program
+from swiftopt.cli.main import swiftopt as program
 
 SCRIPT = shutil.which("swiftopt", path=str(Path(sys.executable).parent)) or "swiftopt"
 # What bash does at Tab: it sets the words and calls the function that `complete -F` named. Outside of a real completion

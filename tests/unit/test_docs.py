@@ -18,6 +18,7 @@ from typing import Any, cast
 import click
 import httpx2
 import pytest
+from pages import CLI, EXIT_CODES, RENEW, cli_page
 from serving import serving
 from tiny_files import save
 
@@ -40,7 +41,6 @@ from swiftopt.bench.tables import (
 )
 from swiftopt.cli.main import swiftopt as program
 from swiftopt.cli.output import INTERRUPTED
-from swiftopt.cli.reference import EXIT_CODES, page
 from swiftopt.core.errors import InvalidInput, SwiftoptError
 from swiftopt.core.requests import ServedModel
 from swiftopt.decoding.methods import METHODS
@@ -67,14 +67,14 @@ def fences(page: Path, language: str) -> list[str]:
 
 
 def test_command_page_is_what_the_generator_prints() -> None:
-    assert text_of("docs/cli.md") == page(), "run: python -m swiftopt.cli.reference > docs/cli.md"
+    assert CLI.read_text(encoding="utf-8") == cli_page(), RENEW
 
 
 def test_command_page_does_not_depend_on_terminal_and_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = page()
+    before = cli_page()
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setenv("SWIFTOPT_MAX_STEPS", "7")
-    assert page() == before
+    assert cli_page() == before
 
 
 def test_command_page_knows_every_exit_code() -> None:

@@ -1,0 +1,135 @@
+"""The pages that are made of the program; tests compare them with it.
+
+    python tests/pages.py
+
+writes docs/cli.md from what `--help` prints, docs/openapi.json from the server's routes, and docs/api.md from both that
+document and its own beginning, which is written by hand.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from swiftopt.cli.main import LONG_NAMES, PREFIX, TOML_FILE, ProgramSettings, swiftopt
+from swiftopt.cli.output import INTERRUPTED
+from swiftopt.server.openapi import bare_app
+
+DOCS = Path(__file__).parent.parent / "docs"
+CLI, API, SNAPSHOT = DOCS / "cli.md", DOCS / "api.md", DOCS / "openapi.json"
+RENEW = "if the change is meant, run: python tests/pages.py"
+WIDTH = 80  # columns, whatever the terminal has
+
+EXIT_CODES = {
+    0: "done",
+    1: "something failed: the database or an output file cannot be used, or a check of `doctor`",
+    2: "the input cannot be used: an option, a stream's line, a layer set, a model's architecture",
+    3: "not found: a model, a file, a stored layer set",
+    4: "a job that was followed has failed",
+    5: "a job that was followed was cancelled",
+    6: "Redis or the server does not answer, or refuses the key",
+    7: "the job is not in a state for that, or an idempotency key was used for something else",
+    INTERRUPTED: "Ctrl-C; what was finished until then is kept, and a job in a queue goes on",
+}
+
+INTRODUCTION = """\
+# Command line
+
+This page is written by `python tests/pages.py`; a test compares the two, so change the help texts instead.
+
+Results go to stdout; progress, remarks and errors go to stderr. `--json` makes the result one JSON object with a
+`schema` key (`generate --stream`: one object per prompt, each on its own line). An error is one sentence.\
+"""
+
+CONFIGURATION = f"""\
+An option on the command line wins over its environment variable, that over `{TOML_FILE}` in the working
+folder, that over the default. An unknown key in the file is an error. The key of a server is read from
+`SWIFTOPT_API_KEY` alone, so that no listing of processes and no file shows it.\
+"""
+
+
+def commands(command: click.Command, name: str, parent: click.Context | None = None) -> Iterator[tuple[str, str]]:
+    """Yield (command line, help text) of a command and of all below it, in the order in which help lists them."""
+    settings = {**command.context_settings, "terminal_width": WIDTH}
+    context = click.Context(command, info_name=name, parent=parent, **settings)
+    yield context.command_path, command.get_help(context)
+    if isinstance(command, click.Group):
+        for below in command.list_commands(context):
+            found = command.get_command(context, below)
+            if found is not None:
+                yield from commands(found, below, context)
+
+
+def cli_page() -> str:
+    """Return docs/cli.md."""
+    codes = [f"| {code} | {words} |" for code, words in EXIT_CODES.items()]
+    configured = [
+        f"| `{LONG_NAMES.get(key, PREFIX + key.upper())}` | `{key}` | `--{key.replace('_', '-')}` |"
+        for key in ProgramSettings.model_fields
+    ]
+    parts = [
+        INTRODUCTION,
+        "\n".join(["## Exit codes", "", "| code | meaning |", "|---|---|", *codes]),
+        "## Configuration",
+        CONFIGURATION,
+        "\n".join([f"| variable | key in `{TOML_FILE}` | option |", "|---|---|---|", *configured]),
+        *(f"## {path}\n\n```text\n{text}\n```" for path, text in commands(swiftopt, "swiftopt")),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def api_page(found: dict[str, Any]) -> str:
+    """Return the document as a page of Markdown, after the introduction that is written by hand."""
+    parts = [API.read_text(encoding="utf-8").partition("\n\n## ")[0]]
+    for path, operations in found["paths"].items():
+        for method, described in operations.items():
+            parts.append(_operation(method.upper(), path, described))
+    parts.append("## Request bodies")
+    for name in ("JobSubmission", "StreamSource", "Sampling", "TuningSettings", "LookupQuery"):
+        parts.append(_fields(name, found["components"]["schemas"][name]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _operation(method: str, path: str, described: dict[str, Any]) -> str:
+    lines = [f"## {method} {path}", "", described["description"], ""]
+    for parameter in described.get("parameters", []):
+        words = parameter.get("description", "") or parameter["schema"].get("title", "")
+        lines.append(f"- `{parameter['name']}` ({parameter['in']}): {words}")
+    for kind, content in described.get("requestBody", {}).get("content", {}).items():
+        lines.append(f"- body `{kind}`: {_name(content['schema'])}")
+    for status, response in described["responses"].items():
+        kinds = [f"`{kind}` {_name(content['schema'])}" for kind, content in response.get("content", {}).items()]
+        if not status.endswith("XX"):
+            lines.append(f"- {status}: {', '.join(kinds) or response['description']}")
+    return "\n".join(lines)
+
+
+def _name(schema: dict[str, Any]) -> str:
+    return str(schema.get("$ref", "")).rpartition("/")[2]
+
+
+def _fields(name: str, schema: dict[str, Any]) -> str:
+    rows = [f"### {name}", "", schema.get("description", ""), "", "| field | type | default |", "|---|---|---|"]
+    for field, values in schema["properties"].items():
+        default = "required" if field in schema.get("required", []) else json.dumps(values.get("default"))
+        rows.append(f"| `{field}` | {_type(values)} | {default} |")
+    return "\n".join(rows)
+
+
+def _type(values: dict[str, Any]) -> str:
+    if "anyOf" in values:
+        return " or ".join(_type(part) for part in values["anyOf"])
+    if "enum" in values:
+        return ", ".join(f"`{word}`" for word in values["enum"])
+    return str(values.get("type") or _name(values))
+
+
+if __name__ == "__main__":
+    document = bare_app().openapi()
+    SNAPSHOT.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    API.write_text(api_page(document), encoding="utf-8")
+    CLI.write_text(cli_page(), encoding="utf-8")
