@@ -46,7 +46,10 @@ BLOCK = 32  # inputs that share a scale
 FORMS = {"Q8_0": PackedForm(8, BLOCK), "Q4_0": PackedForm(4, BLOCK)}
 SCALE_BYTES = 2  # of a block, in float16, before its codes
 HEAD, EMBEDDING = "lm_head", "token_embd.weight"
-CONVERSION = "2"  # part of every converted folder's name; raise it when the conversion changes
+FACTORS = "rope_f"  # what the names of tensors of rotary factors begin with
+TURN_KEYS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")  # of chat templates, where no key names them
+CONVERSION = "3"  # part of every converted folder's name; raise it when the conversion changes
 N_SAMPLES = 9  # places of a file that its key covers
 SAMPLE_BYTES = 1 << 20  # at each of them
 CONFIG_FIELDS = {  # GGUF's settings, and those of a config with the same value
@@ -128,11 +131,20 @@ def _check(gguf: Path) -> None:
             raise ModelNotFound(f"{gguf} is no GGUF file: give a file that llama.cpp reads, or a model's folder")
     try:
         reader = gguf_library.GGUFReader(str(gguf))
-        scaling = [field.contents() for key, field in reader.fields.items() if key.endswith(".rope.scaling.type")]
-        factors = [tensor.data for tensor in reader.tensors if tensor.name.startswith("rope_f")]
+        rotary = {
+            key.partition(".rope.")[2]: field.contents() for key, field in reader.fields.items() if ".rope." in key
+        }
+        factor = rotary.get("scaling.factor", rotary.get("scale_linear", 1.0))  # which without a type is linear
+        scaling = rotary.get("scaling.type", "none" if factor in (0.0, 1.0) else "linear")
+        factors = [tensor.data for tensor in reader.tensors if tensor.name.startswith(FACTORS)]
+        n_parts = reader.fields["split.count"].contents() if "split.count" in reader.fields else 1
     except Exception as error:  # the reader has no error of its own: a damaged file can raise almost anything
         raise ModelNotFound(f"{gguf} is damaged or cut short ({first_line(error)}): download it again") from error
-    if any(kind not in ("none", "") for kind in scaling) or any(bool((values != 1).any()) for values in factors):
+    if n_parts > 1:
+        raise UnsupportedModel(
+            f"{gguf} is one of {n_parts} files that hold the model together: join them by `llama-gguf-split --merge`"
+        )
+    if scaling not in ("none", "") or any(bool((values != 1).any()) for values in factors):
         raise UnsupportedModel(
             f"{gguf} scales its rotary positions, which transformers drops when it reads GGUF: use the model's hub id"
         )
@@ -157,8 +169,34 @@ def _read(gguf: Path) -> tuple[Any, Any, tuple[dict[str, Any], dict[str, Any]] |
             raise UnsupportedModel(f"{gguf} is of an architecture that is not supported: use one of {known}") from error
         raise ModelNotFound(f"{gguf} cannot be converted ({first_line(error)}): download it again") from error
     refuse_missing(found["missing_keys"], gguf)
-    coded = coded_checkpoint(gguf_library.GGUFReader(str(gguf)), model)
+    reader = gguf_library.GGUFReader(str(gguf))
+    _refuse_unread(reader, model, gguf)
+    _take_ends(reader, tokenizer, model.generation_config)
+    coded = coded_checkpoint(reader, model)
     return _plain(model.to(torch.bfloat16)), tokenizer, coded
+
+
+def _refuse_unread(reader: Any, model: Any, gguf: Path) -> None:
+    """Raises: UnsupportedModel: the file has weights, of biases or experts say, that transformers leaves out."""
+    places = _places(reader.fields["general.architecture"].contents(), model.config)
+    read = {places.get_name(own, try_suffixes=(".weight", ".bias")) for own in model.state_dict()}
+    for tensor in reader.tensors:
+        if tensor.name not in read and not tensor.name.startswith(FACTORS):
+            raise UnsupportedModel(
+                f"{gguf} has a tensor {tensor.name!r}, which transformers drops when it reads GGUF: use the model's hub"
+                " id"
+            )
+
+
+def _take_ends(reader: Any, tokenizer: Any, generation_config: Any) -> None:
+    """End completions at the end of a turn, too: transformers reads the end of a text alone."""
+    named = [reader.fields[key].contents() for key in TURN_KEYS if key in reader.fields]
+    known, template = tokenizer.get_vocab(), str(tokenizer.chat_template)
+    named += [known[text] for text in TURN_ENDS if text in template and text in known]
+    own = generation_config.eos_token_id
+    ends = [own] if isinstance(own, int) else list(own or ())
+    if not set(named) <= set(ends):
+        generation_config.eos_token_id = list(dict.fromkeys(ends + named))
 
 
 def _plain(model: Any) -> Any:

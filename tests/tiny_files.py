@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,13 @@ GGUF_NAMES = {
 }
 
 
-def write_gguf(path: Path, model: Any, scaling: str | None = None, kind: str = "F32") -> Path:
-    """A llama model as llama.cpp would file it, matrices as `kind`, with a tokenizer of single letters."""
+def write_gguf(
+    path: Path, model: Any, kind: str = "F32", more: Callable[[gguf.GGUFWriter], object] = lambda writer: None
+) -> Path:
+    """A llama model as llama.cpp would file it, matrices as `kind`, with a tokenizer of single letters.
+
+    Args: more: adds settings and tensors.
+    """
     config: LlamaConfig = model.config
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_name("tiny")
@@ -74,8 +80,6 @@ def write_gguf(path: Path, model: Any, scaling: str | None = None, kind: str = "
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(config.vocab_size)
-    if scaling is not None:
-        writer.add_string("llama.rope.scaling.type", scaling)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([*map(chr, range(33, 127)), "ab", "cd", "ef"])
     writer.add_token_types([1] * config.vocab_size)
@@ -97,6 +101,7 @@ def write_gguf(path: Path, model: Any, scaling: str | None = None, kind: str = "
         heads = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}
         filed = _rows_as_llama_cpp(tensor, heads[inner]) if inner in heads else tensor
         add(f"blk.{layer}.{GGUF_NAMES[inner]}.weight", np.ascontiguousarray(filed.numpy()))
+    more(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -8,7 +8,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from families import tiny_model
@@ -224,11 +227,45 @@ def test_gguf_is_refused_in_one_sentence_when_it_cannot_be_read(tiny_gguf: Path,
     assert not [entry for entry in cache.iterdir()]
 
 
-def test_gguf_is_refused_when_its_rotary_scaling_would_be_lost(cache: Path, tmp_path: Path) -> None:
-    model = tiny_model("llama", torch.float32)
-    with pytest.raises(UnsupportedModel, match="rotary"):
-        load(str(write_gguf(tmp_path / "yarn.gguf", model, scaling="yarn")))
-    assert load(str(write_gguf(tmp_path / "none.gguf", model, scaling="none"))).dtype == torch.bfloat16
+LOST: dict[str, tuple[Callable[[gguf.GGUFWriter], object], str]] = {
+    "rotary scaling": (lambda w: w.add_string("llama.rope.scaling.type", "yarn"), "rotary"),
+    "rotary scaling without a type": (lambda w: w.add_float32("llama.rope.scaling.factor", 4.0), "rotary"),
+    "old rotary scaling": (lambda w: w.add_float32("llama.rope.scale_linear", 4.0), "rotary"),
+    "rotary factors": (lambda w: w.add_tensor("rope_freqs.weight", np.full(4, 2, np.float32)), "rotary"),
+    "a bias": (lambda w: w.add_tensor("blk.0.attn_q.bias", np.ones(32, np.float32)), r"tensor 'blk\.0\.attn_q\.bias'"),
+    "other files": (lambda w: w.add_uint16("split.count", 2), "one of 2 files .*llama-gguf-split --merge"),
+}
+
+
+@pytest.mark.parametrize("what", LOST)
+def test_gguf_is_refused_when_something_of_it_would_be_lost(what: str, cache: Path, tmp_path: Path) -> None:
+    more, words = LOST[what]
+    with pytest.raises(UnsupportedModel, match=words):
+        load(str(write_gguf(tmp_path / "a.gguf", tiny_model("llama", torch.float32), more=more)))
+
+
+def test_gguf_may_say_that_nothing_is_scaled(cache: Path, tmp_path: Path) -> None:
+    def more(writer: gguf.GGUFWriter) -> None:
+        writer.add_string("llama.rope.scaling.type", "none")
+        writer.add_float32("llama.rope.scaling.factor", 1.0)
+        writer.add_tensor("rope_freqs.weight", np.ones(4, np.float32))
+
+    assert load(str(write_gguf(tmp_path / "a.gguf", tiny_model("llama", torch.float32), more=more))).tokenizer
+
+
+def test_gguf_ends_a_turn_by_its_own_token(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named by a key, or by the chat template alone; that of a text is 2."""
+    monkeypatch.setattr("swiftopt.models.gguf_files.TURN_ENDS", ("ab", "ef"))
+    ways: list[Callable[[gguf.GGUFWriter], object]] = [
+        lambda writer: None,
+        lambda writer: writer.add_eot_token_id(5),
+        lambda writer: writer.add_chat_template("{% for m in messages %}{{ m['content'] }}ab{% endfor %}"),
+    ]
+    model, ends = tiny_model("llama", torch.float32), list[Any]()
+    for i, more in enumerate(ways):
+        loaded: Any = load(str(write_gguf(tmp_path / f"{i}.gguf", model, more=more))).hf_model
+        ends.append(loaded.generation_config.eos_token_id)
+    assert ends == [2, [2, 5], [2, 94]]
 
 
 def test_gguf_conversion_says_so_when_the_cache_cannot_be_written(
