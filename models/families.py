@@ -123,11 +123,15 @@ def context_limit(config: Any) -> int:
 
     Rotary schemes that change their frequencies beyond the trained length ("dynamic", "longrope") are used up to that
     length only: a position must have one rotation, whenever it is reached.
+
+    Raises: UnsupportedModel: there are none.
     """
-    limit = int(getattr(config, "max_position_embeddings", None) or config.n_positions)
+    limit = int(config.max_position_embeddings)
     rope = getattr(config, "rope_parameters", None) or {}
     per_type = [value for value in rope.values() if isinstance(value, dict)] or [rope]
     for parameters in per_type:
         if parameters.get("rope_type") == "longrope":
             limit = min(limit, int(parameters.get("original_max_position_embeddings", limit)))
+    if limit < 1:
+        raise UnsupportedModel(f"this model's config says max_position_embeddings {limit}: copy or download it again")
     return limit

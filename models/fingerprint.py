@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..core.errors import InvalidInput, ModelNotFound
-from .saved import supported_config, weight_files
+from .saved import LEFTOVERS, supported_config, weight_files
 
 VERSION = "v1"
 N_RUNS = 4  # places per tensor that are looked at
@@ -38,8 +38,6 @@ _IGNORED = frozenset(
 )
 _PREFIXES = ("model.", "transformer.", "gpt_neox.")  # hub files of GPT-2 leave the base model's name out
 _HEAD = "lm_head.weight"
-# Masks and frequencies that older transformers versions wrote into the files; they hold nothing learned.
-_LEFTOVERS = ("attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias", "rotary_emb.inv_freq")
 
 
 def fingerprint(model: Any) -> str:
@@ -65,7 +63,7 @@ def _digest(config: Any, tensors: Mapping[str, Tensor]) -> str:
     tied = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
     for stored in sorted(tensors, key=lambda stored: (plain_name(stored), stored)):
         name = plain_name(stored)
-        if name.endswith(_LEFTOVERS) or (tied and name == _HEAD):
+        if name.endswith(LEFTOVERS) or (tied and name == _HEAD):
             continue
         digest.update(f"{name}{list(tensors[stored].shape)}".encode())
         digest.update(_sample(stored, tensors[stored]).numpy().tobytes())

@@ -15,7 +15,7 @@ from typing import Any, cast, get_args
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
 from transformers.pytorch_utils import Conv1D
 
 from ..core import collector
@@ -26,6 +26,7 @@ from ..core.settings import n_threads
 from .blocks import EAGER, Block, LayerFunctions, PackedLinear, onednn_linear, onednn_weight
 from .buffer import free_bytes
 from .coded import CodedLinear
+from .families import family_of
 from .fingerprint import fingerprint
 from .graphs import GraphPasses, launched_s, pass_seconds, replayed_s
 from .kernels.device import are_there
@@ -39,6 +40,7 @@ from .saved import (
     no_step,
     quiet,
     refuse_missing,
+    refuse_unread,
     reporting_progress,
     supported_config,
     supported_type,
@@ -84,6 +86,7 @@ def load(
         step(doing)
         with reporting_progress(step, doing):
             model, n_parameters = _load_model(folder, dtype, place, doing, step)
+        _take_generation_config(model, folder)
         collector.run()
         info = ModelInfo(
             fingerprint=fingerprint(folder),
@@ -92,7 +95,7 @@ def load(
             n_parameters=n_parameters,
             names=source.names,
         )
-        runtime = Runtime(model, _load_tokenizer(folder), info)
+        runtime = Runtime(model, load_tokenizer(folder), info)
     if speed != "eager":
         step("preparing the kernels")
     at_speed(runtime, speed)
@@ -212,16 +215,50 @@ def _load_model(folder: Path, dtype: str, placement: str, doing: str, step: OnSt
     device_map = {"cpu": on_cpu, "auto-map": "auto"}.get(placement, {"": placement})
     with _reading(str(folder), folder, placement):
         model, found = auto.from_pretrained(
-            folder, dtype=dtype, device_map=device_map, local_files_only=True, output_loading_info=True
+            folder,
+            dtype=dtype,
+            device_map=device_map,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # whose own error names none of them
+        )
+    for name, stored, wanted in sorted(found["mismatched_keys"]):
+        raise ModelNotFound(
+            f"{name} in {folder} has the shape {list(stored)}, and a model of its config.json has {list(wanted)} there:"
+            " copy or download it again"
         )
     refuse_missing(found["missing_keys"], folder)
+    refuse_unread(found["unexpected_keys"], family_of(model.config).layers, folder)
     model = model.eval().requires_grad_(False)
     if scheme is not None:
         return model, take_maps(model, scheme, dtype, folder)
     return model, sum(parameter.numel() for parameter in model.parameters())
 
 
-def _load_tokenizer(folder: Path) -> Any:
+def _take_generation_config(model: Any, folder: Path) -> None:
+    """Read what the model's makers set for decoding; without it the config's end-of-text token stays.
+
+    transformers itself takes no notice where it cannot read the file: completions would not end.
+    """
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return
+    try:
+        found = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        ends = found.eos_token_id if isinstance(found.eos_token_id, list) else [found.eos_token_id]
+        if not all(each is None or isinstance(each, int) for each in ends):
+            raise ValueError(f"its eos_token_id is {found.eos_token_id!r}")
+        float(found.repetition_penalty or 1.0)
+    except Exception as error:  # it checks its values, each with errors of its own
+        raise ModelNotFound(f"{path} cannot be read ({first_line(error)}): copy the model's folder again") from error
+    model.generation_config = found
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Return the folder's tokenizer, None where it has none.
+
+    Raises: ModelNotFound: it cannot be read.
+    """
     if not has_tokenizer(folder):
         return None
     with _reading(f"the tokenizer in {folder}", folder, "cpu"):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import ModelNotFound, UnsupportedModel
@@ -31,8 +31,8 @@ from .saved import (
     CheckpointFormat,
     OnStep,
     Scheme,
-    first_line,
     refuse_missing,
+    refuse_unread,
     stored_tensors,
     supported_config,
 )
@@ -74,6 +74,8 @@ def load_packed(folder: Path, scheme: Scheme, dtype: str, doing: str, on_step: O
         maps = _quantised_maps(model, scheme, own)
         if not maps:
             raise _none_stored(folder, scheme)
+        read_here = {*rest.values(), *(stored for parts in maps.values() for stored in parts.values())}
+        refuse_unread(set(own.values()) - read_here, family_of(model.config).layers, folder)
         reported = time.monotonic()
         for number, (name, parts) in enumerate(maps.items()):
             if time.monotonic() - reported > REPORT_S:
@@ -95,7 +97,6 @@ def load_packed(folder: Path, scheme: Scheme, dtype: str, doing: str, on_step: O
         _take_rest(model, {name: tensors.read(stored) for name, stored in rest.items()}, wanted, folder)
     model.tie_weights()
     refuse_missing([name for name, parameter in model.named_parameters() if parameter.is_meta], folder)
-    _take_generation_config(model, folder)
     return model.eval().requires_grad_(False), n_parameters
 
 
@@ -142,17 +143,6 @@ def _take_rest(model: nn.Module, values: Mapping[str, Tensor], dtype: torch.dtyp
                 f" floating-point numbers of shape {list(shapes[name])} there: download or copy the model again"
             )
     model.load_state_dict({name: value.to(dtype) for name, value in values.items()}, strict=False, assign=True)
-
-
-def _take_generation_config(model: Any, folder: Path) -> None:
-    """Read what the model's makers set for decoding; without it the config's end-of-text token stays."""
-    if not (folder / "generation_config.json").is_file():
-        return
-    try:
-        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # it checks its values, each with errors of its own
-        path = folder / "generation_config.json"
-        raise ModelNotFound(f"{path} cannot be read ({first_line(error)}): copy the model's folder again") from error
 
 
 class _Mismatch(Exception):

@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -25,6 +26,8 @@ from .families import FAMILIES, family_of
 
 OnStep = Callable[[str], None]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
+# Masks and frequencies that older transformers versions wrote into the files; they hold nothing learned.
+LEFTOVERS = ("attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias", "rotary_emb.inv_freq")
 STALE_S = 24 * 3600  # age from which unfinished files of other processes in the cache are removed
 PART = ".part"  # of a file's name, while it is being written
 REPORT_S = 1.0  # between two reports of how much of the weights is read
@@ -164,9 +167,9 @@ def weight_files(folder: Path) -> list[Path]:
         if index.is_file():
             try:
                 shards: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            except (ValueError, KeyError, TypeError) as error:
+                return [folder / name for name in sorted(set(shards.values()))]
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ModelNotFound(f"{index} is no index of weights: copy the model's folder again") from error
-            return [folder / name for name in sorted(set(shards.values()))]
     return []
 
 
@@ -226,11 +229,11 @@ def supported_type(folder: Path) -> tuple[str, Scheme | None]:
     except (OSError, ValueError, RecursionError) as error:
         raise _no_config(path, error) from error
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UnsupportedModel(
             f"{path} has the model type {model_type!r}, which is not supported: use {', '.join(sorted(FAMILIES))}"
         )
-    return str(model_type), scheme_in(config, path)
+    return model_type, scheme_in(config, path)
 
 
 def supported_config(folder: Path) -> Any:
@@ -256,11 +259,26 @@ def refuse_missing(missing: Any, where: Path) -> None:
         raise ModelNotFound(f"{where} lacks {len(missing)} weights, such as {first}: download or copy it again")
 
 
+def refuse_unread(names: Iterable[str], layers: str, where: Path) -> None:
+    """Raises: ModelNotFound: some of these are weights of layers, for which a model of the config has no place.
+
+    `layers`: where a model has them. transformers leaves such weights out, and computes something else.
+    """
+    of_layers = re.compile(rf"(\w+\.)?{layers.rpartition('.')[2]}\.\d+\..*(weight|bias|weight_packed)")
+    unread = sorted(name for name in names if of_layers.fullmatch(name) and not name.endswith(LEFTOVERS))
+    if unread:
+        raise ModelNotFound(
+            f"{where} has {len(unread)} weights for which a model of its config.json has no place, such as"
+            f" {unread[0]}: copy or download the config again"
+        )
+
+
 def first_line(error: BaseException) -> str:
     """Return what an error of another library says, cut to fit into a sentence."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror  # without its number and its paths
-    lines = str(error).strip().splitlines() or [type(error).__name__]
+    words = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)  # it is a key alone
+    lines = words.strip().splitlines() or [type(error).__name__]
     return lines[0].strip().rstrip(".:")[:160]
 
 

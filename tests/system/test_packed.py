@@ -274,6 +274,10 @@ def index(values: torch.Tensor) -> Edit:
         (index(torch.arange(64) // 16), "its g_idx does not put its 64 inputs into groups of 32"),
         (index(torch.arange(64) // 32 + 1), "its g_idx does not put its 64 inputs into groups of 32"),
         (lambda tensors: tensors.update({UP + "scales": tensors[UP + "scales"].int()}), "its scales are torch.int32"),
+        (
+            lambda tensors: tensors.update({"model.layers.4.x.qweight": torch.ones(1)}),
+            r"1 weights for .*layers\.4\.x\.qw",
+        ),
     ],
 )
 def test_tensors_that_are_not_what_the_config_says_are_refused(edit: Edit, words: str, tmp_path: Path) -> None:

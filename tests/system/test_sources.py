@@ -105,6 +105,26 @@ def _drop_weight(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def _add_bias(folder: Path) -> None:
+    """A weight that nobody reads, and frequencies, which nobody has to."""
+    more = {"self_attn.q_proj.bias": torch.ones(32), "self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    weights = load_file(folder / "model.safetensors") | {f"model.layers.0.{name}": own for name, own in more.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _end_nothing(folder: Path) -> None:
+    (folder / "generation_config.json").write_text("{")
+
+
+def _end_by_text(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": "2"}')
+
+
+def _lose_index(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": []}')
+
+
 def _lose_shard(folder: Path) -> None:
     tiny_model("llama", torch.float32).save_pretrained(folder, max_shard_size="30KB")
     (folder / "model.safetensors").unlink(missing_ok=True)
@@ -116,11 +136,27 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], type[SwiftoptError], str]] = {
     "truncated": (_truncate, ModelNotFound, "cannot be loaded"),
     "a weight missing": (_drop_weight, ModelNotFound, r"lacks 1 weights, such as model\.layers\.1\.mlp\.up_proj"),
     "a shard missing": (_lose_shard, ModelNotFound, "cannot be loaded"),
-    "other shapes": (lambda f: edit_config(f, hidden_size=64), ModelNotFound, "cannot be loaded"),
+    "an index of nothing": (_lose_index, ModelNotFound, "is no index of weights"),
+    "a layer too many": (
+        lambda f: edit_config(f, num_hidden_layers=3),
+        ModelNotFound,
+        r"has 9 weights for .*layers\.3",
+    ),
+    "a bias too many": (_add_bias, ModelNotFound, r"has 1 weights for .* model\.layers\.0\.self_attn\.q_proj\.bias"),
+    "other shapes": (lambda f: edit_config(f, vocab_size=90), ModelNotFound, r"the shape \[97, 32\], and .*\[90, 32\]"),
+    "odd activation": (lambda f: edit_config(f, hidden_act="foo"), ModelNotFound, r"\(KeyError: 'foo'\)"),
+    "no positions": (
+        lambda f: edit_config(f, max_position_embeddings=0),
+        UnsupportedModel,
+        "max_position_embeddings 0",
+    ),
+    "generation config no JSON": (_end_nothing, ModelNotFound, "generation_config.json cannot be read"),
+    "end of text no number": (_end_by_text, ModelNotFound, "its eos_token_id is '2'"),
     "config no JSON": (lambda f: (f / "config.json").write_text("{"), ModelNotFound, "is no model's config"),
     "config a list": (lambda f: (f / "config.json").write_text("[]"), ModelNotFound, "is no model's config"),
     "odd config": (lambda f: edit_config(f, hidden_size="x"), ModelNotFound, "is no model's config"),
     "tokenizer no JSON": (lambda f: (f / "tokenizer.json").write_text("{"), ModelNotFound, "the tokenizer in"),
+    "family a list": (lambda f: edit_config(f, model_type=[]), UnsupportedModel, r"the model type \[\]"),
     "unknown family": (lambda f: edit_config(f, model_type="mamba"), UnsupportedModel, "'mamba'.*llama"),
 }
 
