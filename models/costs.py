@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -105,6 +106,8 @@ def _wide_s(runtime: Runtime, bucket: int, n_rows: int) -> float:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Tell whether an error says that memory is short: torch has a class of its own for that on GPUs alone."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 

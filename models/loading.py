@@ -26,6 +26,7 @@ from ..core.settings import n_threads
 from .blocks import EAGER, Block, LayerFunctions, PackedLinear, onednn_linear, onednn_weight
 from .buffer import free_bytes
 from .coded import CodedLinear
+from .costs import is_out_of_memory
 from .families import family_of
 from .fingerprint import fingerprint
 from .graphs import GraphPasses, launched_s, pass_seconds, replayed_s
@@ -114,11 +115,11 @@ def placement(device: str, folder: Path, dtype: str, speed: Speed = "auto") -> s
     Raises: SettingsError: there is too little memory.
     """
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
-        memory_plan(folder, dtype, on_cpu=True).check("this machine", free_bytes(torch.device("cpu")))
+        memory_plan(folder, dtype, on_cpu=True, speed=speed).check("this machine", free_bytes(torch.device("cpu")))
         return "cpu"
     if device == "auto-map":  # which may use the CPU, too
         return device
-    plan = memory_plan(folder, dtype, on_cpu=False, as_codes=speed == "exact")
+    plan = memory_plan(folder, dtype, on_cpu=False, speed=speed)
     if device != "auto":
         place = torch.device("cuda", torch.device(device).index or 0)
         plan.check(str(place), free_bytes(place))  # of no other: asking takes memory there
@@ -163,23 +164,24 @@ class MemoryPlan:
         )
 
 
-def memory_plan(folder: Path, dtype: str, on_cpu: bool, as_codes: bool = False) -> MemoryPlan:
+def memory_plan(folder: Path, dtype: str, on_cpu: bool, speed: Speed = "auto") -> MemoryPlan:
     """Read from a model's files what it will need in memory; see `load`.
 
-    Args: as_codes: a quantised checkpoint is not de-quantised on a GPU either.
+    A quantised checkpoint counts as it is stored where our kernels read its codes, else with plain weights.
     """
     config, scheme = supported_config(folder), supported_type(folder)[1]
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     stored = getattr(config, "dtype", None) or torch.float32
-    itemsize = (stored if dtype == "auto" else getattr(torch, dtype)).itemsize
-    context = 2 * config.num_hidden_layers * kv_heads * width * itemsize * PLANNED_TOKENS
+    wanted = stored if dtype == "auto" else getattr(torch, dtype)
+    context = 2 * config.num_hidden_layers * kv_heads * width * wanted.itemsize * PLANNED_TOKENS
     weights = float(sum(path.stat().st_size for path in weight_files(folder) if path.is_file()))
+    natively = on_cpu and speed in ("auto", "native") and wanted != torch.float16
     if scheme is None:
-        weights *= itemsize / stored.itemsize
-    elif scheme.kind is None and not (on_cpu or as_codes):
-        weights *= 8 * itemsize / scheme.bits
+        weights *= wanted.itemsize / stored.itemsize
+    elif scheme.is_float or (scheme.kind is None and not (natively or speed == "exact")):
+        weights *= 8 * wanted.itemsize / scheme.bits
     return MemoryPlan(folder, weights, context, 0 if on_cpu else WORKSPACE)
 
 
@@ -190,9 +192,12 @@ def _reading(what: str, folder: Path, placement: str) -> Iterator[None]:
         yield
     except SwiftoptError:
         raise
-    except torch.OutOfMemoryError as error:
-        raise SettingsError(f"{folder} does not fit the memory of {placement}: use another --device") from error
     except Exception as error:
+        if is_out_of_memory(error):
+            raise SettingsError(
+                f"{folder} does not fit the memory of {placement}: use a smaller model, a narrower --dtype or another"
+                " --device"
+            ) from error
         raise ModelNotFound(f"{what} cannot be loaded ({first_line(error)}): copy or download it again") from error
 
 

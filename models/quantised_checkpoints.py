@@ -153,7 +153,7 @@ def _made(scheme: Scheme, module: Any, parts: Mapping[str, Tensor], dtype: torch
     """Return what computes a map in place of the model's empty `module`."""
     shape = tuple(module.weight.T.shape if isinstance(module, Conv1D) else module.weight.shape)
     bias = _bias(parts, shape[0], needed=module.bias is not None)
-    if scheme.format in ("float-quantized", "fp8"):
+    if scheme.is_float:
         own = None if bias is None else bias.to(dtype)
         return plain_linear(_read_floats(scheme, shape, parts).to(dtype), own)
     return CodedLinear(_read_codes(scheme, shape, parts), bias, dtype)

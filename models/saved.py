@@ -304,6 +304,11 @@ class Scheme:
     kind: Literal["int8", "nf4", "fp4"] | None = None
 
     @property
+    def is_float(self) -> bool:
+        """Whether codes are 8-bit floats, which nothing here computes with: the maps are de-quantised."""
+        return self.format in ("float-quantized", "fp8")
+
+    @property
     def words(self) -> str:
         if self.kind is not None:
             return f"{self.format}, {self.kind}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -79,12 +80,36 @@ def test_no_gpu_is_asked_but_the_one_that_is_named(folder: Path, monkeypatch: py
 
 def test_codes_count_as_they_are_stored_where_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packed_folder(tmp_path, "llama", Packing("gptq", 4, 32))
-    as_stored = memory_plan(tmp_path, "auto", on_cpu=False, as_codes=True)
-    assert as_stored.weights == memory_plan(tmp_path, "auto", on_cpu=True).weights
+    as_stored = memory_plan(tmp_path, "auto", on_cpu=False, speed="exact")
+    assert as_stored.weights == memory_plan(tmp_path, "bfloat16", on_cpu=True).weights
+    for dtype, speed in (("float16", "auto"), ("bfloat16", "eager")):  # torch computes, and reads no codes
+        assert memory_plan(tmp_path, dtype, on_cpu=True, speed=speed).weights == 4 * as_stored.weights
     made_up_gpus(monkeypatch, as_stored.needed)
     assert loading.placement("cuda", tmp_path, "auto", "exact") == "cuda:0"
     with pytest.raises(SettingsError, match=r"cuda:0 has .* free"):
         loading.placement("cuda", tmp_path, "auto", "auto")
+
+
+def test_codes_that_nothing_computes_with_count_as_plain_weights(tmp_path: Path) -> None:
+    packed_folder(tmp_path, "llama", Packing("fp8", 8, 32, rows=32, scale_dtype=torch.float32))
+    n_bytes = (tmp_path / "model.safetensors").stat().st_size
+    assert memory_plan(tmp_path, "bfloat16", on_cpu=True).weights == 2 * n_bytes
+    assert memory_plan(tmp_path, "bfloat16", on_cpu=False, speed="exact").weights == 2 * n_bytes
+
+
+NO_MEMORY = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"
+
+
+@pytest.mark.parametrize("error", [RuntimeError(NO_MEMORY), MemoryError(), OSError(errno.ENOMEM, "Cannot allocate")])
+def test_a_model_that_outgrows_the_memory_while_it_is_loaded_is_told(
+    folder: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def outgrow(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", outgrow)
+    with pytest.raises(SettingsError, match="does not fit the memory of cpu: use a smaller model"):
+        load(str(folder), device="cpu")
 
 
 def test_segments_are_expandable_before_a_gpu_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
