@@ -382,8 +382,12 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Scheme:
     # DEVIATION: activations that a float-quantized checkpoint rounds to 8 bits as they come stay in the model's dtype.
     if activations and not (stored == "float-quantized" and activations.get("dynamic") is True):
         raise _Refused(f"activations of {activations.get('num_bits')} bits in compressed-tensors")
-    if found.get("sparsity_config"):
+    if (found.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise _Refused("sparse weights in compressed-tensors")
+    transforms = (found.get("transform_config") or {}).get("config_groups") or {}
+    places = {each["location"] for transform in transforms.values() for each in transform["apply"]}
+    if not places <= {"weight_input", "weight_output"}:  # those are in the weights already
+        raise _Refused("transformed activations in compressed-tensors")
     kind, symmetric = weights.get("type", "int"), bool(weights.get("symmetric", True))
     if COMPRESSED.get(stored) != kind or (kind == "float" and not symmetric):
         raise _Refused(f"the compressed-tensors format {stored!r} of {kind} weights")

@@ -339,3 +339,31 @@ def test_activations_that_a_checkpoint_quantises_are_refused(tmp_path: Path) -> 
     edit_config(tmp_path, quantization_config=config)
     with pytest.raises(UnsupportedModel, match="activations of 8 bits in compressed-tensors, which is not supported"):
         load(str(tmp_path), device="cpu")
+
+
+def transforms(*locations: str) -> dict[str, Any]:
+    apply = [{"targets": ["Linear"], "location": location, "inverse": False} for location in locations]
+    return {"transform_config": {"config_groups": {"R1": {"type": "hadamard", "apply": apply}}}}
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"sparsity_config": {"format": "dense", "global_sparsity": 0.01}}, None),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
+        ({"transform_config": {}}, None),
+        (transforms("weight_output", "weight_input"), None),  # which changed the weights before they were rounded
+        (transforms("weight_input", "input"), "transformed activations"),
+    ],
+)
+def test_what_else_compressed_tensors_says_is_obeyed_or_refused(
+    more: dict[str, Any], words: str | None, tmp_path: Path
+) -> None:
+    packing = Packing("pack-quantized", 4, 32)
+    packed_folder(tmp_path, "llama", packing)
+    edit_config(tmp_path, quantization_config={**packing.config, **more})
+    if words is None:
+        assert supported_type(tmp_path)[1] is not None
+        return
+    with pytest.raises(UnsupportedModel, match=f"{words} in compressed-tensors, which is not supported"):
+        supported_type(tmp_path)
