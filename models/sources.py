@@ -6,6 +6,7 @@ network. Nothing here needs torch before a folder has to be made.
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import os
 import re
@@ -14,12 +15,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
-from ..core.errors import DeviceMissing, ModelNotFound, SettingsError, UnsupportedModel
+from ..core.errors import DeviceMissing, ModelNotFound, OutputError, SettingsError, UnsupportedModel
 from .saved import OnStep, first_line, has_tokenizer, is_complete, no_step, supported_config, supported_type
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda", "cuda:N", "auto-map")
 HUB_TIMEOUT_S = 10  # to the hub's first answer
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 _DEVICE = re.compile(r"auto|cpu|auto-map|cuda(:\d+)?")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -232,11 +234,13 @@ def hub_folder(hub_id: str, otherwise: str, on_step: OnStep) -> Path:
     `otherwise` ends the sentence where the hub cannot be reached: another way to get the model, or nothing.
 
     Raises: ModelNotFound: the hub cannot provide it. UnsupportedModel: known from its config, before the weights.
+        OutputError: the hub's cache cannot be written.
     """
     cached = _cached(hub_id)
     if cached is not None:
         return cached
     from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.constants import HF_HUB_CACHE
 
     on_step(f"asking the hub for {hub_id}")
     try:
@@ -249,6 +253,10 @@ def hub_folder(hub_id: str, otherwise: str, on_step: OnStep) -> Path:
     except (ModelNotFound, UnsupportedModel):
         raise
     except Exception as error:  # whatever the hub's client and the HTTP library under it raise
+        if isinstance(error, OSError) and error.errno in UNWRITABLE:
+            raise OutputError(
+                f"{hub_id} cannot be kept in {HF_HUB_CACHE} ({first_line(error)}): make room there or set HF_HOME"
+            ) from error
         raise ModelNotFound(_sentence(hub_id, otherwise, error)) from error
 
 

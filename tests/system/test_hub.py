@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 from tiny_files import save
 
-from swiftopt.core.errors import ModelNotFound, UnsupportedModel
+from swiftopt.core.errors import ModelNotFound, OutputError, UnsupportedModel
 from swiftopt.models.fingerprint import fingerprint
 from swiftopt.models.loading import load
 
@@ -126,6 +128,15 @@ def test_hub_refusals_are_one_sentence(hub: Hub, monkeypatch: pytest.MonkeyPatch
         load("ours/tiny", speed="eager")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelNotFound, match="HF_HUB_OFFLINE forbids"):
+        load("ours/tiny", speed="eager")
+
+
+def test_full_disk_under_the_hubs_cache_is_said(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/somewhere")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", full)
+    with pytest.raises(OutputError, match=r"ours/tiny cannot be kept in .* \(No space left on device\): make room"):
         load("ours/tiny", speed="eager")
 
 
