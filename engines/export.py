@@ -13,7 +13,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any, Literal
+
+from safetensors import SafetensorError
 
 from ..core.errors import InvalidInput, OutputError
 from ..core.records import FoundPlan
@@ -22,7 +25,7 @@ from ..models.families import is_parallel
 from ..models.gguf_files import stored_type, write_gguf
 from ..models.quantised import BITS
 from ..models.restacked import NO_OPS_CODE, pairs_of, write_restacked
-from ..models.saved import OnStep, first_line, no_step, refuse_existing, supported_config
+from ..models.saved import OnStep, first_line, no_step, refuse_existing, share, supported_config
 from ..models.sources import local_folder, resolve
 from ..store import Store
 from .drafts import LOADS, MEASURED, DraftChoice, EngineDraft, ExportEngine, Kind, Speculation
@@ -105,7 +108,7 @@ def _llamacpp_settings(by: Speculation) -> dict[str, Any]:
 def _llamacpp_lines(draft: EngineDraft) -> list[str]:
     options = {"md" if name == "model-draft" else name: value for name, value in _llamacpp_settings(draft).items()}
     target = draft.target if draft.target.endswith(".gguf") else "TARGET.gguf"
-    return [_lines("bash", f"llama-server -m {target} {_flags(options)}")]
+    return [_lines("bash", f"llama-server -m {quote(target)} {_flags(options)}")]
 
 
 def _flags(options: Mapping[str, Any]) -> str:
@@ -124,11 +127,11 @@ def _vllm_settings(by: Speculation) -> dict[str, Any]:
 
 def _vllm_lines(draft: EngineDraft) -> list[str]:
     trust = "--trust-remote-code " if draft.no_ops else ""
-    line = f'vllm serve {draft.target} {trust}--speculative-config "$(cat speculative_config.json)"'
+    line = f'vllm serve {quote(draft.target)} {trust}--speculative-config "$(cat speculative_config.json)"'
     if draft.kind != "text":
         return [_lines("bash", line)]
     proposing = json.dumps(_vllm_settings(replace(draft, own_text=True)))
-    own = f"vllm serve {draft.target} --speculative-config '{proposing}'"
+    own = f"vllm serve {quote(draft.target)} --speculative-config '{proposing}'"
     when = (
         "With swiftopt in vLLM's environment (`pip install --no-deps swiftopt pydantic`): its own drafts from text, as"
         " long as they are worth their time"
@@ -149,7 +152,7 @@ def _openvino_lines(draft: EngineDraft) -> list[str]:
     target, with_draft = draft.target, draft.kind == "draft"
     once = ""
     if not target.endswith(".gguf"):
-        once, target = f"# Once: optimum-cli export openvino -m {target} target\n", "target"
+        once, target = f"# Once: optimum-cli export openvino -m {quote(target)} target\n", "target"
     made = """
 if not Path("draft/openvino_model.xml").is_file():  # once: it writes its own form into the folder of the file
     Path("draft").mkdir(exist_ok=True)
@@ -183,7 +186,7 @@ def _sglang_settings(by: Speculation) -> dict[str, Any]:
 
 
 def _sglang_lines(draft: EngineDraft) -> list[str]:
-    line = f"python -m sglang.launch_server --model-path {draft.target} {_flags(_sglang_settings(draft))}"
+    line = f"python -m sglang.launch_server --model-path {quote(draft.target)} {_flags(_sglang_settings(draft))}"
     return [_lines("bash", line)]
 
 
@@ -194,7 +197,7 @@ def _tensorrt_settings(by: Speculation) -> dict[str, Any]:
 
 
 def _tensorrt_lines(draft: EngineDraft) -> list[str]:
-    line = f"trtllm-serve {draft.target} --extra_llm_api_options settings.json  # JSON is YAML, too"
+    line = f"trtllm-serve {quote(draft.target)} --extra_llm_api_options settings.json  # JSON is YAML, too"
     return [_lines("bash", line)]
 
 
@@ -261,10 +264,10 @@ def export(
         ) as unfinished:
             remarks = _write(draft, engine, folder, Path(unfinished), on_step)
             files = tuple(sorted(str(p.relative_to(unfinished)) for p in Path(unfinished).rglob("*") if p.is_file()))
-            Path(unfinished).chmod(0o755)
+            share(Path(unfinished))
             refuse_existing(out)
             os.rename(unfinished, out)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise OutputError(f"{out} cannot be written ({first_line(error)}): choose another --out") from error
     return Exported(draft.kind, draft.n_tokens, draft.layer_set, files, remarks)
 

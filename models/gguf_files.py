@@ -38,6 +38,7 @@ from .saved import (
     refuse_missing,
     remove_stale,
     replacing,
+    share,
     stored_tensors,
     supported_config,
 )
@@ -98,6 +99,7 @@ def converted(gguf: Path, on_step: OnStep) -> Path:
                 path = Path(unfinished) / "config.json"
                 path.write_text(json.dumps({**json.loads(path.read_text()), **coded[1]}, indent=2) + "\n")
             tokenizer.save_pretrained(unfinished)
+            share(Path(unfinished))
             _publish(unfinished, folder)
     except SwiftoptError:
         raise

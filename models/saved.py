@@ -142,6 +142,13 @@ def replacing(path: Path, mode: int = 0o644) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
+def share(folder: Path) -> None:
+    """Let other users read a new folder and its files: temporary folders, and safetensors' files, are their owner's."""
+    folder.chmod(0o755)
+    for path in folder.rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+
+
 def refuse_existing(out: Path) -> None:
     """Raises: InvalidInput: something is where a folder is to be written."""
     if os.path.lexists(out):

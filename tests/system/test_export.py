@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ import torch
 from families import CONFIGS, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tiny_files import edit_config, save
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
@@ -323,6 +325,16 @@ def test_every_engine_gets_a_draft_its_settings_and_a_page(tiny: Path, tmp_path:
     assert summary["draft"] == draft.partition("/")[0]
     assert summary["settings"] == json.loads((tmp_path / "out" / row.settings_file).read_text())
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    paths = [tmp_path / "out", *(tmp_path / "out").rglob("*")]  # which the engine may read as another user
+    assert all(path.stat().st_mode & 0o777 == (0o755 if path.is_dir() else 0o644) for path in paths)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "tensorrt-llm"])
+def test_path_with_a_space_is_one_word_of_the_line(tmp_path: Path, engine: str) -> None:
+    folder = save(tmp_path / "my model")
+    export(plan_of(None, "prompt-lookup"), str(folder), engine, tmp_path / "out")
+    lines = re.findall(r"```bash\n(.+?)\n```", (tmp_path / "out" / "README.md").read_text(), re.DOTALL)
+    assert lines and all(str(folder) in shlex.split(line) for line in lines)
 
 
 @pytest.mark.parametrize("layer_set", [SKIPPING, None], ids=["draft", "text"])
@@ -567,9 +579,12 @@ def test_plan_that_cannot_be_exported_leaves_nothing(tiny: Path, tmp_path: Path)
     assert (tmp_path / "taken").read_text() == "mine"
 
 
-def test_failure_while_writing_leaves_nothing(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")])
+def test_failure_while_writing_leaves_nothing(
+    error: Exception, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
+        raise error
 
     monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(OutputError, match="No space left"):

@@ -218,6 +218,8 @@ def test_gguf_conversion_keeps_the_function_and_is_made_once(
     assert first.tokenizer("abc")["input_ids"] == second.tokenizer("abc")["input_ids"] == [94, 66]
     (folder,) = cache.iterdir()
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    paths = [folder, *folder.iterdir()]  # for other users of the cache
+    assert all(path.stat().st_mode & 0o777 == (0o755 if path.is_dir() else 0o644) for path in paths)
     assert capfd.readouterr() == ("", "")
 
 
