@@ -177,7 +177,8 @@ def prepared(package: EnginePackage, on_step: OnStep = no_step) -> Launch:
         raise EngineFailed(
             f"{package.title} needs {' and '.join(missing)}, not found here: install Node.js 20 or newer"
         )
-    if not (folder / READY).is_file():
+    python = folder / "bin" / "python"
+    if not (folder / READY).is_file() or (package.tool == "pip" and not python.exists()):  # the Python it was made with
         on_step(f"installing {package.title} in {folder}, only once")
         _make(package, folder)
     if package.tool == "npm":
@@ -185,7 +186,7 @@ def prepared(package: EnginePackage, on_step: OnStep = no_step) -> Launch:
     libraries = [str(folder / name) for name in package.preload if (folder / name).is_file()]
     if libraries:
         environ["LD_PRELOAD"] = " ".join(libraries)
-    return Launch((str(folder / "bin" / "python"), "-I", *program), environ, folder)
+    return Launch((str(python), "-I", *program), environ, folder)
 
 
 def _make(package: EnginePackage, folder: Path) -> None:

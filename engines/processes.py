@@ -32,21 +32,27 @@ class Child:
     """An engine's process, which answers JSON lines; between its turns it is stopped, so that it cannot use the CPU.
 
     It leads a process group of its own: the kernel ends it, stopped or not, when this process is gone.
+
+    Raises: EngineFailed: it, or its log, cannot be opened.
     """
 
     def __init__(self, launch: Launch, options: Mapping[str, Any], environ: Mapping[str, str], log: Path) -> None:
         self.log = log
-        with log.open("w", encoding="utf-8") as errors:
-            self._process = subprocess.Popen(
-                (*launch.command, json.dumps(options)),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                encoding="utf-8",
-                env={**environ, **launch.environ},
-                process_group=0,
-            )
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("w", encoding="utf-8") as errors:
+                self._process = subprocess.Popen(
+                    (*launch.command, json.dumps(options)),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                    encoding="utf-8",
+                    env={**environ, **launch.environ},
+                    process_group=0,
+                )
+        except OSError as error:
+            raise EngineFailed(f"{launch.command[0]} cannot be started ({error})") from error
         self._lines: queue.Queue[str] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

@@ -16,9 +16,10 @@ from ..core.errors import ContextOverflow, SwiftoptError
 from ..core.types import Prompt, Sampling
 from ..decoding.session import Session
 from ..models.gguf_files import Rounding, gguf_of, stored_type
+from ..models.loading import load_tokenizer
 from ..models.restacked import has_no_ops, takes_no_ops
 from ..models.runtime import Runtime
-from ..models.saved import OnStep, cache_root, has_tokenizer, no_step, quiet, supported_type
+from ..models.saved import OnStep, cache_root, no_step, quiet, supported_config, supported_type
 from ..models.sources import resolve
 from ..optimizer.verdict import Timed, speed
 from .devices import free_on, only_device, room_for
@@ -162,12 +163,10 @@ def questions_of(folder: Path, prompts: Sequence[Prompt], max_new_tokens: int) -
     """Return the prompts' token ids, chats cut to their first turn.
 
     Raises: InvalidInput: the folder has no tokenizer or chat template for one. ContextOverflow: one does not fit.
+        ModelNotFound: its tokenizer cannot be read.
     """
-    from transformers import AutoConfig, AutoTokenizer
-
     with quiet():
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True) if has_tokenizer(folder) else None
-        config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+        tokenizer, config = load_tokenizer(folder), supported_config(folder)
     most = config.max_position_embeddings
     read = {"tokenizer": tokenizer, "hf_model": None, "vocab_size": config.vocab_size}  # by what encodes
     session = Session(cast(Runtime, SimpleNamespace(**read)), Sampling(), max_new_tokens, ignore_eos=True)
@@ -226,7 +225,6 @@ class Turns:
 
         What is interrupted keeps the prompts that all rows have answered. Raises: KeyboardInterrupt: there is none.
         """
-        self._logs.mkdir(parents=True, exist_ok=True)
         try:
             for runs in self.runs:  # installations and weights before the first clock starts
                 self._attempt(runs, lambda runs: self._options(runs.row, self._launch(runs.row)))

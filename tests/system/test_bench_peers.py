@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from swiftopt.bench.peers import report_of
 from swiftopt.cli.main import run
-from swiftopt.core.errors import ContextOverflow, UnsupportedModel
+from swiftopt.core.errors import ContextOverflow, ModelNotFound, UnsupportedModel
 from swiftopt.core.records import LayerSetRecord
 from swiftopt.core.types import LayerSet, Prompt
 from swiftopt.engines import turns
@@ -292,6 +292,14 @@ def test_child_that_fails_or_dies_is_told_in_a_sentence(counting: EnginePackage,
             child.ask(ASKED, 60)
 
 
+def test_child_that_cannot_be_started_is_told_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(EngineFailed, match=r"/nowhere/python cannot be started \(.*No such file or directory"):
+        Child(Launch(("/nowhere/python",)), {}, os.environ, tmp_path / "log")
+    (tmp_path / "a-file").write_text("")
+    with pytest.raises(EngineFailed, match=r"cannot be started .*a-file"):
+        Child(Launch((sys.executable, "-V")), {}, os.environ, tmp_path / "a-file" / "log")
+
+
 def test_child_that_cannot_load_or_takes_too_long_is_told_in_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -445,6 +453,12 @@ def test_rows_run_by_turns_and_a_rival_that_fails_is_a_row(
     assert turns == [
         f"prompt {n} of 2, swiftopt/{name}" for n, name in zip("1122", ["plain", "best", "best", "plain"], strict=True)
     ]
+
+
+def test_tokenizer_that_cannot_be_read_is_told_in_a_sentence(tmp_path: Path) -> None:
+    (save(tmp_path / "model") / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelNotFound, match=r"the tokenizer in .* cannot be loaded"):
+        questions_of(tmp_path / "model", [Prompt("1", "code", "w3")], 4)
 
 
 def test_prompt_that_does_not_fit_is_refused_before_anything_starts(folder: Path) -> None:

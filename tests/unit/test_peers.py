@@ -17,7 +17,7 @@ from swiftopt.bench.peers import all_rows, chosen_rows, equal_to, report_of
 from swiftopt.cli.engines import peers_view
 from swiftopt.core.errors import SettingsError
 from swiftopt.engines.devices import only_device
-from swiftopt.engines.packages import PACKAGES, SERVER, EngineFailed, EnginePackage, prepared
+from swiftopt.engines.packages import PACKAGES, READY, SERVER, EngineFailed, EnginePackage, prepared
 from swiftopt.engines.program import ON_GPU, PROGRAMS, for_device
 from swiftopt.engines.turns import Question, Row, RowRuns, TimedAnswer, TurnsRequest
 
@@ -196,6 +196,12 @@ def test_rival_that_cannot_be_installed_says_so_and_leaves_nothing(
     with pytest.raises(EngineFailed, match=r"^no-such-rival 1 cannot be installed: No matching distribution"):
         prepared(EnginePackage("nobody", "no-such-rival", "1", tool="pip", steps=(install,)))
     assert not (tmp_path / "peers" / "no-such-rival-1").exists()
+    old = tmp_path / "peers" / "no-such-rival-1"  # whose Python was removed
+    (old / "bin").mkdir(parents=True)
+    (old / READY).touch()
+    (old / "bin" / "python").symlink_to("/usr/bin/python0")
+    with pytest.raises(EngineFailed, match="cannot be installed"):
+        prepared(EnginePackage("nobody", "no-such-rival", "1", tool="pip", steps=(install,)))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(EngineFailed, match=r"needs npm and node, not found here: install Node.js"):
         prepared(PACKAGES["node-llama-cpp"])
