@@ -30,6 +30,7 @@ from .coded import PackedForm, packed
 from .families import FAMILIES, family_of
 from .fingerprint import fingerprint
 from .saved import (
+    LEFTOVERS,
     OnStep,
     cache_root,
     first_line,
@@ -383,6 +384,8 @@ def write_gguf(folder: Path, path: Path, kind: str) -> None:
     with closing(writer), stored_tensors(folder) as tensors:
         placed = []
         for stored, shape in tensors.shapes().items():
+            if stored.endswith(LEFTOVERS):
+                continue
             place = names.get_name(stored, try_suffixes=(".weight", ".bias"))
             if place is None:
                 raise UnsupportedModel(f"{folder} has a weight {stored!r}, for which llama.cpp's {name} has no place")

@@ -20,6 +20,7 @@ import pytest
 import torch
 from families import CONFIGS, tiny_model
 from packed_files import SIZE
+from safetensors.torch import load_file, save_file
 from tiny_files import edit_config, save
 from tiny_files import write_gguf as write_model
 from transformers import AutoModelForCausalLM
@@ -90,6 +91,15 @@ def test_file_names_every_token_of_the_model(tmp_path: Path) -> None:
     write_gguf(folder, tmp_path / "weights.gguf", "F32")
     tokens = gguf.GGUFReader(str(tmp_path / "weights.gguf")).fields["tokenizer.ggml.tokens"].contents()
     assert tokens[:2] == ["w0", "w1"] and tokens[96:] == ["w96", "[PAD97]", "[PAD98]"]
+
+
+def test_frequencies_that_older_files_hold_are_left_out(tmp_path: Path) -> None:
+    """llama.cpp refuses a file with tensors that it does not ask for."""
+    folder = saved(tmp_path / "model", "llama")
+    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file({**load_file(folder / "model.safetensors"), **old}, folder / "model.safetensors", {"format": "pt"})
+    write_gguf(folder, tmp_path / "weights.gguf", "F32")
+    assert not [t for t in gguf.GGUFReader(str(tmp_path / "weights.gguf")).tensors if "rot" in t.name]
 
 
 def test_file_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
