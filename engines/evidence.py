@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -50,19 +51,31 @@ def read_run(path: Path) -> EngineRun:
         raise InvalidInput(f"{path} cannot be read ({error}): give an engine's benchmark as text") from error
     try:
         objects = _objects(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{path} is not JSON ({error}): give the file that the benchmark wrote") from error
     try:
         if len(objects) == 1 and "output_throughput" in objects[0]:
-            return _of_vllm(objects[0], path)
+            return _checked(_of_vllm(objects[0], path), path)
         if objects and all("timings" in each or "predicted_ms" in each for each in objects):
-            return _of_llamacpp([each.get("timings", each) for each in objects])
+            return _checked(_of_llamacpp([each.get("timings", each) for each in objects]), path)
+    except InvalidInput:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InvalidInput(f"{path} lacks what a benchmark has ({error}): give the file as it was written") from error
     raise InvalidInput(
         f"{path} is no benchmark that is known: give the file of `vllm bench serve --save-result --save-detailed`, or"
         " answers of llama.cpp's server, one per line"
     )
+
+
+def _checked(run: EngineRun, path: Path) -> EngineRun:
+    """Raises: InvalidInput: a request took no time, or a number is none, and so would be a verdict by it."""
+    for number, each in enumerate(run.timed, start=1):
+        if each.tokens < 0 or not 0 < each.seconds < inf:
+            raise InvalidInput(
+                f"request {number} in {path} has {each.tokens} tokens in {each.seconds} s: run the benchmark again"
+            )
+    return run
 
 
 def _objects(text: str) -> list[Any]:
@@ -83,8 +96,9 @@ def _of_vllm(values: Mapping[str, Any], path: Path) -> EngineRun:
     timed = tuple(
         Timed(int(n), float(seconds)) for n, seconds in zip(values["output_lens"], values["latencies"], strict=True)
     )
-    drafted, accepted = values.get("spec_decode_draft_tokens"), values.get("spec_decode_accepted_tokens")
-    return EngineRun(timed, tuple(values.get("input_lens", ())), drafted, accepted)
+    names = ("spec_decode_draft_tokens", "spec_decode_accepted_tokens")
+    counts = (None if values.get(name) is None else int(values[name]) for name in names)
+    return EngineRun(timed, tuple(values.get("input_lens", ())), *counts)
 
 
 def _of_llamacpp(timings: Sequence[Mapping[str, Any]]) -> EngineRun:

@@ -81,6 +81,9 @@ def test_benchmark_of_an_engine_becomes_its_plan_with_a_verdict(tmp_path: Path, 
         ([{"output_throughput": 1.0}], "has totals only: run `vllm bench serve` with --save-detailed"),
         ([vllm(1.0, errors=["", "it broke"])], "1 requests that failed (it broke): run it again"),
         ([{"timings": {"predicted_n": 3}}], "lacks what a benchmark has"),
+        ([vllm(0.0)], "request 1 in"),
+        ([vllm(float("nan"))], "has 20 tokens in nan s: run the benchmark again"),
+        ([vllm(1.0, spec_decode_draft_tokens="many")], "lacks what a benchmark has"),
         ([{"a": 1}], "is no benchmark that is known"),
         ([], "is no benchmark that is known"),
     ],
@@ -88,7 +91,10 @@ def test_benchmark_of_an_engine_becomes_its_plan_with_a_verdict(tmp_path: Path, 
 def test_file_that_is_no_benchmark_is_refused_in_a_sentence(tmp_path: Path, values: list[Any], words: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         read_run(written(tmp_path / "x.json", *values))
-    assert words in str(caught.value) and "\n" not in str(caught.value)
+    assert words in str(caught.value) and "\n" not in str(caught.value) and str(caught.value).count("x.json") == 1
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(InvalidInput, match=r"deep\.json is not JSON"):
+        read_run(tmp_path / "deep.json")
     with pytest.raises(FileNotFound):
         read_run(tmp_path / "nothing.json")
 
