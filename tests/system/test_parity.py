@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -52,6 +52,59 @@ def test_plain_decoding_equals_transformers_generate(family: str) -> None:
         ids = prompt(seed, length=WINDOW + 5 * seed)
         done = decode(runtime, ids, PLAIN, TokenRule.of(Sampling(), None), Ending(N_NEW))
         assert list(done.token_ids) == reference(runtime, ids)
+
+
+def rope(kind: str, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
+
+
+FACTORS: dict[str, Any] = {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [4.0] * 4}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "linear": ("llama", rope("linear", factor=4.0)),
+    "dynamic": ("llama", rope("dynamic", factor=4.0)),
+    "yarn": ("llama", rope("yarn", factor=4.0, original_max_position_embeddings=64)),
+    "llama3": (
+        "llama",
+        rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
+    ),
+    "partial": ("llama", rope("default", partial_rotary_factor=0.5)),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "one key head, wide": ("llama", {"num_key_value_heads": 1, "head_dim": 16}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "qwen3 biases": ("qwen3", {"attention_bias": True}),
+    "windows of the last layers": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2, "layer_types": None},
+    ),
+    "gemma3 scale": ("gemma3", {"query_pre_attn_scalar": 100, "tie_word_embeddings": False}),
+    "gemma3 linear": (
+        "gemma3",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            }
+        },
+    ),
+    "longrope": ("phi3", {**rope("longrope", **FACTORS), "original_max_position_embeddings": 128}),
+    "gpt2 unscaled": ("gpt2", {"scale_attn_weights": False, "n_inner": 48, "activation_function": "gelu"}),
+    "gpt2 by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False}),
+    "gpt_neox without biases": ("gpt_neox", {"attention_bias": False, "hidden_act": "gelu_fast"}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_are_those_of_transformers_whatever_a_config_says(variant: str) -> None:
+    family, changes = VARIANTS[variant]
+    runtime = tiny_runtime(family, **changes)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in runtime.hf_model.named_parameters():
+        if name.endswith("bias"):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    ids = prompt(5, length=60)
+    buffer, model = runtime.new_buffer(60), cast(Any, runtime.hf_model)
+    parts = [runtime.forward(Rows(part, first), buffer) for first, part in ((0, ids[:25]), (25, ids[25:]))]
+    torch.testing.assert_close(torch.cat(parts), model(torch.tensor([ids])).logits[0], rtol=0, atol=1e-9)
 
 
 SAMPLINGS = {
