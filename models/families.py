@@ -122,7 +122,8 @@ def context_limit(config: Any) -> int:
     """Return the most positions (prompt and completion) that the runtime lays out for this model.
 
     Rotary schemes that change their frequencies beyond the trained length ("dynamic", "longrope") are used up to that
-    length only: a position must have one rotation, whenever it is reached.
+    length only: a position must have one rotation, whenever it is reached. "yarn" reaches its factor times the trained
+    length: it is switched on by adding it to a config, whose own number stays.
 
     Raises: UnsupportedModel: there are none.
     """
@@ -132,6 +133,9 @@ def context_limit(config: Any) -> int:
     for parameters in per_type:
         if parameters.get("rope_type") == "longrope":
             limit = min(limit, int(parameters.get("original_max_position_embeddings", limit)))
+        if parameters.get("rope_type") == "yarn":
+            trained = parameters.get("original_max_position_embeddings") or limit
+            limit = max(limit, int(trained * (parameters.get("factor") or 1.0)))
     if limit < 1:
         raise UnsupportedModel(f"this model's config says max_position_embeddings {limit}: copy or download it again")
     return limit

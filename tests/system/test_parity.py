@@ -62,7 +62,7 @@ FACTORS: dict[str, Any] = {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("llama", rope("linear", factor=4.0)),
     "dynamic": ("llama", rope("dynamic", factor=4.0)),
-    "yarn": ("llama", rope("yarn", factor=4.0, original_max_position_embeddings=64)),
+    "yarn": ("llama", rope("yarn", factor=5.0, original_max_position_embeddings=64)),
     "llama3": (
         "llama",
         rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
@@ -101,6 +101,7 @@ def test_logits_are_those_of_transformers_whatever_a_config_says(variant: str) -
     for name, parameter in runtime.hf_model.named_parameters():
         if name.endswith("bias"):
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    assert runtime.max_positions == {"yarn": 320, "longrope": 128}.get(variant, 256)
     ids = prompt(5, length=60)
     buffer, model = runtime.new_buffer(60), cast(Any, runtime.hf_model)
     parts = [runtime.forward(Rows(part, first), buffer) for first, part in ((0, ids[:25]), (25, ids[25:]))]
