@@ -34,7 +34,6 @@ from .saved import (
     OnStep,
     cache_root,
     first_line,
-    is_complete,
     no_step,
     refuse_missing,
     remove_stale,
@@ -42,6 +41,7 @@ from .saved import (
     share,
     stored_tensors,
     supported_config,
+    supported_type,
 )
 
 BLOCK = 32  # inputs that share a scale
@@ -82,7 +82,7 @@ def converted(gguf: Path, on_step: OnStep) -> Path:
         lost. OutputError: the cache cannot be written.
     """
     folder = cache_root() / "gguf" / _key(gguf)
-    if is_complete(folder):
+    if _is_whole(folder):
         return folder
     on_step(f"converting {gguf.name}, only once")
     try:
@@ -241,13 +241,23 @@ def _parsed_once() -> Iterator[None]:
         library.GGUFReader, library.get_tensor_name_map = reader, name_map
 
 
+def _is_whole(folder: Path) -> bool:
+    """Tell whether a converted folder is there, its weights as long as they say: crashes may cut them."""
+    try:
+        supported_type(folder)
+        with stored_tensors(folder):
+            return True
+    except SwiftoptError:
+        return False
+
+
 def _publish(unfinished: str, folder: Path) -> None:
     try:
         os.replace(unfinished, folder)
     except OSError:
-        if is_complete(folder):  # another process was faster, with the same result
+        if _is_whole(folder):  # another process was faster, with the same result
             return
-        shutil.rmtree(folder, ignore_errors=True)  # remains that somebody has tampered with
+        shutil.rmtree(folder, ignore_errors=True)  # remains that a crash of the machine, or somebody, has damaged
         os.replace(unfinished, folder)
 
 

@@ -112,6 +112,10 @@ def _add_bias(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def _empty_config(folder: Path) -> None:
+    (folder / "config.json").write_text("")
+
+
 def _end_nothing(folder: Path) -> None:
     (folder / "generation_config.json").write_text("{")
 
@@ -238,13 +242,15 @@ print(load({str(tiny_gguf)!r}).info.fingerprint)
     assert len(list(cache.iterdir())) == 1
 
 
-def test_gguf_conversion_replaces_a_cached_folder_that_lost_its_weights(tiny_gguf: Path, cache: Path) -> None:
-    load(str(tiny_gguf))
+@pytest.mark.parametrize("damage", [lambda f: (f / "model.safetensors").unlink(), _truncate, _empty_config])
+def test_gguf_conversion_replaces_a_cached_folder_that_is_damaged(
+    damage: Callable[[Path], object], tiny_gguf: Path, cache: Path
+) -> None:
+    before = load(str(tiny_gguf)).info
     (folder,) = cache.iterdir()
-    (folder / "model.safetensors").unlink()
-    load(str(tiny_gguf))
+    damage(folder)
+    assert load(str(tiny_gguf)).info == before
     assert list(cache.iterdir()) == [folder]
-    assert (folder / "model.safetensors").is_file()
 
 
 def test_gguf_is_refused_in_one_sentence_when_it_cannot_be_read(tiny_gguf: Path, cache: Path, tmp_path: Path) -> None:
