@@ -25,7 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import ModelNotFound, OutputError, SwiftoptError, UnsupportedModel
+from ..core.errors import ModelNotFound, OutputError, SettingsError, SwiftoptError, UnsupportedModel
+from .buffer import free_bytes
 from .coded import PackedForm, packed
 from .families import FAMILIES, family_of
 from .fingerprint import fingerprint
@@ -79,7 +80,7 @@ def converted(gguf: Path, on_step: OnStep) -> Path:
     It appears under its name only when it is complete, so that processes may convert at the same time.
 
     Raises: ModelNotFound: no readable GGUF file. UnsupportedModel: its architecture, or rotary scaling that would be
-        lost. OutputError: the cache cannot be written.
+        lost. SettingsError: there is too little memory. OutputError: the cache cannot be written.
     """
     folder = cache_root() / "gguf" / _key(gguf)
     if _is_whole(folder):
@@ -140,12 +141,19 @@ def _check(gguf: Path) -> None:
         factor = rotary.get("scaling.factor", rotary.get("scale_linear", 1.0))  # which without a type is linear
         scaling = rotary.get("scaling.type", "none" if factor in (0.0, 1.0) else "linear")
         factors = [tensor.data for tensor in reader.tensors if tensor.name.startswith(FACTORS)]
+        n_weights = sum(int(tensor.n_elements) for tensor in reader.tensors)
         n_parts = reader.fields["split.count"].contents() if "split.count" in reader.fields else 1
     except Exception as error:  # the reader has no error of its own: a damaged file can raise almost anything
         raise ModelNotFound(f"{gguf} is damaged or cut short ({first_line(error)}): download it again") from error
     if n_parts > 1:
         raise UnsupportedModel(
             f"{gguf} is one of {n_parts} files that hold the model together: join them by `llama-gguf-split --merge`"
+        )
+    needed, free = 4 * n_weights, free_bytes(torch.device("cpu"))
+    if needed > free:
+        raise SettingsError(
+            f"{gguf} takes {needed / 1e9:.1f} GB of memory while it is converted, in float32, but this machine has"
+            f" {free / 1e9:.1f} GB free: use a smaller model, or its hub id"
         )
     if scaling not in ("none", "") or any(bool((values != 1).any()) for values in factors):
         raise UnsupportedModel(

@@ -288,6 +288,17 @@ def test_gguf_is_refused_when_something_of_it_would_be_lost(what: str, cache: Pa
         load(str(write_gguf(tmp_path / "a.gguf", tiny_model("llama", torch.float32), more=more)))
 
 
+def test_gguf_that_memory_does_not_hold_is_not_begun(
+    tiny_gguf: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_bytes = 4 * sum(parameter.numel() for parameter in tiny_model("llama").parameters())
+    monkeypatch.setattr("swiftopt.models.gguf_files.free_bytes", lambda device: n_bytes - 1)
+    with pytest.raises(
+        SettingsError, match=r"takes 0\.0 GB of memory while it is converted, in float32, but .* free: use"
+    ):
+        load(str(tiny_gguf))
+
+
 def test_gguf_may_say_that_nothing_is_scaled(cache: Path, tmp_path: Path) -> None:
     def more(writer: gguf.GGUFWriter) -> None:
         writer.add_string("llama.rope.scaling.type", "none")
