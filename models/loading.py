@@ -266,8 +266,17 @@ def load_tokenizer(folder: Path) -> Any:
     """
     if not has_tokenizer(folder):
         return None
-    with _reading(f"the tokenizer in {folder}", folder, "cpu"):
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    try:
+        with _reading(f"the tokenizer in {folder}", folder, "cpu"):
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except ModelNotFound as error:
+        if (folder / "tokenizer.json").is_file():
+            raise
+        raise ModelNotFound(
+            f"{folder} has no tokenizer.json, and its other files of a tokenizer cannot be read here"
+            f" ({first_line(cast(Exception, error.__cause__))}): pip install sentencepiece protobuf, or copy the file"
+            " from the model that this one was made of"
+        ) from error
 
 
 def at_speed(runtime: Runtime, speed: Speed, lay_out: bool = True) -> None:

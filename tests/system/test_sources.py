@@ -116,6 +116,10 @@ def _empty_config(folder: Path) -> None:
     (folder / "config.json").write_text("")
 
 
+def _keep_sentences(folder: Path) -> None:
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+
+
 def _end_nothing(folder: Path) -> None:
     (folder / "generation_config.json").write_text("{")
 
@@ -160,6 +164,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], type[SwiftoptError], str]] = {
     "config a list": (lambda f: (f / "config.json").write_text("[]"), ModelNotFound, "is no model's config"),
     "odd config": (lambda f: edit_config(f, hidden_size="x"), ModelNotFound, "is no model's config"),
     "tokenizer no JSON": (lambda f: (f / "tokenizer.json").write_text("{"), ModelNotFound, "the tokenizer in"),
+    "tokenizer.model alone": (_keep_sentences, ModelNotFound, r"no tokenizer\.json, .*: pip install sentencepiece"),
     "family a list": (lambda f: edit_config(f, model_type=[]), UnsupportedModel, r"the model type \[\]"),
     "unknown family": (lambda f: edit_config(f, model_type="mamba"), UnsupportedModel, "'mamba'.*llama"),
 }
